@@ -1,0 +1,196 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cairn_agent::{Consistency, DEFAULT_PORT, Wait, is_valid_label};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::connection::Endpoint;
+
+/// Checkpoints of this guest's disks, asked from inside.
+#[derive(Debug, Parser)]
+#[command(name = "cairn-agent", version, after_help = EXIT_CODES)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed, 2 wrong usage, 4 busy, \
+                          6 the host cannot be reached or did not answer in time";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Take a checkpoint and print its name, image@N, one line for each disk
+    Checkpoint(CheckpointOptions),
+    /// Show what the disk is and does
+    Status(Query),
+    /// List the snapshots of the disk's image, oldest first
+    List(Query),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CheckpointOptions {
+    /// Freeze the file system at MOUNT until the cut is made; repeatable, frozen in this order
+    #[arg(long, value_name = "MOUNT")]
+    pub(crate) freeze: Vec<PathBuf>,
+
+    /// Flush every file system first, not only those to be frozen (the default without --freeze)
+    #[arg(long)]
+    pub(crate) sync: bool,
+
+    /// Record that the application has written its whole state and is quiet
+    #[arg(long)]
+    pub(crate) application: bool,
+
+    /// A second name for the snapshot, unique in its image
+    #[arg(long, value_parser = label)]
+    pub(crate) label: Option<String>,
+
+    /// When to return: the cut is made, or the snapshot is safe in the repository
+    #[arg(long, value_enum, default_value = "accepted")]
+    pub(crate) wait: Until,
+
+    #[command(flatten)]
+    pub(crate) disks: Disks,
+
+    /// Print one JSON object for each disk
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl CheckpointOptions {
+    /// What the caller may claim about the snapshot's content.
+    pub(crate) fn consistency(&self) -> Consistency {
+        if self.application {
+            Consistency::Application
+        } else if self.freeze.is_empty() {
+            Consistency::Crash
+        } else {
+            Consistency::Filesystem
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Query {
+    #[command(flatten)]
+    pub(crate) disks: Disks,
+
+    /// Print one JSON object for each disk
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which disks to talk to, and for how long to hope for an answer.
+#[derive(Debug, Args)]
+pub(crate) struct Disks {
+    /// The vsock port of a disk on the host [default: 7400]; repeatable, one for each disk
+    #[arg(long, value_name = "PORT")]
+    port: Vec<u32>,
+
+    /// The unix socket of a disk, where there is no vsock; repeatable
+    #[arg(long, value_name = "PATH")]
+    unix: Vec<PathBuf>,
+
+    /// Seconds to wait for an answer, and the longest time a file system stays frozen
+    #[arg(long, value_name = "SECONDS", default_value_t = 30,
+          value_parser = clap::value_parser!(u32).range(1..=3600))]
+    timeout: u32,
+}
+
+impl Disks {
+    pub(crate) fn endpoints(&self) -> Vec<Endpoint> {
+        if self.port.is_empty() && self.unix.is_empty() {
+            return vec![Endpoint::Vsock(DEFAULT_PORT)];
+        }
+        let vsock = self.port.iter().copied().map(Endpoint::Vsock);
+        vsock.chain(self.unix.iter().cloned().map(Endpoint::Unix)).collect()
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::from_secs(self.timeout.into())
+    }
+}
+
+/// [`Wait`] as the command line spells it.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Until {
+    Accepted,
+    Stable,
+}
+
+impl From<Until> for Wait {
+    fn from(until: Until) -> Wait {
+        match until {
+            Until::Accepted => Wait::Accepted,
+            Until::Stable => Wait::Stable,
+        }
+    }
+}
+
+fn label(text: &str) -> Result<String, String> {
+    if is_valid_label(text) {
+        return Ok(text.to_owned());
+    }
+    Err("use letters, digits, '.', '_' and '-', at most 64, not digits only, \
+         not starting with '-' or '.'"
+        .to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use cairn_agent::{Consistency, DEFAULT_PORT};
+    use clap::{CommandFactory, Parser};
+
+    use super::{Arguments, CheckpointOptions, Command};
+    use crate::connection::Endpoint;
+
+    fn checkpoint(line: &str) -> Result<CheckpointOptions, clap::Error> {
+        let words = ["cairn-agent", "checkpoint"].into_iter().chain(line.split_whitespace());
+        match Arguments::try_parse_from(words)?.command {
+            Command::Checkpoint(options) => Ok(options),
+            other => panic!("parsed as {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn without_a_port_the_first_disk_is_meant() {
+        let options = checkpoint("").unwrap();
+        assert_eq!(options.disks.endpoints(), [Endpoint::Vsock(DEFAULT_PORT)]);
+    }
+
+    #[test]
+    fn each_port_is_one_disk() {
+        let options = checkpoint("--port 7400 --port 7401").unwrap();
+        assert_eq!(options.disks.endpoints(), [Endpoint::Vsock(7400), Endpoint::Vsock(7401)]);
+    }
+
+    #[test]
+    fn consistency_is_what_the_caller_did_and_no_more() {
+        assert_eq!(checkpoint("").unwrap().consistency(), Consistency::Crash);
+        assert_eq!(checkpoint("--sync").unwrap().consistency(), Consistency::Crash);
+        assert_eq!(checkpoint("--freeze /mnt").unwrap().consistency(), Consistency::Filesystem);
+        assert_eq!(
+            checkpoint("--freeze /mnt --application").unwrap().consistency(),
+            Consistency::Application
+        );
+    }
+
+    #[test]
+    fn a_freeze_without_a_bound_is_refused() {
+        assert!(checkpoint("--timeout 0").is_err());
+        assert!(checkpoint("--timeout 1").is_ok());
+    }
+
+    #[test]
+    fn a_label_that_looks_like_a_number_is_refused() {
+        assert!(checkpoint("--label 7").is_err());
+        assert!(checkpoint("--label before-upgrade").is_ok());
+    }
+}

@@ -1,0 +1,148 @@
+//! One connection to the process that serves one disk: lines out, events in, bounded in time.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use cairn_agent::{Event, MAX_LINE, Request};
+
+use crate::error::Error;
+use crate::sys;
+
+/// Where a disk's process listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    /// A vsock port of the host.
+    Vsock(u32),
+    /// A unix socket: for tests, and for sandboxes without vsock.
+    Unix(PathBuf),
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Endpoint::Vsock(port) => write!(f, "vsock:{port}"),
+            Endpoint::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// The instant after which nobody waits any more.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Deadline(Instant);
+
+impl Deadline {
+    pub(crate) fn after(duration: Duration) -> Deadline {
+        Deadline(Instant::now() + duration)
+    }
+
+    /// What is left, or `None` when it has passed.
+    fn remaining(self) -> Option<Duration> {
+        let left = self.0.saturating_duration_since(Instant::now());
+        (!left.is_zero()).then_some(left)
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Connection {
+    endpoint: Endpoint,
+    stream: UnixStream,
+    /// Bytes received beyond the last line that was taken.
+    pending: Vec<u8>,
+}
+
+impl Connection {
+    pub(crate) fn open(endpoint: Endpoint) -> Result<Connection, Error> {
+        let stream = match &endpoint {
+            // The operations of a connected stream socket are the same for every address family,
+            // so std's type for unix sockets serves for vsock too.
+            Endpoint::Vsock(port) => sys::connect_to_host(*port).map(UnixStream::from),
+            Endpoint::Unix(path) => UnixStream::connect(path),
+        };
+        match stream {
+            Ok(stream) => Ok(Connection { endpoint, stream, pending: Vec::new() }),
+            Err(source) => Err(Error::Connect { endpoint, source }),
+        }
+    }
+
+    pub(crate) fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    pub(crate) fn send(&mut self, request: &Request, deadline: Deadline) -> Result<(), Error> {
+        let mut line = serde_json::to_vec(request).map_err(|e| self.protocol(e.to_string()))?;
+        line.push(b'\n');
+        let left = self.left(deadline)?;
+        self.stream
+            .set_write_timeout(Some(left))
+            .and_then(|()| self.stream.write_all(&line))
+            .map_err(|e| self.transport("asking", e))
+    }
+
+    /// The next event; without a deadline for as long as it takes.
+    pub(crate) fn receive(&mut self, deadline: Option<Deadline>) -> Result<Event, Error> {
+        let line = self.line(deadline)?;
+        serde_json::from_slice(&line).map_err(|e| self.protocol(e.to_string()))
+    }
+
+    /// The error for an event that does not answer what was asked.
+    pub(crate) fn unexpected(&self, event: Event) -> Error {
+        match event {
+            Event::Error(refusal) => Error::Refused { endpoint: self.endpoint.clone(), refusal },
+            Event::Failed(failed) => {
+                Error::NotStored { snapshot: failed.snapshot, reason: failed.reason }
+            }
+            _ => self.protocol("the answer does not belong to the question".to_owned()),
+        }
+    }
+
+    fn line(&mut self, deadline: Option<Deadline>) -> Result<Vec<u8>, Error> {
+        let mut searched = 0;
+        loop {
+            if let Some(at) = self.pending[searched..].iter().position(|&b| b == b'\n') {
+                let rest = self.pending.split_off(searched + at + 1);
+                return Ok(std::mem::replace(&mut self.pending, rest));
+            }
+            searched = self.pending.len();
+            if searched > MAX_LINE {
+                return Err(self.protocol(format!("a line of more than {MAX_LINE} bytes")));
+            }
+            self.fill(deadline)?;
+        }
+    }
+
+    fn fill(&mut self, deadline: Option<Deadline>) -> Result<(), Error> {
+        let limit = deadline.map(|deadline| self.left(deadline)).transpose()?;
+        let mut buffer = [0; 4096];
+        let result =
+            self.stream.set_read_timeout(limit).and_then(|()| self.stream.read(&mut buffer));
+        match result {
+            Ok(0) => Err(Error::Closed(self.endpoint.clone())),
+            Ok(count) => {
+                self.pending.extend_from_slice(&buffer[..count]);
+                Ok(())
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
+            Err(e) => Err(self.transport("waiting for the answer", e)),
+        }
+    }
+
+    fn left(&self, deadline: Deadline) -> Result<Duration, Error> {
+        deadline.remaining().ok_or_else(|| Error::Timeout(self.endpoint.clone()))
+    }
+
+    fn transport(&self, doing: &'static str, source: io::Error) -> Error {
+        let endpoint = self.endpoint.clone();
+        match source.kind() {
+            // A socket's own time limit shows as either, depending on the system.
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Error::Timeout(endpoint),
+            _ => Error::Transport { endpoint, doing, source },
+        }
+    }
+
+    fn protocol(&self, reason: String) -> Error {
+        Error::Protocol { endpoint: self.endpoint.clone(), reason }
+    }
+}

@@ -1,0 +1,158 @@
+//! What the agent says to the host, what it prints, and the code it exits with.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use cairn_agent::{
+    Checkpoint, Consistency, Event, Failed, MAX_LINE, Refusal, RefusalKind, Request, SnapshotLine,
+    Snapshots, Wait,
+};
+
+use crate::host::{Host, accepted, agent, say};
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+#[test]
+fn a_checkpoint_prints_the_name_of_its_snapshot() {
+    let host = Host::accepting("vm1");
+    let output = agent("checkpoint --label nightly", &[&host.socket()]);
+    assert_eq!(text(&output.stdout), "vm1@7\n");
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(
+        host.request(),
+        Request::Checkpoint(Checkpoint {
+            label: Some("nightly".to_owned()),
+            consistency: Consistency::Crash,
+            wait: Wait::Accepted,
+        })
+    );
+}
+
+#[test]
+fn json_tells_both_the_cut_and_its_becoming_stable() {
+    let host = Host::accepting("vm1");
+    let output = agent("checkpoint --wait stable --json", &[&host.socket()]);
+    let taken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(taken["accepted"]["pause_us"], 12);
+    assert_eq!(taken["stable"]["stored_bytes"], 512);
+    assert!(taken.get("frozen_us").is_none(), "nothing was frozen: {taken}");
+}
+
+#[test]
+fn one_checkpoint_spans_several_disks() {
+    let (system, data) = (Host::accepting("system"), Host::accepting("data"));
+    let output = agent("checkpoint --application", &[&system.socket(), &data.socket()]);
+    assert_eq!(text(&output.stdout), "system@7\ndata@7\n");
+    for host in [system, data] {
+        let Request::Checkpoint(checkpoint) = host.request() else { panic!() };
+        assert_eq!(checkpoint.consistency, Consistency::Application);
+    }
+}
+
+#[test]
+fn what_one_disk_did_is_told_even_when_another_refuses() {
+    let good = Host::accepting("good");
+    let bad = refusing(RefusalKind::Busy);
+    let output = agent("checkpoint", &[&bad.socket(), &good.socket()]);
+    assert_eq!(text(&output.stdout), "good@7\n");
+    assert!(text(&output.stderr).contains("because of the test"), "{output:?}");
+    assert_eq!(output.status.code(), Some(4));
+}
+
+#[test]
+fn nobody_is_asked_when_one_disk_cannot_be_reached() {
+    let host = Host::accepting("vm1");
+    let output = agent("checkpoint", &[&host.socket(), Path::new("/no/such/socket")]);
+    assert_eq!(output.status.code(), Some(6));
+    assert_eq!(text(&output.stdout), "");
+    // The host hears of the next agent, and of none before it.
+    agent("checkpoint --label second", &[&host.socket()]);
+    let Request::Checkpoint(checkpoint) = host.request() else { panic!() };
+    assert_eq!(checkpoint.label.as_deref(), Some("second"));
+}
+
+#[test]
+fn a_refusal_tells_the_caller_what_to_do_by_its_exit_code() {
+    for (kind, code) in [
+        (RefusalKind::Invalid, 2),
+        (RefusalKind::Busy, 4),
+        (RefusalKind::Denied, 1),
+        (RefusalKind::Unavailable, 6),
+    ] {
+        let output = agent("checkpoint", &[&refusing(kind).socket()]);
+        assert_eq!(output.status.code(), Some(code), "{kind:?}: {output:?}");
+    }
+}
+
+#[test]
+fn a_snapshot_that_is_not_stored_is_a_failure_with_its_reason() {
+    let host = Host::answering(|_, stream| {
+        say(stream, &accepted("vm1"));
+        say(
+            stream,
+            &Event::Failed(Failed {
+                snapshot: "vm1@7".to_owned(),
+                number: 7,
+                reason: "the repository is full".to_owned(),
+            }),
+        );
+    });
+    let output = agent("checkpoint --wait stable", &[&host.socket()]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("vm1@7 was not stored: the repository is full"));
+    assert_eq!(text(&output.stdout), "");
+}
+
+#[test]
+fn a_host_that_never_answers_is_given_up_at_the_time_limit() {
+    let host = Host::silent();
+    let begin = Instant::now();
+    let output = agent("checkpoint --timeout 1", &[&host.socket()]);
+    assert_eq!(output.status.code(), Some(6));
+    assert!(begin.elapsed() >= Duration::from_secs(1));
+    assert!(begin.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn a_host_that_talks_nonsense_or_without_end_is_not_believed() {
+    let nonsense = Host::answering(|_, stream| drop(writeln!(stream, "HTTP/1.1 400")));
+    let endless = Host::answering(|_, stream| drop(stream.write_all(&vec![b'x'; MAX_LINE + 8192])));
+    let wrong = Host::answering(|_, stream| {
+        say(stream, &Event::Snapshots(Snapshots { snapshots: Vec::new() }));
+    });
+    for host in [nonsense, endless, wrong] {
+        let output = agent("checkpoint --timeout 5", &[&host.socket()]);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(text(&output.stderr).contains("does not speak this protocol"), "{output:?}");
+    }
+}
+
+#[test]
+fn the_list_is_one_snapshot_a_line() {
+    let host = Host::answering(|request, stream| {
+        assert_eq!(*request, Request::List);
+        let line = |number: u64, label: Option<&str>| SnapshotLine {
+            snapshot: format!("vm1@{number}"),
+            label: label.map(str::to_owned),
+            state: "stable".to_owned(),
+            time: 0,
+        };
+        let snapshots = vec![line(1, None), line(2, Some("nightly"))];
+        say(stream, &Event::Snapshots(Snapshots { snapshots }));
+    });
+    let output = agent("list", &[&host.socket()]);
+    assert_eq!(
+        text(&output.stdout),
+        "vm1@1\t1970-01-01T00:00:00Z\tstable\t-\nvm1@2\t1970-01-01T00:00:00Z\tstable\tnightly\n"
+    );
+}
+
+fn refusing(kind: RefusalKind) -> Host {
+    Host::answering(move |_, stream| {
+        let message = "because of the test".to_owned();
+        say(stream, &Event::Error(Refusal { kind, message }));
+    })
+}
