@@ -1,1 +1,51 @@
-//! x
+//! The repository of disk snapshots: chunks, trees, names and leases.
+//!
+//! ```text
+//!                 Repository ──────────── attach ──► Attachment
+//!                 │    │    │                         │ reserve, begin, publish, renew
+//!      put, get   │    │    └───────── Catalog ◄──────┘
+//!                 │    │ chunk_at,     the names: images, snapshots, mirrors, leases
+//!                 │    │ commit_tree
+//!                 │  Trees             nodes of 256 children, cached, path-copied
+//!                 ▼    ▼
+//!                 Blobs                immutable bytes under the name of their content
+//! ```
+//!
+//! A snapshot is written as: [`Repository::put_chunk`] for each changed chunk that is not
+//! [zero](is_zero), [`Repository::commit_tree`] over the parent's root, [`Attachment::publish`].
+//! Everything before the publication is garbage after a crash, everything after it is permanent.
+//!
+//! One repository is used by many processes at once: each of them opens it, and nothing is served.
+//! `docs/formats.md` describes the bytes on disk.
+
+mod attachment;
+mod blobs;
+mod catalog;
+mod error;
+mod geometry;
+mod id;
+mod layout;
+mod name;
+mod process;
+mod repository;
+mod snapshot;
+mod sys;
+mod tree;
+mod zero;
+
+pub use attachment::Attachment;
+pub use blobs::Blobs;
+pub use catalog::LEASE_SECONDS;
+pub use error::{Error, ErrorKind, Result};
+pub use geometry::{
+    ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
+};
+pub use id::{BlobId, ChunkId, MirrorId, NodeId};
+pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
+pub use process::{boot_id, host_name};
+pub use repository::{PutChunk, Repository};
+pub use snapshot::{
+    Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
+};
+pub use tree::{Chunks, Root, TreeUpdate};
+pub use zero::is_zero;

@@ -1,0 +1,99 @@
+//! A mirror's hold on its image.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
+
+use crate::catalog::Holder;
+use crate::error::Result;
+use crate::name::{ImageName, check_label};
+use crate::repository::Repository;
+use crate::snapshot::{NewSnapshot, Snapshot};
+use crate::tree::Root;
+
+/// A mirror that is attached to its image.
+///
+/// Each checkpoint goes [`begin`](Self::begin) → [`publish`](Self::publish) or [`fail`](Self::fail), in
+/// the order of the numbers. Every operation fails with a conflict when another writer has taken the
+/// image over. Dropping the attachment changes nothing in the repository: the lease ends with the
+/// process, or with [`release`](Self::release).
+pub struct Attachment {
+    repository: Repository,
+    holder: Holder,
+    parent: Mutex<(u64, Root)>,
+}
+
+impl Attachment {
+    pub(crate) fn new(repository: Repository, holder: Holder, parent: u64, root: Root) -> Self {
+        Self { repository, holder, parent: Mutex::new((parent, root)) }
+    }
+
+    /// The image.
+    pub fn image(&self) -> &ImageName {
+        self.holder.image_name()
+    }
+
+    /// The number and content of the snapshot that the mirror's unchanged parts come from.
+    pub fn parent(&self) -> (u64, Root) {
+        *self.lock()
+    }
+
+    /// Takes the image's next snapshot numbers.
+    pub fn reserve(&self, count: u64) -> Result<Range<u64>> {
+        self.repository.catalog().reserve(&self.holder, count)
+    }
+
+    /// Keeps the lease alive. It must be called well within [`LEASE_SECONDS`](crate::LEASE_SECONDS); a
+    /// reader has no lease, and nothing to do.
+    pub fn renew(&self) -> Result<()> {
+        if self.holder.may_write() { self.repository.catalog().renew(&self.holder) } else { Ok(()) }
+    }
+
+    /// Announces a snapshot. To announce one again that is still pending is fine.
+    pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
+        new.label.as_deref().map_or(Ok(()), check_label)?;
+        self.repository.catalog().begin(&self.holder, new)
+    }
+
+    /// Makes the content durable, and then, in one transaction, publishes the snapshot and moves the
+    /// mirror's reference to it. To publish the same content again is fine.
+    pub fn publish(
+        &self,
+        number: u64,
+        root: &Root,
+        stored_bytes: u64,
+        dirty_bytes: u64,
+    ) -> Result<Snapshot> {
+        self.repository.flush()?;
+        let catalog = self.repository.catalog();
+        let mut parent = self.lock();
+        let snapshot = catalog.publish(&self.holder, number, root, stored_bytes, dirty_bytes)?;
+        // A repeated publication of an older snapshot does not move the mirror back.
+        if snapshot.number > parent.0 {
+            *parent = (snapshot.number, snapshot.root);
+        }
+        Ok(snapshot)
+    }
+
+    /// Gives up an announced snapshot.
+    pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
+        self.repository.catalog().fail(&self.holder, number, reason)
+    }
+
+    /// Ends the lease and gives back reserved numbers that were not used, if they are still the
+    /// image's last. The reference on the parent stays.
+    pub fn release(&self, unused: Option<Range<u64>>) -> Result<()> {
+        if !self.holder.may_write() {
+            return Ok(());
+        }
+        self.repository.catalog().release(&self.holder, unused)
+    }
+
+    /// Ends the lease and drops the reference: the mirror is no more.
+    pub fn detach(&self) -> Result<()> {
+        self.repository.catalog().detach(&self.holder)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (u64, Root)> {
+        self.parent.lock().expect("no thread panics while it holds the parent")
+    }
+}

@@ -1,0 +1,282 @@
+//! What can go wrong, and what the caller can do about it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What a caller can do about an [`Error`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// The request is wrong in itself: change it.
+    Invalid,
+    /// The named thing does not exist.
+    NotFound,
+    /// Somebody else holds it, or its state forbids the operation: wait or choose another.
+    Conflict,
+    /// Stored bytes are not what they must be: restore them from elsewhere.
+    Corrupt,
+    /// The repository cannot do it at the moment: make space, repair the disk, try again.
+    Unavailable,
+}
+
+/// Why an operation on the repository was not carried out.
+///
+/// The message says what is wrong and, after a semicolon, what to do where there is something to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A repository's address of unknown form.
+    #[error("'{url}' is not the address of a repository; write dir:PATH")]
+    BadUrl {
+        /// The address.
+        url: String,
+    },
+    /// A name that breaks the rules for names.
+    #[error("'{name}' cannot be {what}: {rule}")]
+    BadName {
+        /// What it was to name, with its article.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// A size or chunk size that no image can have.
+    #[error("an image cannot have {what} {value}: {rule}")]
+    BadGeometry {
+        /// `size` or `chunk size`.
+        what: &'static str,
+        /// The value in bytes.
+        value: u64,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// An argument that does not fit the object it is used on.
+    #[error("{0}")]
+    BadArgument(String),
+
+    /// Nothing is at the repository's address.
+    #[error(
+        "there is no repository at {}; `cairn create` and `cairn import` make one", path.display()
+    )]
+    NoRepository {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The directory exists and holds something else.
+    #[error(
+        "{} is not a repository: it has no repository.json; name another directory", path.display()
+    )]
+    NotARepository {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The image does not exist.
+    #[error("there is no image '{name}'; `cairn ls` shows the images")]
+    NoImage {
+        /// The image's name.
+        name: String,
+    },
+    /// The image exists, the snapshot does not.
+    #[error("there is no snapshot {name}; `cairn ls IMAGE` shows the snapshots of an image")]
+    NoSnapshot {
+        /// `image@selector`.
+        name: String,
+    },
+    /// The catalog does not know the mirror.
+    #[error("no mirror {id} is recorded; `cairn mirrors` shows them")]
+    NoMirror {
+        /// The mirror's id.
+        id: String,
+    },
+
+    /// The image's name is taken.
+    #[error("an image '{name}' exists already; choose another name or remove it first")]
+    ImageExists {
+        /// The image's name.
+        name: String,
+    },
+    /// The label or number is taken in this image.
+    #[error("image '{image}' has a snapshot @{selector} already; choose another label")]
+    SnapshotExists {
+        /// The image's name.
+        image: String,
+        /// The number or label.
+        selector: String,
+    },
+    /// Another writer holds the image.
+    #[error(
+        "image '{image}' is in use by process {pid} on host {host}, mirror {path}; stop that process, \
+         or wait {seconds} s after its host has died, or clone the image"
+    )]
+    Leased {
+        /// The image's name.
+        image: String,
+        /// The holder's host.
+        host: String,
+        /// The holder's mirror directory.
+        path: String,
+        /// The holder's process.
+        pid: u32,
+        /// The longest time until a dead holder's lease ends.
+        seconds: u64,
+    },
+    /// Another writer took the image over, or the mirror was forgotten.
+    #[error("mirror {mirror} no longer holds image '{image}'; stop writing and attach again")]
+    Fenced {
+        /// The image's name.
+        image: String,
+        /// The mirror that lost its lease.
+        mirror: String,
+    },
+    /// Mirrors still refer to the image.
+    #[error(
+        "image '{image}' is used by mirror {mirror} on host {host}, directory {path}; run `cairn \
+         mirrors --forget {mirror}` if that mirror is gone, or remove the image with --force"
+    )]
+    Referenced {
+        /// The image's name.
+        image: String,
+        /// One of the mirrors.
+        mirror: String,
+        /// Its host.
+        host: String,
+        /// Its directory.
+        path: String,
+    },
+    /// The image would be left without content.
+    #[error("{name} is the only stable snapshot of its image; remove the image instead")]
+    OnlyStable {
+        /// `image@number`.
+        name: String,
+    },
+    /// The snapshot's state does not allow the operation.
+    #[error("snapshot {name} is {state}{}", reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default())]
+    WrongState {
+        /// `image@number`.
+        name: String,
+        /// Its state.
+        state: &'static str,
+        /// Why it failed, if it did.
+        reason: Option<String>,
+    },
+
+    /// A blob that something refers to is not there.
+    #[error("blob {} is missing; restore it from a copy of the repository", path.display())]
+    MissingBlob {
+        /// Where it should be.
+        path: PathBuf,
+    },
+    /// Stored bytes are not what they must be.
+    #[error("{object} is corrupt: {reason}; restore it from a copy of the repository")]
+    Corrupt {
+        /// The file or record.
+        object: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// The repository was written by a later version of this program.
+    #[error("{object} has format {found}, this program reads up to {supported}; use a newer cairn")]
+    NewerFormat {
+        /// The file.
+        object: String,
+        /// Its version.
+        found: u64,
+        /// The newest version that is understood.
+        supported: u64,
+    },
+    /// The catalog's locks do not work there.
+    #[error(
+        "{} is on {file_system}: its locks and shared memory cannot keep a catalog safe; use a \
+         local file system", path.display()
+    )]
+    NetworkFileSystem {
+        /// The directory.
+        path: PathBuf,
+        /// The file system's name.
+        file_system: &'static str,
+    },
+    /// The disk or the quota is used up.
+    #[error("no space left {doing} {}; free some space and try again", path.display())]
+    Full {
+        /// What was being done.
+        doing: &'static str,
+        /// To which file.
+        path: PathBuf,
+    },
+    /// The operating system refused.
+    #[error("{doing} {}: {source}", path.display())]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// To which file.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// A sync failed: what the kernel held for it may be lost, and it reports that only once.
+    #[error(
+        "an earlier sync of {} failed, so blobs may be lost; check the disk and start again", path.display()
+    )]
+    Poisoned {
+        /// The repository's directory.
+        path: PathBuf,
+    },
+    /// The database refused.
+    #[error("the catalog failed: {0}")]
+    Catalog(#[from] rusqlite::Error),
+}
+
+impl Error {
+    /// What the caller can do about it.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::BadUrl { .. }
+            | Error::BadName { .. }
+            | Error::BadGeometry { .. }
+            | Error::BadArgument(_)
+            | Error::NotARepository { .. }
+            | Error::NewerFormat { .. }
+            | Error::NetworkFileSystem { .. } => ErrorKind::Invalid,
+            Error::NoRepository { .. }
+            | Error::NoImage { .. }
+            | Error::NoSnapshot { .. }
+            | Error::NoMirror { .. } => ErrorKind::NotFound,
+            Error::ImageExists { .. }
+            | Error::SnapshotExists { .. }
+            | Error::Leased { .. }
+            | Error::Fenced { .. }
+            | Error::Referenced { .. }
+            | Error::OnlyStable { .. }
+            | Error::WrongState { .. } => ErrorKind::Conflict,
+            Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
+            Error::Full { .. } | Error::Io { .. } | Error::Poisoned { .. } => {
+                ErrorKind::Unavailable
+            }
+            Error::Catalog(source) => match source.sqlite_error_code() {
+                Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {
+                    ErrorKind::Corrupt
+                }
+                _ => ErrorKind::Unavailable,
+            },
+        }
+    }
+
+    /// An error of the file system on `path`, with disk-full told apart.
+    pub(crate) fn io(doing: &'static str, path: &Path, source: io::Error) -> Self {
+        let path = path.to_owned();
+        match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                Error::Full { doing, path }
+            }
+            _ => Error::Io { doing, path, source },
+        }
+    }
+
+    pub(crate) fn corrupt(object: impl Into<String>, reason: impl Into<String>) -> Self {
+        Error::Corrupt { object: object.into(), reason: reason.into() }
+    }
+}

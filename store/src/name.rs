@@ -1,0 +1,153 @@
+//! The names that people write: `image`, `image@3`, `image@label`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// The longest name of an image and the longest label, in bytes.
+pub const MAX_NAME: usize = 64;
+
+const IMAGE_RULE: &str =
+    "it has 1 to 64 letters, digits, '.', '_' or '-', and does not start with '-' or '.'";
+const LABEL_RULE: &str = "it has 1 to 64 letters, digits, '.', '_' or '-', not digits alone, and does not start with '-' or '.'";
+
+/// The name of an image. It is safe as a file's name.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ImageName(String);
+
+impl ImageName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ImageName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+impl FromStr for ImageName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if is_plain(text) {
+            return Ok(Self(text.into()));
+        }
+        Err(Error::BadName { what: "the name of an image", name: text.into(), rule: IMAGE_RULE })
+    }
+}
+
+/// Which snapshot of an image.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Selector {
+    /// The newest stable one.
+    Newest,
+    /// The one with this number, whatever its state.
+    Number(u64),
+    /// The one with this label, whatever its state.
+    Label(String),
+}
+
+/// A snapshot as people name it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct SnapshotRef {
+    /// The image.
+    pub image: ImageName,
+    /// Which of its snapshots.
+    pub selector: Selector,
+}
+
+impl SnapshotRef {
+    /// `image@number`.
+    pub fn number(image: &ImageName, number: u64) -> Self {
+        Self { image: image.clone(), selector: Selector::Number(number) }
+    }
+}
+
+impl fmt::Display for SnapshotRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.selector {
+            Selector::Newest => write!(f, "{}", self.image),
+            Selector::Number(number) => write!(f, "{}@{number}", self.image),
+            Selector::Label(label) => write!(f, "{}@{label}", self.image),
+        }
+    }
+}
+
+impl FromStr for SnapshotRef {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let Some((image, selector)) = text.split_once('@') else {
+            return Ok(Self { image: text.parse()?, selector: Selector::Newest });
+        };
+        let image = image.parse()?;
+        if is_number(selector) {
+            let rule = "numbers start at 1 and fit 63 bits";
+            return match selector.parse() {
+                Ok(number) if (1..=i64::MAX as u64).contains(&number) => {
+                    Ok(Self { image, selector: Selector::Number(number) })
+                }
+                _ => {
+                    Err(Error::BadName { what: "a snapshot's number", name: selector.into(), rule })
+                }
+            };
+        }
+        check_label(selector)?;
+        Ok(Self { image, selector: Selector::Label(selector.into()) })
+    }
+}
+
+/// Checks a label: as an image's name, with at least one byte that is not a digit, so that no label
+/// looks like a number.
+pub(crate) fn check_label(label: &str) -> Result<()> {
+    if is_plain(label) && !is_number(label) {
+        return Ok(());
+    }
+    Err(Error::BadName { what: "a snapshot's label", name: label.into(), rule: LABEL_RULE })
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+fn is_plain(text: &str) -> bool {
+    (1..=MAX_NAME).contains(&text.len())
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        && !text.starts_with(['-', '.'])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ImageName, Selector, SnapshotRef};
+
+    #[test]
+    fn a_reference_names_the_newest_a_number_or_a_label() {
+        let parse = |text: &str| text.parse::<SnapshotRef>().unwrap();
+        assert_eq!(parse("vm1").selector, Selector::Newest);
+        assert_eq!(parse("vm1@3").selector, Selector::Number(3));
+        assert_eq!(parse("vm1@before-upgrade").selector, Selector::Label("before-upgrade".into()));
+        for text in ["vm1", "vm1@3", "vm1@before-upgrade"] {
+            assert_eq!(parse(text).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn names_that_could_be_paths_options_or_nothing_are_refused() {
+        for bad in ["", ".", "..", "-x", ".x", "a/b", "a b", "ä", "a@", &"x".repeat(65)] {
+            assert!(bad.parse::<ImageName>().is_err(), "{bad}");
+        }
+        for bad in ["@1", "vm@", "vm@0", "vm@a@b", "vm@-x", "vm@99999999999999999999"] {
+            assert!(bad.parse::<SnapshotRef>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_message_tells_the_rule() {
+        let message = "a/b".parse::<ImageName>().unwrap_err().to_string();
+        assert!(message.contains("'a/b'") && message.contains("letters, digits"), "{message}");
+    }
+}

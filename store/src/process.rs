@@ -1,0 +1,107 @@
+//! Who a process is, so that others can tell whether it still lives.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::error::{Error, Result};
+
+/// A process, told apart from a later one with the same number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Process {
+    /// The boot of the kernel that runs it.
+    pub(crate) boot_id: String,
+    /// The namespace in which its number counts: two containers of one host have their own.
+    pub(crate) pid_namespace: u64,
+    pub(crate) pid: u32,
+    /// Clock ticks from the boot to its start.
+    pub(crate) start_time: u64,
+}
+
+impl Process {
+    /// The process that runs this code.
+    pub(crate) fn current() -> Result<Self> {
+        Self::on_this_host(std::process::id())
+    }
+
+    /// A process of this host and namespace.
+    pub(crate) fn on_this_host(pid: u32) -> Result<Self> {
+        let start_time = start_time(pid).ok_or_else(|| {
+            Error::BadArgument(format!("process {pid} does not run on this host"))
+        })?;
+        Ok(Self { boot_id: boot_id()?, pid_namespace: pid_namespace()?, pid, start_time })
+    }
+
+    /// Whether it certainly runs no more, as seen by `observer`. A process of another host or another
+    /// namespace cannot be seen, so it is never certain.
+    pub(crate) fn is_dead(&self, observer: &Process) -> bool {
+        self.boot_id == observer.boot_id
+            && self.pid_namespace == observer.pid_namespace
+            && start_time(self.pid) != Some(self.start_time)
+    }
+}
+
+/// The id of this boot of this host's kernel.
+pub fn boot_id() -> Result<String> {
+    let path = Path::new("/proc/sys/kernel/random/boot_id");
+    let text = fs::read_to_string(path).map_err(|e| Error::io("reading", path, e))?;
+    Ok(text.trim().into())
+}
+
+/// The name of this host.
+pub fn host_name() -> Result<String> {
+    let path = Path::new("/proc/sys/kernel/hostname");
+    let text = fs::read_to_string(path).map_err(|e| Error::io("reading", path, e))?;
+    Ok(text.trim().into())
+}
+
+fn pid_namespace() -> Result<u64> {
+    let path = Path::new("/proc/self/ns/pid");
+    Ok(fs::metadata(path).map_err(|e: io::Error| Error::io("reading", path, e))?.ino())
+}
+
+/// When the process started; nothing if it is gone, or dead and not yet waited for.
+fn start_time(pid: u32) -> Option<u64> {
+    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Fields 3 (state) and 22 (start time). The program's name, field 2, may hold spaces and brackets,
+/// so the fields are counted from the last closing bracket.
+fn parse_stat(stat: &str) -> Option<u64> {
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+    if matches!(fields.next()?, "Z" | "X" | "x") {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Process, parse_stat};
+
+    #[test]
+    fn a_hostile_program_name_does_not_shift_the_fields() {
+        let tail = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20";
+        assert_eq!(parse_stat(&format!("7 (a) R 0 (b) {tail}")), Some(4242));
+        assert_eq!(parse_stat(&format!("7 (a) Z{}", &tail[1..])), None);
+        assert_eq!(parse_stat("nonsense"), None);
+    }
+
+    #[test]
+    fn this_process_lives_and_its_predecessor_with_the_same_number_does_not() {
+        let me = Process::current().unwrap();
+        assert!(!me.is_dead(&me));
+        let before = Process { start_time: me.start_time - 1, ..me.clone() };
+        assert!(before.is_dead(&me));
+    }
+
+    #[test]
+    fn processes_that_cannot_be_seen_are_never_certainly_dead() {
+        let me = Process::current().unwrap();
+        let gone = Process { start_time: 0, ..me.clone() };
+        assert!(gone.is_dead(&me));
+        assert!(!Process { boot_id: "other".into(), ..gone.clone() }.is_dead(&me));
+        assert!(!Process { pid_namespace: 1, ..gone }.is_dead(&me));
+    }
+}

@@ -1,0 +1,203 @@
+//! The Merkle tree over the chunks of a snapshot.
+//!
+//! Nodes of level 0 name chunks, nodes above name nodes; the height follows from the disk's
+//! [`Geometry`] alone, and a node without children does not exist. So one content has one root,
+//! however it came about. Changing a chunk copies the path from the root to it (*shadowing*), and
+//! everything else is shared with the older tree; a *clone* is another name for a root.
+//!
+//! ```text
+//!            root of @1      root of @2
+//!               │  └──────┐ ┌────┘  │          @2 changed chunk 7 only:
+//!               ▼         ▼ ▼       ▼          it shares every subtree but one path
+//!            [0..256)   [256..)  [0..256)'
+//!             │ ... chunk 7       ... chunk 7'
+//! ```
+
+mod cache;
+mod node;
+mod walk;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use self::cache::NodeCache;
+use self::node::{Child, MAX_NODE, Node};
+use crate::blobs::Blobs;
+use crate::error::{Error, Result};
+use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
+use crate::id::{BlobId, ChunkId, NodeId};
+
+pub use self::walk::Chunks;
+
+/// The content of a whole disk: the name of its tree's top node, or nothing if every chunk is a hole.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Root(pub Option<NodeId>);
+
+/// A tree that was derived from another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TreeUpdate {
+    /// Its root.
+    pub root: Root,
+    /// Bytes of nodes that the repository did not have.
+    pub new_bytes: u64,
+}
+
+/// The trees in a place for blobs.
+pub(crate) struct Trees {
+    blobs: Arc<dyn Blobs>,
+    cache: NodeCache,
+}
+
+/// A subtree's place: its level and the first chunk under it.
+#[derive(Clone, Copy)]
+struct Place {
+    level: u8,
+    first: u64,
+}
+
+impl Place {
+    fn top(geometry: Geometry) -> Self {
+        Self { level: geometry.height() - 1, first: 0 }
+    }
+
+    /// How many chunks each child covers.
+    fn stride(self) -> u64 {
+        FAN_OUT.pow(self.level.into())
+    }
+
+    fn slot_of(self, index: u64) -> u8 {
+        u8::try_from((index - self.first) / self.stride()).expect("the chunk is under this node")
+    }
+
+    fn first_of(self, slot: u8) -> u64 {
+        self.first + u64::from(slot) * self.stride()
+    }
+
+    fn child(self, slot: u8) -> Self {
+        Self { level: self.level - 1, first: self.first_of(slot) }
+    }
+
+    /// How many slots cover chunks of the disk.
+    fn slots(self, geometry: Geometry) -> u64 {
+        (geometry.chunk_count() - self.first).div_ceil(self.stride()).min(FAN_OUT)
+    }
+}
+
+impl Trees {
+    /// `cache` is the most bytes of decoded nodes to keep.
+    pub(crate) fn new(blobs: Arc<dyn Blobs>, cache: usize) -> Self {
+        Self { blobs, cache: NodeCache::new(cache) }
+    }
+
+    /// The chunk at `index`, or nothing for a hole.
+    pub(crate) fn chunk_at(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        index: ChunkIndex,
+    ) -> Result<Option<ChunkId>> {
+        geometry.check_index(index)?;
+        let mut place = Place::top(geometry);
+        let mut next = root.0;
+        while let Some(id) = next {
+            let slot = place.slot_of(index.0);
+            let Some(child) = self.load(id, geometry, place)?.get(slot).copied() else { break };
+            if place.level == 0 {
+                return Ok(Some(ChunkId::from_bytes(child)));
+            }
+            next = Some(NodeId::from_bytes(child));
+            place = place.child(slot);
+        }
+        Ok(None)
+    }
+
+    /// The tree that differs from `base` by these chunks.
+    pub(crate) fn commit(
+        &self,
+        base: &Root,
+        geometry: Geometry,
+        changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
+    ) -> Result<TreeUpdate> {
+        let Some((last, _)) = changes.last_key_value() else {
+            return Ok(TreeUpdate { root: *base, new_bytes: 0 });
+        };
+        geometry.check_index(*last)?;
+        let mut edit = Edit { trees: self, geometry, changes, new_bytes: 0 };
+        let root = Root(edit.apply(base.0, Place::top(geometry))?);
+        Ok(TreeUpdate { root, new_bytes: edit.new_bytes })
+    }
+
+    /// The chunks that are not holes, in order.
+    pub(crate) fn chunks(self: &Arc<Self>, root: &Root, geometry: Geometry) -> Chunks {
+        Chunks::new(Arc::clone(self), root, geometry)
+    }
+
+    fn load(&self, id: NodeId, geometry: Geometry, place: Place) -> Result<Arc<Node>> {
+        let corrupt = |reason| Error::corrupt(format!("tree node {id}"), reason);
+        let node = match self.cache.get(&id) {
+            Some(node) => node,
+            None => {
+                let mut bytes = [0; MAX_NODE];
+                let len = self.blobs.get(&id.into(), &mut bytes)?;
+                let node = Arc::new(Node::decode(&bytes[..len]).map_err(corrupt)?);
+                self.cache.insert(id, Arc::clone(&node));
+                node
+            }
+        };
+        node.check_place(place.level, place.slots(geometry)).map_err(corrupt)?;
+        Ok(node)
+    }
+
+    /// Stores a node and returns its name and the bytes that this adds.
+    fn store(&self, node: Node) -> Result<(NodeId, u64)> {
+        let bytes = node.encode();
+        let blob = BlobId::of(&bytes);
+        let new_bytes = self.blobs.put(&blob, &bytes)?;
+        let id = NodeId::from_bytes(*blob.as_bytes());
+        self.cache.insert(id, Arc::new(node));
+        Ok((id, new_bytes))
+    }
+}
+
+/// One run of changes over a tree. It holds one path of nodes at a time.
+struct Edit<'a> {
+    trees: &'a Trees,
+    geometry: Geometry,
+    changes: &'a BTreeMap<ChunkIndex, Option<ChunkId>>,
+    new_bytes: u64,
+}
+
+impl Edit<'_> {
+    /// The subtree at `place` with the changes under it.
+    fn apply(&mut self, old: Option<NodeId>, place: Place) -> Result<Option<NodeId>> {
+        let before = match old {
+            Some(id) => self.trees.load(id, self.geometry, place)?,
+            None => Arc::new(Node::new(place.level)),
+        };
+        let mut after = Node::clone(&before);
+        let end = place.first + place.stride() * FAN_OUT;
+        let mut from = place.first;
+        while let Some((index, chunk)) =
+            self.changes.range(ChunkIndex(from)..ChunkIndex(end)).next()
+        {
+            let slot = place.slot_of(index.0);
+            let child: Option<Child> = if place.level == 0 {
+                chunk.map(|id| *id.as_bytes())
+            } else {
+                let old = before.get(slot).map(|id| NodeId::from_bytes(*id));
+                self.apply(old, place.child(slot))?.map(|id| *id.as_bytes())
+            };
+            after.set(slot, child);
+            from = place.first_of(slot) + place.stride();
+        }
+        if after.is_empty() {
+            return Ok(None);
+        }
+        if after == *before {
+            return Ok(old);
+        }
+        let (id, new_bytes) = self.trees.store(after)?;
+        self.new_bytes += new_bytes;
+        Ok(Some(id))
+    }
+}

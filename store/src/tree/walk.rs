@@ -1,0 +1,71 @@
+//! Going through a tree from its first chunk to its last.
+
+use std::sync::Arc;
+
+use super::node::Node;
+use super::{Place, Root, Trees};
+use crate::error::Result;
+use crate::geometry::{ChunkIndex, Geometry};
+use crate::id::{ChunkId, NodeId};
+
+/// The chunks of a snapshot that are not holes, in order. It holds one path of nodes at a time, and
+/// ends after the first error.
+pub struct Chunks {
+    trees: Arc<Trees>,
+    geometry: Geometry,
+    /// What is still to be visited: the top's first, for the root has not been read yet.
+    start: Option<NodeId>,
+    path: Vec<Step>,
+}
+
+struct Step {
+    place: Place,
+    node: Arc<Node>,
+    /// The next slot to look at; nothing when the node is done.
+    slot: Option<u8>,
+}
+
+impl Chunks {
+    pub(super) fn new(trees: Arc<Trees>, root: &Root, geometry: Geometry) -> Self {
+        Self { trees, geometry, start: root.0, path: Vec::new() }
+    }
+
+    fn enter(&mut self, id: NodeId, place: Place) -> Result<()> {
+        let node = self.trees.load(id, self.geometry, place)?;
+        self.path.push(Step { place, node, slot: Some(0) });
+        Ok(())
+    }
+
+    fn advance(&mut self) -> Result<Option<(ChunkIndex, ChunkId)>> {
+        if let Some(root) = self.start.take() {
+            self.enter(root, Place::top(self.geometry))?;
+        }
+        while let Some(step) = self.path.last_mut() {
+            let Some(slot) = step.slot.and_then(|from| step.node.next_present(from)) else {
+                self.path.pop();
+                continue;
+            };
+            step.slot = slot.checked_add(1);
+            let place = step.place;
+            let child = *step.node.get(slot).expect("the slot is present");
+            if place.level == 0 {
+                let index = ChunkIndex(place.first_of(slot));
+                return Ok(Some((index, ChunkId::from_bytes(child))));
+            }
+            self.enter(NodeId::from_bytes(child), place.child(slot))?;
+        }
+        Ok(None)
+    }
+}
+
+impl Iterator for Chunks {
+    type Item = Result<(ChunkIndex, ChunkId)>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let next = self.advance().transpose();
+        if matches!(next, Some(Err(_))) {
+            self.path.clear();
+        }
+        next
+    }
+}
