@@ -1,1 +1,33 @@
-//! x
+//! Boots real guests under QEMU on disks that Cairn serves.
+//!
+//! ```text
+//!  Lab ───── a directory for one test: repository, mirrors, sockets, logs
+//!   ├─ cairn()      the operator's command line
+//!   ├─ Backend      one cairn-blk ◄── vhost-user-blk ──┐
+//!   └─ Guest        one QEMU ─────────────────────────┘  with its vsock device,
+//!        └─ Console   commands in, exit codes and output back
+//! ```
+//!
+//! A guest is a kernel and an initramfs ([`Tools`] finds them, `make setup` obtains them). Its
+//! disks hold data, not the system, so a test decides what is read from them and when.
+//!
+//! Every process dies with the thread that started it, so a test that is killed leaves nothing
+//! running.
+
+mod accel;
+mod backend;
+mod console;
+mod control;
+mod guest;
+pub mod image;
+mod lab;
+mod process;
+mod qemu;
+mod tools;
+
+pub use backend::{Backend, Disk};
+pub use console::Output;
+pub use guest::Guest;
+pub use lab::{Lab, in_lab};
+pub use process::Process;
+pub use tools::Tools;

@@ -1,0 +1,82 @@
+//! Hardware virtualisation where it works, emulation where it does not.
+
+use std::env;
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::console::Console;
+use crate::process::Process;
+use crate::qemu::{self, Machine, Version};
+use crate::tools::Tools;
+
+/// How QEMU runs the guest's code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Accel {
+    Kvm,
+    Tcg,
+}
+
+/// A guest that KVM really runs is up in a second or two.
+const PROBE_LIMIT: Duration = Duration::from_secs(8);
+
+impl Accel {
+    /// What works here: `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the outcome of a probe.
+    ///
+    /// That `/dev/kvm` exists does not say that a guest runs on it: in nested virtualisation it may
+    /// hang at its first instruction. So one is booted, and the outcome is kept beside the kernel.
+    pub(crate) fn choose(tools: &Tools) -> Result<Accel> {
+        static CHOSEN: OnceLock<Accel> = OnceLock::new();
+        if let Some(accel) = CHOSEN.get() {
+            return Ok(*accel);
+        }
+        let accel = match env::var("CAIRN_VMM_ACCEL").as_deref() {
+            Ok("kvm") => Accel::Kvm,
+            Ok("tcg") => Accel::Tcg,
+            Ok(other) => bail!("CAIRN_VMM_ACCEL is {other:?}: say kvm or tcg"),
+            Err(_) => remembered_or_probed(tools)?,
+        };
+        Ok(*CHOSEN.get_or_init(|| accel))
+    }
+
+    pub(crate) fn qemu_option(self) -> &'static str {
+        match self {
+            Accel::Kvm => "kvm",
+            Accel::Tcg => "tcg,thread=multi",
+        }
+    }
+}
+
+fn remembered_or_probed(tools: &Tools) -> Result<Accel> {
+    let memory = tools.kernel.with_file_name("accel");
+    match fs::read_to_string(&memory).as_deref() {
+        Ok("kvm") => return Ok(Accel::Kvm),
+        Ok("tcg") => return Ok(Accel::Tcg),
+        _ => {}
+    }
+    let usable = File::options().read(true).write(true).open("/dev/kvm").is_ok();
+    let (accel, name) =
+        if usable && boots(tools)? { (Accel::Kvm, "kvm") } else { (Accel::Tcg, "tcg") };
+    fs::write(memory, name)?;
+    Ok(accel)
+}
+
+fn boots(tools: &Tools) -> Result<bool> {
+    let directory = tempfile::tempdir()?;
+    let file = |name: &str| -> PathBuf { directory.path().join(name) };
+    let machine =
+        Machine { kernel_log: file("kernel"), shell: file("shell"), ..Machine::default() };
+    let arguments = qemu::arguments(&machine, tools, Accel::Kvm, Version::installed()?);
+    let mut process = Process::start("the probe", qemu::PROGRAM.as_ref(), arguments, file("log"))?;
+    let up = process
+        .wait_for_file(&machine.shell, PROBE_LIMIT)
+        .and_then(|()| Console::connect(&machine.shell))
+        .and_then(|mut console| {
+            console.wait_ready(PROBE_LIMIT)?;
+            console.run("true", PROBE_LIMIT)
+        });
+    Ok(up.is_ok())
+}

@@ -1,0 +1,103 @@
+//! Disk images with known content, made and examined on the host.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, ensure};
+
+/// An empty disk of `size` bytes.
+pub fn blank(path: &Path, size: u64) -> Result<()> {
+    File::create(path)?.set_len(size)?;
+    Ok(())
+}
+
+/// An ext4 file system of `size` bytes that holds what is in the directory `content`.
+pub fn ext4(path: &Path, size: u64, content: &Path) -> Result<()> {
+    blank(path, size)?;
+    // The kernel would write the lazy parts at a time of its own choice.
+    tool(
+        "mke2fs",
+        ["-q", "-t", "ext4", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", "-d"]
+            .map(OsStr::new)
+            .into_iter()
+            .chain([content.as_os_str(), path.as_os_str()]),
+    )?;
+    Ok(())
+}
+
+/// Fills the directory with `count` files of 1 MiB, `data/00`, `data/01`, …
+///
+/// They look random, so they neither compress nor repeat, and are the same every time.
+pub fn fill(directory: &Path, count: u64) -> Result<()> {
+    const MIB: usize = 1 << 20;
+    let data = directory.join("data");
+    fs::create_dir_all(&data)?;
+    for index in 0..count {
+        let mut state = 0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(index + 1);
+        let words = std::iter::repeat_with(|| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.to_le_bytes()
+        });
+        let content: Vec<u8> = words.flatten().take(MIB).collect();
+        fs::write(data.join(format!("{index:02}")), content)?;
+    }
+    Ok(())
+}
+
+/// Fails unless the file system is clean as it is, with nothing to replay.
+pub fn check_clean(image: &Path) -> Result<()> {
+    let output = tool("e2fsck", [OsStr::new("-fn"), image.as_os_str()])?;
+    // Without leave to write, e2fsck passes over a journal that is not empty and says so.
+    let text = format!("{output:?}");
+    ensure!(!text.contains("skipping journal recovery"), "{} needs a replay", image.display());
+    Ok(())
+}
+
+/// Replays the journal of an image as after a power cut, which must be all that is to be done.
+pub fn recover(image: &Path) -> Result<()> {
+    // The journal is replayed before the check; the check must find nothing.
+    run("e2fsck", [OsStr::new("-p"), image.as_os_str()], &[0, 1])?;
+    check_clean(image)
+}
+
+/// The content of the file `name` in an image.
+pub fn read(image: &Path, name: &str) -> Result<Vec<u8>> {
+    let request = format!("cat {name}");
+    let output = tool("debugfs", [OsStr::new("-R"), OsStr::new(&request), image.as_os_str()])?;
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    ensure!(!complaints.contains("not found"), "{}: {complaints}", image.display());
+    Ok(output.stdout)
+}
+
+fn tool<A: AsRef<OsStr>>(name: &str, arguments: impl IntoIterator<Item = A>) -> Result<Output> {
+    run(name, arguments, &[0])
+}
+
+fn run<A: AsRef<OsStr>>(
+    name: &str,
+    arguments: impl IntoIterator<Item = A>,
+    good: &[i32],
+) -> Result<Output> {
+    // The administrator's commands are not on everyone's path.
+    let program = ["/usr/sbin", "/sbin"]
+        .iter()
+        .map(|directory| Path::new(directory).join(name))
+        .find(|path| path.exists())
+        .unwrap_or_else(|| name.into());
+    let output = Command::new(&program)
+        .args(arguments)
+        .output()
+        .with_context(|| format!("cannot run {name}: `make setup` installs it"))?;
+    ensure!(
+        output.status.code().is_some_and(|code| good.contains(&code)),
+        "{name} ended with {}:\n{}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(output)
+}

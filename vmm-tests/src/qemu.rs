@@ -1,0 +1,101 @@
+//! The command line of QEMU for a test guest.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::accel::Accel;
+use crate::tools::Tools;
+
+pub(crate) const PROGRAM: &str = "qemu-system-x86_64";
+
+/// What a guest is made of, beyond what all of them share.
+#[derive(Debug, Default)]
+pub(crate) struct Machine {
+    /// vhost-user-blk sockets, in the order of the guest's `vda`, `vdb`, …
+    pub(crate) disks: Vec<PathBuf>,
+    /// The vhost-user socket of the vsock device.
+    pub(crate) vsock: Option<PathBuf>,
+    /// Where the kernel's messages go.
+    pub(crate) kernel_log: PathBuf,
+    /// The socket of the command channel.
+    pub(crate) shell: PathBuf,
+}
+
+pub(crate) fn arguments(
+    machine: &Machine,
+    tools: &Tools,
+    accel: Accel,
+    version: Version,
+) -> Vec<String> {
+    let mut line = Vec::new();
+    let mut option = |name: &str, value: String| line.extend([format!("-{name}"), value]);
+    let show = |path: &Path| path.display().to_string();
+
+    option("accel", accel.qemu_option().to_owned());
+    option("cpu", "max".to_owned());
+    option("smp", "2".to_owned());
+    // The backend reads and writes the guest's memory directly.
+    option("object", "memory-backend-memfd,id=mem,size=512M,share=on".to_owned());
+    option("machine", "q35,memory-backend=mem".to_owned());
+    option("display", "none".to_owned());
+    option("monitor", "none".to_owned());
+    option("net", "none".to_owned());
+    option("kernel", show(&tools.kernel));
+    option("initrd", show(&tools.initramfs));
+    option("append", "console=ttyS0 quiet panic=-1".to_owned());
+    option("serial", format!("file:{}", show(&machine.kernel_log)));
+    option("chardev", format!("socket,id=shell,path={},server=on,wait=off", show(&machine.shell)));
+    option("serial", "chardev:shell".to_owned());
+    for (index, socket) in machine.disks.iter().enumerate() {
+        // Without it the guest's disk hangs for good when the backend restarts.
+        let reconnect = version.reconnect_option();
+        let socket = show(socket);
+        option("chardev", format!("socket,id=disk{index},path={socket},{reconnect}"));
+        option("device", format!("vhost-user-blk-pci,chardev=disk{index},num-queues=2"));
+    }
+    if let Some(socket) = &machine.vsock {
+        option("chardev", format!("socket,id=vsock,path={}", show(socket)));
+        option("device", "vhost-user-vsock-pci,chardev=vsock".to_owned());
+    }
+    line
+}
+
+/// QEMU's version, as far as its command line depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Version(u32, u32);
+
+impl Version {
+    pub(crate) fn installed() -> Result<Version> {
+        let output = Command::new(PROGRAM)
+            .arg("--version")
+            .output()
+            .context("cannot run QEMU: `make setup` installs it")?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        Version::parse(&text).with_context(|| format!("no version in {text:?}"))
+    }
+
+    fn parse(text: &str) -> Option<Version> {
+        let mut numbers = text.split("version ").nth(1)?.split(|c: char| !c.is_ascii_digit());
+        Some(Version(numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+    }
+
+    /// Renamed, with another unit, in 9.2.
+    fn reconnect_option(self) -> &'static str {
+        if self >= Version(9, 2) { "reconnect-ms=1000" } else { "reconnect=1" }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Version;
+
+    #[test]
+    fn the_option_to_reconnect_follows_the_version() {
+        let debian = Version::parse("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg)\n").unwrap();
+        assert_eq!(debian.reconnect_option(), "reconnect=1");
+        let recent = Version::parse("QEMU emulator version 10.0.2\n").unwrap();
+        assert_eq!(recent.reconnect_option(), "reconnect-ms=1000");
+    }
+}

@@ -1,0 +1,76 @@
+//! The disk as a disk: it keeps what is written to it, whatever comes and goes around it.
+
+use std::fs;
+
+use vmm_tests::{Backend, Disk, Guest, image, in_lab};
+
+use crate::MIB;
+
+#[test]
+fn a_file_system_made_by_the_guest_survives_its_reboot() {
+    in_lab("reboot", |lab| {
+        let file = lab.path("blank");
+        image::blank(&file, 256 * MIB)?;
+        lab.import(&file, "vm")?;
+        let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+
+        guest.run("mke2fs -q -t ext4 /dev/vda")?;
+        guest.run("mount /dev/vda /mnt")?;
+        guest.run("dd if=/dev/urandom of=/mnt/data bs=1M count=8 2>/dev/null")?;
+        let written = guest.run("sha256sum /mnt/data")?;
+        guest.run("umount /mnt")?;
+        guest.reboot()?;
+
+        guest.run("e2fsck -fn /dev/vda")?;
+        guest.run("mount /dev/vda /mnt")?;
+        assert_eq!(guest.run("sha256sum /mnt/data")?, written);
+        Ok(())
+    });
+}
+
+#[test]
+fn synced_data_survives_a_guest_that_is_killed_and_a_backend_that_stays() {
+    in_lab("kill", |lab| {
+        lab.import_ext4("vm", 256 * MIB, 8)?;
+        let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt")?;
+        guest.run("echo precious > /mnt/file && sync")?;
+        guest.kill()?;
+
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt")?;
+        assert_eq!(guest.run("cat /mnt/file")?, "precious\n");
+        guest.run("umount /mnt && e2fsck -fn /dev/vda")?;
+        guest.power_off()?;
+        backend.stop()
+    });
+}
+
+#[test]
+fn a_read_only_disk_can_be_read_and_nothing_else() {
+    in_lab("read-only", |lab| {
+        let original = lab.import_ext4("vm", 64 * MIB, 8)?;
+        let disk = Disk { read_only: true, ..Disk::of("vm", "vm") };
+        let backend = Backend::start(lab, &disk)?;
+        let parent = backend.status()?.parent;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+
+        assert_eq!(guest.run("blockdev --getro /dev/vda")?, "1\n");
+        guest.run("mount -o ro /dev/vda /mnt")?;
+        let sum = guest.run("cat /mnt/data/0? | sha256sum")?;
+        assert_ne!(guest.attempt("touch /mnt/file")?.code, 0);
+        guest.run("umount /mnt")?;
+        let write = "dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync";
+        assert_ne!(guest.attempt(write)?.code, 0);
+        guest.run("mount -o ro /dev/vda /mnt")?;
+        assert_eq!(guest.run("cat /mnt/data/0? | sha256sum")?, sum);
+
+        assert_eq!(backend.status()?.dirty_bytes, 0);
+        guest.power_off()?;
+        backend.stop()?;
+        assert!(fs::read(lab.export(&parent)?)? == fs::read(original)?, "the image has changed");
+        Ok(())
+    });
+}

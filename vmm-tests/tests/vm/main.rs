@@ -1,0 +1,10 @@
+//! What guests see, and what their checkpoints hold.
+//!
+//! `make test` builds and fetches what these tests need and runs them one after the other.
+
+mod agent;
+mod checkpoint;
+mod clone;
+mod disk;
+
+const MIB: u64 = 1 << 20;
