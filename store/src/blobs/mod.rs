@@ -3,6 +3,8 @@
 mod dir;
 mod stage;
 mod temp;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use dir::DirBlobs;
 pub(crate) use temp::{TempDir, sync_dir};

@@ -15,6 +15,8 @@
 
 mod cache;
 mod node;
+#[cfg(test)]
+mod tests;
 mod walk;
 
 use std::collections::BTreeMap;

@@ -1,0 +1,228 @@
+//! Trees against a plain map, over blobs in memory.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+
+use proptest::collection::{btree_map, vec};
+use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
+
+use super::{MAX_NODE, Node, Root, Trees};
+use crate::blobs::Blobs;
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
+use crate::id::{BlobId, ChunkId, NodeId};
+
+#[derive(Default)]
+struct MemoryBlobs(Mutex<HashMap<BlobId, Vec<u8>>>);
+
+impl MemoryBlobs {
+    fn count(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+}
+
+impl Blobs for MemoryBlobs {
+    fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        let blobs = self.0.lock().unwrap();
+        let Some(content) = blobs.get(id) else {
+            return Err(Error::MissingBlob { path: id.to_string().into() });
+        };
+        buf[..content.len()].copy_from_slice(content);
+        Ok(content.len())
+    }
+
+    fn put(&self, id: &BlobId, content: &[u8]) -> Result<u64> {
+        let before = self.0.lock().unwrap().insert(*id, content.to_vec());
+        Ok(if before.is_some() { 0 } else { content.len() as u64 })
+    }
+
+    fn contains(&self, id: &BlobId) -> Result<bool> {
+        Ok(self.0.lock().unwrap().contains_key(id))
+    }
+
+    fn flush(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+type Changes = BTreeMap<ChunkIndex, Option<ChunkId>>;
+
+/// With room for one node in the cache, nearly every step reads what is stored.
+fn trees() -> (Arc<MemoryBlobs>, Arc<Trees>) {
+    let blobs = Arc::new(MemoryBlobs::default());
+    (Arc::clone(&blobs), Arc::new(Trees::new(blobs, 0)))
+}
+
+fn disk(chunks: u64) -> Geometry {
+    Geometry::new(chunks * u64::from(MIN_CHUNK_SIZE), MIN_CHUNK_SIZE).unwrap()
+}
+
+fn chunk(byte: u8) -> ChunkId {
+    ChunkId::from_bytes([byte; 32])
+}
+
+fn changes(list: &[(u64, Option<u8>)]) -> Changes {
+    list.iter().map(|(index, byte)| (ChunkIndex(*index), byte.map(chunk))).collect()
+}
+
+fn runs_of_changes() -> impl Strategy<Value = (Geometry, Vec<Changes>)> {
+    let sizes = prop_oneof![
+        1..3_u64,
+        Just(255),
+        Just(256),
+        Just(257),
+        Just(65_536),
+        Just(65_537),
+        66_000..70_000_u64,
+        16_777_000..16_778_000_u64,
+    ];
+    sizes.prop_flat_map(|chunks| {
+        // Indexes gather at the edges of nodes and of the disk, where mistakes live.
+        let index = prop_oneof![
+            0..chunks,
+            (0..300_u64).prop_map(move |i| i.min(chunks - 1)),
+            (65_400..65_700_u64).prop_map(move |i| i.min(chunks - 1)),
+            (0..3_u64).prop_map(move |i| (chunks - 1).saturating_sub(i)),
+        ];
+        let change = (index.prop_map(ChunkIndex), any::<Option<u8>>().prop_map(|b| b.map(chunk)));
+        let map = vec(change, 0..40).prop_map(Changes::from_iter);
+        (Just(disk(chunks)), vec(map, 1..6))
+    })
+}
+
+proptest! {
+    #[test]
+    fn a_tree_holds_what_a_map_holds((geometry, runs) in runs_of_changes()) {
+        let (_, trees) = trees();
+        let mut model = BTreeMap::new();
+        let mut root = Root::default();
+        for run in &runs {
+            root = trees.commit(&root, geometry, run).unwrap().root;
+            for (index, chunk) in run {
+                match chunk {
+                    Some(chunk) => model.insert(*index, *chunk),
+                    None => model.remove(index),
+                };
+            }
+            let stored = trees.chunks(&root, geometry).collect::<Result<BTreeMap<_, _>>>().unwrap();
+            prop_assert_eq!(&stored, &model);
+            for index in run.keys() {
+                let found = trees.chunk_at(&root, geometry, *index).unwrap();
+                prop_assert_eq!(found, model.get(index).copied());
+            }
+        }
+        prop_assert_eq!(root.0.is_none(), model.is_empty());
+    }
+
+    #[test]
+    fn equal_content_has_one_root_whatever_led_to_it((geometry, runs) in runs_of_changes()) {
+        let (_, trees) = trees();
+        let root = runs.iter().fold(Root::default(), |root, run| {
+            trees.commit(&root, geometry, run).unwrap().root
+        });
+        let content = trees.chunks(&root, geometry).map(|chunk| {
+            let (index, id) = chunk.unwrap();
+            (index, Some(id))
+        });
+        let content = content.collect::<Changes>();
+        let at_once = trees.commit(&Root::default(), geometry, &content).unwrap().root;
+        let mut one_by_one = Root::default();
+        for (index, id) in content.iter().rev() {
+            let change = Changes::from([(*index, *id)]);
+            one_by_one = trees.commit(&one_by_one, geometry, &change).unwrap().root;
+        }
+        prop_assert_eq!(root, at_once);
+        prop_assert_eq!(root, one_by_one);
+    }
+
+    #[test]
+    fn arbitrary_bytes_are_never_taken_for_another_node(
+        bytes in vec(any::<u8>(), 0..200),
+        bitmap in btree_map(0..32_usize, any::<u8>(), 0..4),
+    ) {
+        let mut bytes = [b"CRNN\x01\x00\0\0".as_slice(), &[0; 32], &bytes].concat();
+        bitmap.iter().for_each(|(at, byte)| bytes[8 + at] = *byte);
+        if let Ok(node) = Node::decode(&bytes) {
+            prop_assert_eq!(node.encode(), bytes);
+        }
+    }
+}
+
+#[test]
+fn a_changed_chunk_costs_one_path() {
+    let (blobs, trees) = trees();
+    let geometry = disk(70_000);
+    let full = (0..70_000).map(|index| (ChunkIndex(index), Some(chunk((index % 251) as u8))));
+    let full = trees.commit(&Root::default(), geometry, &full.collect()).unwrap();
+    let before = blobs.count();
+
+    let one = trees.commit(&full.root, geometry, &changes(&[(69_999, Some(252))])).unwrap();
+    assert_eq!(blobs.count() - before, 3);
+    assert!(one.new_bytes > 0);
+
+    let near = trees.commit(&one.root, geometry, &changes(&[(0, Some(253)), (1, None)])).unwrap();
+    assert_eq!(blobs.count() - before, 6, "neighbours share their path");
+
+    let again = trees.commit(&full.root, geometry, &changes(&[(69_999, Some(252))])).unwrap();
+    assert_eq!((again.root, again.new_bytes), (one.root, 0));
+    assert_ne!(near.root, one.root);
+}
+
+#[test]
+fn a_change_to_the_same_chunk_changes_nothing() {
+    let (blobs, trees) = trees();
+    let base = trees.commit(&Root::default(), disk(300), &changes(&[(299, Some(1))])).unwrap();
+    let before = blobs.count();
+    let same = trees.commit(&base.root, disk(300), &changes(&[(299, Some(1)), (7, None)])).unwrap();
+    assert_eq!((same.root, same.new_bytes, blobs.count()), (base.root, 0, before));
+}
+
+#[test]
+fn a_disk_of_holes_has_no_nodes() {
+    let (blobs, trees) = trees();
+    let geometry = disk(70_000);
+    let empty = trees.commit(&Root::default(), geometry, &changes(&[(69_000, None)])).unwrap();
+    assert_eq!((empty.root, blobs.count()), (Root(None), 0));
+
+    let one = trees.commit(&Root::default(), geometry, &changes(&[(69_000, Some(1))])).unwrap();
+    let none = trees.commit(&one.root, geometry, &changes(&[(69_000, None)])).unwrap();
+    assert_eq!(none.root, Root(None));
+}
+
+#[test]
+fn chunks_beyond_the_disk_are_refused() {
+    let (_, trees) = trees();
+    let error = trees.commit(&Root::default(), disk(10), &changes(&[(10, Some(1))])).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    let error = trees.chunk_at(&Root::default(), disk(10), ChunkIndex(10)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn a_tree_of_another_shape_is_corrupt_not_data() {
+    let blobs: Arc<MemoryBlobs> = Arc::default();
+    // The cache is on: a node that was read for one place is checked again for another.
+    let trees = Arc::new(Trees::new(blobs, 1 << 20));
+    let wide = trees.commit(&Root::default(), disk(256), &changes(&[(255, Some(1))])).unwrap().root;
+    for geometry in [disk(255), disk(257)] {
+        let error = trees.chunk_at(&wide, geometry, ChunkIndex(0)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        let mut chunks = trees.chunks(&wide, geometry);
+        assert_eq!(chunks.next().unwrap().unwrap_err().kind(), ErrorKind::Corrupt);
+        assert!(chunks.next().is_none(), "nothing follows an error");
+    }
+}
+
+#[test]
+fn a_missing_or_foreign_node_is_corrupt_not_a_hole() {
+    let (blobs, trees) = trees();
+    let missing = Root(Some(NodeId::from_bytes([7; 32])));
+    let error = trees.chunk_at(&missing, disk(10), ChunkIndex(0)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+
+    let content = [b'x'; MAX_NODE];
+    blobs.put(&BlobId::of(&content), &content).unwrap();
+    let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
+    let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+}
