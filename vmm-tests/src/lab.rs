@@ -123,7 +123,7 @@ pub fn in_lab(name: &str, test: impl FnOnce(&Lab) -> Result<()>) {
     }
     match outcome {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => panic!("{error:?}"),
+        Ok(Err(error)) => panic!("{error:#}"),
         Err(panic) => panic::resume_unwind(panic),
     }
 }
