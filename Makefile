@@ -1,0 +1,108 @@
+# Builds, tests and shows Cairn. `make help` lists what there is.
+#
+# Everything that is fetched stays in .cache and in cargo's own cache: a second run of any target
+# needs no network.
+
+.DEFAULT_GOAL := build
+.NOTPARALLEL:
+.PHONY: help build setup packages kernel vsock-device test lint unit-test vm-test demo soak deny \
+        clean distclean FORCE
+
+CARGO     ?= cargo
+CACHE     := $(CURDIR)/.cache
+TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
+TRIPLE    := x86_64-unknown-linux-gnu
+AGENT     := $(TARGET)/$(TRIPLE)/agent/cairn-agent
+# The agent goes into every guest, whatever its size.
+AGENT_MAX := 2000000
+INITRAMFS := $(CACHE)/guest/initramfs
+VSOCK     := $(CACHE)/tools/bin/vhost-device-vsock
+VSOCK_VERSION := 0.3.0
+
+say = @echo "==> $(1)"
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+build: $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent, optimised (default)
+	$(call say,building the workspace with optimisation)
+	@$(CARGO) build --locked --release --workspace
+
+$(AGENT): FORCE
+	$(call say,building the static agent)
+	@RUSTFLAGS='-C target-feature=+crt-static' \
+	  $(CARGO) build --locked --profile agent --target $(TRIPLE) -p cairn-agent
+	@size=$$(stat -c %s $@); [ $$size -le $(AGENT_MAX) ] || \
+	  { echo "the agent has $$size bytes, more than $(AGENT_MAX)"; exit 1; }
+
+setup: packages kernel vsock-device $(INITRAMFS) ## Obtain what the guests need, if it is not there
+	$(call say,fetching crates)
+	@$(CARGO) fetch --locked --quiet
+
+packages:
+	$(call say,checking Debian packages)
+	@scripts/install-packages
+
+kernel: packages
+	$(call say,checking the guest kernel)
+	@scripts/fetch-guest-kernel $(CACHE)/guest
+
+vsock-device: $(VSOCK)
+
+$(VSOCK): | packages
+	$(call say,building the vsock device)
+	@$(CARGO) install --quiet vhost-device-vsock --locked --version $(VSOCK_VERSION) \
+	  --root $(CACHE)/tools
+
+$(INITRAMFS): $(AGENT) scripts/build-initramfs vmm-tests/guest/init | kernel
+	$(call say,building the guest's initramfs)
+	@scripts/build-initramfs $(CACHE)/guest/modules $(AGENT) $@
+
+test: lint unit-test vm-test ## Run every check and every test, in guests too
+	$(call say,all tests have passed)
+
+lint: packages ## Check format, lints and documentation
+	$(call say,checking the format)
+	@$(CARGO) fmt --all --check
+	$(call say,checking lints)
+	@$(CARGO) clippy --locked --quiet --workspace --all-targets -- -D warnings
+	$(call say,checking documentation)
+	@RUSTDOCFLAGS='-D warnings' $(CARGO) doc --locked --quiet --workspace --no-deps \
+	  --document-private-items
+
+# The tests are built without optimisation: their assertions about lost requests and chunk states
+# exist only then.
+unit-test: packages ## Run the tests that need no guest
+	$(call say,running the tests that need no guest)
+	@$(CARGO) test --locked --quiet --workspace --exclude vmm-tests
+
+vm-test: setup ## Run the tests that boot guests
+	$(call say,building what the guests' disks are served with)
+	@$(CARGO) build --locked --quiet --workspace
+	$(call say,running the tests in guests)
+	@CAIRN_BIN_DIR=$(TARGET)/debug CAIRN_CACHE_DIR=$(CACHE) \
+	  $(CARGO) test --locked -p vmm-tests -- --test-threads=1
+
+demo: setup build ## Show a checkpoint and a restart, from import to the checked result
+	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo
+
+soak: packages ## Write, checkpoint and verify for ten minutes
+	$(call say,running the stamped writer for ten minutes)
+	@CAIRN_SOAK_SECONDS=600 \
+	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
+
+deny: ## Check licences, advisories and sources of all dependencies
+	@command -v cargo-deny >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-deny >/dev/null || \
+	  { echo "==> installing cargo-deny"; \
+	    $(CARGO) install --quiet cargo-deny --locked --root $(CACHE)/tools; }
+	$(call say,checking dependencies)
+	@PATH="$(CACHE)/tools/bin:$$PATH" $(CARGO) deny --workspace check
+
+clean: ## Remove what was built
+	@rm -f $(INITRAMFS)
+	@$(CARGO) clean
+
+distclean: clean ## Remove what was fetched, too
+	@rm -rf $(CACHE)
+
+FORCE:
