@@ -41,7 +41,7 @@ impl Disk {
     }
 }
 
-/// One running `cairn-blk`. Dropping it kills it; [`Backend::stop`] ends it in good order.
+/// One running `cairn-blk`, killed when it is dropped.
 #[derive(Debug)]
 pub struct Backend {
     process: Process,
@@ -107,6 +107,11 @@ impl Backend {
             Event::Stats(stats) => Ok(stats),
             other => bail!("asked for the counters, got {other:?}"),
         }
+    }
+
+    /// Ends it as `kill -9` does.
+    pub fn kill(mut self) -> Result<()> {
+        self.process.kill()
     }
 
     /// Ends it in good order, which it must do soon and with success.

@@ -185,6 +185,19 @@ fn a_killed_agent_leaves_nothing_frozen() {
 }
 
 #[test]
+fn nothing_stays_frozen_whenever_the_agent_is_killed() {
+    let Some(scratch) = Scratch::mount() else { return };
+    let host = Host::silent();
+    for delay in 0..40 {
+        let mut agent = scratch.freezing_agent(&host, 60);
+        thread::sleep(Duration::from_micros(500 * delay));
+        agent.kill().unwrap();
+        agent.wait().unwrap();
+        assert!(scratch.write().done_within(SOON), "still frozen, killed after {delay}/2 ms");
+    }
+}
+
+#[test]
 fn a_stopped_agent_does_not_keep_the_file_system_frozen_beyond_the_time_limit() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::silent();

@@ -19,7 +19,7 @@ fn a_guest_restarts_from_its_checkpoint_on_an_empty_mirror() {
         let snapshot = guest.run("cairn-agent checkpoint --freeze /mnt --wait stable")?;
         guest.run("echo rolled back >> /mnt/file && sync")?;
         guest.kill()?;
-        drop(backend);
+        backend.kill()?;
 
         // Elsewhere: a mirror that holds nothing.
         let disk = Disk { name: "elsewhere".to_owned(), ..Disk::of("vm", snapshot.trim()) };
@@ -70,6 +70,25 @@ fn each_of_ten_checkpoints_under_a_writing_guest_holds_what_was_synced_before_it
             let later = format!("/{}", number + 1);
             assert!(image::read(&file, &later).is_err(), "{snapshot} holds {later}");
         }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_operator_can_ask_for_a_checkpoint_from_the_host() {
+    in_lab("operator", |lab| {
+        lab.import_ext4("vm", 64 * MIB, 1)?;
+        let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt && echo synced > /mnt/file && sync")?;
+        let control = backend.control().display().to_string();
+        lab.cairn(&["checkpoint", "--control", &control, "--wait", "stable"])?;
+
+        let list = guest.run("cairn-agent list")?;
+        let snapshot = list.lines().last().and_then(|line| line.split('\t').next());
+        let file = lab.export(snapshot.unwrap_or_default())?;
+        image::recover(&file)?;
+        assert_eq!(image::read(&file, "/file")?, b"synced\n");
         Ok(())
     });
 }
