@@ -1,0 +1,71 @@
+//! Images into the repository and snapshots out of it, through the library and without the backend.
+
+use std::collections::BTreeMap;
+
+use cairn_store::{
+    ChunkIndex, Geometry, ImageName, Repository, Root, Snapshot, SnapshotRef, is_zero,
+};
+
+pub(crate) fn open(store: &str) -> Repository {
+    Repository::open(store).expect("open the repository")
+}
+
+pub(crate) fn image(name: &str) -> ImageName {
+    name.parse().expect("the name of an image")
+}
+
+/// Makes an image whose first snapshot is `disk`, and the repository if there is none.
+pub(crate) fn import(store: &str, name: &str, chunk_size: u32, disk: &[u8]) -> Snapshot {
+    let repository = Repository::open_or_create(store).expect("make the repository");
+    let geometry = Geometry::new(disk.len() as u64, chunk_size).expect("a possible disk");
+    let mut changes = BTreeMap::new();
+    let mut stored = 0;
+    for (index, content) in disk.chunks(chunk_size as usize).enumerate() {
+        if is_zero(content) {
+            continue;
+        }
+        let mut chunk = content.to_vec();
+        chunk.resize(chunk_size as usize, 0);
+        let put = repository.put_chunk(&chunk).expect("store a chunk");
+        stored += put.new_bytes;
+        changes.insert(ChunkIndex(index as u64), Some(put.id));
+    }
+    let tree = repository.commit_tree(&Root::default(), geometry, &changes).expect("make the tree");
+    repository
+        .publish_image(&image(name), geometry, &tree.root, stored, disk.len() as u64)
+        .expect("publish the image")
+}
+
+/// Makes an image of zeros.
+pub(crate) fn create(store: &str, name: &str, chunk_size: u32, size: u64) -> Snapshot {
+    let repository = Repository::open_or_create(store).expect("make the repository");
+    let geometry = Geometry::new(size, chunk_size).expect("a possible disk");
+    repository.create_image(&image(name), geometry).expect("make the image")
+}
+
+/// The snapshot `name@number`, as the repository knows it.
+pub(crate) fn snapshot(store: &str, name: &str, number: u64) -> Snapshot {
+    let name = SnapshotRef::number(&image(name), number);
+    open(store).resolve(&name).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+/// The whole content of a stable snapshot.
+pub(crate) fn export(store: &str, name: &str, number: u64) -> Vec<u8> {
+    let snapshot = snapshot(store, name, number);
+    snapshot.require_stable().unwrap_or_else(|e| panic!("export {}: {e}", snapshot.name()));
+    content(store, &snapshot)
+}
+
+fn content(store: &str, snapshot: &Snapshot) -> Vec<u8> {
+    let (repository, geometry) = (open(store), snapshot.geometry);
+    let mut disk = vec![0; geometry.size() as usize];
+    let mut chunk = vec![0; geometry.chunk_size() as usize];
+    for entry in repository.chunks(&snapshot.root, geometry) {
+        let (index, id) = entry.unwrap_or_else(|e| panic!("walk {}: {e}", snapshot.name()));
+        repository.read_chunk(&id, &mut chunk).unwrap_or_else(|e| panic!("read {index:?}: {e}"));
+        let (at, len) = (geometry.offset_of(index) as usize, geometry.len_of(index));
+        disk[at..at + len].copy_from_slice(&chunk[..len]);
+        assert!(is_zero(&chunk[len..]), "{index:?} holds data beyond the end of the disk");
+    }
+    disk
+}

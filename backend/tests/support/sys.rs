@@ -1,0 +1,62 @@
+//! The few system calls that the standard library has no safe form of.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::FromRawFd;
+use std::process::Child;
+
+/// Memory that can be shared with another process by its descriptor.
+pub(crate) fn memfd(len: u64) -> File {
+    // SAFETY: the name is a C string that outlives the call.
+    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "memfd_create: {}", std::io::Error::last_os_error());
+    // SAFETY: the call above returned this descriptor, and nothing else owns it.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len).expect("size the guest's memory");
+    file
+}
+
+/// Sends `signal` to a child that was not waited for yet.
+pub(crate) fn signal(child: &Child, signal: i32) {
+    // SAFETY: kill takes no pointers; the child is not reaped, so its id is still its own.
+    let result = unsafe { libc::kill(child.id() as i32, signal) };
+    assert_eq!(result, 0, "kill: {}", std::io::Error::last_os_error());
+}
+
+/// Lets a child inherit `fd` as it is: clears its close-on-exec flag.
+pub(crate) fn inherit(fd: i32) {
+    // SAFETY: fcntl with F_SETFD takes no pointers.
+    let result = unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
+    assert_eq!(result, 0, "fcntl: {}", std::io::Error::last_os_error());
+}
+
+/// Mounts a tmpfs of `bytes` bytes, or says why it cannot be done here.
+pub(crate) fn mount_tmpfs(at: &std::path::Path, bytes: u64) -> Result<Mounted, std::io::Error> {
+    use std::os::unix::ffi::OsStrExt;
+    let target = std::ffi::CString::new(at.as_os_str().as_bytes()).expect("no NUL in a path");
+    let options = std::ffi::CString::new(format!("size={bytes}")).expect("no NUL in a number");
+    // SAFETY: all pointers are C strings that outlive the call.
+    let result = unsafe {
+        libc::mount(
+            c"tmpfs".as_ptr(),
+            target.as_ptr(),
+            c"tmpfs".as_ptr(),
+            0,
+            options.as_ptr().cast(),
+        )
+    };
+    match result {
+        0 => Ok(Mounted(target)),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// A mounted file system, detached when dropped.
+pub(crate) struct Mounted(std::ffi::CString);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // SAFETY: the path is a C string that outlives the call.
+        unsafe { libc::umount2(self.0.as_ptr(), libc::MNT_DETACH) };
+    }
+}
