@@ -1,0 +1,78 @@
+//! A disk without space: nothing is lost, and all goes on when there is space again.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::{assert_holds, content, disk, name, write};
+use cairn_store::{ErrorKind, Repository, Root};
+use tempfile::TempDir;
+
+/// A small file system of its own, unmounted in the end.
+struct SmallDisk {
+    dir: TempDir,
+}
+
+impl SmallDisk {
+    /// Nothing if this user may not mount.
+    fn mount() -> Option<Self> {
+        let dir = TempDir::new().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=8m", "cairn-test"])
+            .arg(dir.path())
+            .output()
+            .is_ok_and(|output| output.status.success());
+        mounted.then_some(Self { dir })
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(self.dir.path()).status();
+    }
+}
+
+#[test]
+fn a_full_disk_is_unavailable_and_works_again_with_space() {
+    let Some(small) = SmallDisk::mount() else {
+        eprintln!("skipped: mounting a small tmpfs needs root");
+        return;
+    };
+    let repository = Repository::open_or_create(&crate::support::url(&small.dir)).unwrap();
+    let kept = [(0, 1), (1, 2)];
+    let root = write(&repository, &Root::default(), &kept);
+    let snapshot = repository.publish_image(&name("kept"), disk(1000), &root, 0, 0).unwrap();
+    let ballast = small.path().join("ballast");
+    fs::write(&ballast, vec![1; 4 << 20]).unwrap();
+
+    let mut fitted = 0;
+    let error = loop {
+        match repository.put_chunk(&content(1000 + fitted)) {
+            Ok(_) => fitted += 1,
+            Err(error) => break error,
+        }
+        assert!(fitted < 1000, "the disk never fills");
+    };
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("no space left"), "{error}");
+    let mut buf = content(0);
+    for (_, seed) in kept {
+        repository.read_chunk(&cairn_store::ChunkId::of(&content(seed)), &mut buf).unwrap();
+    }
+    assert_holds(&repository, &snapshot, &kept);
+
+    fs::remove_file(ballast).unwrap();
+    let more = [(5, 5000), (6, 5001), (7, 1000)];
+    let root = write(&repository, &Root::default(), &more);
+    let after = repository.publish_image(&name("after"), disk(1000), &root, 0, 0).unwrap();
+    assert_holds(&repository, &after, &more);
+    assert_eq!(
+        fs::read_dir(small.path().join("tmp")).unwrap().count(),
+        0,
+        "no file is left behind"
+    );
+}

@@ -1,0 +1,271 @@
+//! Images, snapshots, clones and their content.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
+use cairn_store::{
+    BlobId, Blobs, ChunkIndex, Error, ErrorKind, Repository, Result, Root, SnapshotRef,
+    SnapshotState,
+};
+use tempfile::TempDir;
+
+fn at(text: &str) -> SnapshotRef {
+    text.parse().unwrap()
+}
+
+fn kind<T>(result: Result<T>) -> ErrorKind {
+    result.err().expect("it is refused").kind()
+}
+
+#[test]
+fn an_image_begins_with_an_empty_stable_snapshot() {
+    let place = Place::new();
+    let first = place.image("vm1");
+    assert_eq!(first.name().to_string(), "vm1@1");
+    assert_eq!((first.root, first.state), (Root(None), SnapshotState::Stable));
+    assert_eq!(place.repository.resolve(&at("vm1")).unwrap(), first);
+    assert_eq!(
+        place.repository.chunk_at(&first.root, first.geometry, ChunkIndex(999)).unwrap(),
+        None
+    );
+
+    let image = place.repository.image(&name("vm1")).unwrap();
+    assert_eq!((image.snapshots, image.newest, image.geometry), (1, Some(1), disk(1000)));
+    assert_eq!(kind(place.repository.create_image(&name("vm1"), disk(1))), ErrorKind::Conflict);
+}
+
+#[test]
+fn an_imported_image_reads_back() {
+    let place = Place::new();
+    let seeds = [(0, 7), (1, 8), (999, 7)];
+    let root = write(&place.repository, &Root::default(), &seeds);
+    let snapshot = place.repository.publish_image(&name("a"), disk(1000), &root, 10, 20).unwrap();
+    assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes), (10, 20));
+    assert_holds(&Repository::open(&place.url()).unwrap(), &snapshot, &seeds);
+}
+
+#[test]
+fn what_does_not_exist_is_not_found() {
+    let place = Place::new();
+    place.image("vm1");
+    for missing in ["vm2", "vm1@2", "vm1@label"] {
+        assert_eq!(kind(place.repository.resolve(&at(missing))), ErrorKind::NotFound, "{missing}");
+    }
+    assert_eq!(kind(place.repository.image(&name("vm2"))), ErrorKind::NotFound);
+    assert_eq!(kind(place.repository.snapshots(&name("vm2"))), ErrorKind::NotFound);
+    assert_eq!(kind(place.repository.remove_image(&name("vm2"), true)), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_clone_shares_content_and_goes_its_own_way() {
+    let place = Place::new();
+    let repository = &place.repository;
+    let root = write(repository, &Root::default(), &[(3, 3)]);
+    repository.publish_image(&name("a"), disk(1000), &root, 0, 0).unwrap();
+    let clone = repository.clone_snapshot(&at("a"), &name("b")).unwrap();
+    assert_eq!((clone.name().to_string().as_str(), clone.root), ("b@1", root));
+    assert_eq!(repository.image(&name("b")).unwrap().origin.as_deref(), Some("a@1"));
+    assert_eq!(kind(repository.clone_snapshot(&at("a"), &name("b"))), ErrorKind::Conflict);
+
+    repository.remove_image(&name("a"), false).unwrap();
+    assert_holds(repository, &clone, &[(3, 3)]);
+}
+
+#[test]
+fn snapshots_without_content_cannot_be_cloned_and_say_why() {
+    let place = Place::new();
+    let attachment = place.attach(1, &place.image("a")).unwrap();
+    let number = attachment.reserve(1).unwrap().start;
+    attachment.begin(&new_snapshot(number)).unwrap();
+    assert_eq!(kind(place.repository.clone_snapshot(&at("a@2"), &name("b"))), ErrorKind::Conflict);
+    attachment.fail(number, "the disk was full").unwrap();
+    let error = place.repository.clone_snapshot(&at("a@2"), &name("b")).unwrap_err();
+    assert!(error.to_string().contains("the disk was full"), "{error}");
+    assert_eq!(place.repository.resolve(&at("a")).unwrap().number, 1, "the newest stable one");
+}
+
+#[test]
+fn the_last_snapshot_with_content_is_not_removed_alone() {
+    let place = Place::new();
+    let attachment = place.attach(1, &place.image("a")).unwrap();
+    assert!(matches!(place.repository.remove_snapshot(&at("a@1")), Err(Error::OnlyStable { .. })));
+    let number = attachment.reserve(1).unwrap().start;
+    attachment.begin(&new_snapshot(number)).unwrap();
+    assert_eq!(kind(place.repository.remove_snapshot(&at("a@2"))), ErrorKind::Conflict, "pending");
+    attachment.publish(number, &Root::default(), 0, 0).unwrap();
+    assert_eq!(place.repository.remove_snapshot(&at("a@1")).unwrap().number, 1);
+    assert_eq!(kind(place.repository.resolve(&at("a@1"))), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_damaged_chunk_or_node_is_corrupt() {
+    let place = Place::new();
+    let root = write(&place.repository, &Root::default(), &[(5, 5)]);
+    place.repository.flush().unwrap();
+    let geometry = disk(1000);
+    let id = place.repository.chunk_at(&root, geometry, ChunkIndex(5)).unwrap().unwrap();
+    let chunk = place.file_of(&id.to_string());
+    let node = place.file_of(&root.0.unwrap().to_string());
+    // Another handle has nothing in its cache.
+    let fresh = || Repository::open(&place.url()).unwrap();
+    let mut buf = vec![0; CHUNK];
+
+    for (file, damaged) in [(&chunk, false), (&node, true)] {
+        let good = fs::read(file).unwrap();
+        let mut flipped = good.clone();
+        flipped[good.len() / 2] ^= 1;
+        for bad in [&flipped[..], &good[..good.len() - 1], &[]] {
+            fs::write(file, bad).unwrap();
+            let repository = fresh();
+            let found = repository.chunk_at(&root, geometry, ChunkIndex(5));
+            let read = repository.read_chunk(&id, &mut buf);
+            let result = if damaged { found.map(|_| ()) } else { read };
+            assert_eq!(kind(result), ErrorKind::Corrupt);
+        }
+        fs::write(file, good).unwrap();
+    }
+    fresh().read_chunk(&id, &mut buf).unwrap();
+    assert!(buf == content(5));
+}
+
+#[test]
+fn a_chunk_of_another_length_is_corrupt() {
+    let place = Place::new();
+    let id = place.repository.put_chunk(&content(1)).unwrap().id;
+    for len in [CHUNK / 2, CHUNK * 2] {
+        assert_eq!(kind(place.repository.read_chunk(&id, &mut vec![0; len])), ErrorKind::Corrupt);
+    }
+}
+
+#[test]
+fn opening_what_is_no_repository_creates_nothing() {
+    let dir = TempDir::new().unwrap();
+    let open = |path: &str| Repository::open(&format!("dir:{}/{path}", dir.path().display()));
+    let error = open("missing").err().unwrap();
+    assert!(matches!(error, Error::NoRepository { .. }) && error.kind() == ErrorKind::NotFound);
+    assert!(error.to_string().contains("cairn create"), "{error}");
+
+    fs::create_dir(dir.path().join("photos")).unwrap();
+    fs::write(dir.path().join("photos/cat.jpg"), "meow").unwrap();
+    assert_eq!(kind(open("photos")), ErrorKind::Invalid);
+    let made = Repository::open_or_create(&format!("dir:{}/photos", dir.path().display()));
+    assert_eq!(kind(made), ErrorKind::Invalid);
+    assert_eq!(fs::read_dir(dir.path().join("photos")).unwrap().count(), 1);
+    for bad in ["", "dir:", "/plain/path", "s3:bucket"] {
+        assert_eq!(kind(Repository::open(bad)), ErrorKind::Invalid, "{bad}");
+    }
+}
+
+#[test]
+fn a_creation_that_was_cut_short_is_finished() {
+    let place = Place::new();
+    let Place { dir, repository } = place;
+    drop(repository);
+    fs::remove_file(dir.path().join("repository.json")).unwrap();
+    fs::remove_dir_all(dir.path().join("blobs/7f")).unwrap();
+    assert_eq!(kind(Repository::open(&crate::support::url(&dir))), ErrorKind::Invalid);
+    Repository::open_or_create(&crate::support::url(&dir)).unwrap();
+    assert!(dir.path().join("blobs/7f").is_dir());
+}
+
+#[test]
+fn formats_of_the_future_are_refused() {
+    let place = Place::new();
+    place.sql("PRAGMA user_version = 99");
+    let error = Repository::open(&place.url()).err().unwrap();
+    assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
+
+    let place = Place::new();
+    let marker = r#"{"format":"cairn-repository","version":2}"#;
+    fs::write(place.dir.path().join("repository.json"), marker).unwrap();
+    let error = Repository::open(&place.url()).err().unwrap();
+    assert!(matches!(error, Error::NewerFormat { found: 2, .. }), "{error}");
+}
+
+#[test]
+fn a_damaged_marker_or_catalog_is_corrupt() {
+    let place = Place::new();
+    fs::write(place.dir.path().join("repository.json"), "{").unwrap();
+    assert_eq!(kind(Repository::open(&place.url())), ErrorKind::Corrupt);
+
+    let Place { dir, repository } = Place::new();
+    drop(repository);
+    fs::write(dir.path().join("catalog.db"), "x".repeat(8192)).unwrap();
+    assert_eq!(kind(Repository::open(&crate::support::url(&dir))), ErrorKind::Corrupt);
+}
+
+#[test]
+fn many_threads_create_one_repository_at_once() {
+    let dir = TempDir::new().unwrap();
+    let url = format!("dir:{}/deep/repository", dir.path().display());
+    thread::scope(|scope| {
+        for n in 0..8 {
+            let url = &url;
+            scope.spawn(move || {
+                let repository = Repository::open_or_create(url).unwrap();
+                repository.create_image(&name(&format!("image{n}")), disk(1)).unwrap();
+            });
+        }
+    });
+    assert_eq!(Repository::open(&url).unwrap().images().unwrap().len(), 8);
+}
+
+/// Fails syncs on demand, as a dying disk does.
+struct Faulty {
+    inner: Arc<dyn Blobs>,
+    failing: Arc<AtomicBool>,
+}
+
+impl Blobs for Faulty {
+    fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        self.inner.get(id, buf)
+    }
+
+    fn put(&self, id: &BlobId, content: &[u8]) -> Result<u64> {
+        self.inner.put(id, content)
+    }
+
+    fn contains(&self, id: &BlobId) -> Result<bool> {
+        self.inner.contains(id)
+    }
+
+    fn flush(&self) -> Result<()> {
+        if self.failing.load(Ordering::Relaxed) {
+            return Err(Error::Poisoned { path: "faulty".into() });
+        }
+        self.inner.flush()
+    }
+}
+
+#[test]
+fn nothing_is_published_whose_content_is_not_durable() {
+    let place = Place::new();
+    let first = place.image("a");
+    let failing = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&failing);
+    let repository = Repository::open_with(&place.url(), |inner| {
+        Arc::new(Faulty { inner, failing: flag }) as Arc<dyn Blobs>
+    })
+    .unwrap();
+    let attachment =
+        repository.attach(&crate::support::owner(1), &first, cairn_store::Mode::ReadWrite).unwrap();
+    let number = attachment.reserve(1).unwrap().start;
+    attachment.begin(&new_snapshot(number)).unwrap();
+    let root = write(&repository, &first.root, &[(1, 1)]);
+
+    failing.store(true, Ordering::Relaxed);
+    assert_eq!(kind(attachment.publish(number, &root, 0, 0)), ErrorKind::Unavailable);
+    assert_eq!(
+        kind(repository.publish_image(&name("b"), disk(1000), &root, 0, 0)),
+        ErrorKind::Unavailable
+    );
+    assert_eq!(repository.resolve(&at("a@2")).unwrap().state, SnapshotState::Pending);
+    assert_eq!(attachment.parent(), (1, Root(None)));
+
+    failing.store(false, Ordering::Relaxed);
+    let snapshot = attachment.publish(number, &root, 0, 0).unwrap();
+    assert_holds(&repository, &snapshot, &[(1, 1)]);
+}

@@ -1,0 +1,282 @@
+//! One writer of an image at a time, and what it may do.
+
+use std::process::{Command, Stdio};
+
+use crate::support::{Place, name, new_snapshot, owner, write};
+use cairn_store::{
+    Attachment, Error, ErrorKind, MirrorId, Mode, NewSnapshot, Result, Root, SnapshotRef,
+    SnapshotState, boot_id,
+};
+
+fn kind<T>(result: Result<T>) -> ErrorKind {
+    result.err().expect("it is refused").kind()
+}
+
+fn publish(attachment: &Attachment, root: &Root) -> u64 {
+    let number = attachment.reserve(1).unwrap().start;
+    attachment.begin(&new_snapshot(number)).unwrap();
+    attachment.publish(number, root, 0, 0).unwrap().number
+}
+
+#[test]
+fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent() {
+    let place = Place::new();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.parent(), (1, Root(None)));
+    assert_eq!(attachment.reserve(4).unwrap(), 2..6);
+
+    let label = Some("before-upgrade".to_owned());
+    attachment.begin(&NewSnapshot { label, ..new_snapshot(2) }).unwrap();
+    let at: SnapshotRef = "a@before-upgrade".parse().unwrap();
+    assert_eq!(place.repository.resolve(&at).unwrap().state, SnapshotState::Pending);
+
+    let root = write(&place.repository, &first.root, &[(1, 1)]);
+    let snapshot = attachment.publish(2, &root, 111, 222).unwrap();
+    assert_eq!(place.repository.resolve(&at).unwrap(), snapshot);
+    assert_eq!((snapshot.root, snapshot.parent), (root, Some(1)));
+    assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes, snapshot.pause_us), (111, 222, 12));
+    assert_eq!(snapshot.mirror, Some(owner(1).id));
+    assert_eq!(attachment.parent(), (2, root));
+    let mirror = place.repository.mirror(&owner(1).id).unwrap().unwrap();
+    assert_eq!((mirror.parent, mirror.root, mirror.mode), (2, root, Mode::ReadWrite));
+}
+
+#[test]
+fn the_parent_of_a_published_snapshot_is_the_one_published_before_it() {
+    let place = Place::new();
+    let attachment = place.attach(1, &place.image("a")).unwrap();
+    attachment.reserve(2).unwrap();
+    attachment.begin(&new_snapshot(2)).unwrap();
+    attachment.begin(&new_snapshot(3)).unwrap();
+    attachment.publish(2, &Root::default(), 0, 0).unwrap();
+    assert_eq!(attachment.publish(3, &Root::default(), 0, 0).unwrap().parent, Some(2));
+}
+
+#[test]
+fn a_second_writer_is_refused_and_told_who_holds_the_image() {
+    let place = Place::new();
+    let first = place.image("a");
+    let _holder = place.attach(1, &first).unwrap();
+    // The other mirror's process is another one, which lives.
+    let mut child = Command::new("sleep").arg("60").stdout(Stdio::null()).spawn().unwrap();
+    let other = cairn_store::MirrorOwner { pid: child.id(), ..owner(2) };
+    let error = place.repository.attach(&other, &first, Mode::ReadWrite).err().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    let message = error.to_string();
+    for part in ["'a'", "/mirrors/1", &owner(1).host, &std::process::id().to_string(), "stop"] {
+        assert!(message.contains(part), "{message} lacks {part}");
+    }
+}
+
+#[test]
+fn readers_do_not_need_the_lease() {
+    let place = Place::new();
+    let first = place.image("a");
+    let _writer = place.attach(1, &first).unwrap();
+    let reader = place.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
+    reader.renew().unwrap();
+    reader.release(None).unwrap();
+    assert_eq!(kind(reader.reserve(1)), ErrorKind::Invalid);
+    assert_eq!(kind(reader.publish(2, &Root::default(), 0, 0)), ErrorKind::Invalid);
+    reader.detach().unwrap();
+    assert!(place.repository.mirror(&owner(2).id).unwrap().is_none());
+}
+
+#[test]
+fn a_fenced_writer_can_change_nothing() {
+    let place = Place::new();
+    let first = place.image("a");
+    let old = place.attach(1, &first).unwrap();
+    let number = old.reserve(2).unwrap().start;
+    old.begin(&new_snapshot(number)).unwrap();
+    place.sql("UPDATE leases SET expires = 1");
+    let new = place.attach(2, &first).unwrap();
+
+    let fenced = |result: Result<()>| {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::Fenced { .. }), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+    };
+    fenced(old.publish(number, &Root::default(), 0, 0).map(drop));
+    fenced(old.reserve(1).map(drop));
+    fenced(old.renew());
+    fenced(old.begin(&new_snapshot(number + 1)));
+    fenced(old.fail(number, "x"));
+    fenced(old.release(Some(2..4)));
+    fenced(old.detach());
+    assert_eq!(publish(&new, &Root::default()), 4);
+}
+
+#[test]
+fn an_expired_lease_that_nobody_took_can_be_renewed() {
+    let place = Place::new();
+    let attachment = place.attach(1, &place.image("a")).unwrap();
+    place.sql("UPDATE leases SET expires = 1");
+    assert_eq!(place.repository.mirrors().unwrap()[0].writer, None);
+    attachment.renew().unwrap();
+    assert_eq!(place.repository.mirrors().unwrap()[0].writer, Some(std::process::id()));
+}
+
+#[test]
+fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once() {
+    let place = Place::new();
+    let first = place.image("a");
+    let old = place.attach(1, &first).unwrap();
+    place.sql("UPDATE leases SET start_time = 1");
+    let new = place.attach(2, &first).unwrap();
+    assert_eq!(kind(old.renew()), ErrorKind::Conflict);
+    new.renew().unwrap();
+}
+
+#[test]
+fn the_lease_of_another_host_holds_until_it_expires() {
+    let place = Place::new();
+    let first = place.image("a");
+    place.attach(1, &first).unwrap();
+    place.sql("UPDATE leases SET start_time = 1, boot_id = 'elsewhere'");
+    assert_eq!(kind(place.attach(2, &first)), ErrorKind::Conflict);
+    assert_eq!(
+        kind(place.attach(1, &first)),
+        ErrorKind::Conflict,
+        "its own mirror, seen from here"
+    );
+    place.sql("UPDATE leases SET expires = 1");
+    place.attach(1, &first).unwrap();
+}
+
+#[test]
+fn a_mirror_that_comes_back_keeps_its_own_parent() {
+    let place = Place::new();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    let root = write(&place.repository, &first.root, &[(1, 1)]);
+    publish(&attachment, &root);
+    attachment.release(None).unwrap();
+
+    let again = place.attach(1, &first).unwrap();
+    assert_eq!(again.parent(), (2, root));
+    place.image("b");
+    let other = place.repository.resolve(&"b".parse().unwrap()).unwrap();
+    assert_eq!(kind(place.attach(1, &other)), ErrorKind::Invalid, "a mirror has one image");
+}
+
+#[test]
+fn an_orderly_stop_leaves_no_gap_in_the_numbers() {
+    let place = Place::new();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.reserve(16).unwrap(), 2..18);
+    attachment.begin(&new_snapshot(2)).unwrap();
+    attachment.publish(2, &Root::default(), 0, 0).unwrap();
+    attachment.release(Some(3..18)).unwrap();
+    assert_eq!(kind(attachment.renew()), ErrorKind::Conflict);
+
+    let other = place.attach(2, &first).unwrap();
+    assert_eq!(other.reserve(1).unwrap(), 3..4);
+}
+
+#[test]
+fn numbers_that_were_used_or_passed_are_not_given_back() {
+    let place = Place::new();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    attachment.reserve(4).unwrap();
+    attachment.begin(&new_snapshot(5)).unwrap();
+    attachment.release(Some(3..6)).unwrap();
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.reserve(4).unwrap(), 6..10);
+    attachment.release(Some(6..8)).unwrap();
+    assert_eq!(place.attach(1, &first).unwrap().reserve(1).unwrap(), 10..11);
+}
+
+#[test]
+fn only_reserved_numbers_and_free_labels_can_be_announced() {
+    let place = Place::new();
+    let attachment = place.attach(1, &place.image("a")).unwrap();
+    assert_eq!(kind(attachment.begin(&new_snapshot(2))), ErrorKind::Invalid);
+    attachment.reserve(4).unwrap();
+    let labelled =
+        |number, label: &str| NewSnapshot { label: Some(label.into()), ..new_snapshot(number) };
+    assert_eq!(kind(attachment.begin(&labelled(2, "7"))), ErrorKind::Invalid);
+    assert_eq!(kind(attachment.begin(&new_snapshot(1))), ErrorKind::Conflict);
+    attachment.begin(&labelled(2, "x")).unwrap();
+    assert_eq!(kind(attachment.begin(&labelled(3, "x"))), ErrorKind::Conflict);
+    attachment.fail(2, "no space").unwrap();
+    attachment.begin(&labelled(3, "x")).unwrap();
+    let found = place.repository.resolve(&"a@x".parse().unwrap()).unwrap();
+    assert_eq!(found.number, 3, "a failed snapshot gives its label free");
+}
+
+#[test]
+fn a_restarted_writer_may_repeat_its_last_steps() {
+    let place = Place::new();
+    let first = place.image("a");
+    let root = write(&place.repository, &first.root, &[(1, 1)]);
+    let attachment = place.attach(1, &first).unwrap();
+    attachment.reserve(3).unwrap();
+    attachment.begin(&new_snapshot(2)).unwrap();
+    drop(attachment);
+
+    let attachment = place.attach(1, &first).unwrap();
+    attachment.begin(&new_snapshot(2)).unwrap();
+    let published = attachment.publish(2, &root, 0, 0).unwrap();
+    assert_eq!(attachment.publish(2, &root, 0, 0).unwrap(), published);
+    assert_eq!(kind(attachment.publish(2, &Root::default(), 0, 0)), ErrorKind::Conflict);
+    assert_eq!(kind(attachment.begin(&new_snapshot(2))), ErrorKind::Conflict);
+    assert_eq!(kind(attachment.fail(2, "x")), ErrorKind::Conflict);
+    assert_eq!(kind(attachment.publish(3, &root, 0, 0)), ErrorKind::NotFound);
+}
+
+#[test]
+fn an_image_in_use_is_not_removed() {
+    let place = Place::new();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    let remove = |force| place.repository.remove_image(&name("a"), force);
+    assert!(matches!(remove(true), Err(Error::Leased { .. })), "never under a live writer");
+    assert_eq!(kind(place.repository.forget_mirror(&owner(1).id)), ErrorKind::Conflict);
+
+    attachment.release(None).unwrap();
+    let error = remove(false).unwrap_err();
+    assert!(matches!(error, Error::Referenced { .. }), "{error}");
+    assert!(error.to_string().contains("/mirrors/1"), "{error}");
+    remove(true).unwrap();
+    assert!(place.repository.mirrors().unwrap().is_empty());
+}
+
+#[test]
+fn a_forgotten_mirror_frees_its_image() {
+    let place = Place::new();
+    place.attach(1, &place.image("a")).unwrap().release(None).unwrap();
+    place.repository.forget_mirror(&owner(1).id).unwrap();
+    place.repository.remove_image(&name("a"), false).unwrap();
+    let unknown = MirrorId::from_bytes([9; 16]);
+    assert_eq!(kind(place.repository.forget_mirror(&unknown)), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it() {
+    let place = Place::new();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    publish(&attachment, &Root::default());
+    attachment.release(None).unwrap();
+    place.repository.remove_snapshot(&first.name()).unwrap();
+    assert_eq!(kind(place.attach(2, &first)), ErrorKind::NotFound);
+    place.attach(1, &first).unwrap();
+}
+
+#[test]
+fn a_mirror_is_attached_by_a_process_of_this_boot() {
+    let place = Place::new();
+    let first = place.image("a");
+    let stranger = cairn_store::MirrorOwner { boot_id: "elsewhere".into(), ..owner(1) };
+    assert_eq!(
+        kind(place.repository.attach(&stranger, &first, Mode::ReadWrite)),
+        ErrorKind::Invalid
+    );
+    assert_eq!(owner(1).boot_id, boot_id().unwrap());
+}

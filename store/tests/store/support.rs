@@ -1,0 +1,107 @@
+//! A repository in a directory of its own, with chunks that tell where they belong.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use cairn_store::{
+    Attachment, ChunkIndex, Consistency, Geometry, ImageName, MIN_CHUNK_SIZE, MirrorId,
+    MirrorOwner, Mode, NewSnapshot, Repository, Root, Snapshot,
+};
+use tempfile::TempDir;
+
+pub(crate) const CHUNK: usize = MIN_CHUNK_SIZE as usize;
+
+pub(crate) struct Place {
+    pub(crate) dir: TempDir,
+    pub(crate) repository: Repository,
+}
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        let dir = TempDir::new().unwrap();
+        let repository = Repository::open_or_create(&url(&dir)).unwrap();
+        Self { dir, repository }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        url(&self.dir)
+    }
+
+    pub(crate) fn image(&self, name_: &str) -> Snapshot {
+        self.repository.create_image(&name(name_), disk(1000)).unwrap()
+    }
+
+    pub(crate) fn attach(
+        &self,
+        mirror: u8,
+        snapshot: &Snapshot,
+    ) -> cairn_store::Result<Attachment> {
+        self.repository.attach(&owner(mirror), snapshot, Mode::ReadWrite)
+    }
+
+    /// Runs a statement on the catalog, as a damaged or a waiting world would.
+    pub(crate) fn sql(&self, statement: &str) {
+        let catalog = rusqlite::Connection::open(self.dir.path().join("catalog.db")).unwrap();
+        catalog.execute_batch(statement).unwrap();
+    }
+
+    pub(crate) fn file_of(&self, blob: &str) -> PathBuf {
+        self.dir.path().join("blobs").join(&blob[..2]).join(blob)
+    }
+}
+
+pub(crate) fn url(dir: &TempDir) -> String {
+    format!("dir:{}", dir.path().display())
+}
+
+pub(crate) fn name(text: &str) -> ImageName {
+    text.parse().unwrap()
+}
+
+pub(crate) fn disk(chunks: u64) -> Geometry {
+    Geometry::new(chunks * CHUNK as u64, MIN_CHUNK_SIZE).unwrap()
+}
+
+pub(crate) fn owner(mirror: u8) -> MirrorOwner {
+    let id = MirrorId::from_bytes([mirror; 16]);
+    MirrorOwner::this_process(id, format!("/mirrors/{mirror}")).unwrap()
+}
+
+/// A chunk whose bytes follow from its seed.
+pub(crate) fn content(seed: u64) -> Vec<u8> {
+    (seed + 1).to_le_bytes().repeat(CHUNK / 8)
+}
+
+/// Stores chunks with these seeds over `base`.
+pub(crate) fn write(repository: &Repository, base: &Root, seeds: &[(u64, u64)]) -> Root {
+    let put = |seed: u64| repository.put_chunk(&content(seed)).unwrap().id;
+    let changes = seeds.iter().map(|(index, seed)| (ChunkIndex(*index), Some(put(*seed))));
+    let changes = changes.collect::<BTreeMap<_, _>>();
+    repository.commit_tree(base, disk(1000), &changes).unwrap().root
+}
+
+pub(crate) fn new_snapshot(number: u64) -> NewSnapshot {
+    NewSnapshot {
+        number,
+        label: None,
+        consistency: Consistency::Filesystem,
+        time: 1_700_000_000,
+        dirty_bytes: 0,
+        pause_us: 12,
+    }
+}
+
+/// Checks that a snapshot holds exactly these chunks.
+pub(crate) fn assert_holds(repository: &Repository, snapshot: &Snapshot, seeds: &[(u64, u64)]) {
+    snapshot.require_stable().unwrap();
+    let expected = seeds.iter().copied().collect::<BTreeMap<_, _>>();
+    let mut found = 0;
+    for chunk in repository.chunks(&snapshot.root, snapshot.geometry) {
+        let (index, id) = chunk.unwrap();
+        let mut buf = vec![0; CHUNK];
+        repository.read_chunk(&id, &mut buf).unwrap();
+        assert!(buf == content(expected[&index.0]), "chunk {} of {}", index.0, snapshot.name());
+        found += 1;
+    }
+    assert_eq!(found, expected.len(), "chunks of {}", snapshot.name());
+}
