@@ -47,7 +47,7 @@ pub(crate) struct CheckpointOptions {
     #[arg(long, value_parser = label)]
     pub(crate) label: Option<String>,
 
-    /// When to return: the cut is made, or the snapshot is safe in the repository
+    /// When to return: the cut is made, or the snapshot is in the repository, however long it takes
     #[arg(long, value_enum, default_value = "accepted")]
     pub(crate) wait: Until,
 

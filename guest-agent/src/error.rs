@@ -17,10 +17,10 @@ pub(crate) enum Error {
     #[error("lost the connection to {endpoint} while {doing}: {source}")]
     Transport { endpoint: Endpoint, doing: &'static str, source: io::Error },
 
-    #[error("{0} closed the connection before it answered; see the log of cairn-blk")]
+    #[error("{0} closed the connection before it answered; see the log of cairn-blk on the host")]
     Closed(Endpoint),
 
-    #[error("no answer from {0} within the time limit; nothing is frozen any more")]
+    #[error("no answer from {0} within the time limit; see the log of cairn-blk on the host")]
     Timeout(Endpoint),
 
     #[error("{endpoint} does not speak this protocol: {reason}")]

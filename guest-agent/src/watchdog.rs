@@ -92,15 +92,16 @@ fn guard(mut socket: UnixStream, mounts: &[File], limit: Duration) {
     let mut overdue = false;
     loop {
         match next_byte(&mut socket, deadline) {
-            Message::Byte(FREEZING) if frozen < mounts.len() => {
-                frozen += 1;
+            Message::Byte(FREEZING) => {
+                frozen = (frozen + 1).min(mounts.len());
                 let wait = if overdue { RETRY } else { limit };
                 deadline.get_or_insert_with(|| Instant::now() + wait);
             }
-            Message::Byte(NOT_FROZEN) if frozen > 0 => {
-                frozen -= 1;
+            Message::Byte(NOT_FROZEN) => {
+                frozen = frozen.saturating_sub(1);
                 released = released.min(frozen);
             }
+            // THAWED; nothing else is ever said.
             Message::Byte(_) => return,
             Message::Closed => {
                 thaw(&mounts[released..frozen]);
