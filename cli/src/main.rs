@@ -1,1 +1,95 @@
-fn main() {}
+//! `cairn`, the operator's command line. It parses, calls the repository or a running disk, and prints.
+//!
+//! ```text
+//! args ──► images, mirrors, import, export ──► cairn-store
+//!      └─► control ──► socket of cairn-blk
+//! ```
+
+mod args;
+mod control;
+mod export;
+mod failure;
+mod images;
+mod import;
+mod mirrors;
+mod output;
+mod progress;
+mod size;
+mod sparse;
+mod time;
+
+use std::process::ExitCode;
+
+use cairn_store::Repository;
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+use crate::failure::{Doing, Exit, Failure, Outcome};
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let json = cli.style.json;
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            failure.report(json);
+            failure.exit.into()
+        }
+    }
+}
+
+fn run(cli: Cli) -> Outcome {
+    let style = cli.style;
+    let url = || {
+        let why = "no repository is named; use --store dir:PATH or set CAIRN_STORE";
+        cli.store.as_deref().ok_or_else(|| Failure::new(Exit::Usage, "opening the repository", why))
+    };
+    let open = || {
+        let url = url()?;
+        Repository::open(url).doing(|| format!("opening {url}"))
+    };
+    let open_or_create = || {
+        let url = url()?;
+        Repository::open_or_create(url).doing(|| format!("opening {url}"))
+    };
+    match cli.command {
+        Command::Create { image, size, chunks } => {
+            // A wrong size makes no repository.
+            let geometry = images::geometry(size, chunks.chunk_size)?;
+            images::create(&open_or_create()?, &image, geometry, style)
+        }
+        Command::Import { file, image, chunks } => {
+            import::import(&open_or_create()?, &file, &image, chunks.chunk_size, style)
+        }
+        Command::Ls { image: None } => images::ls(&open()?, style),
+        Command::Ls { image: Some(image) } => images::ls_image(&open()?, &image, style),
+        Command::Show { snapshot } => images::show(&open()?, &snapshot, style),
+        Command::Clone { snapshot, image } => images::clone(&open()?, &snapshot, &image, style),
+        Command::Export { snapshot, file, force } => {
+            export::export(&open()?, &snapshot, &file, force, style)
+        }
+        Command::Rm { name, force } => images::rm(&open()?, &name, force, style),
+        Command::Mirrors { forget: None } => mirrors::list(&open()?, style),
+        Command::Mirrors { forget: Some(id) } => mirrors::forget(&open()?, &id, style),
+        Command::Checkpoint { control, label, wait, timeout } => {
+            control::checkpoint(&control.socket, label, wait.into(), timeout, style)
+        }
+        Command::Status { control } => control::status(&control.socket, style),
+        Command::Stats { control } => control::stats(&control.socket, style),
+    }
+}
+
+/// Prints help, the version, or what is wrong with the command line. As that could not be read, it is
+/// searched for the wish for JSON.
+fn usage(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() || !std::env::args().any(|arg| arg == "--json") {
+        error.exit();
+    }
+    let message = error.to_string();
+    let message = message.trim_start_matches("error: ").lines().next().unwrap_or_default();
+    Failure::new(Exit::Usage, "reading the command line", message).report(true);
+    Exit::Usage.into()
+}

@@ -1,0 +1,209 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cairn_agent::Wait;
+use cairn_store::{ImageName, MirrorId, SnapshotRef};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::size::parse_size;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  failed, or a checkpoint did not become stable
+  2  wrong usage
+  3  the repository, image, snapshot, mirror or socket does not exist
+  4  in use, busy, or in a state that forbids it
+  5  stored data is corrupt
+  6  unavailable (disk full, no answer), or timed out
+
+Sizes are bytes, or have a suffix K, M, G or T (powers of 1024).";
+
+/// Disk snapshots of virtual machines: images, their snapshots, and checkpoints of running disks.
+#[derive(Debug, Parser)]
+#[command(name = "cairn", version, after_help = EXIT_CODES, max_term_width = 100)]
+pub(crate) struct Cli {
+    /// The repository, dir:PATH
+    #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
+    pub(crate) store: Option<String>,
+    #[command(flatten)]
+    pub(crate) style: Style,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// How to print.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct Style {
+    /// Print JSON, also for errors
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// Print sizes in bytes
+    #[arg(long, global = true)]
+    pub(crate) bytes: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Make an empty image
+    #[command(after_help = "Example:\n  cairn --store dir:/srv/cairn create vm1 20G")]
+    Create {
+        /// The image's name
+        image: ImageName,
+        /// The disk's size
+        #[arg(value_parser = parse_size)]
+        size: u64,
+        #[command(flatten)]
+        chunks: ChunkSize,
+    },
+    /// Make an image from a raw disk file
+    #[command(after_help = "Examples:\n  cairn import debian.raw debian\n  \
+                            qemu-img convert -O raw old.qcow2 /dev/stdout | cairn import - vm1")]
+    Import {
+        /// The raw file or block device; `-` is the standard input
+        file: PathBuf,
+        /// The image's name
+        image: ImageName,
+        #[command(flatten)]
+        chunks: ChunkSize,
+    },
+    /// List images, or the snapshots of one
+    #[command(after_help = "Examples:\n  cairn ls\n  cairn ls vm1\n  cairn ls vm1 --json")]
+    Ls {
+        /// List this image's snapshots
+        image: Option<ImageName>,
+    },
+    /// Show everything about a snapshot
+    #[command(after_help = "Examples:\n  cairn show vm1\n  cairn show vm1@3\n  \
+                            cairn show vm1@before-upgrade")]
+    Show {
+        /// IMAGE, IMAGE@NUMBER or IMAGE@LABEL
+        snapshot: SnapshotRef,
+    },
+    /// Make an image that begins as a snapshot of another; nothing is copied
+    #[command(after_help = "Example:\n  cairn clone debian@1 vm2")]
+    Clone {
+        /// The snapshot to begin with
+        snapshot: SnapshotRef,
+        /// The new image's name
+        image: ImageName,
+    },
+    /// Write a snapshot to a raw disk file
+    #[command(after_help = "Examples:\n  cairn export vm1@3 vm1.raw\n  \
+                            cairn export vm1 - | ssh host 'cat > vm1.raw'")]
+    Export {
+        /// The snapshot
+        snapshot: SnapshotRef,
+        /// The file to make; `-` is the standard output
+        file: PathBuf,
+        /// Replace the file if it exists
+        #[arg(long)]
+        force: bool,
+    },
+    /// Remove a snapshot, or an image with all its snapshots
+    #[command(after_help = "Names are removed; their data stays until garbage collection.\n\n\
+                            Examples:\n  cairn rm vm1@3\n  cairn rm vm1")]
+    Rm {
+        /// IMAGE@NUMBER, IMAGE@LABEL, or IMAGE for all of it
+        name: SnapshotRef,
+        /// Remove the image although stopped mirrors refer to it
+        #[arg(long)]
+        force: bool,
+    },
+    /// List the mirrors that refer to images
+    #[command(after_help = "Examples:\n  cairn mirrors\n  \
+                            cairn mirrors --forget 0f3b5c8a9d1e4f60b2a7c4d8e9f01234")]
+    Mirrors {
+        /// Drop the reference of a mirror that is gone
+        #[arg(long, value_name = "ID")]
+        forget: Option<MirrorId>,
+    },
+    /// Take a checkpoint of a running disk and print its name
+    #[command(after_help = "Examples:\n  cairn checkpoint --control /run/vm1.ctl\n  \
+                            cairn checkpoint --control /run/vm1.ctl --label before-upgrade \
+                            --wait stable")]
+    Checkpoint {
+        #[command(flatten)]
+        control: Control,
+        /// A second name for the snapshot
+        #[arg(long)]
+        label: Option<String>,
+        /// Return when the cut is made, or when the snapshot is durable
+        #[arg(long, value_enum, default_value = "accepted", value_name = "WHAT")]
+        wait: WaitFor,
+        /// Give up after this many seconds [default: 30, or 3600 with --wait stable]
+        #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+        timeout: Option<Duration>,
+    },
+    /// Show what a running disk is and does
+    #[command(after_help = "Example:\n  cairn status --control /run/vm1.ctl")]
+    Status {
+        #[command(flatten)]
+        control: Control,
+    },
+    /// Show the counters of a running disk
+    #[command(after_help = "Example:\n  cairn stats --control /run/vm1.ctl --json")]
+    Stats {
+        #[command(flatten)]
+        control: Control,
+    },
+}
+
+/// The chunk size of an image that is made.
+#[derive(Debug, Args)]
+pub(crate) struct ChunkSize {
+    /// The chunk size, a power of two from 64K to 4M
+    #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
+    pub(crate) chunk_size: u64,
+}
+
+/// Where a running disk listens.
+#[derive(Debug, Args)]
+pub(crate) struct Control {
+    /// The control socket of the disk's cairn-blk
+    #[arg(long = "control", value_name = "SOCKET")]
+    pub(crate) socket: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WaitFor {
+    Accepted,
+    Stable,
+}
+
+impl From<WaitFor> for Wait {
+    fn from(wait: WaitFor) -> Self {
+        match wait {
+            WaitFor::Accepted => Wait::Accepted,
+            WaitFor::Stable => Wait::Stable,
+        }
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds > 0.0 && seconds <= 1e9 => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("it is a number of seconds, more than 0".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cli;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        for command in Cli::command().get_subcommands() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains("cairn") && help.contains("Example"), "{}", command.get_name());
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Talking to a running disk: `checkpoint`, `status`, `stats`.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use cairn_agent::{
+    Checkpoint, Consistency, Event, MAX_LINE, RefusalKind, Request, Stats, Status, Wait,
+};
+use serde_json::json;
+
+use crate::args::Style;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::output::{or_dash, print, print_fields, print_json};
+
+/// How long `status` and `stats` wait, and a checkpoint for its cut.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a checkpoint waits until it is stable.
+const STABLE_TIMEOUT: Duration = Duration::from_secs(3600);
+
+pub(crate) fn checkpoint(
+    socket: &Path,
+    label: Option<String>,
+    wait: Wait,
+    timeout: Option<Duration>,
+    style: Style,
+) -> Outcome {
+    let doing = || format!("taking a checkpoint through {}", socket.display());
+    let default = if wait == Wait::Stable { STABLE_TIMEOUT } else { TIMEOUT };
+    let request = Request::Checkpoint(Checkpoint { label, consistency: Consistency::Crash, wait });
+    let mut client = Client::connect(socket, timeout.unwrap_or(default), doing)?;
+    let event = client.ask(&request, wait)?;
+    let snapshot = match &event {
+        Event::Accepted(accepted) => &accepted.snapshot,
+        Event::Stable(stable) => &stable.snapshot,
+        Event::Failed(failed) => {
+            let why = format!("snapshot {} failed: {}", failed.snapshot, failed.reason);
+            return Err(Failure::new(Exit::Failure, doing(), why));
+        }
+        _ => return Err(client.unexpected()),
+    };
+    if style.json { print_json(&json!(event)) } else { print(&format!("{snapshot}\n")) }
+}
+
+pub(crate) fn status(socket: &Path, style: Style) -> Outcome {
+    let doing = || format!("asking {} for its status", socket.display());
+    let mut client = Client::connect(socket, TIMEOUT, doing)?;
+    match client.ask(&Request::Status, Wait::Accepted)? {
+        Event::Status(status) if style.json => print_json(&json!(status)),
+        Event::Status(status) => print_status(&status, style),
+        _ => Err(client.unexpected()),
+    }
+}
+
+pub(crate) fn stats(socket: &Path, style: Style) -> Outcome {
+    let doing = || format!("asking {} for its counters", socket.display());
+    let mut client = Client::connect(socket, TIMEOUT, doing)?;
+    match client.ask(&Request::Stats, Wait::Accepted)? {
+        Event::Stats(stats) if style.json => print_json(&json!(stats)),
+        Event::Stats(stats) => print_stats(&stats, style),
+        _ => Err(client.unexpected()),
+    }
+}
+
+fn print_status(status: &Status, style: Style) -> Outcome {
+    let pending = |commit: &cairn_agent::PendingCommit| {
+        format!("{} ({} of {} chunks)", commit.snapshot, commit.done, commit.chunks)
+    };
+    let pending = status.pending.iter().map(pending).collect::<Vec<_>>().join(", ");
+    print_fields(&[
+        ("image", status.image.clone()),
+        ("parent", status.parent.clone()),
+        ("size", style.size(status.size)),
+        ("chunk size", style.size(status.chunk_size.into())),
+        ("mode", if status.read_only { "ro" } else { "rw" }.into()),
+        ("connected", if status.connected { "yes" } else { "no" }.into()),
+        ("changed", style.size(status.dirty_bytes)),
+        ("local", style.size(status.present_bytes)),
+        ("pending", or_dash(Some(pending).filter(|list| !list.is_empty()))),
+        ("trouble", or_dash(status.trouble.as_ref())),
+    ])
+}
+
+fn print_stats(stats: &Stats, style: Style) -> Outcome {
+    let count = |number: u64| number.to_string();
+    print_fields(&[
+        ("reads", count(stats.reads)),
+        ("read", style.size(stats.read_bytes)),
+        ("writes", count(stats.writes)),
+        ("written", style.size(stats.written_bytes)),
+        ("flushes", count(stats.flushes)),
+        ("discards", count(stats.discards)),
+        ("errors", count(stats.errors)),
+        ("fetched chunks", count(stats.fetched_chunks)),
+        ("fetched", style.size(stats.fetched_bytes)),
+        ("fetch errors", count(stats.fetch_errors)),
+        ("copied chunks", count(stats.copied_chunks)),
+        ("parked requests", count(stats.parked)),
+        ("checkpoints", count(stats.checkpoints)),
+        ("stable", count(stats.stable)),
+        ("failed", count(stats.failed)),
+    ])
+}
+
+/// One exchange over a control socket, within a time.
+struct Client<F> {
+    stream: BufReader<UnixStream>,
+    deadline: Instant,
+    timeout: Duration,
+    doing: F,
+}
+
+impl<F: Fn() -> String> Client<F> {
+    fn connect(socket: &Path, timeout: Duration, doing: F) -> Outcome<Self> {
+        let stream = UnixStream::connect(socket).map_err(|error| {
+            let (exit, advice) = match error.kind() {
+                io::ErrorKind::NotFound => (Exit::NotFound, "; is cairn-blk running?"),
+                io::ErrorKind::ConnectionRefused => (Exit::Unavailable, "; is cairn-blk running?"),
+                _ => (Exit::Failure, ""),
+            };
+            Failure::new(exit, doing(), format!("{error}{advice}"))
+        })?;
+        let deadline = Instant::now() + timeout;
+        Ok(Self { stream: BufReader::new(stream), deadline, timeout, doing })
+    }
+
+    /// Sends a request and returns the event that ends the exchange.
+    fn ask(&mut self, request: &Request, wait: Wait) -> Outcome<Event> {
+        let line = json!(request).to_string() + "\n";
+        self.set_timeout()?;
+        let sent = self.stream.get_mut().write_all(line.as_bytes());
+        sent.map_err(|error| self.failed(&error))?;
+        loop {
+            match self.next()? {
+                Event::Error(refusal) => {
+                    let exit = match refusal.kind {
+                        RefusalKind::Invalid => Exit::Usage,
+                        RefusalKind::Busy => Exit::Conflict,
+                        RefusalKind::Denied => Exit::Failure,
+                        RefusalKind::Unavailable => Exit::Unavailable,
+                    };
+                    return Err(Failure::new(exit, (self.doing)(), refusal.message));
+                }
+                event if event.is_final(wait) => return Ok(event),
+                _ => {}
+            }
+        }
+    }
+
+    /// Reads an event. The time is checked between reads, so that a peer that sends byte by byte does
+    /// not escape it.
+    fn next(&mut self) -> Outcome<Event> {
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            self.set_timeout()?;
+            let available = match self.stream.fill_buf() {
+                Ok(available) => available,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(self.failed(&error)),
+            };
+            if available.is_empty() {
+                let why = "the connection was closed without an answer; see cairn-blk's log";
+                return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
+            }
+            let len =
+                available.iter().position(|b| *b == b'\n').map_or(available.len(), |at| at + 1);
+            let taken = self.stream.by_ref().take(len as u64).read_to_end(&mut line);
+            taken.map_err(|error| self.failed(&error))?;
+            if line.len() > MAX_LINE {
+                return Err(self.unexpected());
+            }
+        }
+        serde_json::from_slice(&line).map_err(|_| self.unexpected())
+    }
+
+    fn set_timeout(&self) -> Outcome {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(self.timed_out());
+        }
+        let socket = self.stream.get_ref();
+        let set = socket.set_read_timeout(Some(left)).and(socket.set_write_timeout(Some(left)));
+        set.map_err(|error| self.failed(&error))
+    }
+
+    fn failed(&self, error: &io::Error) -> Failure {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.timed_out(),
+            _ => Failure::new(Exit::Unavailable, (self.doing)(), error),
+        }
+    }
+
+    fn timed_out(&self) -> Failure {
+        let seconds = self.timeout.as_secs_f64();
+        let why = format!("no answer within {seconds} s; it may still be carried out");
+        Failure::new(Exit::Unavailable, (self.doing)(), why)
+    }
+
+    fn unexpected(&self) -> Failure {
+        let why = "the answer is not one to this request; does cairn-blk listen there?";
+        Failure::new(Exit::Failure, (self.doing)(), why)
+    }
+}

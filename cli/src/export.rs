@@ -1,0 +1,167 @@
+//! `export`: a snapshot becomes a raw disk.
+//!
+//! The file gets its name when it is whole; every chunk in it was checked against its name.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::thread;
+
+use cairn_store::{
+    ChunkIndex, Chunks, Geometry, Repository, Result, Snapshot, SnapshotRef, is_zero,
+};
+
+use crate::args::Style;
+use crate::failure::{Doing, Exit, Failure, Outcome};
+use crate::images::print_name;
+use crate::progress::Progress;
+
+/// Zeros are left out in units of file system blocks.
+const BLOCK: usize = 4096;
+
+pub(crate) fn export(
+    repository: &Repository,
+    name: &SnapshotRef,
+    path: &Path,
+    force: bool,
+    style: Style,
+) -> Outcome {
+    let doing = || format!("exporting {name} to {}", path.display());
+    let snapshot = repository.resolve(name).doing(doing)?;
+    snapshot.require_stable().doing(doing)?;
+    if path == Path::new("-") {
+        return to_stdout(repository, &snapshot, doing);
+    }
+    check_target(path, force, doing)?;
+    let temp = TempFile::beside(path).doing(doing)?;
+    to_file(repository, &snapshot, &temp.file, doing)?;
+    temp.file.sync_all().doing(doing)?;
+    temp.place(path, force).doing(doing)?;
+    if style.json { print_name(&snapshot, style) } else { Ok(()) }
+}
+
+/// Refuses early what cannot work, before hours of copying.
+fn check_target(path: &Path, force: bool, doing: impl Fn() -> String) -> Outcome {
+    match fs::metadata(path) {
+        Ok(metadata) if !metadata.is_file() => {
+            let why = "it is not a regular file; export to - and write to it from there";
+            Err(Failure::new(Exit::Usage, doing(), why))
+        }
+        Ok(_) if !force => {
+            let why = "the file exists; use --force to replace it";
+            Err(Failure::new(Exit::Conflict, doing(), why))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Fills the file on all cores. Holes and blocks of zeros stay holes.
+fn to_file(
+    repository: &Repository,
+    snapshot: &Snapshot,
+    file: &File,
+    doing: impl Fn() -> String + Sync,
+) -> Outcome {
+    let geometry = snapshot.geometry;
+    file.set_len(geometry.size()).doing(&doing)?;
+    let progress = Progress::new(geometry.size());
+    let chunks = Mutex::new(repository.chunks(&snapshot.root, geometry));
+    let work = || -> Outcome {
+        let mut buf = vec![0; geometry.chunk_size() as usize];
+        while let Some(chunk) = next(&chunks) {
+            let (index, id) = chunk.doing(&doing)?;
+            let read = repository.read_chunk(&id, &mut buf).doing(&doing);
+            let written = read.and_then(|()| write_data(file, geometry, index, &buf).doing(&doing));
+            if written.is_err() {
+                // The others stop, too.
+                while next(&chunks).is_some_and(|chunk| chunk.is_ok()) {}
+            }
+            written?;
+            progress.set(geometry.offset_of(index));
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let workers = thread::available_parallelism().map_or(1, usize::from);
+        let workers = (0..workers).map(|_| scope.spawn(work)).collect::<Vec<_>>();
+        let mut outcomes =
+            workers.into_iter().map(|worker| worker.join().expect("no worker panics"));
+        outcomes.try_for_each(|outcome| outcome)
+    })
+}
+
+fn next(chunks: &Mutex<Chunks>) -> Option<Result<(ChunkIndex, cairn_store::ChunkId)>> {
+    chunks.lock().expect("no worker panics while it takes a chunk").next()
+}
+
+/// Writes the runs of blocks that are not zeros.
+fn write_data(file: &File, geometry: Geometry, index: ChunkIndex, chunk: &[u8]) -> io::Result<()> {
+    let inside = &chunk[..geometry.len_of(index)];
+    let base = geometry.offset_of(index);
+    let mut at = 0;
+    for run in inside.chunks(BLOCK).collect::<Vec<_>>().chunk_by(|a, b| is_zero(a) == is_zero(b)) {
+        let len = run.iter().map(|block| block.len()).sum::<usize>();
+        if !is_zero(run[0]) {
+            file.write_all_at(&inside[at..at + len], base + at as u64)?;
+        }
+        at += len;
+    }
+    Ok(())
+}
+
+/// Writes the whole disk, zeros and all, in order.
+fn to_stdout(repository: &Repository, snapshot: &Snapshot, doing: impl Fn() -> String) -> Outcome {
+    let geometry = snapshot.geometry;
+    let mut out = io::stdout().lock();
+    let mut buf = vec![0; geometry.chunk_size() as usize];
+    let zeros = buf.clone();
+    let mut next = ChunkIndex(0);
+    for chunk in repository.chunks(&snapshot.root, geometry) {
+        let (index, id) = chunk.doing(&doing)?;
+        write_zeros(&mut out, geometry, next..index, &zeros).doing(&doing)?;
+        repository.read_chunk(&id, &mut buf).doing(&doing)?;
+        out.write_all(&buf[..geometry.len_of(index)]).doing(&doing)?;
+        next = ChunkIndex(index.0 + 1);
+    }
+    let end = ChunkIndex(geometry.chunk_count());
+    write_zeros(&mut out, geometry, next..end, &zeros).doing(&doing)?;
+    out.flush().doing(&doing)
+}
+
+fn write_zeros(
+    out: &mut impl Write,
+    geometry: Geometry,
+    holes: std::ops::Range<ChunkIndex>,
+    zeros: &[u8],
+) -> io::Result<()> {
+    (holes.start.0..holes.end.0)
+        .try_for_each(|index| out.write_all(&zeros[..geometry.len_of(ChunkIndex(index))]))
+}
+
+/// A file in the target's directory, removed unless it gets the target's name.
+struct TempFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl TempFile {
+    fn beside(target: &Path) -> io::Result<Self> {
+        let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
+        let path = target.with_file_name(format!(".{name}.cairn-{}", std::process::id()));
+        let file = File::create_new(&path)?;
+        Ok(Self { file, path })
+    }
+
+    /// Gives the file its name. Without `force` a file that has appeared meanwhile stays.
+    fn place(&self, target: &Path, force: bool) -> io::Result<()> {
+        if force { fs::rename(&self.path, target) } else { fs::hard_link(&self.path, target) }
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}

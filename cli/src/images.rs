@@ -1,0 +1,203 @@
+//! Images and snapshots: `create`, `ls`, `show`, `clone`, `rm`.
+
+use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
+use serde_json::{Value, json};
+
+use crate::args::Style;
+use crate::failure::{Doing, Exit, Failure, Outcome};
+use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
+use crate::time::utc;
+
+/// Checks the sizes that an image is to have.
+pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
+    // A chunk size beyond 32 bits is as wrong as the largest one.
+    let chunk_size = u32::try_from(chunk_size).unwrap_or(u32::MAX);
+    Geometry::new(size, chunk_size).doing(|| "checking the sizes".into())
+}
+
+pub(crate) fn create(
+    repository: &Repository,
+    image: &ImageName,
+    geometry: Geometry,
+    style: Style,
+) -> Outcome {
+    let snapshot =
+        repository.create_image(image, geometry).doing(|| format!("creating image '{image}'"))?;
+    print_name(&snapshot, style)
+}
+
+pub(crate) fn clone(
+    repository: &Repository,
+    source: &SnapshotRef,
+    image: &ImageName,
+    style: Style,
+) -> Outcome {
+    let snapshot = repository
+        .clone_snapshot(source, image)
+        .doing(|| format!("cloning {source} to '{image}'"))?;
+    print_name(&snapshot, style)
+}
+
+/// What commands that make a snapshot print.
+pub(crate) fn print_name(snapshot: &Snapshot, style: Style) -> Outcome {
+    if style.json {
+        return print_json(&snapshot_json(snapshot));
+    }
+    print(&format!("{}\n", snapshot.name()))
+}
+
+pub(crate) fn ls(repository: &Repository, style: Style) -> Outcome {
+    let images = repository.images().doing(|| "listing the images".into())?;
+    if style.json {
+        return print_json(&images.iter().map(image_json).collect());
+    }
+    let mut table = Table::new(&[
+        ("IMAGE", Align::Left),
+        ("SIZE", Align::Right),
+        ("CHUNK", Align::Right),
+        ("SNAPSHOTS", Align::Right),
+        ("NEWEST", Align::Right),
+        ("CREATED", Align::Left),
+        ("ORIGIN", Align::Left),
+    ]);
+    for image in images {
+        table.row([
+            image.name.to_string(),
+            style.size(image.geometry.size()),
+            style.size(image.geometry.chunk_size().into()),
+            image.snapshots.to_string(),
+            or_dash(image.newest),
+            utc(image.created),
+            or_dash(image.origin),
+        ]);
+    }
+    table.print()
+}
+
+pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style) -> Outcome {
+    let snapshots = repository
+        .snapshots(image)
+        .doing(|| format!("listing the snapshots of image '{image}'"))?;
+    if style.json {
+        return print_json(&snapshots.iter().map(snapshot_json).collect());
+    }
+    let mut table = Table::new(&[
+        ("SNAPSHOT", Align::Left),
+        ("STATE", Align::Left),
+        ("TIME", Align::Left),
+        ("CHANGED", Align::Right),
+        ("STORED", Align::Right),
+        ("PAUSE", Align::Right),
+        ("CONSISTENCY", Align::Left),
+        ("LABEL", Align::Left),
+    ]);
+    for snapshot in snapshots {
+        table.row([
+            snapshot.name().to_string(),
+            snapshot.state.to_string(),
+            utc(snapshot.time),
+            style.size(snapshot.dirty_bytes),
+            style.size(snapshot.stored_bytes),
+            format!("{} us", snapshot.pause_us),
+            snapshot.consistency.to_string(),
+            or_dash(snapshot.label),
+        ]);
+    }
+    table.print()
+}
+
+pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) -> Outcome {
+    let doing = || format!("showing {name}");
+    let snapshot = repository.resolve(name).doing(doing)?;
+    // Only a stable snapshot has chunks to count.
+    let stored = match snapshot.require_stable() {
+        Ok(()) => {
+            let mut chunks = repository.chunks(&snapshot.root, snapshot.geometry);
+            Some(chunks.try_fold(0, |count, chunk| chunk.map(|_| count + 1)).doing(doing)?)
+        }
+        Err(_) => None,
+    };
+    let holes = stored.map(|stored: u64| snapshot.geometry.chunk_count() - stored);
+    if style.json {
+        let mut value = snapshot_json(&snapshot);
+        value["chunks_stored"] = json!(stored);
+        value["chunks_holes"] = json!(holes);
+        return print_json(&value);
+    }
+    print_fields(&[
+        ("snapshot", snapshot.name().to_string()),
+        ("label", or_dash(snapshot.label)),
+        ("state", snapshot.state.to_string()),
+        ("reason", or_dash(snapshot.reason)),
+        ("parent", or_dash(snapshot.parent)),
+        ("time", utc(snapshot.time)),
+        ("consistency", snapshot.consistency.to_string()),
+        ("size", style.size(snapshot.geometry.size())),
+        ("chunk size", style.size(snapshot.geometry.chunk_size().into())),
+        ("chunks", snapshot.geometry.chunk_count().to_string()),
+        ("stored chunks", or_dash(stored)),
+        ("holes", or_dash(holes)),
+        ("changed", style.size(snapshot.dirty_bytes)),
+        ("stored", style.size(snapshot.stored_bytes)),
+        ("pause", format!("{} us", snapshot.pause_us)),
+        ("root", or_dash(snapshot.root.0)),
+        ("mirror", or_dash(snapshot.mirror)),
+    ])
+}
+
+pub(crate) fn rm(
+    repository: &Repository,
+    name: &SnapshotRef,
+    force: bool,
+    style: Style,
+) -> Outcome {
+    let doing = || format!("removing {name}");
+    let removed = match name.selector {
+        Selector::Newest => {
+            repository.remove_image(&name.image, force).doing(doing)?;
+            name.to_string()
+        }
+        _ if force => {
+            let why = "--force is for images; a snapshot that can be removed needs none";
+            return Err(Failure::new(Exit::Usage, doing(), why));
+        }
+        _ => repository.remove_snapshot(name).doing(doing)?.name().to_string(),
+    };
+    if style.json {
+        return print_json(&json!({ "removed": removed }));
+    }
+    print(&format!("removed {removed}; its data stays until garbage collection\n"))
+}
+
+fn image_json(image: &Image) -> Value {
+    json!({
+        "name": image.name.as_str(),
+        "size": image.geometry.size(),
+        "chunk_size": image.geometry.chunk_size(),
+        "created": image.created,
+        "snapshots": image.snapshots,
+        "newest": image.newest,
+        "origin": image.origin,
+    })
+}
+
+fn snapshot_json(snapshot: &Snapshot) -> Value {
+    json!({
+        "snapshot": snapshot.name().to_string(),
+        "image": snapshot.image.as_str(),
+        "number": snapshot.number,
+        "parent": snapshot.parent,
+        "root": snapshot.root.0.map(|id| id.to_string()),
+        "time": snapshot.time,
+        "size": snapshot.geometry.size(),
+        "chunk_size": snapshot.geometry.chunk_size(),
+        "label": snapshot.label,
+        "state": snapshot.state.as_str(),
+        "consistency": snapshot.consistency.as_str(),
+        "dirty_bytes": snapshot.dirty_bytes,
+        "stored_bytes": snapshot.stored_bytes,
+        "pause_us": snapshot.pause_us,
+        "reason": snapshot.reason,
+        "mirror": snapshot.mirror.map(|id| id.to_string()),
+    })
+}

@@ -1,0 +1,252 @@
+//! `import`: a raw disk becomes an image.
+//!
+//! One thread goes through the file and hands out chunks, one for each core hashes and stores them, and
+//! the tree is made from what they report. The name comes last: an import that is interrupted leaves
+//! no image.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
+
+use cairn_store::{
+    ChunkId, ChunkIndex, ErrorKind, Geometry, ImageName, MAX_SIZE, PutChunk, Repository, Root,
+    SECTOR_SIZE, is_zero,
+};
+
+use crate::args::Style;
+use crate::failure::{Doing, Exit, Failure, Outcome};
+use crate::images::{geometry, print_name};
+use crate::progress::Progress;
+use crate::sparse::next_data;
+
+/// The changes that are gathered before they go into the tree, to bound the memory.
+const BATCH: usize = 1 << 16;
+
+/// A chunk to be stored.
+enum Job {
+    /// Read from the file at this place.
+    At(ChunkIndex),
+    /// Read already.
+    Read(ChunkIndex, Vec<u8>),
+}
+
+type Stored = Outcome<Option<(ChunkIndex, PutChunk)>>;
+
+pub(crate) fn import(
+    repository: &Repository,
+    path: &Path,
+    image: &ImageName,
+    chunk_size: u64,
+    style: Style,
+) -> Outcome {
+    let doing = || format!("importing {} to image '{image}'", path.display());
+    let start = Instant::now();
+    match repository.image(image) {
+        Ok(_) => {
+            let name = image.to_string();
+            return Err(cairn_store::Error::ImageExists { name }).doing(doing);
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(error).doing(doing),
+    }
+    // The chunk size is wrong or right whatever the size turns out to be.
+    geometry(SECTOR_SIZE, chunk_size)?;
+
+    let mut import = Import { repository, chunk_size, doing: &doing, tree: Tree::default() };
+    let geometry = if path == Path::new("-") {
+        import.stream(io::stdin())?
+    } else {
+        import.file(File::open(path).doing(doing)?)?
+    };
+    let Tree { root, data_bytes, stored_bytes, tree_bytes, .. } = import.tree;
+    let snapshot = repository
+        .publish_image(image, geometry, &root, stored_bytes + tree_bytes, data_bytes)
+        .doing(doing)?;
+
+    let size = |bytes| style.size(bytes);
+    if !style.json {
+        eprintln!(
+            "size {}, data {}, stored {}, deduplicated {}, {:.1} s",
+            size(geometry.size()),
+            size(data_bytes),
+            size(stored_bytes + tree_bytes),
+            size(data_bytes - stored_bytes),
+            start.elapsed().as_secs_f64()
+        );
+    }
+    print_name(&snapshot, style)
+}
+
+struct Import<'a, F> {
+    repository: &'a Repository,
+    chunk_size: u64,
+    doing: &'a F,
+    tree: Tree,
+}
+
+/// The tree as far as it is made.
+#[derive(Default)]
+struct Tree {
+    root: Root,
+    changes: BTreeMap<ChunkIndex, Option<ChunkId>>,
+    /// Bytes of chunks that are not zeros.
+    data_bytes: u64,
+    /// Of these, what the repository did not have.
+    stored_bytes: u64,
+    tree_bytes: u64,
+}
+
+impl<F: Fn() -> String + Sync> Import<'_, F> {
+    /// Imports a file whose size is known, and reads only where it has data.
+    fn file(&mut self, mut file: File) -> Outcome<Geometry> {
+        // Seeking finds the size of block devices, too.
+        let len = file.seek(SeekFrom::End(0)).doing(self.doing)?;
+        let geometry = self.geometry(len)?;
+        let progress = Progress::new(len);
+        let doing = self.doing;
+        self.store(Some((&file, len)), Some(geometry), |jobs| {
+            let mut next = ChunkIndex(0);
+            while let Some(data) = next_data(&file, geometry.offset_of(next), len).doing(doing)? {
+                let last = geometry.chunk_of(data.end - 1);
+                for index in geometry.chunk_of(data.start).max(next).0..=last.0 {
+                    progress.set(geometry.offset_of(ChunkIndex(index)));
+                    if jobs.send(Job::At(ChunkIndex(index))).is_err() {
+                        return Ok(());
+                    }
+                }
+                next = ChunkIndex(last.0 + 1);
+            }
+            Ok(())
+        })?;
+        Ok(geometry)
+    }
+
+    /// Imports a stream, whose size is known in the end.
+    fn stream(&mut self, mut stream: impl Read + Send) -> Outcome<Geometry> {
+        let mut len = 0;
+        let (doing, chunk_size) = (self.doing, self.chunk_size);
+        let progress = Progress::new(0);
+        self.store(None, None, |jobs| {
+            for index in 0.. {
+                let mut chunk = Vec::with_capacity(chunk_size as usize);
+                let read = stream.by_ref().take(chunk_size).read_to_end(&mut chunk).doing(doing)?;
+                len += read as u64;
+                progress.set(len);
+                // What is larger than any disk need not be read to its end to be refused.
+                let end = (read as u64) < chunk_size || len > MAX_SIZE;
+                chunk.resize(chunk_size as usize, 0);
+                if (read > 0 && jobs.send(Job::Read(ChunkIndex(index), chunk)).is_err()) || end {
+                    break;
+                }
+            }
+            Ok(())
+        })?;
+        let geometry = self.geometry(len)?;
+        self.grow(geometry)?;
+        Ok(geometry)
+    }
+
+    fn geometry(&self, len: u64) -> Outcome<Geometry> {
+        if len == 0 {
+            return Err(Failure::new(Exit::Usage, (self.doing)(), "there is nothing to import"));
+        }
+        geometry(len.next_multiple_of(SECTOR_SIZE), self.chunk_size)
+    }
+
+    /// Stores what `feed` hands out, on all cores. With a geometry the tree grows meanwhile.
+    fn store(
+        &mut self,
+        file: Option<(&File, u64)>,
+        geometry: Option<Geometry>,
+        feed: impl FnOnce(SyncSender<Job>) -> Outcome + Send,
+    ) -> Outcome {
+        let workers = thread::available_parallelism().map_or(1, usize::from) + 1;
+        let (repository, chunk_size, doing) =
+            (self.repository, self.chunk_size as usize, self.doing);
+        let (jobs, queue) = sync_channel(workers);
+        let (reports, stored) = sync_channel(workers);
+        let queue = Arc::new(Mutex::new(queue));
+        thread::scope(|scope| {
+            for _ in 0..workers {
+                let (queue, reports) = (Arc::clone(&queue), reports.clone());
+                scope.spawn(move || {
+                    let mut buf = vec![0; chunk_size];
+                    while let Some(job) = next_job(&queue) {
+                        let done = store_chunk(repository, job, file, &mut buf, doing);
+                        let failed = done.is_err();
+                        if reports.send(done).is_err() || failed {
+                            break;
+                        }
+                    }
+                });
+            }
+            drop((queue, reports));
+            let feeder = scope.spawn(move || feed(jobs));
+            let collected = self.collect(stored, geometry);
+            let fed = feeder.join().expect("the feeder does not panic");
+            collected.and(fed)
+        })
+    }
+
+    /// Takes the workers' reports. When it returns early, they find their channel closed and end.
+    fn collect(&mut self, stored: Receiver<Stored>, geometry: Option<Geometry>) -> Outcome {
+        for report in stored {
+            let Some((index, put)) = report? else { continue };
+            self.tree.data_bytes += self.chunk_size;
+            self.tree.stored_bytes += put.new_bytes;
+            self.tree.changes.insert(index, Some(put.id));
+            if let Some(geometry) = geometry.filter(|_| self.tree.changes.len() >= BATCH) {
+                self.grow(geometry)?;
+            }
+        }
+        geometry.map_or(Ok(()), |geometry| self.grow(geometry))
+    }
+
+    fn grow(&mut self, geometry: Geometry) -> Outcome {
+        let Tree { root, changes, tree_bytes, .. } = &mut self.tree;
+        let update = self.repository.commit_tree(root, geometry, changes).doing(self.doing)?;
+        *root = update.root;
+        *tree_bytes += update.new_bytes;
+        changes.clear();
+        Ok(())
+    }
+}
+
+fn next_job(queue: &Mutex<Receiver<Job>>) -> Option<Job> {
+    queue.lock().expect("no worker panics while it takes a job").recv().ok()
+}
+
+/// Stores a chunk, unless it is all zeros.
+fn store_chunk(
+    repository: &Repository,
+    job: Job,
+    file: Option<(&File, u64)>,
+    buf: &mut Vec<u8>,
+    doing: impl Fn() -> String,
+) -> Stored {
+    let index = match job {
+        Job::Read(index, chunk) => {
+            *buf = chunk;
+            index
+        }
+        Job::At(index) => {
+            let (file, len) = file.expect("only files are read at places");
+            let offset = index.0 * buf.len() as u64;
+            let inside =
+                usize::try_from(len - offset).map_or(buf.len(), |rest| rest.min(buf.len()));
+            file.read_exact_at(&mut buf[..inside], offset).doing(&doing)?;
+            buf[inside..].fill(0);
+            index
+        }
+    };
+    if is_zero(buf) {
+        return Ok(None);
+    }
+    Ok(Some((index, repository.put_chunk(buf).doing(&doing)?)))
+}
