@@ -1,0 +1,157 @@
+//! Images, snapshots, and what scripts see of errors.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::support::Place;
+
+#[test]
+fn an_image_is_created_listed_cloned_and_removed() {
+    let place = Place::new();
+    assert_eq!(place.ok(&["create", "vm1", "20G"]), "vm1@1\n");
+    assert_eq!(place.ok(&["clone", "vm1@1", "vm2"]), "vm2@1\n");
+
+    let images = place.ok(&["ls"]);
+    let lines = images.lines().collect::<Vec<_>>();
+    assert_eq!(lines.len(), 3);
+    assert!(lines[0].starts_with("IMAGE    SIZE    CHUNK  SNAPSHOTS  NEWEST  CREATED"), "{images}");
+    assert!(lines[1].starts_with("vm1    20 GiB  256 KiB          1       1  20"), "{images}");
+    assert!(lines[2].ends_with("vm1@1"), "{images}");
+    assert!(place.ok(&["ls", "--bytes"]).contains("21474836480"));
+
+    let snapshots = place.ok(&["ls", "vm1"]);
+    assert!(snapshots.lines().nth(1).unwrap().starts_with("vm1@1     stable  20"), "{snapshots}");
+
+    let removed = place.ok(&["rm", "vm2"]);
+    assert!(removed.contains("removed vm2") && removed.contains("garbage collection"), "{removed}");
+    assert_eq!(place.run(&["ls", "vm2"]).code, 3);
+}
+
+#[test]
+fn show_tells_everything_about_a_snapshot() {
+    let place = Place::new();
+    place.disk("in.raw");
+    place.ok(&["import", "in.raw", "vm1"]);
+    let text = place.ok(&["show", "vm1"]);
+    for line in [
+        "snapshot:       vm1@1",
+        "state:          stable",
+        "stored chunks:  3",
+        "holes:          9",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line:?} is not in\n{text}");
+    }
+    let value = place.json(&["show", "vm1@1"]);
+    assert_eq!(value["size"], 3 << 20);
+    assert_eq!((&value["chunks_stored"], &value["chunks_holes"]), (&json!(3), &json!(9)));
+    assert_eq!(value["root"].as_str().unwrap().len(), 64);
+    assert_eq!(value["label"], Value::Null);
+}
+
+#[test]
+fn every_listing_is_json_on_demand() {
+    let place = Place::new();
+    assert_eq!(place.json(&["create", "vm1", "64K"])["snapshot"], "vm1@1");
+    assert_eq!(place.json(&["clone", "vm1", "vm2"])["snapshot"], "vm2@1");
+    assert_eq!(place.json(&["ls"])[1]["origin"], "vm1@1");
+    assert_eq!(place.json(&["ls", "vm1"])[0]["state"], "stable");
+    assert_eq!(place.json(&["mirrors"]), json!([]));
+    assert_eq!(place.json(&["rm", "vm2"]), json!({ "removed": "vm2" }));
+}
+
+#[test]
+fn what_does_not_exist_exits_with_3() {
+    let place = Place::new();
+    let run = place.run(&["ls"]);
+    assert_eq!(run.code, 3);
+    assert!(run.stderr.starts_with("cairn: opening dir:repository: there is no repository"));
+    assert!(run.stderr.contains("; `cairn create`"), "{}", run.stderr);
+    assert!(!place.path("repository").exists(), "looking creates nothing");
+
+    place.ok(&["create", "vm1", "1M"]);
+    for args in [
+        &["ls", "vm2"][..],
+        &["show", "vm1@2"],
+        &["show", "vm1@label"],
+        &["clone", "vm2", "vm3"],
+        &["export", "vm2", "out.raw"],
+        &["rm", "vm2"],
+        &["mirrors", "--forget", &"0".repeat(32)],
+    ] {
+        assert_eq!(place.run(args).code, 3, "{args:?}");
+    }
+}
+
+#[test]
+fn conflicts_exit_with_4() {
+    let place = Place::new();
+    place.ok(&["create", "vm1", "1M"]);
+    assert_eq!(place.run(&["create", "vm1", "1M"]).code, 4);
+    assert_eq!(place.run(&["clone", "vm1", "vm1"]).code, 4);
+    let run = place.run(&["rm", "vm1@1"]);
+    assert_eq!(run.code, 4);
+    assert!(run.stderr.contains("only stable snapshot"), "{}", run.stderr);
+}
+
+#[test]
+fn wrong_usage_exits_with_2_and_creates_nothing() {
+    let place = Place::new();
+    for args in [
+        &[][..],
+        &["frobnicate"],
+        &["ls", "--colour"],
+        &["create", "vm1"],
+        &["create", "../vm1", "1G"],
+        &["create", "vm1", "0"],
+        &["create", "vm1", "100"],
+        &["create", "vm1", "65T"],
+        &["create", "vm1", "lots"],
+        &["create", "vm1", "1G", "--chunk-size", "100K"],
+        &["create", "vm1", "1G", "--chunk-size", "4G"],
+        &["show", "vm1@"],
+        &["mirrors", "--forget", "xyz"],
+        &["checkpoint"],
+        &["checkpoint", "--control", "x", "--wait", "forever"],
+        &["checkpoint", "--control", "x", "--timeout", "-1"],
+        &["ls", "--store", "ftp:somewhere"],
+    ] {
+        let run = place.run(args);
+        assert_eq!(run.code, 2, "{args:?}: {}", run.stderr);
+        assert!(!run.stderr.is_empty(), "{args:?}");
+    }
+    assert!(!place.path("repository").exists());
+    let run = place.command(&["ls"]).env_remove("CAIRN_STORE").output().unwrap();
+    assert_eq!(run.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&run.stderr).contains("CAIRN_STORE"));
+}
+
+#[test]
+fn errors_are_json_on_demand() {
+    let place = Place::new();
+    for (args, kind) in [(&["ls", "--json"][..], "notfound"), (&["create", "--json"], "usage")] {
+        let run = place.run(args);
+        let error: Value = serde_json::from_str(&run.stderr).unwrap();
+        assert_eq!(error["error"]["kind"], kind);
+        assert!(error["error"]["message"].as_str().is_some_and(|text| !text.is_empty()));
+    }
+}
+
+#[test]
+fn help_documents_the_exit_codes_and_shows_examples() {
+    let place = Place::new();
+    let help = place.ok(&["--help"]);
+    assert!(help.contains("Exit codes:") && help.contains("5  stored data is corrupt"), "{help}");
+    assert!(place.ok(&["export", "--help"]).contains("cairn export vm1@3 vm1.raw"));
+}
+
+#[test]
+fn a_directory_with_other_things_is_left_alone() {
+    let place = Place::new();
+    fs::create_dir(place.path("repository")).unwrap();
+    fs::write(place.path("repository/thesis.tex"), "...").unwrap();
+    let run = place.run(&["create", "vm1", "1M"]);
+    assert_eq!(run.code, 2);
+    assert!(run.stderr.contains("is not a repository"), "{}", run.stderr);
+    assert_eq!(fs::read_dir(place.path("repository")).unwrap().count(), 1);
+}

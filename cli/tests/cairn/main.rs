@@ -1,0 +1,6 @@
+//! The real program, run as an operator runs it.
+
+mod control;
+mod files;
+mod images;
+mod support;
