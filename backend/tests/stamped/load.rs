@@ -136,7 +136,8 @@ impl Shared {
         }
     }
 
-    fn note(&self, write: &Write) {
+    /// Remembers what an acknowledged write left, while its units are still claimed.
+    pub(crate) fn note(&self, write: &Write) {
         let value = write.leaves().unwrap_or(ZEROS);
         for sector in write.sectors.clone() {
             self.now[sector as usize].store(value, Ordering::SeqCst);
@@ -272,7 +273,9 @@ fn start(
             queue.submit(slot, Io::Read { offset, len: len as usize }, layout);
             return Pending::Read(sectors);
         }
-        Choice::Zeroes => (Io::WriteZeroes { offset, len, unmap: offset.is_multiple_of(1024) }, Kind::Zeros),
+        Choice::Zeroes => {
+            (Io::WriteZeroes { offset, len, unmap: offset.is_multiple_of(1024) }, Kind::Zeros)
+        }
         Choice::Discard => (Io::Discard { offset, len }, Kind::Zeros),
         Choice::Part | Choice::Block | Choice::Large => {
             (Io::Write { offset, len: len as usize }, Kind::Stamp)

@@ -81,6 +81,7 @@ fn play(
             let acknowledged = shared.clock.tick();
             done.result.unwrap_or_else(|e| panic!("write: {e}"));
             let (pair, write) = pending[done.slot].take().expect("a write was in the slot");
+            shared.note(&write);
             log.push((pair, Write { acknowledged, ..write }));
             // When the other side is gone, the game is over.
             let _ = other.send(pair);

@@ -1,0 +1,118 @@
+//! The command line of `cairn-blk`.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Parser};
+
+const EXAMPLES: &str = "\
+Examples:
+  Serve the newest snapshot of vm1 from an empty mirror:
+    cairn-blk --store dir:/srv/cairn --image vm1 --mirror /var/lib/cairn/vm1 \\
+      --socket-path /run/cairn/vm1.sock --control /run/cairn/vm1.ctl --vsock /run/cairn/vm1.vsock
+
+  QEMU, with shared memory:
+    qemu-system-x86_64 -machine q35,memory-backend=mem \\
+      -object memory-backend-memfd,id=mem,size=4G,share=on \\
+      -chardev socket,id=c0,path=/run/cairn/vm1.sock,reconnect=1 \\
+      -device vhost-user-blk-pci,chardev=c0,num-queues=2 ...
+
+Exit codes: 0 stopped in good order, 1 failure, 2 wrong arguments.";
+
+/// Serves one Cairn disk to QEMU or Cloud Hypervisor over vhost-user-blk.
+///
+/// Reads come from a local mirror, which fetches from the repository what the guest touches; writes go
+/// to the mirror; a checkpoint freezes the disk's state in an instant and is stored in the background.
+#[derive(Debug, Parser)]
+#[command(name = "cairn-blk", version, after_help = EXAMPLES)]
+#[command(group(ArgGroup::new("socket").args(["socket_path", "fd"]).required(true)))]
+pub struct Args {
+    /// The repository, as dir:PATH.
+    #[arg(long, env = "CAIRN_STORE", value_name = "URL")]
+    pub store: String,
+
+    /// What to serve: an image's newest snapshot, or IMAGE@N, or IMAGE@LABEL.
+    #[arg(long, value_name = "IMAGE[@N]")]
+    pub image: String,
+
+    /// The directory of the local mirror, made if it is not there.
+    #[arg(long, value_name = "DIR")]
+    pub mirror: PathBuf,
+
+    /// The unix socket to listen on for the hypervisor.
+    #[arg(long, value_name = "PATH")]
+    pub socket_path: Option<PathBuf>,
+
+    /// The number of an inherited socket to use instead, listening or connected.
+    #[arg(long, value_name = "FDNUM")]
+    pub fd: Option<i32>,
+
+    /// The unix socket for `cairn checkpoint` and `cairn status`; for this user alone.
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+
+    /// The path to which the hypervisor adds _PORT for the guest's vsock connections.
+    #[arg(long, value_name = "PATH")]
+    pub vsock: Option<PathBuf>,
+
+    /// The vsock port on which the guest finds this disk.
+    #[arg(long, value_name = "PORT", default_value_t = cairn_agent::DEFAULT_PORT)]
+    pub vsock_port: u32,
+
+    /// Listen on the host kernel's vsock too, for the guest with this context id alone.
+    #[arg(long, value_name = "CID", value_parser = clap::value_parser!(u32).range(3..))]
+    pub guest_cid: Option<u32>,
+
+    /// Virtqueues, each with a thread of its own.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub num_queues: u16,
+
+    /// Entries in a virtqueue, a power of two.
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = queue_size)]
+    pub queue_size: u16,
+
+    /// Memory for copies of chunks that the guest overwrites while a checkpoint is stored.
+    #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub arena_mib: u32,
+
+    /// Let the guest read only. Many can serve one image like this.
+    #[arg(long)]
+    pub read_only: bool,
+}
+
+fn queue_size(text: &str) -> Result<u16, String> {
+    match text.parse::<u16>() {
+        Ok(size) if size.is_power_of_two() && (8..=1024).contains(&size) => Ok(size),
+        _ => Err("a power of two from 8 to 1024".into()),
+    }
+}
+
+/// Whether only the capabilities are wanted: this needs none of the other arguments.
+pub fn wants_capabilities(mut args: impl Iterator<Item = std::ffi::OsString>) -> bool {
+    args.any(|arg| arg == "--print-capabilities")
+}
+
+/// What the program can do, as QEMU's convention for backend programs has it.
+pub const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only"]}"#;
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, Parser};
+
+    use super::Args;
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn one_socket_is_needed_and_only_one() {
+        let base = ["cairn-blk", "--store", "dir:s", "--image", "a", "--mirror", "m"];
+        let parse = |more: &[&str]| Args::try_parse_from(base.iter().chain(more));
+        assert!(parse(&[]).is_err());
+        assert!(parse(&["--fd", "3"]).is_ok());
+        assert!(parse(&["--socket-path", "s"]).is_ok());
+        assert!(parse(&["--socket-path", "s", "--fd", "3"]).is_err());
+        assert!(parse(&["--fd", "3", "--queue-size", "100"]).is_err());
+    }
+}

@@ -1,0 +1,235 @@
+//! Checkpoints: asked for, accepted, persisted, published.
+//!
+//! [`Commits::checkpoint`] is BlobCR's CHECKPOINT and COMMIT: it ends the epoch and answers with a
+//! number that was reserved before, so nothing it does depends on the disk's size, the amount of
+//! changes or the repository. What it accepted is queued for [`persist`], which makes it stable in the
+//! background, in order.
+
+pub(crate) mod persist;
+
+use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use cairn_agent::{Checkpoint, PendingCommit, Refusal, RefusalKind, is_valid_label};
+use cairn_store::{Consistency, NewSnapshot};
+use tokio::sync::watch;
+
+use crate::device::Device;
+use crate::mirror::layer::Layer;
+
+/// Snapshot numbers to have in hand.
+pub(crate) const RESERVE: u64 = 64;
+
+/// What became of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum CommitState {
+    Pending,
+    Stable { stored_bytes: u64, elapsed: Duration },
+    Failed(String),
+}
+
+/// A checkpoint that was accepted.
+pub(crate) struct Commit {
+    pub(crate) new: NewSnapshot,
+    layer: Arc<Layer>,
+    asked: Instant,
+    state: watch::Sender<CommitState>,
+}
+
+impl Commit {
+    /// Follows what becomes of it.
+    pub(crate) fn watch(&self) -> watch::Receiver<CommitState> {
+        self.state.subscribe()
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    /// Accepted and not ended, oldest first. The first one is being persisted.
+    commits: VecDeque<Arc<Commit>>,
+    numbers: Range<u64>,
+    labels: HashSet<String>,
+    /// Set when the process stops: nothing more is accepted or persisted.
+    closed: bool,
+}
+
+/// The checkpoints of a disk.
+pub(crate) struct Commits {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl Commits {
+    /// `labels` are in use in the image already.
+    pub(crate) fn new(numbers: Range<u64>, labels: HashSet<String>) -> Commits {
+        let queue = Queue { numbers, labels, ..Queue::default() };
+        Commits { queue: Mutex::new(queue), changed: Condvar::new() }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().expect("no code panics with the commits locked")
+    }
+
+    /// Takes a checkpoint: everything completed before this call is in it, nothing submitted after
+    /// its return is. `asked` is when the request was read.
+    pub(crate) fn checkpoint(
+        &self,
+        device: &Device,
+        request: &Checkpoint,
+        asked: Instant,
+    ) -> Result<Arc<Commit>, Refusal> {
+        let refuse = |kind, message: &str| Err(Refusal { kind, message: message.into() });
+        if device.read_only {
+            return refuse(
+                RefusalKind::Denied,
+                "the disk is read-only: it has nothing to checkpoint",
+            );
+        }
+        if let Some(reason) = device.trouble() {
+            return Err(Refusal { kind: RefusalKind::Unavailable, message: reason });
+        }
+        if request.label.as_deref().is_some_and(|label| !is_valid_label(label)) {
+            return refuse(
+                RefusalKind::Invalid,
+                "a label is 1 to 64 letters, digits, '.', '_' or '-', not only digits, and does \
+                 not start with '-' or '.'",
+            );
+        }
+        let mut queue = self.queue();
+        if queue.closed {
+            return refuse(RefusalKind::Busy, "the disk's process is stopping; try again later");
+        }
+        if request.label.as_ref().is_some_and(|label| queue.labels.contains(label)) {
+            return refuse(
+                RefusalKind::Invalid,
+                "the label is in use in this image; choose another",
+            );
+        }
+        if queue.numbers.is_empty() {
+            return refuse(
+                RefusalKind::Busy,
+                "no snapshot number is at hand; try again in a moment",
+            );
+        }
+        let layer = match device.mirror.cut.freeze() {
+            Ok(Some(layer)) => layer,
+            Ok(None) => {
+                return refuse(
+                    RefusalKind::Busy,
+                    "too many checkpoints wait to become stable; try again later",
+                );
+            }
+            Err(error) => {
+                return Err(Refusal { kind: RefusalKind::Unavailable, message: error.to_string() });
+            }
+        };
+        let number = queue.numbers.start;
+        queue.numbers.start += 1;
+        queue.labels.extend(request.label.clone());
+        let new = NewSnapshot {
+            number,
+            label: request.label.clone(),
+            consistency: match request.consistency {
+                cairn_agent::Consistency::Crash => Consistency::Crash,
+                cairn_agent::Consistency::Filesystem => Consistency::Filesystem,
+                cairn_agent::Consistency::Application => Consistency::Application,
+            },
+            time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            dirty_bytes: layer.dirty.len() * device.mirror.layout().chunk_size() as u64,
+            pause_us: asked.elapsed().as_micros() as u64,
+        };
+        let commit =
+            Arc::new(Commit { new, layer, asked, state: watch::Sender::new(CommitState::Pending) });
+        queue.commits.push_back(commit.clone());
+        self.changed.notify_all();
+        device.stats.checkpoints.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(commit)
+    }
+
+    /// Frees a label that the catalog does not have any more.
+    pub(crate) fn forget_label(&self, label: &str) {
+        self.queue().labels.remove(label);
+    }
+
+    /// The labels of checkpoints that are not stable yet.
+    pub(crate) fn pending_labels(&self) -> Vec<String> {
+        self.queue().commits.iter().filter_map(|commit| commit.new.label.clone()).collect()
+    }
+
+    /// Checkpoints that are not stable yet, oldest first.
+    pub(crate) fn pending(&self, device: &Device) -> Vec<PendingCommit> {
+        let commits: Vec<_> = self.queue().commits.iter().cloned().collect();
+        commits
+            .iter()
+            .map(|commit| PendingCommit {
+                snapshot: device.snapshot_name(commit.new.number),
+                chunks: commit.layer.dirty.len(),
+                done: commit.layer.stored_count(),
+            })
+            .collect()
+    }
+
+    /// Waits for a checkpoint to persist. `None` when the process stops.
+    fn next(&self) -> Option<Arc<Commit>> {
+        let mut queue = self.queue();
+        loop {
+            match queue.commits.front() {
+                Some(commit) => return Some(commit.clone()),
+                None if queue.closed => return None,
+                None => queue = self.changed.wait(queue).expect("as in `queue`"),
+            }
+        }
+    }
+
+    /// The first checkpoint has ended.
+    fn ended(&self, commit: &Commit, state: CommitState) {
+        let mut queue = self.queue();
+        if let (CommitState::Failed(_), Some(label)) = (&state, &commit.new.label) {
+            queue.labels.remove(label);
+        }
+        queue.commits.pop_front();
+        drop(queue);
+        commit.state.send_replace(state);
+        self.changed.notify_all();
+    }
+
+    /// How many numbers to reserve so that enough are in hand; 0 if they are.
+    fn wanted_numbers(&self) -> u64 {
+        let numbers = &self.queue().numbers;
+        let left = numbers.end - numbers.start;
+        if left < RESERVE / 2 { RESERVE - left } else { 0 }
+    }
+
+    fn add_numbers(&self, more: Range<u64>) {
+        let numbers = &mut self.queue().numbers;
+        if numbers.end == more.start {
+            numbers.end = more.end;
+        } else {
+            *numbers = more;
+        }
+    }
+
+    /// Accepts nothing more. Returns whether everything accepted became stable or failed within
+    /// `limit`; what is left then is for [`persist`] to give up.
+    pub(crate) fn close(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        let mut queue = self.queue();
+        queue.closed = true;
+        self.changed.notify_all();
+        while !queue.commits.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            queue = self.changed.wait_timeout(queue, left).expect("as in `queue`").0;
+        }
+        true
+    }
+
+    /// The numbers that were not used.
+    pub(crate) fn unused_numbers(&self) -> Range<u64> {
+        self.queue().numbers.clone()
+    }
+}

@@ -1,0 +1,390 @@
+//! Makes accepted checkpoints stable (BlobCR, algorithm 3).
+//!
+//! One thread takes the checkpoints in order; two help it with each. For every chunk of the frozen
+//! dirty set: take it (Pending) → read it from the mirror into memory (Idle: the guest may write it
+//! again) or use the copy that a write made → complete its absent blocks from the parent → hash and
+//! store it, unless it is all zeros. Copies come first, so that their memory is free again soon.
+//!
+//! Chunks go in batches. A batch's buffers are released when its blobs are durable, not before: if
+//! something fails, the bytes go back into the layer, because the mirror may hold newer ones.
+//! When all chunks are durable the tree is written and the snapshot published, in one transaction.
+//!
+//! A crash before that leaves garbage in the repository and a pending name. A failure leaves a failed
+//! name; the changes go into the next checkpoint (see `Cut::give_up`). A failed layer that a later
+//! one waits behind is absorbed: the later snapshot takes from it what it does not have itself.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use cairn_store::{ChunkId, ChunkIndex, is_zero};
+
+use super::{Commit, CommitState};
+use crate::device::Device;
+use crate::mirror::copies::{Copy, Pool};
+use crate::mirror::layer::{Layer, Take};
+use crate::mirror::layout::BLOCK;
+
+/// Threads that read, hash and store.
+const THREADS: usize = 2;
+
+/// Bytes of a batch.
+const BATCH: usize = 8 << 20;
+
+/// How often a waiting thread looks whether it has to stop.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Why a snapshot did not become stable.
+#[derive(Debug, thiserror::Error)]
+enum PersistError {
+    #[error(transparent)]
+    Repository(#[from] cairn_store::Error),
+    #[error("reading the mirror: {0}")]
+    Mirror(#[from] io::Error),
+    #[error("{0}")]
+    Layer(String),
+    #[error(
+        "the disk's process stopped before the snapshot was stable; its changes are kept and go into the next one"
+    )]
+    Stopped,
+    #[error("chunk {0} was left out, which is a defect of this program")]
+    Incomplete(u64),
+}
+
+/// The flag that ends persisting between two batches.
+#[derive(Clone, Default)]
+pub(crate) struct Abort(Arc<AtomicBool>);
+
+impl Abort {
+    /// Ends it.
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    fn check(&self) -> Result<(), PersistError> {
+        if self.0.load(Ordering::SeqCst) { Err(PersistError::Stopped) } else { Ok(()) }
+    }
+}
+
+/// Starts the thread. It ends when the commits are closed and done.
+pub(crate) fn spawn(device: Arc<Device>, abort: Abort) -> io::Result<thread::JoinHandle<()>> {
+    thread::Builder::new().name("persist".into()).spawn(move || {
+        while let Some(commit) = device.commits.next() {
+            run(&device, &commit, &abort);
+            refill(&device);
+        }
+    })
+}
+
+/// Takes one checkpoint to its end.
+fn run(device: &Device, commit: &Commit, abort: &Abort) {
+    let name = device.snapshot_name(commit.new.number);
+    let result = persist(device, commit, abort);
+    let state = match result {
+        Ok(stored_bytes) => {
+            device.mirror.cut.publish(&commit.layer);
+            device.stats.stable.fetch_add(1, Ordering::Relaxed);
+            let elapsed = commit.asked.elapsed();
+            tracing::info!(%name, stored_bytes, ms = elapsed.as_millis() as u64, "stable");
+            CommitState::Stable { stored_bytes, elapsed }
+        }
+        Err(error) => {
+            let reason = error.to_string();
+            tracing::error!(%name, %reason, "a checkpoint failed");
+            if let Err(error) = device.attachment.fail(commit.new.number, &reason) {
+                tracing::error!(%name, %error, "the failure cannot be recorded");
+            }
+            device.mirror.cut.give_up(&commit.layer);
+            device.stats.failed.fetch_add(1, Ordering::Relaxed);
+            CommitState::Failed(reason)
+        }
+    };
+    device.mirror.events.notify();
+    device.commits.ended(commit, state);
+}
+
+/// Reserves numbers for the checkpoints to come.
+fn refill(device: &Device) {
+    let wanted = device.commits.wanted_numbers();
+    if wanted > 0 {
+        match device.attachment.reserve(wanted) {
+            Ok(numbers) => device.commits.add_numbers(numbers),
+            Err(error) => tracing::error!(%error, "no snapshot numbers can be reserved"),
+        }
+    }
+}
+
+fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, PersistError> {
+    device.attachment.begin(&commit.new)?;
+    let events = &device.mirror.events;
+    loop {
+        let seen = events.count();
+        if device.mirror.cut.settle(&commit.layer) {
+            break;
+        }
+        abort.check()?;
+        events.wait(seen, LOOK);
+    }
+    // A write that waits for the cut may be the only one who looks: tell it.
+    events.notify();
+    let layers = device.mirror.cut.view().layers.clone();
+    let mut sources: Vec<_> =
+        layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
+    let stored = AtomicU64::new(0);
+    let pool = Pool::new(
+        device.mirror.layout().chunk_size(),
+        THREADS * (BATCH / device.mirror.layout().chunk_size()).max(1),
+    );
+    let mut changes = BTreeMap::new();
+    // The newest layer's chunks hide those of the older ones that it absorbs.
+    sources.reverse();
+    for (at, source) in sources.iter().enumerate() {
+        let newer = &sources[..at];
+        store_layer(device, source, newer, &pool, &stored, abort)?;
+        for (chunk, id) in source.stored() {
+            changes.entry(chunk).or_insert(id);
+        }
+    }
+    abort.check()?;
+    let (_, base) = device.attachment.parent();
+    let update = device.repository.commit_tree(&base, device.geometry, &changes)?;
+    let stored_bytes = stored.load(Ordering::Relaxed) + update.new_bytes;
+    let dirty_bytes = changes.len() as u64 * device.mirror.layout().chunk_size() as u64;
+    device.attachment.publish(commit.new.number, &update.root, stored_bytes, dirty_bytes)?;
+    Ok(stored_bytes)
+}
+
+/// Makes every chunk of `source` durable that no layer of `newer` has.
+fn store_layer(
+    device: &Device,
+    source: &Layer,
+    newer: &[Arc<Layer>],
+    pool: &Arc<Pool>,
+    stored: &AtomicU64,
+    abort: &Abort,
+) -> Result<(), PersistError> {
+    let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty.contains(chunk));
+    let work = Work {
+        device,
+        source,
+        pool,
+        stored,
+        abort,
+        chunks: Mutex::new(Box::new(
+            source
+                .dirty
+                .iter()
+                .filter(move |chunk| needed(*chunk))
+                .map(ChunkIndex)
+                .filter(|chunk| !source.is_stored(*chunk)),
+        )),
+        failed: AtomicBool::new(false),
+    };
+    let results: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(|| work.run())).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("store threads do not panic"))
+            .collect()
+    });
+    results.into_iter().collect::<Result<(), _>>()?;
+    match source.dirty.iter().find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
+    {
+        Some(chunk) => Err(PersistError::Incomplete(chunk)),
+        None => Ok(()),
+    }
+}
+
+/// A chunk whose bytes exist nowhere else, on its way to being durable.
+struct Item {
+    chunk: ChunkIndex,
+    copy: Copy,
+}
+
+struct Work<'a> {
+    device: &'a Device,
+    source: &'a Layer,
+    pool: &'a Arc<Pool>,
+    stored: &'a AtomicU64,
+    abort: &'a Abort,
+    chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
+    failed: AtomicBool,
+}
+
+/// What gathering a chunk came to.
+enum Gathered {
+    Item(Item),
+    /// A hole, or somebody else has it or had it.
+    Nothing,
+    /// A write is copying it: it will have a copy soon.
+    Later,
+}
+
+impl Work<'_> {
+    /// Stores batches until there is nothing left.
+    fn run(&self) -> Result<(), PersistError> {
+        let mut later = Vec::new();
+        // The thread that failed tells why; the others just stop.
+        while !self.failed.load(Ordering::SeqCst) {
+            let seen = self.device.mirror.events.count();
+            let waited_for = later.len();
+            let batch = match self.gather(&mut later) {
+                Ok(batch) => batch,
+                Err(error) => {
+                    self.failed.store(true, Ordering::SeqCst);
+                    return Err(error);
+                }
+            };
+            let progress = !batch.is_empty() || later.len() != waited_for;
+            if let Err((error, batch)) = self.store(batch) {
+                self.failed.store(true, Ordering::SeqCst);
+                for item in batch {
+                    self.source.keep_copy(item.chunk, item.copy);
+                }
+                return Err(error);
+            }
+            match (progress, later.is_empty()) {
+                (true, _) => {}
+                (false, true) => return Ok(()),
+                (false, false) => self.device.mirror.events.wait(seen, LOOK),
+            }
+        }
+        Ok(())
+    }
+
+    /// Collects a batch: copies first, then what other threads were copying, then the next chunks.
+    fn gather(&self, later: &mut Vec<ChunkIndex>) -> Result<Vec<Item>, PersistError> {
+        self.abort.check()?;
+        if let Some(reason) = self.source.failure() {
+            return Err(PersistError::Layer(reason));
+        }
+        let limit = (BATCH / self.device.mirror.layout().chunk_size()).max(1);
+        let mut batch: Vec<Item> = self
+            .source
+            .copied(limit)
+            .into_iter()
+            .filter_map(|chunk| self.source.take_copy(chunk).map(|copy| Item { chunk, copy }))
+            .collect();
+        let mut again = std::mem::take(later).into_iter();
+        while batch.len() < limit {
+            let Some(chunk) = again.next().or_else(|| self.next_chunk()) else { break };
+            let gathered = self.gather_chunk(chunk);
+            match gathered {
+                Ok(Gathered::Item(item)) => batch.push(item),
+                Ok(Gathered::Nothing) => {}
+                Ok(Gathered::Later) => later.push(chunk),
+                Err(error) => {
+                    for item in batch {
+                        self.source.keep_copy(item.chunk, item.copy);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        later.extend(again);
+        Ok(batch)
+    }
+
+    fn next_chunk(&self) -> Option<ChunkIndex> {
+        self.chunks.lock().expect("no code panics with the iterator locked").next()
+    }
+
+    /// Scheduled → Pending → Idle, with the chunk's bytes in memory.
+    fn gather_chunk(&self, chunk: ChunkIndex) -> Result<Gathered, PersistError> {
+        match self.source.take(chunk) {
+            Take::Busy => return Ok(Gathered::Later),
+            Take::Idle => {
+                let copy = self.source.take_copy(chunk);
+                return Ok(
+                    copy.map_or(Gathered::Nothing, |copy| Gathered::Item(Item { chunk, copy }))
+                );
+            }
+            Take::Taken => {}
+        }
+        let mirror = &self.device.mirror;
+        let result = self.read(chunk);
+        match &result {
+            Ok(_) => self.source.taken(chunk, None),
+            Err(_) => self.source.untake(chunk),
+        }
+        mirror.events.notify();
+        result
+    }
+
+    /// Reads a chunk that is Pending. Its presence is looked at first: a block that is filled
+    /// meanwhile has the parent's content, wherever it is read from.
+    fn read(&self, chunk: ChunkIndex) -> Result<Gathered, PersistError> {
+        let layout = self.device.mirror.layout();
+        let present = self.device.mirror.presence.of(layout.blocks_of(chunk));
+        let span = layout.span_of(chunk);
+        if present.is_full() && self.device.disk.is_hole(span) {
+            self.source.store([(chunk, None)]);
+            return Ok(Gathered::Nothing);
+        }
+        let mut data =
+            self.pool.take().expect("the pool has a buffer for each chunk of each batch");
+        self.device.disk.read(&mut data, span.offset)?;
+        Ok(Gathered::Item(Item { chunk, copy: Copy { data, present } }))
+    }
+
+    /// Makes a batch durable. If that fails, the batch comes back with the error.
+    fn store(&self, mut batch: Vec<Item>) -> Result<(), (PersistError, Vec<Item>)> {
+        if batch.is_empty() {
+            return Ok(());
+        }
+        match self.put_all(&mut batch) {
+            Ok(ids) => {
+                self.source.store(ids);
+                drop(batch);
+                // Buffers of the arena may be free again.
+                self.device.mirror.events.notify();
+                Ok(())
+            }
+            Err(error) => Err((error, batch)),
+        }
+    }
+
+    fn put_all(
+        &self,
+        batch: &mut [Item],
+    ) -> Result<Vec<(ChunkIndex, Option<ChunkId>)>, PersistError> {
+        let mut ids = Vec::with_capacity(batch.len());
+        for item in batch {
+            self.complete(item)?;
+            let content: &[u8] = &item.copy.data;
+            let id = if is_zero(content) {
+                None
+            } else {
+                let put = self.device.repository.put_chunk(content)?;
+                self.stored.fetch_add(put.new_bytes, Ordering::Relaxed);
+                Some(put.id)
+            };
+            ids.push((item.chunk, id));
+        }
+        self.device.repository.flush()?;
+        Ok(ids)
+    }
+
+    /// Brings the blocks that were absent from the parent.
+    fn complete(&self, item: &mut Item) -> Result<(), PersistError> {
+        let Copy { data, present } = &mut item.copy;
+        if present.is_full() {
+            return Ok(());
+        }
+        let mut parent = vec![0; data.len()];
+        self.device.read_parent(item.chunk, &mut parent)?;
+        for (block, (to, from)) in data
+            .chunks_exact_mut(BLOCK as usize)
+            .zip(parent.chunks_exact(BLOCK as usize))
+            .enumerate()
+        {
+            if !present.get(block as u64) {
+                to.copy_from_slice(from);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,134 @@
+//! The control socket of the host and the proxy of the guest: one JSON object a line.
+//!
+//! Both speak the messages of `cairn_agent`; a guest may use fewer of them. The proxy knows one disk,
+//! the one that this process serves, so a guest cannot name another's. Every connection is bounded
+//! in time, in line length and in number, and none can hold up the others or the disk.
+
+mod session;
+
+use std::os::unix::net::UnixListener as StdListener;
+use std::sync::Arc;
+use std::time::Duration;
+use std::{io, thread};
+
+use tokio::net::{UnixListener, UnixStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Semaphore;
+use tokio::sync::mpsc;
+
+use crate::device::Device;
+use crate::sys::VsockListener;
+use crate::vhost::server::Stop;
+
+/// Connections of one kind at the same time.
+const MAX_CONNECTIONS: usize = 64;
+
+/// Who is at the other end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The operator, through the control socket.
+    Host,
+    /// The guest, through vsock.
+    Guest,
+}
+
+/// Where requests come from.
+#[derive(Default)]
+pub(crate) struct Listeners {
+    pub(crate) control: Option<StdListener>,
+    /// The unix socket to which a hypervisor forwards the guest's vsock connections.
+    pub(crate) proxy: Option<StdListener>,
+    /// The kernel's vsock, and the guest that may use it.
+    pub(crate) vsock: Option<(VsockListener, u32)>,
+}
+
+/// Starts the thread that answers requests and signals. It ends `stop` when told to terminate.
+pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    thread::Builder::new().name("control".into()).spawn(move || {
+        if let Err(error) = runtime.block_on(run(listeners, device, stop.clone())) {
+            tracing::error!(%error, "the control thread failed");
+            stop.stop();
+        }
+    })?;
+    Ok(())
+}
+
+async fn run(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    for (listener, origin) in [(listeners.control, Origin::Host), (listeners.proxy, Origin::Guest)]
+    {
+        if let Some(listener) = listener {
+            listener.set_nonblocking(true)?;
+            tokio::spawn(accept(UnixListener::from_std(listener)?, origin, device.clone()));
+        }
+    }
+    if let Some((listener, guest)) = listeners.vsock {
+        tokio::spawn(accept_vsock(listener, guest, device));
+    }
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tracing::info!("stopping");
+    stop.stop();
+    // A second signal means that somebody is out of patience.
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tracing::error!("stopped by a second signal, uncleanly");
+    std::process::exit(1);
+}
+
+async fn accept(listener: UnixListener, origin: Origin, device: Arc<Device>) {
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => admit(stream, origin, &device, &places),
+            Err(error) => {
+                // Out of descriptors, most likely: let others end first.
+                tracing::warn!(%error, ?origin, "a connection could not be accepted");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// The kernel's vsock listener hears all guests: only the one that this disk belongs to is let in.
+async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) {
+    let (sender, mut receiver) = mpsc::channel(1);
+    // Accepting blocks; it ends with the process.
+    thread::spawn(move || {
+        while let Ok((peer, stream)) = listener.accept() {
+            if peer != guest {
+                tracing::warn!(peer, "a connection of another guest is refused");
+            } else if sender.blocking_send(stream).is_err() {
+                return;
+            }
+        }
+    });
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    while let Some(stream) = receiver.recv().await {
+        match UnixStream::from_std(stream) {
+            Ok(stream) => admit(stream, Origin::Guest, &device, &places),
+            Err(error) => tracing::warn!(%error, "a vsock connection cannot be used"),
+        }
+    }
+}
+
+/// Serves a connection if there is a place for it, and closes it otherwise.
+fn admit(stream: UnixStream, origin: Origin, device: &Arc<Device>, places: &Arc<Semaphore>) {
+    let Ok(place) = places.clone().try_acquire_owned() else {
+        tracing::warn!(?origin, "too many connections");
+        return;
+    };
+    let device = device.clone();
+    tokio::spawn(async move {
+        let _place = place;
+        if let Err(error) = session::serve(stream, origin, &device).await {
+            tracing::debug!(%error, ?origin, "a connection ended");
+        }
+    });
+}

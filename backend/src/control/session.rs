@@ -1,0 +1,191 @@
+//! One connection: lines in, lines out.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use cairn_agent::{
+    Accepted, Checkpoint, Event, Failed, MAX_LINE, PROTOCOL_VERSION, Refusal, RefusalKind, Request,
+    SnapshotLine, Snapshots, Stable, Status, Wait,
+};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+use super::Origin;
+use crate::commit::{Commit, CommitState};
+use crate::device::Device;
+
+/// How long a line may take, once begun, in either direction.
+const LINE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long a connection may be silent.
+const IDLE_LIMIT: Duration = Duration::from_secs(600);
+
+/// Serves a connection until it ends or misbehaves.
+pub(super) async fn serve(
+    stream: UnixStream,
+    origin: Origin,
+    device: &Arc<Device>,
+) -> io::Result<()> {
+    let (reader, mut writer) = stream.into_split();
+    let mut reader = BufReader::new(reader);
+    loop {
+        if timeout(IDLE_LIMIT, reader.fill_buf()).await??.is_empty() {
+            return Ok(());
+        }
+        let mut line = Vec::new();
+        let mut limited = (&mut reader).take(MAX_LINE as u64 + 1);
+        timeout(LINE_LIMIT, limited.read_until(b'\n', &mut line)).await??;
+        let asked = Instant::now();
+        let request = if line.len() > MAX_LINE {
+            Err(format!("a line is at most {MAX_LINE} bytes"))
+        } else {
+            serde_json::from_slice::<Request>(&line).map_err(|error| error.to_string())
+        };
+        let request = match request {
+            Ok(request) => request,
+            Err(message) => {
+                // Where the next line starts is anybody's guess.
+                return send(&mut writer, &refusal(RefusalKind::Invalid, message)).await;
+            }
+        };
+        if origin == Origin::Guest && !request.allowed_from_guest() {
+            let message = "a guest may ask for checkpoint, status and list only".into();
+            send(&mut writer, &refusal(RefusalKind::Denied, message)).await?;
+            continue;
+        }
+        match request {
+            Request::Checkpoint(request) => {
+                checkpoint(&mut writer, device, &request, asked).await?;
+            }
+            Request::Status => send(&mut writer, &Event::Status(status(device))).await?,
+            Request::List => send(&mut writer, &list(device).await).await?,
+            Request::Stats => send(&mut writer, &Event::Stats(device.stats.read())).await?,
+        }
+    }
+}
+
+fn refusal(kind: RefusalKind, message: String) -> Event {
+    Event::Error(Refusal { kind, message })
+}
+
+async fn send(writer: &mut (impl AsyncWriteExt + Unpin), event: &Event) -> io::Result<()> {
+    let mut line = serde_json::to_vec(event)?;
+    line.push(b'\n');
+    timeout(LINE_LIMIT, writer.write_all(&line)).await?
+}
+
+async fn checkpoint(
+    writer: &mut (impl AsyncWriteExt + Unpin),
+    device: &Arc<Device>,
+    request: &Checkpoint,
+    asked: Instant,
+) -> io::Result<()> {
+    let commit = match device.commits.checkpoint(device, request, asked) {
+        Err(refused) if is_label_free(device, request, &refused).await => {
+            device.commits.checkpoint(device, request, asked)
+        }
+        result => result,
+    };
+    let commit = match commit {
+        Ok(commit) => commit,
+        Err(refused) => return send(writer, &Event::Error(refused)).await,
+    };
+    let new = &commit.new;
+    let accepted = Accepted {
+        snapshot: device.snapshot_name(new.number),
+        number: new.number,
+        dirty_bytes: new.dirty_bytes,
+        pause_us: new.pause_us,
+    };
+    send(writer, &Event::Accepted(accepted)).await?;
+    if request.wait == Wait::Stable {
+        send(writer, &outcome(device, &commit).await).await?;
+    }
+    Ok(())
+}
+
+/// Whether a label was refused that has been removed from the catalog since it was used.
+async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Refusal) -> bool {
+    let (Some(label), RefusalKind::Invalid) = (request.label.clone(), refused.kind) else {
+        return false;
+    };
+    let shared = device.clone();
+    let used = tokio::task::spawn_blocking(move || {
+        let snapshots = shared.repository.snapshots(shared.attachment.image());
+        let pending = shared.commits.pending_labels();
+        let taken = |name: &String| name == &label;
+        match snapshots {
+            Ok(all)
+                if !all.iter().filter_map(|one| one.label.as_ref()).chain(&pending).any(taken) =>
+            {
+                shared.commits.forget_label(&label);
+                true
+            }
+            _ => false,
+        }
+    });
+    used.await.unwrap_or(false)
+}
+
+/// Waits for the end of a checkpoint.
+async fn outcome(device: &Device, commit: &Commit) -> Event {
+    let mut state = commit.watch();
+    let ended = state.wait_for(|state| *state != CommitState::Pending).await;
+    let ended = ended.map(|state| state.clone()).unwrap_or(CommitState::Pending);
+    let (snapshot, number) = (device.snapshot_name(commit.new.number), commit.new.number);
+    match ended {
+        CommitState::Stable { stored_bytes, elapsed } => Event::Stable(Stable {
+            snapshot,
+            number,
+            dirty_bytes: commit.new.dirty_bytes,
+            stored_bytes,
+            elapsed_ms: elapsed.as_millis() as u64,
+        }),
+        CommitState::Failed(reason) => Event::Failed(Failed { snapshot, number, reason }),
+        CommitState::Pending => {
+            refusal(RefusalKind::Unavailable, format!("the fate of {snapshot} is not known here"))
+        }
+    }
+}
+
+fn status(device: &Device) -> Status {
+    let view = device.mirror.cut.view();
+    let layout = device.mirror.layout();
+    Status {
+        protocol: PROTOCOL_VERSION,
+        image: device.attachment.image().to_string(),
+        parent: device.snapshot_name(device.attachment.parent().0),
+        size: layout.size(),
+        chunk_size: device.geometry.chunk_size(),
+        read_only: device.read_only,
+        connected: device.connected.load(Ordering::SeqCst),
+        dirty_bytes: view.dirty.len() * layout.chunk_size() as u64,
+        present_bytes: device.mirror.presence.local_bytes(),
+        pending: device.commits.pending(device),
+        trouble: device.trouble(),
+    }
+}
+
+async fn list(device: &Arc<Device>) -> Event {
+    let shared = device.clone();
+    let snapshots =
+        tokio::task::spawn_blocking(move || shared.repository.snapshots(shared.attachment.image()));
+    match snapshots.await {
+        Ok(Ok(snapshots)) => Event::Snapshots(Snapshots {
+            snapshots: snapshots
+                .into_iter()
+                .map(|snapshot| SnapshotLine {
+                    snapshot: snapshot.name().to_string(),
+                    state: snapshot.state.to_string(),
+                    time: snapshot.time,
+                    label: snapshot.label,
+                })
+                .collect(),
+        }),
+        Ok(Err(error)) => refusal(RefusalKind::Unavailable, error.to_string()),
+        Err(error) => refusal(RefusalKind::Unavailable, error.to_string()),
+    }
+}

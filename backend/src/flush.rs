@@ -1,0 +1,99 @@
+//! FLUSH when blocks have become present since the map was last written.
+//!
+//! Order: copy the presence bits of completed writes → sync the data → write the copy to the map →
+//! sync the map. So presence never becomes durable before its data. One thread does it, for all the
+//! flushes that came in meanwhile at once.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+
+use crate::device::Device;
+use crate::mirror::Mirror;
+use crate::mirror::disk::DiskFile;
+use crate::mirror::map::MapFile;
+use crate::mirror::presence::Presence;
+use crate::worker::{Command, Mailbox};
+
+struct Flush {
+    worker: Mailbox,
+    key: usize,
+}
+
+/// The map file and those who wait for it.
+pub(crate) struct Flusher {
+    map: Mutex<MapFile>,
+    sender: Sender<Flush>,
+    receiver: Mutex<Option<Receiver<Flush>>>,
+    /// The presence version that the map holds.
+    durable: AtomicU64,
+}
+
+impl Flusher {
+    pub(crate) fn new(map: MapFile) -> Flusher {
+        let (sender, receiver) = channel();
+        Flusher {
+            map: Mutex::new(map),
+            sender,
+            receiver: Mutex::new(Some(receiver)),
+            durable: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether the map knows of every block that is present.
+    pub(crate) fn is_current(&self, presence: &Presence) -> bool {
+        self.durable.load(Ordering::SeqCst) >= presence.version()
+    }
+
+    /// Flushes everything completed so far, then answers `worker` with [`Command::Flushed`].
+    pub(crate) fn request(&self, worker: Mailbox, key: usize) {
+        // The receiver lives as long as the device.
+        let _ = self.sender.send(Flush { worker, key });
+    }
+
+    /// Makes everything completed so far durable.
+    pub(crate) fn flush(&self, mirror: &Mirror, disk: &DiskFile) -> io::Result<()> {
+        let map = self.map();
+        let version = mirror.presence.version();
+        let pages = mirror.presence.take_changed();
+        let result = disk.sync().and_then(|()| match pages.is_empty() {
+            true => Ok(()),
+            false => map.write_pages(&pages),
+        });
+        match &result {
+            Ok(()) => self.durable.store(version, Ordering::SeqCst),
+            Err(_) => mirror.presence.give_back(&pages),
+        }
+        result
+    }
+
+    /// The map file, for the start and the stop.
+    pub(crate) fn map(&self) -> MutexGuard<'_, MapFile> {
+        self.map.lock().expect("no code panics with the map locked")
+    }
+}
+
+/// Starts the thread that serves the device's flushes.
+pub(crate) fn spawn(device: Arc<Device>) -> io::Result<()> {
+    let receiver = device.flusher.receiver.lock().expect("locked only here").take();
+    let receiver = receiver.ok_or_else(|| io::Error::other("the flush thread is started once"))?;
+    thread::Builder::new().name("flush".into()).spawn(move || {
+        while let Ok(first) = receiver.recv() {
+            let waiting: Vec<Flush> = std::iter::once(first).chain(receiver.try_iter()).collect();
+            let result = device.flusher.flush(&device.mirror, &device.disk);
+            if let Err(error) = &result {
+                tracing::error!(%error, "a flush failed");
+            }
+            for Flush { worker, key } in waiting {
+                let result = match &result {
+                    Ok(()) => Ok(()),
+                    Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+                };
+                worker.send(Command::Flushed(key, result));
+            }
+        }
+    })?;
+    Ok(())
+}

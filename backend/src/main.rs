@@ -1,0 +1,41 @@
+//! `cairn-blk`: serves one Cairn disk over vhost-user-blk.
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use cairn_backend::args::{Args, CAPABILITIES, wants_capabilities};
+use cairn_backend::start;
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    if wants_capabilities(std::env::args_os()) {
+        println!("{CAPABILITIES}");
+        return ExitCode::SUCCESS;
+    }
+    let args = Args::parse();
+    let filter = EnvFilter::try_from_env("CAIRN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    abort_on_panic();
+    match start::run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cairn-blk: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A thread that panics has broken an invariant that guests' data depend on: stop all of it, and let
+/// the hypervisor see a closed connection rather than a disk that half works.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
+}

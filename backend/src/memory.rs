@@ -1,0 +1,112 @@
+//! The guest's memory as the hypervisor shares it, and the way from its addresses to ours.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use vm_memory::{
+    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    MmapRegion,
+};
+
+use crate::request::Segment;
+
+/// Where a region lies in the hypervisor's own address space, which is how ring addresses arrive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct UserRange {
+    pub(crate) user: u64,
+    pub(crate) guest: u64,
+    pub(crate) len: u64,
+}
+
+/// One region as a message describes it.
+pub(crate) struct Region {
+    pub(crate) range: UserRange,
+    pub(crate) mapping: MmapRegion<()>,
+}
+
+/// An immutable map of the guest's memory. Each submitted operation holds the one it was made with,
+/// so memory is unmapped only when no operation uses it.
+#[derive(Clone, Default)]
+pub(crate) struct GuestMap {
+    memory: GuestMemoryMmap,
+    ranges: Vec<UserRange>,
+}
+
+/// The guest named memory that it does not have.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OutsideMemory;
+
+impl GuestMap {
+    /// A map of these regions.
+    pub(crate) fn new(regions: Vec<Region>) -> io::Result<GuestMap> {
+        regions.into_iter().try_fold(GuestMap::default(), |map, region| map.with(region))
+    }
+
+    /// This map and one more region.
+    pub(crate) fn with(&self, region: Region) -> io::Result<GuestMap> {
+        let Region { range, mapping } = region;
+        range
+            .user
+            .checked_add(range.len)
+            .ok_or_else(|| io::Error::other("a memory region wraps around"))?;
+        let mapped = GuestRegionMmap::new(mapping, GuestAddress(range.guest))
+            .ok_or_else(|| io::Error::other("a memory region wraps around"))?;
+        let memory = self.memory.insert_region(Arc::new(mapped)).map_err(io::Error::other)?;
+        let mut ranges = self.ranges.clone();
+        ranges.push(range);
+        Ok(GuestMap { memory, ranges })
+    }
+
+    /// This map less one region.
+    pub(crate) fn without(&self, guest: u64, len: u64) -> io::Result<GuestMap> {
+        let (memory, _) =
+            self.memory.remove_region(GuestAddress(guest), len).map_err(io::Error::other)?;
+        let ranges = self.ranges.iter().copied().filter(|range| range.guest != guest).collect();
+        Ok(GuestMap { memory, ranges })
+    }
+
+    /// The memory by guest addresses.
+    pub(crate) fn memory(&self) -> &GuestMemoryMmap {
+        &self.memory
+    }
+
+    /// The guest address of one in the hypervisor's address space.
+    pub(crate) fn guest_address(&self, user: u64) -> Option<GuestAddress> {
+        let range =
+            self.ranges.iter().find(|range| range.user <= user && user - range.user < range.len)?;
+        Some(GuestAddress(user - range.user + range.guest))
+    }
+
+    /// The places of `segments` in this process, in order.
+    ///
+    /// The kernel reads and writes them while the guest may do so too: no Rust reference to the bytes
+    /// is ever made.
+    pub(crate) fn iovecs(&self, segments: &[Segment]) -> Result<Vec<libc::iovec>, OutsideMemory> {
+        let mut iovecs = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let address = GuestAddress(segment.address);
+            for slice in self.memory.get_slices(address, segment.len as usize) {
+                let slice = slice.map_err(|_| OutsideMemory)?;
+                iovecs.push(libc::iovec {
+                    iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+                    iov_len: slice.len(),
+                });
+            }
+        }
+        Ok(iovecs)
+    }
+
+    /// Bytes in all.
+    pub(crate) fn len(&self) -> u64 {
+        self.memory.iter().map(|region| region.len()).sum()
+    }
+}
+
+/// Maps the region that a message describes.
+pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Result<Region> {
+    let file = vm_memory::FileOffset::new(file, offset);
+    let mapping = MmapRegion::from_file(file, range.len as usize).map_err(io::Error::other)?;
+    Ok(Region { range, mapping })
+}

@@ -1,0 +1,139 @@
+//! Bitmaps that many threads read and set at once.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::mapping::Words;
+
+/// A bitmap whose bits are only ever set.
+///
+/// Setting releases and reading acquires: who sees a bit sees what was done before it was set.
+pub(crate) struct Bits {
+    words: Words,
+}
+
+impl Bits {
+    pub(crate) fn zeroed(len: u64) -> io::Result<Bits> {
+        Ok(Bits { words: Words::zeroed(len.div_ceil(64) as usize)? })
+    }
+
+    pub(crate) fn get(&self, bit: u64) -> bool {
+        self.words[(bit / 64) as usize].load(Ordering::Acquire) & (1 << (bit % 64)) != 0
+    }
+
+    /// Sets the bit and tells whether this call did it.
+    pub(crate) fn set(&self, bit: u64) -> bool {
+        if self.get(bit) {
+            return false;
+        }
+        let mask = 1 << (bit % 64);
+        self.words[(bit / 64) as usize].fetch_or(mask, Ordering::AcqRel) & mask == 0
+    }
+
+    /// The words behind the bits, bit 0 of word 0 first.
+    pub(crate) fn words(&self) -> &[AtomicU64] {
+        &self.words
+    }
+}
+
+/// Masks of the words that the bits `first..first + count` fall into: (word, mask).
+pub(crate) fn masks(first: u64, count: u64) -> impl Iterator<Item = (usize, u64)> {
+    let end = first + count;
+    let words = if count == 0 { 0..0 } else { first / 64..(end - 1) / 64 + 1 };
+    words.map(move |word| {
+        let from = first.max(word * 64) - word * 64;
+        let to = end.min(word * 64 + 64) - word * 64;
+        let mask = if to - from == 64 { u64::MAX } else { ((1 << (to - from)) - 1) << from };
+        (word as usize, mask)
+    })
+}
+
+/// The positions of the bits that are set in `word`, ascending.
+pub(crate) fn ones(mut word: u64) -> impl Iterator<Item = u64> {
+    std::iter::from_fn(move || {
+        (word != 0).then(|| {
+            let bit = word.trailing_zeros();
+            word &= word - 1;
+            u64::from(bit)
+        })
+    })
+}
+
+/// The chunks changed in one epoch.
+///
+/// Two levels: a bit for each chunk, and a bit for each word of those, so that walking the set costs
+/// what it holds, not what the disk could hold.
+pub(crate) struct DirtySet {
+    chunks: Bits,
+    summary: Bits,
+    count: AtomicU64,
+}
+
+impl DirtySet {
+    /// An empty set over `chunks` chunks; constant time.
+    pub(crate) fn new(chunks: u64) -> io::Result<DirtySet> {
+        Ok(DirtySet {
+            chunks: Bits::zeroed(chunks)?,
+            summary: Bits::zeroed(chunks.div_ceil(64))?,
+            count: AtomicU64::new(0),
+        })
+    }
+
+    pub(crate) fn insert(&self, chunk: u64) {
+        if self.chunks.set(chunk) {
+            self.summary.set(chunk / 64);
+            self.count.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn contains(&self, chunk: u64) -> bool {
+        self.chunks.get(chunk)
+    }
+
+    /// How many chunks are in the set.
+    pub(crate) fn len(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// The chunks in the set, ascending. Complete only when nobody inserts any more.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = u64> + '_ {
+        self.summary.words().iter().enumerate().flat_map(move |(outer, word)| {
+            ones(word.load(Ordering::Acquire)).flat_map(move |bit| {
+                let inner = outer as u64 * 64 + bit;
+                let word = self.chunks.words()[inner as usize].load(Ordering::Acquire);
+                ones(word).map(move |bit| inner * 64 + bit)
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::{any, prop};
+    use proptest::{prop_assert_eq, proptest};
+
+    use super::{DirtySet, masks};
+
+    proptest! {
+        #[test]
+        fn a_dirty_set_holds_what_was_inserted_in_order(chunks in prop::collection::vec(0u64..300_000, 0..200)) {
+            let set = DirtySet::new(300_000).unwrap();
+            for chunk in &chunks {
+                set.insert(*chunk);
+            }
+            let model: BTreeSet<u64> = chunks.iter().copied().collect();
+            prop_assert_eq!(set.len(), model.len() as u64);
+            prop_assert_eq!(set.iter().collect::<Vec<_>>(), model.into_iter().collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn masks_cover_exactly_the_range(first in 0u64..300, count in 0u64..300, probe in any::<u16>()) {
+            let probe = u64::from(probe) % 640;
+            let covered = masks(first, count)
+                .any(|(word, mask)| word as u64 == probe / 64 && mask & (1 << (probe % 64)) != 0);
+            prop_assert_eq!(covered, (first..first + count).contains(&probe));
+        }
+    }
+}

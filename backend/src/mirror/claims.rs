@@ -1,0 +1,149 @@
+//! Who is about to change which absent blocks.
+//!
+//! A write and a fill of the same absent block race: the fill brings old bytes and must not
+//! overwrite the write's. So both claim their blocks first. Claims are volatile, are held only
+//! while an operation is submitted, and are taken all or none: nobody waits while holding one.
+//!
+//! | holds \ wants | write           | fill             |
+//! |---------------|-----------------|------------------|
+//! | write         | goes on         | skips the blocks |
+//! | fill          | waits           | waits            |
+//!
+//! Two writes to one block are the guest's own race.
+
+use std::sync::Mutex;
+
+use cairn_store::ChunkIndex;
+
+use super::layout::Blocks;
+use super::presence::Presence;
+
+/// Locks over which the chunks are spread.
+const SHARDS: usize = 64;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Write,
+    Fill,
+}
+
+#[derive(Debug)]
+struct Claim {
+    blocks: Blocks,
+    kind: Kind,
+}
+
+/// All claims of a disk.
+pub(crate) struct Claims {
+    shards: Vec<Mutex<Vec<Claim>>>,
+}
+
+impl Claims {
+    pub(crate) fn new() -> Claims {
+        Claims { shards: (0..SHARDS).map(|_| Mutex::new(Vec::new())).collect() }
+    }
+
+    fn shard(&self, chunk: ChunkIndex) -> std::sync::MutexGuard<'_, Vec<Claim>> {
+        self.shards[chunk.0 as usize % SHARDS]
+            .lock()
+            .expect("no code panics with a claim shard locked")
+    }
+
+    /// Claims blocks of one chunk for a write, unless a fill has one of them.
+    pub(crate) fn try_write(&self, chunk: ChunkIndex, blocks: Blocks) -> bool {
+        let mut claims = self.shard(chunk);
+        let free =
+            !claims.iter().any(|held| held.kind == Kind::Fill && held.blocks.overlaps(&blocks));
+        if free {
+            claims.push(Claim { blocks, kind: Kind::Write });
+        }
+        free
+    }
+
+    /// Gives up a claim of [`Claims::try_write`].
+    pub(crate) fn release_write(&self, chunk: ChunkIndex, blocks: Blocks) {
+        self.release(chunk, blocks, Kind::Write);
+    }
+
+    /// Claims every block of `chunk` that is absent and claimed by no one, as runs.
+    ///
+    /// Presence is looked at under the same lock: a write sets it before it gives up its claim, so
+    /// a block is never both unclaimed and about to turn present.
+    pub(crate) fn take_fill(
+        &self,
+        chunk: ChunkIndex,
+        all: Blocks,
+        presence: &Presence,
+    ) -> Vec<Blocks> {
+        let mut claims = self.shard(chunk);
+        let mut runs: Vec<Blocks> = Vec::new();
+        for block in all.first..all.end() {
+            let one = Blocks { first: block, count: 1 };
+            if presence.get(block) || claims.iter().any(|held| held.blocks.overlaps(&one)) {
+                continue;
+            }
+            match runs.last_mut() {
+                Some(run) if run.end() == block => run.count += 1,
+                _ => runs.push(one),
+            }
+        }
+        claims.extend(runs.iter().map(|blocks| Claim { blocks: *blocks, kind: Kind::Fill }));
+        runs
+    }
+
+    /// Gives up the claims of [`Claims::take_fill`].
+    pub(crate) fn release_fill(&self, chunk: ChunkIndex, runs: &[Blocks]) {
+        for run in runs {
+            self.release(chunk, *run, Kind::Fill);
+        }
+    }
+
+    fn release(&self, chunk: ChunkIndex, blocks: Blocks, kind: Kind) {
+        let mut claims = self.shard(chunk);
+        let held = claims.iter().position(|held| held.kind == kind && held.blocks == blocks);
+        debug_assert!(held.is_some(), "released a claim that nobody holds: {kind:?} {blocks:?}");
+        if let Some(held) = held {
+            claims.swap_remove(held);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cairn_store::ChunkIndex;
+
+    use super::{Blocks, Claims, Presence};
+
+    const CHUNK: ChunkIndex = ChunkIndex(1);
+    const ALL: Blocks = Blocks { first: 16, count: 16 };
+
+    #[test]
+    fn a_fill_skips_what_is_present_or_being_written() {
+        let (claims, presence) = (Claims::new(), Presence::absent(64).unwrap());
+        presence.set(Blocks { first: 16, count: 2 });
+        assert!(claims.try_write(CHUNK, Blocks { first: 20, count: 4 }));
+        let runs = claims.take_fill(CHUNK, ALL, &presence);
+        assert_eq!(runs, [Blocks { first: 18, count: 2 }, Blocks { first: 24, count: 8 }]);
+        claims.release_fill(CHUNK, &runs);
+        claims.release_write(CHUNK, Blocks { first: 20, count: 4 });
+        assert_eq!(claims.take_fill(CHUNK, ALL, &presence), [Blocks { first: 18, count: 14 }]);
+    }
+
+    #[test]
+    fn a_write_waits_for_a_fill_of_its_blocks_only() {
+        let (claims, presence) = (Claims::new(), Presence::absent(64).unwrap());
+        presence.set(Blocks { first: 16, count: 8 });
+        let runs = claims.take_fill(CHUNK, ALL, &presence);
+        assert!(!claims.try_write(CHUNK, Blocks { first: 23, count: 2 }));
+        assert!(claims.try_write(CHUNK, Blocks { first: 16, count: 8 }));
+        claims.release_fill(CHUNK, &runs);
+        assert!(claims.try_write(CHUNK, Blocks { first: 23, count: 2 }));
+    }
+
+    #[test]
+    fn two_fills_never_claim_the_same_block() {
+        let (claims, presence) = (Claims::new(), Presence::absent(64).unwrap());
+        assert_eq!(claims.take_fill(CHUNK, ALL, &presence), [ALL]);
+        assert!(claims.take_fill(CHUNK, ALL, &presence).is_empty());
+    }
+}

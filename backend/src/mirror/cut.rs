@@ -1,0 +1,264 @@
+//! Epochs: which writes a checkpoint holds.
+//!
+//! A write takes a *ticket* of the current epoch before it is submitted and gives it back when it
+//! completes. The snapshot of epoch e holds exactly the writes with tickets up to e. Since the
+//! epoch only grows and a ticket is taken after the request was popped, a write that the guest
+//! sends after another's completion never has an older epoch: the cut is consistent over queues.
+//!
+//! Taking a ticket and freezing race on two variables, the ticket count and the generation. The
+//! worker counts itself in and then looks at the generation; the freeze changes the generation and
+//! then looks at the counts. With a sequentially consistent fence between, at least one sees the
+//! other: either the worker starts again in the new epoch, or the freeze sees its ticket.
+//!
+//! A layer is *settled* when no ticket of its epoch is out. Writes of later epochs wait for that:
+//! it takes as long as the slowest write in flight, and it makes everything after it simple, because
+//! the dirty set of a settled layer is final and no old write can land in the mirror any more.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::bits::DirtySet;
+use super::layer::{Epoch, Layer};
+
+/// The most frozen epochs that may wait to be published.
+pub(crate) const MAX_LAYERS: usize = 16;
+
+/// Ticket counters of each worker, indexed by epoch. More than [`MAX_LAYERS`], so that two epochs
+/// with tickets out never share a counter.
+const COUNTERS: u64 = 32;
+
+/// What a write needs to know of epochs; replaced as a whole.
+pub(crate) struct View {
+    generation: u64,
+    pub(crate) epoch: Epoch,
+    /// What this epoch changed so far.
+    pub(crate) dirty: Arc<DirtySet>,
+    /// Frozen epochs that are not published, oldest first.
+    pub(crate) layers: Vec<Arc<Layer>>,
+}
+
+/// The ticket counters of one worker, on cache lines of their own.
+#[repr(align(128))]
+struct Tickets([AtomicU64; COUNTERS as usize]);
+
+/// One worker's access to the epochs: its number and the view it saw last.
+pub(crate) struct Entrance {
+    worker: usize,
+    view: Arc<View>,
+}
+
+impl Entrance {
+    /// The view that the last ticket belongs to.
+    pub(crate) fn view(&self) -> &Arc<View> {
+        &self.view
+    }
+}
+
+/// The epochs of a mirror.
+pub(crate) struct Cut {
+    chunks: u64,
+    generation: AtomicU64,
+    epoch: AtomicU64,
+    current: Mutex<Arc<View>>,
+    tickets: Vec<Tickets>,
+}
+
+impl Cut {
+    /// Epoch 1 begins with `dirty` as its changes so far.
+    pub(crate) fn new(chunks: u64, workers: usize, dirty: DirtySet) -> Cut {
+        let view =
+            View { generation: 0, epoch: Epoch(1), dirty: Arc::new(dirty), layers: Vec::new() };
+        Cut {
+            chunks,
+            generation: AtomicU64::new(0),
+            epoch: AtomicU64::new(1),
+            current: Mutex::new(Arc::new(view)),
+            tickets: (0..workers)
+                .map(|_| Tickets(std::array::from_fn(|_| AtomicU64::new(0))))
+                .collect(),
+        }
+    }
+
+    fn current(&self) -> MutexGuard<'_, Arc<View>> {
+        self.current.lock().expect("no code panics with the epochs locked")
+    }
+
+    /// The present view.
+    pub(crate) fn view(&self) -> Arc<View> {
+        self.current().clone()
+    }
+
+    pub(crate) fn entrance(&self, worker: usize) -> Entrance {
+        Entrance { worker, view: self.view() }
+    }
+
+    /// Takes a ticket of the current epoch, which is then `entrance.view().epoch`.
+    pub(crate) fn enter(&self, entrance: &mut Entrance) -> Epoch {
+        loop {
+            if self.generation.load(Ordering::SeqCst) != entrance.view.generation {
+                entrance.view = self.view();
+            }
+            let epoch = entrance.view.epoch;
+            let counter = self.counter(entrance.worker, epoch);
+            counter.fetch_add(1, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+            if self.generation.load(Ordering::SeqCst) == entrance.view.generation {
+                return epoch;
+            }
+            counter.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Gives a ticket back. Returns whether a frozen epoch may have settled by that.
+    pub(crate) fn leave(&self, worker: usize, epoch: Epoch) -> bool {
+        let before = self.counter(worker, epoch).fetch_sub(1, Ordering::SeqCst);
+        debug_assert!(before > 0, "a ticket was given back twice");
+        fence(Ordering::SeqCst);
+        before == 1 && self.epoch.load(Ordering::SeqCst) != epoch.0
+    }
+
+    fn counter(&self, worker: usize, epoch: Epoch) -> &AtomicU64 {
+        &self.tickets[worker].0[(epoch.0 % COUNTERS) as usize]
+    }
+
+    /// Whether no write of the layer's epoch is submitted any more.
+    ///
+    /// A worker's counter that is zero after the freeze stays so but for tickets that are given
+    /// back unused, hence the counters may be looked at one after the other.
+    pub(crate) fn settle(&self, layer: &Layer) -> bool {
+        if layer.is_settled() {
+            return true;
+        }
+        fence(Ordering::SeqCst);
+        let settled = (0..self.tickets.len())
+            .all(|worker| self.counter(worker, layer.epoch).load(Ordering::SeqCst) == 0);
+        if settled {
+            layer.set_settled();
+        }
+        settled
+    }
+
+    /// Ends the current epoch: its dirty set becomes a layer. Constant time. `None` if
+    /// [`MAX_LAYERS`] wait already.
+    pub(crate) fn freeze(&self) -> io::Result<Option<Arc<Layer>>> {
+        let dirty = DirtySet::new(self.chunks)?;
+        let mut current = self.current();
+        if current.layers.len() == MAX_LAYERS {
+            return Ok(None);
+        }
+        let layer = Arc::new(Layer::new(current.epoch, current.dirty.clone(), self.chunks)?);
+        let mut layers = current.layers.clone();
+        layers.push(layer.clone());
+        let epoch = Epoch(current.epoch.0 + 1);
+        self.replace(&mut current, View { generation: 0, epoch, dirty: Arc::new(dirty), layers });
+        Ok(Some(layer))
+    }
+
+    /// Removes `layer` and all before it, which it has absorbed: they are published.
+    pub(crate) fn publish(&self, layer: &Layer) {
+        let mut current = self.current();
+        let (done, layers) =
+            current.layers.iter().cloned().partition(|old| old.epoch <= layer.epoch);
+        self.drop_layers(&mut current, done, layers);
+    }
+
+    /// Deals with a layer that cannot be published.
+    ///
+    /// While a later layer waits, the failed one stays: the later one absorbs it. Otherwise its
+    /// changes, and those of the layers that it had absorbed, join the current epoch.
+    pub(crate) fn give_up(&self, layer: &Layer) {
+        let mut current = self.current();
+        if current.layers.last().is_some_and(|last| last.epoch > layer.epoch) {
+            return;
+        }
+        // No freeze can come between: this set is the next layer's.
+        for chunk in current.layers.iter().flat_map(|failed| failed.dirty.iter()) {
+            current.dirty.insert(chunk);
+        }
+        let done = current.layers.clone();
+        self.drop_layers(&mut current, done, Vec::new());
+    }
+
+    fn drop_layers(
+        &self,
+        current: &mut MutexGuard<'_, Arc<View>>,
+        done: Vec<Arc<Layer>>,
+        layers: Vec<Arc<Layer>>,
+    ) {
+        for layer in done {
+            layer.close();
+        }
+        let view =
+            View { generation: 0, epoch: current.epoch, dirty: current.dirty.clone(), layers };
+        self.replace(current, view);
+    }
+
+    fn replace(&self, current: &mut MutexGuard<'_, Arc<View>>, view: View) {
+        let generation = current.generation + 1;
+        self.epoch.store(view.epoch.0, Ordering::SeqCst);
+        **current = Arc::new(View { generation, ..view });
+        self.generation.store(generation, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Cut, DirtySet, MAX_LAYERS};
+
+    fn cut() -> Cut {
+        Cut::new(100, 2, DirtySet::new(100).unwrap())
+    }
+
+    #[test]
+    fn a_layer_settles_when_its_last_ticket_is_back() {
+        let cut = cut();
+        let (mut a, mut b) = (cut.entrance(0), cut.entrance(1));
+        let first = cut.enter(&mut a);
+        let layer = cut.freeze().unwrap().unwrap();
+        assert!(!cut.settle(&layer));
+        let second = cut.enter(&mut b);
+        assert!(second > first);
+        assert!(!cut.settle(&layer));
+        cut.leave(0, first);
+        assert!(cut.settle(&layer));
+        cut.leave(1, second);
+    }
+
+    #[test]
+    fn the_number_of_waiting_layers_is_bounded() {
+        let cut = cut();
+        for _ in 0..MAX_LAYERS {
+            assert!(cut.freeze().unwrap().is_some());
+        }
+        assert!(cut.freeze().unwrap().is_none());
+    }
+
+    #[test]
+    fn a_failed_layer_joins_the_current_epoch_unless_a_later_one_waits() {
+        let cut = cut();
+        cut.view().dirty.insert(1);
+        let first = cut.freeze().unwrap().unwrap();
+        cut.view().dirty.insert(2);
+        let second = cut.freeze().unwrap().unwrap();
+        cut.give_up(&first);
+        assert_eq!(cut.view().layers.len(), 2, "the second absorbs the first");
+        cut.view().dirty.insert(3);
+        cut.give_up(&second);
+        assert!(cut.view().layers.is_empty());
+        assert_eq!(cut.view().dirty.iter().collect::<Vec<_>>(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_published_layer_takes_the_ones_it_absorbed_along() {
+        let cut = cut();
+        let first = cut.freeze().unwrap().unwrap();
+        let second = cut.freeze().unwrap().unwrap();
+        let third = cut.freeze().unwrap().unwrap();
+        cut.give_up(&first);
+        cut.publish(&second);
+        let left: Vec<_> = cut.view().layers.iter().map(|layer| layer.epoch).collect();
+        assert_eq!(left, [third.epoch]);
+    }
+}

@@ -1,0 +1,119 @@
+//! The mirror's data file: sparse, raw, exactly what the guest sees.
+//!
+//! All I/O goes through the one open file description that holds the lock, because the kernel
+//! releases the lock only when the last write through it has landed, even after the process died.
+#![allow(unsafe_code)]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use super::layout::Span;
+
+/// The alignment of addresses, offsets and lengths that a file wants for direct I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DirectAlignment {
+    pub(crate) memory: usize,
+    pub(crate) offset: u64,
+}
+
+/// The open and locked data file of a mirror.
+pub(crate) struct DiskFile {
+    file: File,
+    alignment: DirectAlignment,
+}
+
+impl DiskFile {
+    /// Opens or creates the file, and locks it. `WouldBlock` if another process has it.
+    pub(crate) fn open(path: &Path) -> io::Result<DiskFile> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
+            .open(path)?;
+        file.try_lock().map_err(io::Error::from)?;
+        let alignment = direct_alignment(&file);
+        Ok(DiskFile { file, alignment })
+    }
+
+    pub(crate) fn alignment(&self) -> DirectAlignment {
+        self.alignment
+    }
+
+    pub(crate) fn len(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    /// Sets the length; new bytes are holes.
+    pub(crate) fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    /// Reads a span; `buffer` is page aligned and as long as the span.
+    pub(crate) fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.file.read_exact_at(buffer, offset)
+    }
+
+    /// Writes a span; `buffer` is page aligned.
+    pub(crate) fn write(&self, buffer: &[u8], offset: u64) -> io::Result<()> {
+        self.file.write_all_at(buffer, offset)
+    }
+
+    /// Turns a span into a hole that reads as zeros.
+    pub(crate) fn punch(&self, span: Span) -> io::Result<()> {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: no memory is passed; the descriptor is open as long as `self`.
+        let result =
+            unsafe { libc::fallocate(self.raw_fd(), mode, span.offset as i64, span.len as i64) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Whether no byte of the span is allocated.
+    pub(crate) fn is_hole(&self, span: Span) -> bool {
+        // SAFETY: no memory is passed. The file position that it moves is used by nobody.
+        let data = unsafe { libc::lseek(self.raw_fd(), span.offset as i64, libc::SEEK_DATA) };
+        if data < 0 {
+            return io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO);
+        }
+        data as u64 >= span.end()
+    }
+
+    /// Makes completed writes durable.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// The descriptor, for rings.
+    pub(crate) fn raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}
+
+/// Asks the kernel; where it does not tell, a page for memory and a sector for offsets.
+fn direct_alignment(file: &File) -> DirectAlignment {
+    let fallback = DirectAlignment { memory: 4096, offset: 512 };
+    // SAFETY: an all-zero statx is a valid value of that plain struct.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is an empty C string, `stat` is writable and large enough.
+    let result = unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &raw mut stat,
+        )
+    };
+    if result != 0 || stat.stx_mask & libc::STATX_DIOALIGN == 0 || stat.stx_dio_offset_align == 0 {
+        return fallback;
+    }
+    DirectAlignment {
+        memory: (stat.stx_dio_mem_align as usize).max(1),
+        offset: u64::from(stat.stx_dio_offset_align),
+    }
+}

@@ -1,0 +1,220 @@
+//! How a disk's bytes fall into blocks and chunks. Pure arithmetic.
+
+use cairn_store::{ChunkIndex, Geometry};
+
+/// The unit of a virtio-blk request.
+pub(crate) const SECTOR: u64 = 512;
+
+/// The unit of presence.
+pub(crate) const BLOCK: u64 = 4096;
+
+/// A range of the disk in bytes, a multiple of [`SECTOR`] at both ends, inside the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    /// Where it starts.
+    pub(crate) offset: u64,
+    /// How long it is.
+    pub(crate) len: u64,
+}
+
+impl Span {
+    /// The first byte behind it.
+    pub(crate) fn end(&self) -> u64 {
+        self.offset + self.len
+    }
+}
+
+/// A range of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// The first one.
+    pub(crate) first: u64,
+    /// How many.
+    pub(crate) count: u64,
+}
+
+impl Blocks {
+    /// The first block behind it.
+    pub(crate) fn end(&self) -> u64 {
+        self.first + self.count
+    }
+
+    /// Whether the two ranges share a block.
+    pub(crate) fn overlaps(&self, other: &Blocks) -> bool {
+        self.first < other.end() && other.first < self.end()
+    }
+
+    /// The bytes of these blocks.
+    pub(crate) fn span(&self) -> Span {
+        Span { offset: self.first * BLOCK, len: self.count * BLOCK }
+    }
+}
+
+/// The shape of one disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    size: u64,
+    chunk_size: u64,
+    chunk_count: u64,
+}
+
+impl Layout {
+    /// The layout of an image's disk.
+    pub(crate) fn new(geometry: Geometry) -> Layout {
+        Layout {
+            size: geometry.size(),
+            chunk_size: u64::from(geometry.chunk_size()),
+            chunk_count: geometry.chunk_count(),
+        }
+    }
+
+    /// The guest's disk in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Bytes in a chunk.
+    pub(crate) fn chunk_size(&self) -> usize {
+        self.chunk_size as usize
+    }
+
+    /// Chunks of the disk, a partial last one included.
+    pub(crate) fn chunk_count(&self) -> u64 {
+        self.chunk_count
+    }
+
+    /// Blocks in a chunk.
+    pub(crate) fn blocks_per_chunk(&self) -> u64 {
+        self.chunk_size / BLOCK
+    }
+
+    /// Blocks of the disk, counted in whole chunks.
+    pub(crate) fn block_count(&self) -> u64 {
+        self.chunk_count * self.blocks_per_chunk()
+    }
+
+    /// The mirror file's length: whole chunks, so that each can be read and written alike.
+    pub(crate) fn file_len(&self) -> u64 {
+        self.chunk_count * self.chunk_size
+    }
+
+    /// `sectors` sectors from `sector` on, or nothing if they are not all on the disk.
+    pub(crate) fn span(&self, sector: u64, len: u64) -> Option<Span> {
+        let offset = sector.checked_mul(SECTOR)?;
+        let end = offset.checked_add(len)?;
+        (end <= self.size && len.is_multiple_of(SECTOR)).then_some(Span { offset, len })
+    }
+
+    /// The chunks that `span` touches, ascending.
+    pub(crate) fn chunks(&self, span: Span) -> impl Iterator<Item = ChunkIndex> + use<> {
+        let first = span.offset / self.chunk_size;
+        let end = span.end().div_ceil(self.chunk_size);
+        (first..end).map(ChunkIndex)
+    }
+
+    /// The blocks of one chunk.
+    pub(crate) fn blocks_of(&self, chunk: ChunkIndex) -> Blocks {
+        let count = self.blocks_per_chunk();
+        Blocks { first: chunk.0 * count, count }
+    }
+
+    /// The bytes of one chunk in the mirror file.
+    pub(crate) fn span_of(&self, chunk: ChunkIndex) -> Span {
+        Span { offset: chunk.0 * self.chunk_size, len: self.chunk_size }
+    }
+
+    /// The blocks that `span` touches.
+    pub(crate) fn blocks(&self, span: Span) -> Blocks {
+        let first = span.offset / BLOCK;
+        Blocks { first, count: span.end().div_ceil(BLOCK) - first }
+    }
+
+    /// The blocks of `chunk` that `span` touches.
+    pub(crate) fn blocks_within(&self, span: Span, chunk: ChunkIndex) -> Blocks {
+        let all = self.blocks(span);
+        let own = self.blocks_of(chunk);
+        let first = all.first.max(own.first);
+        Blocks { first, count: all.end().min(own.end()) - first }
+    }
+
+    /// The blocks that `span` covers from end to end. A block that the disk's end cuts off counts
+    /// as covered when the span reaches the end.
+    pub(crate) fn covered(&self, span: Span) -> Blocks {
+        let first = span.offset.div_ceil(BLOCK);
+        let end =
+            if span.end() == self.size { span.end().div_ceil(BLOCK) } else { span.end() / BLOCK };
+        Blocks { first, count: end.saturating_sub(first) }
+    }
+
+    /// The at most two blocks that `span` covers only partly.
+    pub(crate) fn edges(&self, span: Span) -> impl Iterator<Item = u64> + use<> {
+        let touched = self.blocks(span);
+        let covered = self.covered(span);
+        let head = (touched.first < covered.first || covered.count == 0).then_some(touched.first);
+        let last = touched.end() - 1;
+        let tail = (covered.count == 0 || covered.end() <= last)
+            .then_some(last)
+            .filter(|tail| Some(*tail) != head);
+        head.into_iter().chain(tail)
+    }
+
+    /// The chunk that holds `block`.
+    pub(crate) fn chunk_of(&self, block: u64) -> ChunkIndex {
+        ChunkIndex(block / self.blocks_per_chunk())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cairn_store::{ChunkIndex, Geometry};
+
+    use super::{Blocks, Layout, Span};
+
+    fn layout(size: u64) -> Layout {
+        Layout::new(Geometry::new(size, 64 * 1024).unwrap())
+    }
+
+    #[test]
+    fn a_request_past_the_end_or_past_all_numbers_has_no_span() {
+        let disk = layout(1 << 20);
+        assert!(disk.span(2047, 512).is_some());
+        assert!(disk.span(2048, 512).is_none());
+        assert!(disk.span(2047, 1024).is_none());
+        assert!(disk.span(u64::MAX, 512).is_none());
+        assert!(disk.span(u64::MAX / 512, u64::MAX).is_none());
+        assert!(disk.span(0, 100).is_none());
+    }
+
+    #[test]
+    fn edges_are_the_blocks_that_are_covered_partly() {
+        let disk = layout(1 << 20);
+        let edges = |offset, len| disk.edges(Span { offset, len }).collect::<Vec<_>>();
+        assert_eq!(edges(0, 4096), Vec::<u64>::new());
+        assert_eq!(edges(512, 512), vec![0]);
+        assert_eq!(edges(0, 512), vec![0]);
+        assert_eq!(edges(512, 4096), vec![0, 1]);
+        assert_eq!(edges(512, 8192 - 512), vec![0]);
+        assert_eq!(edges(4096, 4608), vec![2]);
+        assert_eq!(edges(512, 12288), vec![0, 3]);
+    }
+
+    #[test]
+    fn the_block_cut_off_by_the_disks_end_counts_as_covered() {
+        let disk = layout(65536 + 512);
+        let tail = Span { offset: 65536, len: 512 };
+        assert_eq!(disk.covered(tail), Blocks { first: 16, count: 1 });
+        assert_eq!(disk.edges(tail).count(), 0);
+        assert_eq!(disk.chunk_count(), 2);
+    }
+
+    #[test]
+    fn a_span_that_crosses_chunks_names_each_of_them() {
+        let disk = layout(1 << 20);
+        let span = Span { offset: 65536 - 4096, len: 65536 + 8192 };
+        let chunks: Vec<_> = disk.chunks(span).collect();
+        assert_eq!(chunks, [ChunkIndex(0), ChunkIndex(1), ChunkIndex(2)]);
+        assert_eq!(disk.blocks_within(span, ChunkIndex(0)), Blocks { first: 15, count: 1 });
+        assert_eq!(disk.blocks_within(span, ChunkIndex(1)), Blocks { first: 16, count: 16 });
+        assert_eq!(disk.blocks_within(span, ChunkIndex(2)), Blocks { first: 32, count: 1 });
+    }
+}

@@ -1,0 +1,331 @@
+//! The mirror's map file: what is local, in a form that survives the host's death.
+//!
+//! `docs/formats.md` describes the bytes. Two header slots are written in turn, so that a torn write
+//! leaves the other one. Presence only grows, so a torn page of it is safe. The dirty set is
+//! written only at a clean stop and believed only after one.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use cairn_store::{Geometry, ImageName, MirrorId};
+
+use super::bits::DirtySet;
+use super::layout::{BLOCK, Layout};
+use super::presence::{PAGE_BYTES, Page, Presence};
+
+const MAGIC: &[u8; 8] = b"CAIRNMAP";
+const VERSION: u32 = 1;
+const SLOT: u64 = 4096;
+const PRESENCE: u64 = 2 * SLOT;
+const HEADER: usize = 256;
+const HASHED: usize = 224;
+const NAME: std::ops::Range<usize> = 66..130;
+const CLEAN: u32 = 1;
+
+/// Why a map cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum MapError {
+    /// Reading or writing the file failed.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// Neither header is whole.
+    #[error("it is damaged ({0}); delete the mirror's directory to start again from a snapshot")]
+    Damaged(&'static str),
+    /// Written by a later release.
+    #[error("it has version {0}, this release reads up to {VERSION}; use a newer cairn-blk")]
+    Newer(u32),
+}
+
+/// What a mirror is, fixed at its creation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub(crate) mirror: MirrorId,
+    pub(crate) image: ImageName,
+    pub(crate) geometry: Geometry,
+    /// The snapshot that the mirror started from.
+    pub(crate) origin: u64,
+}
+
+/// The open map of a mirror.
+pub(crate) struct MapFile {
+    file: File,
+    identity: Identity,
+    sequence: u64,
+    clean: bool,
+}
+
+impl MapFile {
+    /// Creates the map of a fresh mirror: nothing local, cleanly stopped. Atomic and durable.
+    pub(crate) fn create(path: &Path, identity: Identity) -> Result<MapFile, MapError> {
+        let fresh = path.with_extension("new");
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&fresh)?;
+        file.write_all(&encode(&identity, 1, true))?;
+        file.set_len(PRESENCE)?;
+        file.sync_all()?;
+        std::fs::rename(&fresh, path)?;
+        let directory = path.parent().unwrap_or(Path::new("."));
+        File::open(directory)?.sync_all()?;
+        Ok(MapFile { file, identity, sequence: 1, clean: true })
+    }
+
+    /// Opens an existing map.
+    pub(crate) fn open(path: &Path) -> Result<MapFile, MapError> {
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let slots = [0, SLOT].map(|offset| {
+            let mut bytes = [0; HEADER];
+            read_up_to(&file, &mut bytes, offset)
+                .map_err(MapError::from)
+                .and_then(|()| decode(&bytes))
+        });
+        let newest = match slots {
+            [Err(MapError::Newer(version)), _] | [_, Err(MapError::Newer(version))] => {
+                return Err(MapError::Newer(version));
+            }
+            [Ok(a), Ok(b)] => {
+                if a.1 > b.1 {
+                    a
+                } else {
+                    b
+                }
+            }
+            [Ok(one), Err(_)] | [Err(_), Ok(one)] => one,
+            [Err(error), Err(_)] => return Err(error),
+        };
+        let (identity, sequence, clean) = newest;
+        Ok(MapFile { file, identity, sequence, clean })
+    }
+
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Whether the last process stopped in good order.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.clean
+    }
+
+    /// Reads what is local, and what had changed since the last checkpoint at a clean stop. After
+    /// an unclean one every chunk with local blocks counts as changed.
+    pub(crate) fn load(&self, layout: &Layout) -> Result<(Presence, DirtySet), MapError> {
+        let presence = Presence::absent(layout.block_count())?;
+        let dirty = DirtySet::new(layout.chunk_count())?;
+        let mut page = vec![0; PAGE_BYTES];
+        for index in 0..presence.bytes() / PAGE_BYTES as u64 {
+            read_up_to(&self.file, &mut page, PRESENCE + index * PAGE_BYTES as u64)?;
+            presence.load_page(index, &page);
+        }
+        if self.clean {
+            let mut bytes = vec![0; layout.chunk_count().div_ceil(8) as usize];
+            read_up_to(&self.file, &mut bytes, PRESENCE + presence.bytes())?;
+            for (at, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
+                for bit in (0..8).filter(|bit| byte & (1 << bit) != 0) {
+                    let chunk = at as u64 * 8 + bit;
+                    if chunk >= layout.chunk_count() {
+                        return Err(MapError::Damaged("a changed chunk beyond the disk's end"));
+                    }
+                    dirty.insert(chunk);
+                }
+            }
+        } else {
+            for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
+                dirty.insert(chunk);
+            }
+        }
+        Ok((presence, dirty))
+    }
+
+    /// Makes pages of the presence bitmap durable. Their data must be so already.
+    pub(crate) fn write_pages(&self, pages: &[Page]) -> io::Result<()> {
+        for page in pages {
+            self.file.write_all_at(&page.bytes, PRESENCE + page.index * PAGE_BYTES as u64)?;
+        }
+        self.file.sync_data()
+    }
+
+    /// Notes durably that the mirror is in use: what follows may end uncleanly.
+    pub(crate) fn begin(&mut self) -> io::Result<()> {
+        self.write_header(false)
+    }
+
+    /// Notes durably that the mirror is at rest with these changed chunks. The presence pages must
+    /// be written already.
+    pub(crate) fn end(
+        &mut self,
+        presence: &Presence,
+        layout: &Layout,
+        dirty: impl Iterator<Item = u64>,
+    ) -> io::Result<()> {
+        let mut bytes = vec![0u8; layout.chunk_count().div_ceil(8) as usize];
+        for chunk in dirty {
+            bytes[(chunk / 8) as usize] |= 1 << (chunk % 8);
+        }
+        self.file.write_all_at(&bytes, PRESENCE + presence.bytes())?;
+        self.file.sync_data()?;
+        self.write_header(true)
+    }
+
+    fn write_header(&mut self, clean: bool) -> io::Result<()> {
+        let sequence = self.sequence + 1;
+        let bytes = encode(&self.identity, sequence, clean);
+        self.file.write_all_at(&bytes, if sequence % 2 == 1 { 0 } else { SLOT })?;
+        self.file.sync_data()?;
+        self.sequence = sequence;
+        self.clean = clean;
+        Ok(())
+    }
+}
+
+/// Reads as much as the file has; the rest of `bytes` is zero.
+fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match file.read_at(&mut bytes[done..], offset + done as u64) {
+            Ok(0) => break,
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    bytes[done..].fill(0);
+    Ok(())
+}
+
+fn encode(identity: &Identity, sequence: u64, clean: bool) -> [u8; HEADER] {
+    let mut bytes = [0; HEADER];
+    bytes[0..8].copy_from_slice(MAGIC);
+    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[12..16].copy_from_slice(&(if clean { CLEAN } else { 0 }).to_le_bytes());
+    bytes[16..24].copy_from_slice(&sequence.to_le_bytes());
+    bytes[24..40].copy_from_slice(identity.mirror.as_bytes());
+    bytes[40..48].copy_from_slice(&identity.geometry.size().to_le_bytes());
+    bytes[48..52].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
+    bytes[52..56].copy_from_slice(&(BLOCK as u32).to_le_bytes());
+    bytes[56..64].copy_from_slice(&identity.origin.to_le_bytes());
+    let name = identity.image.as_str().as_bytes();
+    bytes[64..66].copy_from_slice(&(name.len() as u16).to_le_bytes());
+    bytes[NAME][..name.len()].copy_from_slice(name);
+    let hash = blake3::hash(&bytes[..HASHED]);
+    bytes[HASHED..].copy_from_slice(hash.as_bytes());
+    bytes
+}
+
+fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, u64, bool), MapError> {
+    let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+    let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    if &bytes[0..8] != MAGIC {
+        return Err(MapError::Damaged("no map header"));
+    }
+    if blake3::hash(&bytes[..HASHED])
+        != blake3::Hash::from_bytes(bytes[HASHED..].try_into().expect("32 bytes"))
+    {
+        return Err(MapError::Damaged("its header's checksum is wrong"));
+    }
+    if u32_at(8) > VERSION {
+        return Err(MapError::Newer(u32_at(8)));
+    }
+    if u64::from(u32_at(52)) != BLOCK {
+        return Err(MapError::Damaged("an unknown block size"));
+    }
+    let mirror: [u8; 16] = bytes[24..40].try_into().expect("16 bytes");
+    let geometry = Geometry::new(u64_at(40), u32_at(48))
+        .map_err(|_| MapError::Damaged("an impossible disk size"))?;
+    let length = usize::from(u16::from_le_bytes(bytes[64..66].try_into().expect("two bytes")));
+    let image = bytes[NAME]
+        .get(..length)
+        .and_then(|name| std::str::from_utf8(name).ok())
+        .and_then(|name| name.parse().ok())
+        .ok_or(MapError::Damaged("an impossible image name"))?;
+    let identity =
+        Identity { mirror: MirrorId::from_bytes(mirror), image, geometry, origin: u64_at(56) };
+    Ok((identity, u64_at(16), u32_at(12) & CLEAN != 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use cairn_store::{Geometry, MirrorId};
+
+    use super::{Identity, MapError, MapFile, SLOT};
+    use crate::mirror::layout::{Blocks, Layout};
+
+    fn identity() -> Identity {
+        Identity {
+            mirror: MirrorId::from_bytes([7; 16]),
+            image: "vm1".parse().unwrap(),
+            geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
+            origin: 3,
+        }
+    }
+
+    #[test]
+    fn presence_and_changes_survive_a_clean_stop() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        let layout = Layout::new(identity().geometry);
+        let mut map = MapFile::create(&path, identity()).unwrap();
+        map.begin().unwrap();
+        let (presence, dirty) = map.load(&layout).unwrap();
+        assert_eq!(dirty.len(), 0);
+        presence.set(Blocks { first: 100, count: 50 });
+        map.write_pages(&presence.take_changed()).unwrap();
+        map.end(&presence, &layout, [0, 9, 4095].into_iter()).unwrap();
+        let map = MapFile::open(&path).unwrap();
+        assert_eq!(map.identity(), &identity());
+        assert!(map.is_clean());
+        let (presence, dirty) = map.load(&layout).unwrap();
+        assert!(presence.all(Blocks { first: 100, count: 50 }));
+        assert!(!presence.get(99));
+        assert_eq!(dirty.iter().collect::<Vec<_>>(), [0, 9, 4095]);
+    }
+
+    #[test]
+    fn after_an_unclean_stop_every_local_chunk_counts_as_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        let layout = Layout::new(identity().geometry);
+        let mut map = MapFile::create(&path, identity()).unwrap();
+        map.begin().unwrap();
+        let (presence, _) = map.load(&layout).unwrap();
+        presence.set(Blocks { first: 64, count: 1 });
+        presence.set(Blocks { first: 640, count: 64 });
+        map.write_pages(&presence.take_changed()).unwrap();
+        drop(map);
+        let map = MapFile::open(&path).unwrap();
+        assert!(!map.is_clean());
+        let (_, dirty) = map.load(&layout).unwrap();
+        assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 10]);
+    }
+
+    /// The host dies while a header is written: the slot holds half of it.
+    #[test]
+    fn a_torn_header_leaves_the_one_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        let mut map = MapFile::create(&path, identity()).unwrap();
+        map.begin().unwrap();
+        assert!(!MapFile::open(&path).unwrap().is_clean());
+        map.file.write_all_at(&[0xff; 100], SLOT + 50).unwrap();
+        assert!(MapFile::open(&path).unwrap().is_clean(), "the older header counts again");
+        map.file.write_all_at(&[0xff; 100], 50).unwrap();
+        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+    }
+
+    #[test]
+    fn an_empty_or_foreign_file_is_damaged_not_fresh() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        std::fs::write(&path, b"").unwrap();
+        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+        std::fs::write(&path, vec![1; 10_000]).unwrap();
+        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+    }
+}

@@ -1,0 +1,250 @@
+//! The mirror: the local state of one disk, and the decision what a guest request must wait for.
+//!
+//! This module decides and remembers; it does no I/O. Workers, fetch and persist move the bytes
+//! and report what they did, so the whole runs in tests without a kernel.
+//!
+//! ```text
+//!              ┌─────────────── plan again after an event ───────────────┐
+//!              ▼                                                         │
+//!   request ─► plan ─► Direct(permit) ─► submit ─► complete(permit)      │
+//!                │                                                       │
+//!                ├───► Fill(chunks) ──► fetch them, then ────────────────┤
+//!                ├───► Preserve(jobs) ► copy chunks aside, then ─────────┤
+//!                └───► Wait ─────────────────────────────────────────────┘
+//! ```
+//!
+//! A request that does not go on holds nothing: no ticket, no claim.
+
+mod bits;
+mod claims;
+pub(crate) mod copies;
+pub(crate) mod cut;
+pub(crate) mod disk;
+pub(crate) mod events;
+pub(crate) mod layer;
+pub(crate) mod layout;
+pub(crate) mod map;
+pub(crate) mod presence;
+
+use std::io;
+use std::sync::Arc;
+
+use cairn_store::ChunkIndex;
+
+pub(crate) use self::bits::DirtySet;
+use self::claims::Claims;
+use self::copies::{ChunkBuffer, Copy, Pool};
+use self::cut::{Cut, Entrance};
+use self::events::Events;
+use self::layer::{Epoch, Layer, Take};
+use self::layout::{Blocks, Layout, Span};
+use self::presence::{ChunkPresence, Presence};
+
+/// What has to happen to a request.
+pub(crate) enum Plan {
+    /// Submit it now, then [`Mirror::complete`] it.
+    Direct(Permit),
+    /// Fetch these chunks, then plan again.
+    Fill(Vec<ChunkIndex>),
+    /// Copy these chunks aside, then plan again.
+    Preserve(Vec<(Preserve, ChunkBuffer)>),
+    /// Plan again after the next event.
+    Wait,
+}
+
+/// Leave to submit a write. It must come back, whatever became of the write.
+#[must_use]
+pub(crate) struct Permit {
+    span: Span,
+    epoch: Epoch,
+    worker: usize,
+    /// Whether blocks of `span` are claimed.
+    claimed: bool,
+    returned: bool,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        debug_assert!(
+            self.returned || std::thread::panicking(),
+            "a permit was lost: {:?}",
+            self.span
+        );
+    }
+}
+
+/// The order to copy one chunk of a frozen epoch into memory: the chunk is Pending with the holder,
+/// who ends it with [`Mirror::preserved`].
+#[must_use]
+pub(crate) struct Preserve {
+    pub(crate) chunk: ChunkIndex,
+    present: ChunkPresence,
+    layer: Arc<Layer>,
+}
+
+/// The state of one disk. Shared by all threads.
+pub(crate) struct Mirror {
+    layout: Layout,
+    pub(crate) presence: Presence,
+    pub(crate) cut: Cut,
+    claims: Claims,
+    arena: Arc<Pool>,
+    pub(crate) events: Events,
+}
+
+impl Mirror {
+    /// A mirror with what is known from its map; `arena` bounds the copies in memory.
+    pub(crate) fn new(
+        layout: Layout,
+        presence: Presence,
+        dirty: DirtySet,
+        workers: usize,
+        arena: Arc<Pool>,
+        events: Events,
+    ) -> Mirror {
+        let cut = Cut::new(layout.chunk_count(), workers, dirty);
+        Mirror { layout, presence, cut, claims: Claims::new(), arena, events }
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The chunks that a read of `span` has to fetch first; none if it can go on.
+    pub(crate) fn plan_read(&self, span: Span) -> Vec<ChunkIndex> {
+        if self.presence.all(self.layout.blocks(span)) {
+            return Vec::new();
+        }
+        self.layout
+            .chunks(span)
+            .filter(|chunk| !self.presence.all(self.layout.blocks_within(span, *chunk)))
+            .collect()
+    }
+
+    /// Plans a write, a discard or a write of zeros (BlobCR, algorithm 4).
+    pub(crate) fn plan_write(&self, entrance: &mut Entrance, worker: usize, span: Span) -> Plan {
+        let missing: Vec<ChunkIndex> = self
+            .layout
+            .edges(span)
+            .filter(|block| !self.presence.get(*block))
+            .map(|block| self.layout.chunk_of(block))
+            .collect();
+        if !missing.is_empty() {
+            return Plan::Fill(missing);
+        }
+        let epoch = self.cut.enter(entrance);
+        let view = entrance.view();
+        if let Some(plan) = self.preserve_before(&view.layers, span) {
+            self.leave(worker, epoch);
+            return plan;
+        }
+        let Some(claimed) = self.claim(span) else {
+            self.leave(worker, epoch);
+            return Plan::Wait;
+        };
+        for chunk in self.layout.chunks(span) {
+            view.dirty.insert(chunk.0);
+        }
+        Plan::Direct(Permit { span, epoch, worker, claimed, returned: false })
+    }
+
+    /// What a write to `span` owes to the frozen epochs, if anything.
+    fn preserve_before(&self, layers: &[Arc<Layer>], span: Span) -> Option<Plan> {
+        if !layers.iter().all(|layer| self.cut.settle(layer)) {
+            return Some(Plan::Wait);
+        }
+        let mut jobs = Vec::new();
+        let mut blocked = false;
+        for chunk in self.layout.chunks(span) {
+            for layer in layers.iter().filter(|layer| layer.guards(chunk)) {
+                let Some(buffer) = self.arena.take() else {
+                    blocked = true;
+                    continue;
+                };
+                match layer.take(chunk) {
+                    Take::Idle => {}
+                    Take::Busy => blocked = true,
+                    Take::Taken => {
+                        let present = self.presence.of(self.layout.blocks_of(chunk));
+                        jobs.push((Preserve { chunk, present, layer: layer.clone() }, buffer));
+                    }
+                }
+            }
+        }
+        match (jobs.is_empty(), blocked) {
+            (false, _) => Some(Plan::Preserve(jobs)),
+            (true, true) => Some(Plan::Wait),
+            (true, false) => None,
+        }
+    }
+
+    /// Claims the blocks of `span` in chunks that are not wholly present. `None` if one of them is
+    /// taken; else whether there was anything to claim.
+    fn claim(&self, span: Span) -> Option<bool> {
+        if self.presence.all(self.layout.blocks(span)) {
+            return Some(false);
+        }
+        for chunk in self.layout.chunks(span) {
+            if !self.claims.try_write(chunk, self.layout.blocks_within(span, chunk)) {
+                self.unclaim(span, chunk);
+                return None;
+            }
+        }
+        Some(true)
+    }
+
+    /// Gives up the claims of `span` in the chunks before `end`.
+    fn unclaim(&self, span: Span, end: ChunkIndex) {
+        for chunk in self.layout.chunks(span).take_while(|chunk| *chunk < end) {
+            self.claims.release_write(chunk, self.layout.blocks_within(span, chunk));
+        }
+    }
+
+    fn leave(&self, worker: usize, epoch: Epoch) {
+        if self.cut.leave(worker, epoch) {
+            self.events.notify();
+        }
+    }
+
+    /// Takes a permit back. `landed` tells whether the data is in the mirror file.
+    pub(crate) fn complete(&self, mut permit: Permit, landed: bool) {
+        permit.returned = true;
+        if landed {
+            // Blocks covered partly are present already: the plan saw to it.
+            self.presence.set(self.layout.covered(permit.span));
+        }
+        if permit.claimed {
+            self.unclaim(permit.span, ChunkIndex(u64::MAX));
+            self.events.notify();
+        }
+        self.leave(permit.worker, permit.epoch);
+    }
+
+    /// Ends a copy. On success the frozen epoch has the chunk and the guest may write to it.
+    pub(crate) fn preserved(&self, job: Preserve, buffer: ChunkBuffer, result: io::Result<()>) {
+        let Preserve { chunk, present, layer } = job;
+        match result {
+            Ok(()) => layer.taken(chunk, Some(Copy { data: buffer, present })),
+            Err(error) => {
+                // Without its old content the snapshot is lost; the guest's write is not.
+                layer.set_failure(format!("reading chunk {} of the mirror: {error}", chunk.0));
+                layer.untake(chunk);
+            }
+        }
+        self.events.notify();
+    }
+
+    /// The runs of `chunk` that a fill may write, claimed for it.
+    pub(crate) fn begin_fill(&self, chunk: ChunkIndex) -> Vec<Blocks> {
+        self.claims.take_fill(chunk, self.layout.blocks_of(chunk), &self.presence)
+    }
+
+    /// Ends a fill: the first `landed` of `runs` are in the mirror file.
+    pub(crate) fn end_fill(&self, chunk: ChunkIndex, runs: &[Blocks], landed: usize) {
+        for run in &runs[..landed] {
+            self.presence.set(*run);
+        }
+        self.claims.release_fill(chunk, runs);
+        self.events.notify();
+    }
+}

@@ -1,0 +1,235 @@
+//! Which blocks of the disk are local.
+//!
+//! A bit is set when the block's data has reached the mirror file, and never cleared. What changed
+//! since the last time it was made durable is remembered by pages, so that a flush costs what
+//! changed.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::bits::{Bits, masks, ones};
+use super::layout::{BLOCK, Blocks};
+
+/// Words in a page of the bitmap: the unit in which the map file is written.
+const PAGE_WORDS: usize = 512;
+
+/// Bytes of a page.
+pub(crate) const PAGE_BYTES: usize = PAGE_WORDS * 8;
+
+/// The presence bits of one chunk at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ChunkPresence {
+    words: Vec<u64>,
+    blocks: u64,
+}
+
+impl ChunkPresence {
+    /// Whether the chunk's block number `block` (counted from the chunk's start) was present.
+    pub(crate) fn get(&self, block: u64) -> bool {
+        self.words[(block / 64) as usize] & (1 << (block % 64)) != 0
+    }
+
+    /// Whether every block was present.
+    pub(crate) fn is_full(&self) -> bool {
+        self.words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() == self.blocks
+    }
+}
+
+/// The copy of one page of the bitmap.
+pub(crate) struct Page {
+    /// The page's place in the bitmap, in pages.
+    pub(crate) index: u64,
+    /// Its bytes as the map file holds them: little endian words.
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// The presence bits of a disk.
+pub(crate) struct Presence {
+    bits: Bits,
+    changed: PageFlags,
+    count: AtomicU64,
+    /// Grows with each change, after the bits are set.
+    version: AtomicU64,
+}
+
+/// One flag for each page, set and taken.
+struct PageFlags(Bits);
+
+impl Presence {
+    pub(crate) fn absent(blocks: u64) -> io::Result<Presence> {
+        let pages = blocks.div_ceil(PAGE_WORDS as u64 * 64);
+        Ok(Presence {
+            bits: Bits::zeroed(blocks.next_multiple_of(PAGE_WORDS as u64 * 64))?,
+            changed: PageFlags(Bits::zeroed(pages)?),
+            count: AtomicU64::new(0),
+            version: AtomicU64::new(0),
+        })
+    }
+
+    /// Bytes of the bitmap in the map file: whole pages.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bits.words().len() as u64 * 8
+    }
+
+    /// Takes over a page read from the map file.
+    pub(crate) fn load_page(&self, index: u64, bytes: &[u8]) {
+        let start = index as usize * PAGE_WORDS;
+        for (word, bytes) in self.bits.words()[start..].iter().zip(bytes.chunks_exact(8)) {
+            let value = u64::from_le_bytes(bytes.try_into().expect("chunks of eight"));
+            word.store(value, Ordering::Release);
+            self.count.fetch_add(u64::from(value.count_ones()), Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn all(&self, blocks: Blocks) -> bool {
+        masks(blocks.first, blocks.count)
+            .all(|(word, mask)| self.bits.words()[word].load(Ordering::Acquire) & mask == mask)
+    }
+
+    pub(crate) fn get(&self, block: u64) -> bool {
+        self.bits.get(block)
+    }
+
+    /// Marks blocks whose data is in the mirror file.
+    pub(crate) fn set(&self, blocks: Blocks) {
+        if self.all(blocks) {
+            return;
+        }
+        for (word, mask) in masks(blocks.first, blocks.count) {
+            let before = self.bits.words()[word].fetch_or(mask, Ordering::AcqRel);
+            let added = mask & !before;
+            if added != 0 {
+                self.count.fetch_add(u64::from(added.count_ones()), Ordering::Relaxed);
+                self.changed.mark((word / PAGE_WORDS) as u64);
+            }
+        }
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The bits of one chunk's blocks.
+    pub(crate) fn of(&self, blocks: Blocks) -> ChunkPresence {
+        let mut words = vec![0; blocks.count.div_ceil(64) as usize];
+        // A chunk has 16 blocks at least and a power of two of them: its bits either fill whole
+        // words or lie within one.
+        for (at, (word, mask)) in masks(blocks.first, blocks.count).enumerate() {
+            let bits = self.bits.words()[word].load(Ordering::Acquire) & mask;
+            words[at] = if blocks.count < 64 { bits >> (blocks.first % 64) } else { bits };
+        }
+        ChunkPresence { words, blocks: blocks.count }
+    }
+
+    /// Local bytes, in whole blocks.
+    pub(crate) fn local_bytes(&self) -> u64 {
+        self.count.load(Ordering::Relaxed) * BLOCK
+    }
+
+    /// The number of changes so far. What [`Presence::take_changed`] returns later holds them all.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::SeqCst)
+    }
+
+    /// Copies the pages that changed since the last call.
+    ///
+    /// If they cannot be made durable they must be given back with [`Presence::give_back`].
+    pub(crate) fn take_changed(&self) -> Vec<Page> {
+        self.changed.take().into_iter().map(|index| self.page(index)).collect()
+    }
+
+    /// Undoes a [`Presence::take_changed`] whose pages did not become durable.
+    pub(crate) fn give_back(&self, pages: &[Page]) {
+        for page in pages {
+            self.changed.mark(page.index);
+        }
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn page(&self, index: u64) -> Page {
+        let start = index as usize * PAGE_WORDS;
+        let words = &self.bits.words()[start..start + PAGE_WORDS];
+        let bytes =
+            words.iter().flat_map(|word| word.load(Ordering::Acquire).to_le_bytes()).collect();
+        Page { index, bytes }
+    }
+
+    /// The chunks of `per_chunk` blocks that have at least one local block, ascending.
+    pub(crate) fn touched_chunks(&self, per_chunk: u64) -> impl Iterator<Item = u64> + '_ {
+        let mut last = None;
+        self.bits
+            .words()
+            .iter()
+            .enumerate()
+            .flat_map(|(index, word)| {
+                ones(word.load(Ordering::Acquire)).map(move |bit| index as u64 * 64 + bit)
+            })
+            .map(move |block| block / per_chunk)
+            .filter(move |chunk| last.replace(*chunk) != Some(*chunk))
+    }
+}
+
+impl PageFlags {
+    fn mark(&self, index: u64) {
+        self.0.words()[(index / 64) as usize].fetch_or(1 << (index % 64), Ordering::AcqRel);
+    }
+
+    fn take(&self) -> Vec<u64> {
+        let words = self.0.words().iter().enumerate();
+        words
+            .flat_map(|(index, word)| {
+                let taken = if word.load(Ordering::Relaxed) == 0 {
+                    0
+                } else {
+                    word.swap(0, Ordering::AcqRel)
+                };
+                ones(taken).map(move |bit| index as u64 * 64 + bit)
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Blocks, Presence};
+
+    #[test]
+    fn a_chunks_bits_are_its_own_whatever_the_chunk_size() {
+        for per_chunk in [16u64, 64, 1024] {
+            let presence = Presence::absent(per_chunk * 8).unwrap();
+            presence.set(Blocks { first: per_chunk * 3 + 1, count: 2 });
+            let third = presence.of(Blocks { first: per_chunk * 3, count: per_chunk });
+            let set: Vec<u64> = (0..per_chunk).filter(|block| third.get(*block)).collect();
+            assert_eq!(set, [1, 2]);
+            let second = presence.of(Blocks { first: per_chunk * 2, count: per_chunk });
+            assert!((0..per_chunk).all(|block| !second.get(block)));
+            presence.set(Blocks { first: per_chunk * 5, count: per_chunk });
+            assert!(presence.of(Blocks { first: per_chunk * 5, count: per_chunk }).is_full());
+            assert_eq!(presence.touched_chunks(per_chunk).collect::<Vec<_>>(), [3, 5]);
+        }
+    }
+
+    #[test]
+    fn only_changed_pages_are_handed_out_and_each_once() {
+        let presence = Presence::absent(4 * 32768).unwrap();
+        presence.set(Blocks { first: 32768, count: 1 });
+        presence.set(Blocks { first: 3 * 32768 + 5, count: 10 });
+        let version = presence.version();
+        let pages = presence.take_changed();
+        assert_eq!(pages.iter().map(|page| page.index).collect::<Vec<_>>(), [1, 3]);
+        assert!(presence.take_changed().is_empty());
+        presence.set(Blocks { first: 32768, count: 1 });
+        assert_eq!(presence.version(), version, "setting a set bit changes nothing");
+        presence.give_back(&pages);
+        assert_eq!(presence.take_changed().len(), 2);
+    }
+
+    #[test]
+    fn pages_survive_a_round_trip() {
+        let presence = Presence::absent(32768).unwrap();
+        presence.set(Blocks { first: 7, count: 130 });
+        let pages = presence.take_changed();
+        let again = Presence::absent(32768).unwrap();
+        again.load_page(0, &pages[0].bytes);
+        assert!(again.all(Blocks { first: 7, count: 130 }));
+        assert!(!again.get(6) && !again.get(137));
+        assert_eq!(again.local_bytes(), 130 * 4096);
+    }
+}

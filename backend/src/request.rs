@@ -1,0 +1,170 @@
+//! From a descriptor chain to a request. Pure: it reads guest memory and decides, and it believes
+//! nothing the guest wrote.
+
+use virtio_bindings::bindings::virtio_blk::{
+    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
+    VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+use crate::mirror::layout::SECTOR;
+
+/// Segments of data in one request: what one vectored system call takes.
+pub(crate) const MAX_SEGMENTS: usize = 1024;
+
+/// Data bytes of one request. Linux sends at most a few MiB; this bounds bounce buffers.
+pub(crate) const MAX_DATA: u64 = 64 << 20;
+
+/// Bytes in a request's header.
+const HEADER: usize = 16;
+
+/// Bytes in the one range of a discard.
+const DISCARD_RANGE: usize = 16;
+
+/// The flag of WRITE_ZEROES that allows to deallocate; every other flag is reserved.
+const FLAG_UNMAP: u32 = 1;
+
+/// A piece of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) address: u64,
+    pub(crate) len: u32,
+}
+
+/// One descriptor of a chain.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Descriptor {
+    pub(crate) segment: Segment,
+    pub(crate) writable: bool,
+}
+
+/// What the guest wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Read { sector: u64, data: Vec<Segment>, len: u64 },
+    Write { sector: u64, data: Vec<Segment>, len: u64 },
+    Flush,
+    GetId { data: Vec<Segment> },
+    Discard { sector: u64, sectors: u32 },
+    WriteZeroes { sector: u64, sectors: u32 },
+}
+
+/// How a chain is answered when it is no request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// There is a status byte: it says that this kind of request is unknown.
+    Unsupported,
+    /// There is a status byte: it says that the request is wrong.
+    Invalid,
+}
+
+/// A chain as parsed: where its status goes, and what it asks.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Parsed {
+    pub(crate) status: GuestAddress,
+    pub(crate) request: Result<Kind, Refused>,
+}
+
+/// Parses a chain. `None` if there is no place for a status: such a chain can only be returned
+/// as it is.
+pub(crate) fn parse(
+    chain: impl Iterator<Item = Descriptor>,
+    memory: &GuestMemoryMmap,
+) -> Option<Parsed> {
+    let mut readable = Vec::new();
+    let mut writable: Vec<Segment> = Vec::new();
+    let mut ordered = true;
+    for Descriptor { segment, writable: is_writable } in chain.filter(|d| d.segment.len > 0) {
+        if is_writable {
+            writable.push(segment);
+        } else {
+            ordered &= writable.is_empty();
+            readable.push(segment);
+        }
+    }
+    let last = writable.last_mut()?;
+    last.len -= 1;
+    let status = GuestAddress(last.address.checked_add(u64::from(last.len))?);
+    if last.len == 0 {
+        writable.pop();
+    }
+    // A status that cannot be written is no status.
+    memory.check_range(status, 1).then_some(())?;
+    let request = if ordered { request(readable, writable, memory) } else { Err(Refused::Invalid) };
+    Some(Parsed { status, request })
+}
+
+fn request(
+    mut readable: Vec<Segment>,
+    writable: Vec<Segment>,
+    memory: &GuestMemoryMmap,
+) -> Result<Kind, Refused> {
+    let header: [u8; HEADER] = take(&mut readable, memory)?;
+    let kind = u32::from_le_bytes(header[0..4].try_into().expect("four bytes"));
+    let sector = u64::from_le_bytes(header[8..16].try_into().expect("eight bytes"));
+    match kind {
+        VIRTIO_BLK_T_IN => {
+            let len = data_len(&writable)?;
+            readable.is_empty().then_some(()).ok_or(Refused::Invalid)?;
+            Ok(Kind::Read { sector, data: writable, len })
+        }
+        VIRTIO_BLK_T_OUT => {
+            let len = data_len(&readable)?;
+            writable.is_empty().then_some(()).ok_or(Refused::Invalid)?;
+            Ok(Kind::Write { sector, data: readable, len })
+        }
+        VIRTIO_BLK_T_FLUSH => Ok(Kind::Flush),
+        VIRTIO_BLK_T_GET_ID => Ok(Kind::GetId { data: writable }),
+        VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
+            let range: [u8; DISCARD_RANGE] = take(&mut readable, memory)?;
+            let sector = u64::from_le_bytes(range[0..8].try_into().expect("eight bytes"));
+            let sectors = u32::from_le_bytes(range[8..12].try_into().expect("four bytes"));
+            let flags = u32::from_le_bytes(range[12..16].try_into().expect("four bytes"));
+            // The device announces one range a request.
+            if !readable.is_empty() || !writable.is_empty() {
+                return Err(Refused::Invalid);
+            }
+            match (kind, flags) {
+                (VIRTIO_BLK_T_DISCARD, 0) => Ok(Kind::Discard { sector, sectors }),
+                (VIRTIO_BLK_T_WRITE_ZEROES, 0 | FLAG_UNMAP) => {
+                    Ok(Kind::WriteZeroes { sector, sectors })
+                }
+                _ => Err(Refused::Unsupported),
+            }
+        }
+        _ => Err(Refused::Unsupported),
+    }
+}
+
+/// Reads the first `N` bytes of `segments` and removes them, wherever the pieces lie.
+fn take<const N: usize>(
+    segments: &mut Vec<Segment>,
+    memory: &GuestMemoryMmap,
+) -> Result<[u8; N], Refused> {
+    let mut bytes = [0; N];
+    let mut done = 0;
+    while done < N {
+        let first = segments.first_mut().ok_or(Refused::Invalid)?;
+        let len = (first.len as usize).min(N - done);
+        memory
+            .read_slice(&mut bytes[done..done + len], GuestAddress(first.address))
+            .map_err(|_| Refused::Invalid)?;
+        done += len;
+        first.len -= len as u32;
+        match first.address.checked_add(len as u64) {
+            Some(address) if first.len > 0 => first.address = address,
+            _ => drop(segments.remove(0)),
+        }
+    }
+    Ok(bytes)
+}
+
+/// The length of a request's data, if it is one that a disk can have.
+fn data_len(segments: &[Segment]) -> Result<u64, Refused> {
+    let len: u64 = segments.iter().map(|segment| u64::from(segment.len)).sum();
+    let fits = len > 0 && len <= MAX_DATA && len.is_multiple_of(SECTOR);
+    if fits && segments.len() <= MAX_SEGMENTS { Ok(len) } else { Err(Refused::Invalid) }
+}
+
+#[cfg(test)]
+mod tests;

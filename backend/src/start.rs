@@ -1,0 +1,398 @@
+//! Puts a disk together from its mirror's directory and the repository, serves it, and puts it to
+//! rest again.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cairn_store::{
+    Attachment, MirrorId, MirrorOwner, MirrorRecord, Mode, Repository, Selector, Snapshot,
+    SnapshotRef, SnapshotState,
+};
+
+use crate::args::Args;
+use crate::commit::{Commits, RESERVE, persist};
+use crate::control::{self, Listeners};
+use crate::device::{Device, Parts};
+use crate::flush::Flusher;
+use crate::mirror::copies::Pool;
+use crate::mirror::disk::DiskFile;
+use crate::mirror::events::Events;
+use crate::mirror::layout::{Layout, SECTOR, Span};
+use crate::mirror::map::{Identity, MapError, MapFile};
+use crate::mirror::{DirtySet, Mirror, presence::Presence};
+use crate::vhost::server::{self, Source, Stop};
+use crate::worker::{self, Command};
+use crate::{fetch, flush, lease, sys};
+
+/// How long a stop waits for checkpoints that are almost stable.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Why a disk cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The repository refused.
+    #[error("opening image '{image}': {source}")]
+    Repository {
+        /// What was asked for.
+        image: String,
+        /// The repository's answer.
+        source: cairn_store::Error,
+    },
+    /// The mirror's directory cannot be used.
+    #[error("opening mirror {}: {source}", path.display())]
+    Mirror {
+        /// The directory.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The mirror's map cannot be used.
+    #[error("opening {}: {source}", path.display())]
+    Map {
+        /// The map file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: MapError,
+    },
+    /// Another process serves the mirror.
+    #[error("mirror {} is in use by another process; stop that one or choose another directory", path.display())]
+    Locked {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The mirror belongs to something else.
+    #[error("mirror {} {reason}", path.display())]
+    Mismatch {
+        /// The directory.
+        path: PathBuf,
+        /// How it does not fit, and what to do.
+        reason: String,
+    },
+    /// A socket cannot be had.
+    #[error("listening on {path}: {source}")]
+    Socket {
+        /// The path or number.
+        path: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// Serving or stopping failed.
+    #[error("{doing}: {source}")]
+    Serve {
+        /// What was being done.
+        doing: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+fn serving(doing: &'static str) -> impl Fn(io::Error) -> StartError {
+    move |source| StartError::Serve { doing, source }
+}
+
+/// Serves the disk that the arguments name until a signal or the end of the only connection.
+pub fn run(args: &Args) -> Result<(), StartError> {
+    let sockets = Sockets::open(args)?;
+    let repository = |source| StartError::Repository { image: args.image.clone(), source };
+    let wanted: SnapshotRef = args.image.parse().map_err(repository)?;
+    let store = Repository::open(&args.store).map_err(repository)?;
+    let snapshot = store.resolve(&wanted).map_err(repository)?;
+    snapshot.require_stable().map_err(repository)?;
+    let local = Local::open(&args.mirror, &snapshot)?;
+    let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
+    local
+        .check(&args.mirror, &wanted, &snapshot, record.as_ref(), &store)
+        .map_err(|reason| StartError::Mismatch { path: args.mirror.clone(), reason })?;
+    let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
+    let path = fs::canonicalize(&args.mirror).unwrap_or(args.mirror.clone());
+    let owner = MirrorOwner::this_process(local.map.identity().mirror, path.display().to_string())
+        .map_err(repository)?;
+    let attachment = store.attach(&owner, &snapshot, mode).map_err(repository)?;
+    let commits = commits(&store, &attachment, mode).map_err(repository)?;
+    serve(args, sockets, local, store, attachment, commits)
+}
+
+/// The sockets, bound first so that a wrong path is told before anything is touched.
+struct Sockets {
+    source: Source,
+    listeners: Listeners,
+    paths: Vec<PathBuf>,
+}
+
+impl Sockets {
+    fn open(args: &Args) -> Result<Sockets, StartError> {
+        let error = |path: String| move |source| StartError::Socket { path, source };
+        let mut paths = Vec::new();
+        let mut listen = |path: PathBuf, private| {
+            let listener =
+                sys::listen(&path, private).map_err(error(path.display().to_string()))?;
+            paths.push(path);
+            Ok(listener)
+        };
+        let control = args.control.clone().map(|path| listen(path, true)).transpose()?;
+        let proxy = args.vsock.as_ref().map(|path| {
+            let mut path = path.clone().into_os_string();
+            path.push(format!("_{}", args.vsock_port));
+            listen(path.into(), false)
+        });
+        let proxy = proxy.transpose()?;
+        let source = match (&args.socket_path, args.fd) {
+            (Some(path), _) => Source::Listener(listen(path.clone(), false)?),
+            (None, Some(fd)) => sys::inherited(fd).map_err(error(format!("descriptor {fd}")))?,
+            (None, None) => unreachable!("the arguments demand one of them"),
+        };
+        let vsock = args.guest_cid.map(|guest| {
+            let bound = sys::VsockListener::bind(args.vsock_port);
+            bound
+                .map(|listener| (listener, guest))
+                .map_err(error(format!("vsock port {}", args.vsock_port)))
+        });
+        let listeners = Listeners { control, proxy, vsock: vsock.transpose()? };
+        Ok(Sockets { source, listeners, paths })
+    }
+}
+
+/// A mirror's directory: locked, and fitting the image.
+struct Local {
+    disk: DiskFile,
+    map: MapFile,
+    layout: Layout,
+    presence: Presence,
+    dirty: DirtySet,
+}
+
+impl Local {
+    /// Opens the directory, or makes it the mirror of `snapshot`.
+    fn open(path: &Path, snapshot: &Snapshot) -> Result<Local, StartError> {
+        let failed = |source| StartError::Mirror { path: path.into(), source };
+        let mismatch =
+            |reason: &str| StartError::Mismatch { path: path.into(), reason: reason.into() };
+        let map_path = path.join("map");
+        let map_failed = |source| StartError::Map { path: map_path.clone(), source };
+        let mut builder = fs::DirBuilder::new();
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        builder.recursive(true).create(path).map_err(failed)?;
+        let disk = DiskFile::open(&path.join("disk")).map_err(|source| match source.kind() {
+            io::ErrorKind::WouldBlock => StartError::Locked { path: path.into() },
+            io::ErrorKind::InvalidInput => {
+                mismatch("is on a file system without direct I/O; use ext4, xfs or btrfs")
+            }
+            _ => failed(source),
+        })?;
+        if disk.alignment().offset > SECTOR {
+            return Err(mismatch(
+                "is on a disk whose sectors are larger than 512 bytes, which is not supported",
+            ));
+        }
+        let layout = Layout::new(snapshot.geometry);
+        let len = disk.len().map_err(failed)?;
+        let map = match MapFile::open(&map_path) {
+            Ok(map) => map,
+            Err(MapError::Io(error)) if error.kind() == io::ErrorKind::NotFound => {
+                if len > 0 && !disk.is_hole(Span { offset: 0, len }) {
+                    return Err(mismatch("has data but no map; choose an empty directory"));
+                }
+                let identity = Identity {
+                    mirror: new_mirror_id().map_err(failed)?,
+                    image: snapshot.image.clone(),
+                    geometry: snapshot.geometry,
+                    origin: snapshot.number,
+                };
+                disk.set_len(layout.file_len()).map_err(failed)?;
+                disk.punch(Span { offset: 0, len: layout.file_len() }).map_err(|error| {
+                    mismatch(&format!("is on a file system that cannot punch holes ({error})"))
+                })?;
+                MapFile::create(&map_path, identity).map_err(map_failed)?
+            }
+            Err(error) => return Err(map_failed(error)),
+        };
+        let identity = map.identity();
+        if identity.image != snapshot.image || identity.geometry != snapshot.geometry {
+            return Err(mismatch(&format!(
+                "belongs to image '{}' of {} bytes in chunks of {}, not to '{}' of {} bytes in chunks \
+                 of {}; choose another directory",
+                identity.image,
+                identity.geometry.size(),
+                identity.geometry.chunk_size(),
+                snapshot.image,
+                snapshot.geometry.size(),
+                snapshot.geometry.chunk_size(),
+            )));
+        }
+        if disk.len().map_err(failed)? != layout.file_len() {
+            return Err(mismatch("has a data file of the wrong length; delete the directory"));
+        }
+        let (presence, dirty) = map.load(&layout).map_err(map_failed)?;
+        Ok(Local { disk, map, layout, presence, dirty })
+    }
+
+    /// Whether the mirror continues what was asked for.
+    fn check(
+        &self,
+        path: &Path,
+        wanted: &SnapshotRef,
+        snapshot: &Snapshot,
+        record: Option<&MirrorRecord>,
+        store: &Repository,
+    ) -> Result<(), String> {
+        let untouched = self.presence.local_bytes() == 0 && self.dirty.len() == 0;
+        let Some(record) = record else {
+            let reason = "is not known to the repository: it belongs to another one, or was forgotten; \
+                          delete the directory to start again from a snapshot";
+            return if untouched { Ok(()) } else { Err(reason.into()) };
+        };
+        let identity = self.map.identity();
+        // The same arguments as at its creation take it up where it is.
+        let same = record.parent == snapshot.number
+            || (wanted.selector != Selector::Newest && identity.origin == snapshot.number);
+        // The newest snapshot may be one that this mirror published just before it died.
+        let own = store
+            .snapshots(&snapshot.image)
+            .map_err(|error| error.to_string())?
+            .iter()
+            .any(|other| other.number == snapshot.number && other.mirror == Some(record.id));
+        if same || own {
+            return Ok(());
+        }
+        Err(format!(
+            "holds {image}@{parent} and what was written since, but {asked} was asked for; start it with \
+             --image {image}@{parent} to go on from there, or delete {path} to start from {asked}",
+            image = identity.image,
+            parent = record.parent,
+            asked = snapshot.name(),
+            path = path.display(),
+        ))
+    }
+}
+
+fn new_mirror_id() -> io::Result<MirrorId> {
+    let mut bytes = [0; 16];
+    fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(MirrorId::from_bytes(bytes))
+}
+
+/// What is needed to take checkpoints. Those that a dead process left pending are lost.
+fn commits(
+    store: &Repository,
+    attachment: &Attachment,
+    mode: Mode,
+) -> cairn_store::Result<Commits> {
+    if mode == Mode::ReadOnly {
+        return Ok(Commits::new(0..0, HashSet::new()));
+    }
+    let snapshots = store.snapshots(attachment.image())?;
+    for snapshot in snapshots.iter().filter(|one| one.state == SnapshotState::Pending) {
+        attachment
+            .fail(snapshot.number, "the disk's process died before the snapshot was stable")?;
+    }
+    let labels = snapshots
+        .into_iter()
+        .filter(|one| one.state == SnapshotState::Stable)
+        .filter_map(|one| one.label)
+        .collect();
+    Ok(Commits::new(attachment.reserve(RESERVE)?, labels))
+}
+
+/// Runs the threads of the disk until it is told to stop.
+fn serve(
+    args: &Args,
+    sockets: Sockets,
+    local: Local,
+    repository: Repository,
+    attachment: Attachment,
+    commits: Commits,
+) -> Result<(), StartError> {
+    let Local { disk, mut map, layout, presence, dirty } = local;
+    let (geometry, resumable) = (map.identity().geometry, map.is_clean());
+    if !resumable {
+        tracing::warn!(
+            "the mirror was not stopped cleanly: everything local counts as changed at the next \
+             checkpoint"
+        );
+    }
+    map.begin().map_err(serving("marking the mirror as in use"))?;
+    let mut mailboxes = Vec::new();
+    let mut inboxes = Vec::new();
+    for _ in 0..args.num_queues {
+        let (mailbox, inbox) = worker::mailbox().map_err(serving("making a worker's mailbox"))?;
+        mailboxes.push(mailbox);
+        inboxes.push(inbox);
+    }
+    let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
+    let arena = ((args.arena_mib as usize) << 20) / layout.chunk_size();
+    let mirror = Mirror::new(
+        layout,
+        presence,
+        dirty,
+        mailboxes.len(),
+        Pool::new(layout.chunk_size(), arena.max(1)),
+        Events::new(wakes.collect()),
+    );
+    let device = Arc::new(Device::new(Parts {
+        mirror,
+        disk,
+        repository,
+        attachment,
+        geometry,
+        read_only: args.read_only,
+        flusher: Flusher::new(map),
+        commits,
+        resumable,
+    }));
+    let spawning = serving("starting a thread");
+    let mut workers = Vec::new();
+    for (index, (mailbox, inbox)) in mailboxes.iter().cloned().zip(inboxes).enumerate() {
+        let thread = worker::spawn(index, args.queue_size, device.clone(), mailbox, inbox);
+        workers.push(thread.map_err(&spawning)?);
+    }
+    flush::spawn(device.clone()).map_err(&spawning)?;
+    fetch::spawn(&device).map_err(&spawning)?;
+    lease::spawn(device.clone()).map_err(&spawning)?;
+    let abort = persist::Abort::default();
+    let persist = persist::spawn(device.clone(), abort.clone()).map_err(&spawning)?;
+    let stop = Stop::default();
+    control::spawn(sockets.listeners, device.clone(), stop.clone()).map_err(&spawning)?;
+    tracing::info!(image = %device.attachment.image(), parent = device.attachment.parent().0, "serving");
+    let served = server::serve(sockets.source, &device, &mailboxes, args.queue_size, &stop);
+
+    // The order matters: no guest I/O, then no checkpoint, then a durable map, then the lease.
+    for mailbox in &mailboxes {
+        mailbox.send(Command::Exit);
+    }
+    for worker in workers {
+        let _ = worker.join();
+    }
+    if !device.commits.close(GRACE) {
+        abort.set();
+    }
+    let _ = persist.join();
+    let rested = rest(&device);
+    for path in sockets.paths {
+        // Somebody may have removed it already.
+        let _ = fs::remove_file(path);
+    }
+    served.map_err(serving("serving the hypervisor"))?;
+    rested
+}
+
+/// Leaves the mirror so that the next start continues exactly here.
+fn rest(device: &Device) -> Result<(), StartError> {
+    let failed = serving("putting the mirror to rest");
+    device.flusher.flush(&device.mirror, &device.disk).map_err(&failed)?;
+    let view = device.mirror.cut.view();
+    device
+        .flusher
+        .map()
+        .end(&device.mirror.presence, device.mirror.layout(), view.dirty.iter())
+        .map_err(&failed)?;
+    let unused = device.commits.unused_numbers();
+    let unused = (!unused.is_empty()).then_some(unused);
+    if let Err(error) = device.attachment.release(unused) {
+        tracing::warn!(%error, "the image's lease could not be given back; it ends by itself");
+    }
+    Ok(())
+}

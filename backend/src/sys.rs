@@ -1,0 +1,110 @@
+//! Sockets as the standard library does not make them.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use crate::vhost::server::Source;
+
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Makes a pending and every later accept on this socket fail.
+pub(crate) fn shutdown(listener: &UnixListener) {
+    // SAFETY: the descriptor is open; no memory is passed. Fails only if it is shut down already.
+    unsafe { libc::shutdown(listener.as_raw_fd(), libc::SHUT_RDWR) };
+}
+
+/// Listens on a unix socket, replacing one that nobody listens on any more. `private` sockets are
+/// for this user alone. To be called before other threads create files.
+pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {
+    if UnixStream::connect(path).is_ok() {
+        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
+    }
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if std::os::unix::fs::FileTypeExt::is_socket(&found.file_type()) => {
+            std::fs::remove_file(path)?;
+        }
+        Ok(_) => return Err(io::Error::other("something that is not a socket is there")),
+        Err(_) => {}
+    }
+    // SAFETY: sets a number of the process; restored below, and no other thread depends on it.
+    let before = private.then(|| unsafe { libc::umask(0o177) });
+    let listener = UnixListener::bind(path);
+    if let Some(before) = before {
+        // SAFETY: as above.
+        unsafe { libc::umask(before) };
+    }
+    listener
+}
+
+/// Takes over a unix socket that was inherited under this number: a listening or a connected one.
+pub(crate) fn inherited(fd: RawFd) -> io::Result<Source> {
+    let mut listening: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: both pointers are to live variables of the sizes that are passed.
+    check(unsafe {
+        libc::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_ACCEPTCONN,
+            (&raw mut listening).cast(),
+            &raw mut len,
+        )
+    })?;
+    // SAFETY: the number is an open socket, and by the convention of the argument it is ours alone.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    Ok(match listening {
+        0 => Source::Stream(socket.into()),
+        _ => Source::Listener(socket.into()),
+    })
+}
+
+/// A listening AF_VSOCK socket, on hosts whose kernel has it.
+pub(crate) struct VsockListener(OwnedFd);
+
+impl VsockListener {
+    /// Listens on this port for all guests.
+    pub(crate) fn bind(port: u32) -> io::Result<VsockListener> {
+        // SAFETY: no memory is passed.
+        let fd = check(unsafe {
+            libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0)
+        })?;
+        // SAFETY: a fresh descriptor that nobody else owns.
+        let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+        // SAFETY: an all-zero sockaddr_vm is a valid value of that plain struct.
+        let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+        address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+        address.svm_cid = libc::VMADDR_CID_ANY;
+        address.svm_port = port;
+        let len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+        // SAFETY: the address is live and as long as it is said to be.
+        check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
+        // SAFETY: no memory is passed.
+        check(unsafe { libc::listen(socket.as_raw_fd(), 16) })?;
+        Ok(VsockListener(socket))
+    }
+
+    /// Waits for a connection: the guest's context id and the stream, of which only reading, writing
+    /// and closing are used, so that it can pass for a unix stream.
+    pub(crate) fn accept(&self) -> io::Result<(u32, UnixStream)> {
+        // SAFETY: as in `bind`.
+        let mut peer: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+        let mut len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+        // SAFETY: both pointers are to live variables of the sizes that are passed.
+        let fd = check(unsafe {
+            libc::accept4(
+                self.0.as_raw_fd(),
+                (&raw mut peer).cast(),
+                &raw mut len,
+                libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK,
+            )
+        })?;
+        // SAFETY: a fresh descriptor that nobody else owns.
+        let stream = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok((peer.svm_cid, stream.into()))
+    }
+}

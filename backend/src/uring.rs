@@ -1,0 +1,332 @@
+//! One io_uring on one file, owned by one thread.
+//!
+//! An operation is handed over whole: the ring's table owns it and its buffers until the kernel's
+//! completion arrives, and only then gives it back. That ownership is the safety argument of every
+//! unsafe block here. Dropping the ring waits for what is submitted.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::{IoUring, opcode, squeue, types};
+use slab::Slab;
+
+use crate::mapping::Buffer;
+use crate::memory::GuestMap;
+use crate::mirror::copies::ChunkBuffer;
+use crate::mirror::layout::Span;
+
+/// Memory that stays where it is while the kernel uses it.
+pub(crate) enum Memory {
+    /// The guest's own, by a map that stays mapped meanwhile.
+    Guest { iovecs: Vec<libc::iovec>, _map: Arc<GuestMap> },
+    /// A buffer between an unaligned request and the file.
+    Bounce(Buffer),
+    /// The copy of a chunk.
+    Chunk(ChunkBuffer),
+}
+
+/// An operation on the ring's file.
+pub(crate) enum Io {
+    Read {
+        offset: u64,
+        memory: Memory,
+    },
+    Write {
+        offset: u64,
+        memory: Memory,
+    },
+    /// Turns a span into zeros without allocating.
+    Punch(Span),
+    /// Makes completed writes durable.
+    Sync,
+}
+
+struct Entry<T> {
+    io: Io,
+    /// The single iovec of a buffer, or the guest's, less what short transfers did already.
+    iovecs: Vec<libc::iovec>,
+    /// Bytes done by earlier, short, transfers.
+    done: u64,
+    tag: T,
+}
+
+/// A finished operation with everything that was handed over.
+pub(crate) struct Completion<T> {
+    pub(crate) io: Io,
+    pub(crate) tag: T,
+    pub(crate) result: io::Result<()>,
+}
+
+/// What [`Ring::reap`] found.
+pub(crate) enum Reaped<T> {
+    /// An operation ended.
+    Done(Completion<T>),
+    /// A polled descriptor is readable, or its poll ended; `id` is what the poll was started with.
+    Ready { id: u32 },
+}
+
+/// Marks the user data of polls; the low bits are their id.
+const POLL: u64 = 1 << 63;
+/// The user data of cancellations, whose completions tell nothing.
+const CANCEL: u64 = 1 << 62;
+
+/// A ring and the operations in flight on it, each with a tag of the caller's.
+pub(crate) struct Ring<T> {
+    ring: IoUring,
+    file: RawFd,
+    entries: Slab<Entry<T>>,
+    polls: usize,
+}
+
+impl<T> Ring<T> {
+    /// A ring for operations on `file`, which outlives it.
+    pub(crate) fn new(file: RawFd, depth: u32) -> io::Result<Ring<T>> {
+        let ring = IoUring::builder()
+            .setup_coop_taskrun()
+            .setup_taskrun_flag()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_cqsize(depth.next_power_of_two() * 4)
+            .build(depth.next_power_of_two())
+            .or_else(|_| IoUring::new(depth.next_power_of_two()))?;
+        Ok(Ring { ring, file, entries: Slab::new(), polls: 0 })
+    }
+
+    /// Operations that are not complete, polls not counted.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Queues an operation. It reaches the kernel with the next [`Ring::enter`] at the latest.
+    pub(crate) fn start(&mut self, io: Io, tag: T) -> io::Result<()> {
+        let (iovecs, io) = match io {
+            Io::Read { offset, mut memory } => {
+                (take_iovecs(&mut memory), Io::Read { offset, memory })
+            }
+            Io::Write { offset, mut memory } => {
+                (take_iovecs(&mut memory), Io::Write { offset, memory })
+            }
+            other => (Vec::new(), other),
+        };
+        let key = self.entries.insert(Entry { io, iovecs, done: 0, tag });
+        self.issue(key)
+    }
+
+    fn issue(&mut self, key: usize) -> io::Result<()> {
+        let entry = &self.entries[key];
+        let file = types::Fd(self.file);
+        let sqe = match &entry.io {
+            Io::Read { offset, .. } => {
+                opcode::Readv::new(file, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                    .offset(offset + entry.done)
+                    .build()
+            }
+            Io::Write { offset, .. } => {
+                opcode::Writev::new(file, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                    .offset(offset + entry.done)
+                    .build()
+            }
+            Io::Punch(span) => opcode::Fallocate::new(file, span.len)
+                .offset(span.offset)
+                .mode(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)
+                .build(),
+            Io::Sync => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
+        };
+        self.push(sqe.user_data(key as u64))
+    }
+
+    /// Reports once when `fd` is readable.
+    pub(crate) fn poll(&mut self, fd: RawFd, id: u32) -> io::Result<()> {
+        let sqe = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).build();
+        self.push(sqe.user_data(POLL | u64::from(id)))?;
+        self.polls += 1;
+        Ok(())
+    }
+
+    /// Ends a poll early; it is reported as ready.
+    pub(crate) fn cancel_poll(&mut self, id: u32) -> io::Result<()> {
+        let sqe = opcode::AsyncCancel::new(POLL | u64::from(id)).build();
+        self.push(sqe.user_data(CANCEL))
+    }
+
+    fn push(&mut self, sqe: squeue::Entry) -> io::Result<()> {
+        loop {
+            // SAFETY: what the entry points to is owned by `self.entries` (iovecs and, through
+            // `io`, the memory they name) until its completion is reaped, or is a descriptor.
+            if unsafe { self.ring.submission().push(&sqe) }.is_ok() {
+                return Ok(());
+            }
+            self.ring.submit()?;
+        }
+    }
+
+    /// Hands everything queued to the kernel and waits for a completion, at most `limit`.
+    pub(crate) fn enter(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        if !self.ring.completion().is_empty() {
+            return self.ring.submit().map(drop);
+        }
+        let result = match limit {
+            Some(limit) if limit.is_zero() => self.ring.submit(),
+            Some(limit) => {
+                let time = types::Timespec::from(limit);
+                let args = types::SubmitArgs::new().timespec(&time);
+                self.ring.submitter().submit_with_args(1, &args)
+            }
+            None => self.ring.submit_and_wait(1),
+        };
+        match result {
+            Ok(_) => Ok(()),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// The next thing that ended, if any.
+    pub(crate) fn reap(&mut self) -> io::Result<Option<Reaped<T>>> {
+        loop {
+            let Some(cqe) = self.ring.completion().next() else { return Ok(None) };
+            let data = cqe.user_data();
+            if data == CANCEL {
+                continue;
+            }
+            if data & POLL != 0 {
+                self.polls -= 1;
+                return Ok(Some(Reaped::Ready { id: data as u32 }));
+            }
+            let key = data as usize;
+            match self.advance(key, cqe.result()) {
+                Some(result) => {
+                    let Entry { mut io, iovecs, tag, .. } = self.entries.remove(key);
+                    if let Io::Read { memory: Memory::Guest { iovecs: kept, .. }, .. }
+                    | Io::Write { memory: Memory::Guest { iovecs: kept, .. }, .. } = &mut io
+                    {
+                        *kept = iovecs;
+                    }
+                    return Ok(Some(Reaped::Done(Completion { io, tag, result })));
+                }
+                None => self.issue(key)?,
+            }
+        }
+    }
+
+    /// What the kernel's result means: the end, or `None` for a short transfer that goes on.
+    fn advance(&mut self, key: usize, result: i32) -> Option<io::Result<()>> {
+        let entry = &mut self.entries[key];
+        if result < 0 {
+            let error = io::Error::from_raw_os_error(-result);
+            return match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => None,
+                _ => Some(Err(error)),
+            };
+        }
+        if matches!(entry.io, Io::Punch(_) | Io::Sync) {
+            return Some(Ok(()));
+        }
+        let mut moved = result as usize;
+        entry.done += moved as u64;
+        while let Some(first) = entry.iovecs.first_mut() {
+            if first.iov_len > moved {
+                // SAFETY: `moved` is less than the length, so the result is inside the same piece.
+                first.iov_base = unsafe { first.iov_base.cast::<u8>().add(moved) }.cast();
+                first.iov_len -= moved;
+                break;
+            }
+            moved -= first.iov_len;
+            entry.iovecs.remove(0);
+        }
+        match (entry.iovecs.is_empty(), result) {
+            (true, _) => Some(Ok(())),
+            (false, 0) => Some(Err(io::ErrorKind::UnexpectedEof.into())),
+            (false, _) => None,
+        }
+    }
+}
+
+fn take_iovecs(memory: &mut Memory) -> Vec<libc::iovec> {
+    let (base, len) = match memory {
+        Memory::Guest { iovecs, .. } => return std::mem::take(iovecs),
+        Memory::Bounce(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+        Memory::Chunk(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+    };
+    vec![libc::iovec { iov_base: base.cast(), iov_len: len }]
+}
+
+impl<T> Drop for Ring<T> {
+    fn drop(&mut self) {
+        // Buffers are freed below: nothing may be using them.
+        while !self.entries.is_empty() {
+            if self.enter(None).is_err() {
+                // The kernel may still write into the buffers: leaking them is the only safe way.
+                std::mem::forget(std::mem::take(&mut self.entries));
+                return;
+            }
+            while let Ok(Some(_)) = self.reap() {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::{Io, Memory, Reaped, Ring};
+    use crate::mapping::Buffer;
+
+    fn finish(ring: &mut Ring<u32>) -> super::Completion<u32> {
+        loop {
+            ring.enter(None).unwrap();
+            if let Some(Reaped::Done(done)) = ring.reap().unwrap() {
+                return done;
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_written_is_read_back_with_its_tag() {
+        let file = tempfile::tempfile().unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
+        let mut buffer = Buffer::zeroed(8192);
+        buffer.fill(0x5a);
+        ring.start(Io::Write { offset: 4096, memory: Memory::Bounce(buffer) }, 7).unwrap();
+        let done = finish(&mut ring);
+        assert_eq!(done.tag, 7);
+        done.result.unwrap();
+        ring.start(Io::Read { offset: 4096, memory: Memory::Bounce(Buffer::zeroed(8192)) }, 8)
+            .unwrap();
+        let done = finish(&mut ring);
+        let Io::Read { memory: Memory::Bounce(buffer), .. } = done.io else {
+            panic!("another operation")
+        };
+        assert!(buffer.iter().all(|byte| *byte == 0x5a));
+        assert_eq!(ring.in_flight(), 0);
+    }
+
+    #[test]
+    fn a_read_beyond_the_end_is_an_error_not_old_memory() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
+        ring.start(Io::Read { offset: 0, memory: Memory::Bounce(Buffer::zeroed(8192)) }, 1)
+            .unwrap();
+        assert!(finish(&mut ring).result.is_err());
+    }
+
+    #[test]
+    fn more_operations_than_entries_are_all_done() {
+        let file = tempfile::tempfile().unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), 2).unwrap();
+        for tag in 0..20 {
+            let offset = u64::from(tag) * 4096;
+            ring.start(Io::Write { offset, memory: Memory::Bounce(Buffer::zeroed(4096)) }, tag)
+                .unwrap();
+        }
+        let mut tags: Vec<u32> = (0..20).map(|_| finish(&mut ring).tag).collect();
+        tags.sort_unstable();
+        assert_eq!(tags, (0..20).collect::<Vec<_>>());
+    }
+}

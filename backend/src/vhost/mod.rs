@@ -1,0 +1,398 @@
+//! The vhost-user side: what the hypervisor says, turned into commands for the queue workers.
+//!
+//! A ring runs while it has memory, addresses and a kick descriptor and is enabled. Any message that
+//! takes one of these away stops it first; a stop answers when every request that was popped is
+//! completed. Memory changes only pause the rings: what waits for a fetch goes on waiting, so a
+//! dead repository never blocks the hypervisor.
+
+mod config;
+pub(crate) mod server;
+
+use std::fs::File;
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVirtioFeatures,
+    VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use virtio_queue::{Queue, QueueT};
+
+use crate::device::Device;
+use crate::memory::{GuestMap, UserRange, map_region};
+use crate::worker::queue::QueueSetup;
+use crate::worker::{Command, Mailbox};
+
+/// Memory slots, as many as KVM guests use.
+const MAX_MEMORY_SLOTS: u64 = 509;
+
+/// Where a ring lies, in the hypervisor's addresses.
+#[derive(Clone, Copy)]
+struct RingAddresses {
+    descriptors: u64,
+    available: u64,
+    used: u64,
+}
+
+/// One virtqueue as the messages describe it.
+#[derive(Default)]
+struct Ring {
+    size: u16,
+    addresses: Option<RingAddresses>,
+    next_avail: u16,
+    kick: Option<File>,
+    call: Option<File>,
+    enabled: bool,
+    running: bool,
+}
+
+/// The state of one connection.
+pub(crate) struct Handler {
+    device: Arc<Device>,
+    workers: Vec<Mailbox>,
+    queue_size: u16,
+    features: u64,
+    map: Arc<GuestMap>,
+    rings: Vec<Ring>,
+}
+
+fn failed(error: impl std::fmt::Display) -> Error {
+    Error::ReqHandlerError(io::Error::other(error.to_string()))
+}
+
+impl Handler {
+    pub(crate) fn new(device: Arc<Device>, workers: Vec<Mailbox>, queue_size: u16) -> Handler {
+        let rings = workers.iter().map(|_| Ring { size: queue_size, ..Ring::default() }).collect();
+        Handler { device, workers, queue_size, features: 0, map: Arc::default(), rings }
+    }
+
+    fn ring(&mut self, index: u32) -> Result<&mut Ring> {
+        self.rings.get_mut(index as usize).ok_or(Error::InvalidParam)
+    }
+
+    /// Starts the ring if it has all it needs.
+    fn update(&mut self, index: usize) -> Result<()> {
+        let ring = &self.rings[index];
+        let (Some(addresses), Some(kick), true, false) =
+            (ring.addresses, &ring.kick, ring.enabled, ring.running)
+        else {
+            return Ok(());
+        };
+        let kick = kick.try_clone().map_err(failed)?;
+        let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+        let queue = self.queue(index, addresses)?;
+        let setup = QueueSetup { queue, map: self.map.clone(), kick, call };
+        self.workers[index].send(Command::Start(Box::new(setup)));
+        self.rings[index].running = true;
+        Ok(())
+    }
+
+    /// Checks everything that a ring says about itself.
+    fn queue(&self, index: usize, addresses: RingAddresses) -> Result<Queue> {
+        let ring = &self.rings[index];
+        let translate = |user| self.map.guest_address(user).ok_or(Error::InvalidParam);
+        let mut queue = Queue::new(self.queue_size).map_err(failed)?;
+        queue.try_set_size(ring.size).map_err(failed)?;
+        queue.try_set_desc_table_address(translate(addresses.descriptors)?).map_err(failed)?;
+        queue.try_set_avail_ring_address(translate(addresses.available)?).map_err(failed)?;
+        queue.try_set_used_ring_address(translate(addresses.used)?).map_err(failed)?;
+        queue.set_event_idx(self.features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
+        queue.set_ready(true);
+        if !queue.is_valid(self.map.memory()) {
+            return Err(Error::InvalidParam);
+        }
+        let used = queue.used_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?;
+        if used.0 != 0 && !self.device.resumable.load(Ordering::SeqCst) {
+            let reason = "the guest was running before this process started, but the mirror was not \
+                          stopped cleanly and may lack what that guest wrote; restart the guest, or \
+                          start it from a snapshot";
+            tracing::error!(index, used = used.0, "{reason}");
+            return Err(failed(reason));
+        }
+        self.device.resumable.store(true, Ordering::SeqCst);
+        queue.set_next_used(used.0);
+        queue.set_next_avail(ring.next_avail);
+        Ok(queue)
+    }
+
+    /// Stops a ring after the last request that was popped is completed.
+    fn stop(&mut self, index: usize) {
+        if !std::mem::take(&mut self.rings[index].running) {
+            return;
+        }
+        let (reply, answer) = mpsc::channel();
+        self.workers[index].send(Command::Stop(reply));
+        // A worker that is gone answers nothing; then nothing is in flight either.
+        if let Ok(next_avail) = answer.recv() {
+            self.rings[index].next_avail = next_avail;
+        }
+    }
+
+    /// Stops everything, as when the connection ends.
+    pub(crate) fn stop_all(&mut self) {
+        for index in 0..self.rings.len() {
+            self.stop(index);
+        }
+    }
+
+    /// Exchanges the guest's memory while nothing is submitted.
+    fn replace_map(&mut self, map: GuestMap) {
+        let pauses: Vec<_> = self
+            .workers
+            .iter()
+            .map(|worker| {
+                let (reply, answer) = mpsc::channel();
+                worker.send(Command::Pause(reply));
+                answer
+            })
+            .collect();
+        for answer in pauses {
+            // As in `stop`.
+            let _ = answer.recv();
+        }
+        tracing::debug!(bytes = map.len(), "guest memory");
+        self.map = Arc::new(map);
+        for worker in &self.workers {
+            worker.send(Command::Resume(self.map.clone()));
+        }
+    }
+}
+
+fn unsupported<T>(what: &'static str) -> Result<T> {
+    Err(Error::InvalidOperation(what))
+}
+
+impl VhostUserBackendReqHandlerMut for Handler {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset_device()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.stop_all();
+        for ring in &mut self.rings {
+            *ring = Ring { size: self.queue_size, ..Ring::default() };
+        }
+        self.features = 0;
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(config::features(self.device.read_only))
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        if features & !config::features(self.device.read_only) != 0 {
+            return Err(Error::InvalidParam);
+        }
+        self.features = features;
+        // Without the protocol features there is no message that enables a ring.
+        if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+            for index in 0..self.rings.len() {
+                self.rings[index].enabled = true;
+                self.update(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<u64>>> {
+        let regions = regions
+            .iter()
+            .zip(files)
+            .map(|(region, file)| {
+                let range = UserRange {
+                    user: region.user_addr,
+                    guest: region.guest_phys_addr,
+                    len: region.memory_size,
+                };
+                map_region(range, file, region.mmap_offset)
+            })
+            .collect::<io::Result<_>>()
+            .map_err(failed)?;
+        self.replace_map(GuestMap::new(regions).map_err(failed)?);
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let max = u32::from(self.queue_size);
+        let ring = self.ring(index)?;
+        if ring.running || num == 0 || num > max || !num.is_power_of_two() {
+            return Err(Error::InvalidParam);
+        }
+        ring.size = num as u16;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        let ring = self.ring(index)?;
+        let was_running = ring.running;
+        self.stop(index as usize);
+        let addresses = RingAddresses { descriptors: descriptor, available, used };
+        self.queue(index as usize, addresses)?;
+        self.ring(index)?.addresses = Some(addresses);
+        if was_running { self.update(index as usize) } else { Ok(()) }
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let ring = self.ring(index)?;
+        if ring.running {
+            return Err(Error::InvalidOperation("the ring is running"));
+        }
+        ring.next_avail = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
+        Ok(())
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.ring(index)?;
+        self.stop(index as usize);
+        let ring = self.ring(index)?;
+        // A stopped ring starts again with the next kick descriptor.
+        ring.kick = None;
+        ring.call = None;
+        Ok(VhostUserVringState::new(index, u32::from(ring.next_avail)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        self.ring(u32::from(index))?;
+        self.stop(usize::from(index));
+        self.ring(u32::from(index))?.kick = file;
+        self.update(usize::from(index))
+    }
+
+    fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let running = self.ring(u32::from(index))?.running;
+        if running {
+            let copy = file.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+            self.workers[usize::from(index)].send(Command::SetCall(copy));
+        }
+        self.ring(u32::from(index))?.call = file;
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, _file: Option<File>) -> Result<()> {
+        self.ring(u32::from(index)).map(drop)
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::RESET_DEVICE)
+    }
+
+    fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.rings.len() as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.ring(index)?.enabled = enable;
+        if enable {
+            self.update(index as usize)
+        } else {
+            self.stop(index as usize);
+            Ok(())
+        }
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let queues = self.rings.len() as u16;
+        let config = config::space(self.device.mirror.layout(), queues, self.queue_size);
+        let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
+        config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
+    }
+
+    fn set_config(&mut self, _offset: u32, _bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        unsupported("no field of the configuration can be written")
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(MAX_MEMORY_SLOTS)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<u64>> {
+        let range = UserRange {
+            user: region.user_addr,
+            guest: region.guest_phys_addr,
+            len: region.memory_size,
+        };
+        let region = map_region(range, file, region.mmap_offset).map_err(failed)?;
+        self.replace_map(self.map.with(region).map_err(failed)?);
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let map = self.map.without(region.guest_phys_addr, region.memory_size).map_err(failed)?;
+        self.replace_map(map);
+        Ok(())
+    }
+
+    // In-flight tracking is not offered, so no frontend asks for it.
+    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        unsupported("in-flight tracking was not offered")
+    }
+
+    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> Result<()> {
+        unsupported("in-flight tracking was not offered")
+    }
+
+    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {
+        unsupported("dirty logging was not offered")
+    }
+
+    fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {
+        unsupported("not a display")
+    }
+
+    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> Result<File> {
+        unsupported("shared objects were not offered")
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _: VhostTransferStateDirection,
+        _: VhostTransferStatePhase,
+        _: File,
+    ) -> Result<Option<File>> {
+        unsupported("device state was not offered")
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        unsupported("device state was not offered")
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        unsupported("shared memory regions were not offered")
+    }
+}

@@ -1,0 +1,358 @@
+//! What becomes of one request: planned, submitted, completed.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::Worker;
+use super::queue::{Chain, Outcome};
+use crate::mapping::Buffer;
+use crate::memory::{GuestMap, OutsideMemory};
+use crate::mirror::layout::{BLOCK, Span};
+use crate::mirror::{Permit, Plan, Preserve};
+use crate::request::{Kind, Segment};
+use crate::uring::{Completion, Io, Memory};
+
+/// A request that was not submitted yet. It holds nothing but its chain.
+pub(super) enum Job {
+    Read {
+        chain: Chain,
+        span: Span,
+        data: Vec<Segment>,
+    },
+    Write {
+        chain: Chain,
+        span: Span,
+        data: Vec<Segment>,
+    },
+    /// A discard or a write of zeros.
+    Zero {
+        chain: Chain,
+        span: Span,
+    },
+}
+
+impl Job {
+    pub(super) fn into_chain(self) -> Chain {
+        match self {
+            Job::Read { chain, .. } | Job::Write { chain, .. } | Job::Zero { chain, .. } => chain,
+        }
+    }
+}
+
+/// What a submitted operation belongs to.
+pub(super) enum Tag {
+    Read {
+        chain: Chain,
+        data: Vec<Segment>,
+        len: u32,
+    },
+    Write {
+        chain: Chain,
+        permit: Permit,
+    },
+    /// A piece of a request that is several operations, by its key.
+    Part(usize),
+    Sync {
+        chain: Chain,
+    },
+    Copy(Preserve),
+}
+
+/// A request that is several operations.
+pub(super) struct Parts {
+    chain: Chain,
+    permit: Permit,
+    left: usize,
+    result: io::Result<()>,
+}
+
+impl Worker {
+    /// Takes a request that was popped.
+    pub(super) fn accept(&mut self, chain: Chain, kind: Kind) -> io::Result<()> {
+        let layout = *self.device.mirror.layout();
+        let stats = &self.device.stats;
+        let writes =
+            matches!(kind, Kind::Write { .. } | Kind::Discard { .. } | Kind::WriteZeroes { .. });
+        if writes && self.device.read_only {
+            self.end(chain, Outcome::Failed);
+            return Ok(());
+        }
+        match kind {
+            Kind::Read { sector, data, len } => match layout.span(sector, len) {
+                Some(span) => {
+                    count(&stats.reads, 1);
+                    count(&stats.read_bytes, len);
+                    return self.plan(Job::Read { chain, span, data });
+                }
+                None => self.end(chain, Outcome::Failed),
+            },
+            Kind::Write { sector, data, len } => match layout.span(sector, len) {
+                Some(span) => {
+                    count(&stats.writes, 1);
+                    count(&stats.written_bytes, len);
+                    return self.plan(Job::Write { chain, span, data });
+                }
+                None => self.end(chain, Outcome::Failed),
+            },
+            Kind::Flush => return self.flush(chain),
+            Kind::GetId { data } => self.get_id(chain, &data),
+            Kind::Discard { sector, sectors } | Kind::WriteZeroes { sector, sectors } => {
+                let Some(span) = layout.span(sector, u64::from(sectors) * 512) else {
+                    self.end(chain, Outcome::Failed);
+                    return Ok(());
+                };
+                count(&stats.discards, 1);
+                // A discard is a hint: what it does not cover by whole blocks stays.
+                let span = if matches!(kind, Kind::Discard { .. }) {
+                    let blocks = layout.covered(span).span();
+                    Span {
+                        len: blocks.len.min(layout.size().saturating_sub(blocks.offset)),
+                        ..blocks
+                    }
+                } else {
+                    span
+                };
+                if span.len == 0 {
+                    self.end(chain, Outcome::Ok(0));
+                } else {
+                    return self.plan(Job::Zero { chain, span });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits a request if it may go on, parks it otherwise.
+    pub(super) fn plan(&mut self, job: Job) -> io::Result<()> {
+        let device = self.device.clone();
+        let plan = match &job {
+            Job::Read { span, .. } => {
+                let missing = device.mirror.plan_read(*span);
+                if missing.is_empty() {
+                    return self.submit_read(job);
+                }
+                Plan::Fill(missing)
+            }
+            Job::Write { span, .. } | Job::Zero { span, .. } => {
+                device.mirror.plan_write(&mut self.entrance, self.index, *span)
+            }
+        };
+        match plan {
+            Plan::Direct(permit) => return self.submit_write(job, permit),
+            Plan::Fill(chunks) => {
+                // Ask for all of them, then see whether one is known not to come.
+                let refused =
+                    chunks.into_iter().filter(|chunk| !device.fetcher.want(*chunk)).count();
+                if refused > 0 {
+                    self.end(job.into_chain(), Outcome::Failed);
+                    return Ok(());
+                }
+            }
+            Plan::Preserve(copies) => {
+                for (preserve, buffer) in copies {
+                    let offset = device.mirror.layout().span_of(preserve.chunk).offset;
+                    let io = Io::Read { offset, memory: Memory::Chunk(buffer) };
+                    self.ring.start(io, Tag::Copy(preserve))?;
+                    count(&device.stats.copied_chunks, 1);
+                }
+            }
+            Plan::Wait => {}
+        }
+        count(&device.stats.parked, 1);
+        self.parked.push(job);
+        Ok(())
+    }
+
+    fn submit_read(&mut self, job: Job) -> io::Result<()> {
+        let Job::Read { chain, span, data } = job else {
+            unreachable!("only reads are submitted without a permit")
+        };
+        let Some(memory) = self.guest_memory(&data, span) else {
+            self.end(chain, Outcome::Failed);
+            return Ok(());
+        };
+        let len = span.len as u32;
+        self.ring.start(Io::Read { offset: span.offset, memory }, Tag::Read { chain, data, len })
+    }
+
+    fn submit_write(&mut self, job: Job, permit: Permit) -> io::Result<()> {
+        match job {
+            Job::Write { chain, span, data } => {
+                let memory = self.guest_memory(&data, span).and_then(|mut memory| {
+                    let Memory::Bounce(buffer) = &mut memory else { return Some(memory) };
+                    gather(self.map()?, &data, buffer).ok()?;
+                    Some(memory)
+                });
+                let Some(memory) = memory else {
+                    self.device.mirror.complete(permit, false);
+                    self.end(chain, Outcome::Failed);
+                    return Ok(());
+                };
+                self.ring
+                    .start(Io::Write { offset: span.offset, memory }, Tag::Write { chain, permit })
+            }
+            Job::Zero { chain, span } => {
+                let operations = zeroing(span, self.device.mirror.layout().covered(span).span());
+                let left = operations.len();
+                let key = self.parts.insert(Parts { chain, permit, left, result: Ok(()) });
+                for io in operations {
+                    self.ring.start(io, Tag::Part(key))?;
+                }
+                Ok(())
+            }
+            Job::Read { .. } => unreachable!("a read has no permit"),
+        }
+    }
+
+    fn map(&self) -> Option<&GuestMap> {
+        self.queue.as_ref().map(|queue| queue.map().as_ref())
+    }
+
+    /// The memory of a request: the guest's own, or a buffer where direct I/O cannot use that.
+    /// `None` if the guest has no such memory.
+    fn guest_memory(&self, data: &[Segment], span: Span) -> Option<Memory> {
+        let map = self.queue.as_ref()?.map();
+        let iovecs = map.iovecs(data).ok()?;
+        let alignment = self.device.disk.alignment();
+        let direct = iovecs.iter().all(|iovec| {
+            (iovec.iov_base as usize).is_multiple_of(alignment.memory)
+                && (iovec.iov_len as u64).is_multiple_of(alignment.offset)
+        });
+        Some(if direct {
+            Memory::Guest { iovecs, _map: map.clone() }
+        } else {
+            Memory::Bounce(Buffer::zeroed(span.len as usize))
+        })
+    }
+
+    /// Handles the end of an operation.
+    pub(super) fn completed(&mut self, done: Completion<Tag>) -> io::Result<()> {
+        let Completion { io, tag, result } = done;
+        match tag {
+            Tag::Read { chain, data, len } => {
+                let result = match (result, &io) {
+                    (Ok(()), Io::Read { memory: Memory::Bounce(buffer), .. }) => self
+                        .map()
+                        .ok_or(OutsideMemory)
+                        .and_then(|map| scatter(map, &data, buffer))
+                        .map_err(|OutsideMemory| io::ErrorKind::InvalidInput.into()),
+                    (result, _) => result,
+                };
+                self.finish(chain, result, len);
+            }
+            Tag::Write { chain, permit } => {
+                self.device.mirror.complete(permit, result.is_ok());
+                self.finish(chain, result, 0);
+            }
+            Tag::Part(key) => {
+                let parts = &mut self.parts[key];
+                parts.left -= 1;
+                if result.is_err() {
+                    parts.result = result;
+                }
+                if parts.left == 0 {
+                    let Parts { chain, permit, result, .. } = self.parts.remove(key);
+                    self.device.mirror.complete(permit, result.is_ok());
+                    self.finish(chain, result, 0);
+                }
+            }
+            Tag::Sync { chain } => self.finish(chain, result, 0),
+            Tag::Copy(preserve) => {
+                let Io::Read { memory: Memory::Chunk(buffer), .. } = io else {
+                    unreachable!("copies are read into chunk buffers")
+                };
+                self.device.mirror.preserved(preserve, buffer, result);
+            }
+        }
+        Ok(())
+    }
+
+    /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become
+    /// present since the map was last written, the data alone is enough.
+    fn flush(&mut self, chain: Chain) -> io::Result<()> {
+        count(&self.device.stats.flushes, 1);
+        if self.device.flusher.is_current(&self.device.mirror.presence) {
+            return self.ring.start(Io::Sync, Tag::Sync { chain });
+        }
+        let key = self.flushes.insert(chain);
+        self.device.flusher.request(self.mailbox.clone(), key);
+        Ok(())
+    }
+
+    fn get_id(&mut self, chain: Chain, data: &[Segment]) {
+        let id = self.device.serial;
+        let room: usize = data.iter().map(|segment| segment.len as usize).sum();
+        let len = id.len().min(room);
+        let written =
+            self.map().ok_or(OutsideMemory).and_then(|map| scatter(map, data, &id[..len]));
+        let outcome = if written.is_ok() { Outcome::Ok(len as u32) } else { Outcome::Failed };
+        self.end(chain, outcome);
+    }
+
+    /// Answers a request whose operations have ended.
+    pub(super) fn finish(&mut self, chain: Chain, result: io::Result<()>, written: u32) {
+        match result {
+            Ok(()) => self.end(chain, Outcome::Ok(written)),
+            Err(error) => {
+                tracing::error!(%error, "I/O on the mirror failed");
+                self.end(chain, Outcome::Failed);
+            }
+        }
+    }
+
+    pub(super) fn end(&mut self, chain: Chain, outcome: Outcome) {
+        if outcome != Outcome::Ok(0) && !matches!(outcome, Outcome::Ok(_)) {
+            count(&self.device.stats.errors, 1);
+        }
+        self.queue
+            .as_mut()
+            .expect("a queue stays until its last chain is back")
+            .complete(chain, outcome);
+    }
+}
+
+fn count(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+/// The operations that make `span` read as zeros: a hole where it covers whole blocks, zeros where
+/// it does not.
+fn zeroing(span: Span, covered: Span) -> Vec<Io> {
+    let zeros = |from: u64, to: u64| {
+        (from < to).then(|| Io::Write {
+            offset: from,
+            memory: Memory::Bounce(Buffer::zeroed((to - from) as usize)),
+        })
+    };
+    if covered.len == 0 {
+        return zeros(span.offset, span.end()).into_iter().collect();
+    }
+    debug_assert!(covered.offset - span.offset < BLOCK);
+    let head = zeros(span.offset, covered.offset);
+    let tail = zeros(covered.end(), span.end());
+    head.into_iter().chain([Io::Punch(covered)]).chain(tail).collect()
+}
+
+/// Copies guest memory into a buffer.
+fn gather(map: &GuestMap, data: &[Segment], mut buffer: &mut [u8]) -> Result<(), OutsideMemory> {
+    for segment in data {
+        let (piece, rest) = buffer.split_at_mut(segment.len as usize);
+        map.memory().read_slice(piece, GuestAddress(segment.address)).map_err(|_| OutsideMemory)?;
+        buffer = rest;
+    }
+    Ok(())
+}
+
+/// Copies a buffer into guest memory, as far as it goes.
+fn scatter(map: &GuestMap, data: &[Segment], mut buffer: &[u8]) -> Result<(), OutsideMemory> {
+    for segment in data {
+        let (piece, rest) = buffer.split_at(buffer.len().min(segment.len as usize));
+        map.memory()
+            .write_slice(piece, GuestAddress(segment.address))
+            .map_err(|_| OutsideMemory)?;
+        buffer = rest;
+    }
+    Ok(())
+}

@@ -1,0 +1,239 @@
+//! Clients that send nonsense to the control socket and to the guest's: others are answered all the
+//! same, and the disk serves.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cairn_agent::{Checkpoint, Event, MAX_LINE, RefusalKind, Request};
+use support::backend::{Backend, IMAGE, Options, Site};
+use support::control::Control;
+use support::device::Shape;
+use support::repository;
+use support::rng::Rng;
+
+struct Target {
+    backend: Backend,
+    _site: Site,
+}
+
+impl Target {
+    fn new() -> Target {
+        let site = Site::new();
+        repository::create(&site.store(), IMAGE, 64 << 10, 4 << 20);
+        Target { backend: Backend::start(&Options::new(&site)), _site: site }
+    }
+
+    /// Both sockets that speak the protocol.
+    fn sockets(&self) -> [PathBuf; 2] {
+        [self.backend.options.control.clone(), self.backend.guest_socket()]
+    }
+
+    /// A good client is answered soon, and the disk serves.
+    fn still_serves(&mut self, after: &str) {
+        self.backend.assert_alive();
+        for socket in self.sockets() {
+            let begin = Instant::now();
+            let mut control = Control::connect(&socket).expect("connect");
+            assert_eq!(control.status().image, IMAGE);
+            let took = begin.elapsed();
+            assert!(took < Duration::from_secs(1), "{took:?} for a status after {after}");
+        }
+        let mut device = self.backend.device(Shape::default());
+        device.queues[0].write(0, &[1; 4096]).unwrap_or_else(|e| panic!("after {after}: {e}"));
+    }
+}
+
+fn connect(socket: &Path) -> UnixStream {
+    let stream = UnixStream::connect(socket).expect("connect");
+    stream.set_read_timeout(Some(Duration::from_secs(5))).expect("set a timeout");
+    stream.set_write_timeout(Some(Duration::from_secs(5))).expect("set a timeout");
+    stream
+}
+
+/// Everything the other side says until it closes or is silent.
+fn hear(stream: &mut UnixStream) -> String {
+    stream.set_read_timeout(Some(Duration::from_millis(500))).expect("set a timeout");
+    let mut bytes = Vec::new();
+    let _ = stream.read_to_end(&mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[test]
+fn a_line_that_is_no_request_is_refused_in_words() {
+    let mut target = Target::new();
+    let lines: [&[u8]; 10] = [
+        b"\n",
+        b"hello\n",
+        b"{}\n",
+        b"{\"op\":\"format\"}\n",
+        b"{\"op\":\"checkpoint\",\"lable\":\"x\"}\n",
+        b"{\"op\":\"checkpoint\",\"label\":\"../../etc\"}\n",
+        b"{\"op\":\"checkpoint\",\"label\":\"7\"}\n",
+        b"[1,2,3]\n",
+        b"\xff\xfe\x00\x01\n",
+        b"\"\\ud800\"\n",
+    ];
+    for socket in target.sockets() {
+        for line in lines {
+            let mut stream = connect(&socket);
+            stream.write_all(line).expect("send a line");
+            let answer = hear(&mut stream);
+            let text = String::from_utf8_lossy(line);
+            if let Some(first) = answer.lines().next() {
+                match serde_json::from_str(first) {
+                    Ok(Event::Error(refusal)) => {
+                        assert_eq!(refusal.kind, RefusalKind::Invalid, "{text:?}: {answer}");
+                    }
+                    other => panic!("{text:?} was answered with {other:?}: {answer}"),
+                }
+            }
+        }
+    }
+    target.still_serves("lines that are no requests");
+}
+
+#[test]
+fn a_guest_gets_only_what_is_its_own() {
+    let target = Target::new();
+    let mut guest = target.backend.guest();
+    match guest.ask(&Request::Stats).expect("an answer") {
+        Event::Error(refusal) => assert_eq!(refusal.kind, RefusalKind::Denied),
+        other => panic!("a guest asked for the counters and got {other:?}"),
+    }
+    assert_eq!(guest.status().image, IMAGE);
+    let accepted = guest.checkpoint().expect("a guest may take a checkpoint");
+    assert!(guest.list().iter().any(|line| line.snapshot == accepted.snapshot));
+}
+
+#[test]
+fn a_label_is_given_once() {
+    let target = Target::new();
+    let mut control = target.backend.control();
+    let labelled = || Checkpoint { label: Some("first".into()), ..Checkpoint::default() };
+    let accepted = control.checkpoint_with(labelled()).expect("a free label");
+    control.wait_until_quiet();
+    let refusal = control.checkpoint_with(labelled()).expect_err("the label is taken");
+    assert_eq!(refusal.kind, RefusalKind::Invalid, "{refusal:?}");
+    let lines = control.list();
+    let line = lines.iter().find(|line| line.snapshot == accepted.snapshot).expect("it is listed");
+    assert_eq!((line.label.as_deref(), line.state.as_str()), (Some("first"), "stable"));
+}
+
+#[test]
+fn an_endless_line_is_cut_off() {
+    let mut target = Target::new();
+    for socket in target.sockets() {
+        let mut stream = connect(&socket);
+        let part = [b'x'; 64 * 1024];
+        let mut sent = 0;
+        // Refused or closed long before 64 MiB; a full socket buffer is fine too.
+        while sent < 64 << 20 {
+            match stream.write(&part) {
+                Ok(len) => sent += len,
+                Err(_) => break,
+            }
+        }
+        assert!(sent < 64 << 20, "{} took {sent} bytes without a newline", socket.display());
+        target.still_serves("an endless line");
+    }
+    let mut long = vec![b' '; MAX_LINE + 1];
+    long.extend(b"{\"op\":\"status\"}\n");
+    let mut stream = connect(&target.sockets()[0]);
+    let _ = stream.write_all(&long);
+    let answer = hear(&mut stream);
+    assert!(!answer.contains("\"event\":\"status\""), "a line that is too long was obeyed");
+}
+
+#[test]
+fn a_client_that_stalls_delays_nobody() {
+    let mut target = Target::new();
+    let mut stalled = Vec::new();
+    for socket in target.sockets() {
+        for text in ["", "{\"op\":\"checkp", "{\"op\":\"status\"}\n{\"op\":"] {
+            let mut stream = connect(&socket);
+            stream.write_all(text.as_bytes()).expect("send half a line");
+            stalled.push(stream);
+        }
+    }
+    target.still_serves("clients that stall");
+
+    // A client that asks and never reads its answers.
+    for socket in target.sockets() {
+        let mut stream = connect(&socket);
+        stream.set_write_timeout(Some(Duration::from_millis(200))).expect("set a timeout");
+        for _ in 0..20_000 {
+            if stream.write_all(b"{\"op\":\"list\"}\n").is_err() {
+                break;
+            }
+        }
+        stalled.push(stream);
+        target.still_serves("a client that does not read");
+    }
+    drop(stalled);
+    target.still_serves("clients that left");
+}
+
+#[test]
+fn a_crowd_of_guests_keeps_no_operator_out() {
+    let mut target = Target::new();
+    let mut crowd: Vec<UnixStream> = Vec::new();
+    for _ in 0..300 {
+        // Refusing is fine: what counts is the operator.
+        crowd.extend(UnixStream::connect(target.backend.guest_socket()));
+    }
+    let begin = Instant::now();
+    assert_eq!(target.backend.control().status().image, IMAGE);
+    assert!(begin.elapsed() < Duration::from_secs(1), "{:?} for a status", begin.elapsed());
+    drop(crowd);
+    std::thread::sleep(Duration::from_millis(200));
+    target.still_serves("a crowd");
+}
+
+#[test]
+fn noise_harms_nobody() {
+    let mut target = Target::new();
+    let mut rng = Rng::new(9);
+    for socket in target.sockets() {
+        for _ in 0..50 {
+            let mut noise = vec![0; rng.between(1, 5000) as usize];
+            rng.fill(&mut noise);
+            let mut stream = connect(&socket);
+            let _ = stream.write_all(&noise);
+            if rng.chance(50) {
+                let _ = stream.write_all(b"\n{\"op\":\"status\"}\n");
+            }
+        }
+    }
+    target.still_serves("noise");
+    // Nesting that a recursive parser would not survive.
+    let mut deep = vec![b'['; MAX_LINE - 1];
+    deep.push(b'\n');
+    for socket in target.sockets() {
+        let _ = connect(&socket).write_all(&deep);
+    }
+    target.still_serves("a deep nesting");
+}
+
+#[test]
+fn a_client_that_leaves_early_does_not_take_its_checkpoint_with_it() {
+    let target = Target::new();
+    let mut device = target.backend.device(Shape::default());
+    device.queues[0].write(0, &[5; 65536]).expect("write");
+    let mut control = target.backend.control();
+    control
+        .send_raw(b"{\"op\":\"checkpoint\",\"wait\":\"stable\",\"label\":\"mine\"}\n")
+        .expect("send");
+    let Event::Accepted(accepted) = control.next_event().expect("an answer") else {
+        panic!("the checkpoint was not accepted");
+    };
+    drop(control);
+    let mut control = target.backend.control();
+    control.wait_until_quiet();
+    let lines = control.list();
+    let line = lines.iter().find(|line| line.snapshot == accepted.snapshot).expect("it is listed");
+    assert_eq!(line.state, "stable");
+}

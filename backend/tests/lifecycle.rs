@@ -1,0 +1,149 @@
+//! What happens to a mirror's image and repository while the mirror is in use.
+
+mod support;
+
+use std::fs;
+
+use cairn_agent::Event;
+use cairn_store::{ErrorKind, SnapshotRef};
+use support::backend::{Backend, IMAGE, Options, Site};
+use support::device::Shape;
+use support::repository;
+use support::rng::Rng;
+use support::sys;
+
+const CHUNK: u32 = 64 << 10;
+
+fn random_disk(seed: u64, len: usize) -> Vec<u8> {
+    let mut disk = vec![0; len];
+    Rng::new(seed).fill(&mut disk);
+    disk
+}
+
+#[test]
+fn a_full_repository_fails_the_checkpoint_and_not_the_guest() {
+    let site = Site::new();
+    let small = site.path("small");
+    fs::create_dir(&small).expect("a place to mount");
+    let _mounted = match sys::mount_tmpfs(&small, 40 << 20) {
+        Ok(mounted) => mounted,
+        Err(error) => {
+            eprintln!("skipped: a small file system cannot be mounted here: {error}");
+            return;
+        }
+    };
+    let store = format!("dir:{}", small.join("repository").display());
+    repository::create(&store, IMAGE, CHUNK, 16 << 20);
+    let backend = Backend::start(&Options { store: store.clone(), ..Options::new(&site) });
+    let mut device = backend.device(Shape::default());
+    let mut disk = random_disk(3, 16 << 20);
+    let mut control = backend.control();
+    for (at, part) in (0..).step_by(1 << 20).zip(disk.chunks(1 << 20)) {
+        device.queues[0].write(at, part).expect("write");
+        if at == 1 << 20 {
+            control.stable_checkpoint();
+        }
+    }
+    let ballast = small.join("ballast");
+    fs::write(&ballast, vec![1; 30 << 20]).expect("fill the file system");
+    let failed = match control.checkpoint_to_the_end() {
+        Event::Failed(failed) => failed,
+        other => panic!("14 MiB went into less than 10: {other:?}"),
+    };
+    assert!(!failed.reason.is_empty(), "{failed:?}");
+    let listed = control.list();
+    let line = listed.iter().find(|line| line.snapshot == failed.snapshot);
+    assert!(line.is_none_or(|line| line.state == "failed"), "{line:?}");
+    // The guest notices nothing.
+    assert!(device.read_all() == disk, "the disk after a failed checkpoint");
+    device.queues[0].write(8192, &[1; 4096]).expect("write");
+    device.queues[0].flush().expect("flush");
+    disk[8192..][..4096].fill(1);
+
+    // What failed comes with the next one.
+    fs::remove_file(ballast).expect("make space");
+    let number = control.stable_checkpoint();
+    assert!(repository::export(&store, IMAGE, number) == disk, "the next checkpoint");
+    drop(device);
+    backend.terminate();
+}
+
+#[test]
+fn an_image_in_use_can_be_cloned_and_keeps_what_it_needs() {
+    let site = Site::new();
+    let disk = random_disk(5, 4 << 20);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let backend = Backend::start(&Options::new(&site));
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[7; 65536]).expect("write");
+    let number = backend.control().stable_checkpoint();
+
+    let store = repository::open(&site.store());
+    let name = repository::image(IMAGE);
+    store
+        .clone_snapshot(&SnapshotRef::number(&name, number), &repository::image("twin"))
+        .expect("clone");
+    let refusal = store.remove_image(&name, true).expect_err("the image has a live writer");
+    assert_eq!(refusal.kind(), ErrorKind::Conflict, "{refusal}");
+    store.remove_snapshot(&SnapshotRef::number(&name, 1)).expect("an old snapshot can go");
+
+    // The clone is another disk, served beside the first.
+    let twin = Options { image: "twin".into(), ..Options::named(&site, "twin") };
+    let twin = Backend::start(&twin);
+    let mut other = twin.device(Shape::default());
+    other.queues[0].write(1 << 20, &[9; 4096]).expect("write the clone");
+    let mut expected = disk.clone();
+    expected[..65536].fill(7);
+    assert!(device.read_all() == expected, "the first disk");
+    expected[1 << 20..][..4096].fill(9);
+    assert!(other.read_all() == expected, "its clone");
+    let number = twin.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), "twin", number) == expected, "the clone's snapshot");
+    drop((device, other));
+    backend.terminate();
+    twin.terminate();
+}
+
+#[test]
+fn a_snapshot_can_be_served_again_elsewhere() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, 4 << 20);
+    let first = Backend::start(&Options::new(&site));
+    let mut device = first.device(Shape::default());
+    device.queues[0].write(12345 * 512, &[3; 512]).expect_err("beyond the end");
+    device.queues[0].write(1000 * 512, &[3; 512]).expect("write");
+    let number = first.control().stable_checkpoint();
+    device.queues[0].write(1000 * 512, &[4; 512]).expect("write after the checkpoint");
+    drop(device);
+    first.terminate();
+    let image = format!("{IMAGE}@{number}");
+    let second = Backend::start(&Options { image, ..Options::named(&site, "elsewhere") });
+    let mut device = second.device(Shape::default());
+    assert_eq!(device.queues[0].read(1000 * 512, 512).expect("read"), [3; 512]);
+    assert_eq!(device.queues[0].read(0, 512).expect("read"), [0; 512]);
+    drop(device);
+    second.terminate();
+}
+
+#[test]
+fn checkpoints_of_an_unchanged_disk_cost_nothing() {
+    let site = Site::new();
+    repository::import(&site.store(), IMAGE, CHUNK, &random_disk(6, 1 << 20));
+    let backend = Backend::start(&Options::new(&site));
+    let mut control = backend.control();
+    let mut last = 1;
+    for _ in 0..3 {
+        match control.checkpoint_to_the_end() {
+            Event::Stable(stable) => {
+                assert_eq!((stable.dirty_bytes, stable.stored_bytes), (0, 0));
+                assert!(stable.number > last, "numbers ascend");
+                last = stable.number;
+            }
+            other => panic!("a checkpoint ended with {other:?}"),
+        }
+    }
+    let first = repository::snapshot(&site.store(), IMAGE, 1);
+    let same = repository::snapshot(&site.store(), IMAGE, last);
+    assert_eq!(first.root, same.root, "equal content, equal root");
+    backend.terminate();
+}

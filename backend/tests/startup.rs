@@ -1,0 +1,252 @@
+//! Starts that must fail, and how: soon, with a non-zero code and a message that says what is wrong.
+
+mod support;
+
+use std::fs;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::time::Duration;
+
+use support::backend::{Backend, Ended, IMAGE, Options, Site, run};
+use support::device::{Device, Shape};
+use support::repository;
+use support::rng::Rng;
+use support::sys;
+
+const CHUNK: u32 = 64 << 10;
+const SIZE: usize = 4 << 20;
+
+fn random_disk(seed: u64, len: usize) -> Vec<u8> {
+    let mut disk = vec![0; len];
+    Rng::new(seed).fill(&mut disk);
+    disk
+}
+
+fn site_with_an_image() -> Site {
+    let site = Site::new();
+    repository::import(&site.store(), IMAGE, CHUNK, &random_disk(1, SIZE));
+    site
+}
+
+/// The start failed soon, without a panic, and said something with `word` in it.
+fn refused(ended: &Ended, words: &[&str]) {
+    assert!(!ended.status.success(), "it ended well: {ended:?}");
+    assert!(ended.status.code().is_some(), "a signal ended it: {ended:?}");
+    assert!(ended.after < Duration::from_secs(5), "it took {:?}", ended.after);
+    let message = ended.message.to_lowercase();
+    assert!(!message.contains("panicked"), "{}", ended.message);
+    for word in words {
+        assert!(message.contains(&word.to_lowercase()), "no {word:?} in: {}", ended.message);
+    }
+}
+
+#[test]
+fn a_wrong_command_line_is_refused() {
+    let site = site_with_an_image();
+    let good = Options::new(&site);
+    refused(&run(&[]), &["usage"]);
+    refused(&run(&good.clone().with(&["--no-such-flag"]).arguments()), &["--no-such-flag"]);
+    let wrong: [&[&str]; 5] = [
+        &["--queue-size", "0"],
+        &["--queue-size", "100"],
+        &["--queue-size", "65536"],
+        &["--arena-mib", "lots"],
+        &["--vsock-port", "-1"],
+    ];
+    for flags in wrong {
+        refused(&run(&good.clone().with(flags).arguments()), &[flags[0]]);
+    }
+    for queues in [0, 100_000] {
+        let options = Options { queues, ..good.clone() };
+        refused(&run(&options.arguments()), &["queue"]);
+    }
+    let options = Options { store: "ftp://x".into(), ..good.clone() };
+    refused(&run(&options.arguments()), &["ftp://x"]);
+    let options = Options { image: "a/b".into(), ..good };
+    refused(&run(&options.arguments()), &["a/b"]);
+}
+
+#[test]
+fn something_that_is_not_there_is_named() {
+    let site = site_with_an_image();
+    let good = Options::new(&site);
+    let options = Options { image: "vm2".into(), ..good.clone() };
+    refused(&run(&options.arguments()), &["vm2"]);
+    let options = Options { image: format!("{IMAGE}@7"), ..good.clone() };
+    refused(&run(&options.arguments()), &["vm1@7"]);
+    let options = Options { store: format!("dir:{}", site.path("none").display()), ..good.clone() };
+    refused(&run(&options.arguments()), &["none"]);
+    assert!(!site.path("none").exists(), "a failed start makes no repository");
+    let options = Options { socket: "/nowhere/at/all.s".into(), ..good };
+    refused(&run(&options.arguments()), &["/nowhere/at/all.s"]);
+}
+
+#[test]
+fn an_image_has_one_writer() {
+    let site = site_with_an_image();
+    let backend = Backend::start(&Options::new(&site));
+    refused(&run(&Options::named(&site, "other").arguments()), &[IMAGE]);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[1; 4096]).expect("the first one serves");
+    // It may read, and its writer may end.
+    let reader = Options::named(&site, "reader").with(&["--read-only"]);
+    let reader = Backend::start(&Options { image: format!("{IMAGE}@1"), ..reader });
+    drop(device);
+    backend.terminate();
+    let next = Backend::start(&Options::named(&site, "next"));
+    next.terminate();
+    reader.terminate();
+}
+
+#[test]
+fn a_mirror_has_one_process() {
+    let site = site_with_an_image();
+    let backend = Backend::start(&Options::new(&site));
+    let second = Options { mirror: site.path("disk"), ..Options::named(&site, "second") };
+    refused(&run(&second.arguments()), &["disk"]);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[1; 4096]).expect("the first one serves");
+}
+
+#[test]
+fn a_mirror_stays_with_its_image() {
+    let site = site_with_an_image();
+    Backend::start(&Options::new(&site)).terminate();
+    repository::import(&site.store(), "vm2", CHUNK, &random_disk(2, SIZE));
+    repository::import(&site.store(), "larger", CHUNK, &random_disk(3, 2 * SIZE));
+    repository::import(&site.store(), "coarser", 2 * CHUNK, &random_disk(4, SIZE));
+    for other in ["vm2", "larger", "coarser"] {
+        let options = Options { image: other.into(), ..Options::new(&site) };
+        refused(&run(&options.arguments()), &[IMAGE]);
+    }
+    Backend::start(&Options::new(&site)).terminate();
+}
+
+#[test]
+fn a_corrupt_chunk_is_an_error_for_its_readers_only() {
+    let site = site_with_an_image();
+    let snapshot = repository::snapshot(&site.store(), IMAGE, 1);
+    let chunks: Vec<_> = repository::open(&site.store())
+        .chunks(&snapshot.root, snapshot.geometry)
+        .map(|entry| entry.expect("the tree is fine").1.to_string())
+        .collect();
+    let blob = |name: &str| site.repository().join("blobs").join(&name[..2]).join(name);
+    let open = |name: &str| fs::OpenOptions::new().write(true).open(blob(name)).expect("a blob");
+    fs::set_permissions(blob(&chunks[3]), fs::Permissions::from_mode(0o644)).expect("chmod");
+    open(&chunks[3]).write_all_at(&[0xff, 0, 0xff, 0], 100).expect("spoil a chunk");
+    fs::set_permissions(blob(&chunks[5]), fs::Permissions::from_mode(0o644)).expect("chmod");
+    open(&chunks[5]).set_len(1000).expect("cut a chunk short");
+    fs::remove_file(blob(&chunks[7])).expect("remove a chunk");
+
+    let mut backend = Backend::start(&Options::new(&site));
+    let mut device = backend.device(Shape::default());
+    let disk = random_disk(1, SIZE);
+    let queue = &mut device.queues[0];
+    for chunk in 0..16u64 {
+        let at = chunk * u64::from(CHUNK) + 4096;
+        match (chunk, queue.read(at, 8192)) {
+            (3 | 5 | 7, Err(error)) => assert_eq!(error.raw_os_error(), Some(libc::EIO)),
+            (3 | 5 | 7, Ok(_)) => panic!("chunk {chunk} is spoiled and was read"),
+            (_, Ok(data)) => assert!(data == disk[at as usize..at as usize + 8192]),
+            (_, Err(error)) => panic!("chunk {chunk}: {error}"),
+        }
+    }
+    // What needs nothing of the old content goes on, and its result can be read.
+    let at = 3 * u64::from(CHUNK);
+    queue.write(at, &[8; 4096]).expect("a write of a whole block");
+    assert_eq!(queue.read(at, 4096).expect("read it"), [8; 4096]);
+    assert!(queue.write(at + 8192, &[8; 512]).is_err(), "a part of a block that cannot be read");
+    queue.write(at, &[9; CHUNK as usize]).expect("a write of the whole chunk");
+    assert_eq!(queue.read(at + 8192, 4096).expect("the chunk is local"), [9; 4096]);
+    backend.assert_alive();
+}
+
+#[test]
+fn a_damaged_map_is_refused() {
+    let site = site_with_an_image();
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[1; 4096]).expect("write");
+    device.queues[0].flush().expect("flush");
+    drop(device);
+    backend.terminate();
+    let map = site.path("disk").join("map");
+    let good = fs::read(&map).expect("the map");
+
+    let mut damaged = good.clone();
+    damaged[..8].fill(0xaa);
+    fs::write(&map, &damaged).expect("damage the map");
+    refused(&run(&options.arguments()), &["map"]);
+    fs::write(&map, &good[..good.len() / 2]).expect("cut the map short");
+    refused(&run(&options.arguments()), &["map"]);
+    fs::write(&map, []).expect("empty the map");
+    refused(&run(&options.arguments()), &["map"]);
+
+    fs::write(&map, &good).expect("restore the map");
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    assert_eq!(device.queues[0].read(0, 4096).expect("read"), [1; 4096]);
+}
+
+#[test]
+fn capabilities_are_told_in_json() {
+    let ended = run(&["--print-capabilities".into()]);
+    assert!(ended.status.success(), "{ended:?}");
+    let told: serde_json::Value = serde_json::from_str(&ended.output).expect("JSON");
+    assert_eq!(told["type"], "block", "{told}");
+    assert!(
+        told["features"].as_array().is_some_and(|f| f.iter().any(|f| f == "read-only")),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_listening_socket_can_be_inherited() {
+    let site = site_with_an_image();
+    let good = Options::new(&site);
+    let listener = UnixListener::bind(&good.socket).expect("listen");
+    sys::inherit(listener.as_raw_fd());
+    let mut options = good.clone().with(&["--fd", &listener.as_raw_fd().to_string()]);
+    options.without_socket_path = true;
+    let backend = Backend::start(&options);
+    drop(listener);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[1; 512]).expect("write");
+    drop(device);
+    backend.terminate();
+}
+
+#[test]
+fn a_reader_cannot_write_nor_take_checkpoints() {
+    let site = site_with_an_image();
+    let backend = Backend::start(&Options::new(&site).with(&["--read-only"]));
+    let shape = Shape { read_only: true, ..Shape::default() };
+    assert!(
+        Device::try_connect(&backend.options.socket, Shape::default()).is_err(),
+        "it is read-only"
+    );
+    let mut device = backend.device(shape);
+    assert!(device.read_all() == random_disk(1, SIZE));
+    drop(device);
+    let mut control = backend.control();
+    assert!(control.status().read_only);
+    let refusal = control.checkpoint().expect_err("nothing can change");
+    assert_eq!(refusal.kind, cairn_agent::RefusalKind::Denied, "{refusal:?}");
+    backend.terminate();
+}
+
+#[test]
+fn the_control_socket_is_its_owners_alone() {
+    let site = site_with_an_image();
+    let backend = Backend::start(&Options::new(&site));
+    let mode = |path: &Path| fs::metadata(path).expect("a socket").permissions().mode() & 0o777;
+    assert_eq!(mode(&backend.options.control), 0o600);
+    let options = backend.options.clone();
+    backend.terminate();
+    for socket in [options.socket, options.control] {
+        assert!(!socket.exists(), "{} is left behind", socket.display());
+    }
+}
