@@ -4,13 +4,14 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 use std::thread;
 
 use cairn_store::{
-    ChunkIndex, Chunks, Geometry, Repository, Result, Snapshot, SnapshotRef, is_zero,
+    ChunkId, ChunkIndex, Chunks, Geometry, Repository, Result, Snapshot, SnapshotRef, is_zero,
 };
 
 use crate::args::Style;
@@ -67,22 +68,19 @@ fn to_file(
     let geometry = snapshot.geometry;
     file.set_len(geometry.size()).doing(&doing)?;
     let progress = Progress::new(geometry.size());
-    let chunks = Mutex::new(repository.chunks(&snapshot.root, geometry));
+    let chunks = Mutex::new(Some(repository.chunks(&snapshot.root, geometry)));
     let work = || -> Outcome {
         let mut buf = vec![0; geometry.chunk_size() as usize];
         while let Some(chunk) = next(&chunks) {
             let (index, id) = chunk.doing(&doing)?;
-            let read = repository.read_chunk(&id, &mut buf).doing(&doing);
-            let written = read.and_then(|()| write_data(file, geometry, index, &buf).doing(&doing));
-            if written.is_err() {
-                // The others stop, too.
-                while next(&chunks).is_some_and(|chunk| chunk.is_ok()) {}
-            }
-            written?;
+            repository.read_chunk(&id, &mut buf).doing(&doing)?;
+            write_data(file, geometry, index, &buf).doing(&doing)?;
             progress.set(geometry.offset_of(index));
         }
         Ok(())
     };
+    // When one fails, the others find no chunk left.
+    let work = || work().inspect_err(|_| *lock(&chunks) = None);
     thread::scope(|scope| {
         let workers = thread::available_parallelism().map_or(1, usize::from);
         let workers = (0..workers).map(|_| scope.spawn(work)).collect::<Vec<_>>();
@@ -92,8 +90,15 @@ fn to_file(
     })
 }
 
-fn next(chunks: &Mutex<Chunks>) -> Option<Result<(ChunkIndex, cairn_store::ChunkId)>> {
-    chunks.lock().expect("no worker panics while it takes a chunk").next()
+/// The chunks that are left; nothing once a worker has failed.
+type Queue = Mutex<Option<Chunks>>;
+
+fn lock(queue: &Queue) -> MutexGuard<'_, Option<Chunks>> {
+    queue.lock().expect("no worker panics while it takes a chunk")
+}
+
+fn next(queue: &Queue) -> Option<Result<(ChunkIndex, ChunkId)>> {
+    lock(queue).as_mut()?.next()
 }
 
 /// Writes the runs of blocks that are not zeros.
@@ -114,7 +119,8 @@ fn write_data(file: &File, geometry: Geometry, index: ChunkIndex, chunk: &[u8]) 
 /// Writes the whole disk, zeros and all, in order.
 fn to_stdout(repository: &Repository, snapshot: &Snapshot, doing: impl Fn() -> String) -> Outcome {
     let geometry = snapshot.geometry;
-    let mut out = io::stdout().lock();
+    // The standard library's own handle looks for the ends of lines.
+    let mut out = File::from(io::stdout().as_fd().try_clone_to_owned().doing(&doing)?);
     let mut buf = vec![0; geometry.chunk_size() as usize];
     let zeros = buf.clone();
     let mut next = ChunkIndex(0);
@@ -126,8 +132,7 @@ fn to_stdout(repository: &Repository, snapshot: &Snapshot, doing: impl Fn() -> S
         next = ChunkIndex(index.0 + 1);
     }
     let end = ChunkIndex(geometry.chunk_count());
-    write_zeros(&mut out, geometry, next..end, &zeros).doing(&doing)?;
-    out.flush().doing(&doing)
+    write_zeros(&mut out, geometry, next..end, &zeros).doing(&doing)
 }
 
 fn write_zeros(
@@ -156,7 +161,14 @@ impl TempFile {
 
     /// Gives the file its name. Without `force` a file that has appeared meanwhile stays.
     fn place(&self, target: &Path, force: bool) -> io::Result<()> {
-        if force { fs::rename(&self.path, target) } else { fs::hard_link(&self.path, target) }
+        if force {
+            return fs::rename(&self.path, target);
+        }
+        match fs::hard_link(&self.path, target) {
+            // Not every file system has links.
+            Err(_) if !fs::exists(target)? => fs::rename(&self.path, target),
+            linked => linked,
+        }
     }
 }
 

@@ -4,11 +4,17 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use crate::catalog::Holder;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
 use crate::repository::Repository;
 use crate::snapshot::{NewSnapshot, Snapshot};
 use crate::tree::Root;
+
+/// The most numbers that are reserved at once.
+pub const MAX_RESERVED: u64 = 1 << 16;
+
+/// The longest reason of a failed snapshot, in characters; the rest is cut off.
+const MAX_REASON: usize = 1000;
 
 /// A mirror that is attached to its image.
 ///
@@ -37,8 +43,11 @@ impl Attachment {
         *self.lock()
     }
 
-    /// Takes the image's next snapshot numbers.
+    /// Takes the image's next snapshot numbers, at most [`MAX_RESERVED`] of them.
     pub fn reserve(&self, count: u64) -> Result<Range<u64>> {
+        if !(1..=MAX_RESERVED).contains(&count) {
+            return Err(Error::BadArgument(format!("{count} numbers cannot be reserved at once")));
+        }
         self.repository.catalog().reserve(&self.holder, count)
     }
 
@@ -65,8 +74,8 @@ impl Attachment {
     ) -> Result<Snapshot> {
         self.repository.flush()?;
         let catalog = self.repository.catalog();
-        let mut parent = self.lock();
         let snapshot = catalog.publish(&self.holder, number, root, stored_bytes, dirty_bytes)?;
+        let mut parent = self.lock();
         // A repeated publication of an older snapshot does not move the mirror back.
         if snapshot.number > parent.0 {
             *parent = (snapshot.number, snapshot.root);
@@ -76,7 +85,8 @@ impl Attachment {
 
     /// Gives up an announced snapshot.
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
-        self.repository.catalog().fail(&self.holder, number, reason)
+        let reason = reason.chars().take(MAX_REASON).collect::<String>();
+        self.repository.catalog().fail(&self.holder, number, &reason)
     }
 
     /// Ends the lease and gives back reserved numbers that were not used, if they are still the

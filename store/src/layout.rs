@@ -25,7 +25,8 @@ const FORMAT: &str = "cairn-repository";
 const VERSION: u64 = 1;
 
 /// What a repository that was not finished may hold.
-const PARTS: [&str; 5] = ["blobs", "tmp", "catalog.db", "catalog.db-wal", "catalog.db-shm"];
+const PARTS: [&str; 6] =
+    ["blobs", "tmp", "catalog.db", "catalog.db-journal", "catalog.db-wal", "catalog.db-shm"];
 
 /// File systems that cannot hold a catalog, for processes of several hosts could use it at once: their
 /// locks differ, and shared memory does not reach from one host to another. FUSE is among them because
@@ -77,6 +78,9 @@ pub(crate) fn check(path: &Path) -> Result<()> {
                 _ => Error::NoRepository { path },
             });
         }
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            return Err(Error::NotARepository { path: path.to_owned() });
+        }
         Err(error) => return Err(Error::io("reading", &file, error)),
     };
     let marker: Marker = serde_json::from_slice(&text)
@@ -93,6 +97,8 @@ pub(crate) fn check(path: &Path) -> Result<()> {
 
 /// Makes the directory a repository if it is none. A directory with other things in it is left alone.
 pub(crate) fn create(path: &Path) -> Result<()> {
+    // The directories that do not exist yet, the deepest first.
+    let missing = path.ancestors().take_while(|dir| !dir.exists()).collect::<Vec<_>>();
     match check(path) {
         Err(Error::NoRepository { .. }) => {
             fs::create_dir_all(path).map_err(|e| Error::io("creating", path, e))?;
@@ -105,7 +111,7 @@ pub(crate) fn create(path: &Path) -> Result<()> {
     Catalog::create(path)?;
     write_marker(path)?;
     sync_dir(path)?;
-    path.parent().map_or(Ok(()), sync_dir)
+    missing.into_iter().filter_map(Path::parent).try_for_each(sync_dir)
 }
 
 /// The marker comes last and whole, so that whoever sees it sees a finished repository.
@@ -121,6 +127,9 @@ fn write_marker(path: &Path) -> Result<()> {
 /// Whether the directory is empty, or another process is making it or died while it did. The marker
 /// may appear in between.
 fn is_unfinished(path: &Path) -> Result<bool> {
+    if !path.is_dir() {
+        return Ok(false);
+    }
     let entries = fs::read_dir(path).map_err(|e| Error::io("reading", path, e))?;
     for entry in entries {
         let name = entry.map_err(|e| Error::io("reading", path, e))?.file_name();

@@ -33,7 +33,7 @@ mod sys;
 mod tree;
 mod zero;
 
-pub use attachment::Attachment;
+pub use attachment::{Attachment, MAX_RESERVED};
 pub use blobs::Blobs;
 pub use catalog::LEASE_SECONDS;
 pub use error::{Error, ErrorKind, Result};

@@ -154,6 +154,10 @@ fn opening_what_is_no_repository_creates_nothing() {
     let made = Repository::open_or_create(&format!("dir:{}/photos", dir.path().display()));
     assert_eq!(kind(made), ErrorKind::Invalid);
     assert_eq!(fs::read_dir(dir.path().join("photos")).unwrap().count(), 1);
+    for made in [Repository::open, Repository::open_or_create] {
+        let file = made(&format!("dir:{}/photos/cat.jpg", dir.path().display()));
+        assert_eq!(kind(file), ErrorKind::Invalid, "a file is no directory");
+    }
     for bad in ["", "dir:", "/plain/path", "s3:bucket"] {
         assert_eq!(kind(Repository::open(bad)), ErrorKind::Invalid, "{bad}");
     }

@@ -4,8 +4,8 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Place, name, new_snapshot, owner, write};
 use cairn_store::{
-    Attachment, Error, ErrorKind, MirrorId, Mode, NewSnapshot, Result, Root, SnapshotRef,
-    SnapshotState, boot_id,
+    Attachment, Error, ErrorKind, MAX_RESERVED, MirrorId, Mode, NewSnapshot, Result, Root,
+    SnapshotRef, SnapshotState, boot_id,
 };
 
 fn kind<T>(result: Result<T>) -> ErrorKind {
@@ -208,6 +208,20 @@ fn only_reserved_numbers_and_free_labels_can_be_announced() {
     attachment.begin(&labelled(3, "x")).unwrap();
     let found = place.repository.resolve(&"a@x".parse().unwrap()).unwrap();
     assert_eq!(found.number, 3, "a failed snapshot gives its label free");
+}
+
+#[test]
+fn what_a_writer_asks_for_is_bounded() {
+    let place = Place::new();
+    let attachment = place.attach(1, &place.image("a")).unwrap();
+    for count in [0, MAX_RESERVED + 1, u64::MAX] {
+        assert_eq!(kind(attachment.reserve(count)), ErrorKind::Invalid, "{count}");
+    }
+    let number = attachment.reserve(1).unwrap().start;
+    attachment.begin(&new_snapshot(number)).unwrap();
+    attachment.fail(number, &"é".repeat(5000)).unwrap();
+    let failed = place.repository.resolve(&"a@2".parse().unwrap()).unwrap();
+    assert_eq!(failed.reason.unwrap().chars().count(), 1000);
 }
 
 #[test]
