@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use cairn_agent::{DEFAULT_PORT, Event, Request, Stats, Status};
 
 use crate::control;
@@ -51,7 +51,7 @@ pub struct Backend {
 }
 
 impl Backend {
-    /// Starts it on the lab's repository and waits until it listens.
+    /// Starts it on the lab's repository and waits until it serves.
     pub fn start(lab: &Lab, disk: &Disk) -> Result<Backend> {
         let file = |part: &str| lab.path(&format!("{}.{part}", disk.name));
         let (socket, control, mirror) = (file("disk"), file("control"), file("mirror"));
@@ -75,7 +75,10 @@ impl Backend {
         let mut process = Process::start("cairn-blk", program, arguments, file("blk.log"))?;
         process.wait_for_file(&socket, START_LIMIT)?;
         process.wait_for_file(&control, START_LIMIT)?;
-        Ok(Backend { process, socket, control, mirror })
+        let backend = Backend { process, socket, control, mirror };
+        // The sockets are there before the mirror and the image have been looked at.
+        backend.status().with_context(|| format!("starting:\n{}", backend.process.log_tail()))?;
+        Ok(backend)
     }
 
     /// Where the hypervisor connects.
