@@ -72,7 +72,7 @@ fn boots(tools: &Tools) -> Result<bool> {
     let arguments = qemu::arguments(&machine, tools, Accel::Kvm, Version::installed()?);
     let mut process = Process::start("the probe", qemu::PROGRAM.as_ref(), arguments, file("log"))?;
     let up = process
-        .wait_for_file(&machine.shell, PROBE_LIMIT)
+        .wait_for_listener(&machine.shell, PROBE_LIMIT)
         .and_then(|()| Console::connect(&machine.shell))
         .and_then(|mut console| {
             console.wait_ready(PROBE_LIMIT)?;

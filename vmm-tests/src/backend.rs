@@ -73,8 +73,8 @@ impl Backend {
         }
         let program = &lab.tools().cairn_blk;
         let mut process = Process::start("cairn-blk", program, arguments, file("blk.log"))?;
-        process.wait_for_file(&socket, START_LIMIT)?;
-        process.wait_for_file(&control, START_LIMIT)?;
+        process.wait_for_listener(&socket, START_LIMIT)?;
+        process.wait_for_listener(&control, START_LIMIT)?;
         let backend = Backend { process, socket, control, mirror };
         // The sockets are there before the mirror and the image have been looked at.
         backend.status().with_context(|| format!("starting:\n{}", backend.process.log_tail()))?;

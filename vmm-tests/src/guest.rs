@@ -43,7 +43,7 @@ impl Guest {
             format!("guest-cid=4,socket={},uds-path={}", bridge.display(), host_side.display());
         let mut vsock =
             Process::start("the vsock device", &tools.vsock, ["--vm", &vm], log("vsock"))?;
-        vsock.wait_for_file(&bridge, START_LIMIT)?;
+        vsock.wait_for_listener(&bridge, START_LIMIT)?;
 
         let machine = Machine {
             disks: disks.iter().map(|disk| disk.to_path_buf()).collect(),
@@ -55,7 +55,7 @@ impl Guest {
         let begin = Instant::now();
         let arguments = qemu::arguments(&machine, tools, accel, Version::installed()?);
         let mut qemu = Process::start("QEMU", qemu::PROGRAM.as_ref(), arguments, log("qemu"))?;
-        qemu.wait_for_file(&machine.shell, START_LIMIT)?;
+        qemu.wait_for_listener(&machine.shell, START_LIMIT)?;
         let mut console = Console::connect(&machine.shell)?;
         console
             .wait_ready(BOOT_LIMIT)

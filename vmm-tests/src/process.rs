@@ -41,15 +41,17 @@ impl Process {
         Ok(Process { name: name.to_owned(), child, log })
     }
 
-    /// Waits until `path` exists, which is how servers on unix sockets say that they are ready.
-    pub fn wait_for_file(&mut self, path: &Path, limit: Duration) -> Result<()> {
+    /// Waits until someone listens on the unix socket `path`.
+    ///
+    /// Looks from outside, because a connection of ours would be one that the server has to handle.
+    pub fn wait_for_listener(&mut self, path: &Path, limit: Duration) -> Result<()> {
         let end = Instant::now() + limit;
-        while !path.exists() {
+        while !is_listening(&fs::read_to_string("/proc/net/unix")?, path) {
             if let Some(status) = self.child.try_wait()? {
                 bail!("{} ended with {status}:\n{}", self.name, self.log_tail());
             }
             if Instant::now() > end {
-                bail!("{} made no {} in time:\n{}", self.name, path.display(), self.log_tail());
+                bail!("{} is not at {} in time:\n{}", self.name, path.display(), self.log_tail());
             }
             thread::sleep(POLL);
         }
@@ -100,5 +102,32 @@ impl Drop for Process {
         // It may have ended by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// Whether `table`, which is `/proc/net/unix`, has a socket at `path` that accepts connections.
+fn is_listening(table: &str, path: &Path) -> bool {
+    const ACCEPTS_CONNECTIONS: &str = "00010000";
+    table.lines().any(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words.get(3) == Some(&ACCEPTS_CONNECTIONS) && words.get(7).map(Path::new) == Some(path)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::{Path, fs, is_listening};
+
+    #[test]
+    fn a_socket_counts_once_it_listens() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let table = || fs::read_to_string("/proc/net/unix").unwrap();
+        assert!(!is_listening(&table(), &path));
+        let _listener = UnixListener::bind(&path).unwrap();
+        assert!(is_listening(&table(), &path));
+        assert!(!is_listening(&table(), Path::new("/elsewhere")));
     }
 }

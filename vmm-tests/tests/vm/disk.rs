@@ -50,23 +50,44 @@ fn synced_data_survives_a_guest_that_is_killed_and_a_backend_that_stays() {
 }
 
 #[test]
-fn a_guest_goes_on_when_its_backend_is_killed_and_started_again() {
+fn a_guest_goes_on_when_its_backend_is_stopped_and_started_again() {
     in_lab("restarted-backend", |lab| {
         lab.import_ext4("vm", 256 * MIB, 8)?;
         let disk = Disk::of("vm", "vm");
         let backend = Backend::start(lab, &disk)?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         guest.run("mount /dev/vda /mnt && echo precious > /mnt/file && sync")?;
-        // Writes are under way, and acknowledged ones are in flight to nowhere but the mirror.
+        // The backend stops while the guest writes.
         guest.run("dd if=/dev/urandom of=/run/data bs=1M count=16 2>/dev/null")?;
         guest.run("(cp /run/data /mnt/copy && sync && touch /run/copied) >/dev/null 2>&1 &")?;
-        backend.kill()?;
+        backend.stop()?;
         let _backend = Backend::start(lab, &disk)?;
 
         guest.run("for i in $(seq 30); do test -e /run/copied && break; sleep 1; done")?;
         guest.run("umount /mnt && e2fsck -fn /dev/vda && mount /dev/vda /mnt")?;
         guest.run("cmp /run/data /mnt/copy")?;
         assert_eq!(guest.run("cat /mnt/file")?, "precious\n");
+        Ok(())
+    });
+}
+
+#[test]
+fn synced_data_survives_the_death_of_guest_and_backend() {
+    in_lab("both-killed", |lab| {
+        lab.import_ext4("vm", 256 * MIB, 8)?;
+        let disk = Disk::of("vm", "vm");
+        let backend = Backend::start(lab, &disk)?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt && echo precious > /mnt/file && sync")?;
+        guest.run("(while :; do cp /bin/busybox /mnt/noise; sync; done) >/dev/null 2>&1 &")?;
+        backend.kill()?;
+        guest.kill()?;
+
+        let backend = Backend::start(lab, &disk)?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt")?;
+        assert_eq!(guest.run("cat /mnt/file")?, "precious\n");
+        guest.run("umount /mnt && e2fsck -fn /dev/vda")?;
         Ok(())
     });
 }
