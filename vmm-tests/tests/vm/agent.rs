@@ -1,7 +1,12 @@
 //! The agent in a real guest: freezes end, and a guest learns about its own disk only.
 
-use std::os::unix::net::UnixListener;
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Duration;
 
+use anyhow::Context;
 use vmm_tests::{Backend, Disk, Guest, in_lab};
 
 use crate::MIB;
@@ -13,17 +18,18 @@ fn an_agent_killed_during_the_freeze_leaves_nothing_frozen() {
         let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         guest.run("mount /dev/vda /mnt")?;
-        // A host that lets the agent connect and never answers.
-        let _silent = UnixListener::bind(lab.vsock_port("vm", 7999))?;
+        let asked = silent_host(UnixListener::bind(lab.vsock_port("vm", 7999))?);
 
         guest.run(
             "cairn-agent checkpoint --freeze /mnt --port 7999 --timeout 600 >/dev/null 2>&1 & \
-             echo $! > /run/agent; sleep 2",
+             echo $! > /run/agent",
         )?;
+        // The agent asks when it has frozen.
+        let _connection = asked.recv_timeout(Duration::from_secs(30)).context("nobody asked")?;
         guest.run("(echo x > /mnt/file && touch /run/written) >/dev/null 2>&1 & sleep 1")?;
         assert_ne!(guest.attempt("test -e /run/written")?.code, 0, "nothing was frozen");
-        guest.run("kill -9 $(cat /run/agent); sleep 1")?;
-        guest.run("test -e /run/written")?;
+        guest.run("kill -9 $(cat /run/agent)")?;
+        guest.run("for i in $(seq 10); do test -e /run/written && exit; sleep 1; done; exit 1")?;
 
         // And the next checkpoint is none the worse for it.
         guest.run("cairn-agent checkpoint --freeze /mnt --wait stable")?;
@@ -52,4 +58,18 @@ fn the_guest_sees_its_disk_and_its_snapshots() {
         assert_eq!(guest.attempt("cairn-agent status --port 7401")?.code, 6);
         Ok(())
     });
+}
+
+/// A host that takes a request, hands out its connection, and never answers.
+fn silent_host(listener: UnixListener) -> Receiver<UnixStream> {
+    let (sender, receiver) = channel();
+    thread::spawn(move || {
+        let (stream, _) = listener.accept().expect("a socket of this test");
+        let asked = BufReader::new(&stream).read_line(&mut String::new());
+        if asked.is_ok_and(|length| length > 0) {
+            // The test may have given up.
+            let _ = sender.send(stream);
+        }
+    });
+    receiver
 }

@@ -63,7 +63,7 @@ fn a_guest_goes_on_when_its_backend_is_stopped_and_started_again() {
         backend.stop()?;
         let _backend = Backend::start(lab, &disk)?;
 
-        guest.run("for i in $(seq 30); do test -e /run/copied && break; sleep 1; done")?;
+        guest.run("for i in $(seq 30); do test -e /run/copied && exit; sleep 1; done; exit 1")?;
         guest.run("umount /mnt && e2fsck -fn /dev/vda && mount /dev/vda /mnt")?;
         guest.run("cmp /run/data /mnt/copy")?;
         assert_eq!(guest.run("cat /mnt/file")?, "precious\n");
