@@ -176,9 +176,9 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
             for _ in 0..workers {
                 let (queue, reports) = (Arc::clone(&queue), reports.clone());
                 scope.spawn(move || {
-                    let mut buf = vec![0; chunk_size];
+                    let mut buf = ChunkBuffer::new(chunk_size);
                     while let Some(job) = next_job(&queue) {
-                        let done = store_chunk(repository, job, file, &mut buf, doing);
+                        let done = store_chunk(repository, job, file, buf.bytes(), doing);
                         let failed = done.is_err();
                         if reports.send(done).is_err() || failed {
                             break;
@@ -218,6 +218,28 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
     }
 }
 
+/// A chunk in memory at an address that allows direct I/O, which the store then uses.
+struct ChunkBuffer {
+    memory: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl ChunkBuffer {
+    const ALIGNMENT: usize = 4096;
+
+    fn new(len: usize) -> Self {
+        let memory = vec![0; len + Self::ALIGNMENT];
+        let start =
+            memory.as_ptr().addr().next_multiple_of(Self::ALIGNMENT) - memory.as_ptr().addr();
+        Self { memory, start, len }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..][..self.len]
+    }
+}
+
 fn next_job(queue: &Mutex<Receiver<Job>>) -> Option<Job> {
     queue.lock().expect("no worker panics while it takes a job").recv().ok()
 }
@@ -227,12 +249,12 @@ fn store_chunk(
     repository: &Repository,
     job: Job,
     file: Option<(&File, u64)>,
-    buf: &mut Vec<u8>,
+    buf: &mut [u8],
     doing: impl Fn() -> String,
 ) -> Stored {
     let index = match job {
         Job::Read(index, chunk) => {
-            *buf = chunk;
+            buf.copy_from_slice(&chunk);
             index
         }
         Job::At(index) => {

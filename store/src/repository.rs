@@ -162,7 +162,8 @@ impl Repository {
     }
 
     /// Takes a chunk of full length that is not all zeros: those are holes (see
-    /// [`is_zero`](crate::is_zero)).
+    /// [`is_zero`](crate::is_zero)). A chunk at an address that is a multiple of 4096 is written without
+    /// a copy in the page cache, where the file system has direct I/O.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
         debug_assert!(!crate::is_zero(content), "a chunk of zeros is a hole");
         let id = ChunkId::of(content);

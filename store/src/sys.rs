@@ -1,4 +1,4 @@
-//! The two system calls that the standard library lacks.
+//! The system calls that the standard library lacks.
 
 #![allow(unsafe_code)]
 
@@ -16,6 +16,20 @@ use std::path::Path;
 pub(crate) fn start_writeback(file: &File) {
     // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
     unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
+/// Ends direct I/O on the file, so that buffers of any alignment can be used with it.
+pub(crate) fn end_direct_io(file: &File) -> io::Result<()> {
+    // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: as above.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_DIRECT) } == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// The magic number of the file system that holds `path`.

@@ -4,17 +4,22 @@
 //! removes those whose owner is dead.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::process::Process;
+use crate::sys;
 
 /// A file of an owner that cannot be seen from here (another container) goes after this time. It is far
 /// longer than a blob waits to be synced.
 const FOREIGN_AGE: Duration = Duration::from_secs(24 * 3600);
+
+/// What direct I/O needs of addresses and lengths, on any usual disk.
+const ALIGNMENT: usize = 4096;
 
 /// The directory of temporary files, on the file system of the blobs.
 pub(crate) struct TempDir {
@@ -34,14 +39,11 @@ impl TempDir {
         let Process { pid_namespace, pid, start_time, .. } = &self.owner;
         let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let path = self.path.join(format!("{pid_namespace}-{pid}-{start_time}-{serial}"));
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .map_err(|e| Error::io("creating", &path, e))?;
-        let mut temp = TempFile { file, path, len: content.len() as u64 };
-        temp.file.write_all(content).map_err(|e| Error::io("writing", &temp.path, e))?;
+        let direct = is_aligned(content);
+        let file = create(&path, direct).map_err(|e| Error::io("creating", &path, e))?;
+        let temp =
+            TempFile { file, path, len: content.len() as u64, placed: AtomicBool::new(false) };
+        write(&temp.file, content, direct).map_err(|e| Error::io("writing", &temp.path, e))?;
         Ok(temp)
     }
 
@@ -80,12 +82,51 @@ impl TempDir {
     }
 }
 
+/// Whether the content can go to the disk without a copy in the page cache. Chunks usually can, and
+/// are seldom read again soon by the host that wrote them.
+fn is_aligned(content: &[u8]) -> bool {
+    !content.is_empty()
+        && content.len().is_multiple_of(ALIGNMENT)
+        && content.as_ptr().addr().is_multiple_of(ALIGNMENT)
+}
+
+/// Makes a file, for direct I/O if that is wanted and the file system has it.
+fn create(path: &Path, direct: bool) -> io::Result<File> {
+    let mut options = File::options();
+    options.read(true).write(true).create_new(true);
+    if direct {
+        match options.clone().custom_flags(libc::O_DIRECT).open(path) {
+            // Some file systems notice only when the file exists.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                let _ = fs::remove_file(path);
+            }
+            opened => return opened,
+        }
+    }
+    options.open(path)
+}
+
+/// Writes the whole file and leaves it open for buffers of any alignment.
+fn write(file: &File, content: &[u8], direct: bool) -> io::Result<()> {
+    if !direct {
+        return file.write_all_at(content, 0);
+    }
+    let written = file.write_all_at(content, 0);
+    sys::end_direct_io(file)?;
+    match written {
+        // The disk's own blocks may be larger than the alignment.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => file.write_all_at(content, 0),
+        written => written,
+    }
+}
+
 /// A temporary file. It is removed when it is dropped without having been placed.
 #[derive(Debug)]
 pub(crate) struct TempFile {
     file: File,
     path: PathBuf,
     len: u64,
+    placed: AtomicBool,
 }
 
 impl TempFile {
@@ -104,14 +145,17 @@ impl TempFile {
 
     /// Gives the file its name, in place of whatever had it.
     pub(crate) fn place(&self, target: &Path) -> Result<()> {
-        fs::rename(&self.path, target).map_err(|e| Error::io("naming", target, e))
+        fs::rename(&self.path, target).map_err(|e| Error::io("naming", target, e))?;
+        self.placed.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }
 
 impl Drop for TempFile {
     fn drop(&mut self) {
-        // A placed file has left this path, and no other file ever takes it.
-        let _ = fs::remove_file(&self.path);
+        if !self.placed.load(Ordering::Relaxed) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 

@@ -58,6 +58,24 @@ fn a_blob_is_readable_at_once_and_named_after_a_flush() {
 }
 
 #[test]
+fn content_of_any_alignment_reads_back_before_and_after_it_is_named() {
+    let place = Place::new();
+    let memory = (0..5 * 4096).map(|n| (n % 251) as u8).collect::<Vec<_>>();
+    let aligned = memory.as_ptr().align_offset(4096);
+    for (start, len) in [(aligned, 8192), (aligned, 4096), (aligned, 4095), (aligned + 1, 8192)] {
+        let content = &memory[start..start + len];
+        let (id, new_bytes) = place.put(content);
+        assert_eq!(new_bytes, len as u64);
+        let mut buf = vec![0; 8192];
+        for _ in 0..2 {
+            assert_eq!(place.blobs.get(&id, &mut buf).unwrap(), len);
+            assert!(buf[..len] == *content);
+            place.blobs.flush().unwrap();
+        }
+    }
+}
+
+#[test]
 fn a_full_group_is_named_without_a_flush() {
     let place = Place::new();
     let ids = (0..64_u8).map(|n| place.put(&[n; 100]).0).collect::<Vec<_>>();

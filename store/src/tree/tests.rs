@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use proptest::collection::{btree_map, vec};
-use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
+use proptest::prelude::{
+    Just, ProptestConfig, Strategy, any, prop_assert_eq, prop_oneof, proptest,
+};
 
 use super::{MAX_NODE, Node, Root, Trees};
 use crate::blobs::Blobs;
@@ -91,6 +93,8 @@ fn runs_of_changes() -> impl Strategy<Value = (Geometry, Vec<Changes>)> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
     #[test]
     fn a_tree_holds_what_a_map_holds((geometry, runs) in runs_of_changes()) {
         let (_, trees) = trees();
