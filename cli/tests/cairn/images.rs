@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use cairn_store::{Consistency, MirrorId, MirrorOwner, Mode, NewSnapshot, Repository};
 use serde_json::{Value, json};
 
 use crate::support::Place;
@@ -58,6 +59,49 @@ fn every_listing_is_json_on_demand() {
     assert_eq!(place.json(&["ls", "vm1"])[0]["state"], "stable");
     assert_eq!(place.json(&["mirrors"]), json!([]));
     assert_eq!(place.json(&["rm", "vm2"]), json!({ "removed": "vm2" }));
+}
+
+#[test]
+fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
+    let place = Place::new();
+    place.ok(&["create", "vm1", "1M"]);
+    let url = format!("dir:{}", place.path("repository").display());
+    let repository = Repository::open(&url).unwrap();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/mirrors/7").unwrap();
+    let first = repository.resolve(&"vm1".parse().unwrap()).unwrap();
+    let attachment = repository.attach(&owner, &first, Mode::ReadWrite).unwrap();
+    let number = attachment.reserve(1).unwrap().start;
+    let new = NewSnapshot {
+        number,
+        label: Some("golden".into()),
+        consistency: Consistency::Filesystem,
+        time: 0,
+        dirty_bytes: 0,
+        pause_us: 5,
+    };
+    attachment.begin(&new).unwrap();
+    assert_eq!(place.run(&["export", "vm1@golden", "out.raw"]).code, 4, "it is pending");
+    attachment.publish(number, &first.root, 0, 0).unwrap();
+    assert_eq!(place.json(&["show", "vm1@golden"])["number"], 2);
+
+    let id = "07".repeat(16);
+    let listed = place.json(&["mirrors"]);
+    assert_eq!((&listed[0]["id"], &listed[0]["parent"]), (&json!(id), &json!(2)));
+    assert_eq!(listed[0]["writer_pid"], std::process::id());
+    assert!(place.ok(&["mirrors"]).contains("/mirrors/7"));
+    for args in [&["rm", "vm1"][..], &["rm", "vm1", "--force"], &["mirrors", "--forget", &id]] {
+        let run = place.run(args);
+        assert_eq!(run.code, 4, "{args:?}");
+        let pid = std::process::id().to_string();
+        assert!(run.stderr.contains("/mirrors/7") && run.stderr.contains(&pid), "{}", run.stderr);
+    }
+
+    attachment.release(None).unwrap();
+    let run = place.run(&["rm", "vm1"]);
+    assert_eq!(run.code, 4);
+    assert!(run.stderr.contains(&format!("cairn mirrors --forget {id}")), "{}", run.stderr);
+    place.ok(&["mirrors", "--forget", &id]);
+    place.ok(&["rm", "vm1"]);
 }
 
 #[test]
