@@ -2,7 +2,8 @@
 //!
 //! `docs/formats.md` describes the bytes. Two header slots are written in turn, so that a torn write
 //! leaves the other one. Presence only grows, so a torn page of it is safe. The dirty set is
-//! written only at a clean stop and believed only after one.
+//! written only at a clean stop and believed only after one; the header of a clean stop has a
+//! checksum over both.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -22,7 +23,18 @@ const PRESENCE: u64 = 2 * SLOT;
 const HEADER: usize = 256;
 const HASHED: usize = 224;
 const NAME: std::ops::Range<usize> = 66..130;
-const CLEAN: u32 = 1;
+const BITMAPS: std::ops::Range<usize> = 160..192;
+
+/// The state of the bitmaps behind a header, in its flags.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rest {
+    /// In use: presence may be behind, the dirty set means nothing.
+    InUse = 0,
+    /// At rest, and the bitmaps have this checksum.
+    Clean = 1,
+    /// Never used: both bitmaps are empty.
+    Fresh = 2,
+}
 
 /// Why a map cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -52,8 +64,16 @@ pub(crate) struct Identity {
 pub(crate) struct MapFile {
     file: File,
     identity: Identity,
+    header: Header,
+}
+
+/// The part of the header that changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Header {
     sequence: u64,
-    clean: bool,
+    rest: Rest,
+    /// The checksum of the bitmaps, at rest.
+    bitmaps: [u8; 32],
 }
 
 impl MapFile {
@@ -67,13 +87,14 @@ impl MapFile {
             .truncate(true)
             .mode(0o600)
             .open(&fresh)?;
-        file.write_all(&encode(&identity, 1, true))?;
-        file.set_len(PRESENCE)?;
+        let header = Header { sequence: 1, rest: Rest::Fresh, bitmaps: [0; 32] };
+        file.write_all(&encode(&identity, header))?;
+        file.set_len(file_len(&Layout::new(identity.geometry)))?;
         file.sync_all()?;
         std::fs::rename(&fresh, path)?;
         let directory = path.parent().unwrap_or(Path::new("."));
         File::open(directory)?.sync_all()?;
-        Ok(MapFile { file, identity, sequence: 1, clean: true })
+        Ok(MapFile { file, identity, header })
     }
 
     /// Opens an existing map.
@@ -89,18 +110,16 @@ impl MapFile {
             [Err(MapError::Newer(version)), _] | [_, Err(MapError::Newer(version))] => {
                 return Err(MapError::Newer(version));
             }
-            [Ok(a), Ok(b)] => {
-                if a.1 > b.1 {
-                    a
-                } else {
-                    b
-                }
-            }
+            [Ok(a), Ok(b)] if a.1.sequence > b.1.sequence => a,
+            [Ok(_), Ok(b)] => b,
             [Ok(one), Err(_)] | [Err(_), Ok(one)] => one,
             [Err(error), Err(_)] => return Err(error),
         };
-        let (identity, sequence, clean) = newest;
-        Ok(MapFile { file, identity, sequence, clean })
+        let (identity, header) = newest;
+        if file.metadata()?.len() < file_len(&Layout::new(identity.geometry)) {
+            return Err(MapError::Damaged("it is too short"));
+        }
+        Ok(MapFile { file, identity, header })
     }
 
     pub(crate) fn identity(&self) -> &Identity {
@@ -109,7 +128,7 @@ impl MapFile {
 
     /// Whether the last process stopped in good order.
     pub(crate) fn is_clean(&self) -> bool {
-        self.clean
+        self.header.rest != Rest::InUse
     }
 
     /// Reads what is local, and what had changed since the last checkpoint at a clean stop. After
@@ -117,26 +136,35 @@ impl MapFile {
     pub(crate) fn load(&self, layout: &Layout) -> Result<(Presence, DirtySet), MapError> {
         let presence = Presence::absent(layout.block_count())?;
         let dirty = DirtySet::new(layout.chunk_count())?;
+        let mut checksum = blake3::Hasher::new();
         let mut page = vec![0; PAGE_BYTES];
         for index in 0..presence.bytes() / PAGE_BYTES as u64 {
-            read_up_to(&self.file, &mut page, PRESENCE + index * PAGE_BYTES as u64)?;
+            self.file.read_exact_at(&mut page, PRESENCE + index * PAGE_BYTES as u64)?;
+            checksum.update(&page);
             presence.load_page(index, &page);
         }
-        if self.clean {
-            let mut bytes = vec![0; layout.chunk_count().div_ceil(8) as usize];
-            read_up_to(&self.file, &mut bytes, PRESENCE + presence.bytes())?;
-            for (at, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
-                for bit in (0..8).filter(|bit| byte & (1 << bit) != 0) {
-                    let chunk = at as u64 * 8 + bit;
-                    if chunk >= layout.chunk_count() {
-                        return Err(MapError::Damaged("a changed chunk beyond the disk's end"));
-                    }
-                    dirty.insert(chunk);
-                }
-            }
-        } else {
+        if self.header.rest == Rest::Fresh {
+            // Then the header that said otherwise is gone.
+            let empty = presence.local_bytes() == 0;
+            return empty
+                .then_some((presence, dirty))
+                .ok_or(MapError::Damaged("its header is lost"));
+        }
+        if self.header.rest == Rest::InUse {
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
                 dirty.insert(chunk);
+            }
+            return Ok((presence, dirty));
+        }
+        let mut bytes = vec![0; dirty_len(layout)];
+        self.file.read_exact_at(&mut bytes, PRESENCE + presence.bytes())?;
+        checksum.update(&bytes);
+        if checksum.finalize() != self.header.bitmaps {
+            return Err(MapError::Damaged("the checksum of its bitmaps is wrong"));
+        }
+        for (at, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
+            for bit in (0..8).filter(|bit| byte & (1 << bit) != 0) {
+                dirty.insert(at as u64 * 8 + bit);
             }
         }
         Ok((presence, dirty))
@@ -152,7 +180,7 @@ impl MapFile {
 
     /// Notes durably that the mirror is in use: what follows may end uncleanly.
     pub(crate) fn begin(&mut self) -> io::Result<()> {
-        self.write_header(false)
+        self.write_header(Rest::InUse, [0; 32])
     }
 
     /// Notes durably that the mirror is at rest with these changed chunks. The presence pages must
@@ -163,24 +191,37 @@ impl MapFile {
         layout: &Layout,
         dirty: impl Iterator<Item = u64>,
     ) -> io::Result<()> {
-        let mut bytes = vec![0u8; layout.chunk_count().div_ceil(8) as usize];
+        let mut bytes = vec![0u8; dirty_len(layout)];
         for chunk in dirty {
             bytes[(chunk / 8) as usize] |= 1 << (chunk % 8);
         }
         self.file.write_all_at(&bytes, PRESENCE + presence.bytes())?;
         self.file.sync_data()?;
-        self.write_header(true)
+        let mut checksum = blake3::Hasher::new();
+        for page in presence.pages() {
+            checksum.update(&page.bytes);
+        }
+        checksum.update(&bytes);
+        self.write_header(Rest::Clean, *checksum.finalize().as_bytes())
     }
 
-    fn write_header(&mut self, clean: bool) -> io::Result<()> {
-        let sequence = self.sequence + 1;
-        let bytes = encode(&self.identity, sequence, clean);
-        self.file.write_all_at(&bytes, if sequence % 2 == 1 { 0 } else { SLOT })?;
+    fn write_header(&mut self, rest: Rest, bitmaps: [u8; 32]) -> io::Result<()> {
+        let header = Header { sequence: self.header.sequence + 1, rest, bitmaps };
+        let bytes = encode(&self.identity, header);
+        self.file.write_all_at(&bytes, if header.sequence % 2 == 1 { 0 } else { SLOT })?;
         self.file.sync_data()?;
-        self.sequence = sequence;
-        self.clean = clean;
+        self.header = header;
         Ok(())
     }
+}
+
+/// Bytes of the dirty set in the file.
+fn dirty_len(layout: &Layout) -> usize {
+    layout.chunk_count().div_ceil(8) as usize
+}
+
+fn file_len(layout: &Layout) -> u64 {
+    PRESENCE + Presence::bytes_for(layout.block_count()) + dirty_len(layout) as u64
 }
 
 /// Reads as much as the file has; the rest of `bytes` is zero.
@@ -198,12 +239,12 @@ fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
     Ok(())
 }
 
-fn encode(identity: &Identity, sequence: u64, clean: bool) -> [u8; HEADER] {
+fn encode(identity: &Identity, header: Header) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[0..8].copy_from_slice(MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
-    bytes[12..16].copy_from_slice(&(if clean { CLEAN } else { 0 }).to_le_bytes());
-    bytes[16..24].copy_from_slice(&sequence.to_le_bytes());
+    bytes[12..16].copy_from_slice(&(header.rest as u32).to_le_bytes());
+    bytes[16..24].copy_from_slice(&header.sequence.to_le_bytes());
     bytes[24..40].copy_from_slice(identity.mirror.as_bytes());
     bytes[40..48].copy_from_slice(&identity.geometry.size().to_le_bytes());
     bytes[48..52].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
@@ -212,12 +253,13 @@ fn encode(identity: &Identity, sequence: u64, clean: bool) -> [u8; HEADER] {
     let name = identity.image.as_str().as_bytes();
     bytes[64..66].copy_from_slice(&(name.len() as u16).to_le_bytes());
     bytes[NAME][..name.len()].copy_from_slice(name);
+    bytes[BITMAPS].copy_from_slice(&header.bitmaps);
     let hash = blake3::hash(&bytes[..HASHED]);
     bytes[HASHED..].copy_from_slice(hash.as_bytes());
     bytes
 }
 
-fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, u64, bool), MapError> {
+fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
     let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
     let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
     if &bytes[0..8] != MAGIC {
@@ -245,7 +287,14 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, u64, bool), MapError> {
         .ok_or(MapError::Damaged("an impossible image name"))?;
     let identity =
         Identity { mirror: MirrorId::from_bytes(mirror), image, geometry, origin: u64_at(56) };
-    Ok((identity, u64_at(16), u32_at(12) & CLEAN != 0))
+    let rest = match u32_at(12) {
+        0 => Rest::InUse,
+        1 => Rest::Clean,
+        2 => Rest::Fresh,
+        _ => return Err(MapError::Damaged("an unknown state")),
+    };
+    let bitmaps = bytes[BITMAPS].try_into().expect("32 bytes");
+    Ok((identity, Header { sequence: u64_at(16), rest, bitmaps }))
 }
 
 #[cfg(test)]
@@ -254,7 +303,7 @@ mod tests {
 
     use cairn_store::{Geometry, MirrorId};
 
-    use super::{Identity, MapError, MapFile, SLOT};
+    use super::{Identity, MapError, MapFile, PRESENCE, SLOT};
     use crate::mirror::layout::{Blocks, Layout};
 
     fn identity() -> Identity {
@@ -284,6 +333,7 @@ mod tests {
         let (presence, dirty) = map.load(&layout).unwrap();
         assert!(presence.all(Blocks { first: 100, count: 50 }));
         assert!(!presence.get(99));
+        assert_eq!(presence.local_bytes(), 50 * 4096);
         assert_eq!(dirty.iter().collect::<Vec<_>>(), [0, 9, 4095]);
     }
 
@@ -316,6 +366,22 @@ mod tests {
         map.file.write_all_at(&[0xff; 100], SLOT + 50).unwrap();
         assert!(MapFile::open(&path).unwrap().is_clean(), "the older header counts again");
         map.file.write_all_at(&[0xff; 100], 50).unwrap();
+        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+    }
+
+    #[test]
+    fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        let layout = Layout::new(identity().geometry);
+        let mut map = MapFile::create(&path, identity()).unwrap();
+        map.begin().unwrap();
+        let (presence, _) = map.load(&layout).unwrap();
+        map.end(&presence, &layout, std::iter::empty()).unwrap();
+        assert!(MapFile::open(&path).unwrap().load(&layout).is_ok());
+        map.file.write_all_at(&[1], PRESENCE + 77).unwrap();
+        assert!(matches!(MapFile::open(&path).unwrap().load(&layout), Err(MapError::Damaged(_))));
+        map.file.set_len(PRESENCE + 4096).unwrap();
         assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
     }
 

@@ -71,8 +71,22 @@ impl Presence {
         self.bits.words().len() as u64 * 8
     }
 
+    /// [`Presence::bytes`] of a disk with so many blocks.
+    pub(crate) fn bytes_for(blocks: u64) -> u64 {
+        blocks.next_multiple_of(PAGE_WORDS as u64 * 64) / 8
+    }
+
+    /// All pages, in order.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
+        (0..self.bytes() / PAGE_BYTES as u64).map(|index| self.page(index))
+    }
+
     /// Takes over a page read from the map file.
     pub(crate) fn load_page(&self, index: u64, bytes: &[u8]) {
+        if cairn_store::is_zero(bytes) {
+            // Left untouched, it costs no memory.
+            return;
+        }
         let start = index as usize * PAGE_WORDS;
         for (word, bytes) in self.bits.words()[start..].iter().zip(bytes.chunks_exact(8)) {
             let value = u64::from_le_bytes(bytes.try_into().expect("chunks of eight"));
