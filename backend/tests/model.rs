@@ -85,10 +85,12 @@ impl Model {
     }
 }
 
-/// The whole blocks within `sectors`: what a discard turns into zeros.
-fn whole_blocks(sectors: &Range<usize>) -> Range<usize> {
+/// The whole blocks within `sectors`: what a discard turns into zeros. The disk's last block is whole
+/// even if the disk ends within it.
+fn whole_blocks(sectors: &Range<usize>, disk: usize) -> Range<usize> {
     let start = sectors.start.next_multiple_of(BLOCK);
-    start..(sectors.end / BLOCK * BLOCK).max(start)
+    let end = if sectors.end == disk { disk } else { sectors.end / BLOCK * BLOCK };
+    if start < end { start..end } else { 0..0 }
 }
 
 /// A request in flight.
@@ -149,7 +151,10 @@ fn settle(queue: &Queue, slot: usize, done: Pending, model: &Mutex<Model>) {
         }
         Io::Write { .. } => model.bytes(&done.sectors).copy_from_slice(&done.data),
         Io::WriteZeroes { .. } => model.bytes(&done.sectors).fill(0),
-        Io::Discard { .. } => model.bytes(&whole_blocks(&done.sectors)).fill(0),
+        Io::Discard { .. } => {
+            let blocks = whole_blocks(&done.sectors, model.busy.len());
+            model.bytes(&blocks).fill(0);
+        }
         Io::Flush => {}
     }
     model.busy[done.sectors].fill(false);

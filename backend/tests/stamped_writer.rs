@@ -171,7 +171,8 @@ fn run(config: &Config, work: &Work) -> Run {
             .collect();
         let work = scope.spawn(move || work(device, shared));
         let end = Instant::now() + config.lasts;
-        while Instant::now() < end && !work.is_finished() {
+        let asked = || askers.iter().all(|asker| asker.is_finished());
+        while Instant::now() < end && !work.is_finished() && !asked() {
             std::thread::sleep(Duration::from_millis(5));
         }
         shared.stop.store(true, Ordering::SeqCst);

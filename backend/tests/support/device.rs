@@ -8,6 +8,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags, iovec};
@@ -77,8 +78,19 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Connects, waiting for a socket that is not there yet.
+    /// Connects, waiting for a socket that is not there yet. A backend that accepts and never
+    /// answers fails the test.
     pub(crate) fn connect(socket: &Path, shape: Shape) -> Device {
+        let (sender, receiver) = channel();
+        let path = socket.to_path_buf();
+        std::thread::spawn(move || sender.send(Device::keep_connecting(&path, shape)));
+        match receiver.recv_timeout(PATIENCE) {
+            Ok(device) => device,
+            Err(_) => panic!("no connection to {}", socket.display()),
+        }
+    }
+
+    fn keep_connecting(socket: &Path, shape: Shape) -> Device {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match Device::try_connect(socket, shape) {
@@ -212,9 +224,10 @@ impl Queue {
         };
         self.skews[slot] = layout.skew;
         assert!(len <= self.slot_len - SKEW, "a request of {len} bytes is too long");
+        assert!(self.depth * (layout.segments + 2) <= 256, "more descriptors than the ring has");
         let start = self.memory.map.as_ptr().wrapping_add(self.start_of(slot));
         let parts = segments(start, len, layout.segments);
-        // The rings hold 256 descriptors, more than all slots need: the list is used in the call.
+        // As the ring has room, the list is used within the call and not kept.
         let (first, count) = (parts.as_ptr(), parts.len() as u32);
         match io {
             Io::Read { .. } => self.queue.readv(offset, first, count, slot, none),
