@@ -166,7 +166,8 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         geometry: Option<Geometry>,
         feed: impl FnOnce(SyncSender<Job>) -> Outcome + Send,
     ) -> Outcome {
-        let workers = thread::available_parallelism().map_or(1, usize::from) + 1;
+        // A worker waits for the disk about as long as it hashes, and longer when a group is synced.
+        let workers = 4 * thread::available_parallelism().map_or(1, usize::from);
         let (repository, chunk_size, doing) =
             (self.repository, self.chunk_size as usize, self.doing);
         let (jobs, queue) = sync_channel(workers);
