@@ -203,8 +203,8 @@ fn a_handle_that_is_dropped_leaves_no_temporary_files() {
 
 #[test]
 fn many_threads_put_the_same_and_different_blobs() {
-    const THREADS: u32 = 8;
-    const BLOBS: u32 = 300;
+    const THREADS: u32 = 4;
+    const BLOBS: u32 = 100;
     let place = Place::new();
     let start = Barrier::new(THREADS as usize);
     let content = |n: u32| n.to_le_bytes().repeat(50);
@@ -217,7 +217,7 @@ fn many_threads_put_the_same_and_different_blobs() {
                 for n in 0..BLOBS {
                     new_bytes += place.put(&content(n)).1;
                     new_bytes += place.put(&content(1000 * (thread + 1) + n)).1;
-                    if n % 100 == thread {
+                    if n == 10 * thread {
                         place.blobs.flush().unwrap();
                     }
                 }
