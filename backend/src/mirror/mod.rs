@@ -25,6 +25,8 @@ pub(crate) mod layer;
 pub(crate) mod layout;
 pub(crate) mod map;
 pub(crate) mod presence;
+#[cfg(test)]
+mod simulation;
 
 use std::io;
 use std::sync::Arc;
