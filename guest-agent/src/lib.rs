@@ -25,6 +25,9 @@ pub const DEFAULT_PORT: u32 = 7400;
 /// A longer line is refused, in both directions.
 pub const MAX_LINE: usize = 64 * 1024;
 
+/// The most snapshots in one answer: with the longest names and labels they fit into a line.
+pub const MAX_LISTED: usize = 200;
+
 /// The longest label of a snapshot.
 pub const MAX_LABEL: usize = 64;
 
@@ -201,6 +204,13 @@ pub struct PendingCommit {
 pub struct Snapshots {
     /// Oldest first.
     pub snapshots: Vec<SnapshotLine>,
+    /// How many older ones were left out, because a line is bounded.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub omitted: u64,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// One snapshot as the guest may see it.

@@ -51,6 +51,9 @@ pub(crate) fn snapshots(list: &Snapshots, json: bool) -> io::Result<()> {
     if json {
         return print_json(list);
     }
+    if list.omitted > 0 {
+        print(&format!("({} older snapshots left out)", list.omitted))?;
+    }
     for line in &list.snapshots {
         let label = line.label.as_deref().unwrap_or("-");
         print(&format!("{}\t{}\t{}\t{label}", line.snapshot, utc(line.time), line.state))?;

@@ -82,6 +82,8 @@ pub(crate) fn spawn(device: Arc<Device>, abort: Abort) -> io::Result<thread::Joi
 /// Takes one checkpoint to its end.
 fn run(device: &Device, commit: &Commit, abort: &Abort) {
     let name = device.snapshot_name(commit.new.number);
+    // Whatever becomes of it: only then is the dirty set complete.
+    settle(device, &commit.layer);
     let result = persist(device, commit, abort);
     let state = match result {
         Ok(stored_bytes) => {
@@ -106,6 +108,20 @@ fn run(device: &Device, commit: &Commit, abort: &Abort) {
     device.commits.ended(commit, state);
 }
 
+/// Waits until no write of the layer's epoch is submitted any more. That takes as long as the local
+/// disk, nothing else.
+fn settle(device: &Device, layer: &Layer) {
+    let events = &device.mirror.events;
+    loop {
+        let seen = events.count();
+        if device.mirror.cut.settle(layer) {
+            // Writes may wait for just that.
+            return events.notify();
+        }
+        events.wait(seen, LOOK);
+    }
+}
+
 /// Reserves numbers for the checkpoints to come.
 fn refill(device: &Device) {
     let wanted = device.commits.wanted_numbers();
@@ -119,17 +135,6 @@ fn refill(device: &Device) {
 
 fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, PersistError> {
     device.attachment.begin(&commit.new)?;
-    let events = &device.mirror.events;
-    loop {
-        let seen = events.count();
-        if device.mirror.cut.settle(&commit.layer) {
-            break;
-        }
-        abort.check()?;
-        events.wait(seen, LOOK);
-    }
-    // A write that waits for the cut may be the only one who looks: tell it.
-    events.notify();
     let layers = device.mirror.cut.view().layers.clone();
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();

@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Accepted, Checkpoint, Event, Failed, MAX_LINE, PROTOCOL_VERSION, Refusal, RefusalKind, Request,
-    SnapshotLine, Snapshots, Stable, Status, Wait,
+    Accepted, Checkpoint, Event, Failed, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
+    RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
@@ -175,8 +175,12 @@ async fn list(device: &Arc<Device>) -> Event {
         tokio::task::spawn_blocking(move || shared.repository.snapshots(shared.attachment.image()));
     match snapshots.await {
         Ok(Ok(snapshots)) => Event::Snapshots(Snapshots {
+            omitted: snapshots.len().saturating_sub(MAX_LISTED) as u64,
             snapshots: snapshots
                 .into_iter()
+                .rev()
+                .take(MAX_LISTED)
+                .rev()
                 .map(|snapshot| SnapshotLine {
                     snapshot: snapshot.name().to_string(),
                     state: snapshot.state.to_string(),

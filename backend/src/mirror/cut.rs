@@ -93,8 +93,11 @@ impl Cut {
         Entrance { worker, view: self.view() }
     }
 
-    /// Takes a ticket of the current epoch, which is then `entrance.view().epoch`.
-    pub(crate) fn enter(&self, entrance: &mut Entrance) -> Epoch {
+    /// Takes a ticket of the current epoch, which is then `entrance.view().epoch`. Also tells
+    /// whether a ticket of an older epoch was held for a moment: whoever looked for that epoch to
+    /// settle just then has to look again.
+    pub(crate) fn enter(&self, entrance: &mut Entrance) -> (Epoch, bool) {
+        let mut stale = false;
         loop {
             if self.generation.load(Ordering::SeqCst) != entrance.view.generation {
                 entrance.view = self.view();
@@ -104,9 +107,10 @@ impl Cut {
             counter.fetch_add(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
             if self.generation.load(Ordering::SeqCst) == entrance.view.generation {
-                return epoch;
+                return (epoch, stale);
             }
             counter.fetch_sub(1, Ordering::SeqCst);
+            stale = true;
         }
     }
 
@@ -215,10 +219,10 @@ mod tests {
     fn a_layer_settles_when_its_last_ticket_is_back() {
         let cut = cut();
         let (mut a, mut b) = (cut.entrance(0), cut.entrance(1));
-        let first = cut.enter(&mut a);
+        let (first, _) = cut.enter(&mut a);
         let layer = cut.freeze().unwrap().unwrap();
         assert!(!cut.settle(&layer));
-        let second = cut.enter(&mut b);
+        let (second, _) = cut.enter(&mut b);
         assert!(second > first);
         assert!(!cut.settle(&layer));
         cut.leave(0, first);

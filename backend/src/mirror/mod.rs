@@ -134,7 +134,10 @@ impl Mirror {
         if !missing.is_empty() {
             return Plan::Fill(missing);
         }
-        let epoch = self.cut.enter(entrance);
+        let (epoch, stale) = self.cut.enter(entrance);
+        if stale {
+            self.events.notify();
+        }
         let view = entrance.view();
         if let Some(plan) = self.preserve_before(&view.layers, span) {
             self.leave(worker, epoch);

@@ -126,8 +126,7 @@ pub(crate) fn spawn(
         });
         if let Err(error) = worker.and_then(Worker::run) {
             // A disk with a dead worker must not pretend to be alive.
-            tracing::error!(%error, index, "a queue worker failed");
-            device.poison(format!("queue worker {index}: {error}"));
+            panic!("queue worker {index} failed: {error}");
         }
     })
 }

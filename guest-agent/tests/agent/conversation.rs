@@ -121,7 +121,7 @@ fn a_host_that_talks_nonsense_or_without_end_is_not_believed() {
     let nonsense = Host::answering(|_, stream| drop(writeln!(stream, "HTTP/1.1 400")));
     let endless = Host::answering(|_, stream| drop(stream.write_all(&vec![b'x'; MAX_LINE + 8192])));
     let wrong = Host::answering(|_, stream| {
-        say(stream, &Event::Snapshots(Snapshots { snapshots: Vec::new() }));
+        say(stream, &Event::Snapshots(Snapshots { snapshots: Vec::new(), omitted: 0 }));
     });
     for host in [nonsense, endless, wrong] {
         let output = agent("checkpoint --timeout 5", &[&host.socket()]);
@@ -141,7 +141,7 @@ fn the_list_is_one_snapshot_a_line() {
             time: 0,
         };
         let snapshots = vec![line(1, None), line(2, Some("nightly"))];
-        say(stream, &Event::Snapshots(Snapshots { snapshots }));
+        say(stream, &Event::Snapshots(Snapshots { snapshots, omitted: 0 }));
     });
     let output = agent("list", &[&host.socket()]);
     assert_eq!(
