@@ -115,6 +115,19 @@ fn base_image(config: &Config, rng: &mut Rng) -> (Vec<u8>, Vec<Base>) {
     (disk, base)
 }
 
+/// Waits for a time up to `longest` and then, on a slow machine, until the writers have come to
+/// `moment`, but not for long. Without a longest time it does not wait at all.
+fn pause(longest: Duration, moment: Moment, shared: &Shared, rng: &mut Rng) {
+    if longest.is_zero() {
+        return;
+    }
+    std::thread::sleep(Duration::from_micros(rng.below(longest.as_micros() as u64)));
+    let end = Instant::now() + 4 * longest;
+    while shared.clock.now() < moment && Instant::now() < end && !shared.stopped() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Asks for checkpoints until told to stop.
 fn ask(control: &mut Control, config: &Config, shared: &Shared, mut rng: Rng) -> Vec<Cut> {
     let mut cuts = Vec::new();
@@ -129,8 +142,7 @@ fn ask(control: &mut Control, config: &Config, shared: &Shared, mut rng: Rng) ->
             }
             Err(refusal) => panic!("a checkpoint was refused: {refusal:?}"),
         }
-        let pause = config.pause.as_micros() as u64;
-        std::thread::sleep(Duration::from_micros(rng.below(pause + 1)));
+        pause(config.pause, answered + rng.below(200), shared, &mut rng);
     }
     cuts
 }

@@ -25,6 +25,11 @@ impl Clock {
         Clock(AtomicU64::new(1))
     }
 
+    /// The next moment, without taking it.
+    pub(crate) fn now(&self) -> Moment {
+        self.0.load(Ordering::SeqCst)
+    }
+
     pub(crate) fn tick(&self) -> Moment {
         self.0.fetch_add(1, Ordering::SeqCst)
     }
