@@ -209,6 +209,8 @@ impl Cut {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
     use super::{Cut, DirtySet, MAX_LAYERS};
 
     fn cut() -> Cut {
@@ -228,6 +230,39 @@ mod tests {
         cut.leave(0, first);
         assert!(cut.settle(&layer));
         cut.leave(1, second);
+    }
+
+    /// Real threads: while a worker holds a ticket, nobody finds that ticket's epoch settled.
+    #[test]
+    fn an_epoch_never_settles_while_a_ticket_of_it_is_out() {
+        let cut = cut();
+        let settled = AtomicU64::new(0);
+        let (stop, broken) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for worker in 0..2 {
+                let (cut, settled, stop, broken) = (&cut, &settled, &stop, &broken);
+                scope.spawn(move || {
+                    let mut entrance = cut.entrance(worker);
+                    while !stop.load(Ordering::Relaxed) {
+                        let (epoch, _) = cut.enter(&mut entrance);
+                        if (0..10).any(|_| settled.load(Ordering::SeqCst) >= epoch.0) {
+                            broken.store(true, Ordering::SeqCst);
+                        }
+                        cut.leave(worker, epoch);
+                    }
+                });
+            }
+            for _ in 0..20_000 {
+                let layer = cut.freeze().unwrap().unwrap();
+                while !cut.settle(&layer) {
+                    std::hint::spin_loop();
+                }
+                settled.store(layer.epoch.0, Ordering::SeqCst);
+                cut.publish(&layer);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        assert!(!broken.load(Ordering::SeqCst), "an epoch settled under a ticket");
     }
 
     #[test]
