@@ -18,7 +18,7 @@ use crate::commit::{Commits, RESERVE, persist};
 use crate::control::{self, Listeners};
 use crate::device::{Device, Parts};
 use crate::flush::Flusher;
-use crate::mirror::copies::Pool;
+use crate::mirror::copies::Arena;
 use crate::mirror::disk::DiskFile;
 use crate::mirror::events::Events;
 use crate::mirror::layout::{Layout, SECTOR, Span};
@@ -323,13 +323,12 @@ fn serve(
         inboxes.push(inbox);
     }
     let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
-    let arena = ((args.arena_mib as usize) << 20) / layout.chunk_size();
     let mirror = Mirror::new(
         layout,
         presence,
         dirty,
         mailboxes.len(),
-        Pool::new(layout.chunk_size(), arena.max(1)),
+        Arena::new((args.arena_mib as usize) << 20),
         Events::new(wakes.collect()),
     );
     let device = Arc::new(Device::new(Parts {

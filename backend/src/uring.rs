@@ -15,7 +15,7 @@ use slab::Slab;
 
 use crate::mapping::Buffer;
 use crate::memory::GuestMap;
-use crate::mirror::copies::ChunkBuffer;
+use crate::mirror::copies::ArenaBuffer;
 use crate::mirror::layout::Span;
 
 /// Memory that stays where it is while the kernel uses it.
@@ -24,8 +24,8 @@ pub(crate) enum Memory {
     Guest { iovecs: Vec<libc::iovec>, _map: Arc<GuestMap> },
     /// A buffer between an unaligned request and the file.
     Bounce(Buffer),
-    /// The copy of a chunk.
-    Chunk(ChunkBuffer),
+    /// The copy of blocks.
+    Arena(ArenaBuffer),
 }
 
 /// An operation on the ring's file.
@@ -251,7 +251,7 @@ fn take_iovecs(memory: &mut Memory) -> Vec<libc::iovec> {
     let (base, len) = match memory {
         Memory::Guest { iovecs, .. } => return std::mem::take(iovecs),
         Memory::Bounce(buffer) => (buffer.as_mut_ptr(), buffer.len()),
-        Memory::Chunk(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+        Memory::Arena(buffer) => (buffer.as_mut_ptr(), buffer.len()),
     };
     vec![libc::iovec { iov_base: base.cast(), iov_len: len }]
 }

@@ -250,8 +250,10 @@ pub struct Stats {
     pub fetched_bytes: u64,
     /// Fetches that failed.
     pub fetch_errors: u64,
-    /// Chunks copied aside by copy-on-write.
-    pub copied_chunks: u64,
+    /// Copies made by copy-on-write.
+    pub copies: u64,
+    /// Bytes of these copies.
+    pub copied_bytes: u64,
     /// Times that a request had to wait (for a fetch, a copy, a claim or a cut).
     pub parked: u64,
     /// Checkpoints accepted.

@@ -1,9 +1,10 @@
 //! Makes accepted checkpoints stable (BlobCR, algorithm 3).
 //!
 //! One thread takes the checkpoints in order; two help it with each. For every chunk of the frozen
-//! dirty set: take it (Pending) → read it from the mirror into memory (Idle: the guest may write it
-//! again) or use the copy that a write made → complete its absent blocks from the parent → hash and
-//! store it, unless it is all zeros. Copies come first, so that their memory is free again soon.
+//! dirty set: take it (Pending) → read it from the mirror into memory → lay over it what writes have
+//! put aside (Idle: the guest may write it again) → complete its absent blocks from the parent → hash
+//! and store it, unless it is all zeros. Chunks of which something was put aside come first, so
+//! that this memory is free again soon.
 //!
 //! Chunks go in batches. A batch's buffers are released when its blobs are durable, not before: if
 //! something fails, the bytes go back into the layer, because the mirror may hold newer ones.
@@ -20,12 +21,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use cairn_store::{ChunkId, ChunkIndex, is_zero};
+use cairn_store::{ChunkIndex, is_zero};
 
 use super::{Commit, CommitState};
 use crate::device::Device;
-use crate::mirror::copies::{Copy, Pool};
-use crate::mirror::layer::{Layer, Take};
+use crate::mirror::copies::{Arena, Copy};
+use crate::mirror::layer::Layer;
 use crate::mirror::layout::BLOCK;
 
 /// Threads that read, hash and store.
@@ -139,16 +140,13 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
     let stored = AtomicU64::new(0);
-    let pool = Pool::new(
-        device.mirror.layout().chunk_size(),
-        THREADS * (BATCH / device.mirror.layout().chunk_size()).max(1),
-    );
+    let arena = Arena::new(THREADS * BATCH.max(device.mirror.layout().chunk_size()));
     let mut changes = BTreeMap::new();
     // The newest layer's chunks hide those of the older ones that it absorbs.
     sources.reverse();
     for (at, source) in sources.iter().enumerate() {
         let newer = &sources[..at];
-        store_layer(device, source, newer, &pool, &stored, abort)?;
+        store_layer(device, source, newer, &arena, &stored, abort)?;
         for (chunk, id) in source.stored() {
             changes.entry(chunk).or_insert(id);
         }
@@ -167,7 +165,7 @@ fn store_layer(
     device: &Device,
     source: &Layer,
     newer: &[Arc<Layer>],
-    pool: &Arc<Pool>,
+    arena: &Arc<Arena>,
     stored: &AtomicU64,
     abort: &Abort,
 ) -> Result<(), PersistError> {
@@ -175,7 +173,7 @@ fn store_layer(
     let work = Work {
         device,
         source,
-        pool,
+        arena,
         stored,
         abort,
         chunks: Mutex::new(Box::new(
@@ -212,150 +210,94 @@ struct Item {
 struct Work<'a> {
     device: &'a Device,
     source: &'a Layer,
-    pool: &'a Arc<Pool>,
+    arena: &'a Arc<Arena>,
     stored: &'a AtomicU64,
     abort: &'a Abort,
     chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
     failed: AtomicBool,
 }
 
-/// What gathering a chunk came to.
-enum Gathered {
-    Item(Item),
-    /// A hole, or somebody else has it or had it.
-    Nothing,
-    /// A write is copying it: it will have a copy soon.
-    Later,
-}
-
 impl Work<'_> {
     /// Stores batches until there is nothing left.
     fn run(&self) -> Result<(), PersistError> {
-        let mut later = Vec::new();
         // The thread that failed tells why; the others just stop.
         while !self.failed.load(Ordering::SeqCst) {
-            let seen = self.device.mirror.events.count();
-            let waited_for = later.len();
-            let batch = match self.gather(&mut later) {
-                Ok(batch) => batch,
-                Err(error) => {
-                    self.failed.store(true, Ordering::SeqCst);
-                    return Err(error);
-                }
-            };
-            let progress = !batch.is_empty() || later.len() != waited_for;
-            if let Err((error, batch)) = self.store(batch) {
+            let mut batch = Vec::new();
+            let result = self.gather(&mut batch).and_then(|()| self.store(&mut batch));
+            if let Err(error) = result {
                 self.failed.store(true, Ordering::SeqCst);
                 for item in batch {
-                    self.source.keep_copy(item.chunk, item.copy);
+                    self.source.keep(item.chunk, item.copy);
                 }
                 return Err(error);
             }
-            match (progress, later.is_empty()) {
-                (true, _) => {}
-                (false, true) => return Ok(()),
-                (false, false) => self.device.mirror.events.wait(seen, LOOK),
+            let done = batch.is_empty();
+            drop(batch);
+            // Memory that writes wait for may be free again.
+            self.device.mirror.events.notify();
+            if done {
+                break;
             }
         }
         Ok(())
     }
 
-    /// Collects a batch: copies first, then what other threads were copying, then the next chunks.
-    fn gather(&self, later: &mut Vec<ChunkIndex>) -> Result<Vec<Item>, PersistError> {
+    /// Collects a batch: first the chunks that hold memory, then the next ones.
+    fn gather(&self, batch: &mut Vec<Item>) -> Result<(), PersistError> {
+        let limit = (BATCH / self.device.mirror.layout().chunk_size()).max(1);
         self.abort.check()?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
-        let limit = (BATCH / self.device.mirror.layout().chunk_size()).max(1);
-        let mut batch: Vec<Item> = self
-            .source
-            .copied(limit)
-            .into_iter()
-            .filter_map(|chunk| self.source.take_copy(chunk).map(|copy| Item { chunk, copy }))
-            .collect();
-        let mut again = std::mem::take(later).into_iter();
-        while batch.len() < limit {
-            let Some(chunk) = again.next().or_else(|| self.next_chunk()) else { break };
-            let gathered = self.gather_chunk(chunk);
-            match gathered {
-                Ok(Gathered::Item(item)) => batch.push(item),
-                Ok(Gathered::Nothing) => {}
-                Ok(Gathered::Later) => later.push(chunk),
-                Err(error) => {
-                    for item in batch {
-                        self.source.keep_copy(item.chunk, item.copy);
-                    }
-                    return Err(error);
-                }
-            }
+        for chunk in self.source.costly(limit / 2) {
+            batch.extend(self.gather_chunk(chunk)?);
         }
-        later.extend(again);
-        Ok(batch)
+        while batch.len() < limit {
+            let Some(chunk) = self.next_chunk() else { break };
+            batch.extend(self.gather_chunk(chunk)?);
+        }
+        Ok(())
     }
 
     fn next_chunk(&self) -> Option<ChunkIndex> {
         self.chunks.lock().expect("no code panics with the iterator locked").next()
     }
 
-    /// Scheduled → Pending → Idle, with the chunk's bytes in memory.
-    fn gather_chunk(&self, chunk: ChunkIndex) -> Result<Gathered, PersistError> {
-        match self.source.take(chunk) {
-            Take::Busy => return Ok(Gathered::Later),
-            Take::Idle => {
-                let copy = self.source.take_copy(chunk);
-                return Ok(
-                    copy.map_or(Gathered::Nothing, |copy| Gathered::Item(Item { chunk, copy }))
-                );
-            }
-            Take::Taken => {}
+    /// Scheduled → Pending → Idle, with the chunk's bytes in memory. Nothing if somebody else has it
+    /// or had it.
+    fn gather_chunk(&self, chunk: ChunkIndex) -> Result<Option<Item>, PersistError> {
+        if !self.source.take(chunk) {
+            return Ok(self.source.take_kept(chunk).map(|copy| Item { chunk, copy }));
         }
-        let mirror = &self.device.mirror;
         let result = self.read(chunk);
-        match &result {
-            Ok(_) => self.source.taken(chunk, None),
-            Err(_) => self.source.untake(chunk),
+        if result.is_err() {
+            self.source.untake(chunk);
         }
-        mirror.events.notify();
-        result
+        self.device.mirror.events.notify();
+        result.map(|copy| Some(Item { chunk, copy }))
     }
 
-    /// Reads a chunk that is Pending. Its presence is looked at first: a block that is filled
-    /// meanwhile has the parent's content, wherever it is read from.
-    fn read(&self, chunk: ChunkIndex) -> Result<Gathered, PersistError> {
+    /// Reads a chunk that is Pending and makes it Idle. Its presence is looked at first: a block that
+    /// is filled meanwhile has the parent's content, wherever it is read from.
+    fn read(&self, chunk: ChunkIndex) -> Result<Copy, PersistError> {
         let layout = self.device.mirror.layout();
         let present = self.device.mirror.presence.of(layout.blocks_of(chunk));
         let span = layout.span_of(chunk);
-        if present.is_full() && self.device.disk.is_hole(span) {
-            self.source.store([(chunk, None)]);
-            return Ok(Gathered::Nothing);
+        let data = self.arena.take(layout.chunk_size());
+        let mut data = data.expect("the arena has room for each chunk of each batch");
+        // A fresh buffer is zero already.
+        if !self.device.disk.is_hole(span) {
+            self.device.disk.read(&mut data, span.offset)?;
         }
-        let mut data =
-            self.pool.take().expect("the pool has a buffer for each chunk of each batch");
-        self.device.disk.read(&mut data, span.offset)?;
-        Ok(Gathered::Item(Item { chunk, copy: Copy { data, present } }))
+        let present = self.source.taken(chunk).lay_over(&mut data, present);
+        Ok(Copy { data, present })
     }
 
-    /// Makes a batch durable. If that fails, the batch comes back with the error.
-    fn store(&self, mut batch: Vec<Item>) -> Result<(), (PersistError, Vec<Item>)> {
+    /// Makes a batch durable.
+    fn store(&self, batch: &mut [Item]) -> Result<(), PersistError> {
         if batch.is_empty() {
             return Ok(());
         }
-        match self.put_all(&mut batch) {
-            Ok(ids) => {
-                self.source.store(ids);
-                drop(batch);
-                // Buffers of the arena may be free again.
-                self.device.mirror.events.notify();
-                Ok(())
-            }
-            Err(error) => Err((error, batch)),
-        }
-    }
-
-    fn put_all(
-        &self,
-        batch: &mut [Item],
-    ) -> Result<Vec<(ChunkIndex, Option<ChunkId>)>, PersistError> {
         let mut ids = Vec::with_capacity(batch.len());
         for item in batch {
             self.complete(item)?;
@@ -370,13 +312,14 @@ impl Work<'_> {
             ids.push((item.chunk, id));
         }
         self.device.repository.flush()?;
-        Ok(ids)
+        self.source.store(ids);
+        Ok(())
     }
 
     /// Brings the blocks that were absent from the parent.
     fn complete(&self, item: &mut Item) -> Result<(), PersistError> {
         let Copy { data, present } = &mut item.copy;
-        if present.is_full() {
+        if present.len() == self.device.mirror.layout().blocks_per_chunk() {
             return Ok(());
         }
         let mut parent = vec![0; data.len()];
@@ -386,7 +329,7 @@ impl Work<'_> {
             .zip(parent.chunks_exact(BLOCK as usize))
             .enumerate()
         {
-            if !present.get(block as u64) {
+            if !present.contains(block as u64) {
                 to.copy_from_slice(from);
             }
         }

@@ -1,87 +1,101 @@
-//! Buffers of one chunk each: a bounded pool, and the copies of chunks that a frozen epoch holds.
+//! Memory for the old content of blocks that the guest overwrites, and for chunks on their way into
+//! the repository. Both are bounded.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::presence::ChunkPresence;
+use super::blockset::BlockSet;
+use super::layout::{BLOCK, Blocks};
 use crate::mapping::Buffer;
 
-/// A bounded number of chunk buffers, allocated as they are wanted and kept for the next user.
-pub(crate) struct Pool {
-    chunk_size: usize,
+/// A bounded amount of memory.
+pub(crate) struct Arena {
     limit: usize,
-    state: Mutex<PoolState>,
+    used: AtomicUsize,
 }
 
-#[derive(Default)]
-struct PoolState {
-    lent: usize,
-    idle: Vec<Buffer>,
-}
-
-impl Pool {
-    /// A pool of at most `limit` buffers of `chunk_size` bytes.
-    pub(crate) fn new(chunk_size: usize, limit: usize) -> Arc<Pool> {
-        Arc::new(Pool { chunk_size, limit, state: Mutex::default() })
+impl Arena {
+    /// At most `limit` bytes.
+    pub(crate) fn new(limit: usize) -> Arc<Arena> {
+        Arc::new(Arena { limit, used: AtomicUsize::new(0) })
     }
 
-    /// A buffer with any content, or nothing if all are in use.
-    pub(crate) fn take(self: &Arc<Pool>) -> Option<ChunkBuffer> {
-        let mut state = self.state.lock().expect("no code panics with the pool locked");
-        if state.lent == self.limit {
-            return None;
-        }
-        state.lent += 1;
-        let idle = state.idle.pop();
-        drop(state);
-        let buffer = idle.unwrap_or_else(|| Buffer::zeroed(self.chunk_size));
-        Some(ChunkBuffer { buffer: Some(buffer), pool: self.clone() })
+    /// A page-aligned buffer, or nothing if that would be too much. A buffer that is larger than the
+    /// whole arena is given out while nothing else is, so that every request can go on some time.
+    pub(crate) fn take(self: &Arc<Arena>, len: usize) -> Option<ArenaBuffer> {
+        let take = |used: usize| (used == 0 || used + len <= self.limit).then_some(used + len);
+        self.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).ok()?;
+        Some(ArenaBuffer { buffer: Buffer::zeroed(len), arena: self.clone() })
     }
 }
 
-/// A buffer that goes back to its pool when it is dropped.
-pub(crate) struct ChunkBuffer {
-    buffer: Option<Buffer>,
-    pool: Arc<Pool>,
+/// Memory of an [`Arena`], given back when it is dropped.
+pub(crate) struct ArenaBuffer {
+    buffer: Buffer,
+    arena: Arc<Arena>,
 }
 
-impl ChunkBuffer {
-    fn buffer(&self) -> &Buffer {
-        self.buffer.as_ref().expect("taken only by drop")
-    }
-
-    /// The buffer itself, for an operation that owns it.
+impl ArenaBuffer {
+    /// The address, for an operation that owns this buffer.
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.buffer.as_mut().expect("taken only by drop").as_mut_ptr()
+        self.buffer.as_mut_ptr()
     }
 }
 
-impl Deref for ChunkBuffer {
+impl Deref for ArenaBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.buffer()
+        &self.buffer
     }
 }
 
-impl DerefMut for ChunkBuffer {
+impl DerefMut for ArenaBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.buffer.as_mut().expect("taken only by drop")
+        &mut self.buffer
     }
 }
 
-impl Drop for ChunkBuffer {
+impl Drop for ArenaBuffer {
     fn drop(&mut self) {
-        let mut state = self.pool.state.lock().expect("no code panics with the pool locked");
-        state.lent -= 1;
-        state.idle.extend(self.buffer.take());
+        self.arena.used.fetch_sub(self.buffer.len(), Ordering::AcqRel);
+    }
+}
+
+/// The old content of a run of blocks, counted from their chunk's start.
+pub(crate) struct Piece {
+    pub(crate) run: Blocks,
+    pub(crate) data: ArenaBuffer,
+}
+
+/// What writes have put aside of one chunk.
+#[derive(Default)]
+pub(crate) struct Aside {
+    /// Blocks whose state at the cut does not depend on the mirror any more: those of `pieces`, and
+    /// those that were absent.
+    pub(crate) decided: BlockSet,
+    pub(crate) pieces: Vec<Piece>,
+}
+
+impl Aside {
+    /// Lays the old content over `data`, which was read from the mirror, where the blocks of
+    /// `present` were valid. Returns the blocks that are valid now; others are the parent's.
+    pub(crate) fn lay_over(&self, data: &mut [u8], present: BlockSet) -> BlockSet {
+        let mut valid = present.without(&self.decided);
+        for Piece { run, data: old } in &self.pieces {
+            let from = (run.first * BLOCK) as usize;
+            data[from..from + old.len()].copy_from_slice(old);
+            valid = valid.union(&BlockSet::run(*run));
+        }
+        valid
     }
 }
 
 /// A chunk as a frozen epoch had it.
 pub(crate) struct Copy {
-    /// The bytes of the blocks that were present; others hold anything.
-    pub(crate) data: ChunkBuffer,
-    /// Which blocks were present when the copy was taken. Others come from the parent root.
-    pub(crate) present: ChunkPresence,
+    /// The chunk's bytes where `present`; others hold anything.
+    pub(crate) data: ArenaBuffer,
+    /// The blocks that are valid. Others come from the parent root.
+    pub(crate) present: BlockSet,
 }

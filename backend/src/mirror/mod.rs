@@ -16,6 +16,7 @@
 //! A request that does not go on holds nothing: no ticket, no claim.
 
 mod bits;
+mod blockset;
 mod claims;
 pub(crate) mod copies;
 pub(crate) mod cut;
@@ -35,12 +36,12 @@ use cairn_store::ChunkIndex;
 
 pub(crate) use self::bits::DirtySet;
 use self::claims::Claims;
-use self::copies::{ChunkBuffer, Copy, Pool};
+use self::copies::{Arena, ArenaBuffer, Piece};
 use self::cut::{Cut, Entrance};
 use self::events::Events;
-use self::layer::{Epoch, Layer, Take};
+use self::layer::{Epoch, Layer, Owed};
 use self::layout::{Blocks, Layout, Span};
-use self::presence::{ChunkPresence, Presence};
+use self::presence::Presence;
 
 /// What has to happen to a request.
 pub(crate) enum Plan {
@@ -48,8 +49,8 @@ pub(crate) enum Plan {
     Direct(Permit),
     /// Fetch these chunks, then plan again.
     Fill(Vec<ChunkIndex>),
-    /// Copy these chunks aside, then plan again.
-    Preserve(Vec<(Preserve, ChunkBuffer)>),
+    /// Copy these blocks aside, then plan again.
+    Preserve(Vec<(Preserve, ArenaBuffer)>),
     /// Plan again after the next event.
     Wait,
 }
@@ -75,12 +76,13 @@ impl Drop for Permit {
     }
 }
 
-/// The order to copy one chunk of a frozen epoch into memory: the chunk is Pending with the holder,
-/// who ends it with [`Mirror::preserved`].
+/// The order to copy a run of blocks of a frozen epoch into memory. The holder ends it with
+/// [`Mirror::preserved`].
 #[must_use]
 pub(crate) struct Preserve {
-    pub(crate) chunk: ChunkIndex,
-    present: ChunkPresence,
+    chunk: ChunkIndex,
+    /// Counted from the chunk's start.
+    run: Blocks,
     layer: Arc<Layer>,
 }
 
@@ -90,7 +92,7 @@ pub(crate) struct Mirror {
     pub(crate) presence: Presence,
     pub(crate) cut: Cut,
     claims: Claims,
-    arena: Arc<Pool>,
+    arena: Arc<Arena>,
     pub(crate) events: Events,
 }
 
@@ -101,7 +103,7 @@ impl Mirror {
         presence: Presence,
         dirty: DirtySet,
         workers: usize,
-        arena: Arc<Pool>,
+        arena: Arc<Arena>,
         events: Events,
     ) -> Mirror {
         let cut = Cut::new(layout.chunk_count(), workers, dirty);
@@ -162,16 +164,27 @@ impl Mirror {
         let mut blocked = false;
         for chunk in self.layout.chunks(span) {
             for layer in layers.iter().filter(|layer| layer.guards(chunk)) {
-                let Some(buffer) = self.arena.take() else {
-                    blocked = true;
-                    continue;
-                };
-                match layer.take(chunk) {
-                    Take::Idle => {}
-                    Take::Busy => blocked = true,
-                    Take::Taken => {
-                        let present = self.presence.of(self.layout.blocks_of(chunk));
-                        jobs.push((Preserve { chunk, present, layer: layer.clone() }, buffer));
+                let own = self.layout.blocks_of(chunk);
+                let hit = self.layout.blocks_within(span, chunk);
+                let hit = Blocks { first: hit.first - own.first, ..hit };
+                match layer.owed(chunk, hit, self.presence.of(own)) {
+                    Owed::Nothing => {}
+                    Owed::Wait => blocked = true,
+                    Owed::Copies(runs) => {
+                        for run in runs {
+                            match self.arena.take(run.span().len as usize) {
+                                Some(buffer) => {
+                                    jobs.push((
+                                        Preserve { chunk, run, layer: layer.clone() },
+                                        buffer,
+                                    ));
+                                }
+                                None => {
+                                    layer.not_copied(chunk, run);
+                                    blocked = true;
+                                }
+                            }
+                        }
                     }
                 }
             }
@@ -225,15 +238,20 @@ impl Mirror {
         self.leave(permit.worker, permit.epoch);
     }
 
-    /// Ends a copy. On success the frozen epoch has the chunk and the guest may write to it.
-    pub(crate) fn preserved(&self, job: Preserve, buffer: ChunkBuffer, result: io::Result<()>) {
-        let Preserve { chunk, present, layer } = job;
+    /// Where in the mirror's file a run lies that is to be copied.
+    pub(crate) fn span_to_preserve(&self, job: &Preserve) -> Span {
+        let first = self.layout.blocks_of(job.chunk).first + job.run.first;
+        Blocks { first, ..job.run }.span()
+    }
+
+    /// Ends a copy. On success the frozen epoch has the blocks and the guest may write to them.
+    pub(crate) fn preserved(&self, job: Preserve, data: ArenaBuffer, result: io::Result<()>) {
+        let Preserve { chunk, run, layer } = job;
         match result {
-            Ok(()) => layer.taken(chunk, Some(Copy { data: buffer, present })),
+            Ok(()) => layer.copied(chunk, Piece { run, data }),
+            // Without its old content the snapshot is lost; the guest's write is not.
             Err(error) => {
-                // Without its old content the snapshot is lost; the guest's write is not.
                 layer.set_failure(format!("reading chunk {} of the mirror: {error}", chunk.0));
-                layer.untake(chunk);
             }
         }
         self.events.notify();

@@ -8,6 +8,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::bits::{Bits, masks, ones};
+use super::blockset::BlockSet;
 use super::layout::{BLOCK, Blocks};
 
 /// Words in a page of the bitmap: the unit in which the map file is written.
@@ -15,25 +16,6 @@ const PAGE_WORDS: usize = 512;
 
 /// Bytes of a page.
 pub(crate) const PAGE_BYTES: usize = PAGE_WORDS * 8;
-
-/// The presence bits of one chunk at one moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ChunkPresence {
-    words: Vec<u64>,
-    blocks: u64,
-}
-
-impl ChunkPresence {
-    /// Whether the chunk's block number `block` (counted from the chunk's start) was present.
-    pub(crate) fn get(&self, block: u64) -> bool {
-        self.words[(block / 64) as usize] & (1 << (block % 64)) != 0
-    }
-
-    /// Whether every block was present.
-    pub(crate) fn is_full(&self) -> bool {
-        self.words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() == self.blocks
-    }
-}
 
 /// The copy of one page of the bitmap.
 pub(crate) struct Page {
@@ -120,16 +102,14 @@ impl Presence {
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The bits of one chunk's blocks.
-    pub(crate) fn of(&self, blocks: Blocks) -> ChunkPresence {
-        let mut words = vec![0; blocks.count.div_ceil(64) as usize];
+    /// The present ones of a chunk's blocks, counted from its start.
+    pub(crate) fn of(&self, blocks: Blocks) -> BlockSet {
         // A chunk has 16 blocks at least and a power of two of them: its bits either fill whole
         // words or lie within one.
-        for (at, (word, mask)) in masks(blocks.first, blocks.count).enumerate() {
+        BlockSet::from_words(masks(blocks.first, blocks.count).map(|(word, mask)| {
             let bits = self.bits.words()[word].load(Ordering::Acquire) & mask;
-            words[at] = if blocks.count < 64 { bits >> (blocks.first % 64) } else { bits };
-        }
-        ChunkPresence { words, blocks: blocks.count }
+            if blocks.count < 64 { bits >> (blocks.first % 64) } else { bits }
+        }))
     }
 
     /// Local bytes, in whole blocks.
@@ -202,7 +182,7 @@ impl PageFlags {
 
 #[cfg(test)]
 mod tests {
-    use super::{Blocks, Presence};
+    use super::{BlockSet, Blocks, Presence};
 
     #[test]
     fn a_chunks_bits_are_its_own_whatever_the_chunk_size() {
@@ -210,12 +190,11 @@ mod tests {
             let presence = Presence::absent(per_chunk * 8).unwrap();
             presence.set(Blocks { first: per_chunk * 3 + 1, count: 2 });
             let third = presence.of(Blocks { first: per_chunk * 3, count: per_chunk });
-            let set: Vec<u64> = (0..per_chunk).filter(|block| third.get(*block)).collect();
-            assert_eq!(set, [1, 2]);
-            let second = presence.of(Blocks { first: per_chunk * 2, count: per_chunk });
-            assert!((0..per_chunk).all(|block| !second.get(block)));
+            assert_eq!(third, BlockSet::run(Blocks { first: 1, count: 2 }));
+            assert!(presence.of(Blocks { first: per_chunk * 2, count: per_chunk }).is_empty());
             presence.set(Blocks { first: per_chunk * 5, count: per_chunk });
-            assert!(presence.of(Blocks { first: per_chunk * 5, count: per_chunk }).is_full());
+            let fifth = presence.of(Blocks { first: per_chunk * 5, count: per_chunk });
+            assert_eq!(fifth.len(), per_chunk);
             assert_eq!(presence.touched_chunks(per_chunk).collect::<Vec<_>>(), [3, 5]);
         }
     }

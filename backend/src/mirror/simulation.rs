@@ -13,13 +13,14 @@ use std::sync::Arc;
 
 use cairn_store::{ChunkIndex, Geometry};
 
-use super::copies::{Copy, Pool};
+use super::blockset::BlockSet;
+use super::copies::{Arena, ArenaBuffer};
 use super::cut::Entrance;
 use super::events::Events;
-use super::layer::{Epoch, Layer, Take};
+use super::layer::{Epoch, Layer};
 use super::layout::{BLOCK, Blocks, Layout, Span};
 use super::presence::Presence;
-use super::{ChunkBuffer, DirtySet, Mirror, Permit, Plan, Preserve};
+use super::{DirtySet, Mirror, Permit, Plan, Preserve};
 
 const CHUNK: u64 = 64 * 1024;
 const CHUNKS: u64 = 4;
@@ -53,10 +54,29 @@ struct Write {
 
 /// An operation in the hands of the simulated kernel: the blocks that it did not touch yet.
 enum Kernel {
-    Write { write: Write, permit: Permit, left: Vec<u64>, fails: bool },
-    Copy { job: Preserve, buffer: ChunkBuffer, left: Vec<u64> },
-    Fill { chunk: ChunkIndex, runs: Vec<Blocks>, left: Vec<u64> },
-    Persist { layer: Arc<Layer>, copy: Copy, chunk: ChunkIndex, left: Vec<u64> },
+    Write {
+        write: Write,
+        permit: Permit,
+        left: Vec<u64>,
+        fails: bool,
+    },
+    Copy {
+        job: Preserve,
+        buffer: ArenaBuffer,
+        left: Vec<u64>,
+    },
+    Fill {
+        chunk: ChunkIndex,
+        runs: Vec<Blocks>,
+        left: Vec<u64>,
+    },
+    Persist {
+        layer: Arc<Layer>,
+        data: Vec<u8>,
+        present: BlockSet,
+        chunk: ChunkIndex,
+        left: Vec<u64>,
+    },
 }
 
 struct World {
@@ -87,7 +107,7 @@ impl World {
             Presence::absent(layout.block_count()).unwrap(),
             DirtySet::new(CHUNKS).unwrap(),
             WORKERS,
-            Pool::new(CHUNK as usize, arena),
+            Arena::new(arena * BLOCK as usize),
             Events::new(Vec::new()),
         );
         let blocks = layout.block_count() as usize;
@@ -166,7 +186,7 @@ impl World {
             }
             Plan::Preserve(jobs) => {
                 for (job, buffer) in jobs {
-                    let left = (0..PER_CHUNK).collect();
+                    let left = (0..job.run.count).collect();
                     self.kernel.push(Kernel::Copy { job, buffer, left });
                 }
                 self.parked[worker].push(write);
@@ -213,24 +233,12 @@ impl World {
                 if newer || self.stored.contains_key(&(source.epoch, chunk)) {
                     continue;
                 }
-                match source.take(ChunkIndex(chunk)) {
-                    Take::Taken => {
-                        let blocks = self.layout.blocks_of(ChunkIndex(chunk));
-                        let present = self.mirror.presence.of(blocks);
-                        let data = Pool::new(CHUNK as usize, 1).take().unwrap();
-                        let copy = Copy { data, present };
-                        let left = (0..PER_CHUNK).collect();
-                        let (layer, chunk) = (source.clone(), ChunkIndex(chunk));
-                        self.kernel.push(Kernel::Persist { layer, copy, chunk, left });
-                        return;
-                    }
-                    Take::Idle => {
-                        if let Some(copy) = source.take_copy(ChunkIndex(chunk)) {
-                            self.store(source.epoch, chunk, &copy);
-                            return;
-                        }
-                    }
-                    Take::Busy => {}
+                if source.take(ChunkIndex(chunk)) {
+                    let present = self.mirror.presence.of(self.layout.blocks_of(ChunkIndex(chunk)));
+                    let (layer, chunk) = (source.clone(), ChunkIndex(chunk));
+                    let (data, left) = (vec![0; CHUNK as usize], (0..PER_CHUNK).collect());
+                    self.kernel.push(Kernel::Persist { layer, data, present, chunk, left });
+                    return;
                 }
             }
         }
@@ -248,10 +256,10 @@ impl World {
     }
 
     /// Keeps a chunk of a layer; absent blocks come from the parent.
-    fn store(&mut self, epoch: Epoch, chunk: u64, copy: &Copy) {
+    fn store(&mut self, epoch: Epoch, chunk: u64, data: &[u8], present: BlockSet) {
         let content = (0..PER_CHUNK)
-            .map(|block| match copy.present.get(block) {
-                true => stamp(&copy.data, block),
+            .map(|block| match present.contains(block) {
+                true => stamp(data, block),
                 false => self.parent[(chunk * PER_CHUNK + block) as usize],
             })
             .collect();
@@ -312,12 +320,11 @@ impl World {
             Kernel::Write { write, .. } => self.disk[block as usize] = write.version,
             Kernel::Fill { .. } => self.disk[block as usize] = self.parent[block as usize],
             Kernel::Copy { job, buffer, .. } => {
-                let version = self.disk[(job.chunk.0 * PER_CHUNK + block) as usize];
-                set_stamp(buffer, block, version);
+                let place = job.chunk.0 * PER_CHUNK + job.run.first + block;
+                set_stamp(buffer, block, self.disk[place as usize]);
             }
-            Kernel::Persist { copy, chunk, .. } => {
-                let version = self.disk[(chunk.0 * PER_CHUNK + block) as usize];
-                set_stamp(&mut copy.data, block, version);
+            Kernel::Persist { data, chunk, .. } => {
+                set_stamp(data, block, self.disk[(chunk.0 * PER_CHUNK + block) as usize]);
             }
         }
     }
@@ -340,9 +347,10 @@ impl World {
                 let landed = if self.rng.chance(10) { 0 } else { runs.len() };
                 self.mirror.end_fill(chunk, &runs, landed);
             }
-            Kernel::Persist { layer, copy, chunk, .. } => {
-                self.store(layer.epoch, chunk.0, &copy);
-                layer.taken(chunk, None);
+            Kernel::Persist { layer, chunk, .. } if self.rng.chance(5) => layer.untake(chunk),
+            Kernel::Persist { layer, mut data, present, chunk, .. } => {
+                let present = layer.taken(chunk).lay_over(&mut data, present);
+                self.store(layer.epoch, chunk.0, &data, present);
             }
         }
     }
@@ -374,21 +382,21 @@ impl World {
 }
 
 fn stamp(data: &[u8], block: u64) -> u64 {
-    u64::from_le_bytes(data[(block * 8) as usize..][..8].try_into().unwrap())
+    u64::from_le_bytes(data[(block * BLOCK) as usize..][..8].try_into().unwrap())
 }
 
 fn set_stamp(data: &mut [u8], block: u64, version: u64) {
-    data[(block * 8) as usize..][..8].copy_from_slice(&version.to_le_bytes());
+    data[(block * BLOCK) as usize..][..8].copy_from_slice(&version.to_le_bytes());
 }
 
 /// Many schedules; `CAIRN_SEED` repeats one.
 #[test]
 fn snapshots_and_the_live_disk_are_exact_whatever_the_order_of_steps() {
     let given = std::env::var("CAIRN_SEED").ok().map(|seed| seed.parse().expect("a number"));
-    let seeds = given.map_or(0..300, |seed: u64| seed..seed + 1);
+    let seeds = given.map_or(0..100, |seed: u64| seed..seed + 1);
     for seed in seeds {
         println!("CAIRN_SEED={seed}");
-        let mut world = World::new(seed, 1 + seed as usize % 5);
+        let mut world = World::new(seed, 1 + seed as usize % 40);
         for _ in 0..4000 {
             world.step();
         }

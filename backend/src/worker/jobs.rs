@@ -152,10 +152,11 @@ impl Worker {
             }
             Plan::Preserve(copies) => {
                 for (preserve, buffer) in copies {
-                    let offset = device.mirror.layout().span_of(preserve.chunk).offset;
-                    let io = Io::Read { offset, memory: Memory::Chunk(buffer) };
+                    let span = device.mirror.span_to_preserve(&preserve);
+                    let io = Io::Read { offset: span.offset, memory: Memory::Arena(buffer) };
                     self.ring.start(io, Tag::Copy(preserve))?;
-                    count(&device.stats.copied_chunks, 1);
+                    count(&device.stats.copies, 1);
+                    count(&device.stats.copied_bytes, span.len);
                 }
             }
             Plan::Wait => {}
@@ -260,8 +261,8 @@ impl Worker {
             }
             Tag::Sync { chain } => self.finish(chain, result, 0),
             Tag::Copy(preserve) => {
-                let Io::Read { memory: Memory::Chunk(buffer), .. } = io else {
-                    unreachable!("copies are read into chunk buffers")
+                let Io::Read { memory: Memory::Arena(buffer), .. } = io else {
+                    unreachable!("copies are read into the arena")
                 };
                 self.device.mirror.preserved(preserve, buffer, result);
             }
