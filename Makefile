@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:
-.PHONY: help build setup packages kernel vsock-device test lint unit-test vm-test demo soak deny \
+.PHONY: help build setup packages kernel vsock-device test lint unit-test vm-test demo soak bench deny \
         clean distclean FORCE
 
 CARGO     ?= cargo
@@ -90,6 +90,10 @@ soak: packages ## Write, checkpoint and verify for ten minutes
 	$(call say,running the stamped writer for ten minutes)
 	@CAIRN_SOAK_SECONDS=600 \
 	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
+
+bench: packages ## Measure Cairn beside other programs, in about 20 minutes
+	$(call say,measuring; the machine should have nothing else to do)
+	@$(CARGO) run --locked --release -p cairn-bench -- all
 
 deny: ## Check licences, advisories and sources of all dependencies
 	@command -v cargo-deny >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-deny >/dev/null || \

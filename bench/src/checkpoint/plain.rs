@@ -1,0 +1,25 @@
+//! How fast the disk takes bytes: one file, in order, direct I/O, one sync at the end.
+
+use std::os::unix::fs::FileExt;
+use std::time::Instant;
+
+use anyhow::Result;
+
+use crate::rng::Rng;
+use crate::site::Site;
+use crate::sys::{self, Aligned};
+
+/// Seconds for `len` bytes.
+pub(super) fn write(site: &Site, len: u64) -> Result<f64> {
+    const STEP: usize = 1 << 20;
+    let area = site.area("plain")?;
+    let file = sys::direct_file(&area.path("plain.raw"), 0)?;
+    let mut buffer = Aligned::new(STEP);
+    Rng::new(len).fill(buffer.get_mut());
+    let begin = Instant::now();
+    for offset in (0..len).step_by(STEP) {
+        file.write_all_at(buffer.get(), offset)?;
+    }
+    file.sync_data()?;
+    Ok(begin.elapsed().as_secs_f64())
+}

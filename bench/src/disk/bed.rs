@@ -1,0 +1,93 @@
+//! The disks that are compared, all of them there for the whole run.
+
+use std::fs::File;
+
+use anyhow::Result;
+
+use super::workload::Areas;
+use crate::io::{Connection, Shape, ring::RawDisk};
+use crate::load::write_once;
+use crate::server::{cairn::Cairn, storage_daemon::StorageDaemon};
+use crate::site::{Area, Site};
+use crate::sys;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Contender {
+    Raw,
+    /// As QEMU's defaults have it: its I/O thread polls for a while before it sleeps.
+    Qemu,
+    /// Without polling, for the price in CPU time.
+    QemuQuiet,
+    Cairn,
+}
+
+impl Contender {
+    pub(super) const ALL: [Contender; 4] =
+        [Contender::Raw, Contender::Qemu, Contender::QemuQuiet, Contender::Cairn];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Contender::Raw => "raw file",
+            Contender::Qemu => "qemu-storage-daemon",
+            Contender::QemuQuiet => "qemu-storage-daemon, no polling",
+            Contender::Cairn => "cairn",
+        }
+    }
+
+    pub(super) fn is_quiet(self) -> bool {
+        self == Contender::QemuQuiet
+    }
+}
+
+pub(super) struct Bed {
+    pub(super) areas: Areas,
+    raw: File,
+    qemu: StorageDaemon,
+    cairn: Cairn,
+    // After the servers.
+    _area: Area,
+}
+
+impl Bed {
+    /// Makes the disks and writes their first part, each through its own server.
+    pub(super) fn new(site: &Site, areas: Areas) -> Result<Bed> {
+        eprintln!("preparing the disks");
+        let area = site.area("disk")?;
+        let raw = sys::direct_file(&area.path("raw"), areas.size())?;
+        let file = area.path("qemu.raw");
+        sys::direct_file(&file, areas.size())?;
+        let qemu = StorageDaemon::start(site, &area, &file)?;
+        let cairn = Cairn::start(site, &area, areas.size())?;
+        let mut bed = Bed { areas, raw, qemu, cairn, _area: area };
+        for contender in [Contender::Raw, Contender::Qemu, Contender::Cairn] {
+            let shape = Shape { queues: 1, depth: 8, longest: 256 << 10 };
+            write_once(bed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
+        }
+        sys::settle();
+        Ok(bed)
+    }
+
+    pub(super) fn connect(
+        &mut self,
+        contender: Contender,
+        shape: Shape,
+    ) -> Result<Box<dyn Connection>> {
+        Ok(match contender {
+            Contender::Raw => Box::new(RawDisk::open(&self.raw, shape)?),
+            Contender::Qemu | Contender::QemuQuiet => {
+                self.qemu.set_polling(!contender.is_quiet())?;
+                Box::new(self.qemu.connect(shape)?)
+            }
+            Contender::Cairn => Box::new(self.cairn.connect(shape)?),
+        })
+    }
+
+    /// The process that does the work. For the raw file it is this one, the load included.
+    pub(super) fn pid(&self, contender: Contender) -> u32 {
+        match contender {
+            Contender::Raw => std::process::id(),
+            Contender::Qemu | Contender::QemuQuiet => self.qemu.pid(),
+            Contender::Cairn => self.cairn.pid(),
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Cairn side by side with other programs, in one run.
+//!
+//! ```text
+//!   args ─► disk ───────┐   site     where files and sockets are, and which programs
+//!           checkpoint ─┤   server   starts and stops cairn-blk and qemu-storage-daemon
+//!           cost ───────┤   io       a queue: of a vhost-user disk, or of a raw file
+//!             │         │   load     what the guest does, and what it sees
+//!             ▼         ▼
+//!           report: tables, JSON, Markdown, charts, bars
+//! ```
+//!
+//! Each case measures all contenders in turn, round after round, so that a slow minute of the machine
+//! hits them alike, and reports medians over the rounds.
+
+mod args;
+mod checkpoint;
+mod cost;
+mod disk;
+mod io;
+mod load;
+mod proc;
+mod report;
+mod rng;
+mod server;
+mod site;
+mod stats;
+mod sys;
+
+use anyhow::Result;
+use clap::Parser;
+
+use crate::args::{Args, Case};
+use crate::report::Report;
+use crate::site::Site;
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let site = Site::new(&args)?;
+    let mut passed = true;
+    for case in args.case.each() {
+        println!("== {} ==", case.name());
+        let report = match case {
+            Case::Disk => disk::run(&site, &args)?,
+            Case::Checkpoint => checkpoint::run(&site, &args)?,
+            Case::Cost => cost::run(&site, &args)?,
+            Case::All => unreachable!("it is split into its cases"),
+        };
+        passed &= finish(&args, *case, &report)?;
+    }
+    if !passed {
+        println!("Some bars were missed: see above.");
+    }
+    Ok(())
+}
+
+fn finish(args: &Args, case: Case, report: &Report) -> Result<bool> {
+    print!("{}", report.text());
+    report.save(&args.out, case.name())?;
+    println!("written: {}/{}.*\n", args.out.display(), case.name());
+    Ok(report.passed())
+}

@@ -1,0 +1,62 @@
+//! What /proc tells about a process.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use crate::sys;
+
+/// CPU time of all threads of a process, in user space and in the kernel, the ended ones included.
+pub(crate) fn cpu_time(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+    let ticks = ticks_of(&stat).with_context(|| format!("no CPU time in {path}: {stat}"))?;
+    Ok(Duration::from_secs_f64(ticks as f64 / sys::clock_ticks()))
+}
+
+/// `utime` and `stime`: fields 14 and 15. The second field is a name in parentheses, with spaces maybe.
+fn ticks_of(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    Some(user + system)
+}
+
+/// A process's memory in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Memory {
+    pub(crate) resident: u64,
+    pub(crate) peak: u64,
+}
+
+pub(crate) fn memory(pid: u32) -> Result<Memory> {
+    let path = format!("/proc/{pid}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+    let field = |name: &str| {
+        kib_of(&status, name).map(|kib| kib << 10).with_context(|| format!("no {name} in {path}"))
+    };
+    Ok(Memory { resident: field("VmRSS:")?, peak: field("VmHWM:")? })
+}
+
+fn kib_of(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    line.trim().strip_suffix("kB")?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{kib_of, ticks_of};
+
+    #[test]
+    fn cpu_time_is_found_behind_a_name_with_parentheses() {
+        let stat = "7 (a ) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20";
+        assert_eq!(ticks_of(stat), Some(300));
+    }
+
+    #[test]
+    fn memory_is_found_by_its_name() {
+        assert_eq!(kib_of("VmHWM:\t  20 kB\nVmRSS:\t  12 kB\n", "VmRSS:"), Some(12));
+    }
+}

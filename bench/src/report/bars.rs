@@ -1,0 +1,54 @@
+//! The bars: what must be reached, what was, and whether that is enough.
+
+use serde::Serialize;
+
+use super::table::Table;
+
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Bar {
+    pub(crate) what: String,
+    pub(crate) measured: String,
+    pub(crate) wanted: String,
+    pub(crate) passed: bool,
+}
+
+impl Bar {
+    /// A ratio that must not be smaller.
+    pub(crate) fn at_least(what: impl Into<String>, ratio: f64, wanted: f64) -> Bar {
+        Bar {
+            what: what.into(),
+            measured: format!("{ratio:.3} x"),
+            wanted: format!(">= {wanted:.3} x"),
+            passed: ratio >= wanted,
+        }
+    }
+
+    /// A ratio that must not be larger.
+    pub(crate) fn at_most(what: impl Into<String>, ratio: f64, wanted: f64) -> Bar {
+        Bar {
+            what: what.into(),
+            measured: format!("{ratio:.3} x"),
+            wanted: format!("<= {wanted:.3} x"),
+            passed: ratio <= wanted,
+        }
+    }
+
+    /// A value with its unit that must not be larger.
+    pub(crate) fn limit(what: impl Into<String>, value: f64, limit: f64, unit: &str) -> Bar {
+        Bar {
+            what: what.into(),
+            measured: format!("{value:.0} {unit}"),
+            wanted: format!("<= {limit:.0} {unit}"),
+            passed: value <= limit,
+        }
+    }
+}
+
+pub(crate) fn table(bars: &[Bar]) -> Table {
+    let mut table = Table::new("Bars", &["bar", "measured", "wanted", ""]);
+    for bar in bars {
+        let verdict = if bar.passed { "PASS" } else { "MISS" };
+        table.row([&bar.what, &bar.measured, &bar.wanted, verdict].map(String::from));
+    }
+    table
+}

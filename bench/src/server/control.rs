@@ -1,0 +1,78 @@
+//! A client of cairn-blk's control socket.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use cairn_agent::{Accepted, Checkpoint, Event, Request, Stable, Status, Wait};
+
+/// The largest checkpoint is stable before that.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+pub(crate) struct Control {
+    reader: BufReader<UnixStream>,
+}
+
+impl Control {
+    pub(crate) fn connect(path: &Path) -> Result<Control> {
+        let stream =
+            UnixStream::connect(path).with_context(|| format!("connect to {}", path.display()))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok(Control { reader: BufReader::new(stream) })
+    }
+
+    fn send(&mut self, request: &Request) -> Result<()> {
+        let mut line = serde_json::to_vec(request)?;
+        line.push(b'\n');
+        self.reader.get_mut().write_all(&line).context("write to the control socket")
+    }
+
+    fn receive_line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.reader.read_line(&mut line).context("read from the control socket")?;
+        Ok(line)
+    }
+
+    fn receive(&mut self) -> Result<Event> {
+        let line = self.receive_line()?;
+        serde_json::from_str(&line).with_context(|| format!("not an event: {line:?}"))
+    }
+
+    /// Asks for a checkpoint. [`Control::stable`] must follow.
+    pub(crate) fn checkpoint(&mut self) -> Result<Accepted> {
+        let checkpoint = Checkpoint { wait: Wait::Stable, ..Checkpoint::default() };
+        self.send(&Request::Checkpoint(checkpoint))?;
+        match self.receive()? {
+            Event::Accepted(accepted) => Ok(accepted),
+            other => bail!("a checkpoint was answered with {other:?}"),
+        }
+    }
+
+    pub(crate) fn stable(&mut self) -> Result<Stable> {
+        match self.receive()? {
+            Event::Stable(stable) => Ok(stable),
+            other => bail!("a checkpoint ended with {other:?}"),
+        }
+    }
+
+    pub(crate) fn status(&mut self) -> Result<Status> {
+        self.send(&Request::Status)?;
+        match self.receive()? {
+            Event::Status(status) => Ok(status),
+            other => bail!("the status is {other:?}"),
+        }
+    }
+
+    /// Bytes that copy-on-write has copied since the start. A cairn-blk that does not count them counts
+    /// the chunks, and copies whole ones.
+    pub(crate) fn copied_bytes(&mut self, chunk_size: u64) -> Result<u64> {
+        self.send(&Request::Stats)?;
+        let line = self.receive_line()?;
+        let stats: serde_json::Value = serde_json::from_str(&line)?;
+        let chunks = || stats["copied_chunks"].as_u64().map(|chunks| chunks * chunk_size);
+        let bytes = stats["copied_bytes"].as_u64().or_else(chunks);
+        bytes.with_context(|| format!("the counters have no copies: {line}"))
+    }
+}

@@ -1,0 +1,82 @@
+//! The servers under test: started, watched and stopped.
+
+pub(crate) mod cairn;
+pub(crate) mod control;
+mod qmp;
+pub(crate) mod storage_daemon;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::sys;
+
+const START: Duration = Duration::from_secs(30);
+const END: Duration = Duration::from_secs(60);
+
+/// A process that ends with this object.
+pub(crate) struct Server {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Server {
+    fn start(command: &mut Command, log: PathBuf) -> Result<Server> {
+        let file = File::create(&log).with_context(|| format!("make {}", log.display()))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
+        let child = command
+            .spawn()
+            .with_context(|| format!("start {}", command.get_program().to_string_lossy()))?;
+        Ok(Server { child, log })
+    }
+
+    /// Tries until it succeeds, the server has ended or the time is over.
+    fn until<T>(&mut self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        let deadline = Instant::now() + START;
+        loop {
+            if let Some(status) = self.child.try_wait().context("look after a server")? {
+                bail!("a server ended at its start with {status}:\n{}", self.log());
+            }
+            match attempt() {
+                Ok(value) => return Ok(value),
+                Err(error) if Instant::now() > deadline => {
+                    return Err(error).context(format!("a server is not ready:\n{}", self.log()));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// Until its socket is there.
+    fn until_exists(&mut self, socket: &Path) -> Result<()> {
+        self.until(|| match socket.exists() {
+            true => Ok(()),
+            false => bail!("{} is not there", socket.display()),
+        })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        sys::terminate(&self.child);
+        let deadline = Instant::now() + END;
+        while let Ok(None) = self.child.try_wait() {
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! The few system calls that the standard library has no safe form of, and files for direct I/O.
+#![allow(unsafe_code)]
+
+use std::fs::{File, OpenOptions};
+use std::io::{Error, Result};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::process::Child;
+
+/// Memory that can be shared with another process by its descriptor.
+pub(crate) fn memfd(len: u64) -> Result<File> {
+    // SAFETY: the name is a C string that outlives the call.
+    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(Error::last_os_error());
+    }
+    // SAFETY: the call above returned this descriptor, and nothing else owns it.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
+/// Asks a child that was not waited for yet to end.
+pub(crate) fn terminate(child: &Child) {
+    // SAFETY: kill takes no pointers; the child is not reaped, so its id is still its own.
+    unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
+}
+
+/// Writes out what the kernel holds back, so that it does not disturb the next measurement.
+pub(crate) fn settle() {
+    // SAFETY: sync takes nothing.
+    unsafe { libc::sync() };
+}
+
+/// Clock ticks in a second, the unit of CPU times in /proc.
+pub(crate) fn clock_ticks() -> f64 {
+    // SAFETY: sysconf takes no pointers.
+    unsafe { libc::sysconf(libc::_SC_CLK_TCK) as f64 }
+}
+
+/// Makes the file of `len` bytes, a hole, or opens it as it is, for direct I/O.
+pub(crate) fn direct_file(path: &Path, len: u64) -> Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .custom_flags(libc::O_DIRECT)
+        .open(path)?;
+    file.set_len(len)?;
+    Ok(file)
+}
+
+/// Gives the file all its blocks, so that writing to it allocates nothing.
+pub(crate) fn allocate(file: &File, len: u64) -> Result<()> {
+    // SAFETY: fallocate takes no pointers.
+    match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len as libc::off_t) } {
+        0 => Ok(()),
+        _ => Err(Error::last_os_error()),
+    }
+}
+
+/// Bytes at an address that direct I/O takes.
+pub(crate) struct Aligned {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Aligned {
+    const ALIGN: usize = 4096;
+
+    pub(crate) fn new(len: usize) -> Aligned {
+        let bytes = vec![0; len + Self::ALIGN];
+        let start = bytes.as_ptr().align_offset(Self::ALIGN);
+        Aligned { bytes, start, len }
+    }
+
+    pub(crate) fn get(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+
+    pub(crate) fn read(&mut self, file: &File, offset: u64) -> Result<()> {
+        file.read_exact_at(self.get_mut(), offset)
+    }
+}
