@@ -1,7 +1,7 @@
 //! One disk: everything that its threads share.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cairn_agent::Stats;
 use cairn_store::{Attachment, ChunkIndex, Geometry, Repository};
@@ -10,10 +10,14 @@ use crate::commit::Commits;
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::Mirror;
+use crate::mirror::copies::Arena;
 use crate::mirror::disk::DiskFile;
 
 /// Bytes of the serial number that a guest can ask for.
 pub(crate) const SERIAL: usize = 20;
+
+/// Bytes of bounce buffers at the same time.
+const BOUNCE: usize = 64 << 20;
 
 /// A disk in operation.
 pub(crate) struct Device {
@@ -24,14 +28,16 @@ pub(crate) struct Device {
     pub(crate) geometry: Geometry,
     pub(crate) read_only: bool,
     pub(crate) serial: [u8; SERIAL],
+    /// Memory between unaligned requests and the disk.
+    pub(crate) bounce: Arc<Arena>,
     pub(crate) fetcher: Fetcher,
     pub(crate) flusher: Flusher,
     pub(crate) commits: Commits,
     pub(crate) stats: Counters,
     pub(crate) connected: AtomicBool,
-    /// Whether a guest that was running before this process started may go on: not if the mirror
-    /// was left uncleanly, for it may lack what that guest wrote.
-    pub(crate) resumable: AtomicBool,
+    /// The virtqueues, a bit each, that may be in use when they are started: those that this process
+    /// has started before, or all if the mirror was stopped cleanly.
+    pub(crate) known_rings: AtomicU64,
     trouble: Mutex<Option<String>>,
 }
 
@@ -45,6 +51,7 @@ pub(crate) struct Parts {
     pub(crate) read_only: bool,
     pub(crate) flusher: Flusher,
     pub(crate) commits: Commits,
+    /// Whether a guest that was running before this process started may go on.
     pub(crate) resumable: bool,
 }
 
@@ -62,12 +69,13 @@ impl Device {
             geometry: parts.geometry,
             read_only: parts.read_only,
             serial,
+            bounce: Arena::new(BOUNCE),
             fetcher: Fetcher::default(),
             flusher: parts.flusher,
             commits: parts.commits,
             stats: Counters::default(),
             connected: AtomicBool::new(false),
-            resumable: AtomicBool::new(parts.resumable),
+            known_rings: AtomicU64::new(if parts.resumable { u64::MAX } else { 0 }),
             trouble: Mutex::new(None),
         }
     }

@@ -15,6 +15,9 @@ pub(crate) const MAX_SEGMENTS: usize = 1024;
 /// Data bytes of one request. Linux sends at most a few MiB; this bounds bounce buffers.
 pub(crate) const MAX_DATA: u64 = 64 << 20;
 
+/// Bytes of a discard or a write of zeros: bounds what one request touches.
+pub(crate) const MAX_DISCARD: u64 = 64 << 20;
+
 /// Bytes in a request's header.
 const HEADER: usize = 16;
 
@@ -122,6 +125,9 @@ fn request(
             let flags = u32::from_le_bytes(range[12..16].try_into().expect("four bytes"));
             // The device announces one range a request.
             if !readable.is_empty() || !writable.is_empty() {
+                return Err(Refused::Invalid);
+            }
+            if u64::from(sectors) * SECTOR > MAX_DISCARD {
                 return Err(Refused::Invalid);
             }
             match (kind, flags) {

@@ -22,9 +22,9 @@ use crate::mirror::layout::Span;
 pub(crate) enum Memory {
     /// The guest's own, by a map that stays mapped meanwhile.
     Guest { iovecs: Vec<libc::iovec>, _map: Arc<GuestMap> },
-    /// A buffer between an unaligned request and the file.
-    Bounce(Buffer),
-    /// The copy of blocks.
+    /// A small buffer of zeros.
+    Buffer(Buffer),
+    /// Memory of a bounded amount: a copy, or a buffer between an unaligned request and the file.
     Arena(ArenaBuffer),
 }
 
@@ -159,14 +159,14 @@ impl<T> Ring<T> {
             if unsafe { self.ring.submission().push(&sqe) }.is_ok() {
                 return Ok(());
             }
-            self.ring.submit()?;
+            tolerate(self.ring.submit())?;
         }
     }
 
     /// Hands everything queued to the kernel and waits for a completion, at most `limit`.
     pub(crate) fn enter(&mut self, limit: Option<Duration>) -> io::Result<()> {
         if !self.ring.completion().is_empty() {
-            return self.ring.submit().map(drop);
+            return tolerate(self.ring.submit());
         }
         let result = match limit {
             Some(limit) if limit.is_zero() => self.ring.submit(),
@@ -177,13 +177,7 @@ impl<T> Ring<T> {
             }
             None => self.ring.submit_and_wait(1),
         };
-        match result {
-            Ok(_) => Ok(()),
-            Err(error) => match error.raw_os_error() {
-                Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
-                _ => Err(error),
-            },
-        }
+        tolerate(result)
     }
 
     /// The next thing that ended, if any.
@@ -247,10 +241,22 @@ impl<T> Ring<T> {
     }
 }
 
+/// Entering the kernel fails in passing when a signal or a time limit comes first, when completions have
+/// to be reaped before, or when memory is short.
+fn tolerate(result: io::Result<usize>) -> io::Result<()> {
+    match result {
+        Ok(_) => Ok(()),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
+            _ => Err(error),
+        },
+    }
+}
+
 fn take_iovecs(memory: &mut Memory) -> Vec<libc::iovec> {
     let (base, len) = match memory {
         Memory::Guest { iovecs, .. } => return std::mem::take(iovecs),
-        Memory::Bounce(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+        Memory::Buffer(buffer) => (buffer.as_mut_ptr(), buffer.len()),
         Memory::Arena(buffer) => (buffer.as_mut_ptr(), buffer.len()),
     };
     vec![libc::iovec { iov_base: base.cast(), iov_len: len }]
@@ -292,14 +298,14 @@ mod tests {
         let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
         let mut buffer = Buffer::zeroed(8192);
         buffer.fill(0x5a);
-        ring.start(Io::Write { offset: 4096, memory: Memory::Bounce(buffer) }, 7).unwrap();
+        ring.start(Io::Write { offset: 4096, memory: Memory::Buffer(buffer) }, 7).unwrap();
         let done = finish(&mut ring);
         assert_eq!(done.tag, 7);
         done.result.unwrap();
-        ring.start(Io::Read { offset: 4096, memory: Memory::Bounce(Buffer::zeroed(8192)) }, 8)
+        ring.start(Io::Read { offset: 4096, memory: Memory::Buffer(Buffer::zeroed(8192)) }, 8)
             .unwrap();
         let done = finish(&mut ring);
-        let Io::Read { memory: Memory::Bounce(buffer), .. } = done.io else {
+        let Io::Read { memory: Memory::Buffer(buffer), .. } = done.io else {
             panic!("another operation")
         };
         assert!(buffer.iter().all(|byte| *byte == 0x5a));
@@ -311,7 +317,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
         let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
-        ring.start(Io::Read { offset: 0, memory: Memory::Bounce(Buffer::zeroed(8192)) }, 1)
+        ring.start(Io::Read { offset: 0, memory: Memory::Buffer(Buffer::zeroed(8192)) }, 1)
             .unwrap();
         assert!(finish(&mut ring).result.is_err());
     }
@@ -322,7 +328,7 @@ mod tests {
         let mut ring = Ring::new(file.as_raw_fd(), 2).unwrap();
         for tag in 0..20 {
             let offset = u64::from(tag) * 4096;
-            ring.start(Io::Write { offset, memory: Memory::Bounce(Buffer::zeroed(4096)) }, tag)
+            ring.start(Io::Write { offset, memory: Memory::Buffer(Buffer::zeroed(4096)) }, tag)
                 .unwrap();
         }
         let mut tags: Vec<u32> = (0..20).map(|_| finish(&mut ring).tag).collect();

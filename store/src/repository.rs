@@ -182,6 +182,12 @@ impl Repository {
         self.inner.trees.commit(base, geometry, changes)
     }
 
+    /// Returns when what was put through this handle and its clones survives this process. Only
+    /// [`Repository::flush`] makes it survive the host.
+    pub fn settle(&self) -> Result<()> {
+        self.inner.blobs.settle()
+    }
+
     /// Returns when everything that was put through this handle and its clones, or that they found to
     /// be there already, is durable.
     pub fn flush(&self) -> Result<()> {

@@ -45,6 +45,13 @@ impl Commit {
     }
 }
 
+/// What there is for [`persist`] to do.
+enum Next {
+    Commit(Arc<Commit>),
+    Nothing,
+    Closed,
+}
+
 #[derive(Default)]
 struct Queue {
     /// Accepted and not ended, oldest first. The first one is being persisted.
@@ -171,15 +178,16 @@ impl Commits {
             .collect()
     }
 
-    /// Waits for a checkpoint to persist. `None` when the process stops.
-    fn next(&self) -> Option<Arc<Commit>> {
-        let mut queue = self.queue();
-        loop {
-            match queue.commits.front() {
-                Some(commit) => return Some(commit.clone()),
-                None if queue.closed => return None,
-                None => queue = self.changed.wait(queue).expect("as in `queue`"),
-            }
+    /// Waits for a checkpoint to persist, at most `limit`.
+    fn next(&self, limit: Duration) -> Next {
+        let queue = self.queue();
+        let idle = |queue: &mut Queue| queue.commits.is_empty() && !queue.closed;
+        let (queue, _) =
+            self.changed.wait_timeout_while(queue, limit, idle).expect("as in `queue`");
+        match queue.commits.front() {
+            Some(commit) => Next::Commit(commit.clone()),
+            None if queue.closed => Next::Closed,
+            None => Next::Nothing,
         }
     }
 

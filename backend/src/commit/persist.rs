@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use cairn_store::{ChunkIndex, is_zero};
 
-use super::{Commit, CommitState};
+use super::{Commit, CommitState, Next};
 use crate::device::Device;
 use crate::mirror::copies::{Arena, Copy};
 use crate::mirror::layer::Layer;
@@ -34,6 +34,9 @@ const THREADS: usize = 2;
 
 /// Bytes of a batch.
 const BATCH: usize = 8 << 20;
+
+/// How often an idle thread sees to it that there are snapshot numbers.
+const REFILL: Duration = Duration::from_secs(2);
 
 /// How often a waiting thread looks whether it has to stop.
 const LOOK: Duration = Duration::from_millis(100);
@@ -73,8 +76,14 @@ impl Abort {
 /// Starts the thread. It ends when the commits are closed and done.
 pub(crate) fn spawn(device: Arc<Device>, abort: Abort) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("persist".into()).spawn(move || {
-        while let Some(commit) = device.commits.next() {
-            run(&device, &commit, &abort);
+        loop {
+            match device.commits.next(REFILL) {
+                Next::Commit(commit) => run(&device, &commit, &abort),
+                Next::Nothing => {}
+                Next::Closed => return,
+            }
+            // Also when nothing happens: numbers that ran out while the catalog was away must not
+            // stay out.
             refill(&device);
         }
     })
@@ -96,6 +105,9 @@ fn run(device: &Device, commit: &Commit, abort: &Abort) {
         }
         Err(error) => {
             let reason = error.to_string();
+            if let PersistError::Repository(cairn_store::Error::Poisoned { .. }) = &error {
+                device.poison(reason.clone());
+            }
             tracing::error!(%name, %reason, "a checkpoint failed");
             if let Err(error) = device.attachment.fail(commit.new.number, &reason) {
                 tracing::error!(%name, %error, "the failure cannot be recorded");
@@ -187,11 +199,16 @@ fn store_layer(
         failed: AtomicBool::new(false),
     };
     let results: Vec<_> = thread::scope(|scope| {
-        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(|| work.run())).collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().expect("store threads do not panic"))
-            .collect()
+        let spawn = |_| {
+            let builder = thread::Builder::new().name("store".into());
+            builder.spawn_scoped(scope, || work.run())
+        };
+        // Where no thread can be had, this one does it alone.
+        let threads: Vec<_> = (1..THREADS).map(spawn).collect();
+        let own = work.run();
+        let threads = threads.into_iter().flatten();
+        let others = threads.map(|thread| thread.join().expect("store threads do not panic"));
+        std::iter::once(own).chain(others).collect()
     });
     results.into_iter().collect::<Result<(), _>>()?;
     match source.dirty.iter().find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
@@ -311,7 +328,7 @@ impl Work<'_> {
             };
             ids.push((item.chunk, id));
         }
-        self.device.repository.flush()?;
+        self.device.repository.settle()?;
         self.source.store(ids);
         Ok(())
     }

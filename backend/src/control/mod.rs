@@ -44,7 +44,13 @@ pub(crate) struct Listeners {
 
 /// Starts the thread that answers requests and signals. It ends `stop` when told to terminate.
 pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    // The one thread for catalog queries is started now and stays: later there may be none to be had.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(1)
+        .thread_keep_alive(Duration::from_secs(u64::from(u32::MAX)))
+        .build()?;
+    drop(runtime.spawn_blocking(|| ()));
     thread::Builder::new().name("control".into()).spawn(move || {
         if let Err(error) = runtime.block_on(run(listeners, device, stop.clone())) {
             tracing::error!(%error, "the control thread failed");
@@ -100,15 +106,28 @@ async fn accept(listener: UnixListener, origin: Origin, device: Arc<Device>) {
 async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) {
     let (sender, mut receiver) = mpsc::channel(1);
     // Accepting blocks; it ends with the process.
-    thread::spawn(move || {
-        while let Ok((peer, stream)) = listener.accept() {
-            if peer != guest {
-                tracing::warn!(peer, "a connection of another guest is refused");
-            } else if sender.blocking_send(stream).is_err() {
-                return;
+    let accepting = thread::Builder::new().name("vsock".into()).spawn(move || {
+        loop {
+            match listener.accept() {
+                Ok((peer, _)) if peer != guest => {
+                    tracing::warn!(peer, "a connection of another guest is refused");
+                }
+                Ok((_, stream)) => {
+                    if sender.blocking_send(stream).is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a vsock connection could not be accepted");
+                    thread::sleep(Duration::from_millis(100));
+                }
             }
         }
     });
+    if let Err(error) = accepting {
+        tracing::error!(%error, "no thread for vsock");
+        return;
+    }
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Some(stream) = receiver.recv().await {
         match UnixStream::from_std(stream) {

@@ -94,6 +94,13 @@ impl DiskFile {
     }
 }
 
+/// Gives a file this length and all the space for it.
+pub(crate) fn allocate(file: &File, len: u64) -> io::Result<()> {
+    // SAFETY: no memory is passed; the descriptor is open as long as `file`.
+    let result = unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len as i64) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Asks the kernel; where it does not tell, a page for memory and a sector for offsets.
 fn direct_alignment(file: &File) -> DirectAlignment {
     let fallback = DirectAlignment { memory: 4096, offset: 512 };

@@ -13,6 +13,7 @@ use std::path::Path;
 use cairn_store::{Geometry, ImageName, MirrorId};
 
 use super::bits::DirtySet;
+use super::disk::allocate;
 use super::layout::{BLOCK, Layout};
 use super::presence::{PAGE_BYTES, Page, Presence};
 
@@ -89,7 +90,8 @@ impl MapFile {
             .open(&fresh)?;
         let header = Header { sequence: 1, rest: Rest::Fresh, bitmaps: [0; 32] };
         file.write_all(&encode(&identity, header))?;
-        file.set_len(file_len(&Layout::new(identity.geometry)))?;
+        // All of it now: a flush must not fail later for want of space.
+        allocate(&file, file_len(&Layout::new(identity.geometry)))?;
         file.sync_all()?;
         std::fs::rename(&fresh, path)?;
         let directory = path.parent().unwrap_or(Path::new("."));
@@ -152,6 +154,9 @@ impl MapFile {
         }
         if self.header.rest == Rest::InUse {
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
+                if chunk >= layout.chunk_count() {
+                    return Err(MapError::Damaged("a block beyond the disk's end is present"));
+                }
                 dirty.insert(chunk);
             }
             return Ok((presence, dirty));
@@ -198,8 +203,11 @@ impl MapFile {
         self.file.write_all_at(&bytes, PRESENCE + presence.bytes())?;
         self.file.sync_data()?;
         let mut checksum = blake3::Hasher::new();
-        for page in presence.pages() {
-            checksum.update(&page.bytes);
+        // Of what the file holds: a fetch may set bits until the very end of the process.
+        let mut page = vec![0; PAGE_BYTES];
+        for index in 0..presence.bytes() / PAGE_BYTES as u64 {
+            self.file.read_exact_at(&mut page, PRESENCE + index * PAGE_BYTES as u64)?;
+            checksum.update(&page);
         }
         checksum.update(&bytes);
         self.write_header(Rest::Clean, *checksum.finalize().as_bytes())

@@ -6,6 +6,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
 use super::bits::{Bits, masks, ones};
 use super::blockset::BlockSet;
@@ -30,8 +31,11 @@ pub(crate) struct Presence {
     bits: Bits,
     changed: PageFlags,
     count: AtomicU64,
-    /// Grows with each change, after the bits are set.
+    /// Grows with each change.
     version: AtomicU64,
+    /// Held while bits, page flag and version change together: who sees a bit and then asks for the
+    /// version must get one that covers it, or a flush would believe the map to be complete.
+    changing: Mutex<()>,
 }
 
 /// One flag for each page, set and taken.
@@ -45,6 +49,7 @@ impl Presence {
             changed: PageFlags(Bits::zeroed(pages)?),
             count: AtomicU64::new(0),
             version: AtomicU64::new(0),
+            changing: Mutex::new(()),
         })
     }
 
@@ -56,11 +61,6 @@ impl Presence {
     /// [`Presence::bytes`] of a disk with so many blocks.
     pub(crate) fn bytes_for(blocks: u64) -> u64 {
         blocks.next_multiple_of(PAGE_WORDS as u64 * 64) / 8
-    }
-
-    /// All pages, in order.
-    pub(crate) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
-        (0..self.bytes() / PAGE_BYTES as u64).map(|index| self.page(index))
     }
 
     /// Takes over a page read from the map file.
@@ -91,6 +91,7 @@ impl Presence {
         if self.all(blocks) {
             return;
         }
+        let _changing = self.changing();
         for (word, mask) in masks(blocks.first, blocks.count) {
             let before = self.bits.words()[word].fetch_or(mask, Ordering::AcqRel);
             let added = mask & !before;
@@ -117,9 +118,15 @@ impl Presence {
         self.count.load(Ordering::Relaxed) * BLOCK
     }
 
-    /// The number of changes so far. What [`Presence::take_changed`] returns later holds them all.
+    /// The number of changes so far. What [`Presence::take_changed`] returns later holds every bit
+    /// that was visible before this call.
     pub(crate) fn version(&self) -> u64 {
+        drop(self.changing());
         self.version.load(Ordering::SeqCst)
+    }
+
+    fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().expect("no code panics with the presence locked")
     }
 
     /// Copies the pages that changed since the last call.
@@ -212,6 +219,23 @@ mod tests {
         assert_eq!(presence.version(), version, "setting a set bit changes nothing");
         presence.give_back(&pages);
         assert_eq!(presence.take_changed().len(), 2);
+    }
+
+    /// A fill sets a bit, a write finds it set and is acknowledged, a flush asks whether the map is
+    /// current: it must not be, until the page with that bit was handed out.
+    #[test]
+    fn who_sees_a_bit_sees_a_version_that_covers_it() {
+        for _ in 0..200 {
+            let presence = Presence::absent(32768).unwrap();
+            let all = Blocks { first: 0, count: 512 };
+            std::thread::scope(|scope| {
+                scope.spawn(|| presence.set(all));
+                while !presence.get(0) {
+                    std::hint::spin_loop();
+                }
+                assert!(presence.version() > 0 && presence.take_changed().len() == 1);
+            });
+        }
     }
 
     #[test]

@@ -11,9 +11,7 @@ use virtio_bindings::bindings::virtio_ring::{
 };
 
 use crate::mirror::layout::{BLOCK, Layout, SECTOR};
-
-/// Bytes of a discard or a write of zeros: bounds what one request touches.
-const MAX_DISCARD: u64 = 64 << 20;
+use crate::request::MAX_DISCARD;
 
 /// The length of `struct virtio_blk_config` up to where this device has something to say; what is
 /// behind reads as zeros.

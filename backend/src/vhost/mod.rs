@@ -10,6 +10,7 @@ pub(crate) mod server;
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
@@ -86,6 +87,7 @@ impl Handler {
         let kick = kick.try_clone().map_err(failed)?;
         let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let queue = self.queue(index, addresses)?;
+        self.device.known_rings.fetch_or(1 << index, Ordering::SeqCst);
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call };
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].running = true;
@@ -107,36 +109,52 @@ impl Handler {
             return Err(Error::InvalidParam);
         }
         let used = queue.used_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?;
-        if used.0 != 0 && !self.device.resumable.load(Ordering::SeqCst) {
-            let reason = "the guest was running before this process started, but the mirror was not \
-                          stopped cleanly and may lack what that guest wrote; restart the guest, or \
-                          start it from a snapshot";
-            tracing::error!(index, used = used.0, "{reason}");
-            return Err(failed(reason));
-        }
-        self.device.resumable.store(true, Ordering::SeqCst);
+        self.check_known(index, used.0)?;
         queue.set_next_used(used.0);
         queue.set_next_avail(ring.next_avail);
         Ok(queue)
     }
 
+    /// Refuses a guest that was running before this process started, if the mirror was left uncleanly:
+    /// it would read old data as if nothing had happened. A ring that this process sees for the first
+    /// time must be unused then.
+    fn check_known(&self, index: usize, used: u16) -> Result<()> {
+        let known = self.device.known_rings.load(Ordering::SeqCst) & (1 << index) != 0;
+        if known || (used == 0 && self.rings[index].next_avail == 0) {
+            return Ok(());
+        }
+        let reason = "the guest was running before this process started, but the mirror was not \
+                      stopped cleanly and may lack what that guest wrote; restart the guest, or start \
+                      it from a snapshot";
+        tracing::error!(index, used, "{reason}");
+        Err(failed(reason))
+    }
+
     /// Stops a ring after the last request that was popped is completed.
     fn stop(&mut self, index: usize) {
-        if !std::mem::take(&mut self.rings[index].running) {
-            return;
-        }
-        let (reply, answer) = mpsc::channel();
-        self.workers[index].send(Command::Stop(reply));
-        // A worker that is gone answers nothing; then nothing is in flight either.
-        if let Ok(next_avail) = answer.recv() {
-            self.rings[index].next_avail = next_avail;
-        }
+        self.stop_rings(index..index + 1);
     }
 
     /// Stops everything, as when the connection ends.
     pub(crate) fn stop_all(&mut self) {
-        for index in 0..self.rings.len() {
-            self.stop(index);
+        self.stop_rings(0..self.rings.len());
+    }
+
+    /// Stops rings, all at the same time.
+    fn stop_rings(&mut self, indices: Range<usize>) {
+        let mut answers = Vec::new();
+        for index in indices {
+            if std::mem::take(&mut self.rings[index].running) {
+                let (reply, answer) = mpsc::channel();
+                self.workers[index].send(Command::Stop(reply));
+                answers.push((index, answer));
+            }
+        }
+        for (index, answer) in answers {
+            // A worker that is gone answers nothing; then nothing is in flight either.
+            if let Ok(next_avail) = answer.recv() {
+                self.rings[index].next_avail = next_avail;
+            }
         }
     }
 

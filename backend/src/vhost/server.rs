@@ -4,6 +4,8 @@ use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error};
 
@@ -48,6 +50,14 @@ impl Stop {
         }
     }
 
+    /// Closes the present connection for good: the peer may wait for an answer.
+    fn leave(&self) {
+        if let Some(stream) = self.state().stream.take() {
+            // Fails when the peer has gone already.
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
     /// Remembers the present connection; `false` if it is too late for one.
     fn enter(&self, stream: &UnixStream) -> io::Result<bool> {
         let mut state = self.state();
@@ -80,8 +90,11 @@ pub(crate) fn serve(
                 }
             }
             Err(_) if stop.state().stopped => return Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+            Err(error) => {
+                // Out of descriptors, most likely: that may pass.
+                tracing::warn!(%error, "a connection could not be accepted");
+                thread::sleep(Duration::from_millis(100));
+            }
         }
     }
 }
@@ -105,7 +118,6 @@ fn connection(
     let end = loop {
         match requests.handle_request() {
             Ok(()) => {}
-            // The message was refused and the hypervisor told so; whether to go on is its decision.
             Err(Error::ReqHandlerError(error)) => break Err(error),
             Err(Error::Disconnected | Error::PartialMessage) => break Ok(()),
             Err(Error::SocketBroken(error) | Error::SocketConnect(error)) => {
@@ -116,6 +128,7 @@ fn connection(
         }
     };
     handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
+    stop.leave();
     device.connected.store(false, Ordering::SeqCst);
     match end {
         Ok(()) => tracing::info!("the hypervisor has disconnected"),

@@ -60,6 +60,14 @@ pub(super) enum Tag {
     Copy(Preserve),
 }
 
+/// Why a request has no memory to work with.
+enum NoMemory {
+    /// The guest has no such memory.
+    Outside,
+    /// All that may be used between guest and disk is in use.
+    Later,
+}
+
 /// A request that is several operations.
 pub(super) struct Parts {
     chain: Chain,
@@ -127,11 +135,19 @@ impl Worker {
     /// Submits a request if it may go on, parks it otherwise.
     pub(super) fn plan(&mut self, job: Job) -> io::Result<()> {
         let device = self.device.clone();
+        let memory = match self.memory_of(&job) {
+            Ok(memory) => memory,
+            Err(NoMemory::Outside) => {
+                self.end(job.into_chain(), Outcome::Failed);
+                return Ok(());
+            }
+            Err(NoMemory::Later) => return self.park(job),
+        };
         let plan = match &job {
             Job::Read { span, .. } => {
                 let missing = device.mirror.plan_read(*span);
                 if missing.is_empty() {
-                    return self.submit_read(job);
+                    return self.submit_read(job, memory);
                 }
                 Plan::Fill(missing)
             }
@@ -140,7 +156,7 @@ impl Worker {
             }
         };
         match plan {
-            Plan::Direct(permit) => return self.submit_write(job, permit),
+            Plan::Direct(permit) => return self.submit_write(job, memory, permit),
             Plan::Fill(chunks) => {
                 // Ask for all of them, then see whether one is known not to come.
                 let refused =
@@ -161,40 +177,41 @@ impl Worker {
             }
             Plan::Wait => {}
         }
-        count(&device.stats.parked, 1);
+        self.park(job)
+    }
+
+    fn park(&mut self, job: Job) -> io::Result<()> {
+        count(&self.device.stats.parked, 1);
         self.parked.push(job);
         Ok(())
     }
 
-    fn submit_read(&mut self, job: Job) -> io::Result<()> {
-        let Job::Read { chain, span, data } = job else {
-            unreachable!("only reads are submitted without a permit")
-        };
-        let Some(memory) = self.guest_memory(&data, span) else {
-            self.end(chain, Outcome::Failed);
-            return Ok(());
+    fn submit_read(&mut self, job: Job, memory: Option<Memory>) -> io::Result<()> {
+        let (Job::Read { chain, span, data }, Some(memory)) = (job, memory) else {
+            unreachable!("only reads are submitted without a permit, and they have memory")
         };
         let len = span.len as u32;
         self.ring.start(Io::Read { offset: span.offset, memory }, Tag::Read { chain, data, len })
     }
 
-    fn submit_write(&mut self, job: Job, permit: Permit) -> io::Result<()> {
-        match job {
-            Job::Write { chain, span, data } => {
-                let memory = self.guest_memory(&data, span).and_then(|mut memory| {
-                    let Memory::Bounce(buffer) = &mut memory else { return Some(memory) };
-                    gather(self.map()?, &data, buffer).ok()?;
-                    Some(memory)
-                });
-                let Some(memory) = memory else {
+    fn submit_write(&mut self, job: Job, memory: Option<Memory>, permit: Permit) -> io::Result<()> {
+        match (job, memory) {
+            (Job::Write { chain, span, data }, Some(mut memory)) => {
+                if let Memory::Arena(buffer) = &mut memory
+                    && self
+                        .map()
+                        .ok_or(OutsideMemory)
+                        .and_then(|map| gather(map, &data, buffer))
+                        .is_err()
+                {
                     self.device.mirror.complete(permit, false);
                     self.end(chain, Outcome::Failed);
                     return Ok(());
-                };
-                self.ring
-                    .start(Io::Write { offset: span.offset, memory }, Tag::Write { chain, permit })
+                }
+                let io = Io::Write { offset: span.offset, memory };
+                self.ring.start(io, Tag::Write { chain, permit })
             }
-            Job::Zero { chain, span } => {
+            (Job::Zero { chain, span }, _) => {
                 let operations = zeroing(span, self.device.mirror.layout().covered(span).span());
                 let left = operations.len();
                 let key = self.parts.insert(Parts { chain, permit, left, result: Ok(()) });
@@ -203,7 +220,7 @@ impl Worker {
                 }
                 Ok(())
             }
-            Job::Read { .. } => unreachable!("a read has no permit"),
+            _ => unreachable!("a read has no permit, and a write has memory"),
         }
     }
 
@@ -211,30 +228,41 @@ impl Worker {
         self.queue.as_ref().map(|queue| queue.map().as_ref())
     }
 
-    /// The memory of a request: the guest's own, or a buffer where direct I/O cannot use that.
-    /// `None` if the guest has no such memory.
-    fn guest_memory(&self, data: &[Segment], span: Span) -> Option<Memory> {
-        let map = self.queue.as_ref()?.map();
-        let iovecs = map.iovecs(data).ok()?;
+    /// The memory of a request that has data: the guest's own, or a buffer where direct I/O cannot
+    /// use that. Guests can ask for much of the latter at once, so it is bounded for the whole disk.
+    fn memory_of(&self, job: &Job) -> Result<Option<Memory>, NoMemory> {
+        let (Job::Read { span, data, .. } | Job::Write { span, data, .. }) = job else {
+            return Ok(None);
+        };
+        let map = self.queue.as_ref().ok_or(NoMemory::Outside)?.map();
+        let iovecs = map.iovecs(data).map_err(|OutsideMemory| NoMemory::Outside)?;
         let alignment = self.device.disk.alignment();
         let direct = iovecs.iter().all(|iovec| {
             (iovec.iov_base as usize).is_multiple_of(alignment.memory)
                 && (iovec.iov_len as u64).is_multiple_of(alignment.offset)
         });
-        Some(if direct {
-            Memory::Guest { iovecs, _map: map.clone() }
-        } else {
-            Memory::Bounce(Buffer::zeroed(span.len as usize))
-        })
+        if direct {
+            return Ok(Some(Memory::Guest { iovecs, _map: map.clone() }));
+        }
+        let buffer = self.device.bounce.take(span.len as usize).ok_or(NoMemory::Later)?;
+        Ok(Some(Memory::Arena(buffer)))
     }
 
     /// Handles the end of an operation.
     pub(super) fn completed(&mut self, done: Completion<Tag>) -> io::Result<()> {
         let Completion { io, tag, result } = done;
+        let bounced = matches!(
+            (&tag, &io),
+            (
+                Tag::Read { .. } | Tag::Write { .. },
+                Io::Read { memory: Memory::Arena(_), .. }
+                    | Io::Write { memory: Memory::Arena(_), .. }
+            )
+        );
         match tag {
             Tag::Read { chain, data, len } => {
                 let result = match (result, &io) {
-                    (Ok(()), Io::Read { memory: Memory::Bounce(buffer), .. }) => self
+                    (Ok(()), Io::Read { memory: Memory::Arena(buffer), .. }) => self
                         .map()
                         .ok_or(OutsideMemory)
                         .and_then(|map| scatter(map, &data, buffer))
@@ -265,7 +293,12 @@ impl Worker {
                     unreachable!("copies are read into the arena")
                 };
                 self.device.mirror.preserved(preserve, buffer, result);
+                return Ok(());
             }
+        }
+        if bounced {
+            drop(io);
+            self.device.mirror.events.notify();
         }
         Ok(())
     }
@@ -324,7 +357,7 @@ fn zeroing(span: Span, covered: Span) -> Vec<Io> {
     let zeros = |from: u64, to: u64| {
         (from < to).then(|| Io::Write {
             offset: from,
-            memory: Memory::Bounce(Buffer::zeroed((to - from) as usize)),
+            memory: Memory::Buffer(Buffer::zeroed((to - from) as usize)),
         })
     };
     if covered.len == 0 {

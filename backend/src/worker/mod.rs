@@ -203,11 +203,12 @@ impl Worker {
                 }
                 Command::Pause(reply) => self.paused = Some(Pause { reply: Some(reply) }),
                 Command::Resume(map) => {
-                    self.paused = None;
-                    if let Some(queue) = &mut self.queue {
-                        queue.set_map(map);
+                    // A region that is replaced is away for a moment: rings in it wait for it.
+                    let whole = self.queue.as_mut().is_none_or(|queue| queue.set_map(map));
+                    self.paused = (!whole).then_some(Pause { reply: None });
+                    if whole {
+                        self.plan_parked()?;
                     }
-                    self.plan_parked()?;
                 }
                 Command::Stop(reply) => self.stopping = Some((reply, Instant::now() + STOP_LIMIT)),
                 Command::Flushed(key, result) => {

@@ -67,8 +67,10 @@ impl ActiveQueue {
         &self.map
     }
 
-    pub(crate) fn set_map(&mut self, map: Arc<GuestMap>) {
+    /// Goes over to another map. Returns whether the rings are all in it.
+    pub(crate) fn set_map(&mut self, map: Arc<GuestMap>) -> bool {
         self.map = map;
+        self.queue.is_valid(self.map.memory())
     }
 
     pub(crate) fn set_call(&mut self, call: Option<File>) {

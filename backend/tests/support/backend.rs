@@ -225,6 +225,10 @@ impl Backend {
         Control::connect(&self.guest_socket()).expect("connect as the guest")
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn log(&self) -> String {
         read(&self.log)
     }

@@ -108,6 +108,10 @@ impl Blobs for DirBlobs {
         Ok(found)
     }
 
+    fn settle(&self) -> Result<()> {
+        self.stage.settle_all()
+    }
+
     fn flush(&self) -> Result<()> {
         self.stage.flush()
     }

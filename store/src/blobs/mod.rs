@@ -30,6 +30,10 @@ pub trait Blobs: Send + Sync {
     /// Whether the blob is there. The next [`Blobs::flush`] covers a yes as if it had been put.
     fn contains(&self, id: &BlobId) -> Result<bool>;
 
+    /// Returns when everybody can read what was put before this call, and a crash of this process
+    /// cannot take it away. Cheaper than [`Blobs::flush`]: the host's death still can.
+    fn settle(&self) -> Result<()>;
+
     /// Returns when everything put, or found to be there, before this call is durable.
     fn flush(&self) -> Result<()>;
 }

@@ -19,11 +19,12 @@
 //! A crash leaves temporary files, which the next open removes, and named blobs that nothing refers to.
 
 use std::collections::{BTreeSet, HashMap};
-use std::mem;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::{io, mem, thread};
 
-use super::temp::{TempFile, sync_dir};
+use super::temp::TempFile;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
@@ -32,6 +33,8 @@ use crate::sys;
 const GROUP_FILES: usize = 64;
 /// or this many bytes.
 const GROUP_BYTES: u64 = 16 << 20;
+/// Directories that are synced at the same time.
+const SYNC_THREADS: usize = 8;
 /// The most files that are open at once, over all groups, up to one for each thread in `add`.
 const MAX_OPEN: usize = 4 * GROUP_FILES;
 
@@ -114,8 +117,8 @@ impl Stage {
         Ok(true)
     }
 
-    /// Makes everything durable that was added or relied on before this call.
-    pub(crate) fn flush(&self) -> Result<()> {
+    /// Returns when everything that was added before this call has durable content under its name.
+    pub(crate) fn settle_all(&self) -> Result<()> {
         let mut state = self.lock();
         let end = state.next_serial;
         loop {
@@ -126,20 +129,50 @@ impl Stage {
             } else if state.open.values().any(|staged| staged.serial < end) {
                 state = self.wait(state);
             } else {
-                break;
+                return Ok(());
             }
         }
-        drop(state);
+    }
 
+    /// Makes everything durable that was added or relied on before this call.
+    pub(crate) fn flush(&self) -> Result<()> {
+        self.settle_all()?;
         let _barrier = self.barrier.lock().expect("no thread panics while it syncs");
         self.check()?;
-        let unsynced = mem::take(&mut self.lock().unsynced);
-        for directory in unsynced {
-            let synced = sync_dir(&self.blobs.join(format!("{directory:02x}")));
-            if synced.is_err() {
+        let unsynced: Vec<u8> = mem::take(&mut self.lock().unsynced).into_iter().collect();
+        // The disk merges flushes that come in together.
+        let share = unsynced.len().div_ceil(SYNC_THREADS).max(1);
+        let results: Vec<Result<()>> = thread::scope(|scope| {
+            let shares = unsynced.chunks(share).map(|part| {
+                let builder = thread::Builder::new().name("sync".into());
+                (part, builder.spawn_scoped(scope, || self.sync_directories(part)))
+            });
+            let shares: Vec<_> = shares.collect();
+            let join = |(part, thread): (&[u8], io::Result<thread::ScopedJoinHandle<'_, _>>)| {
+                match thread {
+                    Ok(thread) => thread.join().expect("syncing does not panic"),
+                    // No thread to be had: then one after the other.
+                    Err(_) => self.sync_directories(part),
+                }
+            };
+            shares.into_iter().map(join).collect()
+        });
+        results.into_iter().collect()
+    }
+
+    /// Syncs directories. Those that could not be opened are tried again by the next flush; a
+    /// failed sync is final.
+    fn sync_directories(&self, directories: &[u8]) -> Result<()> {
+        for (at, directory) in directories.iter().enumerate() {
+            let path = self.blobs.join(format!("{directory:02x}"));
+            let opened = File::open(&path).map_err(|e| Error::io("opening", &path, e));
+            let opened = opened.inspect_err(|_| {
+                self.lock().unsynced.extend(&directories[at..]);
+            })?;
+            if let Err(error) = opened.sync_all() {
                 self.lock().poisoned = true;
+                return Err(Error::io("syncing", &path, error));
             }
-            synced?;
         }
         Ok(())
     }

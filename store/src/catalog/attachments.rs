@@ -169,11 +169,16 @@ impl Catalog {
         })
     }
 
-    /// Gives up an announced snapshot.
+    /// Gives up an announced snapshot. It may be one of a mirror that is lost: who has the lease is
+    /// the image's only writer.
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<()> {
         self.write(|tx| {
             holder.check(tx)?;
-            let state = holder.snapshot(tx, number)?.state;
+            let snapshot =
+                rows::snapshot(tx, holder.image, number)?.ok_or_else(|| Error::NoSnapshot {
+                    name: SnapshotRef::number(&holder.image_name, number).to_string(),
+                })?;
+            let state = snapshot.state;
             if state == SnapshotState::Stable {
                 return Err(wrong_state(holder, number, state, None));
             }

@@ -42,6 +42,10 @@ impl Blobs for MemoryBlobs {
         Ok(self.0.lock().unwrap().contains_key(id))
     }
 
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn flush(&self) -> Result<()> {
         Ok(())
     }

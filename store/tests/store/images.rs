@@ -236,6 +236,10 @@ impl Blobs for Faulty {
         self.inner.contains(id)
     }
 
+    fn settle(&self) -> Result<()> {
+        self.inner.settle()
+    }
+
     fn flush(&self) -> Result<()> {
         if self.failing.load(Ordering::Relaxed) {
             return Err(Error::Poisoned { path: "faulty".into() });

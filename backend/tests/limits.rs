@@ -1,0 +1,162 @@
+//! What a guest or a hypervisor can make the process use up, forget or wait for.
+
+mod frontend;
+mod support;
+
+use std::io::Read;
+use std::time::{Duration, Instant};
+
+use cairn_store::{Consistency, MirrorId, MirrorOwner, Mode, NewSnapshot};
+use frontend::{
+    AVAILABLE, DATA, DISCARD, Entry, Guest, HEADER, IN, INDIRECT, Part, Raw, STATUS, Setup, TABLE,
+    TABLE_FOLLOWS, USED, WRITABLE,
+};
+use support::backend::{Backend, IMAGE, Options, Site};
+use support::repository;
+use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vm_memory::GuestMemoryBackend;
+
+const CHUNK: u32 = 64 << 10;
+
+fn site(size: u64) -> Site {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, size);
+    site
+}
+
+#[test]
+fn a_refused_connection_is_closed() {
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut raw = Raw::connect(&backend.options.socket);
+    raw.send(3, 1, 0, &[]);
+    raw.send(1, 1, 0, &[]);
+    assert!(raw.answer().len() >= 20);
+    // GET_VRING_BASE of a ring that is not there: the hypervisor waits for an answer.
+    raw.send(11, 1, 8, &9999u64.to_le_bytes());
+    raw.0.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let got = raw.0.read(&mut [0; 64]);
+    assert!(matches!(got, Ok(0)), "the peer never sees the end of the connection: {got:?}");
+}
+
+#[test]
+fn a_pending_snapshot_of_a_lost_mirror_does_not_stop_the_next_one() {
+    let site = site(4 << 20);
+    let store = repository::open(&site.store());
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([9; 16]), "/gone").unwrap();
+    let snapshot = repository::snapshot(&site.store(), IMAGE, 1);
+    let attachment = store.attach(&owner, &snapshot, Mode::ReadWrite).unwrap();
+    let number = attachment.reserve(1).unwrap().start;
+    let new = NewSnapshot {
+        number,
+        label: None,
+        consistency: Consistency::Crash,
+        time: 0,
+        dirty_bytes: 0,
+        pause_us: 0,
+    };
+    attachment.begin(&new).unwrap();
+    // Its host dies here, and the lease ends.
+    attachment.release(None).unwrap();
+    let mut backend = Backend::start(&Options::new(&site));
+    backend.assert_alive();
+    let left = repository::snapshot(&site.store(), IMAGE, number);
+    assert_eq!(left.state, cairn_store::SnapshotState::Failed);
+}
+
+#[test]
+fn memory_that_is_replaced_does_not_end_a_queue() {
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let features = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+    guest.frontend.set_protocol_features(features).unwrap();
+    assert!(guest.works(8, 1));
+    let region = guest.memory.iter().next().unwrap();
+    let region = VhostUserMemoryRegionInfo::from_guest_region(region).unwrap();
+    guest.frontend.remove_mem_region(&region).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    guest.frontend.add_mem_region(&region).unwrap();
+    assert!(guest.works(8, 2), "{}", backend.log());
+}
+
+#[test]
+fn a_discard_longer_than_announced_is_refused() {
+    let size = 64u64 << 30;
+    let site = site(size);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let mut range = 0u64.to_le_bytes().to_vec();
+    range.extend(((size / 512) as u32).to_le_bytes());
+    range.extend(0u32.to_le_bytes());
+    guest.put(DATA, &range);
+    guest.header(DISCARD, 0);
+    guest.chain(&[(HEADER, 16, 0), (DATA, 16, 0), (STATUS, 1, WRITABLE)]);
+    let begin = Instant::now();
+    let status = guest.try_request(Duration::from_secs(60));
+    assert_eq!(status, Some(1), "an I/O error");
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+}
+
+/// 32 reads of 64 MiB each into an odd address: none can go straight to the disk.
+#[test]
+fn memory_for_unaligned_requests_is_bounded() {
+    let site = site(128 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let mut parts: Vec<Part> = vec![(HEADER, 16, 0)];
+    parts.extend((0..64).map(|_| (DATA + 1, 1 << 20, WRITABLE)));
+    parts.push((STATUS, 1, WRITABLE));
+    guest.header(IN, 0);
+    guest.chain_at(INDIRECT, &parts);
+    let len = 16 * parts.len() as u32;
+    for head in 0..32 {
+        let entry = Entry { address: INDIRECT, len, flags: TABLE_FOLLOWS, next: 0 };
+        guest.entry(TABLE, head, entry);
+    }
+    for head in 0..32 {
+        guest.offer(head);
+    }
+    let status = format!("/proc/{}/status", backend.pid());
+    let mut peak = 0;
+    for request in 0..32 {
+        let used = guest.wait_used(Duration::from_secs(60));
+        assert!(used.is_some(), "request {request} is answered");
+        let status = std::fs::read_to_string(&status).expect("the process is alive");
+        let line = status.lines().find(|line| line.starts_with("VmHWM")).expect("a peak");
+        let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+        peak = peak.max(kib >> 10);
+    }
+    assert!(peak < 256, "{peak} MiB");
+}
+
+#[test]
+fn a_running_guest_is_refused_after_a_kill_whichever_queue_it_used() {
+    let site = site(4 << 20);
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let mut guest = Guest::connect(&options.socket);
+    assert!(guest.works(8, 1));
+    backend.kill();
+    drop(guest);
+    let backend = Backend::start(&options);
+    // Queue 0 of the guest was never used, queue 1 was.
+    let guest = Guest::connect(&options.socket);
+    let second = Setup {
+        used: USED + 0x800,
+        available: AVAILABLE + 0x800,
+        table: TABLE + 0x800,
+        size: 32,
+        ..Setup::default()
+    };
+    guest.put(second.used + 2, &7u16.to_le_bytes());
+    let frontend = guest.frontend.clone();
+    frontend.set_vring_num(1, 32).unwrap();
+    frontend.set_vring_base(1, 7).unwrap();
+    let result = frontend.set_vring_addr(1, &guest.rings(second));
+    assert!(result.is_err(), "{}", backend.log());
+}
