@@ -160,17 +160,18 @@ impl Stage {
         results.into_iter().collect()
     }
 
-    /// Syncs directories. Those that could not be opened are tried again by the next flush; a
-    /// failed sync is final.
+    /// Syncs directories. Where only descriptors or memory were short, the next flush tries again;
+    /// any other failure is final.
     fn sync_directories(&self, directories: &[u8]) -> Result<()> {
         for (at, directory) in directories.iter().enumerate() {
             let path = self.blobs.join(format!("{directory:02x}"));
-            let opened = File::open(&path).map_err(|e| Error::io("opening", &path, e));
-            let opened = opened.inspect_err(|_| {
-                self.lock().unsynced.extend(&directories[at..]);
-            })?;
-            if let Err(error) = opened.sync_all() {
-                self.lock().poisoned = true;
+            if let Err(error) = File::open(&path).and_then(|opened| opened.sync_all()) {
+                match error.raw_os_error() {
+                    Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM) => {
+                        self.lock().unsynced.extend(&directories[at..]);
+                    }
+                    _ => self.lock().poisoned = true,
+                }
                 return Err(Error::io("syncing", &path, error));
             }
         }
