@@ -70,9 +70,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = queue_size)]
     pub queue_size: u16,
 
-    /// Memory for copies of chunks that the guest overwrites while a checkpoint is stored.
+    /// Memory, in MiB, for old blocks that the guest overwrites while a checkpoint is stored; beyond
+    /// that they go to a file in the mirror's directory.
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub arena_mib: u32,
+    pub cow_memory: u32,
 
     /// Let the guest read only. Many can serve one image like this.
     #[arg(long)]

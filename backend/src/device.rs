@@ -23,6 +23,8 @@ const BOUNCE: usize = 64 << 20;
 pub(crate) struct Device {
     pub(crate) mirror: Mirror,
     pub(crate) disk: DiskFile,
+    /// Takes copies when memory is short.
+    pub(crate) preserve: DiskFile,
     pub(crate) repository: Repository,
     pub(crate) attachment: Attachment,
     pub(crate) geometry: Geometry,
@@ -45,6 +47,7 @@ pub(crate) struct Device {
 pub(crate) struct Parts {
     pub(crate) mirror: Mirror,
     pub(crate) disk: DiskFile,
+    pub(crate) preserve: DiskFile,
     pub(crate) repository: Repository,
     pub(crate) attachment: Attachment,
     pub(crate) geometry: Geometry,
@@ -64,6 +67,7 @@ impl Device {
         Device {
             mirror: parts.mirror,
             disk: parts.disk,
+            preserve: parts.preserve,
             repository: parts.repository,
             attachment: parts.attachment,
             geometry: parts.geometry,
@@ -139,6 +143,7 @@ counters!(
     fetch_errors,
     copies,
     copied_bytes,
+    spilled,
     parked,
     checkpoints,
     stable,

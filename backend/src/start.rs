@@ -18,18 +18,21 @@ use crate::commit::{Commits, RESERVE, persist};
 use crate::control::{self, Listeners};
 use crate::device::{Device, Parts};
 use crate::flush::Flusher;
-use crate::mirror::copies::Arena;
+use crate::mirror::copies::{Arena, Spill};
 use crate::mirror::disk::DiskFile;
 use crate::mirror::events::Events;
 use crate::mirror::layout::{Layout, SECTOR, Span};
 use crate::mirror::map::{Identity, MapError, MapFile};
-use crate::mirror::{DirtySet, Mirror, presence::Presence};
+use crate::mirror::{DirtySet, Mirror, Room, presence::Presence};
 use crate::vhost::server::{self, Source, Stop};
 use crate::worker::{self, Command};
 use crate::{fetch, flush, lease, sys};
 
 /// How long a stop waits for checkpoints that are almost stable.
 const GRACE: Duration = Duration::from_secs(2);
+
+/// Bytes of copies on their way from the disk to the spill file.
+const PASSAGE: usize = 8 << 20;
 
 /// Why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -159,6 +162,7 @@ impl Sockets {
 /// A mirror's directory: locked, and fitting the image.
 struct Local {
     disk: DiskFile,
+    preserve: DiskFile,
     map: MapFile,
     layout: Layout,
     presence: Presence,
@@ -188,6 +192,8 @@ impl Local {
                 "is on a disk whose sectors are larger than 512 bytes, which is not supported",
             ));
         }
+        let preserve = DiskFile::open(&path.join("preserve")).map_err(failed)?;
+        preserve.set_len(0).map_err(failed)?;
         let layout = Layout::new(snapshot.geometry);
         let len = disk.len().map_err(failed)?;
         let map = match MapFile::open(&map_path) {
@@ -227,7 +233,7 @@ impl Local {
             return Err(mismatch("has a data file of the wrong length; delete the directory"));
         }
         let (presence, dirty) = map.load(&layout).map_err(map_failed)?;
-        Ok(Local { disk, map, layout, presence, dirty })
+        Ok(Local { disk, preserve, map, layout, presence, dirty })
     }
 
     /// Whether the mirror continues what was asked for.
@@ -306,7 +312,7 @@ fn serve(
     attachment: Attachment,
     commits: Commits,
 ) -> Result<(), StartError> {
-    let Local { disk, mut map, layout, presence, dirty } = local;
+    let Local { disk, preserve, mut map, layout, presence, dirty } = local;
     let (geometry, resumable) = (map.identity().geometry, map.is_clean());
     if !resumable {
         tracing::warn!(
@@ -328,12 +334,18 @@ fn serve(
         presence,
         dirty,
         mailboxes.len(),
-        Arena::new((args.arena_mib as usize) << 20),
+        Room {
+            arena: Arena::new((args.cow_memory as usize) << 20),
+            passage: Arena::new(PASSAGE),
+            // One frozen epoch needs at most the whole disk.
+            spill: Spill::new(layout.file_len()),
+        },
         Events::new(wakes.collect()),
     );
     let device = Arc::new(Device::new(Parts {
         mirror,
         disk,
+        preserve,
         repository,
         attachment,
         geometry,

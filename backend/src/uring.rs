@@ -38,6 +38,11 @@ pub(crate) enum Io {
         offset: u64,
         memory: Memory,
     },
+    /// Writes to the ring's other file, which takes copies.
+    Spill {
+        offset: u64,
+        memory: Memory,
+    },
     /// Turns a span into zeros without allocating.
     Punch(Span),
     /// Makes completed writes durable.
@@ -77,13 +82,14 @@ const CANCEL: u64 = 1 << 62;
 pub(crate) struct Ring<T> {
     ring: IoUring,
     file: RawFd,
+    spill: RawFd,
     entries: Slab<Entry<T>>,
     polls: usize,
 }
 
 impl<T> Ring<T> {
-    /// A ring for operations on `file`, which outlives it.
-    pub(crate) fn new(file: RawFd, depth: u32) -> io::Result<Ring<T>> {
+    /// A ring for operations on `file` and `spill`, which outlive it.
+    pub(crate) fn new(file: RawFd, spill: RawFd, depth: u32) -> io::Result<Ring<T>> {
         let ring = IoUring::builder()
             .setup_coop_taskrun()
             .setup_taskrun_flag()
@@ -92,7 +98,7 @@ impl<T> Ring<T> {
             .setup_cqsize(depth.next_power_of_two() * 4)
             .build(depth.next_power_of_two())
             .or_else(|_| IoUring::new(depth.next_power_of_two()))?;
-        Ok(Ring { ring, file, entries: Slab::new(), polls: 0 })
+        Ok(Ring { ring, file, spill, entries: Slab::new(), polls: 0 })
     }
 
     /// Operations that are not complete, polls not counted.
@@ -108,6 +114,9 @@ impl<T> Ring<T> {
             }
             Io::Write { offset, mut memory } => {
                 (take_iovecs(&mut memory), Io::Write { offset, memory })
+            }
+            Io::Spill { offset, mut memory } => {
+                (take_iovecs(&mut memory), Io::Spill { offset, memory })
             }
             other => (Vec::new(), other),
         };
@@ -129,6 +138,13 @@ impl<T> Ring<T> {
                     .offset(offset + entry.done)
                     .build()
             }
+            Io::Spill { offset, .. } => opcode::Writev::new(
+                types::Fd(self.spill),
+                entry.iovecs.as_ptr(),
+                entry.iovecs.len() as u32,
+            )
+            .offset(offset + entry.done)
+            .build(),
             Io::Punch(span) => opcode::Fallocate::new(file, span.len)
                 .offset(span.offset)
                 .mode(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)
@@ -295,7 +311,7 @@ mod tests {
     #[test]
     fn what_was_written_is_read_back_with_its_tag() {
         let file = tempfile::tempfile().unwrap();
-        let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), file.as_raw_fd(), 8).unwrap();
         let mut buffer = Buffer::zeroed(8192);
         buffer.fill(0x5a);
         ring.start(Io::Write { offset: 4096, memory: Memory::Buffer(buffer) }, 7).unwrap();
@@ -316,7 +332,7 @@ mod tests {
     fn a_read_beyond_the_end_is_an_error_not_old_memory() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
-        let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), file.as_raw_fd(), 8).unwrap();
         ring.start(Io::Read { offset: 0, memory: Memory::Buffer(Buffer::zeroed(8192)) }, 1)
             .unwrap();
         assert!(finish(&mut ring).result.is_err());
@@ -325,7 +341,7 @@ mod tests {
     #[test]
     fn more_operations_than_entries_are_all_done() {
         let file = tempfile::tempfile().unwrap();
-        let mut ring = Ring::new(file.as_raw_fd(), 2).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), file.as_raw_fd(), 2).unwrap();
         for tag in 0..20 {
             let offset = u64::from(tag) * 4096;
             ring.start(Io::Write { offset, memory: Memory::Buffer(Buffer::zeroed(4096)) }, tag)

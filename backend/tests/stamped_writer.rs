@@ -38,7 +38,7 @@ struct Config {
     unit: u64,
     queues: usize,
     load: Load,
-    arena_mib: Option<u64>,
+    cow_memory: Option<u64>,
     /// Connections that ask for checkpoints.
     askers: usize,
     /// The longest pause between an answer and the next request.
@@ -55,7 +55,7 @@ impl Config {
             unit: BLOCK,
             queues: 2,
             load: Load { depth: 16, mix: Mix::BLOCKS, skewed: false },
-            arena_mib: None,
+            cow_memory: None,
             askers: 1,
             pause: Duration::from_millis(40),
             lasts: Duration::from_millis(1500),
@@ -81,7 +81,7 @@ impl Config {
             unit: rng.pick(&[1, BLOCK]),
             queues: rng.between(1, 2) as usize,
             load: Load { depth: rng.pick(&[1, 2, 8, 32]), mix, skewed: rng.chance(50) },
-            arena_mib: rng.pick(&[None, Some(1), Some(4), Some(8)]),
+            cow_memory: rng.pick(&[None, Some(1), Some(4), Some(8)]),
             askers: rng.between(1, 3) as usize,
             pause: Duration::from_millis(rng.pick(&[0, 0, 5, 50])),
             lasts: Duration::from_millis(rng.between(700, 2500)),
@@ -163,8 +163,8 @@ fn run(config: &Config, work: &Work) -> Run {
     let (disk, base) = base_image(config, &mut rng);
     repository::import(&site.store(), IMAGE, config.chunk as u32, &disk);
     let mut options = Options { queues: config.queues, ..Options::new(&site) };
-    if let Some(mib) = config.arena_mib {
-        options = options.with(&["--arena-mib", &mib.to_string()]);
+    if let Some(mib) = config.cow_memory {
+        options = options.with(&["--cow-memory", &mib.to_string()]);
     }
     let backend = Backend::start(&options);
     let shape = Shape { queues: config.queues, depth: config.load.depth, ..Shape::default() };
@@ -296,8 +296,8 @@ fn snapshots_of_writes_zeroes_and_discards_are_consistent_cuts() {
 fn snapshots_are_consistent_cuts_when_the_space_for_copies_is_short() {
     let load = Load { depth: 32, mix: Mix::ALL, skewed: false };
     let pause = Duration::ZERO;
-    let arena_mib = Some(1);
-    write_and_judge(Config { chunk: 64 * KIB, load, arena_mib, pause, ..Config::plain(5) });
+    let cow_memory = Some(1);
+    write_and_judge(Config { chunk: 64 * KIB, load, cow_memory, pause, ..Config::plain(5) });
 }
 
 #[test]

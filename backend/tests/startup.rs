@@ -52,7 +52,7 @@ fn a_wrong_command_line_is_refused() {
         &["--queue-size", "0"],
         &["--queue-size", "100"],
         &["--queue-size", "65536"],
-        &["--arena-mib", "lots"],
+        &["--cow-memory", "lots"],
         &["--vsock-port", "high"],
     ];
     for flags in wrong {

@@ -97,6 +97,7 @@ fn print_stats(stats: &Stats, style: Style) -> Outcome {
         ("fetch errors", count(stats.fetch_errors)),
         ("copies", count(stats.copies)),
         ("copied", style.size(stats.copied_bytes)),
+        ("spilled copies", count(stats.spilled)),
         ("parked requests", count(stats.parked)),
         ("checkpoints", count(stats.checkpoints)),
         ("stable", count(stats.stable)),

@@ -254,6 +254,8 @@ pub struct Stats {
     pub copies: u64,
     /// Bytes of these copies.
     pub copied_bytes: u64,
+    /// Copies that went to the mirror's disk because the memory for them was in use.
+    pub spilled: u64,
     /// Times that a request had to wait (for a fetch, a copy, a claim or a cut).
     pub parked: u64,
     /// Checkpoints accepted.

@@ -306,7 +306,14 @@ impl Work<'_> {
         if !self.device.disk.is_hole(span) {
             self.device.disk.read(&mut data, span.offset)?;
         }
-        let present = self.source.taken(chunk).lay_over(&mut data, present);
+        let aside = self.source.taken(chunk);
+        let preserve = &self.device.preserve;
+        // The chunk is Idle already: if its old blocks cannot be had, neither can the snapshot.
+        let present = aside
+            .lay_over(&mut data, present, |buffer, offset| preserve.read_any(buffer, offset))
+            .inspect_err(|error| {
+                self.source.set_failure(format!("reading copies back: {error}"))
+            })?;
         Ok(Copy { data, present })
     }
 

@@ -1,9 +1,11 @@
-//! Memory for the old content of blocks that the guest overwrites, and for chunks on their way into
-//! the repository. Both are bounded.
+//! Room for the old content of blocks that the guest overwrites, and for chunks on their way into the
+//! repository. All of it is bounded: first memory is used, then a file on the local disk.
 
+use std::collections::HashMap;
+use std::io;
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::blockset::BlockSet;
 use super::layout::{BLOCK, Blocks};
@@ -63,10 +65,76 @@ impl Drop for ArenaBuffer {
     }
 }
 
+/// The places in the file that takes copies when memory is short. Only the arithmetic: the file is
+/// somebody else's.
+pub(crate) struct Spill {
+    limit: u64,
+    places: Mutex<Places>,
+}
+
+#[derive(Default)]
+struct Places {
+    end: u64,
+    taken: u64,
+    /// Places that were given back, by length.
+    free: HashMap<u64, Vec<u64>>,
+}
+
+impl Spill {
+    /// At most `limit` bytes.
+    pub(crate) fn new(limit: u64) -> Arc<Spill> {
+        Arc::new(Spill { limit, places: Mutex::default() })
+    }
+
+    fn places(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().expect("no code panics with the places locked")
+    }
+
+    /// A place for `len` bytes, or nothing if there is none left.
+    pub(crate) fn take(self: &Arc<Spill>, len: u64) -> Option<Place> {
+        let mut places = self.places();
+        let offset = match places.free.get_mut(&len).and_then(Vec::pop) {
+            Some(offset) => offset,
+            None if places.end + len <= self.limit => {
+                places.end += len;
+                places.end - len
+            }
+            None => return None,
+        };
+        places.taken += 1;
+        Some(Place { offset, len, spill: self.clone() })
+    }
+}
+
+/// A place in the spill file, given back when it is dropped.
+pub(crate) struct Place {
+    pub(crate) offset: u64,
+    len: u64,
+    spill: Arc<Spill>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = self.spill.places();
+        places.taken -= 1;
+        if places.taken == 0 {
+            *places = Places::default();
+        } else {
+            places.free.entry(self.len).or_default().push(self.offset);
+        }
+    }
+}
+
+/// Where old content is.
+pub(crate) enum Old {
+    Memory(ArenaBuffer),
+    File(Place),
+}
+
 /// The old content of a run of blocks, counted from their chunk's start.
 pub(crate) struct Piece {
     pub(crate) run: Blocks,
-    pub(crate) data: ArenaBuffer,
+    pub(crate) old: Old,
 }
 
 /// What writes have put aside of one chunk.
@@ -80,15 +148,25 @@ pub(crate) struct Aside {
 
 impl Aside {
     /// Lays the old content over `data`, which was read from the mirror, where the blocks of
-    /// `present` were valid. Returns the blocks that are valid now; others are the parent's.
-    pub(crate) fn lay_over(&self, data: &mut [u8], present: BlockSet) -> BlockSet {
+    /// `present` were valid. Returns the blocks that are valid now; others are the parent's. `read`
+    /// brings what lies in the spill file at an offset.
+    pub(crate) fn lay_over(
+        &self,
+        data: &mut [u8],
+        present: BlockSet,
+        read: impl Fn(&mut [u8], u64) -> io::Result<()>,
+    ) -> io::Result<BlockSet> {
         let mut valid = present.without(&self.decided);
-        for Piece { run, data: old } in &self.pieces {
+        for Piece { run, old } in &self.pieces {
             let from = (run.first * BLOCK) as usize;
-            data[from..from + old.len()].copy_from_slice(old);
+            let to = &mut data[from..from + run.span().len as usize];
+            match old {
+                Old::Memory(old) => to.copy_from_slice(old),
+                Old::File(place) => read(to, place.offset)?,
+            }
             valid = valid.union(&BlockSet::run(*run));
         }
-        valid
+        Ok(valid)
     }
 }
 
@@ -98,4 +176,33 @@ pub(crate) struct Copy {
     pub(crate) data: ArenaBuffer,
     /// The blocks that are valid. Others come from the parent root.
     pub(crate) present: BlockSet,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Arena, Spill};
+
+    #[test]
+    fn an_arena_is_bounded_but_gives_one_buffer_of_any_size() {
+        let arena = Arena::new(8192);
+        let first = arena.take(4096).unwrap();
+        assert!(arena.take(8192).is_none());
+        let second = arena.take(4096).unwrap();
+        assert!(arena.take(4096).is_none());
+        drop((first, second));
+        assert_eq!(arena.take(1 << 20).unwrap().len(), 1 << 20);
+    }
+
+    #[test]
+    fn places_do_not_overlap_and_are_used_again() {
+        let spill = Spill::new(3 * 4096);
+        let a = spill.take(4096).unwrap();
+        let b = spill.take(8192).unwrap();
+        assert_eq!((a.offset, b.offset), (0, 4096));
+        assert!(spill.take(4096).is_none());
+        drop(a);
+        assert_eq!(spill.take(4096).unwrap().offset, 0);
+        drop(b);
+        assert_eq!(spill.take(3 * 4096).unwrap().offset, 0, "all of it is free again");
+    }
 }

@@ -11,6 +11,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use super::layout::Span;
+use crate::mapping::Buffer;
 
 /// The alignment of addresses, offsets and lengths that a file wants for direct I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +58,14 @@ impl DiskFile {
     /// Reads a span; `buffer` is page aligned and as long as the span.
     pub(crate) fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(buffer, offset)
+    }
+
+    /// Reads whole blocks into a buffer of any alignment.
+    pub(crate) fn read_any(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut aligned = Buffer::zeroed(buffer.len());
+        self.read(&mut aligned, offset)?;
+        buffer.copy_from_slice(&aligned);
+        Ok(())
     }
 
     /// Writes a span; `buffer` is page aligned.

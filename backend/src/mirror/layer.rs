@@ -267,7 +267,7 @@ mod tests {
     use cairn_store::ChunkIndex;
 
     use super::{BlockSet, Blocks, DirtySet, Epoch, Layer, Owed};
-    use crate::mirror::copies::{Arena, Piece};
+    use crate::mirror::copies::{Arena, Old, Piece};
 
     const CHUNK: ChunkIndex = ChunkIndex(3);
 
@@ -288,7 +288,8 @@ mod tests {
     }
 
     fn piece(run: Blocks) -> Piece {
-        Piece { run, data: Arena::new(1 << 20).take(run.count as usize * 4096).unwrap() }
+        let buffer = Arena::new(1 << 20).take(run.count as usize * 4096).unwrap();
+        Piece { run, old: Old::Memory(buffer) }
     }
 
     #[test]
@@ -320,7 +321,7 @@ mod tests {
         assert_eq!(layer.owed(CHUNK, run(1, 1), all()), Owed::Copies(vec![run(1, 1)]));
         layer.copied(CHUNK, piece(run(1, 1)));
         let mut read = vec![0xff; 64 * 4096];
-        let valid = layer.taken(CHUNK).lay_over(&mut read, all());
+        let valid = layer.taken(CHUNK).lay_over(&mut read, all(), |_, _| Ok(())).unwrap();
         assert_eq!(valid, all());
         assert!(read[4096..8192].iter().all(|byte| *byte == 0) && read[8192] == 0xff);
         assert_eq!(layer.owed(CHUNK, run(1, 1), all()), Owed::Nothing);

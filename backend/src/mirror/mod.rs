@@ -36,7 +36,7 @@ use cairn_store::ChunkIndex;
 
 pub(crate) use self::bits::DirtySet;
 use self::claims::Claims;
-use self::copies::{Arena, ArenaBuffer, Piece};
+use self::copies::{Arena, ArenaBuffer, Old, Piece, Place, Spill};
 use self::cut::{Cut, Entrance};
 use self::events::Events;
 use self::layer::{Epoch, Layer, Owed};
@@ -84,6 +84,36 @@ pub(crate) struct Preserve {
     /// Counted from the chunk's start.
     run: Blocks,
     layer: Arc<Layer>,
+    /// Where in the spill file the copy goes, if not into memory for good.
+    place: Option<Place>,
+}
+
+impl Preserve {
+    /// The offset in the spill file that the copy has to be written to before it is preserved.
+    pub(crate) fn spill_offset(&self) -> Option<u64> {
+        self.place.as_ref().map(|place| place.offset)
+    }
+}
+
+/// The room for copies.
+pub(crate) struct Room {
+    /// Memory that holds copies.
+    pub(crate) arena: Arc<Arena>,
+    /// Memory through which copies pass on their way to the spill file.
+    pub(crate) passage: Arc<Arena>,
+    /// Places in the spill file.
+    pub(crate) spill: Arc<Spill>,
+}
+
+impl Room {
+    /// A buffer for a copy of `len` bytes, and its place in the spill file if memory is short.
+    fn take(&self, len: u64) -> Option<(ArenaBuffer, Option<Place>)> {
+        if let Some(buffer) = self.arena.take(len as usize) {
+            return Some((buffer, None));
+        }
+        let buffer = self.passage.take(len as usize)?;
+        Some((buffer, Some(self.spill.take(len)?)))
+    }
 }
 
 /// The state of one disk. Shared by all threads.
@@ -92,22 +122,22 @@ pub(crate) struct Mirror {
     pub(crate) presence: Presence,
     pub(crate) cut: Cut,
     claims: Claims,
-    arena: Arc<Arena>,
+    room: Room,
     pub(crate) events: Events,
 }
 
 impl Mirror {
-    /// A mirror with what is known from its map; `arena` bounds the copies in memory.
+    /// A mirror with what is known from its map; `room` bounds the copies.
     pub(crate) fn new(
         layout: Layout,
         presence: Presence,
         dirty: DirtySet,
         workers: usize,
-        arena: Arc<Arena>,
+        room: Room,
         events: Events,
     ) -> Mirror {
         let cut = Cut::new(layout.chunk_count(), workers, dirty);
-        Mirror { layout, presence, cut, claims: Claims::new(), arena, events }
+        Mirror { layout, presence, cut, claims: Claims::new(), room, events }
     }
 
     pub(crate) fn layout(&self) -> &Layout {
@@ -167,23 +197,21 @@ impl Mirror {
                 let own = self.layout.blocks_of(chunk);
                 let hit = self.layout.blocks_within(span, chunk);
                 let hit = Blocks { first: hit.first - own.first, ..hit };
-                match layer.owed(chunk, hit, self.presence.of(own)) {
-                    Owed::Nothing => {}
-                    Owed::Wait => blocked = true,
-                    Owed::Copies(runs) => {
-                        for run in runs {
-                            match self.arena.take(run.span().len as usize) {
-                                Some(buffer) => {
-                                    jobs.push((
-                                        Preserve { chunk, run, layer: layer.clone() },
-                                        buffer,
-                                    ));
-                                }
-                                None => {
-                                    layer.not_copied(chunk, run);
-                                    blocked = true;
-                                }
-                            }
+                let runs = match layer.owed(chunk, hit, self.presence.of(own)) {
+                    Owed::Nothing => continue,
+                    Owed::Wait => Vec::new(),
+                    Owed::Copies(runs) => runs,
+                };
+                blocked |= runs.is_empty();
+                for run in runs {
+                    match self.room.take(run.span().len) {
+                        Some((buffer, place)) => {
+                            let layer = layer.clone();
+                            jobs.push((Preserve { chunk, run, layer, place }, buffer));
+                        }
+                        None => {
+                            layer.not_copied(chunk, run);
+                            blocked = true;
                         }
                     }
                 }
@@ -246,12 +274,19 @@ impl Mirror {
 
     /// Ends a copy. On success the frozen epoch has the blocks and the guest may write to them.
     pub(crate) fn preserved(&self, job: Preserve, data: ArenaBuffer, result: io::Result<()>) {
-        let Preserve { chunk, run, layer } = job;
+        let Preserve { chunk, run, layer, place } = job;
+        let old = match place {
+            Some(place) => {
+                drop(data);
+                Old::File(place)
+            }
+            None => Old::Memory(data),
+        };
         match result {
-            Ok(()) => layer.copied(chunk, Piece { run, data }),
+            Ok(()) => layer.copied(chunk, Piece { run, old }),
             // Without its old content the snapshot is lost; the guest's write is not.
             Err(error) => {
-                layer.set_failure(format!("reading chunk {} of the mirror: {error}", chunk.0));
+                layer.set_failure(format!("copying chunk {} of the mirror: {error}", chunk.0));
             }
         }
         self.events.notify();

@@ -14,13 +14,13 @@ use std::sync::Arc;
 use cairn_store::{ChunkIndex, Geometry};
 
 use super::blockset::BlockSet;
-use super::copies::{Arena, ArenaBuffer};
+use super::copies::{Arena, ArenaBuffer, Spill};
 use super::cut::Entrance;
 use super::events::Events;
 use super::layer::{Epoch, Layer};
 use super::layout::{BLOCK, Blocks, Layout, Span};
 use super::presence::Presence;
-use super::{DirtySet, Mirror, Permit, Plan, Preserve};
+use super::{DirtySet, Mirror, Permit, Plan, Preserve, Room};
 
 const CHUNK: u64 = 64 * 1024;
 const CHUNKS: u64 = 4;
@@ -96,6 +96,8 @@ struct World {
     commits: Vec<Arc<Layer>>,
     /// What the layer in front has stored so far.
     stored: HashMap<(Epoch, u64), Vec<u64>>,
+    /// The spill file.
+    spilled: HashMap<u64, Vec<u8>>,
     published: u64,
 }
 
@@ -107,7 +109,11 @@ impl World {
             Presence::absent(layout.block_count()).unwrap(),
             DirtySet::new(CHUNKS).unwrap(),
             WORKERS,
-            Arena::new(arena * BLOCK as usize),
+            Room {
+                arena: Arena::new(arena * BLOCK as usize),
+                passage: Arena::new(4 * BLOCK as usize),
+                spill: Spill::new(200 * BLOCK),
+            },
             Events::new(Vec::new()),
         );
         let blocks = layout.block_count() as usize;
@@ -125,6 +131,7 @@ impl World {
             next_version: PARENT + 1,
             commits: Vec::new(),
             stored: HashMap::new(),
+            spilled: HashMap::new(),
             published: 0,
         }
     }
@@ -342,14 +349,27 @@ impl World {
                 }
                 self.mirror.complete(permit, !fails);
             }
-            Kernel::Copy { job, buffer, .. } => self.mirror.preserved(job, buffer, Ok(())),
+            Kernel::Copy { job, buffer, .. } => {
+                if let Some(offset) = job.spill_offset() {
+                    for (block, data) in buffer.chunks(BLOCK as usize).enumerate() {
+                        self.spilled.insert(offset + block as u64 * BLOCK, data.to_vec());
+                    }
+                }
+                self.mirror.preserved(job, buffer, Ok(()));
+            }
             Kernel::Fill { chunk, runs, .. } => {
                 let landed = if self.rng.chance(10) { 0 } else { runs.len() };
                 self.mirror.end_fill(chunk, &runs, landed);
             }
             Kernel::Persist { layer, chunk, .. } if self.rng.chance(5) => layer.untake(chunk),
             Kernel::Persist { layer, mut data, present, chunk, .. } => {
-                let present = layer.taken(chunk).lay_over(&mut data, present);
+                let read = |buffer: &mut [u8], offset: u64| {
+                    for (block, data) in buffer.chunks_mut(BLOCK as usize).enumerate() {
+                        data.copy_from_slice(&self.spilled[&(offset + block as u64 * BLOCK)]);
+                    }
+                    Ok(())
+                };
+                let present = layer.taken(chunk).lay_over(&mut data, present, read).unwrap();
                 self.store(layer.epoch, chunk.0, &data, present);
             }
         }

@@ -58,6 +58,7 @@ pub(super) enum Tag {
         chain: Chain,
     },
     Copy(Preserve),
+    Spill(Preserve),
 }
 
 /// Why a request has no memory to work with.
@@ -288,12 +289,14 @@ impl Worker {
                 }
             }
             Tag::Sync { chain } => self.finish(chain, result, 0),
-            Tag::Copy(preserve) => {
-                let Io::Read { memory: Memory::Arena(buffer), .. } = io else {
-                    unreachable!("copies are read into the arena")
-                };
-                self.device.mirror.preserved(preserve, buffer, result);
+            Tag::Spill(preserve) => {
+                let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
+                self.preserved(preserve, memory, result);
                 return Ok(());
+            }
+            Tag::Copy(preserve) => {
+                let Io::Read { memory, .. } = io else { unreachable!("copies are read") };
+                return self.copied(preserve, memory, result);
             }
         }
         if bounced {
@@ -301,6 +304,25 @@ impl Worker {
             self.device.mirror.events.notify();
         }
         Ok(())
+    }
+
+    /// A copy is in memory: that is enough, or it goes on to the spill file.
+    fn copied(&mut self, job: Preserve, memory: Memory, read: io::Result<()>) -> io::Result<()> {
+        match job.spill_offset() {
+            Some(offset) if read.is_ok() => {
+                count(&self.device.stats.spilled, 1);
+                self.ring.start(Io::Spill { offset, memory }, Tag::Spill(job))
+            }
+            _ => {
+                self.preserved(job, memory, read);
+                Ok(())
+            }
+        }
+    }
+
+    fn preserved(&self, job: Preserve, memory: Memory, result: io::Result<()>) {
+        let Memory::Arena(buffer) = memory else { unreachable!("copies are made into the arena") };
+        self.device.mirror.preserved(job, buffer, result);
     }
 
     /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become

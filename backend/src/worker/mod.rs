@@ -102,7 +102,9 @@ pub(crate) fn spawn(
 ) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name(format!("queue-{index}")).spawn(move || {
         // The ring belongs to the thread that makes it.
-        let worker = Ring::new(device.disk.raw_fd(), u32::from(queue_size).max(64)).map(|ring| {
+        let depth = u32::from(queue_size).max(64);
+        let ring = Ring::new(device.disk.raw_fd(), device.preserve.raw_fd(), depth);
+        let worker = ring.map(|ring| {
             let entrance = device.mirror.cut.entrance(index);
             Worker {
                 index,

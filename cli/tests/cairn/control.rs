@@ -136,7 +136,7 @@ fn status_and_stats_are_printed_for_people_and_for_scripts() {
     let value: Value = serde_json::from_slice(&run.stdout).unwrap();
     assert_eq!(value["pending"][0]["done"], 4);
 
-    let stats = r#"{"event":"stats","reads":7,"writes":0,"flushes":0,"discards":0,"errors":0,"read_bytes":28672,"written_bytes":0,"fetched_chunks":0,"fetched_bytes":0,"fetch_errors":0,"copies":0,"copied_bytes":0,"parked":0,"checkpoints":0,"stable":0,"failed":0}"#;
+    let stats = r#"{"event":"stats","reads":7,"writes":0,"flushes":0,"discards":0,"errors":0,"read_bytes":28672,"written_bytes":0,"fetched_chunks":0,"fetched_bytes":0,"fetch_errors":0,"copies":0,"copied_bytes":0,"spilled":0,"parked":0,"checkpoints":0,"stable":0,"failed":0}"#;
     let (request, run) = exchange(&[stats], &["stats"]);
     assert_eq!(request, serde_json::json!({ "op": "stats" }));
     let text = String::from_utf8(run.stdout).unwrap();
