@@ -67,7 +67,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
 }
 
 fn measure(site: &Site, size: u64) -> Result<Figure> {
-    let area = site.area("cost")?;
+    let area = site.area()?;
     let begin = Instant::now();
     let cairn = Cairn::start(site, &area, size)?;
     let start_s = begin.elapsed().as_secs_f64();

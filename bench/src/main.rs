@@ -39,16 +39,30 @@ fn main() -> Result<()> {
     let mut passed = true;
     for case in args.case.each() {
         println!("== {} ==", case.name());
+        look_around()?;
         let report = match case {
             Case::Disk => disk::run(&site, &args)?,
             Case::Checkpoint => checkpoint::run(&site, &args)?,
             Case::Cost => cost::run(&site, &args)?,
             Case::All => unreachable!("it is split into its cases"),
         };
+        look_around()?;
         passed &= finish(&args, *case, &report)?;
     }
     if !passed {
         println!("Some bars were missed: see above.");
+    }
+    Ok(())
+}
+
+/// Says so when something else runs: its figures would be noise.
+fn look_around() -> Result<()> {
+    const NOISE: f64 = 0.2;
+    let busy = proc::busy_cores()?;
+    if busy > NOISE {
+        println!(
+            "WARNING: other programs keep {busy:.1} cores busy; the figures are not worth much."
+        );
     }
     Ok(())
 }

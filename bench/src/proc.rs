@@ -24,6 +24,26 @@ fn ticks_of(stat: &str) -> Option<u64> {
     Some(user + system)
 }
 
+/// How many cores other programs keep busy, over half a second in which this one does nothing.
+pub(crate) fn busy_cores() -> Result<f64> {
+    let read = || -> Result<u64> {
+        let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
+        busy_ticks_of(&stat).with_context(|| format!("no CPU time in /proc/stat: {stat}"))
+    };
+    let before = read()?;
+    let time = Duration::from_millis(500);
+    std::thread::sleep(time);
+    Ok((read()? - before) as f64 / sys::clock_ticks() / time.as_secs_f64())
+}
+
+/// The first line's times, without the fourth and fifth, which are idle.
+fn busy_ticks_of(stat: &str) -> Option<u64> {
+    let times = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
+    let times: Vec<u64> = times.take(8).map(str::parse).collect::<Result<_, _>>().ok()?;
+    let idle = times.get(3)? + times.get(4)?;
+    Some(times.iter().sum::<u64>() - idle)
+}
+
 /// A process's memory in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
@@ -47,12 +67,17 @@ fn kib_of(status: &str, name: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{kib_of, ticks_of};
+    use super::{busy_ticks_of, kib_of, ticks_of};
 
     #[test]
     fn cpu_time_is_found_behind_a_name_with_parentheses() {
         let stat = "7 (a ) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20";
         assert_eq!(ticks_of(stat), Some(300));
+    }
+
+    #[test]
+    fn idle_time_is_not_busy() {
+        assert_eq!(busy_ticks_of("cpu  1 2 4 8 16 32 64 128 256 0\n"), Some(231));
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! Where files and sockets are, and which programs are measured.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail};
 
@@ -19,6 +22,8 @@ pub(crate) struct Site {
     pub(crate) storage_daemon: PathBuf,
     /// More arguments for each cairn-blk.
     pub(crate) blk_args: Vec<String>,
+    /// How many areas there were.
+    areas: AtomicU64,
 }
 
 impl Site {
@@ -35,7 +40,8 @@ impl Site {
         let sockets = std::env::temp_dir().join(format!("cairn-bench-{id}"));
         let blk_args = args.blk_arg.clone();
         // From here on the directories are removed again, whatever fails.
-        let site = Site { scratch, sockets, cairn, cairn_blk, storage_daemon, blk_args };
+        let areas = AtomicU64::new(0);
+        let site = Site { scratch, sockets, cairn, cairn_blk, storage_daemon, blk_args, areas };
         for directory in [&site.scratch, &site.sockets] {
             fs::create_dir_all(directory)
                 .with_context(|| format!("make the directory {}", directory.display()))?;
@@ -47,9 +53,9 @@ impl Site {
     }
 
     /// A directory for the files of one measurement.
-    pub(crate) fn area(&self, name: &str) -> Result<Area> {
-        let (files, sockets) = (self.scratch.join(name), self.sockets.join(name));
-        let area = Area { files, sockets };
+    pub(crate) fn area(&self) -> Result<Area> {
+        let name = self.areas.fetch_add(1, Ordering::Relaxed).to_string();
+        let area = Area { files: self.scratch.join(&name), sockets: self.sockets.join(&name) };
         for directory in [&area.files, &area.sockets] {
             fs::create_dir_all(directory)
                 .with_context(|| format!("make the directory {}", directory.display()))?;
@@ -65,7 +71,11 @@ impl Drop for Site {
     }
 }
 
-/// Files and sockets of one measurement, removed with it, and the disk at rest afterwards.
+/// Files and sockets of one measurement. Afterwards their space is free again, and the disk at rest.
+///
+/// The files themselves stay, empty, until the end of the run: ext4 does not give the inode of a file that
+/// was removed some minutes ago to another, and looks for one that it can give for so long that it would
+/// be measured.
 pub(crate) struct Area {
     files: PathBuf,
     sockets: PathBuf,
@@ -88,10 +98,26 @@ impl Area {
 
 impl Drop for Area {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.files);
+        let _ = empty(&self.files);
         let _ = fs::remove_dir_all(&self.sockets);
         sys::settle();
     }
+}
+
+/// Takes the content of all files.
+fn empty(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            empty(&entry.path())?;
+        } else if kind.is_file() {
+            // Blobs are read-only, which does not stop their owner.
+            let _ = fs::set_permissions(entry.path(), fs::Permissions::from_mode(0o600));
+            File::create(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Brings the programs beside this one up to date: a stale one would be measured otherwise.

@@ -100,7 +100,7 @@ fn measure(site: &Site, size: &mut Size, round: u32) -> Result<()> {
         let rounds = &mut size.contenders[(turn + round as usize) % count];
         let contender = rounds.contender;
         eprintln!("round {}: {name} dirty, {}", round + 1, contender.name());
-        let area = site.area("checkpoint")?;
+        let area = site.area()?;
         let mut subject = contender.start(site, &area, size.plan.dirty)?;
         let outcome = session::run(&mut *subject, &size.plan)
             .with_context(|| format!("{}, {name} dirty", contender.name()))?;

@@ -12,7 +12,7 @@ use crate::sys::{self, Aligned};
 /// Seconds for `len` bytes.
 pub(super) fn write(site: &Site, len: u64) -> Result<f64> {
     const STEP: usize = 1 << 20;
-    let area = site.area("plain")?;
+    let area = site.area()?;
     let file = sys::direct_file(&area.path("plain.raw"), 0)?;
     let mut buffer = Aligned::new(STEP);
     Rng::new(len).fill(buffer.get_mut());

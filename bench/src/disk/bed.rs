@@ -52,7 +52,7 @@ impl Bed {
     /// Makes the disks and writes their first part, each through its own server.
     pub(super) fn new(site: &Site, areas: Areas) -> Result<Bed> {
         eprintln!("preparing the disks");
-        let area = site.area("disk")?;
+        let area = site.area()?;
         let raw = sys::direct_file(&area.path("raw"), areas.size())?;
         let file = area.path("qemu.raw");
         sys::direct_file(&file, areas.size())?;
