@@ -147,3 +147,30 @@ fn checkpoints_of_an_unchanged_disk_cost_nothing() {
     assert_eq!(first.root, same.root, "equal content, equal root");
     backend.terminate();
 }
+
+/// More is overwritten while the checkpoint is stored than the memory for copies holds.
+#[test]
+fn copies_that_find_no_memory_go_to_the_disk() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, 64 << 20);
+    let backend = Backend::start(&Options::new(&site).with(&["--cow-memory", "1"]));
+    let mut device = backend.device(Shape::default());
+    let disk = random_disk(5, 64 << 20);
+    let parts = || (0..).step_by(1 << 20).zip(disk.chunks(1 << 20));
+    for (at, part) in parts() {
+        device.queues[0].write(at, part).expect("write");
+    }
+    let mut control = backend.control();
+    let accepted = control.checkpoint().expect("a checkpoint");
+    // From the end, so that persist does not get there first.
+    for (at, part) in parts().collect::<Vec<_>>().into_iter().rev() {
+        let inverted: Vec<u8> = part.iter().map(|byte| !byte).collect();
+        device.queues[0].write(at, &inverted).expect("overwrite");
+    }
+    control.wait_until_quiet();
+    let stats = control.stats();
+    assert!(stats.spilled > 0, "{stats:?}");
+    assert!(repository::export(&site.store(), IMAGE, accepted.number) == disk, "the snapshot");
+    let inverted: Vec<u8> = disk.iter().map(|byte| !byte).collect();
+    assert!(device.read_all() == inverted, "the disk");
+}
