@@ -49,12 +49,16 @@ impl Site {
         // A socket's path must not depend on where the run was started.
         let mut site = site;
         site.scratch = fs::canonicalize(&site.scratch).context("find the scratch directory")?;
+        // Not everywhere; where it is refused, it is not needed as much.
+        let _ = sys::spread_out(&site.scratch);
         Ok(site)
     }
 
     /// A directory for the files of one measurement.
     pub(crate) fn area(&self) -> Result<Area> {
-        let name = self.areas.fetch_add(1, Ordering::Relaxed).to_string();
+        // No name of an earlier run: ext4 chooses the place by it.
+        let number = self.areas.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}-{number}", std::process::id());
         let area = Area { files: self.scratch.join(&name), sockets: self.sockets.join(&name) };
         for directory in [&area.files, &area.sockets] {
             fs::create_dir_all(directory)
@@ -73,9 +77,9 @@ impl Drop for Site {
 
 /// Files and sockets of one measurement. Afterwards their space is free again, and the disk at rest.
 ///
-/// The files themselves stay, empty, until the end of the run: ext4 does not give the inode of a file that
-/// was removed some minutes ago to another, and looks for one that it can give for so long that it would
-/// be measured.
+/// The files themselves stay, empty, until the end of the run: ext4 without a journal does not give the
+/// inode of a file that was removed some minutes ago to another, and looks for one that it can give for
+/// so long that it would be measured. For the same reason each area is in a part of the disk of its own.
 pub(crate) struct Area {
     files: PathBuf,
     sockets: PathBuf,
