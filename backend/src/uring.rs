@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use io_uring::{IoUring, opcode, squeue, types};
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use slab::Slab;
 
 use crate::mapping::Buffer;
@@ -69,22 +69,27 @@ pub(crate) struct Completion<T> {
 pub(crate) enum Reaped<T> {
     /// An operation ended.
     Done(Completion<T>),
-    /// A polled descriptor is readable, or its poll ended; `id` is what the poll was started with.
-    Ready { id: u32 },
+    /// A polled descriptor was written to; `id` is what the poll was started with. The poll goes on,
+    /// unless it has `ended`.
+    Ready { id: u32, ended: bool },
 }
 
 /// Marks the user data of polls; the low bits are their id.
 const POLL: u64 = 1 << 63;
-/// The user data of cancellations, whose completions tell nothing.
-const CANCEL: u64 = 1 << 62;
+/// The user data of operations whose completions tell nothing.
+const SILENT: u64 = 1 << 62;
+
+/// The ring's files, as it knows them.
+const FILE: types::Fixed = types::Fixed(0);
+const SPILL: types::Fixed = types::Fixed(1);
+
+/// What an event descriptor is raised by.
+static ONE: u64 = 1;
 
 /// A ring and the operations in flight on it, each with a tag of the caller's.
 pub(crate) struct Ring<T> {
     ring: IoUring,
-    file: RawFd,
-    spill: RawFd,
     entries: Slab<Entry<T>>,
-    polls: usize,
 }
 
 impl<T> Ring<T> {
@@ -98,10 +103,11 @@ impl<T> Ring<T> {
             .setup_cqsize(depth.next_power_of_two() * 4)
             .build(depth.next_power_of_two())
             .or_else(|_| IoUring::new(depth.next_power_of_two()))?;
-        Ok(Ring { ring, file, spill, entries: Slab::new(), polls: 0 })
+        ring.submitter().register_files(&[file, spill])?;
+        Ok(Ring { ring, entries: Slab::new() })
     }
 
-    /// Operations that are not complete, polls not counted.
+    /// Operations that are not complete.
     pub(crate) fn in_flight(&self) -> usize {
         self.entries.len()
     }
@@ -126,52 +132,55 @@ impl<T> Ring<T> {
 
     fn issue(&mut self, key: usize) -> io::Result<()> {
         let entry = &self.entries[key];
-        let file = types::Fd(self.file);
         let sqe = match &entry.io {
             Io::Read { offset, .. } => {
-                opcode::Readv::new(file, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Readv::new(FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
             Io::Write { offset, .. } => {
-                opcode::Writev::new(file, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Writev::new(FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
-            Io::Spill { offset, .. } => opcode::Writev::new(
-                types::Fd(self.spill),
-                entry.iovecs.as_ptr(),
-                entry.iovecs.len() as u32,
-            )
-            .offset(offset + entry.done)
-            .build(),
-            Io::Punch(span) => opcode::Fallocate::new(file, span.len)
+            Io::Spill { offset, .. } => {
+                opcode::Writev::new(SPILL, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                    .offset(offset + entry.done)
+                    .build()
+            }
+            Io::Punch(span) => opcode::Fallocate::new(FILE, span.len)
                 .offset(span.offset)
                 .mode(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)
                 .build(),
-            Io::Sync => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
+            Io::Sync => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
         };
         self.push(sqe.user_data(key as u64))
     }
 
-    /// Reports once when `fd` is readable.
+    /// Reports each time that the event descriptor `fd` is raised. Nobody needs to read it.
     pub(crate) fn poll(&mut self, fd: RawFd, id: u32) -> io::Result<()> {
-        let sqe = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).build();
-        self.push(sqe.user_data(POLL | u64::from(id)))?;
-        self.polls += 1;
-        Ok(())
+        let sqe = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).multi(true).build();
+        self.push(sqe.user_data(POLL | u64::from(id)))
     }
 
-    /// Ends a poll early; it is reported as ready.
+    /// Ends a poll.
     pub(crate) fn cancel_poll(&mut self, id: u32) -> io::Result<()> {
         let sqe = opcode::AsyncCancel::new(POLL | u64::from(id)).build();
-        self.push(sqe.user_data(CANCEL))
+        self.push(sqe.user_data(SILENT))
+    }
+
+    /// Raises an event descriptor. It must be open until the next [`Ring::submit_all`], or until what
+    /// was queued has reached the kernel otherwise.
+    pub(crate) fn raise(&mut self, fd: RawFd) -> io::Result<()> {
+        let one = (&raw const ONE).cast();
+        let sqe = opcode::Write::new(types::Fd(fd), one, size_of_val(&ONE) as u32).build();
+        self.push(sqe.user_data(SILENT))
     }
 
     fn push(&mut self, sqe: squeue::Entry) -> io::Result<()> {
         loop {
             // SAFETY: what the entry points to is owned by `self.entries` (iovecs and, through
-            // `io`, the memory they name) until its completion is reaped, or is a descriptor.
+            // `io`, the memory they name) until its completion is reaped, or is static.
             if unsafe { self.ring.submission().push(&sqe) }.is_ok() {
                 return Ok(());
             }
@@ -196,17 +205,25 @@ impl<T> Ring<T> {
         tolerate(result)
     }
 
+    /// Hands everything queued to the kernel: descriptors that it names may be closed afterwards.
+    pub(crate) fn submit_all(&mut self) -> io::Result<()> {
+        while !self.ring.submission().is_empty() {
+            tolerate(self.ring.submit())?;
+        }
+        Ok(())
+    }
+
     /// The next thing that ended, if any.
     pub(crate) fn reap(&mut self) -> io::Result<Option<Reaped<T>>> {
         loop {
             let Some(cqe) = self.ring.completion().next() else { return Ok(None) };
             let data = cqe.user_data();
-            if data == CANCEL {
+            if data == SILENT {
                 continue;
             }
             if data & POLL != 0 {
-                self.polls -= 1;
-                return Ok(Some(Reaped::Ready { id: data as u32 }));
+                let ended = !cqueue::more(cqe.flags());
+                return Ok(Some(Reaped::Ready { id: data as u32, ended }));
             }
             let key = data as usize;
             match self.advance(key, cqe.result()) {

@@ -9,9 +9,14 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::layout::Span;
 use crate::mapping::Buffer;
+
+/// How long a lock may outlive its process.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The alignment of addresses, offsets and lengths that a file wants for direct I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +32,8 @@ pub(crate) struct DiskFile {
 }
 
 impl DiskFile {
-    /// Opens or creates the file, and locks it. `WouldBlock` if another process has it.
+    /// Opens or creates the file, and locks it. `WouldBlock` if another process has it: not only for a
+    /// moment, as one that was killed has until the kernel is done with its last writes.
     pub(crate) fn open(path: &Path) -> io::Result<DiskFile> {
         let file = OpenOptions::new()
             .read(true)
@@ -37,7 +43,14 @@ impl DiskFile {
             .mode(0o600)
             .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
             .open(path)?;
-        file.try_lock().map_err(io::Error::from)?;
+        let deadline = Instant::now() + PATIENCE;
+        while let Err(error) = file.try_lock() {
+            let error = io::Error::from(error);
+            if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
+                return Err(error);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
         let alignment = direct_alignment(&file);
         Ok(DiskFile { file, alignment })
     }

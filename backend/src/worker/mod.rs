@@ -176,9 +176,7 @@ impl Worker {
                 }
                 busy = self.pop_all()?;
             }
-            if let Some(queue) = &mut self.queue {
-                queue.announce();
-            }
+            self.announce()?;
             self.finish_pause();
             self.finish_stop()?;
             self.wait(busy)?;
@@ -198,6 +196,7 @@ impl Worker {
                     self.stopping = None;
                 }
                 Command::SetCall(call) => {
+                    self.ring.submit_all()?;
                     if let Some(queue) = &mut self.queue {
                         queue.set_call(call);
                         queue.interrupt();
@@ -236,6 +235,14 @@ impl Worker {
         Ok(self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks))
     }
 
+    /// Tells the guest what was completed since the last time, once for all of it.
+    fn announce(&mut self) -> io::Result<()> {
+        match self.queue.as_mut().and_then(ActiveQueue::announce) {
+            Some(call) => self.ring.raise(call),
+            None => Ok(()),
+        }
+    }
+
     fn plan_parked(&mut self) -> io::Result<()> {
         for job in std::mem::take(&mut self.parked) {
             self.plan(job)?;
@@ -271,18 +278,11 @@ impl Worker {
         while let Some(reaped) = self.ring.reap()? {
             match reaped {
                 Reaped::Done(done) => self.completed(done)?,
-                Reaped::Ready { id: WAKE } => {
-                    self.wake_armed = false;
-                    // Nothing to read means that it was read before.
-                    let _ = self.inbox.wake.read();
-                }
-                Reaped::Ready { id } if self.kick_poll == Some(id) => {
+                Reaped::Ready { id: WAKE, ended } => self.wake_armed = !ended,
+                Reaped::Ready { id, ended: true } if self.kick_poll == Some(id) => {
                     self.kick_poll = None;
-                    if let Some(queue) = &self.queue {
-                        queue.clear_kick();
-                    }
                 }
-                // The poll of a queue that is gone.
+                // A kick: the queue is looked at anyway. Or the poll of a queue that is gone.
                 Reaped::Ready { .. } => {}
             }
         }
@@ -314,14 +314,14 @@ impl Worker {
         if self.ring.in_flight() > 0 || !self.flushes.is_empty() || !self.parked.is_empty() {
             return Ok(());
         }
+        self.announce()?;
         if let Some(poll) = self.kick_poll.take() {
             self.ring.cancel_poll(poll)?;
         }
+        // Before the queue's descriptors are closed.
+        self.ring.submit_all()?;
         let next_avail = match self.queue.take() {
-            Some(mut queue) => {
-                queue.announce();
-                queue.next_avail()
-            }
+            Some(queue) => queue.next_avail(),
             None => 0,
         };
         self.paused = None;

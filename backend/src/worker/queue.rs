@@ -1,7 +1,7 @@
 //! One virtqueue as a worker drives it.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
@@ -83,12 +83,6 @@ impl ActiveQueue {
         self.kick.as_raw_fd()
     }
 
-    /// Takes a kick that a poll reported.
-    pub(crate) fn clear_kick(&self) {
-        // An error means that there was nothing to take.
-        let _ = (&self.kick).read(&mut [0; 8]);
-    }
-
     pub(crate) fn next_avail(&self) -> u16 {
         self.queue.next_avail()
     }
@@ -161,17 +155,17 @@ impl ActiveQueue {
         self.unannounced = true;
     }
 
-    /// Tells the guest of completions, if there are any and it wants to know.
-    pub(crate) fn announce(&mut self) {
+    /// The descriptor to raise so that the guest learns of completions, if there are any and it
+    /// wants to know.
+    pub(crate) fn announce(&mut self) -> Option<RawFd> {
         if !std::mem::take(&mut self.unannounced) {
-            return;
+            return None;
         }
-        if self.queue.needs_notification(self.map.memory()).unwrap_or(true) {
-            self.interrupt();
-        }
+        let wanted = self.queue.needs_notification(self.map.memory()).unwrap_or(true);
+        self.call.as_ref().filter(|_| wanted).map(AsRawFd::as_raw_fd)
     }
 
-    /// Interrupts the guest whether it asked for it or not.
+    /// Interrupts the guest at once, whether it asked for it or not.
     pub(crate) fn interrupt(&self) {
         if let Some(call) = &self.call {
             // A full counter is as good as an interrupt: it is pending already.
