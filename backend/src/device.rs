@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use cairn_agent::Stats;
-use cairn_store::{Attachment, ChunkIndex, Geometry, Repository};
+use cairn_store::{Attachment, ChunkIndex, Geometry, ImageName, Repository};
 
 use crate::commit::Commits;
 use crate::fetch::Fetcher;
@@ -14,10 +14,19 @@ use crate::mirror::copies::Arena;
 use crate::mirror::disk::DiskFile;
 
 /// Bytes of the serial number that a guest can ask for.
-pub(crate) const SERIAL: usize = 20;
+const SERIAL: usize = 20;
+
+/// The serial number of an image's disk: its name, as far as it fits.
+pub(crate) fn serial(image: &ImageName) -> [u8; SERIAL] {
+    let mut serial = [0; SERIAL];
+    for (to, from) in serial.iter_mut().zip(format!("cairn-{image}").bytes()) {
+        *to = from;
+    }
+    serial
+}
 
 /// Bytes of bounce buffers at the same time.
-const BOUNCE: usize = 64 << 20;
+pub(crate) const BOUNCE: usize = 64 << 20;
 
 /// A disk in operation.
 pub(crate) struct Device {
@@ -40,50 +49,11 @@ pub(crate) struct Device {
     /// The virtqueues, a bit each, that may be in use when they are started: those that this process
     /// has started before, or all if the mirror was stopped cleanly.
     pub(crate) known_rings: AtomicU64,
-    trouble: Mutex<Option<String>>,
-}
-
-/// The parts that [`Device::new`] puts together.
-pub(crate) struct Parts {
-    pub(crate) mirror: Mirror,
-    pub(crate) disk: DiskFile,
-    pub(crate) preserve: DiskFile,
-    pub(crate) repository: Repository,
-    pub(crate) attachment: Attachment,
-    pub(crate) geometry: Geometry,
-    pub(crate) read_only: bool,
-    pub(crate) flusher: Flusher,
-    pub(crate) commits: Commits,
-    /// Whether a guest that was running before this process started may go on.
-    pub(crate) resumable: bool,
+    /// Why no checkpoint can be taken any more, if so.
+    pub(crate) trouble: Mutex<Option<String>>,
 }
 
 impl Device {
-    pub(crate) fn new(parts: Parts) -> Device {
-        let mut serial = [0; SERIAL];
-        let name = format!("cairn-{}", parts.attachment.image());
-        let len = name.len().min(SERIAL);
-        serial[..len].copy_from_slice(&name.as_bytes()[..len]);
-        Device {
-            mirror: parts.mirror,
-            disk: parts.disk,
-            preserve: parts.preserve,
-            repository: parts.repository,
-            attachment: parts.attachment,
-            geometry: parts.geometry,
-            read_only: parts.read_only,
-            serial,
-            bounce: Arena::new(BOUNCE),
-            fetcher: Fetcher::default(),
-            flusher: parts.flusher,
-            commits: parts.commits,
-            stats: Counters::default(),
-            connected: AtomicBool::new(false),
-            known_rings: AtomicU64::new(if parts.resumable { u64::MAX } else { 0 }),
-            trouble: Mutex::new(None),
-        }
-    }
-
     /// Reads a chunk of the parent snapshot; `false` if it is a hole.
     pub(crate) fn read_parent(
         &self,

@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cairn_store::{
@@ -16,7 +17,8 @@ use cairn_store::{
 use crate::args::Args;
 use crate::commit::{Commits, RESERVE, persist};
 use crate::control::{self, Listeners};
-use crate::device::{Device, Parts};
+use crate::device::{BOUNCE, Counters, Device, serial};
+use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::copies::{Arena, Spill};
 use crate::mirror::disk::DiskFile;
@@ -342,18 +344,24 @@ fn serve(
         },
         Events::new(wakes.collect()),
     );
-    let device = Arc::new(Device::new(Parts {
+    let device = Arc::new(Device {
         mirror,
         disk,
         preserve,
+        serial: serial(attachment.image()),
         repository,
         attachment,
         geometry,
         read_only: args.read_only,
+        bounce: Arena::new(BOUNCE),
+        fetcher: Fetcher::default(),
         flusher: Flusher::new(map),
         commits,
-        resumable,
-    }));
+        stats: Counters::default(),
+        connected: AtomicBool::new(false),
+        known_rings: AtomicU64::new(if resumable { u64::MAX } else { 0 }),
+        trouble: Mutex::new(None),
+    });
     let spawning = serving("starting a thread");
     let mut workers = Vec::new();
     for (index, (mailbox, inbox)) in mailboxes.iter().cloned().zip(inboxes).enumerate() {

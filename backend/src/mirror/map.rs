@@ -308,8 +308,10 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
+    use std::path::PathBuf;
 
     use cairn_store::{Geometry, MirrorId};
+    use tempfile::TempDir;
 
     use super::{Identity, MapError, MapFile, PRESENCE, SLOT};
     use crate::mirror::layout::{Blocks, Layout};
@@ -323,13 +325,18 @@ mod tests {
         }
     }
 
-    #[test]
-    fn presence_and_changes_survive_a_clean_stop() {
+    /// A fresh map that is in use.
+    fn in_use() -> (TempDir, PathBuf, Layout, MapFile) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("map");
-        let layout = Layout::new(identity().geometry);
         let mut map = MapFile::create(&path, identity()).unwrap();
         map.begin().unwrap();
+        (dir, path, Layout::new(identity().geometry), map)
+    }
+
+    #[test]
+    fn presence_and_changes_survive_a_clean_stop() {
+        let (_dir, path, layout, mut map) = in_use();
         let (presence, dirty) = map.load(&layout).unwrap();
         assert_eq!(dirty.len(), 0);
         presence.set(Blocks { first: 100, count: 50 });
@@ -347,11 +354,7 @@ mod tests {
 
     #[test]
     fn after_an_unclean_stop_every_local_chunk_counts_as_changed() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("map");
-        let layout = Layout::new(identity().geometry);
-        let mut map = MapFile::create(&path, identity()).unwrap();
-        map.begin().unwrap();
+        let (_dir, path, layout, map) = in_use();
         let (presence, _) = map.load(&layout).unwrap();
         presence.set(Blocks { first: 64, count: 1 });
         presence.set(Blocks { first: 640, count: 64 });
@@ -366,10 +369,7 @@ mod tests {
     /// The host dies while a header is written: the slot holds half of it.
     #[test]
     fn a_torn_header_leaves_the_one_before_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("map");
-        let mut map = MapFile::create(&path, identity()).unwrap();
-        map.begin().unwrap();
+        let (_dir, path, _, map) = in_use();
         assert!(!MapFile::open(&path).unwrap().is_clean());
         map.file.write_all_at(&[0xff; 100], SLOT + 50).unwrap();
         assert!(MapFile::open(&path).unwrap().is_clean(), "the older header counts again");
@@ -379,11 +379,7 @@ mod tests {
 
     #[test]
     fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("map");
-        let layout = Layout::new(identity().geometry);
-        let mut map = MapFile::create(&path, identity()).unwrap();
-        map.begin().unwrap();
+        let (_dir, path, layout, mut map) = in_use();
         let (presence, _) = map.load(&layout).unwrap();
         map.end(&presence, &layout, std::iter::empty()).unwrap();
         assert!(MapFile::open(&path).unwrap().load(&layout).is_ok());
