@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard};
 use super::bits::{Bits, masks, ones};
 use super::blockset::BlockSet;
 use super::layout::{BLOCK, Blocks};
+use crate::mapping::Buffer;
 
 /// Words in a page of the bitmap: the unit in which the map file is written.
 const PAGE_WORDS: usize = 512;
@@ -23,7 +24,7 @@ pub(crate) struct Page {
     /// The page's place in the bitmap, in pages.
     pub(crate) index: u64,
     /// Its bytes as the map file holds them: little endian words.
-    pub(crate) bytes: Vec<u8>,
+    pub(crate) bytes: Buffer,
 }
 
 /// The presence bits of a disk.
@@ -147,8 +148,10 @@ impl Presence {
     fn page(&self, index: u64) -> Page {
         let start = index as usize * PAGE_WORDS;
         let words = &self.bits.words()[start..start + PAGE_WORDS];
-        let bytes =
-            words.iter().flat_map(|word| word.load(Ordering::Acquire).to_le_bytes()).collect();
+        let mut bytes = Buffer::zeroed(PAGE_BYTES);
+        for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
+            to.copy_from_slice(&word.load(Ordering::Acquire).to_le_bytes());
+        }
         Page { index, bytes }
     }
 
