@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:
-.PHONY: help build setup packages kernel vsock-device test lint unit-test vm-test demo soak bench deny \
+.PHONY: help build setup packages kernel vsock-device test lint unit-test vm-test demo soak bench fuzz deny \
         clean distclean FORCE
 
 CARGO     ?= cargo
@@ -94,6 +94,14 @@ soak: packages ## Write, checkpoint and verify for ten minutes
 bench: packages ## Measure Cairn beside other programs, in about 20 minutes
 	$(call say,measuring; the machine should have nothing else to do)
 	@$(CARGO) run --locked --release -p cairn-bench -- all
+
+fuzz: ## Feed the descriptor parser with anything for half an hour (needs a nightly toolchain)
+	@command -v cargo-fuzz >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-fuzz >/dev/null || \
+	  { echo "==> installing cargo-fuzz"; \
+	    $(CARGO) install --quiet cargo-fuzz --locked --root $(CACHE)/tools; }
+	$(call say,fuzzing the descriptor parser)
+	@PATH="$(CACHE)/tools/bin:$$PATH" $(CARGO) +nightly fuzz run request -- \
+	  -max_total_time=$(or $(FUZZ_SECONDS),1800) -max_len=4096
 
 deny: ## Check licences, advisories and sources of all dependencies
 	@command -v cargo-deny >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-deny >/dev/null || \

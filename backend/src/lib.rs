@@ -30,6 +30,8 @@ mod control;
 mod device;
 mod fetch;
 mod flush;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod lease;
 mod mapping;
 mod memory;

@@ -1,0 +1,37 @@
+//! Entrances for the fuzzer.
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use crate::memory::GuestMap;
+use crate::mirror::layout::SECTOR;
+use crate::request::{Descriptor, Kind, MAX_DATA, MAX_SEGMENTS, Parsed, Segment, parse};
+
+/// Bytes of the guest's memory, at address 0.
+const MEMORY: usize = 1 << 16;
+
+/// Takes `data` as a chain of up to 64 descriptors of 13 bytes each, and as the guest's memory.
+pub fn request(data: &[u8]) {
+    let Some((count, rest)) = data.split_first() else { return };
+    let chain = rest.chunks_exact(13).take(usize::from(count % 64));
+    let chain: Vec<Descriptor> = chain
+        .map(|bytes| Descriptor {
+            segment: Segment {
+                address: u64::from_le_bytes(bytes[0..8].try_into().expect("eight bytes")),
+                len: u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes")),
+            },
+            writable: bytes[12] & 1 == 1,
+        })
+        .collect();
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY)]).expect("memory");
+    let content = &rest[..rest.len().min(MEMORY)];
+    memory.write_slice(content, GuestAddress(0)).expect("it fits");
+    let Some(Parsed { status, request }) = parse(chain.iter().copied(), &memory) else { return };
+    assert!((status.0 as usize) < MEMORY);
+    if let Ok(Kind::Read { data, len, .. } | Kind::Write { data, len, .. }) = request {
+        assert!(len > 0 && len <= MAX_DATA && len.is_multiple_of(SECTOR));
+        assert!(data.len() <= MAX_SEGMENTS);
+        assert_eq!(data.iter().map(|segment| u64::from(segment.len)).sum::<u64>(), len);
+        // Outside of memory it is refused, never translated.
+        let _ = GuestMap::default().iovecs(&data);
+    }
+}
