@@ -331,6 +331,9 @@ fn serve(
         inboxes.push(inbox);
     }
     let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
+    // One frozen epoch needs at most the whole disk, and the guest's own data must find room too.
+    let free = preserve.free_space().map_err(serving("looking for free space"))?;
+    let spill = layout.file_len().min(free / 2);
     let mirror = Mirror::new(
         layout,
         presence,
@@ -339,8 +342,7 @@ fn serve(
         Room {
             arena: Arena::new((args.cow_memory as usize) << 20),
             passage: Arena::new(PASSAGE),
-            // One frozen epoch needs at most the whole disk.
-            spill: Spill::new(layout.file_len()),
+            spill: Spill::new(spill),
         },
         Events::new(wakes.collect()),
     );

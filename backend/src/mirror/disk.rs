@@ -105,6 +105,17 @@ impl DiskFile {
         data as u64 >= span.end()
     }
 
+    /// Bytes that are free on the file's file system.
+    pub(crate) fn free_space(&self) -> io::Result<u64> {
+        // SAFETY: an all-zero statvfs is a valid value of that plain struct.
+        let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+        // SAFETY: `stat` is writable and large enough; the descriptor is open as long as `self`.
+        match unsafe { libc::fstatvfs(self.raw_fd(), &raw mut stat) } {
+            0 => Ok(stat.f_bavail.saturating_mul(stat.f_frsize)),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
     /// Makes completed writes durable.
     pub(crate) fn sync(&self) -> io::Result<()> {
         self.file.sync_data()

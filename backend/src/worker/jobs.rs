@@ -9,7 +9,7 @@ use super::Worker;
 use super::queue::{Chain, Outcome};
 use crate::mapping::Buffer;
 use crate::memory::{GuestMap, OutsideMemory};
-use crate::mirror::layout::{BLOCK, Span};
+use crate::mirror::layout::{BLOCK, SECTOR, Span};
 use crate::mirror::{Permit, Plan, Preserve};
 use crate::request::{Kind, Segment};
 use crate::uring::{Completion, Io, Memory};
@@ -108,7 +108,7 @@ impl Worker {
             Kind::Flush => return self.flush(chain),
             Kind::GetId { data } => self.get_id(chain, &data),
             Kind::Discard { sector, sectors } | Kind::WriteZeroes { sector, sectors } => {
-                let Some(span) = layout.span(sector, u64::from(sectors) * 512) else {
+                let Some(span) = layout.span(sector, u64::from(sectors) * SECTOR) else {
                     self.end(chain, Outcome::Failed);
                     return Ok(());
                 };
@@ -164,6 +164,10 @@ impl Worker {
                     chunks.into_iter().filter(|chunk| !device.fetcher.want(*chunk)).count();
                 if refused > 0 {
                     self.end(job.into_chain(), Outcome::Failed);
+                    // Others may wait for the memory that this one had. (One that is parked below
+                    // waits for an event itself, which wakes them too.)
+                    drop(memory);
+                    device.mirror.events.notify();
                     return Ok(());
                 }
             }
@@ -359,7 +363,7 @@ impl Worker {
     }
 
     pub(super) fn end(&mut self, chain: Chain, outcome: Outcome) {
-        if outcome != Outcome::Ok(0) && !matches!(outcome, Outcome::Ok(_)) {
+        if !matches!(outcome, Outcome::Ok(_)) {
             count(&self.device.stats.errors, 1);
         }
         self.queue
