@@ -16,20 +16,18 @@ const MORE: usize = 10;
 pub(super) struct CairnDisk {
     cairn: Cairn,
     control: Control,
-    chunk_size: u64,
     copied_before: u64,
 }
 
 impl CairnDisk {
     pub(super) fn start(site: &Site, area: &Area, size: u64) -> Result<CairnDisk> {
         let cairn = Cairn::start(site, area, size)?;
-        let mut control = cairn.control()?;
-        let chunk_size = u64::from(control.status()?.chunk_size);
-        Ok(CairnDisk { cairn, control, chunk_size, copied_before: 0 })
+        let control = cairn.control()?;
+        Ok(CairnDisk { cairn, control, copied_before: 0 })
     }
 
     fn copied(&mut self) -> Result<u64> {
-        self.control.copied_bytes(self.chunk_size)
+        self.control.copied_bytes()
     }
 }
 

@@ -29,14 +29,9 @@ impl Control {
         self.reader.get_mut().write_all(&line).context("write to the control socket")
     }
 
-    fn receive_line(&mut self) -> Result<String> {
+    fn receive(&mut self) -> Result<Event> {
         let mut line = String::new();
         self.reader.read_line(&mut line).context("read from the control socket")?;
-        Ok(line)
-    }
-
-    fn receive(&mut self) -> Result<Event> {
-        let line = self.receive_line()?;
         serde_json::from_str(&line).with_context(|| format!("not an event: {line:?}"))
     }
 
@@ -65,14 +60,12 @@ impl Control {
         }
     }
 
-    /// Bytes that copy-on-write has copied since the start. A cairn-blk that does not count them counts
-    /// the chunks, and copies whole ones.
-    pub(crate) fn copied_bytes(&mut self, chunk_size: u64) -> Result<u64> {
+    /// Bytes that copy-on-write has copied since the start.
+    pub(crate) fn copied_bytes(&mut self) -> Result<u64> {
         self.send(&Request::Stats)?;
-        let line = self.receive_line()?;
-        let stats: serde_json::Value = serde_json::from_str(&line)?;
-        let chunks = || stats["copied_chunks"].as_u64().map(|chunks| chunks * chunk_size);
-        let bytes = stats["copied_bytes"].as_u64().or_else(chunks);
-        bytes.with_context(|| format!("the counters have no copies: {line}"))
+        match self.receive()? {
+            Event::Stats(stats) => Ok(stats.copied_bytes),
+            other => bail!("the counters are {other:?}"),
+        }
     }
 }
