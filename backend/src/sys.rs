@@ -1,4 +1,4 @@
-//! Sockets as the standard library does not make them.
+//! System calls that the standard library does not have: sockets and priorities.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -10,6 +10,14 @@ use crate::vhost::server::Source;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Lets this thread, and those that it starts, run only when others need the processor less.
+pub(crate) fn yield_to_others() {
+    const NICE: libc::c_int = 10;
+    // SAFETY: no memory is passed. On Linux it concerns the calling thread, and to lower one's own
+    // priority needs no privilege.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
 /// Makes a pending and every later accept on this socket fail.

@@ -28,6 +28,7 @@ use crate::device::Device;
 use crate::mirror::copies::{Arena, Copy};
 use crate::mirror::layer::Layer;
 use crate::mirror::layout::BLOCK;
+use crate::sys;
 
 /// Threads that read, hash and store.
 const THREADS: usize = 2;
@@ -76,6 +77,8 @@ impl Abort {
 /// Starts the thread. It ends when the commits are closed and done.
 pub(crate) fn spawn(device: Arc<Device>, abort: Abort) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("persist".into()).spawn(move || {
+        // The guest comes first.
+        sys::yield_to_others();
         loop {
             match device.commits.next(REFILL) {
                 Next::Commit(commit) => run(&device, &commit, &abort),
@@ -302,8 +305,9 @@ impl Work<'_> {
         let span = layout.span_of(chunk);
         let data = self.arena.take(layout.chunk_size());
         let mut data = data.expect("the arena has room for each chunk of each batch");
-        // A fresh buffer is zero already.
-        if !self.device.disk.is_hole(span) {
+        if self.device.disk.is_hole(span) {
+            data.fill(0);
+        } else {
             self.device.disk.read(&mut data, span.offset)?;
         }
         let aside = self.source.taken(chunk);

@@ -15,33 +15,52 @@ use crate::mapping::Buffer;
 pub(crate) struct Arena {
     limit: usize,
     used: AtomicUsize,
+    /// Large buffers to be used again: fresh ones cost a page fault for each page. All have one
+    /// length, and together with those in use they stay below the limit.
+    idle: Mutex<Vec<Buffer>>,
 }
+
+/// From this length on buffers are kept.
+const LARGE: usize = 64 << 10;
 
 impl Arena {
     /// At most `limit` bytes.
     pub(crate) fn new(limit: usize) -> Arc<Arena> {
-        Arc::new(Arena { limit, used: AtomicUsize::new(0) })
+        Arc::new(Arena { limit, used: AtomicUsize::new(0), idle: Mutex::default() })
     }
 
-    /// A page-aligned buffer, or nothing if that would be too much. A buffer that is larger than the
+    fn idle(&self) -> MutexGuard<'_, Vec<Buffer>> {
+        self.idle.lock().expect("no code panics with the idle buffers locked")
+    }
+
+    /// A page-aligned buffer with any content, or nothing if that would be too much. A buffer that is larger than the
     /// whole arena is given out while nothing else is, so that every request can go on some time.
     pub(crate) fn take(self: &Arc<Arena>, len: usize) -> Option<ArenaBuffer> {
         let take = |used: usize| (used == 0 || used + len <= self.limit).then_some(used + len);
-        self.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).ok()?;
-        Some(ArenaBuffer { buffer: Buffer::zeroed(len), arena: self.clone() })
+        let used = self.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).ok()? + len;
+        let mut idle = self.idle();
+        let kept =
+            if idle.last().is_some_and(|last| last.len() == len) { idle.pop() } else { None };
+        if idle.last().is_some_and(|last| used + idle.len() * last.len() > self.limit) {
+            idle.clear();
+        }
+        drop(idle);
+        let buffer = kept.unwrap_or_else(|| Buffer::zeroed(len));
+        Some(ArenaBuffer { buffer: Some(buffer), arena: self.clone() })
     }
 }
 
 /// Memory of an [`Arena`], given back when it is dropped.
 pub(crate) struct ArenaBuffer {
-    buffer: Buffer,
+    /// Taken by drop alone.
+    buffer: Option<Buffer>,
     arena: Arc<Arena>,
 }
 
 impl ArenaBuffer {
     /// The address, for an operation that owns this buffer.
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.buffer.as_mut_ptr()
+        self.buffer.as_mut().expect("taken by drop alone").as_mut_ptr()
     }
 }
 
@@ -49,19 +68,26 @@ impl Deref for ArenaBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.buffer
+        self.buffer.as_ref().expect("taken by drop alone")
     }
 }
 
 impl DerefMut for ArenaBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.buffer
+        self.buffer.as_mut().expect("taken by drop alone")
     }
 }
 
 impl Drop for ArenaBuffer {
     fn drop(&mut self) {
-        self.arena.used.fetch_sub(self.buffer.len(), Ordering::AcqRel);
+        let buffer = self.buffer.take().expect("taken by drop alone");
+        let len = buffer.len();
+        let mut idle = self.arena.idle();
+        let used = self.arena.used.fetch_sub(len, Ordering::AcqRel);
+        let fits = used + idle.len() * len <= self.arena.limit;
+        if len >= LARGE && fits && idle.last().is_none_or(|last| last.len() == len) {
+            idle.push(buffer);
+        }
     }
 }
 
@@ -191,6 +217,19 @@ mod tests {
         assert!(arena.take(4096).is_none());
         drop((first, second));
         assert_eq!(arena.take(1 << 20).unwrap().len(), 1 << 20);
+    }
+
+    #[test]
+    fn large_buffers_are_used_again_but_never_beyond_the_limit() {
+        let arena = Arena::new(4 * 65536);
+        let buffers: Vec<_> = (0..4).map(|_| arena.take(65536).unwrap()).collect();
+        drop(buffers);
+        assert_eq!(arena.idle().len(), 4);
+        let again = arena.take(65536).unwrap();
+        assert_eq!(arena.idle().len(), 3);
+        let small = arena.take(4096).unwrap();
+        assert_eq!(arena.idle().len(), 0, "the rest makes room for others");
+        drop((again, small));
     }
 
     #[test]
