@@ -160,9 +160,9 @@ impl Commits {
         self.queue().labels.remove(label);
     }
 
-    /// The labels of checkpoints that are not stable yet.
-    pub(crate) fn pending_labels(&self) -> Vec<String> {
-        self.queue().commits.iter().filter_map(|commit| commit.new.label.clone()).collect()
+    /// What was accepted and has not ended, oldest first.
+    pub(crate) fn accepted(&self) -> Vec<NewSnapshot> {
+        self.queue().commits.iter().map(|commit| commit.new.clone()).collect()
     }
 
     /// Checkpoints that are not stable yet, oldest first.

@@ -9,6 +9,7 @@ use cairn_agent::{
     Accepted, Checkpoint, Event, Failed, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
     RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
+use cairn_store::SnapshotState;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -114,12 +115,19 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
     };
     let shared = device.clone();
     let used = tokio::task::spawn_blocking(move || {
+        // In this order: what has left the queue meanwhile is in the catalog.
+        let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
+        let pending: Vec<String> = pending.collect();
         let snapshots = shared.repository.snapshots(shared.attachment.image());
-        let pending = shared.commits.pending_labels();
         let taken = |name: &String| name == &label;
         match snapshots {
             Ok(all)
-                if !all.iter().filter_map(|one| one.label.as_ref()).chain(&pending).any(taken) =>
+                if !all
+                    .iter()
+                    .filter(|one| one.state != SnapshotState::Failed)
+                    .filter_map(|one| one.label.as_ref())
+                    .chain(&pending)
+                    .any(taken) =>
             {
                 shared.commits.forget_label(&label);
                 true
@@ -169,27 +177,34 @@ fn status(device: &Device) -> Status {
     }
 }
 
+/// The snapshots of the disk's image. A checkpoint is in it from the moment that it is accepted, though
+/// the catalog may learn of it a little later.
 async fn list(device: &Arc<Device>) -> Event {
+    let accepted = device.commits.accepted();
     let shared = device.clone();
     let snapshots =
         tokio::task::spawn_blocking(move || shared.repository.snapshots(shared.attachment.image()));
-    match snapshots.await {
-        Ok(Ok(snapshots)) => Event::Snapshots(Snapshots {
-            omitted: snapshots.len().saturating_sub(MAX_LISTED) as u64,
-            snapshots: snapshots
-                .into_iter()
-                .rev()
-                .take(MAX_LISTED)
-                .rev()
-                .map(|snapshot| SnapshotLine {
-                    snapshot: snapshot.name().to_string(),
-                    state: snapshot.state.to_string(),
-                    time: snapshot.time,
-                    label: snapshot.label,
-                })
-                .collect(),
-        }),
-        Ok(Err(error)) => refusal(RefusalKind::Unavailable, error.to_string()),
-        Err(error) => refusal(RefusalKind::Unavailable, error.to_string()),
-    }
+    let snapshots = match snapshots.await {
+        Ok(Ok(snapshots)) => snapshots,
+        Ok(Err(error)) => return refusal(RefusalKind::Unavailable, error.to_string()),
+        Err(error) => return refusal(RefusalKind::Unavailable, error.to_string()),
+    };
+    let last = snapshots.last().map_or(0, |snapshot| snapshot.number);
+    let mut lines: Vec<SnapshotLine> = snapshots
+        .into_iter()
+        .map(|snapshot| SnapshotLine {
+            snapshot: snapshot.name().to_string(),
+            state: snapshot.state.to_string(),
+            time: snapshot.time,
+            label: snapshot.label,
+        })
+        .collect();
+    lines.extend(accepted.into_iter().filter(|new| new.number > last).map(|new| SnapshotLine {
+        snapshot: device.snapshot_name(new.number),
+        state: SnapshotState::Pending.to_string(),
+        time: new.time,
+        label: new.label,
+    }));
+    let omitted = lines.len().saturating_sub(MAX_LISTED);
+    Event::Snapshots(Snapshots { snapshots: lines.split_off(omitted), omitted: omitted as u64 })
 }
