@@ -127,22 +127,22 @@ fn a_mirror_stays_with_its_image() {
 #[test]
 fn a_corrupt_chunk_is_an_error_for_its_readers_only() {
     let site = site_with_an_image();
-    let snapshot = repository::snapshot(&site.store(), IMAGE, 1);
-    let chunks: Vec<_> = repository::open(&site.store())
-        .chunks(&snapshot.root, snapshot.geometry)
-        .map(|entry| entry.expect("the tree is fine").1.to_string())
-        .collect();
-    let blob = |name: &str| site.repository().join("blobs").join(&name[..2]).join(name);
-    let open = |name: &str| fs::OpenOptions::new().write(true).open(blob(name)).expect("a blob");
-    fs::set_permissions(blob(&chunks[3]), fs::Permissions::from_mode(0o644)).expect("chmod");
-    open(&chunks[3]).write_all_at(&[0xff, 0, 0xff, 0], 100).expect("spoil a chunk");
-    fs::set_permissions(blob(&chunks[5]), fs::Permissions::from_mode(0o644)).expect("chmod");
-    open(&chunks[5]).set_len(1000).expect("cut a chunk short");
-    fs::remove_file(blob(&chunks[7])).expect("remove a chunk");
+    let disk = random_disk(1, SIZE);
+    let path = site.repository().join("segments/00000001");
+    let segment = fs::read(&path).expect("the segment");
+    let file = fs::OpenOptions::new().write(true).open(&path).expect("the segment");
+    let place_of = |chunk: usize| {
+        let start = &disk[chunk * CHUNK as usize..][..4096];
+        let block = segment.chunks(4096).position(|block| block == start);
+        block.expect("the chunk is there") as u64 * 4096
+    };
+    for chunk in [3, 5, 7] {
+        let at = place_of(chunk) + 1000 * chunk as u64;
+        file.write_all_at(&[0xff, 0, 0xff, 0], at).expect("spoil a chunk");
+    }
 
     let mut backend = Backend::start(&Options::new(&site));
     let mut device = backend.device(Shape::default());
-    let disk = random_disk(1, SIZE);
     let queue = &mut device.queues[0];
     for chunk in 0..16u64 {
         let at = chunk * u64::from(CHUNK) + 4096;

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::id::BlobId;
+
 /// The result of everything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -164,10 +166,10 @@ pub enum Error {
     },
 
     /// A blob that something refers to is not there.
-    #[error("blob {} is missing; restore it from a copy of the repository", path.display())]
+    #[error("blob {id} is missing; restore it from a copy of the repository")]
     MissingBlob {
-        /// Where it should be.
-        path: PathBuf,
+        /// Its name.
+        id: BlobId,
     },
     /// Stored bytes are not what they must be.
     #[error("{object} is corrupt: {reason}; restore it from a copy of the repository")]
@@ -186,6 +188,19 @@ pub enum Error {
         /// Its version.
         found: u64,
         /// The newest version that is understood.
+        supported: u64,
+    },
+    /// The repository was written by a version of this program that was never released.
+    #[error(
+        "{object} has format {found}, this program reads from {supported}; export the images with the \
+         cairn that made it, and import them into a new repository"
+    )]
+    OlderFormat {
+        /// The file.
+        object: String,
+        /// Its version.
+        found: u64,
+        /// The oldest version that is understood.
         supported: u64,
     },
     /// The catalog's locks do not work there.
@@ -226,8 +241,8 @@ pub enum Error {
         path: PathBuf,
     },
     /// The database refused.
-    #[error("the catalog failed: {0}")]
-    Catalog(#[from] rusqlite::Error),
+    #[error("the repository's database failed: {0}")]
+    Database(#[from] rusqlite::Error),
 }
 
 impl Error {
@@ -240,6 +255,7 @@ impl Error {
             | Error::BadArgument(_)
             | Error::NotARepository { .. }
             | Error::NewerFormat { .. }
+            | Error::OlderFormat { .. }
             | Error::NetworkFileSystem { .. } => ErrorKind::Invalid,
             Error::NoRepository { .. }
             | Error::NoImage { .. }
@@ -256,7 +272,7 @@ impl Error {
             Error::Full { .. } | Error::Io { .. } | Error::Poisoned { .. } => {
                 ErrorKind::Unavailable
             }
-            Error::Catalog(source) => match source.sqlite_error_code() {
+            Error::Database(source) => match source.sqlite_error_code() {
                 Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {
                     ErrorKind::Corrupt
                 }

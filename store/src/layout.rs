@@ -3,30 +3,29 @@
 //! ```text
 //! PATH/repository.json   the marker, written last
 //! PATH/catalog.db        the names
-//! PATH/blobs/00 … ff/    the blobs
-//! PATH/tmp/              files without a name yet
+//! PATH/segments/         the blobs
+//! PATH/index.db          where each blob is
 //! ```
 //!
 //! Several processes may make the same repository at once: each step is fine with being done already.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::blobs::{DirBlobs, TempDir, sync_dir};
+use crate::blobs::LocalBlobs;
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::sys;
 
 const MARKER: &str = "repository.json";
 const FORMAT: &str = "cairn-repository";
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
-/// What a repository that was not finished may hold.
-const PARTS: [&str; 6] =
-    ["blobs", "tmp", "catalog.db", "catalog.db-journal", "catalog.db-wal", "catalog.db-shm"];
+/// What the names of a repository's parts begin with, but the marker's.
+const PARTS: [&str; 4] = ["segments", "catalog.db", "index.db", "repository.json."];
 
 /// File systems that cannot hold a catalog, for processes of several hosts could use it at once: their
 /// locks differ, and shared memory does not reach from one host to another. FUSE is among them because
@@ -92,6 +91,10 @@ pub(crate) fn check(path: &Path) -> Result<()> {
         let (object, found) = (file.display().to_string(), marker.version);
         return Err(Error::NewerFormat { object, found, supported: VERSION });
     }
+    if marker.version < VERSION {
+        let (object, found) = (file.display().to_string(), marker.version);
+        return Err(Error::OlderFormat { object, found, supported: VERSION });
+    }
     check_file_system(path)
 }
 
@@ -107,11 +110,11 @@ pub(crate) fn create(path: &Path) -> Result<()> {
         other => return other,
     }
     check_file_system(path)?;
-    DirBlobs::create(path)?;
+    LocalBlobs::create(path)?;
     Catalog::create(path)?;
     write_marker(path)?;
-    sync_dir(path)?;
-    missing.into_iter().filter_map(Path::parent).try_for_each(sync_dir)
+    sys::sync_dir(path)?;
+    missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)
 }
 
 /// The marker comes last and whole, so that whoever sees it sees a finished repository.
@@ -119,9 +122,20 @@ fn write_marker(path: &Path) -> Result<()> {
     let marker = Marker { format: FORMAT.into(), version: VERSION };
     let mut text = serde_json::to_vec(&marker).expect("the marker is plain data");
     text.push(b'\n');
-    let temp = TempDir::new(path.join("tmp"))?.write(&text)?;
-    temp.sync()?;
-    temp.place(&path.join(MARKER))
+    // Several processes and threads may be here at once.
+    let mut random = [0; 8];
+    let urandom = Path::new("/dev/urandom");
+    File::open(urandom)
+        .and_then(|mut file| file.read_exact(&mut random))
+        .map_err(|e| Error::io("reading", urandom, e))?;
+    let temp = path.join(format!("{MARKER}.{:016x}", u64::from_le_bytes(random)));
+    let written = File::create_new(&temp).and_then(|mut file| {
+        file.write_all(&text)?;
+        file.sync_all()
+    });
+    written.map_err(|e| Error::io("writing", &temp, e))?;
+    let marker = path.join(MARKER);
+    fs::rename(&temp, &marker).map_err(|e| Error::io("naming", &marker, e))
 }
 
 /// Whether the directory is empty, or another process is making it or died while it did. The marker
@@ -133,7 +147,8 @@ fn is_unfinished(path: &Path) -> Result<bool> {
     let entries = fs::read_dir(path).map_err(|e| Error::io("reading", path, e))?;
     for entry in entries {
         let name = entry.map_err(|e| Error::io("reading", path, e))?.file_name();
-        if name != MARKER && !PARTS.iter().any(|part| name == *part) {
+        let name = name.to_string_lossy();
+        if name != MARKER && !PARTS.iter().any(|part| name.starts_with(part)) {
             return Ok(false);
         }
     }

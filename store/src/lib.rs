@@ -11,7 +11,7 @@
 //!                 Blobs                immutable bytes under the name of their content
 //! ```
 //!
-//! A snapshot is written as: [`Repository::put_chunk`] for each changed chunk that is not
+//! A snapshot is written as: [`Repository::put_chunks`] for the changed chunks that are not
 //! [zero](is_zero), [`Repository::commit_tree`] over the parent's root, [`Attachment::publish`].
 //! Everything before the publication is garbage after a crash, everything after it is permanent.
 //!
@@ -21,6 +21,7 @@
 mod attachment;
 mod blobs;
 mod catalog;
+mod database;
 mod error;
 mod geometry;
 mod id;
@@ -34,7 +35,7 @@ mod tree;
 mod zero;
 
 pub use attachment::{Attachment, MAX_RESERVED};
-pub use blobs::Blobs;
+pub use blobs::{Blobs, NewBlob};
 pub use catalog::LEASE_SECONDS;
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
@@ -43,7 +44,7 @@ pub use geometry::{
 pub use id::{BlobId, ChunkId, MirrorId, NodeId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
-pub use repository::{PutChunk, Repository};
+pub use repository::{PutChunk, PutChunks, Repository};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
 };

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::attachment::Attachment;
-use crate::blobs::{Blobs, DirBlobs};
+use crate::blobs::{Blobs, LocalBlobs};
 use crate::catalog::{Catalog, FirstSnapshot};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, MirrorId};
+use crate::id::{ChunkId, MirrorId};
 use crate::layout;
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot};
@@ -24,6 +24,15 @@ pub struct PutChunk {
     /// The chunk's name.
     pub id: ChunkId,
     /// Bytes that the repository did not have: 0 if it had the chunk.
+    pub new_bytes: u64,
+}
+
+/// What [`Repository::put_chunks`] did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PutChunks {
+    /// The chunks' names, in their order.
+    pub ids: Vec<ChunkId>,
+    /// Bytes that the repository did not have.
     pub new_bytes: u64,
 }
 
@@ -60,7 +69,7 @@ impl Repository {
     ) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
-        let blobs = wrap(Arc::new(DirBlobs::open(&path)?));
+        let blobs = wrap(Arc::new(LocalBlobs::open(&path)?));
         let catalog = Catalog::open(&path)?;
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
         Ok(Self { inner: Arc::new(Inner { path, blobs, trees, catalog }) })
@@ -156,19 +165,22 @@ impl Repository {
         Err(Error::corrupt(format!("chunk {id}"), reason))
     }
 
-    /// Whether the repository has the chunk. [`Repository::flush`] covers a yes.
-    pub fn has_chunk(&self, id: &ChunkId) -> Result<bool> {
-        self.inner.blobs.contains(&(*id).into())
+    /// Takes chunks of full length that are not all zeros: those are holes (see
+    /// [`is_zero`](crate::is_zero)). Chunks at addresses that are multiples of 4096 are written without
+    /// a copy in the page cache, where the file system has direct I/O; many at once are written faster.
+    pub fn put_chunks(&self, contents: &[&[u8]]) -> Result<PutChunks> {
+        debug_assert!(!contents.iter().any(|c| crate::is_zero(c)), "a chunk of zeros is a hole");
+        let ids: Vec<_> = contents.iter().map(|content| ChunkId::of(content)).collect();
+        let blobs: Vec<_> =
+            ids.iter().map(|id| (*id).into()).zip(contents.iter().copied()).collect();
+        let new_bytes = self.inner.blobs.put(&blobs)?;
+        Ok(PutChunks { ids, new_bytes })
     }
 
-    /// Takes a chunk of full length that is not all zeros: those are holes (see
-    /// [`is_zero`](crate::is_zero)). A chunk at an address that is a multiple of 4096 is written without
-    /// a copy in the page cache, where the file system has direct I/O.
+    /// As [`Repository::put_chunks`], for one.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
-        debug_assert!(!crate::is_zero(content), "a chunk of zeros is a hole");
-        let id = ChunkId::of(content);
-        let new_bytes = self.inner.blobs.put(&BlobId::from(id), content)?;
-        Ok(PutChunk { id, new_bytes })
+        let put = self.put_chunks(&[content])?;
+        Ok(PutChunk { id: put.ids[0], new_bytes: put.new_bytes })
     }
 
     /// The tree that differs from `base` by these chunks; nothing stands for a hole. Equal content
@@ -182,14 +194,8 @@ impl Repository {
         self.inner.trees.commit(base, geometry, changes)
     }
 
-    /// Returns when what was put through this handle and its clones survives this process. Only
-    /// [`Repository::flush`] makes it survive the host.
-    pub fn settle(&self) -> Result<()> {
-        self.inner.blobs.settle()
-    }
-
-    /// Returns when everything that was put through this handle and its clones, or that they found to
-    /// be there already, is durable.
+    /// Returns when everything that was put through this handle and its clones is durable, and everybody
+    /// can read it.
     pub fn flush(&self) -> Result<()> {
         self.inner.blobs.flush()
     }

@@ -4,18 +4,55 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Asks the kernel to start writing the file's dirty pages, without waiting for them.
-///
-/// This is a hint that makes a later sync short. File systems without it simply sync longer.
-pub(crate) fn start_writeback(file: &File) {
+use crate::error::{Error, Result};
+
+/// Writes all slices, one after the other. At most 1024 of them.
+pub(crate) fn write_all_at(file: &File, slices: &[&[u8]], offset: u64) -> io::Result<()> {
+    let vectors: Vec<_> = slices.iter().copied().map(IoSlice::new).collect();
+    let count = vectors.len().try_into().expect("few slices");
+    // SAFETY: `IoSlice` has the layout of `iovec`, each is borrowed memory, and the kernel only reads it.
+    let written = unsafe {
+        libc::pwritev64(file.as_raw_fd(), vectors.as_ptr().cast(), count, offset as libc::off64_t)
+    };
+    // A part that was not written, for a full disk, say, is tried again alone.
+    let mut done = match usize::try_from(written) {
+        Ok(done) => done,
+        Err(_) => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => 0,
+            error => return Err(error),
+        },
+    };
+    let mut at = offset;
+    for slice in slices {
+        let skip = done.min(slice.len());
+        file.write_all_at(&slice[skip..], at + skip as u64)?;
+        done -= skip;
+        at += slice.len() as u64;
+    }
+    Ok(())
+}
+
+/// Allocates a part of the file, which then has at least that length. Old content stays.
+pub(crate) fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
+    let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
     // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
-    unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+    match unsafe { libc::fallocate64(file.as_raw_fd(), 0, start, len) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Makes a directory's entries durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    File::open(path).and_then(|dir| dir.sync_all()).map_err(|e| Error::io("syncing", path, e))
 }
 
 /// Ends direct I/O on the file, so that buffers of any alignment can be used with it.

@@ -269,12 +269,15 @@ impl Work<'_> {
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
-        for chunk in self.source.costly(limit / 2) {
-            batch.extend(self.gather_chunk(chunk)?);
-        }
-        while batch.len() < limit {
+        let mut chunks = self.source.costly(limit / 2);
+        while chunks.len() < limit {
             let Some(chunk) = self.next_chunk() else { break };
-            batch.extend(self.gather_chunk(chunk)?);
+            chunks.push(chunk);
+        }
+        chunks.sort_unstable();
+        chunks.dedup();
+        for run in chunks.chunk_by(|one, next| one.0 + 1 == next.0) {
+            self.gather_run(run, batch)?;
         }
         Ok(())
     }
@@ -283,42 +286,58 @@ impl Work<'_> {
         self.chunks.lock().expect("no code panics with the iterator locked").next()
     }
 
-    /// Scheduled → Pending → Idle, with the chunk's bytes in memory. Nothing if somebody else has it
-    /// or had it.
-    fn gather_chunk(&self, chunk: ChunkIndex) -> Result<Option<Item>, PersistError> {
-        if !self.source.take(chunk) {
-            return Ok(self.source.take_kept(chunk).map(|copy| Item { chunk, copy }));
+    /// Scheduled → Pending → Idle, with the chunks' bytes in memory, for neighbours. Those that somebody
+    /// else has or had are left out.
+    fn gather_run(&self, run: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
+        let mut taken = Vec::with_capacity(run.len());
+        for chunk in run {
+            match self.source.take(*chunk) {
+                true => taken.push(*chunk),
+                false => {
+                    let kept = self.source.take_kept(*chunk);
+                    batch.extend(kept.map(|copy| Item { chunk: *chunk, copy }));
+                }
+            }
         }
-        let result = self.read(chunk);
-        if result.is_err() {
-            self.source.untake(chunk);
+        let mut left = &taken[..];
+        let mut result = Ok(());
+        for part in taken.chunk_by(|one, next| one.0 + 1 == next.0) {
+            result = self.read(part, batch);
+            if result.is_err() {
+                break;
+            }
+            left = &left[part.len()..];
         }
+        left.iter().for_each(|chunk| self.source.untake(*chunk));
         self.device.mirror.events.notify();
-        result.map(|copy| Some(Item { chunk, copy }))
+        result
     }
 
-    /// Reads a chunk that is Pending and makes it Idle. Its presence is looked at first: a block that
-    /// is filled meanwhile has the parent's content, wherever it is read from.
-    fn read(&self, chunk: ChunkIndex) -> Result<Copy, PersistError> {
+    /// Reads neighbours that are Pending and makes them Idle. Their presence is looked at first: a block
+    /// that is filled meanwhile has the parent's content, wherever it is read from.
+    fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
         let layout = self.device.mirror.layout();
-        let present = self.device.mirror.presence.of(layout.blocks_of(chunk));
-        let span = layout.span_of(chunk);
-        let data = self.arena.take(layout.chunk_size());
-        let mut data = data.expect("the arena has room for each chunk of each batch");
-        if self.device.disk.is_hole(span) {
-            data.fill(0);
-        } else {
-            self.device.disk.read(&mut data, span.offset)?;
+        let room = |_| self.arena.take(layout.chunk_size());
+        let buffers: Option<Vec<_>> = chunks.iter().map(room).collect();
+        let mut buffers = buffers.expect("the arena has room for each chunk of each batch");
+        let present: Vec<_> = chunks
+            .iter()
+            .map(|chunk| self.device.mirror.presence.of(layout.blocks_of(*chunk)))
+            .collect();
+        let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
+        self.device.disk.read_vectored(&mut slices, layout.span_of(chunks[0]).offset)?;
+        for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
+            let aside = self.source.taken(*chunk);
+            let preserve = &self.device.preserve;
+            // The chunk is Idle already: if its old blocks cannot be had, neither can the snapshot.
+            let present = aside
+                .lay_over(&mut data, present, |buffer, offset| preserve.read_any(buffer, offset))
+                .inspect_err(|error| {
+                    self.source.set_failure(format!("reading copies back: {error}"));
+                })?;
+            batch.push(Item { chunk: *chunk, copy: Copy { data, present } });
         }
-        let aside = self.source.taken(chunk);
-        let preserve = &self.device.preserve;
-        // The chunk is Idle already: if its old blocks cannot be had, neither can the snapshot.
-        let present = aside
-            .lay_over(&mut data, present, |buffer, offset| preserve.read_any(buffer, offset))
-            .inspect_err(|error| {
-                self.source.set_failure(format!("reading copies back: {error}"))
-            })?;
-        Ok(Copy { data, present })
+        Ok(())
     }
 
     /// Makes a batch durable.
@@ -326,21 +345,19 @@ impl Work<'_> {
         if batch.is_empty() {
             return Ok(());
         }
-        let mut ids = Vec::with_capacity(batch.len());
-        for item in batch {
+        for item in batch.iter_mut() {
             self.complete(item)?;
-            let content: &[u8] = &item.copy.data;
-            let id = if is_zero(content) {
-                None
-            } else {
-                let put = self.device.repository.put_chunk(content)?;
-                self.stored.fetch_add(put.new_bytes, Ordering::Relaxed);
-                Some(put.id)
-            };
-            ids.push((item.chunk, id));
         }
-        self.device.repository.settle()?;
-        self.source.store(ids);
+        let holes: Vec<bool> = batch.iter().map(|item| is_zero(&item.copy.data)).collect();
+        let full = batch.iter().zip(&holes).filter(|(_, hole)| !**hole);
+        let contents: Vec<&[u8]> = full.map(|(item, _)| &*item.copy.data).collect();
+        let put = self.device.repository.put_chunks(&contents)?;
+        self.device.repository.flush()?;
+        self.stored.fetch_add(put.new_bytes, Ordering::Relaxed);
+        let mut ids = put.ids.into_iter();
+        let id_of = |hole: bool| if hole { None } else { ids.next() };
+        let ids = holes.into_iter().map(id_of);
+        self.source.store(batch.iter().map(|item| item.chunk).zip(ids));
         Ok(())
     }
 

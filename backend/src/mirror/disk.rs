@@ -73,6 +73,30 @@ impl DiskFile {
         self.file.read_exact_at(buffer, offset)
     }
 
+    /// Reads a span into several buffers, one after the other; each is page aligned. At most 1024.
+    pub(crate) fn read_vectored(&self, buffers: &mut [&mut [u8]], offset: u64) -> io::Result<()> {
+        let mut vectors: Vec<_> = buffers.iter_mut().map(|one| io::IoSliceMut::new(one)).collect();
+        let (address, count) = (vectors.as_mut_ptr(), vectors.len() as libc::c_int);
+        // SAFETY: `IoSliceMut` has the layout of `iovec`, and each is memory that is borrowed mutably.
+        let read = unsafe { libc::preadv(self.raw_fd(), address.cast(), count, offset as i64) };
+        let mut done = match usize::try_from(read) {
+            Ok(done) => done,
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => 0,
+                error => return Err(error),
+            },
+        };
+        // What is missing is read alone.
+        let mut at = offset;
+        for buffer in buffers {
+            let skip = done.min(buffer.len());
+            self.file.read_exact_at(&mut buffer[skip..], at + skip as u64)?;
+            done -= skip;
+            at += buffer.len() as u64;
+        }
+        Ok(())
+    }
+
     /// Reads whole blocks into a buffer of any alignment.
     pub(crate) fn read_any(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let mut aligned = Buffer::zeroed(buffer.len());

@@ -86,7 +86,7 @@ fn an_interrupted_import_leaves_no_image_and_can_be_repeated() {
     child.wait().unwrap();
     assert_eq!(place.run(&["show", "vm1"]).code, 3);
     assert_eq!(place.run_with_input(&["import", "-", "vm1"], &[7; 1 << 20]).code, 0);
-    assert_eq!(fs::read_dir(place.path("repository/tmp")).unwrap().count(), 0);
+    assert_eq!(fs::read_dir(place.path("repository/segments")).unwrap().count(), 1);
 }
 
 #[test]
@@ -110,26 +110,25 @@ fn a_corrupt_chunk_ends_the_export_and_leaves_no_file() {
     let place = Place::new();
     place.disk("in.raw");
     place.ok(&["import", "in.raw", "vm1"]);
-    let blob = place.blobs().remove(0);
-    let mut content = fs::read(&blob).unwrap();
+    let mut content = fs::read(place.segment()).unwrap();
     content[5000] ^= 1;
-    fs::write(&blob, content).unwrap();
+    fs::write(place.segment(), content).unwrap();
 
     for target in ["out.raw", "-"] {
         let run = place.run(&["export", "vm1", target]);
         assert_eq!(run.code, 5, "{}", run.stderr);
-        assert!(run.stderr.contains(blob.file_name().unwrap().to_str().unwrap()), "{}", run.stderr);
+        assert!(run.stderr.contains("segments/00000001 is corrupt"), "{}", run.stderr);
     }
     let left = fs::read_dir(place.dir.path()).unwrap().map(|e| e.unwrap().file_name());
     assert_eq!(left.filter(|name| name.to_str().unwrap().contains("out.raw")).count(), 0);
 }
 
 #[test]
-fn a_missing_chunk_is_corrupt_too() {
+fn a_missing_segment_is_corrupt_too() {
     let place = Place::new();
     place.disk("in.raw");
     place.ok(&["import", "in.raw", "vm1"]);
-    fs::remove_file(place.blobs().remove(0)).unwrap();
+    fs::remove_file(place.segment()).unwrap();
     let run = place.run(&["export", "vm1", "out.raw", "--json"]);
     assert_eq!(run.code, 5);
     let error: serde_json::Value = serde_json::from_str(&run.stderr).unwrap();

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
@@ -74,14 +74,9 @@ impl Place {
         fs::read(self.path(name)).unwrap()
     }
 
-    /// The blobs of the repository, largest first.
-    pub(crate) fn blobs(&self) -> Vec<PathBuf> {
-        let list = |path: &Path| fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
-        let mut blobs = list(&self.path("repository/blobs"))
-            .flat_map(|dir| list(&dir).collect::<Vec<_>>())
-            .collect::<Vec<_>>();
-        blobs.sort_by_key(|path| std::cmp::Reverse(fs::metadata(path).unwrap().len()));
-        blobs
+    /// The repository's first segment.
+    pub(crate) fn segment(&self) -> PathBuf {
+        self.path("repository/segments/00000001")
     }
 }
 

@@ -1,16 +1,19 @@
 //! Where immutable bytes are kept under the name of their content.
 
-mod dir;
-mod stage;
-mod temp;
+mod group;
+mod index;
+mod local;
+mod segment;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use dir::DirBlobs;
-pub(crate) use temp::{TempDir, sync_dir};
+pub(crate) use local::LocalBlobs;
 
 use crate::error::Result;
 use crate::id::BlobId;
+
+/// A blob on its way in: its name and its content.
+pub type NewBlob<'a> = (BlobId, &'a [u8]);
 
 /// A place for blobs. Implementations are shared between threads, and several processes may use one
 /// place at once.
@@ -21,19 +24,12 @@ pub trait Blobs: Send + Sync {
     /// corrupt: the caller knows how long it can be.
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize>;
 
-    /// Takes a blob and returns how many bytes that adds: 0 if it is there already.
+    /// Takes blobs and returns how many bytes that adds: those that are there already add none.
     ///
-    /// The blob can be read at once through this object, by everybody when it is durable, and it is
-    /// certainly durable after the next [`Blobs::flush`].
-    fn put(&self, id: &BlobId, content: &[u8]) -> Result<u64>;
+    /// They can be read at once through this object. After the next [`Blobs::flush`] they are durable,
+    /// and everybody can read them. After an error any part of them may have been taken.
+    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64>;
 
-    /// Whether the blob is there. The next [`Blobs::flush`] covers a yes as if it had been put.
-    fn contains(&self, id: &BlobId) -> Result<bool>;
-
-    /// Returns when everybody can read what was put before this call, and a crash of this process
-    /// cannot take it away. Cheaper than [`Blobs::flush`]: the host's death still can.
-    fn settle(&self) -> Result<()>;
-
-    /// Returns when everything put, or found to be there, before this call is durable.
+    /// Returns when everything put before this call is durable.
     fn flush(&self) -> Result<()>;
 }

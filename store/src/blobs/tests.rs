@@ -1,85 +1,103 @@
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Barrier;
 use std::thread;
 
 use tempfile::TempDir;
 
-use super::stage::path_of;
-use super::{Blobs, DirBlobs};
+use super::{Blobs, LocalBlobs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 
 struct Place {
     dir: TempDir,
-    blobs: DirBlobs,
+    blobs: LocalBlobs,
 }
 
 impl Place {
     fn new() -> Self {
         let dir = TempDir::new().unwrap();
-        DirBlobs::create(dir.path()).unwrap();
-        let blobs = DirBlobs::open(dir.path()).unwrap();
+        LocalBlobs::create(dir.path()).unwrap();
+        let blobs = LocalBlobs::open(dir.path()).unwrap();
         Self { dir, blobs }
     }
 
+    /// With one durable blob, and where it is.
+    fn with_blob(content: &[u8]) -> (Self, BlobId) {
+        let place = Self::new();
+        let (id, _) = place.put(content);
+        place.blobs.flush().unwrap();
+        (place, id)
+    }
+
     fn put(&self, content: &[u8]) -> (BlobId, u64) {
-        let id = BlobId::of(content);
-        (id, self.blobs.put(&id, content).unwrap())
+        put(&self.blobs, content)
     }
 
     fn get(&self, id: &BlobId) -> Result<Vec<u8>> {
-        let mut buf = [0; 4096];
-        let len = self.blobs.get(id, &mut buf)?;
-        Ok(buf[..len].to_vec())
+        get(&self.blobs, id)
     }
 
-    fn file(&self, id: &BlobId) -> PathBuf {
-        path_of(&self.dir.path().join("blobs"), id)
+    fn other(&self) -> LocalBlobs {
+        LocalBlobs::open(self.dir.path()).unwrap()
     }
 
-    fn temporary_files(&self) -> usize {
-        fs::read_dir(self.dir.path().join("tmp")).unwrap().count()
+    fn segment(&self, number: u64) -> PathBuf {
+        self.dir.path().join(format!("segments/{number:08}"))
+    }
+
+    fn segment_count(&self) -> usize {
+        fs::read_dir(self.dir.path().join("segments")).unwrap().count()
     }
 }
 
+fn put(blobs: &LocalBlobs, content: &[u8]) -> (BlobId, u64) {
+    let id = BlobId::of(content);
+    (id, blobs.put(&[(id, content)]).unwrap())
+}
+
+fn get(blobs: &LocalBlobs, id: &BlobId) -> Result<Vec<u8>> {
+    let mut buf = vec![0; 4 << 20];
+    let len = blobs.get(id, &mut buf)?;
+    buf.truncate(len);
+    Ok(buf)
+}
+
+fn is_missing<T>(result: Result<T>) -> bool {
+    matches!(result, Err(Error::MissingBlob { .. }))
+}
+
 #[test]
-fn a_blob_is_readable_at_once_and_named_after_a_flush() {
+fn a_blob_is_readable_at_once_and_by_others_after_a_flush() {
     let place = Place::new();
     let (id, new_bytes) = place.put(b"granite");
     assert_eq!(new_bytes, 7);
     assert_eq!(place.get(&id).unwrap(), b"granite");
-    assert!(!place.file(&id).exists(), "a name implies durable content");
+    let other = place.other();
+    assert!(is_missing(get(&other, &id)), "what others see is durable");
 
     place.blobs.flush().unwrap();
-    assert_eq!(fs::read(place.file(&id)).unwrap(), b"granite");
+    assert_eq!(get(&other, &id).unwrap(), b"granite");
     assert_eq!(place.get(&id).unwrap(), b"granite");
-    assert_eq!(place.temporary_files(), 0);
 }
 
 #[test]
-fn content_of_any_alignment_reads_back_before_and_after_it_is_named() {
+fn content_of_any_length_and_alignment_reads_back() {
     let place = Place::new();
     let memory = (0..5 * 4096).map(|n| (n % 251) as u8).collect::<Vec<_>>();
     let aligned = memory.as_ptr().align_offset(4096);
-    for (start, len) in [(aligned, 8192), (aligned, 4096), (aligned, 4095), (aligned + 1, 8192)] {
-        let content = &memory[start..start + len];
-        let (id, new_bytes) = place.put(content);
-        assert_eq!(new_bytes, len as u64);
-        let mut buf = vec![0; 8192];
-        for _ in 0..2 {
-            assert_eq!(place.blobs.get(&id, &mut buf).unwrap(), len);
-            assert!(buf[..len] == *content);
-            place.blobs.flush().unwrap();
+    let parts = [(aligned, 8192), (aligned, 4096), (aligned, 4095), (aligned + 1, 8192), (0, 1)];
+    let contents = parts.map(|(start, len)| &memory[start..start + len]);
+    let blobs = contents.map(|content| (BlobId::of(content), content));
+    let total: usize = contents.iter().map(|content| content.len()).sum();
+    assert_eq!(place.blobs.put(&blobs).unwrap(), total as u64);
+    for _ in 0..2 {
+        for (id, content) in blobs {
+            assert!(place.get(&id).unwrap() == content);
         }
+        place.blobs.flush().unwrap();
     }
-}
-
-#[test]
-fn a_full_group_is_named_without_a_flush() {
-    let place = Place::new();
-    let ids = (0..64_u8).map(|n| place.put(&[n; 100]).0).collect::<Vec<_>>();
-    assert!(ids.iter().all(|id| place.file(id).exists()));
 }
 
 #[test]
@@ -88,38 +106,79 @@ fn equal_content_is_stored_once() {
     let (id, _) = place.put(b"slate");
     assert_eq!(place.put(b"slate").1, 0, "while it is staged");
     place.blobs.flush().unwrap();
-    assert_eq!(place.put(b"slate").1, 0, "when it has its name");
-    assert!(place.blobs.contains(&id).unwrap());
-    assert!(!place.blobs.contains(&BlobId::of(b"chalk")).unwrap());
-
-    let other = DirBlobs::open(place.dir.path()).unwrap();
-    assert_eq!(other.put(&id, b"slate").unwrap(), 0, "through another handle");
-    other.flush().unwrap();
+    assert_eq!(place.put(b"slate").1, 0, "when it is known");
+    assert_eq!(put(&place.other(), b"slate").1, 0, "through another handle");
+    let twice =
+        [(id, &b"slate"[..]), (BlobId::of(b"chalk"), b"chalk"), (BlobId::of(b"chalk"), b"chalk")];
+    assert_eq!(place.blobs.put(&twice).unwrap(), 5, "within one call");
 }
 
 #[test]
-fn a_flipped_bit_is_corrupt_and_the_message_names_the_file() {
+fn two_handles_that_store_the_same_agree_on_one() {
     let place = Place::new();
-    let (id, _) = place.put(b"marble");
+    let other = place.other();
+    let (id, _) = place.put(b"gneiss");
+    assert_eq!(put(&other, b"gneiss").1, 6, "they do not know of each other");
     place.blobs.flush().unwrap();
-    fs::write(place.file(&id), b"marblf").unwrap();
+    other.flush().unwrap();
+    assert_eq!(place.get(&id).unwrap(), b"gneiss");
+    assert_eq!(get(&other, &id).unwrap(), b"gneiss");
+    assert_eq!(place.segment_count(), 2, "nobody appends to a segment of another");
+}
+
+#[test]
+fn a_segment_is_continued_when_its_process_is_gone() {
+    let place = Place::new();
+    for n in 0..5_u8 {
+        let blobs = place.other();
+        put(&blobs, &[n; 5000]);
+        blobs.flush().unwrap();
+    }
+    assert_eq!(place.segment_count(), 1);
+    for n in 0..5_u8 {
+        assert_eq!(place.get(&BlobId::of(&[n; 5000])).unwrap(), [n; 5000]);
+    }
+    // Five blobs of two blocks, each with a record; nothing that was allocated ahead is left.
+    assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), 5 * 3 * 4096);
+}
+
+#[test]
+fn what_was_not_flushed_is_gone_with_its_handle_and_its_room_is_used_again() {
+    let place = Place::new();
+    let blobs = place.other();
+    let (kept, _) = put(&blobs, b"kept");
+    blobs.flush().unwrap();
+    let (lost, _) = put(&blobs, b"lost");
+    drop(blobs);
+    assert!(is_missing(place.get(&lost)));
+    let (next, _) = place.put(b"next");
+    place.blobs.flush().unwrap();
+    assert_eq!(place.get(&kept).unwrap(), b"kept");
+    assert_eq!(place.get(&next).unwrap(), b"next");
+    assert_eq!(place.segment_count(), 1);
+}
+
+#[test]
+fn a_flipped_bit_is_corrupt_and_the_message_names_the_blob_and_the_file() {
+    let (place, id) = Place::with_blob(b"marble");
+    File::options().write(true).open(place.segment(1)).unwrap().write_all_at(b"f", 5).unwrap();
     let error = place.get(&id).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
-    assert!(error.to_string().contains(place.file(&id).to_str().unwrap()), "{error}");
+    let text = error.to_string();
+    assert!(text.contains(place.segment(1).to_str().unwrap()), "{error}");
+    assert!(text.contains(&id.to_string()), "{error}");
 }
 
 #[test]
-fn a_truncated_blob_is_corrupt_not_data() {
-    let place = Place::new();
-    let (id, _) = place.put(b"marble");
-    place.blobs.flush().unwrap();
+fn a_truncated_or_missing_segment_is_corrupt_not_data() {
     for len in 0..6 {
-        fs::write(place.file(&id), &b"marble"[..len]).unwrap();
+        let (place, id) = Place::with_blob(b"marble");
+        File::options().write(true).open(place.segment(1)).unwrap().set_len(len).unwrap();
         assert_eq!(place.get(&id).unwrap_err().kind(), ErrorKind::Corrupt, "{len}");
     }
-    fs::remove_file(place.file(&id)).unwrap();
-    let error = place.get(&id).unwrap_err();
-    assert!(matches!(error, Error::MissingBlob { .. }) && error.kind() == ErrorKind::Corrupt);
+    let (place, id) = Place::with_blob(b"marble");
+    fs::remove_file(place.segment(1)).unwrap();
+    assert_eq!(get(&place.other(), &id).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[test]
@@ -131,74 +190,81 @@ fn a_blob_longer_than_expected_is_corrupt() {
 }
 
 #[test]
-fn putting_the_content_again_heals_a_truncated_blob() {
-    let place = Place::new();
-    let (id, _) = place.put(b"marble");
-    place.blobs.flush().unwrap();
-    fs::write(place.file(&id), b"mar").unwrap();
+fn putting_the_content_again_heals_a_blob_that_was_found_damaged() {
+    let (place, id) = Place::with_blob(b"marble");
+    File::options().write(true).open(place.segment(1)).unwrap().write_all_at(b"f", 5).unwrap();
+    place.get(&id).unwrap_err();
     assert_eq!(place.put(b"marble").1, 6);
     assert_eq!(place.get(&id).unwrap(), b"marble");
     place.blobs.flush().unwrap();
-    assert_eq!(fs::read(place.file(&id)).unwrap(), b"marble");
+    assert_eq!(get(&place.other(), &id).unwrap(), b"marble");
+    assert_eq!(place.put(b"marble").1, 0);
 }
 
 #[test]
-fn a_failed_naming_is_tried_again_by_the_next_flush() {
-    let place = Place::new();
-    let (id, _) = place.put(b"basalt");
-    let parent = place.file(&id).parent().unwrap().to_owned();
-    fs::remove_dir(&parent).unwrap();
-    assert_eq!(place.blobs.flush().unwrap_err().kind(), ErrorKind::Unavailable);
-    assert_eq!(place.get(&id).unwrap(), b"basalt");
-
-    fs::create_dir(&parent).unwrap();
-    place.blobs.flush().unwrap();
-    assert_eq!(fs::read(place.file(&id)).unwrap(), b"basalt");
-}
-
-#[test]
-fn a_failed_sync_of_a_directory_poisons_the_handle() {
-    let place = Place::new();
-    let (id, _) = place.put(b"basalt");
-    place.blobs.flush().unwrap();
-    assert_eq!(place.put(b"basalt").1, 0);
-    fs::remove_dir_all(place.file(&id).parent().unwrap()).unwrap();
-    place.blobs.flush().unwrap_err();
-
-    let poisoned = |error: Error| assert!(matches!(error, Error::Poisoned { .. }), "{error}");
-    poisoned(place.blobs.flush().unwrap_err());
-    poisoned(place.blobs.put(&BlobId::of(b"tuff"), b"tuff").unwrap_err());
-}
-
-#[test]
-fn files_of_dead_processes_are_removed_and_those_of_the_living_stay() {
-    let place = Place::new();
-    let (id, _) = place.put(b"gneiss");
-    let temp = place.dir.path().join("tmp");
-    let mine = fs::read_dir(&temp).unwrap().next().unwrap().unwrap().file_name();
-    let mut parts = mine.to_str().unwrap().split('-').map(str::to_owned).collect::<Vec<_>>();
-    parts[2] = "1".into();
-    let dead = temp.join(parts.join("-"));
-    parts[0] = "1".into();
-    let unseen = temp.join(parts.join("-"));
-    let unknown = temp.join("notes.txt");
-    for path in [&dead, &unseen, &unknown] {
-        fs::write(path, "").unwrap();
+fn a_lost_index_is_made_again_from_the_segments() {
+    let Place { dir, blobs } = Place::new();
+    let content = |n: u32| n.to_le_bytes().repeat(1000 + n as usize);
+    for n in 0..200 {
+        put(&blobs, &content(n));
+        if n % 50 == 49 {
+            blobs.flush().unwrap();
+        }
+    }
+    // As a guest could write it: a record of this segment that names a blob with other content.
+    let forged = {
+        let mut record = fs::read(dir.path().join("segments/00000001")).unwrap();
+        let start = record.chunks(4096).position(|block| block.starts_with(b"CRNGROUP")).unwrap();
+        record.drain(..start * 4096);
+        record.truncate(4096 * 3);
+        let end = 24 + 48 * 50;
+        record[24..56].copy_from_slice(&[7; 32]);
+        let checksum = blake3::hash(&record[..end]);
+        record[end..end + 32].copy_from_slice(checksum.as_bytes());
+        record
+    };
+    let (forged_id, _) = put(&blobs, &forged);
+    blobs.flush().unwrap();
+    drop(blobs);
+    for file in ["index.db", "index.db-wal", "index.db-shm"] {
+        let _ = fs::remove_file(dir.path().join(file));
     }
 
-    DirBlobs::open(place.dir.path()).unwrap();
-    assert!(!dead.exists());
-    assert!(unseen.exists() && unknown.exists());
-    place.blobs.flush().unwrap();
-    assert_eq!(place.get(&id).unwrap(), b"gneiss");
+    let blobs = LocalBlobs::open(dir.path()).unwrap();
+    for n in 0..200 {
+        assert_eq!(get(&blobs, &BlobId::of(&content(n))).unwrap(), content(n), "{n}");
+    }
+    assert_eq!(get(&blobs, &forged_id).unwrap(), forged);
+    assert!(is_missing(get(&blobs, &BlobId::from_bytes([7; 32]))));
+    let (next, _) = put(&blobs, b"next");
+    blobs.flush().unwrap();
+    assert_eq!(get(&blobs, &next).unwrap(), b"next");
+    assert_eq!(get(&blobs, &BlobId::of(&content(199))).unwrap(), content(199));
 }
 
 #[test]
-fn a_handle_that_is_dropped_leaves_no_temporary_files() {
-    let Place { dir, blobs } = Place::new();
-    blobs.put(&BlobId::of(b"flint"), b"flint").unwrap();
-    drop(blobs);
-    assert_eq!(fs::read_dir(dir.path().join("tmp")).unwrap().count(), 0);
+fn an_index_that_fails_keeps_the_group_for_the_next_flush() {
+    let place = Place::new();
+    let (id, _) = place.put(b"basalt");
+    let database = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    database.execute_batch("ALTER TABLE blobs RENAME TO away").unwrap();
+    assert_eq!(place.blobs.flush().unwrap_err().kind(), ErrorKind::Unavailable);
+    database.execute_batch("ALTER TABLE away RENAME TO blobs").unwrap();
+    assert_eq!(place.get(&id).unwrap(), b"basalt");
+    place.blobs.flush().unwrap();
+    assert_eq!(get(&place.other(), &id).unwrap(), b"basalt");
+}
+
+#[test]
+fn a_large_group_is_flushed_without_being_asked() {
+    let place = Place::new();
+    let content = |n: u8| vec![n; 4 << 20];
+    for n in 0..17 {
+        place.put(&content(n));
+    }
+    let other = place.other();
+    assert_eq!(get(&other, &BlobId::of(&content(0))).unwrap(), content(0));
+    assert!(is_missing(get(&other, &BlobId::of(&content(16)))));
 }
 
 #[test]
@@ -212,6 +278,7 @@ fn many_threads_put_the_same_and_different_blobs() {
         let threads = (0..THREADS).map(|thread| {
             let (place, start) = (&place, &start);
             scope.spawn(move || {
+                let other = place.other();
                 start.wait();
                 let mut new_bytes = 0;
                 for n in 0..BLOBS {
@@ -223,7 +290,7 @@ fn many_threads_put_the_same_and_different_blobs() {
                 }
                 place.blobs.flush().unwrap();
                 for n in 0..BLOBS {
-                    assert!(place.file(&BlobId::of(&content(n))).exists());
+                    assert_eq!(get(&other, &BlobId::of(&content(n))).unwrap(), content(n));
                 }
                 new_bytes
             })
@@ -232,8 +299,5 @@ fn many_threads_put_the_same_and_different_blobs() {
         threads.into_iter().map(|thread| thread.join().unwrap()).sum::<u64>()
     });
     assert!(new_bytes >= u64::from((THREADS + 1) * BLOBS * 200));
-    assert_eq!(place.temporary_files(), 0);
-    for n in 0..BLOBS {
-        assert_eq!(place.get(&BlobId::of(&content(n))).unwrap(), content(n));
-    }
+    assert_eq!(place.segment_count(), 1);
 }

@@ -2,6 +2,7 @@
 
 use rusqlite::Connection;
 
+use crate::database::version;
 use crate::error::{Error, Result};
 
 /// The version of these tables, kept in the database's `user_version`.
@@ -87,8 +88,4 @@ pub(super) fn check(connection: &Connection) -> Result<()> {
             Err(Error::NewerFormat { object, found, supported: VERSION })
         }
     }
-}
-
-fn version(connection: &Connection) -> Result<u64> {
-    Ok(connection.pragma_query_value(None, "user_version", |row| row.get(0))?)
 }

@@ -154,7 +154,7 @@ impl Trees {
     fn store(&self, node: Node) -> Result<(NodeId, u64)> {
         let bytes = node.encode();
         let blob = BlobId::of(&bytes);
-        let new_bytes = self.blobs.put(&blob, &bytes)?;
+        let new_bytes = self.blobs.put(&[(blob, &bytes)])?;
         let id = NodeId::from_bytes(*blob.as_bytes());
         self.cache.insert(id, Arc::new(node));
         Ok((id, new_bytes))

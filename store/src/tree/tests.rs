@@ -9,7 +9,7 @@ use proptest::prelude::{
 };
 
 use super::{MAX_NODE, Node, Root, Trees};
-use crate::blobs::Blobs;
+use crate::blobs::{Blobs, NewBlob};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -27,23 +27,19 @@ impl Blobs for MemoryBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
         let blobs = self.0.lock().unwrap();
         let Some(content) = blobs.get(id) else {
-            return Err(Error::MissingBlob { path: id.to_string().into() });
+            return Err(Error::MissingBlob { id: *id });
         };
         buf[..content.len()].copy_from_slice(content);
         Ok(content.len())
     }
 
-    fn put(&self, id: &BlobId, content: &[u8]) -> Result<u64> {
-        let before = self.0.lock().unwrap().insert(*id, content.to_vec());
-        Ok(if before.is_some() { 0 } else { content.len() as u64 })
-    }
-
-    fn contains(&self, id: &BlobId) -> Result<bool> {
-        Ok(self.0.lock().unwrap().contains_key(id))
-    }
-
-    fn settle(&self) -> Result<()> {
-        Ok(())
+    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+        let mut all = self.0.lock().unwrap();
+        let add = |(id, content): &NewBlob<'_>| match all.insert(*id, content.to_vec()) {
+            Some(_) => 0,
+            None => content.len() as u64,
+        };
+        Ok(blobs.iter().map(add).sum())
     }
 
     fn flush(&self) -> Result<()> {
@@ -229,7 +225,7 @@ fn a_missing_or_foreign_node_is_corrupt_not_a_hole() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 
     let content = [b'x'; MAX_NODE];
-    blobs.put(&BlobId::of(&content), &content).unwrap();
+    blobs.put(&[(BlobId::of(&content), &content)]).unwrap();
     let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
     let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);

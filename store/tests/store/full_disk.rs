@@ -70,9 +70,4 @@ fn a_full_disk_is_unavailable_and_works_again_with_space() {
     let root = write(&repository, &Root::default(), &more);
     let after = repository.publish_image(&name("after"), disk(1000), &root, 0, 0).unwrap();
     assert_holds(&repository, &after, &more);
-    assert_eq!(
-        fs::read_dir(small.path().join("tmp")).unwrap().count(),
-        0,
-        "no file is left behind"
-    );
 }

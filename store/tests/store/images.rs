@@ -7,7 +7,7 @@ use std::thread;
 
 use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
 use cairn_store::{
-    BlobId, Blobs, ChunkIndex, Error, ErrorKind, Repository, Result, Root, SnapshotRef,
+    BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
     SnapshotState,
 };
 use tempfile::TempDir;
@@ -107,17 +107,17 @@ fn a_damaged_chunk_or_node_is_corrupt() {
     place.repository.flush().unwrap();
     let geometry = disk(1000);
     let id = place.repository.chunk_at(&root, geometry, ChunkIndex(5)).unwrap().unwrap();
-    let chunk = place.file_of(&id.to_string());
-    let node = place.file_of(&root.0.unwrap().to_string());
+    let chunk = place.place_of(id.as_bytes());
+    let node = place.place_of(root.0.unwrap().as_bytes());
     // Another handle has nothing in its cache.
     let fresh = || Repository::open(&place.url()).unwrap();
     let mut buf = vec![0; CHUNK];
 
-    for (file, damaged) in [(&chunk, false), (&node, true)] {
+    for ((file, part), damaged) in [(&chunk, false), (&node, true)] {
         let good = fs::read(file).unwrap();
         let mut flipped = good.clone();
-        flipped[good.len() / 2] ^= 1;
-        for bad in [&flipped[..], &good[..good.len() - 1], &[]] {
+        flipped[(part.start + part.end) / 2] ^= 1;
+        for bad in [&flipped[..], &good[..part.end - 1], &[]] {
             fs::write(file, bad).unwrap();
             let repository = fresh();
             let found = repository.chunk_at(&root, geometry, ChunkIndex(5));
@@ -169,24 +169,30 @@ fn a_creation_that_was_cut_short_is_finished() {
     let Place { dir, repository } = place;
     drop(repository);
     fs::remove_file(dir.path().join("repository.json")).unwrap();
-    fs::remove_dir_all(dir.path().join("blobs/7f")).unwrap();
+    fs::remove_dir_all(dir.path().join("segments")).unwrap();
     assert_eq!(kind(Repository::open(&crate::support::url(&dir))), ErrorKind::Invalid);
     Repository::open_or_create(&crate::support::url(&dir)).unwrap();
-    assert!(dir.path().join("blobs/7f").is_dir());
+    assert!(dir.path().join("segments").is_dir());
 }
 
 #[test]
-fn formats_of_the_future_are_refused() {
+fn formats_of_the_future_and_of_the_past_are_refused() {
     let place = Place::new();
     place.sql("PRAGMA user_version = 99");
     let error = Repository::open(&place.url()).err().unwrap();
     assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
 
     let place = Place::new();
-    let marker = r#"{"format":"cairn-repository","version":2}"#;
+    let marker = r#"{"format":"cairn-repository","version":99}"#;
     fs::write(place.dir.path().join("repository.json"), marker).unwrap();
     let error = Repository::open(&place.url()).err().unwrap();
-    assert!(matches!(error, Error::NewerFormat { found: 2, .. }), "{error}");
+    assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
+
+    let place = Place::new();
+    let marker = r#"{"format":"cairn-repository","version":1}"#;
+    fs::write(place.dir.path().join("repository.json"), marker).unwrap();
+    let error = Repository::open(&place.url()).err().unwrap();
+    assert!(matches!(error, Error::OlderFormat { found: 1, .. }), "{error}");
 }
 
 #[test]
@@ -228,16 +234,8 @@ impl Blobs for Faulty {
         self.inner.get(id, buf)
     }
 
-    fn put(&self, id: &BlobId, content: &[u8]) -> Result<u64> {
-        self.inner.put(id, content)
-    }
-
-    fn contains(&self, id: &BlobId) -> Result<bool> {
-        self.inner.contains(id)
-    }
-
-    fn settle(&self) -> Result<()> {
-        self.inner.settle()
+    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+        self.inner.put(blobs)
     }
 
     fn flush(&self) -> Result<()> {

@@ -1,6 +1,7 @@
 //! A repository in a directory of its own, with chunks that tell where they belong.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use cairn_store::{
@@ -45,8 +46,15 @@ impl Place {
         catalog.execute_batch(statement).unwrap();
     }
 
-    pub(crate) fn file_of(&self, blob: &str) -> PathBuf {
-        self.dir.path().join("blobs").join(&blob[..2]).join(blob)
+    /// The first segment's file, and where a blob is in it.
+    pub(crate) fn place_of(&self, blob: &[u8; 32]) -> (PathBuf, Range<usize>) {
+        let index = rusqlite::Connection::open(self.dir.path().join("index.db")).unwrap();
+        let find = "SELECT segment, offset, length FROM blobs WHERE id = ?";
+        let (segment, start, len): (u64, usize, usize) = index
+            .query_row(find, [blob], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
+            .unwrap();
+        assert_eq!(segment, 1);
+        (self.dir.path().join("segments/00000001"), start..start + len)
     }
 }
 

@@ -1,0 +1,176 @@
+//! Where each blob is: a database beside the segments.
+//!
+//! A row is inserted when its blob is durable, and seen by others when it is durable itself, so
+//! whoever finds a blob here may rely on it. All of it can be made again from the segments, and is
+//! when the file is missing.
+
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
+
+use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior};
+
+use super::group::Entry;
+use super::segment::SEGMENT_SIZE;
+use crate::database::{connect, use_write_ahead_log, version};
+use crate::error::{Error, Result};
+use crate::id::BlobId;
+
+const FILE: &str = "index.db";
+
+/// The version of the tables, kept in the database's `user_version`.
+const VERSION: u64 = 1;
+
+/// `docs/formats.md` explains every column.
+const TABLES: &str = "
+CREATE TABLE segments (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    length INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE blobs (
+    id      BLOB    NOT NULL PRIMARY KEY CHECK (length(id) = 32),
+    segment INTEGER NOT NULL,
+    offset  INTEGER NOT NULL,
+    length  INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+";
+
+/// Segments to look at for one that can be continued.
+const CANDIDATES: u32 = 64;
+
+/// The place of a blob.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Slot {
+    pub(super) segment: u64,
+    pub(super) offset: u64,
+    pub(super) len: u32,
+}
+
+pub(super) struct Index {
+    /// Apart from the writer: to find a blob must not wait for another's sync.
+    reader: Mutex<Connection>,
+    writer: Mutex<Connection>,
+}
+
+impl Index {
+    /// Opens the index. If it does not exist it is made, with what `recover` finds in the segments.
+    pub(super) fn open(
+        repository: &Path,
+        recover: impl FnOnce(&mut dyn FnMut(Found) -> Result<()>) -> Result<()>,
+    ) -> Result<Self> {
+        let path = repository.join(FILE);
+        let mut writer = connect(&path, OpenFlags::SQLITE_OPEN_CREATE)?;
+        use_write_ahead_log(&writer)?;
+        if version(&writer)? == 0 {
+            let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+            if version(&transaction)? == 0 {
+                transaction.execute_batch(TABLES)?;
+                recover(&mut |found| add_found(&transaction, found))?;
+                transaction.pragma_update(None, "user_version", VERSION)?;
+                transaction.commit()?;
+            }
+        }
+        let found = version(&writer)?;
+        if found != VERSION {
+            let object = path.display().to_string();
+            return Err(Error::NewerFormat { object, found, supported: VERSION });
+        }
+        let reader = connect(&path, OpenFlags::empty())?;
+        Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
+    }
+
+    /// Where the blob is, if it is there.
+    pub(super) fn find(&self, id: &BlobId) -> Result<Option<Slot>> {
+        find(&lock(&self.reader), id)
+    }
+
+    /// Where each of these blobs is.
+    pub(super) fn find_all<'a>(
+        &self,
+        ids: impl IntoIterator<Item = &'a BlobId>,
+    ) -> Result<Vec<Option<Slot>>> {
+        let reader = lock(&self.reader);
+        ids.into_iter().map(|id| find(&reader, id)).collect()
+    }
+
+    /// Segments that have room, the oldest first.
+    pub(super) fn with_room(&self) -> Result<Vec<u64>> {
+        let reader = lock(&self.reader);
+        let mut query = reader.prepare_cached(
+            "SELECT number FROM segments WHERE length < ? ORDER BY number LIMIT ?",
+        )?;
+        let rows = query.query_map((SEGMENT_SIZE, CANDIDATES), |row| row.get(0))?;
+        Ok(rows.collect::<rusqlite::Result<_>>()?)
+    }
+
+    /// Where the content of a segment ends. It stays while the segment is locked.
+    pub(super) fn end_of(&self, segment: u64) -> Result<u64> {
+        let reader = lock(&self.reader);
+        let mut query = reader.prepare_cached("SELECT length FROM segments WHERE number = ?")?;
+        Ok(query.query_row([segment], |row| row.get(0))?)
+    }
+
+    /// Announces an empty segment.
+    pub(super) fn new_segment(&self) -> Result<u64> {
+        let writer = lock(&self.writer);
+        writer.prepare_cached("INSERT INTO segments (length) VALUES (0)")?.execute([])?;
+        Ok(writer.last_insert_rowid().unsigned_abs())
+    }
+
+    /// Makes durable blobs known, and where their segments end now. If another process was faster with a
+    /// blob, its own counts, unless ours replaces a damaged one.
+    pub(super) fn insert(&self, entries: &[Entry], ends: &[(u64, u64)]) -> Result<()> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        for entry in entries {
+            let Slot { segment, offset, len } = entry.slot;
+            let insert = match entry.replaces {
+                true => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
+                false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)",
+            };
+            transaction.prepare_cached(insert)?.execute((
+                entry.id.as_bytes(),
+                segment,
+                offset,
+                len,
+            ))?;
+        }
+        for (segment, end) in ends {
+            transaction
+                .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?
+                .execute((end, segment))?;
+        }
+        Ok(transaction.commit()?)
+    }
+}
+
+/// Something that a segment holds.
+pub(super) enum Found {
+    Segment { number: u64, end: u64 },
+    Blob { id: BlobId, slot: Slot },
+}
+
+fn add_found(transaction: &Transaction<'_>, found: Found) -> Result<()> {
+    match found {
+        Found::Segment { number, end } => transaction
+            .prepare_cached("INSERT INTO segments (number, length) VALUES (?, ?)")?
+            .execute((number, end))?,
+        Found::Blob { id, slot } => transaction
+            .prepare_cached("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)")?
+            .execute((id.as_bytes(), slot.segment, slot.offset, slot.len))?,
+    };
+    Ok(())
+}
+
+fn find(reader: &Connection, id: &BlobId) -> Result<Option<Slot>> {
+    let mut query =
+        reader.prepare_cached("SELECT segment, offset, length FROM blobs WHERE id = ?")?;
+    let slot = query.query_row([id.as_bytes()], |row| {
+        Ok(Slot { segment: row.get(0)?, offset: row.get(1)?, len: row.get(2)? })
+    });
+    Ok(slot.optional()?)
+}
+
+fn lock(connection: &Mutex<Connection>) -> MutexGuard<'_, Connection> {
+    connection.lock().expect("no thread panics while it uses the index")
+}

@@ -1,0 +1,318 @@
+//! Blobs in a directory of this host: segments that are appended to, and an index.
+//!
+//! ```text
+//! put ──► written to a segment ──► staged ──(flush)──► record written, segment synced ──► in the index
+//!              │                      ▲                      │                  │
+//!              ▼                      └── index failed ──────┼──────────────────┘
+//!         put fails                                          └─► sync failed: poisoned
+//! ```
+//!
+//! One sync and one transaction make a whole group durable, whatever threads put it. Others see a
+//! blob when it is in the index, and then it is durable. A failed sync may have lost blobs whose put has
+//! already returned, and the kernel tells only once: the handle is poisoned, and fails every put and
+//! flush from then on, so that nothing that relies on a lost blob is published.
+//!
+//! A crash leaves bytes at the end of a segment that nothing refers to; the next process that appends
+//! to the segment overwrites them.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::group::{self, Entry, MAX_ENTRIES};
+use super::index::{Index, Slot};
+use super::segment::{Segment, path_of, scan};
+use super::{Blobs, NewBlob};
+use crate::error::{Error, Result};
+use crate::id::BlobId;
+use crate::sys;
+
+/// A group is flushed when it has this many bytes, or `MAX_ENTRIES` blobs.
+const GROUP_BYTES: u64 = 64 << 20;
+
+/// Blobs of one append, at most.
+const APPEND_BLOBS: usize = 256;
+
+/// Segments that are kept open for reading.
+const OPEN_FILES: usize = 64;
+
+pub(crate) struct LocalBlobs {
+    directory: PathBuf,
+    index: Index,
+    state: Mutex<State>,
+    /// Held by the one thread that makes a group durable.
+    flushing: Mutex<()>,
+    /// Segments that are read.
+    files: Mutex<HashMap<u64, Arc<File>>>,
+    /// Blobs that were found damaged: who puts one again replaces it.
+    damaged: Mutex<HashSet<BlobId>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The segment that this handle appends to.
+    current: Option<Arc<Segment>>,
+    /// What is written and not in the index.
+    staged: HashMap<BlobId, Slot>,
+    /// Of that, what no thread flushes.
+    group: Vec<Entry>,
+    group_bytes: u64,
+    poisoned: bool,
+}
+
+impl LocalBlobs {
+    /// Makes the place. Another process may do the same at the same time.
+    pub(crate) fn create(repository: &Path) -> Result<()> {
+        let directory = directory_in(repository);
+        match fs::create_dir(&directory) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::io("creating", &directory, error));
+            }
+            _ => {}
+        }
+        Self::open(repository).map(|_| ())
+    }
+
+    pub(crate) fn open(repository: &Path) -> Result<Self> {
+        let directory = directory_in(repository);
+        let index = Index::open(repository, |tell| {
+            segments_in(&directory)?.into_iter().try_for_each(|number| {
+                tracing::warn!(number, "the index is missing; reading a segment to make it again");
+                scan(&directory, number, tell)
+            })
+        })?;
+        let (state, flushing, files, damaged) = Default::default();
+        Ok(Self { directory, index, state, flushing, files, damaged })
+    }
+
+    /// The segment to append to.
+    fn current(&self) -> Result<Arc<Segment>> {
+        let mut state = self.state();
+        self.check(&state)?;
+        if let Some(segment) = &state.current
+            && !segment.is_full()
+        {
+            return Ok(Arc::clone(segment));
+        }
+        let segment = Arc::new(self.take_segment()?);
+        state.current = Some(Arc::clone(&segment));
+        Ok(segment)
+    }
+
+    /// Continues a segment that nobody appends to, or begins one.
+    fn take_segment(&self) -> Result<Segment> {
+        for number in self.index.with_room()? {
+            if let Some(segment) = self.lock_segment(number)?
+                && !segment.is_full()
+            {
+                return Ok(segment);
+            }
+        }
+        loop {
+            // Another process may see it and be faster.
+            if let Some(segment) = self.lock_segment(self.index.new_segment()?)? {
+                return Ok(segment);
+            }
+        }
+    }
+
+    /// A segment to append to, unless somebody else does.
+    fn lock_segment(&self, number: u64) -> Result<Option<Segment>> {
+        let Some(segment) = Segment::lock(&self.directory, number)? else { return Ok(None) };
+        // Only now nobody else moves it.
+        let end = self.index.end_of(number)?;
+        if end == 0 {
+            // Its file may be new.
+            sys::sync_dir(&self.directory)?;
+        }
+        segment.continue_at(end)?;
+        Ok(Some(segment))
+    }
+
+    /// The blobs that are not there, each once.
+    fn missing<'a>(&self, blobs: &[NewBlob<'a>]) -> Result<Vec<(NewBlob<'a>, bool)>> {
+        let mut unstaged = Vec::with_capacity(blobs.len());
+        {
+            let state = self.state();
+            self.check(&state)?;
+            let mut seen = HashSet::new();
+            for (id, content) in blobs {
+                if !state.staged.contains_key(id) && seen.insert(*id) {
+                    unstaged.push((*id, *content));
+                }
+            }
+        }
+        let slots = self.index.find_all(unstaged.iter().map(|(id, _)| id))?;
+        let damaged = self.damaged.lock().expect("no thread panics with the set locked");
+        let wanted = unstaged.into_iter().zip(slots).filter_map(|(blob, slot)| match slot {
+            None => Some((blob, false)),
+            Some(_) if damaged.contains(&blob.0) => Some((blob, true)),
+            Some(_) => None,
+        });
+        Ok(wanted.collect())
+    }
+
+    /// Makes a group durable and known.
+    fn commit(&self, group: &[Entry]) -> Result<()> {
+        let mut by_segment = BTreeMap::<u64, Vec<&Entry>>::new();
+        for entry in group {
+            by_segment.entry(entry.segment.number).or_default().push(entry);
+        }
+        let mut ends = Vec::new();
+        for (number, entries) in by_segment {
+            let segment = &entries[0].segment;
+            for part in entries.chunks(MAX_ENTRIES) {
+                let end = segment.append_record(&group::encode(number, part))?;
+                ends.push((number, end));
+                // Before the index: if that fails, it may know them all the same.
+                segment.set_known(end);
+            }
+            segment.sync().inspect_err(|_| self.state().poisoned = true)?;
+        }
+        self.index.insert(group, &ends)
+    }
+
+    /// Reads from a slot.
+    fn read(&self, id: &BlobId, slot: Slot, buf: &mut [u8]) -> Result<usize> {
+        let path = path_of(&self.directory, slot.segment);
+        let corrupt = |reason: String| {
+            let object = format!("blob {id}, at {} of {}", slot.offset, path.display());
+            Error::corrupt(object, reason)
+        };
+        let len = slot.len as usize;
+        let Some(content) = buf.get_mut(..len) else {
+            return Err(corrupt(format!("it has {len} bytes, at most {} are expected", buf.len())));
+        };
+        let read =
+            self.file(slot.segment).and_then(|file| file.read_exact_at(content, slot.offset));
+        let reason = match read {
+            Ok(()) if BlobId::of(content) == *id => return Ok(len),
+            Ok(()) => "its content does not match its name",
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => "the file is too short",
+            Err(error) if error.kind() == io::ErrorKind::NotFound => "the file is missing",
+            Err(error) => return Err(Error::io("reading", &path, error)),
+        };
+        self.damaged.lock().expect("no thread panics with the set locked").insert(*id);
+        Err(corrupt(reason.into()))
+    }
+
+    /// A segment's file, through the page cache: neighbours are often read next.
+    fn file(&self, number: u64) -> io::Result<Arc<File>> {
+        let mut files = self.files.lock().expect("no thread panics with the files locked");
+        if let Some(file) = files.get(&number) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(File::open(path_of(&self.directory, number))?);
+        if files.len() >= OPEN_FILES {
+            files.clear();
+        }
+        files.insert(number, Arc::clone(&file));
+        Ok(file)
+    }
+
+    fn check(&self, state: &State) -> Result<()> {
+        match state.poisoned {
+            true => Err(Error::Poisoned { path: self.directory.clone() }),
+            false => Ok(()),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds the state")
+    }
+}
+
+impl Blobs for LocalBlobs {
+    fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        // What is staged comes first: what is no more is in the index.
+        let staged = self.state().staged.get(id).copied();
+        let slot = match staged {
+            Some(slot) => Some(slot),
+            None => self.index.find(id)?,
+        };
+        match slot {
+            Some(slot) => self.read(id, slot, buf),
+            None => Err(Error::MissingBlob { id: *id }),
+        }
+    }
+
+    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+        let mut added = 0;
+        for missing in self.missing(blobs)?.chunks(APPEND_BLOBS) {
+            let segment = self.current()?;
+            let contents: Vec<NewBlob<'_>> = missing.iter().map(|(blob, _)| *blob).collect();
+            let offsets = segment.append(&contents)?;
+            let mut state = self.state();
+            self.check(&state)?;
+            for (((id, content), replaces), offset) in missing.iter().copied().zip(offsets) {
+                let len = u32::try_from(content.len()).expect("a blob is small");
+                let slot = Slot { segment: segment.number, offset, len };
+                if state.staged.contains_key(&id) {
+                    // Another thread was faster: nothing refers to these bytes.
+                    continue;
+                }
+                state.staged.insert(id, slot);
+                state.group.push(Entry { id, slot, segment: Arc::clone(&segment), replaces });
+                state.group_bytes += u64::from(len);
+                added += u64::from(len);
+            }
+            let full = state.group_bytes >= GROUP_BYTES || state.group.len() >= MAX_ENTRIES;
+            drop(state);
+            if full {
+                self.flush()?;
+            }
+        }
+        Ok(added)
+    }
+
+    fn flush(&self) -> Result<()> {
+        // Who waits here finds its blobs durable, or in the group again.
+        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        let group = {
+            let mut state = self.state();
+            self.check(&state)?;
+            state.group_bytes = 0;
+            std::mem::take(&mut state.group)
+        };
+        if group.is_empty() {
+            return Ok(());
+        }
+        let result = self.commit(&group);
+        let mut state = self.state();
+        match &result {
+            Ok(()) => {
+                let mut damaged =
+                    self.damaged.lock().expect("no thread panics with the set locked");
+                for entry in &group {
+                    state.staged.remove(&entry.id);
+                    damaged.remove(&entry.id);
+                }
+            }
+            Err(_) => {
+                state.group_bytes +=
+                    group.iter().map(|entry| u64::from(entry.slot.len)).sum::<u64>();
+                state.group.extend(group);
+            }
+        }
+        result
+    }
+}
+
+fn directory_in(repository: &Path) -> PathBuf {
+    repository.join("segments")
+}
+
+/// The numbers of the segments that have files, in order.
+fn segments_in(directory: &Path) -> Result<Vec<u64>> {
+    let failed = |error| Error::io("reading", directory, error);
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        numbers.extend(name.to_str().and_then(|name| name.parse::<u64>().ok()));
+    }
+    numbers.sort_unstable();
+    Ok(numbers)
+}

@@ -1,0 +1,262 @@
+//! A segment: a file that blobs are appended to, by one process at a time.
+//!
+//! Blobs begin at multiples of 4 KiB, so that they go to the disk without a copy in the page cache,
+//! and so that each can give its space back alone. The process that appends holds a lock on the file;
+//! when it is gone, another may continue where the index says that the content ends.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use super::NewBlob;
+use super::group::{self, MAX_RECORD};
+use super::index::Found;
+use crate::error::{Error, Result};
+use crate::id::BlobId;
+use crate::sys;
+
+/// What direct I/O needs of addresses and lengths, on any usual disk.
+pub(super) const ALIGNMENT: usize = 4096;
+
+/// A segment that is this long is not continued.
+pub(super) const SEGMENT_SIZE: u64 = 4 << 30;
+
+/// Space is allocated ahead in steps that grow with the segment, up to this.
+const MAX_STEP: u64 = 64 << 20;
+const MIN_STEP: u64 = 1 << 20;
+
+pub(super) struct Segment {
+    pub(super) number: u64,
+    path: PathBuf,
+    file: File,
+    tail: Mutex<Tail>,
+    /// The end of what the index may know.
+    known: AtomicU64,
+}
+
+/// Where the next blob goes.
+struct Tail {
+    end: u64,
+    allocated: u64,
+}
+
+impl Segment {
+    /// Opens a segment to append to it, and makes its file if there is none. Nothing if another process
+    /// has it.
+    pub(super) fn lock(directory: &Path, number: u64) -> Result<Option<Segment>> {
+        let path = path_of(directory, number);
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false);
+        let direct = options.clone().custom_flags(libc::O_DIRECT).open(&path);
+        let file = match direct {
+            // A file system without direct I/O.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => options.open(&path),
+            opened => opened,
+        };
+        let file = file.map_err(|e| Error::io("opening", &path, e))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(std::fs::TryLockError::WouldBlock) => return Ok(None),
+            Err(std::fs::TryLockError::Error(error)) => {
+                return Err(Error::io("locking", &path, error));
+            }
+        }
+        let tail = Mutex::new(Tail { end: 0, allocated: 0 });
+        Ok(Some(Segment { number, path, file, tail, known: AtomicU64::new(0) }))
+    }
+
+    /// Continues at `end`. What is behind it was never made known.
+    pub(super) fn continue_at(&self, end: u64) -> Result<()> {
+        let metadata = self.file.metadata().map_err(|e| Error::io("examining", &self.path, e))?;
+        self.known.store(end, Ordering::Relaxed);
+        *self.tail() = Tail { end, allocated: metadata.len().max(end) };
+        Ok(())
+    }
+
+    /// Whether the next blobs should go elsewhere.
+    pub(super) fn is_full(&self) -> bool {
+        self.tail().end >= SEGMENT_SIZE
+    }
+
+    /// Writes blobs one after the other, and returns where each begins. Nothing is synced.
+    pub(super) fn append(&self, blobs: &[NewBlob<'_>]) -> Result<Vec<u64>> {
+        let mut padded = Vec::new();
+        let mut offsets = Vec::with_capacity(blobs.len());
+        let mut len = 0;
+        for (_, content) in blobs {
+            offsets.push(len as u64);
+            len += content.len().next_multiple_of(ALIGNMENT);
+            padded.push(if is_aligned(content) { None } else { Some(Padded::new(content)) });
+        }
+        let slices = blobs.iter().zip(&padded);
+        let slices = slices.map(|((_, content), padded)| match padded {
+            Some(padded) => padded.bytes(),
+            None => content,
+        });
+        let start = self.write(&slices.collect::<Vec<_>>(), len as u64)?;
+        offsets.iter_mut().for_each(|offset| *offset += start);
+        Ok(offsets)
+    }
+
+    /// Writes the record of a group. Returns where the segment ends then.
+    pub(super) fn append_record(&self, record: &[u8]) -> Result<u64> {
+        let len = record.len() as u64;
+        Ok(self.write(&[Padded::new(record).bytes()], len)? + len)
+    }
+
+    fn write(&self, slices: &[&[u8]], len: u64) -> Result<u64> {
+        let start = self.reserve(len)?;
+        self.write_at(slices, start).map_err(|error| {
+            let mut tail = self.tail();
+            if tail.end == start + len {
+                tail.end = start;
+            }
+            Error::io("writing", &self.path, error)
+        })?;
+        Ok(start)
+    }
+
+    fn write_at(&self, slices: &[&[u8]], start: u64) -> io::Result<()> {
+        match sys::write_all_at(&self.file, slices, start) {
+            // The disk's own blocks may be larger than the alignment.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                sys::end_direct_io(&self.file)?;
+                sys::write_all_at(&self.file, slices, start)
+            }
+            written => written,
+        }
+    }
+
+    /// Takes room at the end. Space that was allocated ahead makes writes of several threads
+    /// independent of each other.
+    fn reserve(&self, len: u64) -> Result<u64> {
+        let mut tail = self.tail();
+        let (start, end) = (tail.end, tail.end + len);
+        if end > tail.allocated {
+            let step = (tail.allocated).clamp(MIN_STEP, MAX_STEP).max(end - tail.allocated);
+            let allocate = |to| sys::allocate(&self.file, tail.allocated..to).map(|()| to);
+            let allocated = match allocate(tail.allocated + step) {
+                Err(error) if error.kind() == io::ErrorKind::StorageFull => allocate(end),
+                // Then it is allocated by writing.
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(end),
+                allocated => allocated,
+            };
+            tail.allocated = allocated.map_err(|e| Error::io("extending", &self.path, e))?;
+        }
+        tail.end = end;
+        Ok(start)
+    }
+
+    /// Returns when everything that was written is durable.
+    pub(super) fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|e| Error::io("syncing", &self.path, e))
+    }
+
+    /// The index knows content up to here, or is about to.
+    pub(super) fn set_known(&self, end: u64) {
+        self.known.fetch_max(end, Ordering::Relaxed);
+    }
+
+    fn tail(&self) -> MutexGuard<'_, Tail> {
+        self.tail.lock().expect("no thread panics while it holds a segment's tail")
+    }
+}
+
+impl Drop for Segment {
+    /// Gives back what was allocated ahead.
+    fn drop(&mut self) {
+        if self.tail().allocated > 0
+            && let Err(error) = self.file.set_len(self.known.load(Ordering::Relaxed))
+        {
+            tracing::debug!(path = %self.path.display(), %error, "unused space stays");
+        }
+    }
+}
+
+/// The file of a segment.
+pub(super) fn path_of(directory: &Path, number: u64) -> PathBuf {
+    directory.join(format!("{number:08}"))
+}
+
+/// Tells what a segment's file holds, by its records. Each blob's content is checked.
+pub(super) fn scan(
+    directory: &Path,
+    number: u64,
+    tell: &mut dyn FnMut(Found) -> Result<()>,
+) -> Result<()> {
+    let path = path_of(directory, number);
+    let failed = |error| Error::io("reading", &path, error);
+    let file = File::open(&path).map_err(failed)?;
+    let len = file.metadata().map_err(failed)?.len();
+    // Behind what anybody may refer to: what a lost index said about the end is not known.
+    tell(Found::Segment { number, end: len.next_multiple_of(ALIGNMENT as u64) })?;
+    let mut window = vec![0; MAX_RECORD];
+    let mut content = Vec::new();
+    let mut block = 0;
+    while block < len {
+        let filled = fill(&file, &mut window, block).map_err(failed)?;
+        // A record may go beyond the window: then the next window begins with it.
+        let mut at = 0;
+        while at < filled {
+            let bytes = &window[at..filled];
+            if group::is_start(bytes) {
+                if at > 0 && filled == window.len() {
+                    break;
+                }
+                for (id, slot) in group::decode(number, bytes).into_iter().flatten() {
+                    content.resize(slot.len as usize, 0);
+                    let whole = slot.offset < len
+                        && u64::from(slot.len) <= len - slot.offset
+                        && file.read_exact_at(&mut content, slot.offset).is_ok();
+                    if whole && BlobId::of(&content) == id {
+                        tell(Found::Blob { id, slot })?;
+                    }
+                }
+            }
+            at += ALIGNMENT;
+        }
+        block += at.max(ALIGNMENT) as u64;
+    }
+    Ok(())
+}
+
+/// Reads as much as there is.
+fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buf.len() {
+        match file.read_at(&mut buf[filled..], offset + filled as u64)? {
+            0 => break,
+            len => filled += len,
+        }
+    }
+    Ok(filled)
+}
+
+/// Whether the content can go to the disk as it is.
+fn is_aligned(content: &[u8]) -> bool {
+    content.len().is_multiple_of(ALIGNMENT) && content.as_ptr().addr().is_multiple_of(ALIGNMENT)
+}
+
+/// A copy that direct I/O can use, padded with zeros.
+struct Padded {
+    memory: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Padded {
+    fn new(content: &[u8]) -> Self {
+        let len = content.len().next_multiple_of(ALIGNMENT);
+        let mut memory = vec![0; len + ALIGNMENT];
+        let start = memory.as_ptr().align_offset(ALIGNMENT);
+        memory[start..start + content.len()].copy_from_slice(content);
+        Self { memory, start, len }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.memory[self.start..self.start + self.len]
+    }
+}

@@ -1,0 +1,52 @@
+//! What the repository's databases have in common: several processes use each of them at once, with a
+//! write-ahead log, and a commit is durable when it returns.
+
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rusqlite::{Connection, ErrorCode, OpenFlags};
+
+use crate::error::{Error, Result};
+
+/// How long to wait for another process's transaction.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Opens a database; `more` may ask to make it.
+pub(crate) fn connect(path: &Path, more: OpenFlags) -> Result<Connection> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX | more;
+    let connection = Connection::open_with_flags(path, flags)?;
+    connection.busy_timeout(BUSY_TIMEOUT)?;
+    Ok(connection)
+}
+
+/// The version of the tables; 0 if there are none.
+pub(crate) fn version(connection: &Connection) -> Result<u64> {
+    Ok(connection.pragma_query_value(None, "user_version", |row| row.get(0))?)
+}
+
+/// Switches to the write-ahead log, which readers and a writer can use at once, and to commits that are
+/// durable when they return. The database does not wait for its locks in this switch, so that is done
+/// here.
+pub(crate) fn use_write_ahead_log(connection: &Connection) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let mode: rusqlite::Result<String> =
+            connection.pragma_update_and_check(None, "journal_mode", "WAL", |row| row.get(0));
+        match mode {
+            Ok(mode) if mode.eq_ignore_ascii_case("wal") => break,
+            Ok(mode) => {
+                let reason = format!("it cannot use a write-ahead log, only '{mode}'");
+                return Err(Error::corrupt("the database", reason));
+            }
+            Err(error)
+                if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy)
+                    && start.elapsed() < BUSY_TIMEOUT =>
+            {
+                thread::sleep(Duration::from_millis(10));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(connection.pragma_update(None, "synchronous", "FULL")?)
+}
