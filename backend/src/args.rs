@@ -1,6 +1,7 @@
 //! The command line of `cairn-blk`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{ArgGroup, Parser};
 
@@ -75,9 +76,39 @@ pub struct Args {
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub cow_memory: u32,
 
+    /// Space, in MiB, of that file [default: the disk's size, or half of the free space if that is less].
+    #[arg(long, value_name = "MIB")]
+    pub cow_disk: Option<u64>,
+
+    /// How long, in seconds, a guest's write may wait for room for an old block while no checkpoint gets
+    /// on; then the oldest one fails, and its changes go into the next.
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86400))]
+    pub cow_stall: u32,
+
+    /// Store at most this many bytes of checkpoints a second; 0 is unlimited. In any case storing steps
+    /// back while the guest uses its disk.
+    #[arg(long, value_name = "BYTES", default_value_t = 0)]
+    pub commit_rate: u64,
+
+    /// How long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
+    /// looks [default: 50 if the host has more processors than the disk has queues, else 0].
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub poll_us: Option<u32>,
+
     /// Let the guest read only. Many can serve one image like this.
     #[arg(long)]
     pub read_only: bool,
+}
+
+impl Args {
+    /// How long a worker looks before it sleeps.
+    pub(crate) fn poll(&self) -> Duration {
+        const DEFAULT: u32 = 50;
+        let spare = std::thread::available_parallelism()
+            .is_ok_and(|processors| processors.get() > usize::from(self.num_queues));
+        let us = self.poll_us.unwrap_or(if spare { DEFAULT } else { 0 });
+        Duration::from_micros(us.into())
+    }
 }
 
 fn queue_size(text: &str) -> Result<u16, String> {

@@ -1,12 +1,13 @@
 //! One disk: everything that its threads share.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
-use cairn_agent::Stats;
 use cairn_store::{Attachment, ChunkIndex, Geometry, ImageName, Repository};
 
 use crate::commit::Commits;
+use crate::commit::pace::Pace;
+use crate::counters::Counters;
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::Mirror;
@@ -44,6 +45,7 @@ pub(crate) struct Device {
     pub(crate) fetcher: Fetcher,
     pub(crate) flusher: Flusher,
     pub(crate) commits: Commits,
+    pub(crate) pace: Pace,
     pub(crate) stats: Counters,
     pub(crate) connected: AtomicBool,
     /// The virtqueues, a bit each, that may be in use when they are started: those that this process
@@ -82,40 +84,3 @@ impl Device {
         format!("{}@{number}", self.attachment.image())
     }
 }
-
-macro_rules! counters {
-    ($($name:ident),+ $(,)?) => {
-        /// Counters since the start.
-        #[derive(Default)]
-        pub(crate) struct Counters {
-            $(pub(crate) $name: AtomicU64),+
-        }
-
-        impl Counters {
-            /// Their values at about the same moment.
-            pub(crate) fn read(&self) -> Stats {
-                Stats { $($name: self.$name.load(Ordering::Relaxed)),+ }
-            }
-        }
-    };
-}
-
-counters!(
-    reads,
-    writes,
-    flushes,
-    discards,
-    errors,
-    read_bytes,
-    written_bytes,
-    fetched_chunks,
-    fetched_bytes,
-    fetch_errors,
-    copies,
-    copied_bytes,
-    spilled,
-    parked,
-    checkpoints,
-    stable,
-    failed,
-);

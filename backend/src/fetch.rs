@@ -6,7 +6,6 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -97,7 +96,7 @@ pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
                 let chunk = device.fetcher.next();
                 let result = fill(&device, chunk, &mut buffer);
                 if let Err(error) = &result {
-                    device.stats.fetch_errors.fetch_add(1, Ordering::Relaxed);
+                    device.stats.fetch_errors(1);
                     tracing::error!(%error, chunk = chunk.0, "a chunk cannot be fetched");
                 }
                 device.fetcher.done(chunk, result.is_ok());
@@ -124,8 +123,8 @@ fn fill(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), F
     }
     let found = device.read_parent(chunk, buffer)?;
     if found {
-        device.stats.fetched_chunks.fetch_add(1, Ordering::Relaxed);
-        device.stats.fetched_bytes.fetch_add(buffer.len() as u64, Ordering::Relaxed);
+        device.stats.fetched_chunks(1);
+        device.stats.fetched_bytes(buffer.len() as u64);
     }
     let runs = device.mirror.begin_fill(chunk);
     let mut landed = 0;

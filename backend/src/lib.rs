@@ -20,6 +20,7 @@
 //! | `request` | descriptor chain → request; trusts nothing |
 //! | `memory`, `mapping`, `uring`, `sys` | the modules with `unsafe` code: guest memory, buffers, the ring, sockets |
 //! | `mirror` | the decisions: presence, epochs, copy-on-write, claims; and the mirror's files |
+//! | `counters` | what `cairn stats` and `cairn status` tell |
 //! | `fetch`, `flush`, `lease` | background threads |
 //! | `commit` | checkpoints, from the cut to the publication |
 //! | `control` | control socket and guest proxy |
@@ -27,6 +28,7 @@
 pub mod args;
 mod commit;
 mod control;
+mod counters;
 mod device;
 mod fetch;
 mod flush;

@@ -15,9 +15,11 @@ use cairn_store::{
 };
 
 use crate::args::Args;
+use crate::commit::pace::Pace;
 use crate::commit::{Commits, RESERVE, persist};
 use crate::control::{self, Listeners};
-use crate::device::{BOUNCE, Counters, Device, serial};
+use crate::counters::Counters;
+use crate::device::{BOUNCE, Device, serial};
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::copies::{Arena, Spill};
@@ -333,7 +335,10 @@ fn serve(
     let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
     // One frozen epoch needs at most the whole disk, and the guest's own data must find room too.
     let free = preserve.free_space().map_err(serving("looking for free space"))?;
-    let spill = layout.file_len().min(free / 2);
+    let spill = match args.cow_disk {
+        Some(mib) => mib.saturating_mul(1 << 20),
+        None => layout.file_len().min(free / 2),
+    };
     let mirror = Mirror::new(
         layout,
         presence,
@@ -359,7 +364,8 @@ fn serve(
         fetcher: Fetcher::default(),
         flusher: Flusher::new(map),
         commits,
-        stats: Counters::default(),
+        pace: Pace::new(args.commit_rate),
+        stats: Counters::new(mailboxes.len()),
         connected: AtomicBool::new(false),
         known_rings: AtomicU64::new(if resumable { u64::MAX } else { 0 }),
         trouble: Mutex::new(None),
@@ -367,7 +373,8 @@ fn serve(
     let spawning = serving("starting a thread");
     let mut workers = Vec::new();
     for (index, (mailbox, inbox)) in mailboxes.iter().cloned().zip(inboxes).enumerate() {
-        let thread = worker::spawn(index, args.queue_size, device.clone(), mailbox, inbox);
+        let (size, poll) = (args.queue_size, args.poll());
+        let thread = worker::spawn(index, size, poll, device.clone(), mailbox, inbox);
         workers.push(thread.map_err(&spawning)?);
     }
     flush::spawn(device.clone()).map_err(&spawning)?;

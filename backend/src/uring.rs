@@ -205,6 +205,12 @@ impl<T> Ring<T> {
         tolerate(result)
     }
 
+    /// Whether there is something to reap, or the kernel has something to add to that. Needs no system
+    /// call.
+    pub(crate) fn has_news(&mut self) -> bool {
+        self.ring.submission().taskrun() || !self.ring.completion().is_empty()
+    }
+
     /// Hands everything queued to the kernel: descriptors that it names may be closed afterwards.
     pub(crate) fn submit_all(&mut self) -> io::Result<()> {
         while !self.ring.submission().is_empty() {

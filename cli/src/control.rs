@@ -102,6 +102,7 @@ fn print_stats(stats: &Stats, style: Style) -> Outcome {
         ("checkpoints", count(stats.checkpoints)),
         ("stable", count(stats.stable)),
         ("failed", count(stats.failed)),
+        ("failed for lack of room", count(stats.stalls)),
     ])
 }
 

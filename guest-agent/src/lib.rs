@@ -186,6 +186,48 @@ pub struct Status {
     /// What prevents checkpoints, if something does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
+    /// The virtqueues, with counters since the start of the process.
+    #[serde(default)]
+    pub queues: Vec<QueueStatus>,
+}
+
+/// What a virtqueue does and did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueStatus {
+    /// Its number.
+    pub queue: u32,
+    /// Requests that were taken and not answered.
+    pub in_flight: u64,
+    /// Reads.
+    pub reads: u64,
+    /// Writes.
+    pub writes: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Discards and zero writes.
+    pub discards: u64,
+    /// Requests that ended with an error.
+    pub errors: u64,
+    /// How long reads took.
+    pub read_latency: Latency,
+    /// How long writes took.
+    pub write_latency: Latency,
+    /// How long flushes took.
+    pub flush_latency: Latency,
+}
+
+/// How long requests took, from the moment that they were taken to their answer. The percentiles are
+/// rounded up by at most a quarter.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Latency {
+    /// How many requests.
+    pub count: u64,
+    /// The median in microseconds.
+    pub p50_us: u64,
+    /// The 99th percentile in microseconds.
+    pub p99_us: u64,
+    /// The longest in microseconds.
+    pub max_us: u64,
 }
 
 /// A checkpoint on its way into the repository.
@@ -264,6 +306,9 @@ pub struct Stats {
     pub stable: u64,
     /// Checkpoints that failed.
     pub failed: u64,
+    /// Of these, how many because there was no room for copies and storing stood still.
+    #[serde(default)]
+    pub stalls: u64,
 }
 
 /// Why a request was not carried out.

@@ -44,7 +44,7 @@ pub use geometry::{
 pub use id::{BlobId, ChunkId, MirrorId, NodeId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
-pub use repository::{PutChunk, PutChunks, Repository};
+pub use repository::{PutChunk, Repository};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
 };

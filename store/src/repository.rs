@@ -27,15 +27,6 @@ pub struct PutChunk {
     pub new_bytes: u64,
 }
 
-/// What [`Repository::put_chunks`] did.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PutChunks {
-    /// The chunks' names, in their order.
-    pub ids: Vec<ChunkId>,
-    /// Bytes that the repository did not have.
-    pub new_bytes: u64,
-}
-
 /// A handle on a repository. Clones are cheap and share everything.
 #[derive(Clone)]
 pub struct Repository {
@@ -165,22 +156,23 @@ impl Repository {
         Err(Error::corrupt(format!("chunk {id}"), reason))
     }
 
-    /// Takes chunks of full length that are not all zeros: those are holes (see
-    /// [`is_zero`](crate::is_zero)). Chunks at addresses that are multiples of 4096 are written without
-    /// a copy in the page cache, where the file system has direct I/O; many at once are written faster.
-    pub fn put_chunks(&self, contents: &[&[u8]]) -> Result<PutChunks> {
-        debug_assert!(!contents.iter().any(|c| crate::is_zero(c)), "a chunk of zeros is a hole");
-        let ids: Vec<_> = contents.iter().map(|content| ChunkId::of(content)).collect();
-        let blobs: Vec<_> =
-            ids.iter().map(|id| (*id).into()).zip(contents.iter().copied()).collect();
-        let new_bytes = self.inner.blobs.put(&blobs)?;
-        Ok(PutChunks { ids, new_bytes })
+    /// Takes chunks of full length under their names, and returns how many bytes the repository did not
+    /// have. Chunks of zeros are holes and not stored (see [`is_zero`](crate::is_zero)). Chunks at
+    /// addresses that are multiples of 4096 are written without a copy in the page cache, where the file
+    /// system has direct I/O; many at once are written faster.
+    pub fn put_chunks(&self, chunks: &[(ChunkId, &[u8])]) -> Result<u64> {
+        for (id, content) in chunks {
+            debug_assert!(!crate::is_zero(content), "a chunk of zeros is a hole");
+            debug_assert_eq!(ChunkId::of(content), *id, "a chunk has the name of its content");
+        }
+        let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
+        self.inner.blobs.put(&blobs)
     }
 
-    /// As [`Repository::put_chunks`], for one.
+    /// Takes one chunk, and names it.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
-        let put = self.put_chunks(&[content])?;
-        Ok(PutChunk { id: put.ids[0], new_bytes: put.new_bytes })
+        let id = ChunkId::of(content);
+        Ok(PutChunk { id, new_bytes: self.put_chunks(&[(id, content)])? })
     }
 
     /// The tree that differs from `base` by these chunks; nothing stands for a hole. Equal content

@@ -5,6 +5,7 @@
 //! changes or the repository. What it accepted is queued for [`persist`], which makes it stable in the
 //! background, in order.
 
+pub(crate) mod pace;
 pub(crate) mod persist;
 
 use std::collections::{HashSet, VecDeque};
@@ -151,7 +152,7 @@ impl Commits {
             Arc::new(Commit { new, layer, asked, state: watch::Sender::new(CommitState::Pending) });
         queue.commits.push_back(commit.clone());
         self.changed.notify_all();
-        device.stats.checkpoints.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        device.stats.checkpoints(1);
         Ok(commit)
     }
 

@@ -1,13 +1,14 @@
 //! Makes accepted checkpoints stable (BlobCR, algorithm 3).
 //!
-//! One thread takes the checkpoints in order; two help it with each. For every chunk of the frozen
+//! One thread takes the checkpoints in order; others help it with each. For every chunk of the frozen
 //! dirty set: take it (Pending) → read it from the mirror into memory → lay over it what writes have
 //! put aside (Idle: the guest may write it again) → complete its absent blocks from the parent → hash
 //! and store it, unless it is all zeros. Chunks of which something was put aside come first, so
 //! that this memory is free again soon.
 //!
-//! Chunks go in batches. A batch's buffers are released when its blobs are durable, not before: if
-//! something fails, the bytes go back into the layer, because the mirror may hold newer ones.
+//! Chunks go in batches, and several batches become durable together. Their buffers are released then,
+//! not before: if something fails, the bytes go back into the layer, because the mirror may hold newer
+//! ones. [`Pace`](super::pace::Pace) sees to it that the guest comes first.
 //! When all chunks are durable the tree is written and the snapshot published, in one transaction.
 //!
 //! A crash before that leaves garbage in the repository and a pending name. A failure leaves a failed
@@ -17,11 +18,11 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use std::{mem, thread};
 
-use cairn_store::{ChunkIndex, is_zero};
+use cairn_store::{ChunkId, ChunkIndex, is_zero};
 
 use super::{Commit, CommitState, Next};
 use crate::device::Device;
@@ -31,10 +32,13 @@ use crate::mirror::layout::BLOCK;
 use crate::sys;
 
 /// Threads that read, hash and store.
-const THREADS: usize = 2;
+const THREADS: usize = 3;
 
 /// Bytes of a batch.
-const BATCH: usize = 8 << 20;
+const BATCH: usize = 4 << 20;
+
+/// Bytes that become durable together, at least: a sync for each batch would hold up the others.
+const GROUP: usize = 32 << 20;
 
 /// How often an idle thread sees to it that there are snapshot numbers.
 const REFILL: Duration = Duration::from_secs(2);
@@ -101,7 +105,7 @@ fn run(device: &Device, commit: &Commit, abort: &Abort) {
     let state = match result {
         Ok(stored_bytes) => {
             device.mirror.cut.publish(&commit.layer);
-            device.stats.stable.fetch_add(1, Ordering::Relaxed);
+            device.stats.stable(1);
             let elapsed = commit.asked.elapsed();
             tracing::info!(%name, stored_bytes, ms = elapsed.as_millis() as u64, "stable");
             CommitState::Stable { stored_bytes, elapsed }
@@ -116,7 +120,7 @@ fn run(device: &Device, commit: &Commit, abort: &Abort) {
                 tracing::error!(%name, %error, "the failure cannot be recorded");
             }
             device.mirror.cut.give_up(&commit.layer);
-            device.stats.failed.fetch_add(1, Ordering::Relaxed);
+            device.stats.failed(1);
             CommitState::Failed(reason)
         }
     };
@@ -155,7 +159,9 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
     let stored = AtomicU64::new(0);
-    let arena = Arena::new(THREADS * BATCH.max(device.mirror.layout().chunk_size()));
+    // A batch for each thread, a group that is written and a group that is being made durable.
+    let batch = BATCH.max(device.mirror.layout().chunk_size());
+    let arena = Arena::new(THREADS * batch + 2 * (GROUP + THREADS * batch));
     let mut changes = BTreeMap::new();
     // The newest layer's chunks hide those of the older ones that it absorbs.
     sources.reverse();
@@ -200,8 +206,10 @@ fn store_layer(
                 .filter(|chunk| !source.is_stored(*chunk)),
         )),
         failed: AtomicBool::new(false),
+        written: Mutex::default(),
+        durable: Mutex::default(),
     };
-    let results: Vec<_> = thread::scope(|scope| {
+    let mut results: Vec<_> = thread::scope(|scope| {
         let spawn = |_| {
             let builder = thread::Builder::new().name("store".into());
             builder.spawn_scoped(scope, || work.run())
@@ -213,6 +221,7 @@ fn store_layer(
         let others = threads.map(|thread| thread.join().expect("store threads do not panic"));
         std::iter::once(own).chain(others).collect()
     });
+    results.push(work.end());
     results.into_iter().collect::<Result<(), _>>()?;
     match source.dirty.iter().find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
     {
@@ -235,7 +244,14 @@ struct Work<'a> {
     abort: &'a Abort,
     chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
     failed: AtomicBool,
+    /// What was given to the repository and may not be durable.
+    written: Mutex<Vec<Written>>,
+    /// Held by the thread that makes a group durable.
+    durable: Mutex<()>,
 }
+
+/// An [`Item`] and its name, or nothing for a hole.
+type Written = (Item, Option<ChunkId>);
 
 impl Work<'_> {
     /// Stores batches until there is nothing left.
@@ -244,28 +260,100 @@ impl Work<'_> {
         while !self.failed.load(Ordering::SeqCst) {
             let mut batch = Vec::new();
             let result = self.gather(&mut batch).and_then(|()| self.store(&mut batch));
-            if let Err(error) = result {
-                self.failed.store(true, Ordering::SeqCst);
-                for item in batch {
-                    self.source.keep(item.chunk, item.copy);
+            let result = match result {
+                Ok(ids) => self.add_written(batch.drain(..).zip(ids)),
+                Err(error) => Err(error),
+            };
+            match result {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.failed.store(true, Ordering::SeqCst);
+                    self.keep(batch);
+                    return Err(error);
                 }
-                return Err(error);
-            }
-            let done = batch.is_empty();
-            drop(batch);
-            // Memory that writes wait for may be free again.
-            self.device.mirror.events.notify();
-            if done {
-                break;
             }
         }
         Ok(())
     }
 
+    /// Adds a batch to what is written, and makes that durable if it is enough. Returns whether the
+    /// batch had anything in it.
+    fn add_written(
+        &self,
+        batch: impl ExactSizeIterator<Item = Written>,
+    ) -> Result<bool, PersistError> {
+        let any = batch.len() > 0;
+        let mut written = self.written();
+        written.extend(batch);
+        if self.is_group(&written) {
+            drop(written);
+            // One at a time, which bounds the memory in use.
+            let _durable = self.durable.lock().expect("no code panics while it waits for a sync");
+            let mut written = self.written();
+            let group = if self.is_group(&written) { mem::take(&mut *written) } else { Vec::new() };
+            drop(written);
+            self.make_durable(group)?;
+        }
+        Ok(any)
+    }
+
+    fn is_group(&self, written: &[Written]) -> bool {
+        written.len() * self.device.mirror.layout().chunk_size() >= GROUP
+    }
+
+    fn make_durable(&self, group: Vec<Written>) -> Result<(), PersistError> {
+        if group.is_empty() {
+            return Ok(());
+        }
+        let flush = || self.device.repository.flush();
+        if let Err(error) = self.device.pace.run(&self.device.stats, flush) {
+            self.keep(group.into_iter().map(|(item, _)| item));
+            return Err(error.into());
+        }
+        self.source.store(group.iter().map(|(item, id)| (item.chunk, *id)));
+        drop(group);
+        // Memory that writes wait for may be free again.
+        self.device.mirror.events.notify();
+        Ok(())
+    }
+
+    /// Makes the rest durable, or keeps it if something failed.
+    fn end(&self) -> Result<(), PersistError> {
+        let group = mem::take(&mut *self.written());
+        if self.failed.load(Ordering::SeqCst) {
+            self.keep(group.into_iter().map(|(item, _)| item));
+            return Ok(());
+        }
+        self.make_durable(group)
+    }
+
+    fn keep(&self, items: impl IntoIterator<Item = Item>) {
+        items.into_iter().for_each(|item| self.source.keep(item.chunk, item.copy));
+    }
+
+    fn written(&self) -> MutexGuard<'_, Vec<Written>> {
+        self.written.lock().expect("no code panics with the written chunks locked")
+    }
+
+    /// Waits until the rate allows this many more bytes.
+    fn await_rate(&self, bytes: usize) -> Result<(), PersistError> {
+        let until = Instant::now() + self.device.pace.delay(bytes as u64);
+        loop {
+            self.abort.check()?;
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            thread::sleep(left.min(LOOK));
+        }
+    }
+
     /// Collects a batch: first the chunks that hold memory, then the next ones.
     fn gather(&self, batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let limit = (BATCH / self.device.mirror.layout().chunk_size()).max(1);
-        self.abort.check()?;
+        let chunk_size = self.device.mirror.layout().chunk_size();
+        let limit = (BATCH / chunk_size).max(1);
+        self.await_rate(limit * chunk_size)?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
@@ -301,8 +389,11 @@ impl Work<'_> {
         }
         let mut left = &taken[..];
         let mut result = Ok(());
-        for part in taken.chunk_by(|one, next| one.0 + 1 == next.0) {
-            result = self.read(part, batch);
+        let pace = &self.device.pace;
+        let step = if pace.is_guest_busy(&self.device.stats) { 1 } else { taken.len().max(1) };
+        let parts = taken.chunk_by(|one, next| one.0 + 1 == next.0);
+        for part in parts.flat_map(|part| part.chunks(step)) {
+            result = pace.run(&self.device.stats, || self.read(part, batch));
             if result.is_err() {
                 break;
             }
@@ -340,25 +431,26 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Makes a batch durable.
-    fn store(&self, batch: &mut [Item]) -> Result<(), PersistError> {
-        if batch.is_empty() {
-            return Ok(());
-        }
+    /// Gives a batch to the repository, and returns the chunks' names.
+    fn store(&self, batch: &mut [Item]) -> Result<Vec<Option<ChunkId>>, PersistError> {
         for item in batch.iter_mut() {
             self.complete(item)?;
         }
-        let holes: Vec<bool> = batch.iter().map(|item| is_zero(&item.copy.data)).collect();
-        let full = batch.iter().zip(&holes).filter(|(_, hole)| !**hole);
-        let contents: Vec<&[u8]> = full.map(|(item, _)| &*item.copy.data).collect();
-        let put = self.device.repository.put_chunks(&contents)?;
-        self.device.repository.flush()?;
-        self.stored.fetch_add(put.new_bytes, Ordering::Relaxed);
-        let mut ids = put.ids.into_iter();
-        let id_of = |hole: bool| if hole { None } else { ids.next() };
-        let ids = holes.into_iter().map(id_of);
-        self.source.store(batch.iter().map(|item| item.chunk).zip(ids));
-        Ok(())
+        let name = |item: &Item| {
+            let content = &item.copy.data;
+            (!is_zero(content)).then(|| ChunkId::of(content))
+        };
+        let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
+        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.copy.data)));
+        let full: Vec<(ChunkId, &[u8])> = full.collect();
+        let pace = &self.device.pace;
+        let step = if pace.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
+        for part in full.chunks(step) {
+            let put = || self.device.repository.put_chunks(part);
+            let new_bytes = pace.run(&self.device.stats, put)?;
+            self.stored.fetch_add(new_bytes, Ordering::Relaxed);
+        }
+        Ok(ids)
     }
 
     /// Brings the blocks that were absent from the parent.

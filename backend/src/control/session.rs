@@ -174,6 +174,7 @@ fn status(device: &Device) -> Status {
         present_bytes: device.mirror.presence.local_bytes(),
         pending: device.commits.pending(device),
         trouble: device.trouble(),
+        queues: device.stats.queues.iter().enumerate().map(|(n, queue)| queue.read(n)).collect(),
     }
 }
 

@@ -1,7 +1,6 @@
 //! What becomes of one request: planned, submitted, completed.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -57,8 +56,15 @@ pub(super) enum Tag {
     Sync {
         chain: Chain,
     },
-    Copy(Preserve),
-    Spill(Preserve),
+    /// A copy that the write under this key waits for.
+    Copy(Preserve, usize),
+    Spill(Preserve, usize),
+}
+
+/// A write that waits for copies of its own making.
+pub(super) struct Copying {
+    pub(super) job: Job,
+    pub(super) left: usize,
 }
 
 /// Why a request has no memory to work with.
@@ -81,7 +87,8 @@ impl Worker {
     /// Takes a request that was popped.
     pub(super) fn accept(&mut self, chain: Chain, kind: Kind) -> io::Result<()> {
         let layout = *self.device.mirror.layout();
-        let stats = &self.device.stats;
+        let counters = self.counters();
+        counters.taken.add(1);
         let writes =
             matches!(kind, Kind::Write { .. } | Kind::Discard { .. } | Kind::WriteZeroes { .. });
         if writes && self.device.read_only {
@@ -91,16 +98,16 @@ impl Worker {
         match kind {
             Kind::Read { sector, data, len } => match layout.span(sector, len) {
                 Some(span) => {
-                    count(&stats.reads, 1);
-                    count(&stats.read_bytes, len);
+                    counters.reads.add(1);
+                    counters.read_bytes.add(len);
                     return self.plan(Job::Read { chain, span, data });
                 }
                 None => self.end(chain, Outcome::Failed),
             },
             Kind::Write { sector, data, len } => match layout.span(sector, len) {
                 Some(span) => {
-                    count(&stats.writes, 1);
-                    count(&stats.written_bytes, len);
+                    counters.writes.add(1);
+                    counters.written_bytes.add(len);
                     return self.plan(Job::Write { chain, span, data });
                 }
                 None => self.end(chain, Outcome::Failed),
@@ -112,7 +119,7 @@ impl Worker {
                     self.end(chain, Outcome::Failed);
                     return Ok(());
                 };
-                count(&stats.discards, 1);
+                counters.discards.add(1);
                 // A discard is a hint: what it does not cover by whole blocks stays.
                 let span = if matches!(kind, Kind::Discard { .. }) {
                     let blocks = layout.covered(span).span();
@@ -172,13 +179,16 @@ impl Worker {
                 }
             }
             Plan::Preserve(copies) => {
+                let left = copies.len();
+                let key = self.copying.insert(Copying { job, left });
                 for (preserve, buffer) in copies {
                     let span = device.mirror.span_to_preserve(&preserve);
                     let io = Io::Read { offset: span.offset, memory: Memory::Arena(buffer) };
-                    self.ring.start(io, Tag::Copy(preserve))?;
-                    count(&device.stats.copies, 1);
-                    count(&device.stats.copied_bytes, span.len);
+                    self.ring.start(io, Tag::Copy(preserve, key))?;
+                    self.counters().copies.add(1);
+                    self.counters().copied_bytes.add(span.len);
                 }
+                return Ok(());
             }
             Plan::Wait => {}
         }
@@ -186,7 +196,7 @@ impl Worker {
     }
 
     fn park(&mut self, job: Job) -> io::Result<()> {
-        count(&self.device.stats.parked, 1);
+        self.counters().parked.add(1);
         self.parked.push(job);
         Ok(())
     }
@@ -293,14 +303,13 @@ impl Worker {
                 }
             }
             Tag::Sync { chain } => self.finish(chain, result, 0),
-            Tag::Spill(preserve) => {
+            Tag::Spill(preserve, key) => {
                 let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
-                self.preserved(preserve, memory, result);
-                return Ok(());
+                return self.preserved(preserve, key, memory, result);
             }
-            Tag::Copy(preserve) => {
+            Tag::Copy(preserve, key) => {
                 let Io::Read { memory, .. } = io else { unreachable!("copies are read") };
-                return self.copied(preserve, memory, result);
+                return self.copied(preserve, key, memory, result);
             }
         }
         if bounced {
@@ -311,28 +320,47 @@ impl Worker {
     }
 
     /// A copy is in memory: that is enough, or it goes on to the spill file.
-    fn copied(&mut self, job: Preserve, memory: Memory, read: io::Result<()>) -> io::Result<()> {
-        match job.spill_offset() {
+    fn copied(
+        &mut self,
+        copy: Preserve,
+        key: usize,
+        memory: Memory,
+        read: io::Result<()>,
+    ) -> io::Result<()> {
+        match copy.spill_offset() {
             Some(offset) if read.is_ok() => {
-                count(&self.device.stats.spilled, 1);
-                self.ring.start(Io::Spill { offset, memory }, Tag::Spill(job))
+                self.counters().spilled.add(1);
+                self.ring.start(Io::Spill { offset, memory }, Tag::Spill(copy, key))
             }
-            _ => {
-                self.preserved(job, memory, read);
-                Ok(())
-            }
+            _ => self.preserved(copy, key, memory, read),
         }
     }
 
-    fn preserved(&self, job: Preserve, memory: Memory, result: io::Result<()>) {
+    /// A copy has ended. With the last one the write that made them is planned again.
+    fn preserved(
+        &mut self,
+        copy: Preserve,
+        key: usize,
+        memory: Memory,
+        result: io::Result<()>,
+    ) -> io::Result<()> {
         let Memory::Arena(buffer) = memory else { unreachable!("copies are made into the arena") };
-        self.device.mirror.preserved(job, buffer, result);
+        self.device.mirror.preserved(copy, buffer, result);
+        self.copying[key].left -= 1;
+        if self.copying[key].left > 0 {
+            return Ok(());
+        }
+        let Copying { job, .. } = self.copying.remove(key);
+        match self.paused {
+            Some(_) => self.park(job),
+            None => self.plan(job),
+        }
     }
 
     /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become
     /// present since the map was last written, the data alone is enough.
     fn flush(&mut self, chain: Chain) -> io::Result<()> {
-        count(&self.device.stats.flushes, 1);
+        self.counters().flushes.add(1);
         if self.device.flusher.is_current(&self.device.mirror.presence) {
             return self.ring.start(Io::Sync, Tag::Sync { chain });
         }
@@ -363,18 +391,16 @@ impl Worker {
     }
 
     pub(super) fn end(&mut self, chain: Chain, outcome: Outcome) {
+        let counters = self.counters();
         if !matches!(outcome, Outcome::Ok(_)) {
-            count(&self.device.stats.errors, 1);
+            counters.errors.add(1);
         }
+        counters.answer(chain.class, self.now.saturating_duration_since(chain.since));
         self.queue
             .as_mut()
             .expect("a queue stays until its last chain is back")
             .complete(chain, outcome);
     }
-}
-
-fn count(counter: &AtomicU64, amount: u64) {
-    counter.fetch_add(amount, Ordering::Relaxed);
 }
 
 /// The operations that make `span` read as zeros: a hole where it covers whole blocks, zeros where

@@ -12,6 +12,7 @@
 //! on is parked: it holds nothing, and is planned again from the start after the next event.
 
 mod jobs;
+mod poll;
 pub(crate) mod queue;
 
 use std::os::fd::AsRawFd;
@@ -23,8 +24,10 @@ use std::{fs::File, io, thread};
 use slab::Slab;
 use vmm_sys_util::eventfd::EventFd;
 
-use self::jobs::{Job, Parts, Tag};
+use self::jobs::{Copying, Job, Parts, Tag};
+use self::poll::Poll;
 use self::queue::{ActiveQueue, Chain, Outcome, QueueSetup};
+use crate::counters::QueueCounters;
 use crate::device::Device;
 use crate::memory::GuestMap;
 use crate::mirror::cut::Entrance;
@@ -96,6 +99,7 @@ pub(crate) struct Inbox {
 pub(crate) fn spawn(
     index: usize,
     queue_size: u16,
+    poll: Duration,
     device: Arc<Device>,
     mailbox: Mailbox,
     inbox: Inbox,
@@ -118,9 +122,12 @@ pub(crate) fn spawn(
                 next_poll: WAKE,
                 wake_armed: false,
                 parked: Vec::new(),
+                copying: Slab::new(),
                 parts: Slab::new(),
                 flushes: Slab::new(),
                 seen: 0,
+                now: Instant::now(),
+                poll: Poll::new(poll),
                 paused: None,
                 stopping: None,
                 exit: false,
@@ -151,10 +158,14 @@ struct Worker {
     next_poll: u32,
     wake_armed: bool,
     parked: Vec<Job>,
+    copying: Slab<Copying>,
     parts: Slab<Parts>,
     flushes: Slab<Chain>,
     /// The event count before the last planning of the parked requests.
     seen: u64,
+    /// When the worker last came back from its wait: one look at the clock for each turn.
+    now: Instant,
+    poll: Poll,
     paused: Option<Pause>,
     stopping: Option<(Sender<u16>, Instant)>,
     exit: bool,
@@ -169,17 +180,17 @@ impl Worker {
             }
             let events = self.device.mirror.events.count();
             let again = std::mem::replace(&mut self.seen, events) != events;
-            let mut busy = false;
             if self.paused.is_none() {
                 if again {
                     self.plan_parked()?;
                 }
-                busy = self.pop_all()?;
+                self.pop_all()?;
             }
             self.announce()?;
             self.finish_pause();
             self.finish_stop()?;
-            self.wait(busy)?;
+            self.wait()?;
+            self.now = Instant::now();
             self.reap_all()?;
         }
     }
@@ -222,17 +233,28 @@ impl Worker {
         Ok(())
     }
 
-    /// Pops and starts what the guest has made available. Returns whether there may be more.
-    fn pop_all(&mut self) -> io::Result<bool> {
-        if self.stopping.is_some() {
-            return Ok(false);
+    /// What this queue's requests are counted in.
+    fn counters(&self) -> &QueueCounters {
+        &self.device.stats.queues[self.index]
+    }
+
+    /// Whether requests are popped at present.
+    fn takes_requests(&self) -> bool {
+        self.paused.is_none() && self.stopping.is_none()
+    }
+
+    /// Pops and starts what the guest has made available.
+    fn pop_all(&mut self) -> io::Result<()> {
+        if !self.takes_requests() {
+            return Ok(());
         }
-        let Some(queue) = &mut self.queue else { return Ok(false) };
+        let Some(queue) = &mut self.queue else { return Ok(()) };
         queue.disable_kicks();
-        while let Some((chain, kind)) = self.queue.as_mut().and_then(ActiveQueue::pop) {
+        let now = self.now;
+        while let Some((chain, kind)) = self.queue.as_mut().and_then(|queue| queue.pop(now)) {
             self.accept(chain, kind)?;
         }
-        Ok(self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks))
+        Ok(())
     }
 
     /// Tells the guest what was completed since the last time, once for all of it.
@@ -251,7 +273,7 @@ impl Worker {
     }
 
     /// Submits, and sleeps unless there is something to do.
-    fn wait(&mut self, busy: bool) -> io::Result<()> {
+    fn wait(&mut self) -> io::Result<()> {
         if !self.wake_armed {
             self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE)?;
             self.wake_armed = true;
@@ -261,7 +283,12 @@ impl Worker {
             self.ring.poll(queue.kick_fd(), self.next_poll)?;
             self.kick_poll = Some(self.next_poll);
         }
-        let may_sleep = !busy
+        if self.look_for_more()? {
+            return Ok(());
+        }
+        let more =
+            self.takes_requests() && self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks);
+        let may_sleep = !more
             && (self.parked.is_empty()
                 || self.device.mirror.events.may_sleep(self.index, self.seen));
         let limit = match &self.stopping {
@@ -274,15 +301,32 @@ impl Worker {
         self.ring.enter(limit)
     }
 
+    /// While the guest has to act next: looks at its queue for a short time instead of sleeping. Returns
+    /// whether something is there.
+    fn look_for_more(&mut self) -> io::Result<bool> {
+        let idle = self.ring.in_flight() == 0 && self.parked.is_empty() && self.flushes.is_empty();
+        let Some(queue) = &self.queue else { return Ok(false) };
+        if !idle || !self.takes_requests() || !self.poll.is_wanted() {
+            return Ok(false);
+        }
+        // The interrupt that makes the guest act must go out first.
+        self.ring.submit_all()?;
+        let ring = &mut self.ring;
+        Ok(self.poll.run(|| queue.has_more() || ring.has_news()))
+    }
+
     fn reap_all(&mut self) -> io::Result<()> {
         while let Some(reaped) = self.ring.reap()? {
             match reaped {
                 Reaped::Done(done) => self.completed(done)?,
                 Reaped::Ready { id: WAKE, ended } => self.wake_armed = !ended,
-                Reaped::Ready { id, ended: true } if self.kick_poll == Some(id) => {
-                    self.kick_poll = None;
+                Reaped::Ready { id, ended } if self.kick_poll == Some(id) => {
+                    self.poll.kicked(self.now);
+                    if ended {
+                        self.kick_poll = None;
+                    }
                 }
-                // A kick: the queue is looked at anyway. Or the poll of a queue that is gone.
+                // The poll of a queue that is gone.
                 Reaped::Ready { .. } => {}
             }
         }

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
@@ -11,6 +13,7 @@ use virtio_bindings::bindings::virtio_blk::{
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
+use crate::counters::Class;
 use crate::memory::GuestMap;
 use crate::request::{self, Descriptor, Kind, Refused, Segment};
 
@@ -27,6 +30,9 @@ pub(crate) struct QueueSetup {
 pub(crate) struct Chain {
     head: u16,
     status: Option<GuestAddress>,
+    pub(crate) class: Class,
+    /// When it was popped.
+    pub(crate) since: Instant,
     returned: bool,
 }
 
@@ -88,7 +94,7 @@ impl ActiveQueue {
     }
 
     /// The next request. Chains that are none are answered here.
-    pub(crate) fn pop(&mut self) -> Option<(Chain, Kind)> {
+    pub(crate) fn pop(&mut self, now: Instant) -> Option<(Chain, Kind)> {
         while !self.broken {
             // The ring is checked at each pop: an index that jumps by more than the queue holds
             // means that the guest's driver is beyond repair until it resets the device.
@@ -108,8 +114,15 @@ impl ActiveQueue {
             });
             let parsed = request::parse(descriptors, map.memory());
             let status = parsed.as_ref().map(|parsed| parsed.status);
-            let chain = Chain { head, status, returned: false };
-            let refused = match parsed.map(|parsed| parsed.request) {
+            let parsed = parsed.map(|parsed| parsed.request);
+            let class = match &parsed {
+                Some(Ok(Kind::Read { .. })) => Class::Read,
+                Some(Ok(Kind::Write { .. })) => Class::Write,
+                Some(Ok(Kind::Flush)) => Class::Flush,
+                _ => Class::Other,
+            };
+            let chain = Chain { head, status, class, since: now, returned: false };
+            let refused = match parsed {
                 Some(Ok(kind)) => return Some((chain, kind)),
                 Some(Err(refused)) => refused,
                 None => Refused::Invalid,
@@ -171,6 +184,16 @@ impl ActiveQueue {
             // A full counter is as good as an interrupt: it is pending already.
             let _ = (&mut &*call).write(&1u64.to_ne_bytes());
         }
+    }
+
+    /// Whether the guest has made requests available. A look at one number of its memory.
+    pub(crate) fn has_more(&self) -> bool {
+        let next = std::num::Wrapping(self.queue.next_avail());
+        !self.broken
+            && self
+                .queue
+                .avail_idx(self.map.memory(), Ordering::Acquire)
+                .is_ok_and(|available| available != next)
     }
 
     /// Asks for kicks; returns whether requests came in meanwhile.

@@ -111,7 +111,7 @@ fn a_corrupt_chunk_ends_the_export_and_leaves_no_file() {
     place.disk("in.raw");
     place.ok(&["import", "in.raw", "vm1"]);
     let mut content = fs::read(place.segment()).unwrap();
-    content[5000] ^= 1;
+    content[9000] ^= 1;
     fs::write(place.segment(), content).unwrap();
 
     for target in ["out.raw", "-"] {

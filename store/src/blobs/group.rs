@@ -1,6 +1,6 @@
-//! Blobs that become durable together, and the record that a segment keeps of them.
+//! Blobs that are written together, and the record that a segment keeps of them.
 //!
-//! The record follows the blobs in their segment, so that the index can be made again from the
+//! The record comes before the blobs in their segment, so that the index can be made again from the
 //! segments alone.
 //!
 //! | offset | length | is |
@@ -25,11 +25,15 @@ const ENTRY: usize = 48;
 const CHECKSUM: usize = 32;
 
 /// The most blobs of a group, which bounds the record's length.
-pub(super) const MAX_ENTRIES: usize = 4096;
+pub(super) const MAX_BLOBS: usize = 256;
 
 /// The longest record.
-pub(super) const MAX_RECORD: usize =
-    (HEADER + MAX_ENTRIES * ENTRY + CHECKSUM).next_multiple_of(ALIGNMENT);
+pub(super) const MAX_RECORD: usize = record_len(MAX_BLOBS);
+
+/// The length of a record, in whole blocks.
+const fn record_len(blobs: usize) -> usize {
+    (HEADER + blobs * ENTRY + CHECKSUM).next_multiple_of(ALIGNMENT)
+}
 
 /// A blob that is written and not yet durable.
 #[derive(Clone)]
@@ -41,29 +45,40 @@ pub(super) struct Entry {
     pub(super) replaces: bool,
 }
 
-/// The record of blobs in one segment, padded to whole blocks.
-pub(super) fn encode(segment: u64, entries: &[&Entry]) -> Vec<u8> {
-    let count = u32::try_from(entries.len()).expect("a group is small");
-    let mut bytes = Vec::with_capacity(HEADER + entries.len() * ENTRY + CHECKSUM);
+/// Where the blobs of a group are: right behind its record, each at the start of a block. And where the
+/// group ends.
+pub(super) fn place(segment: u64, start: u64, lens: &[usize]) -> (Vec<Slot>, u64) {
+    let mut offset = start + record_len(lens.len()) as u64;
+    let mut slots = Vec::with_capacity(lens.len());
+    for len in lens {
+        slots.push(Slot { segment, offset, len: u32::try_from(*len).expect("a blob is small") });
+        offset += len.next_multiple_of(ALIGNMENT) as u64;
+    }
+    (slots, offset)
+}
+
+/// The record of a group.
+pub(super) fn encode(
+    segment: u64,
+    blobs: impl ExactSizeIterator<Item = (BlobId, Slot)>,
+) -> Vec<u8> {
+    let len = record_len(blobs.len());
+    let count = u32::try_from(blobs.len()).expect("a group is small");
+    let mut bytes = Vec::with_capacity(len);
     bytes.extend_from_slice(MAGIC);
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&count.to_le_bytes());
     bytes.extend_from_slice(&segment.to_le_bytes());
-    for entry in entries {
-        bytes.extend_from_slice(entry.id.as_bytes());
-        bytes.extend_from_slice(&entry.slot.offset.to_le_bytes());
-        bytes.extend_from_slice(&entry.slot.len.to_le_bytes());
+    for (id, slot) in blobs {
+        bytes.extend_from_slice(id.as_bytes());
+        bytes.extend_from_slice(&slot.offset.to_le_bytes());
+        bytes.extend_from_slice(&slot.len.to_le_bytes());
         bytes.extend_from_slice(&[0; 4]);
     }
     let checksum = blake3::hash(&bytes);
     bytes.extend_from_slice(checksum.as_bytes());
-    bytes.resize(bytes.len().next_multiple_of(ALIGNMENT), 0);
+    bytes.resize(len, 0);
     bytes
-}
-
-/// Whether a block may be the start of a record.
-pub(super) fn is_start(block: &[u8]) -> bool {
-    block.starts_with(MAGIC)
 }
 
 /// The blobs of a record at the start of `bytes`, if a record of this segment is there.
@@ -73,10 +88,10 @@ pub(super) fn decode(segment: u64, bytes: &[u8]) -> Option<Vec<(BlobId, Slot)>> 
     let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     let wide = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
     let count = number(12)? as usize;
-    if !is_start(bytes)
+    if !bytes.starts_with(MAGIC)
         || number(8)? != VERSION
         || wide(16)? != segment
-        || !(1..=MAX_ENTRIES).contains(&count)
+        || !(1..=MAX_BLOBS).contains(&count)
     {
         return None;
     }

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard};
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior};
 
 use super::group::Entry;
-use super::segment::SEGMENT_SIZE;
+use super::segment::{ALIGNMENT, SEGMENT_SIZE};
 use crate::database::{connect, use_write_ahead_log, version};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
@@ -44,6 +44,13 @@ pub(super) struct Slot {
     pub(super) segment: u64,
     pub(super) offset: u64,
     pub(super) len: u32,
+}
+
+impl Slot {
+    /// The end of its last block.
+    pub(super) fn end(&self) -> u64 {
+        (self.offset + u64::from(self.len)).next_multiple_of(ALIGNMENT as u64)
+    }
 }
 
 pub(super) struct Index {
@@ -119,7 +126,11 @@ impl Index {
 
     /// Makes durable blobs known, and where their segments end now. If another process was faster with a
     /// blob, its own counts, unless ours replaces a damaged one.
-    pub(super) fn insert(&self, entries: &[Entry], ends: &[(u64, u64)]) -> Result<()> {
+    pub(super) fn insert(
+        &self,
+        entries: &[Entry],
+        ends: impl Iterator<Item = (u64, u64)>,
+    ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         for entry in entries {

@@ -1,13 +1,13 @@
 //! Blobs in a directory of this host: segments that are appended to, and an index.
 //!
 //! ```text
-//! put ──► written to a segment ──► staged ──(flush)──► record written, segment synced ──► in the index
-//!              │                      ▲                      │                  │
-//!              ▼                      └── index failed ──────┼──────────────────┘
+//! put ──► written to a segment ──► staged ──(flush)──► segment synced ──► in the index
+//!              │                      ▲                      │    │
+//!              ▼                      └── index failed ──────┼────┘
 //!         put fails                                          └─► sync failed: poisoned
 //! ```
 //!
-//! One sync and one transaction make a whole group durable, whatever threads put it. Others see a
+//! One sync and one transaction make everything durable that is staged, whatever threads put it. Others see a
 //! blob when it is in the index, and then it is durable. A failed sync may have lost blobs whose put has
 //! already returned, and the kernel tells only once: the handle is poisoned, and fails every put and
 //! flush from then on, so that nothing that relies on a lost blob is published.
@@ -22,7 +22,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::group::{self, Entry, MAX_ENTRIES};
+use super::group::{Entry, MAX_BLOBS};
 use super::index::{Index, Slot};
 use super::segment::{Segment, path_of, scan};
 use super::{Blobs, NewBlob};
@@ -30,11 +30,10 @@ use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
 
-/// A group is flushed when it has this many bytes, or `MAX_ENTRIES` blobs.
-const GROUP_BYTES: u64 = 64 << 20;
-
-/// Blobs of one append, at most.
-const APPEND_BLOBS: usize = 256;
+/// What is staged is flushed when it has this many bytes,
+const STAGED_BYTES: u64 = 64 << 20;
+/// or this many blobs.
+const STAGED_BLOBS: usize = 4096;
 
 /// Segments that are kept open for reading.
 const OPEN_FILES: usize = 64;
@@ -58,8 +57,8 @@ struct State {
     /// What is written and not in the index.
     staged: HashMap<BlobId, Slot>,
     /// Of that, what no thread flushes.
-    group: Vec<Entry>,
-    group_bytes: u64,
+    waiting: Vec<Entry>,
+    waiting_bytes: u64,
     poisoned: bool,
 }
 
@@ -155,24 +154,19 @@ impl LocalBlobs {
         Ok(wanted.collect())
     }
 
-    /// Makes a group durable and known.
-    fn commit(&self, group: &[Entry]) -> Result<()> {
-        let mut by_segment = BTreeMap::<u64, Vec<&Entry>>::new();
-        for entry in group {
-            by_segment.entry(entry.segment.number).or_default().push(entry);
+    /// Makes blobs durable and known.
+    fn commit(&self, entries: &[Entry]) -> Result<()> {
+        let mut ends = BTreeMap::new();
+        for Entry { segment, slot, .. } in entries {
+            let (_, end) = ends.entry(segment.number).or_insert((segment, 0));
+            *end = slot.end().max(*end);
         }
-        let mut ends = Vec::new();
-        for (number, entries) in by_segment {
-            let segment = &entries[0].segment;
-            for part in entries.chunks(MAX_ENTRIES) {
-                let end = segment.append_record(&group::encode(number, part))?;
-                ends.push((number, end));
-                // Before the index: if that fails, it may know them all the same.
-                segment.set_known(end);
-            }
+        for (segment, end) in ends.values() {
+            // Before the index: if that fails, it may know them all the same.
+            segment.set_known(*end);
             segment.sync().inspect_err(|_| self.state().poisoned = true)?;
         }
-        self.index.insert(group, &ends)
+        self.index.insert(entries, ends.into_values().map(|(segment, end)| (segment.number, end)))
     }
 
     /// Reads from a slot.
@@ -241,25 +235,23 @@ impl Blobs for LocalBlobs {
 
     fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
         let mut added = 0;
-        for missing in self.missing(blobs)?.chunks(APPEND_BLOBS) {
+        for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             let segment = self.current()?;
             let contents: Vec<NewBlob<'_>> = missing.iter().map(|(blob, _)| *blob).collect();
-            let offsets = segment.append(&contents)?;
+            let slots = segment.append(&contents)?;
             let mut state = self.state();
             self.check(&state)?;
-            for (((id, content), replaces), offset) in missing.iter().copied().zip(offsets) {
-                let len = u32::try_from(content.len()).expect("a blob is small");
-                let slot = Slot { segment: segment.number, offset, len };
+            for (((id, _), replaces), slot) in missing.iter().copied().zip(slots) {
                 if state.staged.contains_key(&id) {
                     // Another thread was faster: nothing refers to these bytes.
                     continue;
                 }
                 state.staged.insert(id, slot);
-                state.group.push(Entry { id, slot, segment: Arc::clone(&segment), replaces });
-                state.group_bytes += u64::from(len);
-                added += u64::from(len);
+                state.waiting.push(Entry { id, slot, segment: Arc::clone(&segment), replaces });
+                state.waiting_bytes += u64::from(slot.len);
+                added += u64::from(slot.len);
             }
-            let full = state.group_bytes >= GROUP_BYTES || state.group.len() >= MAX_ENTRIES;
+            let full = state.waiting_bytes >= STAGED_BYTES || state.waiting.len() >= STAGED_BLOBS;
             drop(state);
             if full {
                 self.flush()?;
@@ -269,32 +261,32 @@ impl Blobs for LocalBlobs {
     }
 
     fn flush(&self) -> Result<()> {
-        // Who waits here finds its blobs durable, or in the group again.
+        // Who waits here finds its blobs durable, or waiting again.
         let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
-        let group = {
+        let entries = {
             let mut state = self.state();
             self.check(&state)?;
-            state.group_bytes = 0;
-            std::mem::take(&mut state.group)
+            state.waiting_bytes = 0;
+            std::mem::take(&mut state.waiting)
         };
-        if group.is_empty() {
+        if entries.is_empty() {
             return Ok(());
         }
-        let result = self.commit(&group);
+        let result = self.commit(&entries);
         let mut state = self.state();
         match &result {
             Ok(()) => {
                 let mut damaged =
                     self.damaged.lock().expect("no thread panics with the set locked");
-                for entry in &group {
+                for entry in &entries {
                     state.staged.remove(&entry.id);
                     damaged.remove(&entry.id);
                 }
             }
             Err(_) => {
-                state.group_bytes +=
-                    group.iter().map(|entry| u64::from(entry.slot.len)).sum::<u64>();
-                state.group.extend(group);
+                state.waiting_bytes +=
+                    entries.iter().map(|entry| u64::from(entry.slot.len)).sum::<u64>();
+                state.waiting.extend(entries);
             }
         }
         result

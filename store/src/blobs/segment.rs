@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use super::NewBlob;
 use super::group::{self, MAX_RECORD};
-use super::index::Found;
+use super::index::{Found, Slot};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
@@ -81,42 +81,28 @@ impl Segment {
         self.tail().end >= SEGMENT_SIZE
     }
 
-    /// Writes blobs one after the other, and returns where each begins. Nothing is synced.
-    pub(super) fn append(&self, blobs: &[NewBlob<'_>]) -> Result<Vec<u64>> {
-        let mut padded = Vec::new();
-        let mut offsets = Vec::with_capacity(blobs.len());
-        let mut len = 0;
-        for (_, content) in blobs {
-            offsets.push(len as u64);
-            len += content.len().next_multiple_of(ALIGNMENT);
-            padded.push(if is_aligned(content) { None } else { Some(Padded::new(content)) });
-        }
-        let slices = blobs.iter().zip(&padded);
-        let slices = slices.map(|((_, content), padded)| match padded {
+    /// Writes a group: its record and its blobs. Returns where they are. Nothing is synced.
+    pub(super) fn append(&self, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
+        let lens: Vec<_> = blobs.iter().map(|(_, content)| content.len()).collect();
+        let (_, len) = group::place(self.number, 0, &lens);
+        let start = self.reserve(len)?;
+        let (slots, _) = group::place(self.number, start, &lens);
+        let ids = blobs.iter().map(|(id, _)| *id);
+        let record = Padded::new(&group::encode(self.number, ids.zip(slots.iter().copied())));
+        let padded: Vec<_> = blobs
+            .iter()
+            .map(|(_, content)| (!is_aligned(content)).then(|| Padded::new(content)))
+            .collect();
+        let mut slices = vec![record.bytes()];
+        slices.extend(blobs.iter().zip(&padded).map(|((_, content), padded)| match padded {
             Some(padded) => padded.bytes(),
             None => content,
-        });
-        let start = self.write(&slices.collect::<Vec<_>>(), len as u64)?;
-        offsets.iter_mut().for_each(|offset| *offset += start);
-        Ok(offsets)
-    }
-
-    /// Writes the record of a group. Returns where the segment ends then.
-    pub(super) fn append_record(&self, record: &[u8]) -> Result<u64> {
-        let len = record.len() as u64;
-        Ok(self.write(&[Padded::new(record).bytes()], len)? + len)
-    }
-
-    fn write(&self, slices: &[&[u8]], len: u64) -> Result<u64> {
-        let start = self.reserve(len)?;
-        self.write_at(slices, start).map_err(|error| {
-            let mut tail = self.tail();
-            if tail.end == start + len {
-                tail.end = start;
-            }
+        }));
+        self.write_at(&slices, start).map_err(|error| {
+            self.give_back(start, len);
             Error::io("writing", &self.path, error)
         })?;
-        Ok(start)
+        Ok(slots)
     }
 
     fn write_at(&self, slices: &[&[u8]], start: u64) -> io::Result<()> {
@@ -148,6 +134,14 @@ impl Segment {
         }
         tail.end = end;
         Ok(start)
+    }
+
+    /// Gives room back that was taken last.
+    fn give_back(&self, start: u64, len: u64) {
+        let mut tail = self.tail();
+        if tail.end == start + len {
+            tail.end = start;
+        }
     }
 
     /// Returns when everything that was written is durable.
@@ -191,34 +185,25 @@ pub(super) fn scan(
     let failed = |error| Error::io("reading", &path, error);
     let file = File::open(&path).map_err(failed)?;
     let len = file.metadata().map_err(failed)?.len();
-    // Behind what anybody may refer to: what a lost index said about the end is not known.
+    // What the lost index said about the end is not known; this is behind all of it.
     tell(Found::Segment { number, end: len.next_multiple_of(ALIGNMENT as u64) })?;
-    let mut window = vec![0; MAX_RECORD];
+    let mut record = vec![0; MAX_RECORD];
     let mut content = Vec::new();
-    let mut block = 0;
-    while block < len {
-        let filled = fill(&file, &mut window, block).map_err(failed)?;
-        // A record may go beyond the window: then the next window begins with it.
-        let mut at = 0;
-        while at < filled {
-            let bytes = &window[at..filled];
-            if group::is_start(bytes) {
-                if at > 0 && filled == window.len() {
-                    break;
-                }
-                for (id, slot) in group::decode(number, bytes).into_iter().flatten() {
-                    content.resize(slot.len as usize, 0);
-                    let whole = slot.offset < len
-                        && u64::from(slot.len) <= len - slot.offset
-                        && file.read_exact_at(&mut content, slot.offset).is_ok();
-                    if whole && BlobId::of(&content) == id {
-                        tell(Found::Blob { id, slot })?;
-                    }
-                }
+    let mut at = 0;
+    while at < len {
+        let filled = fill(&file, &mut record, at).map_err(failed)?;
+        at += ALIGNMENT as u64;
+        for (id, slot) in group::decode(number, &record[..filled]).into_iter().flatten() {
+            content.resize(slot.len as usize, 0);
+            let whole = slot.offset < len
+                && u64::from(slot.len) <= len - slot.offset
+                && file.read_exact_at(&mut content, slot.offset).is_ok();
+            if whole && BlobId::of(&content) == id {
+                tell(Found::Blob { id, slot })?;
+                // A blob that is whole holds no records of ours.
+                at = at.max(slot.end());
             }
-            at += ALIGNMENT;
         }
-        block += at.max(ALIGNMENT) as u64;
     }
     Ok(())
 }

@@ -1,0 +1,111 @@
+//! How fast checkpoints are stored: the guest comes first.
+//!
+//! While the guest is idle, storing goes as fast as it can. While the guest's queues are busy, one
+//! operation at a time goes to the disk, of one chunk. To go slower still would not help: the longer
+//! storing takes, the more of the guest's writes have to copy first. `--commit-rate` bounds it in any
+//! case.
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::counters::Counters;
+
+/// A guest that has sent nothing for this long is idle.
+const IDLE: Duration = Duration::from_millis(5);
+
+/// The longest time that a bounded rate may be exceeded for.
+const BURST: Duration = Duration::from_millis(100);
+
+pub(crate) struct Pace {
+    /// Bytes a second; 0 is unbounded.
+    rate: u64,
+    /// When the bytes that were let through are within the rate.
+    due: Mutex<Option<Instant>>,
+    guest: Mutex<Guest>,
+    /// Held by the one operation that goes to the disk while the guest is busy.
+    turn: Mutex<()>,
+}
+
+/// What is known about the guest.
+struct Guest {
+    requests: u64,
+    active: Option<Instant>,
+}
+
+impl Pace {
+    /// At most `rate` bytes a second, or any number if it is 0.
+    pub(crate) fn new(rate: u64) -> Pace {
+        let guest = Guest { requests: 0, active: None };
+        Pace { rate, due: Mutex::default(), guest: Mutex::new(guest), turn: Mutex::default() }
+    }
+
+    /// How long to wait before this many more bytes are stored. Who asks has to wait.
+    pub(crate) fn delay(&self, bytes: u64) -> Duration {
+        if self.rate == 0 {
+            return Duration::ZERO;
+        }
+        let now = Instant::now();
+        let mut due = lock(&self.due);
+        let from = due.map_or(now, |due| due.max(now - BURST));
+        *due = Some(from + Duration::from_secs_f64(bytes as f64 / self.rate as f64));
+        from.saturating_duration_since(now)
+    }
+
+    /// Whether the guest uses its disk at present.
+    pub(crate) fn is_guest_busy(&self, counters: &Counters) -> bool {
+        let (requests, in_flight) = counters.load();
+        let now = Instant::now();
+        let mut guest = lock(&self.guest);
+        if in_flight > 0 || guest.requests != requests {
+            guest.requests = requests;
+            guest.active = Some(now);
+        }
+        guest.active.is_some_and(|active| now.duration_since(active) < IDLE)
+    }
+
+    /// Runs an operation on the disk: at once, or in its turn if the guest is busy.
+    pub(crate) fn run<T>(&self, counters: &Counters, operation: impl FnOnce() -> T) -> T {
+        if !self.is_guest_busy(counters) {
+            return operation();
+        }
+        let _turn = lock(&self.turn);
+        operation()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no code panics with a lock of the pace held")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{IDLE, Pace};
+    use crate::counters::{Class, Counters};
+
+    #[test]
+    fn a_rate_is_kept_over_time_with_a_short_burst() {
+        let pace = Pace::new(1_000_000);
+        let mut delay = Duration::ZERO;
+        for _ in 0..10 {
+            delay = pace.delay(1_000_000);
+        }
+        assert!((8.8..=9.01).contains(&delay.as_secs_f64()), "{delay:?}");
+        assert_eq!(Pace::new(0).delay(u64::MAX), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_guest_is_busy_with_requests_under_way_and_shortly_after() {
+        let (pace, counters) = (Pace::new(0), Counters::new(1));
+        assert!(!pace.is_guest_busy(&counters));
+        counters.queues[0].taken.add(1);
+        assert!(pace.is_guest_busy(&counters));
+        std::thread::sleep(2 * IDLE);
+        assert!(pace.is_guest_busy(&counters), "it still waits");
+        counters.queues[0].answer(Class::Read, Duration::ZERO);
+        assert!(pace.is_guest_busy(&counters));
+        std::thread::sleep(2 * IDLE);
+        assert!(!pace.is_guest_busy(&counters));
+    }
+}
