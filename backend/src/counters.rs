@@ -90,7 +90,7 @@ fn bucket_of(us: u64) -> usize {
 /// The longest time of a bucket, in microseconds.
 fn end_of(bucket: usize) -> u64 {
     let (doubling, step) = (bucket as u32 / STEPS, bucket as u64 % u64::from(STEPS));
-    ((1u64 << doubling) * (5 + step) / 4).saturating_sub(1).max(1)
+    ((1u64 << doubling) * (5 + step)).div_ceil(4) - 1
 }
 
 /// What one virtqueue's worker did.

@@ -1,6 +1,6 @@
 //! One disk: everything that its threads share.
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 use cairn_store::{Attachment, ChunkIndex, Geometry, ImageName, Repository};
@@ -13,6 +13,7 @@ use crate::flush::Flusher;
 use crate::mirror::Mirror;
 use crate::mirror::copies::Arena;
 use crate::mirror::disk::DiskFile;
+use crate::vhost::owner::Ownership;
 
 /// Bytes of the serial number that a guest can ask for.
 const SERIAL: usize = 20;
@@ -47,7 +48,12 @@ pub(crate) struct Device {
     pub(crate) commits: Commits,
     pub(crate) pace: Pace,
     pub(crate) stats: Counters,
-    pub(crate) connected: AtomicBool,
+    /// Hypervisors that are connected.
+    pub(crate) connected: AtomicUsize,
+    /// Which of them runs the virtqueues.
+    pub(crate) owner: Ownership,
+    /// Whether a write is answered only when it is durable.
+    pub(crate) write_through: AtomicBool,
     /// The virtqueues, a bit each, that may be in use when they are started: those that this process
     /// has started before, or all if the mirror was stopped cleanly.
     pub(crate) known_rings: AtomicU64,

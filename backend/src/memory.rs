@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use vm_memory::{
     GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
@@ -26,12 +27,46 @@ pub(crate) struct Region {
     pub(crate) mapping: MmapRegion<()>,
 }
 
+/// A page of a [`DirtyLog`].
+const LOG_PAGE: u64 = 4096;
+
+/// The hypervisor's record of the guest's pages that changed, a bit for each, while it migrates.
+pub(crate) struct DirtyLog {
+    mapping: MmapRegion<()>,
+}
+
+impl DirtyLog {
+    /// Maps the record.
+    pub(crate) fn new(file: File, offset: u64, len: u64) -> io::Result<DirtyLog> {
+        let len = usize::try_from(len).map_err(io::Error::other)?;
+        let file = vm_memory::FileOffset::new(file, offset);
+        Ok(DirtyLog { mapping: MmapRegion::from_file(file, len).map_err(io::Error::other)? })
+    }
+
+    /// Records that a part of memory was written. It must have been: the hypervisor may take the record
+    /// and look at the page at any time. Pages that the record has no bit for are not the guest's.
+    fn mark(&self, address: u64, len: u64) {
+        let last = address.saturating_add(len.max(1) - 1) / LOG_PAGE;
+        for page in address / LOG_PAGE..=last {
+            let Some(byte) = usize::try_from(page / 8).ok().filter(|at| *at < self.mapping.size())
+            else {
+                return;
+            };
+            // SAFETY: the byte is inside the mapping, which lives as long as `self`; all access to
+            // shared bytes of this record is atomic on both sides.
+            let bits = unsafe { AtomicU8::from_ptr(self.mapping.as_ptr().add(byte)) };
+            bits.fetch_or(1 << (page % 8), Ordering::SeqCst);
+        }
+    }
+}
+
 /// An immutable map of the guest's memory. Each submitted operation holds the one it was made with,
 /// so memory is unmapped only when no operation uses it.
 #[derive(Clone, Default)]
 pub(crate) struct GuestMap {
     memory: GuestMemoryMmap,
     ranges: Vec<UserRange>,
+    log: Option<Arc<DirtyLog>>,
 }
 
 /// The guest named memory that it does not have.
@@ -56,7 +91,7 @@ impl GuestMap {
         let memory = self.memory.insert_region(Arc::new(mapped)).map_err(io::Error::other)?;
         let mut ranges = self.ranges.clone();
         ranges.push(range);
-        Ok(GuestMap { memory, ranges })
+        Ok(GuestMap { memory, ranges, log: self.log.clone() })
     }
 
     /// This map less one region.
@@ -64,7 +99,31 @@ impl GuestMap {
         let (memory, _) =
             self.memory.remove_region(GuestAddress(guest), len).map_err(io::Error::other)?;
         let ranges = self.ranges.iter().copied().filter(|range| range.guest != guest).collect();
-        Ok(GuestMap { memory, ranges })
+        Ok(GuestMap { memory, ranges, log: self.log.clone() })
+    }
+
+    /// This map with another record of changes, or none.
+    pub(crate) fn with_log(&self, log: Option<Arc<DirtyLog>>) -> GuestMap {
+        GuestMap { log, ..self.clone() }
+    }
+
+    /// Whether changes are recorded.
+    pub(crate) fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Records, if the hypervisor wants that, that a part of memory was written.
+    pub(crate) fn mark(&self, address: GuestAddress, len: u64) {
+        if let Some(log) = &self.log {
+            log.mark(address.0, len);
+        }
+    }
+
+    /// As [`GuestMap::mark`], for the memory of a request.
+    pub(crate) fn mark_all(&self, segments: &[Segment]) {
+        if self.is_logged() {
+            segments.iter().for_each(|one| self.mark(GuestAddress(one.address), one.len.into()));
+        }
     }
 
     /// The memory by guest addresses.

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use cairn_store::{
 
 use crate::args::Args;
 use crate::commit::pace::Pace;
-use crate::commit::{Commits, RESERVE, persist};
+use crate::commit::{Commits, RESERVE, persist, stall};
 use crate::control::{self, Listeners};
 use crate::counters::Counters;
 use crate::device::{BOUNCE, Device, serial};
@@ -28,6 +28,7 @@ use crate::mirror::events::Events;
 use crate::mirror::layout::{Layout, SECTOR, Span};
 use crate::mirror::map::{Identity, MapError, MapFile};
 use crate::mirror::{DirtySet, Mirror, Room, presence::Presence};
+use crate::vhost::owner::Ownership;
 use crate::vhost::server::{self, Source, Stop};
 use crate::worker::{self, Command};
 use crate::{fetch, flush, lease, sys};
@@ -366,7 +367,9 @@ fn serve(
         commits,
         pace: Pace::new(args.commit_rate),
         stats: Counters::new(mailboxes.len()),
-        connected: AtomicBool::new(false),
+        connected: AtomicUsize::new(0),
+        owner: Ownership::default(),
+        write_through: AtomicBool::new(false),
         known_rings: AtomicU64::new(if resumable { u64::MAX } else { 0 }),
         trouble: Mutex::new(None),
     });
@@ -380,6 +383,8 @@ fn serve(
     flush::spawn(device.clone()).map_err(&spawning)?;
     fetch::spawn(&device).map_err(&spawning)?;
     lease::spawn(device.clone()).map_err(&spawning)?;
+    let stall = Duration::from_secs(args.cow_stall.into());
+    stall::spawn(device.clone(), stall).map_err(&spawning)?;
     let abort = persist::Abort::default();
     let persist = persist::spawn(device.clone(), abort.clone()).map_err(&spawning)?;
     let stop = Stop::default();

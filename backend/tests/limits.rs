@@ -12,6 +12,7 @@ use frontend::{
     TABLE_FOLLOWS, USED, WRITABLE,
 };
 use support::backend::{Backend, IMAGE, Options, Site};
+use support::device::{Device, Shape};
 use support::repository;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
@@ -159,4 +160,58 @@ fn a_running_guest_is_refused_after_a_kill_whichever_queue_it_used() {
     frontend.set_vring_base(1, 7).unwrap();
     let result = frontend.set_vring_addr(1, &guest.rings(second));
     assert!(result.is_err(), "{}", backend.log());
+}
+
+#[test]
+fn a_write_waits_for_room_for_a_bounded_time_only() {
+    const SIZE: u64 = 8 << 20;
+    let site = site(SIZE);
+    let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];
+    let backend = Backend::start(&Options::new(&site).with(&room));
+    let mut device = backend.device(Shape::default());
+    let mut control = backend.control();
+    let mut disk = vec![1; SIZE as usize];
+    let fill = |device: &mut Device, fill: u8, bytes: u64| {
+        let start = Instant::now();
+        for at in (0..bytes).step_by(64 << 10) {
+            device.queues[0].write(at, &[fill; 64 << 10]).expect("write");
+        }
+        start.elapsed()
+    };
+    fill(&mut device, 1, SIZE);
+    // A repository that does not answer.
+    let catalog = rusqlite::Connection::open(site.repository().join("catalog.db")).unwrap();
+    catalog.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let lost = control.checkpoint().expect("it is accepted").number;
+    let took = fill(&mut device, 2, 2 << 20);
+    disk[..2 << 20].fill(2);
+    assert!(took > Duration::from_secs(1), "{took:?}: there was room for all of it");
+    assert!(took < Duration::from_secs(8), "{took:?}: it waited for the repository");
+    assert_eq!(control.stats().stalls, 1);
+    assert!(fill(&mut device, 3, 2 << 20) < Duration::from_secs(1), "nothing is copied any more");
+    disk[..2 << 20].fill(3);
+
+    catalog.execute_batch("ROLLBACK").unwrap();
+    let number = control.stable_checkpoint();
+    let left = repository::snapshot(&site.store(), IMAGE, lost);
+    assert_eq!(left.state, cairn_store::SnapshotState::Failed);
+    let reason = left.reason.expect("a reason");
+    assert!(reason.contains("--cow-memory"), "{reason}");
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next one is complete");
+}
+
+#[test]
+fn storing_keeps_to_its_rate() {
+    const SIZE: u64 = 12 << 20;
+    let site = site(SIZE);
+    let backend = Backend::start(&Options::new(&site).with(&["--commit-rate", "4000000"]));
+    let mut device = backend.device(Shape::default());
+    for at in (0..SIZE).step_by(1 << 20) {
+        device.queues[0].write(at, &[1; 1 << 20]).expect("write");
+    }
+    let start = Instant::now();
+    backend.control().stable_checkpoint();
+    let took = start.elapsed().as_secs_f64();
+    // The first batch is free.
+    assert!((1.5..6.0).contains(&took), "{took} s for 12 MiB at 4 MB/s");
 }

@@ -6,13 +6,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Checkpoint, Consistency, Event, MAX_LINE, RefusalKind, Request, Stats, Status, Wait,
+    Checkpoint, Consistency, Event, MAX_LINE, QueueStatus, RefusalKind, Request, Stats, Status,
+    Wait,
 };
 use serde_json::json;
 
 use crate::args::Style;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::output::{or_dash, print, print_fields, print_json};
+use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
 
 /// How long `status` and `stats` wait, and a checkpoint for its cut.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -79,7 +80,47 @@ fn print_status(status: &Status, style: Style) -> Outcome {
         ("local", style.size(status.present_bytes)),
         ("pending", or_dash(Some(pending).filter(|list| !list.is_empty()))),
         ("trouble", or_dash(status.trouble.as_ref())),
-    ])
+    ])?;
+    print_queues(&status.queues)
+}
+
+fn print_queues(queues: &[QueueStatus]) -> Outcome {
+    if queues.is_empty() {
+        return Ok(());
+    }
+    let columns = [
+        "queue",
+        "in flight",
+        "reads",
+        "p50 us",
+        "p99",
+        "max",
+        "writes",
+        "p50 us",
+        "p99",
+        "max",
+        "flushes",
+        "p50 us",
+        "p99",
+        "max",
+        "discards",
+        "errors",
+    ];
+    let mut table = Table::new(&columns.map(|title| (title, Align::Right)));
+    for queue in queues {
+        let mut cells = vec![u64::from(queue.queue), queue.in_flight];
+        for (count, latency) in [
+            (queue.reads, &queue.read_latency),
+            (queue.writes, &queue.write_latency),
+            (queue.flushes, &queue.flush_latency),
+        ] {
+            cells.extend([count, latency.p50_us, latency.p99_us, latency.max_us]);
+        }
+        cells.extend([queue.discards, queue.errors]);
+        table.row(cells.iter().map(u64::to_string));
+    }
+    print("\n")?;
+    table.print()
 }
 
 fn print_stats(stats: &Stats, style: Style) -> Outcome {
@@ -102,7 +143,7 @@ fn print_stats(stats: &Stats, style: Style) -> Outcome {
         ("checkpoints", count(stats.checkpoints)),
         ("stable", count(stats.stable)),
         ("failed", count(stats.failed)),
-        ("failed for lack of room", count(stats.stalls)),
+        ("stalled", count(stats.stalls)),
     ])
 }
 

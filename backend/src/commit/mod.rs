@@ -7,6 +7,7 @@
 
 pub(crate) mod pace;
 pub(crate) mod persist;
+pub(crate) mod stall;
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;

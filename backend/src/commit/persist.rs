@@ -165,14 +165,25 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let mut changes = BTreeMap::new();
     // The newest layer's chunks hide those of the older ones that it absorbs.
     sources.reverse();
+    let mut used = Vec::new();
     for (at, source) in sources.iter().enumerate() {
         let newer = &sources[..at];
+        let hidden = |chunk| newer.iter().any(|layer| layer.dirty.contains(chunk));
+        if source.dirty.iter().all(hidden) {
+            // So it is with one that was given up before the newer one was frozen.
+            continue;
+        }
+        used.push(source);
         store_layer(device, source, newer, &arena, &stored, abort)?;
         for (chunk, id) in source.stored() {
             changes.entry(chunk).or_insert(id);
         }
     }
     abort.check()?;
+    // After all reading: a layer that failed meanwhile was no longer guarded against newer writes.
+    if let Some(reason) = used.iter().find_map(|source| source.failure()) {
+        return Err(PersistError::Layer(reason));
+    }
     let (_, base) = device.attachment.parent();
     let update = device.repository.commit_tree(&base, device.geometry, &changes)?;
     let stored_bytes = stored.load(Ordering::Relaxed) + update.new_bytes;
@@ -424,7 +435,8 @@ impl Work<'_> {
             let present = aside
                 .lay_over(&mut data, present, |buffer, offset| preserve.read_any(buffer, offset))
                 .inspect_err(|error| {
-                    self.source.set_failure(format!("reading copies back: {error}"));
+                    let reason = format!("reading copies back: {error}");
+                    self.device.mirror.cut.fail(self.source, reason);
                 })?;
             batch.push(Item { chunk: *chunk, copy: Copy { data, present } });
         }

@@ -169,7 +169,7 @@ fn status(device: &Device) -> Status {
         size: layout.size(),
         chunk_size: device.geometry.chunk_size(),
         read_only: device.read_only,
-        connected: device.connected.load(Ordering::SeqCst),
+        connected: device.connected.load(Ordering::SeqCst) > 0,
         dirty_bytes: view.dirty.len() * layout.chunk_size() as u64,
         present_bytes: device.mirror.presence.local_bytes(),
         pending: device.commits.pending(device),

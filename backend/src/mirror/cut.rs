@@ -55,6 +55,13 @@ impl Entrance {
     }
 }
 
+/// How far storing the frozen epochs has come. Equal values mean that it did not get on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Progress {
+    pub(crate) layers: usize,
+    pub(crate) taken: u64,
+}
+
 /// The epochs of a mirror.
 pub(crate) struct Cut {
     chunks: u64,
@@ -182,6 +189,33 @@ impl Cut {
         }
         let done = current.layers.clone();
         self.drop_layers(&mut current, done, Vec::new());
+    }
+
+    /// How far storing the frozen epochs has come.
+    pub(crate) fn progress(&self) -> Progress {
+        let view = self.view();
+        let taken = view.layers.iter().map(|layer| layer.taken_count()).sum();
+        Progress { layers: view.layers.len(), taken }
+    }
+
+    /// Gives a frozen epoch up: its snapshot cannot be had any more, and no write waits for it. Its changes
+    /// join the current epoch at once, so that the next checkpoint does not need this one.
+    pub(crate) fn fail(&self, layer: &Layer, reason: String) {
+        debug_assert!(layer.is_settled(), "the dirty set may still grow");
+        // No freeze can come between.
+        let current = self.current();
+        layer.set_failure(reason);
+        for chunk in layer.dirty.iter() {
+            current.dirty.insert(chunk);
+        }
+    }
+
+    /// As [`Cut::fail`], for the oldest one that is not given up already.
+    pub(crate) fn fail_oldest(&self, reason: &str) {
+        let view = self.view();
+        if let Some(layer) = view.layers.iter().find(|layer| layer.failure().is_none()) {
+            self.fail(layer, reason.into());
+        }
     }
 
     fn drop_layers(

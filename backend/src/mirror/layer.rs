@@ -22,7 +22,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cairn_store::{ChunkId, ChunkIndex};
@@ -68,6 +68,8 @@ pub(crate) struct Layer {
     closed: AtomicBool,
     idle: Bits,
     touched: Vec<Mutex<HashMap<u64, Touched>>>,
+    /// Chunks that have turned Idle.
+    taken: AtomicU64,
     results: Mutex<Results>,
 }
 
@@ -90,6 +92,7 @@ impl Layer {
             closed: AtomicBool::new(false),
             idle: Bits::zeroed(chunks)?,
             touched: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            taken: AtomicU64::new(0),
             results: Mutex::default(),
         })
     }
@@ -179,7 +182,13 @@ impl Layer {
     pub(crate) fn taken(&self, chunk: ChunkIndex) -> Aside {
         let mut shard = self.shard(chunk);
         self.idle.set(chunk.0);
+        self.taken.fetch_add(1, Ordering::Relaxed);
         shard.remove(&chunk.0).map(|touched| touched.aside).unwrap_or_default()
+    }
+
+    /// How many chunks have turned Idle.
+    pub(crate) fn taken_count(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
     }
 
     /// Pending → Scheduled, after a failed read.
@@ -237,10 +246,18 @@ impl Layer {
     }
 
     /// Notes that the snapshot cannot be completed. The first reason stays. From here on no write
-    /// has to wait for this layer.
+    /// has to wait for this layer, and what was put aside for it is gone. What is read for it from the
+    /// mirror may be newer than it: so whoever publishes looks at [`Layer::failure`] after all reading.
     pub(crate) fn set_failure(&self, reason: String) {
         self.results().failure.get_or_insert(reason);
         self.closed.store(true, Ordering::Release);
+        self.clear_touched();
+    }
+
+    fn clear_touched(&self) {
+        for shard in &self.touched {
+            shard.lock().expect("no code panics with a layer locked").clear();
+        }
     }
 
     /// Why the snapshot cannot be completed, if so.
@@ -251,9 +268,7 @@ impl Layer {
     /// Ends the layer: it guards nothing and holds nothing any more.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        for shard in &self.touched {
-            shard.lock().expect("no code panics with a layer locked").clear();
-        }
+        self.clear_touched();
         let mut results = self.results();
         results.kept.clear();
         results.stored.clear();

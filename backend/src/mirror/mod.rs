@@ -31,6 +31,7 @@ mod simulation;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cairn_store::ChunkIndex;
 
@@ -123,6 +124,8 @@ pub(crate) struct Mirror {
     pub(crate) cut: Cut,
     claims: Claims,
     room: Room,
+    /// Whether a write found no room for a copy.
+    short: AtomicBool,
     pub(crate) events: Events,
 }
 
@@ -137,11 +140,24 @@ impl Mirror {
         events: Events,
     ) -> Mirror {
         let cut = Cut::new(layout.chunk_count(), workers, dirty);
-        Mirror { layout, presence, cut, claims: Claims::new(), room, events }
+        Mirror {
+            layout,
+            presence,
+            cut,
+            claims: Claims::new(),
+            room,
+            short: AtomicBool::new(false),
+            events,
+        }
     }
 
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// Whether a write found no room for a copy since this was last asked.
+    pub(crate) fn was_short(&self) -> bool {
+        self.short.swap(false, Ordering::Relaxed)
     }
 
     /// The chunks that a read of `span` has to fetch first; none if it can go on.
@@ -211,6 +227,7 @@ impl Mirror {
                         }
                         None => {
                             layer.not_copied(chunk, run);
+                            self.short.store(true, Ordering::Relaxed);
                             blocked = true;
                         }
                     }
@@ -286,7 +303,8 @@ impl Mirror {
             Ok(()) => layer.copied(chunk, Piece { run, old }),
             // Without its old content the snapshot is lost; the guest's write is not.
             Err(error) => {
-                layer.set_failure(format!("copying chunk {} of the mirror: {error}", chunk.0));
+                let reason = format!("copying chunk {} of the mirror: {error}", chunk.0);
+                self.cut.fail(&layer, reason);
             }
         }
         self.events.notify();

@@ -2,8 +2,9 @@
 
 use vhost::vhost_user::message::VhostUserVirtioFeatures;
 use virtio_bindings::bindings::virtio_blk::{
-    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ,
-    VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX,
+    VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
 };
 use virtio_bindings::bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::bindings::virtio_ring::{
@@ -17,12 +18,19 @@ use crate::request::MAX_DISCARD;
 /// behind reads as zeros.
 const SPACE: usize = 96;
 
-/// The features that the device offers.
-pub(crate) fn features(read_only: bool) -> u64 {
+/// The longest segment of a request.
+const SIZE_MAX: u32 = 4 << 20;
+
+/// Where the guest finds and sets whether writes are cached.
+pub(crate) const WRITEBACK: u32 = 32;
+
+/// The features that the device offers. A guest is `migratable` if a second hypervisor can connect.
+pub(crate) fn features(read_only: bool, migratable: bool) -> u64 {
     let bits = [
         VIRTIO_F_VERSION_1,
         VIRTIO_RING_F_INDIRECT_DESC,
         VIRTIO_RING_F_EVENT_IDX,
+        VIRTIO_BLK_F_SIZE_MAX,
         VIRTIO_BLK_F_SEG_MAX,
         VIRTIO_BLK_F_BLK_SIZE,
         VIRTIO_BLK_F_TOPOLOGY,
@@ -32,15 +40,15 @@ pub(crate) fn features(read_only: bool) -> u64 {
     let mode: &[u32] = if read_only {
         &[VIRTIO_BLK_F_RO]
     } else {
-        &[VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES]
+        &[VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES, VIRTIO_BLK_F_CONFIG_WCE]
     };
-    bits.iter()
-        .chain(mode)
-        .fold(VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits(), |all, bit| all | 1 << bit)
+    let mut always = VhostUserVirtioFeatures::PROTOCOL_FEATURES;
+    always.set(VhostUserVirtioFeatures::LOG_ALL, migratable);
+    bits.iter().chain(mode).fold(always.bits(), |all, bit| all | 1 << bit)
 }
 
 /// The configuration space, laid out as `struct virtio_blk_config`.
-pub(crate) fn space(layout: &Layout, queues: u16, queue_size: u16) -> [u8; SPACE] {
+pub(crate) fn space(layout: &Layout, queues: u16, queue_size: u16, cached: bool) -> [u8; SPACE] {
     let mut space = [0; SPACE];
     let mut put = |offset: usize, bytes: &[u8]| {
         space[offset..offset + bytes.len()].copy_from_slice(bytes);
@@ -49,11 +57,13 @@ pub(crate) fn space(layout: &Layout, queues: u16, queue_size: u16) -> [u8; SPACE
     let one = 1u32.to_le_bytes();
     let block_sectors = (BLOCK / SECTOR) as u32;
     put(0, &(layout.size() / SECTOR).to_le_bytes()); // capacity
+    put(8, &SIZE_MAX.to_le_bytes()); // size_max
     put(12, &u32::from(queue_size.saturating_sub(2).clamp(1, 254)).to_le_bytes()); // seg_max
     put(20, &(SECTOR as u32).to_le_bytes()); // blk_size
     put(24, &[block_sectors.trailing_zeros() as u8]); // physical_block_exp
     put(26, &(block_sectors as u16).to_le_bytes()); // min_io_size
     put(28, &((layout.chunk_size() as u64 / SECTOR) as u32).to_le_bytes()); // opt_io_size
+    put(WRITEBACK as usize, &[u8::from(cached)]); // writeback
     put(34, &queues.to_le_bytes()); // num_queues
     put(36, &max_discard); // max_discard_sectors
     put(40, &one); // max_discard_seg
@@ -76,10 +86,12 @@ mod tests {
     #[test]
     fn the_space_has_the_layout_of_the_specification() {
         let layout = Layout::new(Geometry::new(1 << 30, 256 * 1024).unwrap());
-        let space = space(&layout, 3, 128);
+        let space = space(&layout, 3, 128, true);
         let u32_at = |at: usize| u32::from_le_bytes(space[at..at + 4].try_into().unwrap());
         assert_eq!(u64::from_le_bytes(space[0..8].try_into().unwrap()), (1 << 30) / 512);
+        assert_eq!(u32_at(offset_of!(virtio_blk_config, size_max)), 4 << 20);
         assert_eq!(u32_at(offset_of!(virtio_blk_config, seg_max)), 126);
+        assert_eq!(space[offset_of!(virtio_blk_config, wce)], 1);
         assert_eq!(u32_at(offset_of!(virtio_blk_config, blk_size)), 512);
         assert_eq!(space[offset_of!(virtio_blk_config, physical_block_exp)], 3);
         assert_eq!(u32_at(offset_of!(virtio_blk_config, opt_io_size)), 512);

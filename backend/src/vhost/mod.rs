@@ -6,6 +6,7 @@
 //! dead repository never blocks the hypervisor.
 
 mod config;
+pub(crate) mod owner;
 pub(crate) mod server;
 
 use std::fs::File;
@@ -21,11 +22,13 @@ use vhost::vhost_user::message::{
     VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 
+use self::owner::ConnectionId;
 use crate::device::Device;
-use crate::memory::{GuestMap, UserRange, map_region};
+use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
 use crate::worker::queue::QueueSetup;
 use crate::worker::{Command, Mailbox};
 
@@ -54,10 +57,17 @@ struct Ring {
 
 /// The state of one connection.
 pub(crate) struct Handler {
+    id: ConnectionId,
+    /// Whether another hypervisor can connect, to take the guest over.
+    migratable: bool,
     device: Arc<Device>,
     workers: Vec<Mailbox>,
     queue_size: u16,
     features: u64,
+    /// Whether writes are cached until the guest flushes them.
+    cached: bool,
+    /// The hypervisor's record of changed pages, used while the feature for it is set.
+    log: Option<Arc<DirtyLog>>,
     map: Arc<GuestMap>,
     rings: Vec<Ring>,
 }
@@ -67,9 +77,49 @@ fn failed(error: impl std::fmt::Display) -> Error {
 }
 
 impl Handler {
-    pub(crate) fn new(device: Arc<Device>, workers: Vec<Mailbox>, queue_size: u16) -> Handler {
+    pub(crate) fn new(
+        id: ConnectionId,
+        migratable: bool,
+        device: Arc<Device>,
+        workers: Vec<Mailbox>,
+        queue_size: u16,
+    ) -> Handler {
         let rings = workers.iter().map(|_| Ring { size: queue_size, ..Ring::default() }).collect();
-        Handler { device, workers, queue_size, features: 0, map: Arc::default(), rings }
+        Handler {
+            id,
+            migratable,
+            device,
+            workers,
+            queue_size,
+            features: 0,
+            cached: true,
+            log: None,
+            map: Arc::default(),
+            rings,
+        }
+    }
+
+    fn offered(&self) -> u64 {
+        config::features(self.device.read_only, self.migratable)
+    }
+
+    fn runs(&self) -> bool {
+        self.rings.iter().any(|ring| ring.running)
+    }
+
+    /// Lets the workers know whether writes are cached. That is for the hypervisor to say whose rings
+    /// run.
+    fn apply_caching(&self) {
+        self.device.write_through.store(!self.cached, Ordering::Relaxed);
+    }
+
+    /// Uses the record of changed pages while there is one and it is wanted.
+    fn apply_log(&mut self) {
+        let wanted = self.features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
+        let log = self.log.clone().filter(|_| wanted);
+        if log.is_some() || self.map.is_logged() {
+            self.replace_map(self.map.with_log(log));
+        }
     }
 
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {
@@ -84,9 +134,15 @@ impl Handler {
         else {
             return Ok(());
         };
+        if !self.device.owner.acquire(self.id) {
+            let reason = "another hypervisor runs this disk; stop its guest, or migrate it";
+            tracing::error!("{reason}");
+            return Err(failed(reason));
+        }
         let kick = kick.try_clone().map_err(failed)?;
         let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let queue = self.queue(index, addresses)?;
+        self.apply_caching();
         self.device.known_rings.fetch_or(1 << index, Ordering::SeqCst);
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call };
         self.workers[index].send(Command::Start(Box::new(setup)));
@@ -132,16 +188,37 @@ impl Handler {
 
     /// Stops a ring after the last request that was popped is completed.
     fn stop(&mut self, index: usize) {
-        self.stop_rings(index..index + 1);
+        self.halt(index..index + 1);
+        self.release_if_idle();
     }
 
     /// Stops everything, as when the connection ends.
     pub(crate) fn stop_all(&mut self) {
-        self.stop_rings(0..self.rings.len());
+        self.halt(0..self.rings.len());
+        self.release_if_idle();
+    }
+
+    /// Lets another hypervisor run the disk when no ring of this one does.
+    fn release_if_idle(&self) {
+        if !self.runs() {
+            self.device.owner.release(self.id);
+        }
+    }
+
+    /// Stops a ring, lets `change` happen, and starts it again if it ran and still can.
+    fn around_stop(
+        &mut self,
+        index: usize,
+        change: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        self.halt(index..index + 1);
+        let result = change(self).and_then(|()| self.update(index));
+        self.release_if_idle();
+        result
     }
 
     /// Stops rings, all at the same time.
-    fn stop_rings(&mut self, indices: Range<usize>) {
+    fn halt(&mut self, indices: Range<usize>) {
         let mut answers = Vec::new();
         for index in indices {
             if std::mem::take(&mut self.rings[index].running) {
@@ -160,22 +237,21 @@ impl Handler {
 
     /// Exchanges the guest's memory while nothing is submitted.
     fn replace_map(&mut self, map: GuestMap) {
-        let pauses: Vec<_> = self
-            .workers
-            .iter()
-            .map(|worker| {
-                let (reply, answer) = mpsc::channel();
-                worker.send(Command::Pause(reply));
-                answer
-            })
-            .collect();
-        for answer in pauses {
+        // The other workers may serve another hypervisor.
+        let own = self.workers.iter().zip(&self.rings).filter(|(_, ring)| ring.running);
+        let own: Vec<_> = own.map(|(worker, _)| worker).collect();
+        let pause = |worker: &&Mailbox| {
+            let (reply, answer) = mpsc::channel();
+            worker.send(Command::Pause(reply));
+            answer
+        };
+        for answer in own.iter().map(pause).collect::<Vec<_>>() {
             // As in `stop`.
             let _ = answer.recv();
         }
         tracing::debug!(bytes = map.len(), "guest memory");
         self.map = Arc::new(map);
-        for worker in &self.workers {
+        for worker in own {
             worker.send(Command::Resume(self.map.clone()));
         }
     }
@@ -200,18 +276,30 @@ impl VhostUserBackendReqHandlerMut for Handler {
             *ring = Ring { size: self.queue_size, ..Ring::default() };
         }
         self.features = 0;
+        self.cached = true;
+        self.log = None;
+        self.apply_log();
         Ok(())
     }
 
     fn get_features(&mut self) -> Result<u64> {
-        Ok(config::features(self.device.read_only))
+        Ok(self.offered())
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        if features & !config::features(self.device.read_only) != 0 {
+        if features & !self.offered() != 0 {
             return Err(Error::InvalidParam);
         }
-        self.features = features;
+        let before = std::mem::replace(&mut self.features, features);
+        let changed = |bit: u64| (before ^ features) & bit != 0;
+        if changed(VhostUserVirtioFeatures::LOG_ALL.bits()) {
+            self.apply_log();
+        }
+        // A driver that never flushes relies on what it wrote.
+        let flushes = 1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE;
+        if changed(flushes) {
+            self.cached = features & flushes != 0;
+        }
         // Without the protocol features there is no message that enables a ring.
         if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
             for index in 0..self.rings.len() {
@@ -242,6 +330,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
             .collect::<io::Result<_>>()
             .map_err(failed)?;
         self.replace_map(GuestMap::new(regions).map_err(failed)?);
+        self.apply_log();
         Ok(None)
     }
 
@@ -264,13 +353,19 @@ impl VhostUserBackendReqHandlerMut for Handler {
         available: u64,
         _log: u64,
     ) -> Result<()> {
-        let ring = self.ring(index)?;
-        let was_running = ring.running;
-        self.stop(index as usize);
+        self.ring(index)?;
+        let index = index as usize;
         let addresses = RingAddresses { descriptors: descriptor, available, used };
-        self.queue(index as usize, addresses)?;
-        self.ring(index)?.addresses = Some(addresses);
-        if was_running { self.update(index as usize) } else { Ok(()) }
+        let change = |handler: &mut Self| {
+            handler.queue(index, addresses)?;
+            handler.rings[index].addresses = Some(addresses);
+            Ok(())
+        };
+        // A ring that waited only for its addresses starts with the next kick descriptor.
+        match self.rings[index].running {
+            true => self.around_stop(index, change),
+            false => change(self),
+        }
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
@@ -294,9 +389,11 @@ impl VhostUserBackendReqHandlerMut for Handler {
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
         self.ring(u32::from(index))?;
-        self.stop(usize::from(index));
-        self.ring(u32::from(index))?.kick = file;
-        self.update(usize::from(index))
+        let index = usize::from(index);
+        self.around_stop(index, |handler| {
+            handler.rings[index].kick = file;
+            Ok(())
+        })
     }
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
@@ -314,11 +411,13 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
+        let mut features = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | VhostUserProtocolFeatures::RESET_DEVICE)
+            | VhostUserProtocolFeatures::RESET_DEVICE;
+        features.set(VhostUserProtocolFeatures::LOG_SHMFD, self.migratable);
+        Ok(features)
     }
 
     fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
@@ -341,13 +440,25 @@ impl VhostUserBackendReqHandlerMut for Handler {
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let queues = self.rings.len() as u16;
-        let config = config::space(self.device.mirror.layout(), queues, self.queue_size);
+        let layout = self.device.mirror.layout();
+        let config = config::space(layout, queues, self.queue_size, self.cached);
         let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
         config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
     }
 
-    fn set_config(&mut self, _offset: u32, _bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
-        unsupported("no field of the configuration can be written")
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        match (offset, bytes) {
+            (config::WRITEBACK, [cached @ (0 | 1)])
+                if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
+            {
+                self.cached = *cached == 1;
+                if self.runs() {
+                    self.apply_caching();
+                }
+                Ok(())
+            }
+            _ => unsupported("only the caching mode can be written, as 0 or 1"),
+        }
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
@@ -385,8 +496,11 @@ impl VhostUserBackendReqHandlerMut for Handler {
         unsupported("in-flight tracking was not offered")
     }
 
-    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {
-        unsupported("dirty logging was not offered")
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let log = DirtyLog::new(file, log.mmap_offset, log.mmap_size).map_err(failed)?;
+        self.log = Some(Arc::new(log));
+        self.apply_log();
+        Ok(())
     }
 
     fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {

@@ -1,68 +1,89 @@
-//! Accepts one hypervisor after the other.
+//! Accepts hypervisors: one after the other, or two while a guest migrates.
 
+use std::collections::HashMap;
 use std::io;
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::Handler;
+use super::owner::ConnectionId;
 use crate::device::Device;
 use crate::worker::Mailbox;
 
 /// Where hypervisors come from.
 pub(crate) enum Source {
-    /// Each connection is one; the next waits until it ends.
+    /// Each connection is one. Two are served at a time, the next waits until one ends.
     Listener(UnixListener),
     /// There is just this one.
     Stream(UnixStream),
 }
 
-/// The socket to shut down in order to end [`serve`].
+/// Connections that are served at the same time.
+const MAX_CONNECTIONS: usize = 2;
+
+/// The sockets to shut down in order to end [`serve`].
 #[derive(Clone, Default)]
-pub(crate) struct Stop(Arc<Mutex<StopState>>);
+pub(crate) struct Stop(Arc<(Mutex<StopState>, Condvar)>);
 
 #[derive(Default)]
 struct StopState {
     stopped: bool,
     listener: Option<UnixListener>,
-    stream: Option<UnixStream>,
+    streams: HashMap<u64, UnixStream>,
+    next_id: u64,
 }
 
 impl Stop {
-    fn state(&self) -> std::sync::MutexGuard<'_, StopState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, StopState> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the connection there is and accepts no other.
+    /// Ends the connections there are and accepts no other.
     pub(crate) fn stop(&self) {
         let mut state = self.state();
         state.stopped = true;
         if let Some(listener) = state.listener.take() {
             crate::sys::shutdown(&listener);
         }
-        if let Some(stream) = state.stream.take() {
+        for stream in state.streams.values() {
             // Fails when the peer has gone already.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
+            let _ = stream.shutdown(Shutdown::Both);
         }
+        self.0.1.notify_all();
     }
 
-    /// Closes the present connection for good: the peer may wait for an answer.
-    fn leave(&self) {
-        if let Some(stream) = self.state().stream.take() {
-            // Fails when the peer has gone already.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
+    /// Waits until one more connection can be served. Returns whether it may come.
+    fn await_room(&self) -> bool {
+        let full = |state: &mut StopState| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
+        let state = self.0.1.wait_while(self.state(), full);
+        !state.unwrap_or_else(PoisonError::into_inner).stopped
     }
 
-    /// Remembers the present connection; `false` if it is too late for one.
-    fn enter(&self, stream: &UnixStream) -> io::Result<bool> {
+    /// Remembers a connection; nothing if it is too late for one.
+    fn enter(&self, stream: &UnixStream) -> io::Result<Option<ConnectionId>> {
         let mut state = self.state();
-        state.stream = Some(stream.try_clone()?);
-        Ok(!state.stopped)
+        if state.stopped {
+            return Ok(None);
+        }
+        let id = state.next_id;
+        state.next_id += 1;
+        state.streams.insert(id, stream.try_clone()?);
+        Ok(Some(ConnectionId(id)))
+    }
+
+    /// Closes a connection for good: the peer may wait for an answer.
+    fn leave(&self, id: ConnectionId) {
+        if let Some(stream) = self.state().streams.remove(&id.0) {
+            // Fails when the peer has gone already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.0.1.notify_all();
     }
 }
 
@@ -74,45 +95,55 @@ pub(crate) fn serve(
     queue_size: u16,
     stop: &Stop,
 ) -> io::Result<()> {
+    let handler =
+        |id, migratable| Handler::new(id, migratable, device.clone(), workers.to_vec(), queue_size);
     let listener = match source {
-        Source::Stream(stream) => return connection(stream, device, workers, queue_size, stop),
+        Source::Stream(stream) => {
+            if let Some(id) = stop.enter(&stream)? {
+                connection(stream, id, handler(id, false), device, stop);
+            }
+            return Ok(());
+        }
         Source::Listener(listener) => listener,
     };
     stop.state().listener = Some(listener.try_clone()?);
-    loop {
-        if stop.state().stopped {
-            return Ok(());
-        }
-        match listener.accept() {
-            Ok((stream, _)) => {
-                if let Err(error) = connection(stream, device, workers, queue_size, stop) {
-                    tracing::error!(%error, "a connection could not be served");
+    thread::scope(|scope| {
+        while stop.await_room() {
+            let accepted = listener
+                .accept()
+                .and_then(|(stream, _)| Ok(stop.enter(&stream)?.map(|id| (stream, id))));
+            let spawned = match accepted {
+                Ok(Some((stream, id))) => {
+                    let handler = handler(id, true);
+                    let serve = move || connection(stream, id, handler, device, stop);
+                    let spawned =
+                        thread::Builder::new().name("vhost".into()).spawn_scoped(scope, serve);
+                    spawned.map(drop).inspect_err(|_| stop.leave(id))
                 }
-            }
-            Err(_) if stop.state().stopped => return Ok(()),
-            Err(error) => {
-                // Out of descriptors, most likely: that may pass.
+                Ok(None) => return,
+                Err(_) if stop.state().stopped => return,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = spawned {
+                // Out of descriptors or threads, most likely: that may pass.
                 tracing::warn!(%error, "a connection could not be accepted");
                 thread::sleep(Duration::from_millis(100));
             }
         }
-    }
+    });
+    Ok(())
 }
 
 /// Serves one hypervisor until it goes.
 fn connection(
     stream: UnixStream,
-    device: &Arc<Device>,
-    workers: &[Mailbox],
-    queue_size: u16,
+    id: ConnectionId,
+    handler: Handler,
+    device: &Device,
     stop: &Stop,
-) -> io::Result<()> {
-    if !stop.enter(&stream)? {
-        return Ok(());
-    }
+) {
     tracing::info!("a hypervisor is connected");
-    device.connected.store(true, Ordering::SeqCst);
-    let handler = Handler::new(device.clone(), workers.to_vec(), queue_size);
+    device.connected.fetch_add(1, Ordering::SeqCst);
     let handler = Arc::new(Mutex::new(handler));
     let mut requests = BackendReqHandler::from_stream(stream, handler.clone());
     let end = loop {
@@ -128,11 +159,10 @@ fn connection(
         }
     };
     handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
-    stop.leave();
-    device.connected.store(false, Ordering::SeqCst);
+    device.connected.fetch_sub(1, Ordering::SeqCst);
+    stop.leave(id);
     match end {
         Ok(()) => tracing::info!("the hypervisor has disconnected"),
         Err(error) => tracing::error!(%error, "the hypervisor's connection is closed"),
     }
-    Ok(())
 }

@@ -1,6 +1,7 @@
 //! What becomes of one request: planned, submitted, completed.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -112,7 +113,10 @@ impl Worker {
                 }
                 None => self.end(chain, Outcome::Failed),
             },
-            Kind::Flush => return self.flush(chain),
+            Kind::Flush => {
+                counters.flushes.add(1);
+                return self.flush(chain);
+            }
             Kind::GetId { data } => self.get_id(chain, &data),
             Kind::Discard { sector, sectors } | Kind::WriteZeroes { sector, sectors } => {
                 let Some(span) = layout.span(sector, u64::from(sectors) * SECTOR) else {
@@ -284,11 +288,15 @@ impl Worker {
                         .map_err(|OutsideMemory| io::ErrorKind::InvalidInput.into()),
                     (result, _) => result,
                 };
+                // Also after a failure: a part may have been written.
+                if let Some(map) = self.map() {
+                    map.mark_all(&data);
+                }
                 self.finish(chain, result, len);
             }
             Tag::Write { chain, permit } => {
                 self.device.mirror.complete(permit, result.is_ok());
-                self.finish(chain, result, 0);
+                self.written(chain, result)?;
             }
             Tag::Part(key) => {
                 let parts = &mut self.parts[key];
@@ -299,7 +307,7 @@ impl Worker {
                 if parts.left == 0 {
                     let Parts { chain, permit, result, .. } = self.parts.remove(key);
                     self.device.mirror.complete(permit, result.is_ok());
-                    self.finish(chain, result, 0);
+                    self.written(chain, result)?;
                 }
             }
             Tag::Sync { chain } => self.finish(chain, result, 0),
@@ -357,10 +365,18 @@ impl Worker {
         }
     }
 
+    /// A write has ended. In write-through mode it is answered when it is durable.
+    fn written(&mut self, chain: Chain, result: io::Result<()>) -> io::Result<()> {
+        if result.is_ok() && self.device.write_through.load(Ordering::Relaxed) {
+            return self.flush(chain);
+        }
+        self.finish(chain, result, 0);
+        Ok(())
+    }
+
     /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become
     /// present since the map was last written, the data alone is enough.
     fn flush(&mut self, chain: Chain) -> io::Result<()> {
-        self.counters().flushes.add(1);
         if self.device.flusher.is_current(&self.device.mirror.presence) {
             return self.ring.start(Io::Sync, Tag::Sync { chain });
         }
@@ -375,6 +391,9 @@ impl Worker {
         let len = id.len().min(room);
         let written =
             self.map().ok_or(OutsideMemory).and_then(|map| scatter(map, data, &id[..len]));
+        if let Some(map) = self.map() {
+            map.mark_all(data);
+        }
         let outcome = if written.is_ok() { Outcome::Ok(len as u32) } else { Outcome::Failed };
         self.end(chain, outcome);
     }

@@ -158,13 +158,17 @@ impl ActiveQueue {
         };
         let memory = self.map.memory();
         let written = match chain.status {
-            Some(address) if memory.write_obj(status as u8, address).is_ok() => data + 1,
+            Some(address) if memory.write_obj(status as u8, address).is_ok() => {
+                self.map.mark(address, 1);
+                data + 1
+            }
             _ => 0,
         };
         if let Err(error) = self.queue.add_used(memory, chain.head, written) {
             tracing::error!(%error, head = chain.head, "the guest's used ring cannot be written");
             self.broken = true;
         }
+        self.mark_used_ring();
         self.unannounced = true;
     }
 
@@ -198,7 +202,19 @@ impl ActiveQueue {
 
     /// Asks for kicks; returns whether requests came in meanwhile.
     pub(crate) fn enable_kicks(&mut self) -> bool {
-        !self.broken && self.queue.enable_notification(self.map.memory()).unwrap_or(false)
+        let more =
+            !self.broken && self.queue.enable_notification(self.map.memory()).unwrap_or(false);
+        self.mark_used_ring();
+        more
+    }
+
+    /// Records that the used ring was written, while the hypervisor wants that.
+    fn mark_used_ring(&self) {
+        if self.map.is_logged() {
+            // Flags, index, the entries, and the event index behind them.
+            let len = 6 + 8 * u64::from(self.queue.size());
+            self.map.mark(GuestAddress(self.queue.used_ring()), len);
+        }
     }
 
     /// Asks for no kicks: the worker looks by itself.
@@ -206,5 +222,6 @@ impl ActiveQueue {
         if !self.broken && self.queue.disable_notification(self.map.memory()).is_err() {
             self.broken = true;
         }
+        self.mark_used_ring();
     }
 }

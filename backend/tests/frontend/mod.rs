@@ -113,9 +113,21 @@ impl Guest {
     }
 
     pub(crate) fn connect_with(socket: &Path, setup: Setup) -> vhost::Result<Guest> {
-        let stream = UnixStream::connect(socket).expect("connect to the backend");
+        Guest::over(UnixStream::connect(socket).expect("connect to the backend"), setup)
+    }
+
+    /// Connects over a socket that is connected already.
+    pub(crate) fn over(stream: UnixStream, setup: Setup) -> vhost::Result<Guest> {
         let kept = stream.try_clone().expect("duplicate a socket");
         watched(&kept, || Guest::handshake(stream, setup))
+    }
+
+    /// Starts the queue again after GET_VRING_BASE, with rings as new.
+    pub(crate) fn restart(&mut self) {
+        self.put(self.setup.available, &[0; 4]);
+        self.put(self.setup.used, &[0; 4]);
+        (self.available, self.used) = (0, 0);
+        self.set_up_queue(self.setup).expect("start the queue again");
     }
 
     fn handshake(stream: UnixStream, setup: Setup) -> vhost::Result<Guest> {

@@ -1,0 +1,44 @@
+//! Which hypervisor runs the disk's virtqueues.
+//!
+//! Two may be connected at once, while a guest migrates from one to the other on this host: the second
+//! prepares itself, and its rings start when the last one of the first has stopped.
+
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
+
+/// How long a hypervisor may wait for another to stop its rings.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ConnectionId(pub(crate) u64);
+
+#[derive(Default)]
+pub(crate) struct Ownership {
+    owner: Mutex<Option<ConnectionId>>,
+    released: Condvar,
+}
+
+impl Ownership {
+    /// Waits until no other connection runs a ring. Returns whether that was so in time.
+    pub(crate) fn acquire(&self, id: ConnectionId) -> bool {
+        let owner = self.owner.lock().expect("no code panics with the owner locked");
+        let taken = |owner: &mut Option<ConnectionId>| owner.is_some_and(|other| other != id);
+        let (mut owner, _) =
+            self.released.wait_timeout_while(owner, PATIENCE, taken).expect("as above");
+        if taken(&mut owner) {
+            return false;
+        }
+        *owner = Some(id);
+        true
+    }
+
+    /// Lets another connection run rings, if this one did.
+    pub(crate) fn release(&self, id: ConnectionId) {
+        let mut owner = self.owner.lock().expect("no code panics with the owner locked");
+        if *owner == Some(id) {
+            *owner = None;
+            self.released.notify_all();
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! The device's features, each through a real frontend.
+
+mod frontend;
+mod support;
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use frontend::{BASE, DATA, GET_ID, Guest, HEADER, IN, OK, OUT, STATUS, Setup, USED, WRITABLE};
+use support::backend::{Backend, IMAGE, Options, Site};
+use support::repository;
+use vhost::vhost_user::message::VhostUserConfigFlags;
+use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+const SIZE: u64 = 4 << 20;
+const CHUNK: u32 = 64 << 10;
+
+/// Feature bits.
+const SIZE_MAX: u64 = 1 << 1;
+const FLUSH: u64 = 1 << 9;
+const CONFIG_WCE: u64 = 1 << 11;
+const LOG_ALL: u64 = 1 << 26;
+const EVENT_IDX: u64 = 1 << 29;
+
+/// Where the caching mode is in the configuration.
+const WRITEBACK: u32 = 32;
+
+fn site() -> Site {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    site
+}
+
+fn config(guest: &mut Guest, offset: u32, len: u32) -> Vec<u8> {
+    let flags = VhostUserConfigFlags::WRITABLE;
+    let answer = guest.frontend.get_config(offset, len, flags, &vec![0; len as usize]);
+    answer.expect("read the configuration").1
+}
+
+fn set_config(guest: &mut Guest, offset: u32, bytes: &[u8]) -> bool {
+    guest.frontend.set_config(offset, VhostUserConfigFlags::WRITABLE, bytes).is_ok()
+}
+
+fn write(guest: &mut Guest, sector: u64, fill: u8) {
+    guest.put(DATA, &[fill; 4096]);
+    assert_eq!(guest.request(OUT, sector, &[(DATA, 4096, 0)]), OK);
+}
+
+fn read(guest: &mut Guest, sector: u64) -> u8 {
+    assert_eq!(guest.request(IN, sector, &[(DATA, 4096, WRITABLE)]), OK);
+    let data = guest.get(DATA, 4096);
+    assert!(data.iter().all(|byte| *byte == data[0]));
+    data[0]
+}
+
+#[test]
+fn the_limits_of_requests_are_told() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site).with(&["--queue-size", "128"]));
+    let mut guest = Guest::connect(&backend.options.socket);
+    assert_ne!(guest.frontend.get_features().unwrap() & SIZE_MAX, 0);
+    let words = config(&mut guest, 8, 8);
+    assert_eq!(words[..4], (4u32 << 20).to_le_bytes(), "the longest segment");
+    assert_eq!(words[4..], 126u32.to_le_bytes(), "the most segments");
+}
+
+#[test]
+fn a_write_is_durable_when_it_is_answered_in_write_through_mode_only() {
+    for cached in [true, false] {
+        let site = site();
+        let backend = Backend::start(&Options::new(&site));
+        let mut guest = Guest::connect(&backend.options.socket);
+        assert_ne!(guest.frontend.get_features().unwrap() & CONFIG_WCE, 0);
+        assert_eq!(config(&mut guest, WRITEBACK, 1), [1], "cached unless the guest says otherwise");
+        assert!(set_config(&mut guest, WRITEBACK, &[u8::from(cached)]));
+        assert_eq!(config(&mut guest, WRITEBACK, 1), [u8::from(cached)]);
+        write(&mut guest, 8, 7);
+        drop(guest);
+        backend.kill();
+
+        let backend = Backend::start(&Options::new(&site));
+        let mut guest = Guest::connect(&backend.options.socket);
+        // The data is in the mirror in both cases; the map tells of it only when it was flushed.
+        assert_eq!(read(&mut guest, 8), if cached { 0 } else { 7 });
+    }
+}
+
+#[test]
+fn a_driver_that_cannot_flush_gets_write_through() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    guest.frontend.get_vring_base(0).unwrap();
+    guest.frontend.set_features(features & !FLUSH & !CONFIG_WCE).unwrap();
+    guest.restart();
+    write(&mut guest, 16, 3);
+    drop(guest);
+    backend.kill();
+    let backend = Backend::start(&Options::new(&site));
+    assert_eq!(read(&mut Guest::connect(&backend.options.socket), 16), 3);
+}
+
+#[test]
+fn nothing_else_of_the_configuration_can_be_written() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    for (offset, bytes) in [(0, &[1][..]), (WRITEBACK, &[2]), (WRITEBACK, &[1, 1]), (33, &[0])] {
+        let mut guest = Guest::connect(&backend.options.socket);
+        assert!(!set_config(&mut guest, offset, bytes), "{offset}: {bytes:?}");
+    }
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+/// The hypervisor's record of changed pages.
+struct Log(File);
+
+impl Log {
+    const LEN: u64 = 4096;
+
+    fn new() -> Log {
+        Log(support::sys::memfd(Log::LEN))
+    }
+
+    fn region(&self) -> VhostUserDirtyLogRegion {
+        let (mmap_size, mmap_handle) = (Log::LEN, self.0.as_raw_fd());
+        VhostUserDirtyLogRegion { mmap_size, mmap_offset: 0, mmap_handle }
+    }
+
+    /// The addresses of the changed pages since the last time.
+    fn take(&self) -> Vec<u64> {
+        let mut bits = vec![0; Log::LEN as usize];
+        self.0.read_exact_at(&mut bits, 0).unwrap();
+        self.0.write_all_at(&[0; Log::LEN as usize], 0).unwrap();
+        let is_set = |page: &u64| bits[(page / 8) as usize] & 1 << (page % 8) != 0;
+        (0..Log::LEN * 8).filter(is_set).map(|page| page * 4096).collect()
+    }
+}
+
+#[test]
+fn what_the_device_writes_is_logged_while_a_guest_migrates() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    assert_ne!(features & LOG_ALL, 0);
+    let protocol = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        | VhostUserProtocolFeatures::LOG_SHMFD;
+    guest.frontend.set_protocol_features(protocol).unwrap();
+    guest.frontend.set_features(features & !LOG_ALL).unwrap();
+    let log = Log::new();
+    guest.frontend.set_log_base(0, Some(log.region())).unwrap();
+    write(&mut guest, 0, 5);
+    assert!(log.take().is_empty(), "not before it is wanted");
+
+    guest.frontend.set_features(features).unwrap();
+    log.take();
+    // A write changes the status and the used ring; a read its data too, to the last byte.
+    write(&mut guest, 8, 6);
+    assert_eq!(log.take(), [USED, STATUS]);
+    let part = (DATA + 4096 - 512, 1024, WRITABLE);
+    assert_eq!(guest.request(IN, 8, &[part]), OK);
+    assert_eq!(log.take(), [USED, STATUS, DATA, DATA + 4096]);
+    // Through a buffer between, because the address is odd.
+    assert_eq!(guest.request(IN, 8, &[(DATA + 0x2001, 512, WRITABLE)]), OK);
+    assert_eq!(log.take(), [USED, STATUS, DATA + 0x2000]);
+    assert_eq!(guest.request(GET_ID, 0, &[(DATA + 0x5000, 20, WRITABLE)]), OK);
+    assert_eq!(log.take(), [USED, STATUS, DATA + 0x5000]);
+
+    // Memory that comes later.
+    let start = BASE + (16 << 20);
+    let file = FileOffset::new(support::sys::memfd(1 << 20), 0);
+    let range = (GuestAddress(start), 1 << 20, Some(file));
+    let added = GuestMemoryMmap::<()>::from_ranges_with_files([range]).unwrap();
+    let region = added.iter().next().unwrap();
+    let region = VhostUserMemoryRegionInfo::from_guest_region(region).unwrap();
+    guest.frontend.add_mem_region(&region).unwrap();
+    log.take();
+    assert_eq!(guest.request(IN, 8, &[(start + 0x3000, 4096, WRITABLE)]), OK);
+    assert_eq!(log.take(), [USED, STATUS, start + 0x3000]);
+
+    guest.frontend.set_features(features & !LOG_ALL).unwrap();
+    log.take();
+    assert_eq!(read(&mut guest, 8), 6);
+    assert!(log.take().is_empty(), "no more when it is over");
+    assert_ne!(HEADER, STATUS);
+}
+
+#[test]
+fn a_second_hypervisor_takes_over_when_the_first_has_stopped() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut first = Guest::connect(&backend.options.socket);
+    write(&mut first, 0, 1);
+    let (tell, told) = mpsc::channel();
+    let socket = backend.options.socket.clone();
+    let second = thread::spawn(move || {
+        let mut second = Guest::connect_with(&socket, Setup::default()).expect("it may connect");
+        tell.send(()).unwrap();
+        let seen = [read(&mut second, 0), read(&mut second, 8)];
+        (second, seen)
+    });
+    // It prepares itself, and waits.
+    assert!(told.recv_timeout(Duration::from_millis(500)).is_err());
+    write(&mut first, 8, 2);
+    first.frontend.get_vring_base(0).unwrap();
+    let (mut second, seen) = second.join().unwrap();
+    assert_eq!(seen, [1, 2]);
+
+    // The other way round: the guest goes back.
+    let back = thread::spawn(move || {
+        first.restart();
+        read(&mut first, 16)
+    });
+    thread::sleep(Duration::from_millis(200));
+    write(&mut second, 16, 3);
+    drop(second);
+    assert_eq!(back.join().unwrap(), 3);
+}
+
+#[test]
+fn an_inherited_connection_cannot_migrate() {
+    // Nobody can connect a second time to a socket that was handed over.
+    let site = site();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    support::sys::inherit(theirs.as_raw_fd());
+    let options = Options::new(&site).with(&["--fd", &theirs.as_raw_fd().to_string()]);
+    let _backend = Backend::start(&Options { without_socket_path: true, ..options });
+    let guest = Guest::over(ours, Setup::default()).expect("connect");
+    assert_eq!(guest.frontend.get_features().unwrap() & LOG_ALL, 0);
+}
