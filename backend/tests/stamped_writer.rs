@@ -80,7 +80,7 @@ impl Config {
             disk: rng.pick(&[4, 8, 16, 32]) * MIB + rng.pick(&[0, 0, 0x200, 0x1a00, 0x11000]),
             unit: rng.pick(&[1, BLOCK]),
             queues: rng.between(1, 2) as usize,
-            load: Load { depth: rng.pick(&[1, 2, 8, 32]), mix, skewed: rng.chance(50) },
+            load: Load { depth: rng.pick(&[1, 2, 8, 32, 64]), mix, skewed: rng.chance(50) },
             cow_memory: rng.pick(&[None, Some(1), Some(4), Some(8)]),
             askers: rng.between(1, 3) as usize,
             pause: Duration::from_millis(rng.pick(&[0, 0, 5, 50])),
@@ -302,7 +302,7 @@ fn snapshots_are_consistent_cuts_when_the_space_for_copies_is_short() {
 
 #[test]
 fn snapshots_asked_for_back_to_back_and_at_once_are_consistent_cuts() {
-    let load = Load { depth: 32, ..Config::plain(6).load };
+    let load = Load { depth: 64, ..Config::plain(6).load };
     let pause = Duration::ZERO;
     let small = Config { chunk: 64 * KIB, disk: 4 * MIB, load, ..Config::plain(6) };
     write_and_judge(Config { askers: 3, pause, ..small });
