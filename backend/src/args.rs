@@ -1,5 +1,6 @@
 //! The command line of `cairn-blk`.
 
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -91,7 +92,7 @@ pub struct Args {
     pub commit_rate: u64,
 
     /// How long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
-    /// looks [default: 50 if the host has more processors than the disk has queues, else 0].
+    /// looks [default: 50 while fewer queues run than the host has processors, else 0].
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub poll_us: Option<u32>,
 
@@ -101,13 +102,12 @@ pub struct Args {
 }
 
 impl Args {
-    /// How long a worker looks before it sleeps.
-    pub(crate) fn poll(&self) -> Duration {
+    /// How long a worker looks before it sleeps, and how many queues may run for that.
+    pub(crate) fn poll(&self) -> (Duration, usize) {
         const DEFAULT: u32 = 50;
-        let spare = std::thread::available_parallelism()
-            .is_ok_and(|processors| processors.get() > usize::from(self.num_queues));
-        let us = self.poll_us.unwrap_or(if spare { DEFAULT } else { 0 });
-        Duration::from_micros(us.into())
+        let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let most = if self.poll_us.is_some() { usize::MAX } else { processors - 1 };
+        (Duration::from_micros(self.poll_us.unwrap_or(DEFAULT).into()), most)
     }
 }
 

@@ -52,6 +52,8 @@ pub(crate) struct Device {
     pub(crate) connected: AtomicUsize,
     /// Which of them runs the virtqueues.
     pub(crate) owner: Ownership,
+    /// Virtqueues that run.
+    pub(crate) running: AtomicUsize,
     /// Whether a write is answered only when it is durable.
     pub(crate) write_through: AtomicBool,
     /// The virtqueues, a bit each, that may be in use when they are started: those that this process

@@ -369,6 +369,7 @@ fn serve(
         stats: Counters::new(mailboxes.len()),
         connected: AtomicUsize::new(0),
         owner: Ownership::default(),
+        running: AtomicUsize::new(0),
         write_through: AtomicBool::new(false),
         known_rings: AtomicU64::new(if resumable { u64::MAX } else { 0 }),
         trouble: Mutex::new(None),

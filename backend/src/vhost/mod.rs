@@ -147,6 +147,7 @@ impl Handler {
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call };
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].running = true;
+        self.device.running.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -222,6 +223,7 @@ impl Handler {
         let mut answers = Vec::new();
         for index in indices {
             if std::mem::take(&mut self.rings[index].running) {
+                self.device.running.fetch_sub(1, Ordering::Relaxed);
                 let (reply, answer) = mpsc::channel();
                 self.workers[index].send(Command::Stop(reply));
                 answers.push((index, answer));

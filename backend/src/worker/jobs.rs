@@ -54,9 +54,8 @@ pub(super) enum Tag {
     },
     /// A piece of a request that is several operations, by its key.
     Part(usize),
-    Sync {
-        chain: Chain,
-    },
+    /// A sync of the mirror's data, for the flushes in `Worker::syncing`.
+    Sync,
     /// A copy that the write under this key waits for.
     Copy(Preserve, usize),
     Spill(Preserve, usize),
@@ -310,7 +309,7 @@ impl Worker {
                     self.written(chain, result)?;
                 }
             }
-            Tag::Sync { chain } => self.finish(chain, result, 0),
+            Tag::Sync => return self.synced(&result),
             Tag::Spill(preserve, key) => {
                 let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
                 return self.preserved(preserve, key, memory, result);
@@ -378,11 +377,32 @@ impl Worker {
     /// present since the map was last written, the data alone is enough.
     fn flush(&mut self, chain: Chain) -> io::Result<()> {
         if self.device.flusher.is_current(&self.device.mirror.presence) {
-            return self.ring.start(Io::Sync, Tag::Sync { chain });
+            // One sync at a time. Those that come meanwhile need another, and share it.
+            self.unsynced.push(chain);
+            return self.start_sync();
         }
         let key = self.flushes.insert(chain);
         self.device.flusher.request(self.mailbox.clone(), key);
         Ok(())
+    }
+
+    /// Starts a sync for all flushes that wait for one, unless one is under way.
+    fn start_sync(&mut self) -> io::Result<()> {
+        if !self.syncing.is_empty() || self.unsynced.is_empty() {
+            return Ok(());
+        }
+        self.syncing = std::mem::take(&mut self.unsynced);
+        self.ring.start(Io::Sync, Tag::Sync)
+    }
+
+    fn synced(&mut self, result: &io::Result<()>) -> io::Result<()> {
+        for chain in std::mem::take(&mut self.syncing) {
+            match result {
+                Ok(()) => self.end(chain, Outcome::Ok(0)),
+                Err(error) => self.finish(chain, Err(io::Error::from(error.kind())), 0),
+            }
+        }
+        self.start_sync()
     }
 
     fn get_id(&mut self, chain: Chain, data: &[Segment]) {

@@ -16,6 +16,7 @@ mod poll;
 pub(crate) mod queue;
 
 use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -99,7 +100,7 @@ pub(crate) struct Inbox {
 pub(crate) fn spawn(
     index: usize,
     queue_size: u16,
-    poll: Duration,
+    (poll, most_queues): (Duration, usize),
     device: Arc<Device>,
     mailbox: Mailbox,
     inbox: Inbox,
@@ -125,9 +126,12 @@ pub(crate) fn spawn(
                 copying: Slab::new(),
                 parts: Slab::new(),
                 flushes: Slab::new(),
+                syncing: Vec::new(),
+                unsynced: Vec::new(),
                 seen: 0,
                 now: Instant::now(),
                 poll: Poll::new(poll),
+                most_queues,
                 paused: None,
                 stopping: None,
                 exit: false,
@@ -161,11 +165,17 @@ struct Worker {
     copying: Slab<Copying>,
     parts: Slab<Parts>,
     flushes: Slab<Chain>,
+    /// Flushes whose sync is under way,
+    syncing: Vec<Chain>,
+    /// and those that came after it began.
+    unsynced: Vec<Chain>,
     /// The event count before the last planning of the parked requests.
     seen: u64,
     /// When the worker last came back from its wait: one look at the clock for each turn.
     now: Instant,
     poll: Poll,
+    /// The most queues that may run for it to look before it sleeps: others need the processors too.
+    most_queues: usize,
     paused: Option<Pause>,
     stopping: Option<(Sender<u16>, Instant)>,
     exit: bool,
@@ -306,7 +316,8 @@ impl Worker {
     fn look_for_more(&mut self) -> io::Result<bool> {
         let idle = self.ring.in_flight() == 0 && self.parked.is_empty() && self.flushes.is_empty();
         let Some(queue) = &self.queue else { return Ok(false) };
-        if !idle || !self.takes_requests() || !self.poll.is_wanted() {
+        let spare = self.device.running.load(Ordering::Relaxed) <= self.most_queues;
+        if !idle || !spare || !self.takes_requests() || !self.poll.is_wanted() {
             return Ok(false);
         }
         // The interrupt that makes the guest act must go out first.

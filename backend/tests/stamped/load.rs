@@ -183,7 +183,7 @@ pub(crate) fn run(queue: &mut Queue, load: Load, shared: &Shared, mut rng: Rng) 
             match choose(load.mix, shared, &mut rng) {
                 Some((io, request)) => {
                     let slot = queue.take_slot().expect("fewer in flight than slots");
-                    let layout = layout(load.skewed, &mut rng);
+                    let layout = layout(&load, &mut rng);
                     pending[slot] = Some(start(queue, slot, io, request, layout, shared));
                 }
                 None => misses += 1,
@@ -219,10 +219,12 @@ pub(crate) fn run(queue: &mut Queue, load: Load, shared: &Shared, mut rng: Rng) 
     }
 }
 
-fn layout(skewed: bool, rng: &mut Rng) -> Layout {
-    if skewed && rng.chance(50) {
+fn layout(load: &Load, rng: &mut Rng) -> Layout {
+    if load.skewed && rng.chance(50) {
         let skew = rng.pick(&[1, 16, 511, 512, 2048]);
-        return Layout { skew, segments: rng.between(1, 5) as usize };
+        // All requests have to find room in a ring of 256 entries.
+        let most = (256 / load.depth - 2).min(5);
+        return Layout { skew, segments: rng.between(1, most as u64) as usize };
     }
     Layout::PLAIN
 }
