@@ -3,8 +3,8 @@
 //! One thread takes the checkpoints in order; others help it with each. For every chunk of the frozen
 //! dirty set: take it (Pending) → read it from the mirror into memory → lay over it what writes have
 //! put aside (Idle: the guest may write it again) → complete its absent blocks from the parent → hash
-//! and store it, unless it is all zeros. Chunks of which something was put aside come first, so
-//! that this memory is free again soon.
+//! and store it, unless it is all zeros. Half of a batch are chunks of which something was put
+//! aside, so that this memory is free again soon.
 //!
 //! Chunks go in batches, and several batches become durable together. Their buffers are released then,
 //! not before: if something fails, the bytes go back into the layer, because the mirror may hold newer
@@ -268,33 +268,28 @@ impl Work<'_> {
     /// Stores batches until there is nothing left.
     fn run(&self) -> Result<(), PersistError> {
         // The thread that failed tells why; the others just stop.
-        while !self.failed.load(Ordering::SeqCst) {
+        let mut more = true;
+        while more && !self.failed.load(Ordering::SeqCst) {
             let mut batch = Vec::new();
-            let result = self.gather(&mut batch).and_then(|()| self.store(&mut batch));
+            let result = self.gather(&mut batch).and_then(|left| {
+                more = left;
+                self.store(&mut batch)
+            });
             let result = match result {
                 Ok(ids) => self.add_written(batch.drain(..).zip(ids)),
                 Err(error) => Err(error),
             };
-            match result {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(error) => {
-                    self.failed.store(true, Ordering::SeqCst);
-                    self.keep(batch);
-                    return Err(error);
-                }
+            if let Err(error) = result {
+                self.failed.store(true, Ordering::SeqCst);
+                self.keep(batch);
+                return Err(error);
             }
         }
         Ok(())
     }
 
-    /// Adds a batch to what is written, and makes that durable if it is enough. Returns whether the
-    /// batch had anything in it.
-    fn add_written(
-        &self,
-        batch: impl ExactSizeIterator<Item = Written>,
-    ) -> Result<bool, PersistError> {
-        let any = batch.len() > 0;
+    /// Adds a batch to what is written, and makes that durable if it is enough.
+    fn add_written(&self, batch: impl Iterator<Item = Written>) -> Result<(), PersistError> {
         let mut written = self.written();
         written.extend(batch);
         if self.is_group(&written) {
@@ -306,7 +301,7 @@ impl Work<'_> {
             drop(written);
             self.make_durable(group)?;
         }
-        Ok(any)
+        Ok(())
     }
 
     fn is_group(&self, written: &[Written]) -> bool {
@@ -317,8 +312,9 @@ impl Work<'_> {
         if group.is_empty() {
             return Ok(());
         }
-        let flush = || self.device.repository.flush();
-        if let Err(error) = self.device.pace.run(&self.device.stats, flush) {
+        if let Err(error) = self.device.repository.flush() {
+            // Before another group is begun: the memory of this one stays in use.
+            self.failed.store(true, Ordering::SeqCst);
             self.keep(group.into_iter().map(|(item, _)| item));
             return Err(error.into());
         }
@@ -360,25 +356,29 @@ impl Work<'_> {
         }
     }
 
-    /// Collects a batch: first the chunks that hold memory, then the next ones.
-    fn gather(&self, batch: &mut Vec<Item>) -> Result<(), PersistError> {
+    /// Collects a batch: first chunks that hold memory, then the next ones. Those that another thread has
+    /// or had are left out, so it may be empty though there is more; that is told.
+    fn gather(&self, batch: &mut Vec<Item>) -> Result<bool, PersistError> {
         let chunk_size = self.device.mirror.layout().chunk_size();
         let limit = (BATCH / chunk_size).max(1);
-        self.await_rate(limit * chunk_size)?;
+        self.abort.check()?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
-        let mut chunks = self.source.costly(limit / 2);
+        let mut chunks = self.source.costly(limit.div_ceil(2));
+        let mut more = !chunks.is_empty();
         while chunks.len() < limit {
             let Some(chunk) = self.next_chunk() else { break };
             chunks.push(chunk);
+            more = true;
         }
         chunks.sort_unstable();
         chunks.dedup();
         for run in chunks.chunk_by(|one, next| one.0 + 1 == next.0) {
             self.gather_run(run, batch)?;
         }
-        Ok(())
+        self.await_rate(batch.len() * chunk_size)?;
+        Ok(more)
     }
 
     fn next_chunk(&self) -> Option<ChunkIndex> {
@@ -421,7 +421,8 @@ impl Work<'_> {
         let layout = self.device.mirror.layout();
         let room = |_| self.arena.take(layout.chunk_size());
         let buffers: Option<Vec<_>> = chunks.iter().map(room).collect();
-        let mut buffers = buffers.expect("the arena has room for each chunk of each batch");
+        let no_room = || io::Error::other("the memory of this commit is used up");
+        let mut buffers = buffers.ok_or_else(no_room)?;
         let present: Vec<_> = chunks
             .iter()
             .map(|chunk| self.device.mirror.presence.of(layout.blocks_of(*chunk)))

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! Kicks, wake-ups and completions all arrive through the ring's one wait. A request that cannot go
-//! on is parked: it holds nothing, and is planned again from the start after the next event.
+//! on is parked: it holds nothing, and is planned again from the start after the next event. A write that
+//! has to copy old blocks first is planned again when its last copy has ended.
 
 mod jobs;
 mod poll;
@@ -323,7 +324,12 @@ impl Worker {
         // The interrupt that makes the guest act must go out first.
         self.ring.submit_all()?;
         let ring = &mut self.ring;
-        Ok(self.poll.run(|| queue.has_more() || ring.has_news()))
+        let found = self.poll.run(|| queue.has_more() || ring.has_news());
+        if self.ring.has_news() {
+            // The kernel adds it to the completions only when it is asked.
+            self.ring.enter(Some(Duration::ZERO))?;
+        }
+        Ok(found)
     }
 
     fn reap_all(&mut self) -> io::Result<()> {

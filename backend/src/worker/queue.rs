@@ -31,7 +31,7 @@ pub(crate) struct Chain {
     head: u16,
     status: Option<GuestAddress>,
     pub(crate) class: Class,
-    /// When it was popped.
+    /// The beginning of the turn in which it was popped.
     pub(crate) since: Instant,
     returned: bool,
 }

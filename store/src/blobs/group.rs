@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use super::index::Slot;
 use super::segment::{ALIGNMENT, Segment};
+use crate::geometry::MAX_CHUNK_SIZE;
 use crate::id::BlobId;
 
 const MAGIC: &[u8; 8] = b"CRNGROUP";
@@ -41,8 +42,6 @@ pub(super) struct Entry {
     pub(super) id: BlobId,
     pub(super) slot: Slot,
     pub(super) segment: Arc<Segment>,
-    /// A damaged blob has this name in the index.
-    pub(super) replaces: bool,
 }
 
 /// Where the blobs of a group are: right behind its record, each at the start of a block. And where the
@@ -81,10 +80,11 @@ pub(super) fn encode(
     bytes
 }
 
-/// The blobs of a record at the start of `bytes`, if a record of this segment is there.
+/// The blobs of a record at the start of `bytes`, which are at `start` of the segment, if a record is
+/// there.
 ///
-/// A guest can write what looks like a record. So whoever uses this checks each blob's content.
-pub(super) fn decode(segment: u64, bytes: &[u8]) -> Option<Vec<(BlobId, Slot)>> {
+/// A guest can write what looks like one. So whoever uses this checks each blob's content.
+pub(super) fn decode(segment: u64, start: u64, bytes: &[u8]) -> Option<Vec<(BlobId, Slot)>> {
     let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     let wide = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
     let count = number(12)? as usize;
@@ -103,5 +103,10 @@ pub(super) fn decode(segment: u64, bytes: &[u8]) -> Option<Vec<(BlobId, Slot)>> 
         let id = BlobId::from_bytes(bytes.get(at..at + 32)?.try_into().ok()?);
         Some((id, Slot { segment, offset: wide(at + 32)?, len: number(at + 40)? }))
     };
-    (0..count).map(|n| entry(HEADER + n * ENTRY)).collect()
+    let blobs: Vec<_> = (0..count).map(|n| entry(HEADER + n * ENTRY)).collect::<Option<_>>()?;
+    // They lie where a group's blobs lie, and are no longer than blobs are.
+    let lens: Vec<_> = blobs.iter().map(|(_, slot)| slot.len as usize).collect();
+    let placed = lens.iter().all(|len| *len <= MAX_CHUNK_SIZE as usize)
+        && place(segment, start, &lens).0.iter().eq(blobs.iter().map(|(_, slot)| slot));
+    placed.then_some(blobs)
 }

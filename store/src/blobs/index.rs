@@ -4,6 +4,7 @@
 //! whoever finds a blob here may rely on it. All of it can be made again from the segments, and is
 //! when the file is missing.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
@@ -24,7 +25,8 @@ const VERSION: u64 = 1;
 const TABLES: &str = "
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    length INTEGER NOT NULL
+    length INTEGER NOT NULL,
+    taken  INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE blobs (
@@ -110,11 +112,22 @@ impl Index {
         Ok(rows.collect::<rusqlite::Result<_>>()?)
     }
 
-    /// Where the content of a segment ends. It stays while the segment is locked.
-    pub(super) fn end_of(&self, segment: u64) -> Result<u64> {
-        let reader = lock(&self.reader);
-        let mut query = reader.prepare_cached("SELECT length FROM segments WHERE number = ?")?;
-        Ok(query.query_row([segment], |row| row.get(0))?)
+    /// Takes note that this process appends to a segment, which it has locked, and returns where the
+    /// content ends.
+    ///
+    /// The change is more than a note. The last holder may have been killed in the middle of a commit
+    /// that nobody has seen, but that the database would find valid when it is next recovered: its blobs
+    /// would be known when others lie in their place. A commit of ours ends that.
+    pub(super) fn take(&self, segment: u64) -> Result<u64> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let end = transaction
+            .prepare_cached(
+                "UPDATE segments SET taken = taken + 1 WHERE number = ? RETURNING length",
+            )?
+            .query_row([segment], |row| row.get(0))?;
+        transaction.commit()?;
+        Ok(end)
     }
 
     /// Announces an empty segment.
@@ -125,17 +138,18 @@ impl Index {
     }
 
     /// Makes durable blobs known, and where their segments end now. If another process was faster with a
-    /// blob, its own counts, unless ours replaces a damaged one.
+    /// blob, its own counts, unless it is `damaged`.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
+        damaged: &HashSet<BlobId>,
         ends: impl Iterator<Item = (u64, u64)>,
     ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         for entry in entries {
             let Slot { segment, offset, len } = entry.slot;
-            let insert = match entry.replaces {
+            let insert = match damaged.contains(&entry.id) {
                 true => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
                 false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)",
             };

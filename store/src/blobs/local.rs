@@ -42,6 +42,8 @@ pub(crate) struct LocalBlobs {
     directory: PathBuf,
     index: Index,
     state: Mutex<State>,
+    /// The segment that this handle appends to.
+    current: Mutex<Option<Arc<Segment>>>,
     /// Held by the one thread that makes a group durable.
     flushing: Mutex<()>,
     /// Segments that are read.
@@ -52,8 +54,6 @@ pub(crate) struct LocalBlobs {
 
 #[derive(Default)]
 struct State {
-    /// The segment that this handle appends to.
-    current: Option<Arc<Segment>>,
     /// What is written and not in the index.
     staged: HashMap<BlobId, Slot>,
     /// Of that, what no thread flushes.
@@ -83,31 +83,30 @@ impl LocalBlobs {
                 scan(&directory, number, tell)
             })
         })?;
-        let (state, flushing, files, damaged) = Default::default();
-        Ok(Self { directory, index, state, flushing, files, damaged })
+        let (state, current, flushing, files, damaged) = Default::default();
+        Ok(Self { directory, index, state, current, flushing, files, damaged })
     }
 
     /// The segment to append to.
     fn current(&self) -> Result<Arc<Segment>> {
-        let mut state = self.state();
-        self.check(&state)?;
-        if let Some(segment) = &state.current
+        let mut current = self.current.lock().expect("no thread panics with the segment locked");
+        if let Some(segment) = &*current
             && !segment.is_full()
         {
             return Ok(Arc::clone(segment));
         }
         let segment = Arc::new(self.take_segment()?);
-        state.current = Some(Arc::clone(&segment));
+        *current = Some(Arc::clone(&segment));
         Ok(segment)
     }
 
     /// Continues a segment that nobody appends to, or begins one.
     fn take_segment(&self) -> Result<Segment> {
         for number in self.index.with_room()? {
-            if let Some(segment) = self.lock_segment(number)?
-                && !segment.is_full()
-            {
-                return Ok(segment);
+            match self.lock_segment(number) {
+                Ok(Some(segment)) if !segment.is_full() => return Ok(segment),
+                Ok(_) => {}
+                Err(error) => tracing::warn!(number, %error, "a segment cannot be continued"),
             }
         }
         loop {
@@ -122,7 +121,7 @@ impl LocalBlobs {
     fn lock_segment(&self, number: u64) -> Result<Option<Segment>> {
         let Some(segment) = Segment::lock(&self.directory, number)? else { return Ok(None) };
         // Only now nobody else moves it.
-        let end = self.index.end_of(number)?;
+        let end = self.index.take(number)?;
         if end == 0 {
             // Its file may be new.
             sys::sync_dir(&self.directory)?;
@@ -131,8 +130,8 @@ impl LocalBlobs {
         Ok(Some(segment))
     }
 
-    /// The blobs that are not there, each once.
-    fn missing<'a>(&self, blobs: &[NewBlob<'a>]) -> Result<Vec<(NewBlob<'a>, bool)>> {
+    /// The blobs that are not there, or damaged, each once.
+    fn missing<'a>(&self, blobs: &[NewBlob<'a>]) -> Result<Vec<NewBlob<'a>>> {
         let mut unstaged = Vec::with_capacity(blobs.len());
         {
             let state = self.state();
@@ -145,13 +144,11 @@ impl LocalBlobs {
             }
         }
         let slots = self.index.find_all(unstaged.iter().map(|(id, _)| id))?;
-        let damaged = self.damaged.lock().expect("no thread panics with the set locked");
-        let wanted = unstaged.into_iter().zip(slots).filter_map(|(blob, slot)| match slot {
-            None => Some((blob, false)),
-            Some(_) if damaged.contains(&blob.0) => Some((blob, true)),
-            Some(_) => None,
-        });
-        Ok(wanted.collect())
+        let damaged = self.damaged();
+        let is_missing =
+            |(id, _): &NewBlob<'_>, slot: Option<Slot>| slot.is_none() || damaged.contains(id);
+        let all = unstaged.into_iter().zip(slots);
+        Ok(all.filter(|(blob, slot)| is_missing(blob, *slot)).map(|(blob, _)| blob).collect())
     }
 
     /// Makes blobs durable and known.
@@ -164,9 +161,20 @@ impl LocalBlobs {
         for (segment, end) in ends.values() {
             // Before the index: if that fails, it may know them all the same.
             segment.set_known(*end);
-            segment.sync().inspect_err(|_| self.state().poisoned = true)?;
+            segment.sync().map_err(|error| {
+                tracing::error!(%error, "blobs may be lost");
+                self.state().poisoned = true;
+                Error::Poisoned { path: self.directory.clone() }
+            })?;
         }
-        self.index.insert(entries, ends.into_values().map(|(segment, end)| (segment.number, end)))
+        let damaged = self.damaged().clone();
+        let ends = ends.into_values().map(|(segment, end)| (segment.number, end));
+        self.index.insert(entries, &damaged, ends)?;
+        let mut still = self.damaged();
+        entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
+            still.remove(&entry.id);
+        });
+        Ok(())
     }
 
     /// Reads from a slot.
@@ -189,7 +197,7 @@ impl LocalBlobs {
             Err(error) if error.kind() == io::ErrorKind::NotFound => "the file is missing",
             Err(error) => return Err(Error::io("reading", &path, error)),
         };
-        self.damaged.lock().expect("no thread panics with the set locked").insert(*id);
+        self.damaged().insert(*id);
         Err(corrupt(reason.into()))
     }
 
@@ -212,6 +220,10 @@ impl LocalBlobs {
             true => Err(Error::Poisoned { path: self.directory.clone() }),
             false => Ok(()),
         }
+    }
+
+    fn damaged(&self) -> MutexGuard<'_, HashSet<BlobId>> {
+        self.damaged.lock().expect("no thread panics with the set locked")
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -237,17 +249,16 @@ impl Blobs for LocalBlobs {
         let mut added = 0;
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             let segment = self.current()?;
-            let contents: Vec<NewBlob<'_>> = missing.iter().map(|(blob, _)| *blob).collect();
-            let slots = segment.append(&contents)?;
+            let slots = segment.append(missing)?;
             let mut state = self.state();
             self.check(&state)?;
-            for (((id, _), replaces), slot) in missing.iter().copied().zip(slots) {
+            for ((id, _), slot) in missing.iter().copied().zip(slots) {
                 if state.staged.contains_key(&id) {
                     // Another thread was faster: nothing refers to these bytes.
                     continue;
                 }
                 state.staged.insert(id, slot);
-                state.waiting.push(Entry { id, slot, segment: Arc::clone(&segment), replaces });
+                state.waiting.push(Entry { id, slot, segment: Arc::clone(&segment) });
                 state.waiting_bytes += u64::from(slot.len);
                 added += u64::from(slot.len);
             }
@@ -275,14 +286,9 @@ impl Blobs for LocalBlobs {
         let result = self.commit(&entries);
         let mut state = self.state();
         match &result {
-            Ok(()) => {
-                let mut damaged =
-                    self.damaged.lock().expect("no thread panics with the set locked");
-                for entry in &entries {
-                    state.staged.remove(&entry.id);
-                    damaged.remove(&entry.id);
-                }
-            }
+            Ok(()) => entries.iter().for_each(|entry| {
+                state.staged.remove(&entry.id);
+            }),
             Err(_) => {
                 state.waiting_bytes +=
                     entries.iter().map(|entry| u64::from(entry.slot.len)).sum::<u64>();
@@ -303,7 +309,9 @@ fn segments_in(directory: &Path) -> Result<Vec<u64>> {
     let mut numbers = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
-        numbers.extend(name.to_str().and_then(|name| name.parse::<u64>().ok()));
+        let number = name.to_str().and_then(|name| name.parse::<u64>().ok());
+        // Another spelling of a number is no segment's name.
+        numbers.extend(number.filter(|number| path_of(directory, *number).ends_with(&name)));
     }
     numbers.sort_unstable();
     Ok(numbers)

@@ -125,7 +125,14 @@ impl Segment {
             let step = (tail.allocated).clamp(MIN_STEP, MAX_STEP).max(end - tail.allocated);
             let allocate = |to| sys::allocate(&self.file, tail.allocated..to).map(|()| to);
             let allocated = match allocate(tail.allocated + step) {
-                Err(error) if error.kind() == io::ErrorKind::StorageFull => allocate(end),
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+                    ) =>
+                {
+                    allocate(end)
+                }
                 // Then it is allocated by writing.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(end),
                 allocated => allocated,
@@ -175,7 +182,8 @@ pub(super) fn path_of(directory: &Path, number: u64) -> PathBuf {
     directory.join(format!("{number:08}"))
 }
 
-/// Tells what a segment's file holds, by its records. Each blob's content is checked.
+/// Tells what a segment's file holds, by its records. Each blob's content is checked, and all of it is
+/// made durable first. What cannot be read is left out.
 pub(super) fn scan(
     directory: &Path,
     number: u64,
@@ -184,6 +192,7 @@ pub(super) fn scan(
     let path = path_of(directory, number);
     let failed = |error| Error::io("reading", &path, error);
     let file = File::open(&path).map_err(failed)?;
+    file.sync_all().map_err(|error| Error::io("syncing", &path, error))?;
     let len = file.metadata().map_err(failed)?.len();
     // What the lost index said about the end is not known; this is behind all of it.
     tell(Found::Segment { number, end: len.next_multiple_of(ALIGNMENT as u64) })?;
@@ -191,13 +200,18 @@ pub(super) fn scan(
     let mut content = Vec::new();
     let mut at = 0;
     while at < len {
-        let filled = fill(&file, &mut record, at).map_err(failed)?;
+        let start = at;
         at += ALIGNMENT as u64;
-        for (id, slot) in group::decode(number, &record[..filled]).into_iter().flatten() {
+        let filled = match fill(&file, &mut record, start) {
+            Ok(filled) => filled,
+            Err(error) => {
+                tracing::warn!(path = %path.display(), offset = start, %error, "a block is lost");
+                continue;
+            }
+        };
+        for (id, slot) in group::decode(number, start, &record[..filled]).into_iter().flatten() {
             content.resize(slot.len as usize, 0);
-            let whole = slot.offset < len
-                && u64::from(slot.len) <= len - slot.offset
-                && file.read_exact_at(&mut content, slot.offset).is_ok();
+            let whole = file.read_exact_at(&mut content, slot.offset).is_ok();
             if whole && BlobId::of(&content) == id {
                 tell(Found::Blob { id, slot })?;
                 // A blob that is whole holds no records of ours.

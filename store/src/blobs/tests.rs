@@ -138,6 +138,9 @@ fn a_segment_is_continued_when_its_process_is_gone() {
     for n in 0..5_u8 {
         assert_eq!(place.get(&BlobId::of(&[n; 5000])).unwrap(), [n; 5000]);
     }
+    let index = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    let taken: u64 = index.query_row("SELECT taken FROM segments", [], |row| row.get(0)).unwrap();
+    assert_eq!(taken, 5, "each holder commits a change of its own before it appends");
     // Five blobs of two blocks, each with a record; nothing that was allocated ahead is left.
     assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), 5 * 3 * 4096);
 }
