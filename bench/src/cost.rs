@@ -69,7 +69,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
 fn measure(site: &Site, size: u64) -> Result<Figure> {
     let area = site.area()?;
     let begin = Instant::now();
-    let cairn = Cairn::start(site, &area, size)?;
+    let cairn = Cairn::start(site, &area, size, &[])?;
     let start_s = begin.elapsed().as_secs_f64();
     let resident_before = proc::memory(cairn.pid())?.resident;
     let mut control = cairn.control()?;

@@ -21,7 +21,7 @@ pub(super) struct CairnDisk {
 
 impl CairnDisk {
     pub(super) fn start(site: &Site, area: &Area, size: u64) -> Result<CairnDisk> {
-        let cairn = Cairn::start(site, area, size)?;
+        let cairn = Cairn::start(site, area, size, &[])?;
         let control = cairn.control()?;
         Ok(CairnDisk { cairn, control, copied_before: 0 })
     }

@@ -34,14 +34,15 @@ pub(super) fn bars(rows: &[Row]) -> Vec<Bar> {
 
 /// The price of a request must not be higher in any workload.
 fn cpu(rows: &[Row]) -> Bar {
-    let ratio =
-        |row: &Row| row.of(Contender::Cairn).cpu_us / row.of(Contender::QemuQuiet).cpu_us.max(0.01);
+    let ratio = |row: &Row| {
+        row.of(Contender::CairnQuiet).cpu_us / row.of(Contender::QemuQuiet).cpu_us.max(0.01)
+    };
     let worst = rows.iter().max_by(|a, b| ratio(a).total_cmp(&ratio(b)));
     let (worst, name) = worst.map_or((0.0, String::new()), |row| (ratio(row), row.name()));
     let above = rows.iter().filter(|row| ratio(row) > 1.0 / EQUAL).count();
     let mean = geometric_mean(rows.iter().map(ratio));
     let what = format!(
-        "CPU time of a request, of qemu without polling: mean {mean:.2}, above it in {above} of {}, \
+        "CPU time of a request, both without polling, of qemu: mean {mean:.2}, above it in {above} of {}, \
          worst in {name}",
         rows.len()
     );

@@ -18,12 +18,20 @@ pub(super) enum Contender {
     Qemu,
     /// Without polling, for the price in CPU time.
     QemuQuiet,
+    /// As its defaults have it: a worker looks for a while before it sleeps if a processor is spare.
     Cairn,
+    /// Without that, for the price in CPU time.
+    CairnQuiet,
 }
 
 impl Contender {
-    pub(super) const ALL: [Contender; 4] =
-        [Contender::Raw, Contender::Qemu, Contender::QemuQuiet, Contender::Cairn];
+    pub(super) const ALL: [Contender; 5] = [
+        Contender::Raw,
+        Contender::Qemu,
+        Contender::QemuQuiet,
+        Contender::Cairn,
+        Contender::CairnQuiet,
+    ];
 
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -31,11 +39,12 @@ impl Contender {
             Contender::Qemu => "qemu-storage-daemon",
             Contender::QemuQuiet => "qemu-storage-daemon, no polling",
             Contender::Cairn => "cairn",
+            Contender::CairnQuiet => "cairn, no polling",
         }
     }
 
     pub(super) fn is_quiet(self) -> bool {
-        self == Contender::QemuQuiet
+        matches!(self, Contender::QemuQuiet | Contender::CairnQuiet)
     }
 }
 
@@ -44,8 +53,9 @@ pub(super) struct Bed {
     raw: File,
     qemu: StorageDaemon,
     cairn: Cairn,
+    quiet_cairn: Cairn,
     // After the servers.
-    _area: Area,
+    _areas: [Area; 2],
 }
 
 impl Bed {
@@ -57,9 +67,12 @@ impl Bed {
         let file = area.path("qemu.raw");
         sys::direct_file(&file, areas.size())?;
         let qemu = StorageDaemon::start(site, &area, &file)?;
-        let cairn = Cairn::start(site, &area, areas.size())?;
-        let mut bed = Bed { areas, raw, qemu, cairn, _area: area };
-        for contender in [Contender::Raw, Contender::Qemu, Contender::Cairn] {
+        let cairn = Cairn::start(site, &area, areas.size(), &[])?;
+        let other = site.area()?;
+        let quiet_cairn = Cairn::start(site, &other, areas.size(), &["--poll-us", "0"])?;
+        let mut bed = Bed { areas, raw, qemu, cairn, quiet_cairn, _areas: [area, other] };
+        for contender in [Contender::Raw, Contender::Qemu, Contender::Cairn, Contender::CairnQuiet]
+        {
             let shape = Shape { queues: 1, depth: 8, longest: 256 << 10 };
             write_once(bed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
         }
@@ -79,6 +92,7 @@ impl Bed {
                 Box::new(self.qemu.connect(shape)?)
             }
             Contender::Cairn => Box::new(self.cairn.connect(shape)?),
+            Contender::CairnQuiet => Box::new(self.quiet_cairn.connect(shape)?),
         })
     }
 
@@ -88,6 +102,7 @@ impl Bed {
             Contender::Raw => std::process::id(),
             Contender::Qemu | Contender::QemuQuiet => self.qemu.pid(),
             Contender::Cairn => self.cairn.pid(),
+            Contender::CairnQuiet => self.quiet_cairn.pid(),
         }
     }
 }

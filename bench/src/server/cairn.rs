@@ -22,8 +22,8 @@ pub(crate) struct Cairn {
 }
 
 impl Cairn {
-    /// Makes an empty image of `size` bytes and serves it.
-    pub(crate) fn start(site: &Site, area: &Area, size: u64) -> Result<Cairn> {
+    /// Makes an empty image of `size` bytes and serves it, with `more` arguments.
+    pub(crate) fn start(site: &Site, area: &Area, size: u64, more: &[&str]) -> Result<Cairn> {
         let output = Command::new(&site.cairn)
             .args(["--store", &area.store(), "create", IMAGE, &size.to_string()])
             .output()
@@ -42,6 +42,7 @@ impl Cairn {
             .arg("--control")
             .arg(&control)
             .args(["--num-queues", &QUEUES.to_string()])
+            .args(more)
             .args(&site.blk_args);
         let mut server = Server::start(&mut command, area.path("cairn-blk.log"))?;
         server.until(|| Control::connect(&control)?.status())?;
