@@ -67,8 +67,12 @@ fn remembered_or_probed(tools: &Tools) -> Result<Accel> {
 fn boots(tools: &Tools) -> Result<bool> {
     let directory = tempfile::tempdir()?;
     let file = |name: &str| -> PathBuf { directory.path().join(name) };
-    let machine =
-        Machine { kernel_log: file("kernel"), shell: file("shell"), ..Machine::default() };
+    let machine = Machine {
+        kernel_log: file("kernel"),
+        shell: file("shell"),
+        monitor: file("monitor"),
+        ..Machine::default()
+    };
     let arguments = qemu::arguments(&machine, tools, Accel::Kvm, Version::installed()?);
     let mut process = Process::start("the probe", qemu::PROGRAM.as_ref(), arguments, file("log"))?;
     let up = process

@@ -1,13 +1,15 @@
 //! A running guest.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::json;
 
 use crate::accel::Accel;
 use crate::console::{Console, Output};
 use crate::lab::Lab;
+use crate::monitor::Monitor;
 use crate::process::Process;
 use crate::qemu::{self, Machine, Version};
 
@@ -20,10 +22,12 @@ const START_LIMIT: Duration = Duration::from_secs(10);
 pub struct Guest {
     name: String,
     console: Console,
+    monitor: Monitor,
+    begin: Instant,
     boot_time: Duration,
     // QEMU first: fields are dropped in this order, and the device serves it.
     qemu: Process,
-    _vsock: Process,
+    _vsock: Option<Process>,
 }
 
 impl Guest {
@@ -31,37 +35,52 @@ impl Guest {
     ///
     /// Its agent reaches the backends that were started for a guest of this `name`.
     pub fn boot(lab: &Lab, name: &str, disks: &[&Path]) -> Result<Guest> {
-        let tools = lab.tools();
-        let log = |part: &str| lab.path(&format!("{name}.{part}.log"));
-        let accel = Accel::choose(tools)?;
-
         let bridge = lab.path(&format!("{name}.vsock-device"));
-        let host_side = lab.vsock(name);
-        lab.remove(&bridge)?;
-        lab.remove(&host_side)?;
-        let vm =
-            format!("guest-cid=4,socket={},uds-path={}", bridge.display(), host_side.display());
-        let mut vsock =
-            Process::start("the vsock device", &tools.vsock, ["--vm", &vm], log("vsock"))?;
-        vsock.wait_for_listener(&bridge, START_LIMIT)?;
+        let vsock = start_vsock(lab, name, &bridge)?;
+        let machine = Machine { vsock: Some(bridge), ..machine(lab, name, disks) };
+        Guest::start(lab, name, &machine, Some(vsock))?.wait_booted()
+    }
 
-        let machine = Machine {
-            disks: disks.iter().map(|disk| disk.to_path_buf()).collect(),
-            vsock: Some(bridge),
-            kernel_log: log("kernel"),
-            shell: lab.path(&format!("{name}.shell")),
-        };
+    /// As [`Guest::boot`], without a vsock device, which could not migrate: the guest's agent reaches
+    /// nobody.
+    pub fn boot_migratable(lab: &Lab, name: &str, disks: &[&Path]) -> Result<Guest> {
+        Guest::start(lab, name, &machine(lab, name, disks), None)?.wait_booted()
+    }
+
+    /// A QEMU that waits at the socket `channel` for a guest from another one.
+    pub(crate) fn expect(lab: &Lab, name: &str, disks: &[&Path], channel: &Path) -> Result<Guest> {
+        lab.remove(channel)?;
+        let incoming = Some(channel.to_path_buf());
+        let machine = Machine { incoming, ..machine(lab, name, disks) };
+        let mut guest = Guest::start(lab, name, &machine, None)?;
+        guest.qemu.wait_for_listener(channel, START_LIMIT)?;
+        Ok(guest)
+    }
+
+    /// Starts QEMU, and does not wait for what is to run in it.
+    fn start(lab: &Lab, name: &str, machine: &Machine, vsock: Option<Process>) -> Result<Guest> {
+        let tools = lab.tools();
+        let accel = Accel::choose(tools)?;
         lab.remove(&machine.shell)?;
+        lab.remove(&machine.monitor)?;
         let begin = Instant::now();
-        let arguments = qemu::arguments(&machine, tools, accel, Version::installed()?);
-        let mut qemu = Process::start("QEMU", qemu::PROGRAM.as_ref(), arguments, log("qemu"))?;
+        let arguments = qemu::arguments(machine, tools, accel, Version::installed()?);
+        let log = log(lab, name, "qemu");
+        let mut qemu = Process::start("QEMU", qemu::PROGRAM.as_ref(), arguments, log)?;
         qemu.wait_for_listener(&machine.shell, START_LIMIT)?;
-        let mut console = Console::connect(&machine.shell)?;
-        console
+        let console = Console::connect(&machine.shell)?;
+        qemu.wait_for_listener(&machine.monitor, START_LIMIT)?;
+        let monitor = Monitor::connect(&machine.monitor)?;
+        let name = name.to_owned();
+        Ok(Guest { name, console, monitor, begin, boot_time: Duration::ZERO, qemu, _vsock: vsock })
+    }
+
+    fn wait_booted(mut self) -> Result<Guest> {
+        self.console
             .wait_ready(BOOT_LIMIT)
-            .with_context(|| format!("{name} does not boot:\n{}", qemu.log_tail()))?;
-        let boot_time = begin.elapsed();
-        Ok(Guest { name: name.to_owned(), console, boot_time, qemu, _vsock: vsock })
+            .with_context(|| format!("{} does not boot:\n{}", self.name, self.qemu.log_tail()))?;
+        self.boot_time = self.begin.elapsed();
+        Ok(self)
     }
 
     /// From the start of QEMU to the first command.
@@ -109,4 +128,50 @@ impl Guest {
     pub fn kill(mut self) -> Result<()> {
         self.qemu.kill()
     }
+
+    /// Ends QEMU in good order, whatever the guest does.
+    pub(crate) fn quit(mut self) -> Result<()> {
+        self.monitor.execute("quit", json!({}))?;
+        let status = self.qemu.wait(START_LIMIT)?;
+        ensure!(status.success(), "QEMU ended with {status}:\n{}", self.qemu.log_tail());
+        Ok(())
+    }
+
+    pub(crate) fn monitor(&mut self) -> &mut Monitor {
+        &mut self.monitor
+    }
+
+    /// The last lines of what QEMU said.
+    pub(crate) fn log_tail(&self) -> String {
+        self.qemu.log_tail()
+    }
+}
+
+fn log(lab: &Lab, name: &str, part: &str) -> PathBuf {
+    lab.path(&format!("{name}.{part}.log"))
+}
+
+/// A machine with files and sockets of its own.
+fn machine(lab: &Lab, name: &str, disks: &[&Path]) -> Machine {
+    Machine {
+        disks: disks.iter().map(|disk| disk.to_path_buf()).collect(),
+        vsock: None,
+        kernel_log: log(lab, name, "kernel"),
+        shell: lab.path(&format!("{name}.shell")),
+        monitor: lab.path(&format!("{name}.monitor")),
+        incoming: None,
+    }
+}
+
+/// Starts the process that is the vsock device of `name`, with QEMU's end at `bridge`.
+fn start_vsock(lab: &Lab, name: &str, bridge: &Path) -> Result<Process> {
+    let host_side = lab.vsock(name);
+    lab.remove(bridge)?;
+    lab.remove(&host_side)?;
+    let vm = format!("guest-cid=4,socket={},uds-path={}", bridge.display(), host_side.display());
+    let program = &lab.tools().vsock;
+    let log = log(lab, name, "vsock");
+    let mut vsock = Process::start("the vsock device", program, ["--vm", &vm], log)?;
+    vsock.wait_for_listener(bridge, START_LIMIT)?;
+    Ok(vsock)
 }

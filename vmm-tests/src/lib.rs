@@ -5,7 +5,8 @@
 //!   ├─ cairn()      the operator's command line
 //!   ├─ Backend      one cairn-blk ◄── vhost-user-blk ──┐
 //!   └─ Guest        one QEMU ─────────────────────────┘  with its vsock device,
-//!        └─ Console   commands in, exit codes and output back
+//!        ├─ Console   commands in, exit codes and output back
+//!        └─ Migration to another QEMU
 //! ```
 //!
 //! A guest is a kernel and an initramfs ([`Tools`] finds them, `make setup` obtains them). Its
@@ -21,6 +22,8 @@ mod control;
 mod guest;
 pub mod image;
 mod lab;
+mod migration;
+mod monitor;
 mod process;
 mod qemu;
 mod tools;
@@ -29,5 +32,6 @@ pub use backend::{Backend, Disk};
 pub use console::Output;
 pub use guest::Guest;
 pub use lab::{Lab, in_lab};
+pub use migration::Migration;
 pub use process::Process;
 pub use tools::Tools;

@@ -6,5 +6,6 @@ mod agent;
 mod checkpoint;
 mod clone;
 mod disk;
+mod migration;
 
 const MIB: u64 = 1 << 20;

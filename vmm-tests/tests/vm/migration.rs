@@ -1,0 +1,162 @@
+//! A guest that moves to another hypervisor on the same host, under its disk's one backend.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use vmm_tests::{Backend, Disk, Guest, Migration, image, in_lab};
+
+use crate::MIB;
+
+/// Bytes of each numbered block.
+const BLOCK: usize = 32 << 10;
+
+/// How long any one thing may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
+const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+const DATA_SUM: &str = "cat /mnt/data/* | sha256sum";
+const DROP_CACHE: &str = "echo 1 > /proc/sys/vm/drop_caches";
+
+#[test]
+fn a_writing_guest_moves_to_another_qemu_and_loses_nothing() {
+    in_lab("migration", |lab| {
+        lab.import_ext4("vm", 256 * MIB, 24)?;
+        let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
+        let mut guest = Guest::boot_migratable(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt")?;
+        let boot_id = guest.run(BOOT_ID)?;
+        let data = guest.run(DATA_SUM)?;
+        keep_memory_changing(&mut guest)?;
+        keep_cache_changing(&mut guest)?;
+        start_writer(&mut guest)?;
+        wait_for_blocks(&mut guest, 5)?;
+
+        let mut migration = Migration::begin(lab, guest, "vm-moved", &[backend.socket()])?;
+        // All of the memory has been sent. From here on the guest arrives with what the backend put
+        // there only if the backend tells QEMU about it.
+        wait_until("the memory is sent once", || Ok(migration.passes()? >= 1))?;
+        wait_for_requests(&backend, 50)?;
+        let mut guest = migration.finish()?;
+
+        guest.run("touch /run/calm")?;
+        assert_eq!(guest.run(BOOT_ID)?, boot_id, "the guest has booted anew");
+        assert_eq!(guest.run(DATA_SUM)?, data, "the guest's cache is not what was read into it");
+        let arrived = blocks(&mut guest)?;
+        wait_for_blocks(&mut guest, arrived + 5)?;
+        let written = stop_writer(&mut guest)?;
+        guest.run(&format!("sync && {DROP_CACHE}"))?;
+        assert_eq!(guest.run(DATA_SUM)?, data, "the guest's disk is not what it was");
+        verify(&mut guest, written)?;
+        assert_eq!(complaints(&mut guest)?, "");
+        assert_eq!(backend.stats()?.errors, 0);
+
+        let control = backend.control().display().to_string();
+        let snapshot = lab.cairn(&["checkpoint", "--control", &control, "--wait", "stable"])?;
+        let file = lab.export(snapshot.trim())?;
+        image::recover(&file)?;
+        assert!(image::read(&file, "/blocks")? == expected(written), "not what was written");
+        guest.power_off()?;
+        backend.stop()
+    });
+}
+
+/// Changes memory faster than QEMU sends it, until the file `/run/calm` is there.
+fn keep_memory_changing(guest: &mut Guest) -> Result<()> {
+    guest.run("dd if=/dev/urandom of=/run/noise bs=1M count=8 2>/dev/null")?;
+    let change = "dd if=/run/noise of=/run/changed bs=1M conv=notrunc";
+    guest.run(&format!("(while test ! -e /run/calm; do {change}; done) >/dev/null 2>&1 &"))?;
+    Ok(())
+}
+
+/// Reads the imported data into the guest's cache, over and over, until the file `/run/calm` is there.
+/// The backend alone writes to that memory.
+fn keep_cache_changing(guest: &mut Guest) -> Result<()> {
+    let read = "for file in /mnt/data/*; do test -e /run/calm || cat $file; done";
+    let step = format!("{DROP_CACHE}; {read}");
+    guest.run(&format!("(while test ! -e /run/calm; do {step}; done) >/dev/null 2>&1 &"))?;
+    Ok(())
+}
+
+/// Appends numbered blocks to `/mnt/blocks`, syncs each and reads it back from the disk, until the
+/// file `/run/stop` is there or something is wrong. `/run/count` tells how many are good.
+fn start_writer(guest: &mut Guest) -> Result<()> {
+    let write = format!(
+        "yes $n | head -c {BLOCK} > /run/block && \
+         dd if=/run/block of=/mnt/blocks bs={BLOCK} seek=$((n-1)) conv=notrunc,fsync"
+    );
+    let check = format!(
+        "dd if=/mnt/blocks of=/run/again bs={BLOCK} skip=$((n-1)) count=1 iflag=direct && \
+         cmp /run/block /run/again"
+    );
+    let count = "echo $n > /run/next && mv /run/next /run/count";
+    let step = format!("n=$((n+1)); {{ {write} && {check} && {count}; }} || break");
+    guest.run(&format!(
+        "echo 0 > /run/count; \
+         (n=0; while test ! -e /run/stop; do {step}; done; touch /run/ended) >/run/writer 2>&1 &"
+    ))?;
+    Ok(())
+}
+
+/// Ends the writer, which must have found nothing wrong, and returns how many blocks there are.
+fn stop_writer(guest: &mut Guest) -> Result<u64> {
+    guest.run("touch /run/stop")?;
+    wait_until("the writer ends", || Ok(guest.attempt("test -e /run/ended")?.code == 0))?;
+    let written = blocks(guest)?;
+    let length = guest.run("stat -c %s /mnt/blocks")?;
+    ensure!(
+        length.trim().parse() == Ok(written * BLOCK as u64),
+        "{written} blocks are good of {length}bytes:\n{}",
+        guest.run("tail /run/writer")?
+    );
+    Ok(written)
+}
+
+/// How many blocks the writer has written and found good.
+fn blocks(guest: &mut Guest) -> Result<u64> {
+    guest.run("cat /run/count")?.trim().parse().context("no count")
+}
+
+fn wait_for_blocks(guest: &mut Guest, count: u64) -> Result<()> {
+    wait_until("the writer gets on", || {
+        let ended = guest.attempt("test -e /run/ended")?.code == 0;
+        ensure!(!ended, "the writer gave up:\n{}", guest.run("tail /run/writer")?);
+        Ok(blocks(guest)? >= count)
+    })
+}
+
+/// Waits until the guest has read and written `count` times more.
+fn wait_for_requests(backend: &Backend, count: u64) -> Result<()> {
+    let before = backend.stats()?;
+    wait_until("the guest reads and writes", || {
+        let now = backend.stats()?;
+        Ok(now.reads >= before.reads + count && now.writes >= before.writes + count)
+    })
+}
+
+/// Compares all blocks, in the guest.
+fn verify(guest: &mut Guest, count: u64) -> Result<()> {
+    let expected = format!("for n in $(seq {count}); do yes $n | head -c {BLOCK}; done");
+    guest.run(&format!("({expected}) | cmp - /mnt/blocks"))?;
+    Ok(())
+}
+
+/// What the guest's kernel has to say against its disk.
+fn complaints(guest: &mut Guest) -> Result<String> {
+    guest.run("dmesg | grep -iE 'I/O error|EXT4-fs (error|warning)|virtio.*(error|fail)' || true")
+}
+
+/// The blocks from the first to number `count`, as the writer makes them.
+fn expected(count: u64) -> Vec<u8> {
+    let block = |number: u64| format!("{number}\n").into_bytes().into_iter().cycle().take(BLOCK);
+    (1..=count).flat_map(block).collect()
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
+    let end = Instant::now() + LIMIT;
+    while !holds()? {
+        ensure!(Instant::now() < end, "in vain for {LIMIT:?}: {what}");
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
