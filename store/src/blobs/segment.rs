@@ -24,9 +24,11 @@ pub(super) const ALIGNMENT: usize = 4096;
 /// A segment that is this long is not continued.
 pub(super) const SEGMENT_SIZE: u64 = 4 << 30;
 
-/// Space is allocated ahead in steps that grow with the segment, up to this.
-const MAX_STEP: u64 = 64 << 20;
+/// Space is allocated ahead: this part of what there is, within bounds. A process that ends without
+/// giving it back leaves it to the next one.
+const AHEAD: u64 = 8;
 const MIN_STEP: u64 = 1 << 20;
+const MAX_STEP: u64 = 64 << 20;
 
 pub(super) struct Segment {
     pub(super) number: u64,
@@ -122,7 +124,8 @@ impl Segment {
         let mut tail = self.tail();
         let (start, end) = (tail.end, tail.end + len);
         if end > tail.allocated {
-            let step = (tail.allocated).clamp(MIN_STEP, MAX_STEP).max(end - tail.allocated);
+            let step = (tail.allocated / AHEAD).clamp(MIN_STEP, MAX_STEP);
+            let step = step.max(end - tail.allocated);
             let allocate = |to| sys::allocate(&self.file, tail.allocated..to).map(|()| to);
             let allocated = match allocate(tail.allocated + step) {
                 Err(error)
