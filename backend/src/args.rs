@@ -92,8 +92,9 @@ pub struct Args {
     pub commit_rate: u64,
 
     /// How long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
-    /// looks [default: 50 while fewer queues run than the host has processors, else 0].
-    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    /// looks [default: 50 while the host has two processors or more for each queue that runs and two
+    /// to spare, else 0].
+    #[arg(long, value_name = "US", overrides_with = "poll_us", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub poll_us: Option<u32>,
 
     /// Let the guest read only. Many can serve one image like this.
@@ -106,7 +107,9 @@ impl Args {
     pub(crate) fn poll(&self) -> (Duration, usize) {
         const DEFAULT: u32 = 50;
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let most = if self.poll_us.is_some() { usize::MAX } else { processors - 1 };
+        // The guest and its hypervisor need processors too: with two of them it costs more than it gains.
+        let spare = (processors / 2).saturating_sub(1);
+        let most = if self.poll_us.is_some() { usize::MAX } else { spare };
         (Duration::from_micros(self.poll_us.unwrap_or(DEFAULT).into()), most)
     }
 }

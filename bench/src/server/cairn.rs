@@ -42,8 +42,8 @@ impl Cairn {
             .arg("--control")
             .arg(&control)
             .args(["--num-queues", &QUEUES.to_string()])
-            .args(more)
-            .args(&site.blk_args);
+            .args(&site.blk_args)
+            .args(more);
         let mut server = Server::start(&mut command, area.path("cairn-blk.log"))?;
         server.until(|| Control::connect(&control)?.status())?;
         server.until_exists(&socket)?;
