@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use frontend::{BASE, DATA, GET_ID, Guest, HEADER, IN, OK, OUT, STATUS, Setup, USED, WRITABLE};
 use support::backend::{Backend, IMAGE, Options, Site};
+use support::device::Shape;
 use support::repository;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
@@ -117,6 +118,56 @@ fn nothing_else_of_the_configuration_can_be_written() {
         assert!(!set_config(&mut guest, offset, bytes), "{offset}: {bytes:?}");
     }
     assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+#[test]
+fn sixty_four_queues_of_a_thousand_entries_serve() {
+    let site = site();
+    let options = Options { queues: 64, ..Options::new(&site).with(&["--queue-size", "1024"]) };
+    let mut backend = Backend::start(&options);
+    let (table, used) = (DATA + 0x4_0000, DATA + 0x5_0000);
+    let setup = Setup { size: 1024, table, used, ..Setup::default() };
+    let mut guest = Guest::connect_with(&options.socket, setup).expect("a ring of 1024 entries");
+    assert_eq!(config(&mut guest, 34, 2), 64u16.to_le_bytes());
+    drop(guest);
+    let shape = Shape { queues: 64, depth: 2, longest: 4096, ..Shape::default() };
+    let mut device = backend.device(shape);
+    for (at, queue) in (0..).zip(&mut device.queues) {
+        queue.write(at * 4096, &[at as u8 + 1; 4096]).expect("write");
+    }
+    // Each reads what another wrote.
+    for (at, queue) in (0..64).rev().zip(&mut device.queues) {
+        assert_eq!(queue.read(at * 4096, 4096).expect("read"), [at as u8 + 1; 4096]);
+    }
+    let status = backend.control().status();
+    assert_eq!(status.queues.len(), 64);
+    for queue in status.queues {
+        assert_eq!((queue.reads, queue.writes, queue.in_flight), (1, 1, 0), "{queue:?}");
+        assert!(queue.read_latency.count == 1 && queue.read_latency.max_us > 0, "{queue:?}");
+    }
+    backend.assert_alive();
+}
+
+#[test]
+fn a_device_that_is_reset_starts_from_nothing() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let protocol = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::RESET_DEVICE;
+    guest.frontend.set_protocol_features(protocol).unwrap();
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 4);
+    guest.frontend.reset_device().unwrap();
+    assert_eq!(config(&mut guest, WRITEBACK, 1), [1], "the caching mode is the default again");
+    guest.offer(0);
+    assert!(guest.wait_used(Duration::from_millis(200)).is_none(), "its rings are gone");
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    guest.frontend.set_features(features).unwrap();
+    guest.restart();
+    assert_eq!(read(&mut guest, 8), 4);
 }
 
 /// The hypervisor's record of changed pages.
