@@ -70,6 +70,10 @@ fn the_limits_of_requests_are_told() {
     let words = config(&mut guest, 8, 8);
     assert_eq!(words[..4], (4u32 << 20).to_le_bytes(), "the longest segment");
     assert_eq!(words[4..], 126u32.to_le_bytes(), "the most segments");
+    assert_eq!(config(&mut guest, 20, 4), 512u32.to_le_bytes(), "the block size");
+    assert_eq!(config(&mut guest, 24, 4), [3, 0, 8, 0], "physical blocks and the least request");
+    assert_eq!(config(&mut guest, 28, 4), (CHUNK / 512).to_le_bytes(), "the best request");
+    assert_eq!(config(&mut guest, 44, 4), 8u32.to_le_bytes(), "the granularity of discards");
 }
 
 #[test]

@@ -400,11 +400,11 @@ impl Work<'_> {
         }
         let mut left = &taken[..];
         let mut result = Ok(());
-        let pace = &self.device.pace;
-        let step = if pace.is_guest_busy(&self.device.stats) { 1 } else { taken.len().max(1) };
+        let busy = self.device.pace.is_guest_busy(&self.device.stats);
+        let step = if busy { 1 } else { taken.len().max(1) };
         let parts = taken.chunk_by(|one, next| one.0 + 1 == next.0);
         for part in parts.flat_map(|part| part.chunks(step)) {
-            result = pace.run(&self.device.stats, || self.read(part, batch));
+            result = self.read(part, batch);
             if result.is_err() {
                 break;
             }
@@ -428,7 +428,9 @@ impl Work<'_> {
             .map(|chunk| self.device.mirror.presence.of(layout.blocks_of(*chunk)))
             .collect();
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
-        self.device.disk.read_vectored(&mut slices, layout.span_of(chunks[0]).offset)?;
+        let offset = layout.span_of(chunks[0]).offset;
+        let read = || self.device.disk.read_vectored(&mut slices, offset);
+        self.device.pace.run(&self.device.stats, read)?;
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
             let aside = self.source.taken(*chunk);
             let preserve = &self.device.preserve;

@@ -65,7 +65,9 @@ impl Scratch {
     }
 
     fn freezing_agent(&self, host: &Host, timeout: u32) -> Child {
-        self.command(AGENT)
+        // Tests that run in the background of a shell may have inherited an ignored SIGINT.
+        self.command("env")
+            .args(["--default-signal=INT,TERM", AGENT])
             .arg("checkpoint")
             .arg("--freeze")
             .arg(self.target())
