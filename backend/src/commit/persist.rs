@@ -349,7 +349,7 @@ impl Work<'_> {
         loop {
             self.abort.check()?;
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || self.failed.load(Ordering::SeqCst) {
                 return Ok(());
             }
             thread::sleep(left.min(LOOK));

@@ -47,6 +47,12 @@ impl Place {
         self.dir.path().join(format!("segments/{number:08}"))
     }
 
+    /// Changes a byte of the blob that [`Place::with_blob`] made.
+    fn spoil(&self) {
+        let segment = File::options().write(true).open(self.segment(1)).unwrap();
+        segment.write_all_at(b"f", 4096 + 5).unwrap();
+    }
+
     fn segment_count(&self) -> usize {
         fs::read_dir(self.dir.path().join("segments")).unwrap().count()
     }
@@ -164,12 +170,7 @@ fn what_was_not_flushed_is_gone_with_its_handle_and_its_room_is_used_again() {
 #[test]
 fn a_flipped_bit_is_corrupt_and_the_message_names_the_blob_and_the_file() {
     let (place, id) = Place::with_blob(b"marble");
-    File::options()
-        .write(true)
-        .open(place.segment(1))
-        .unwrap()
-        .write_all_at(b"f", 4096 + 5)
-        .unwrap();
+    place.spoil();
     let error = place.get(&id).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     let text = error.to_string();
@@ -200,12 +201,7 @@ fn a_blob_longer_than_expected_is_corrupt() {
 #[test]
 fn putting_the_content_again_heals_a_blob_that_was_found_damaged() {
     let (place, id) = Place::with_blob(b"marble");
-    File::options()
-        .write(true)
-        .open(place.segment(1))
-        .unwrap()
-        .write_all_at(b"f", 4096 + 5)
-        .unwrap();
+    place.spoil();
     place.get(&id).unwrap_err();
     assert_eq!(place.put(b"marble").1, 6);
     assert_eq!(place.get(&id).unwrap(), b"marble");

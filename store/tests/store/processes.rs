@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::support::{Place, assert_holds, content, disk, name, new_snapshot, owner, write};
-use cairn_store::{ErrorKind, Mode, Repository, Root, SnapshotState};
+use cairn_store::{ChunkId, ErrorKind, Mode, Repository, Root, SnapshotState};
 
 const ROLE: &str = "CAIRN_TEST_ROLE";
 const STORE: &str = "CAIRN_TEST_STORE";
@@ -36,6 +36,7 @@ fn role() {
         "fill" => fill(&url, seed),
         "contend" => contend(&url, seed),
         "checkpoint" => checkpoint_forever(&url, seed),
+        "append" => append_forever(&url, seed),
         other => panic!("no role {other}"),
     }
 }
@@ -207,4 +208,59 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable() {
     let newest = repository.resolve(&"vm".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner(1), &newest, Mode::ReadWrite).unwrap();
     assert_ne!(attachment.parent().1, Root::default());
+}
+
+/// Stores chunk after chunk until it is killed, some of them those of its siblings, and tells each
+/// when it is durable.
+fn append_forever(url: &str, seed: u64) {
+    let repository = Repository::open(url).unwrap();
+    for n in 0..10_000 {
+        let chunks = [n / 3, 1_000_000 * seed + n];
+        for seed in chunks {
+            repository.put_chunk(&content(seed)).unwrap();
+        }
+        repository.flush().unwrap();
+        chunks.iter().for_each(|seed| println!("stored {seed}"));
+    }
+}
+
+#[test]
+fn kills_among_many_writers_leave_no_blob_that_is_known_and_not_there() {
+    const ROUNDS: u64 = 12;
+    const WRITERS: u64 = 3;
+    let place = Place::new();
+    let mut told = Vec::new();
+    for round in 0..ROUNDS {
+        // One of them is killed earlier: the others live on with the index open, and may continue its
+        // segment.
+        let mut writers: Vec<_> = (1..=WRITERS)
+            .map(|writer| start("append", &place.url(), WRITERS * round + writer))
+            .collect();
+        let mut outputs: Vec<_> = writers
+            .iter_mut()
+            .map(|writer| BufReader::new(writer.stdout.take().unwrap()).lines())
+            .map(|lines| lines.map_while(Result::ok))
+            .map(|lines| lines.filter_map(|l| l.strip_prefix("stored ")?.parse::<u64>().ok()))
+            .collect();
+        told.extend(outputs[0].next());
+        thread::sleep(Duration::from_micros(700 * round));
+        for writer in &mut writers {
+            writer.kill().unwrap();
+            thread::sleep(Duration::from_millis(5 * (round % 3)));
+        }
+        told.extend(outputs.into_iter().flatten());
+        for mut writer in writers {
+            writer.wait().unwrap();
+        }
+    }
+    assert!(told.len() >= ROUNDS as usize, "a writer ended before it had stored anything");
+    let repository = Repository::open(&place.url()).unwrap();
+    let mut buf = content(0);
+    for seed in told {
+        let id = ChunkId::of(&content(seed));
+        repository.read_chunk(&id, &mut buf).unwrap_or_else(|error| panic!("{seed}: {error}"));
+    }
+    for id in place.known_blobs() {
+        repository.read_chunk(&ChunkId::from_bytes(id), &mut buf).unwrap();
+    }
 }

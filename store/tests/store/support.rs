@@ -46,6 +46,14 @@ impl Place {
         catalog.execute_batch(statement).unwrap();
     }
 
+    /// Everything that the index knows.
+    pub(crate) fn known_blobs(&self) -> Vec<[u8; 32]> {
+        let index = rusqlite::Connection::open(self.dir.path().join("index.db")).unwrap();
+        let mut query = index.prepare("SELECT id FROM blobs").unwrap();
+        let rows = query.query_map([], |row| row.get(0)).unwrap();
+        rows.map(Result::unwrap).collect()
+    }
+
     /// The first segment's file, and where a blob is in it.
     pub(crate) fn place_of(&self, blob: &[u8; 32]) -> (PathBuf, Range<usize>) {
         let index = rusqlite::Connection::open(self.dir.path().join("index.db")).unwrap();
