@@ -83,6 +83,10 @@ const SILENT: u64 = 1 << 62;
 const FILE: types::Fixed = types::Fixed(0);
 const SPILL: types::Fixed = types::Fixed(1);
 
+/// How many operations are handed to the kernel at once. It holds the first back until it has prepared
+/// the last, so with many the disk waits; with few there are more system calls.
+const BATCH: usize = 4;
+
 /// What an event descriptor is raised by.
 static ONE: u64 = 1;
 
@@ -112,7 +116,8 @@ impl<T> Ring<T> {
         self.entries.len()
     }
 
-    /// Queues an operation. It reaches the kernel with the next [`Ring::enter`] at the latest.
+    /// Queues an operation. It reaches the kernel when a few are queued, and with the next [`Ring::enter`]
+    /// at the latest.
     pub(crate) fn start(&mut self, io: Io, tag: T) -> io::Result<()> {
         let (iovecs, io) = match io {
             Io::Read { offset, mut memory } => {
@@ -127,7 +132,11 @@ impl<T> Ring<T> {
             other => (Vec::new(), other),
         };
         let key = self.entries.insert(Entry { io, iovecs, done: 0, tag });
-        self.issue(key)
+        self.issue(key)?;
+        if self.ring.submission().len() >= BATCH {
+            tolerate(self.ring.submit())?;
+        }
+        Ok(())
     }
 
     fn issue(&mut self, key: usize) -> io::Result<()> {
