@@ -40,6 +40,11 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub mirror: PathBuf,
 
+    /// The directory for what must survive the death of this process, on a tmpfs [default: cairn in
+    /// $XDG_RUNTIME_DIR, or /run/cairn].
+    #[arg(long, value_name = "DIR", env = "CAIRN_LIVE")]
+    pub live: Option<PathBuf>,
+
     /// The unix socket to listen on for the hypervisor.
     #[arg(long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
@@ -103,6 +108,14 @@ pub struct Args {
 }
 
 impl Args {
+    /// The directory of the live directories.
+    pub(crate) fn live(&self) -> PathBuf {
+        let runtime = || std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty());
+        self.live
+            .clone()
+            .unwrap_or_else(|| runtime().map_or("/run".into(), PathBuf::from).join("cairn"))
+    }
+
     /// How long a worker looks before it sleeps, and how many queues may run for that.
     pub(crate) fn poll(&self) -> (Duration, usize) {
         const DEFAULT: u32 = 50;

@@ -14,6 +14,7 @@ use crate::mirror::Mirror;
 use crate::mirror::copies::Arena;
 use crate::mirror::disk::DiskFile;
 use crate::vhost::owner::Ownership;
+use crate::worker::ledger::OwnLedgers;
 
 /// Bytes of the serial number that a guest can ask for.
 const SERIAL: usize = 20;
@@ -57,8 +58,10 @@ pub(crate) struct Device {
     /// Whether a write is answered only when it is durable.
     pub(crate) write_through: AtomicBool,
     /// The virtqueues, a bit each, that may be in use when they are started: those that this process
-    /// has started before, or all if the mirror was stopped cleanly.
+    /// has started before, or all if the mirror is as the process before this one left it.
     pub(crate) known_rings: AtomicU64,
+    /// Requests in flight, for hypervisors that keep no record of them.
+    pub(crate) ledgers: OwnLedgers,
     /// Why no checkpoint can be taken any more, if so.
     pub(crate) trouble: Mutex<Option<String>>,
 }

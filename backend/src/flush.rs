@@ -63,8 +63,11 @@ impl Flusher {
             false => map.write_pages(&pages),
         });
         match &result {
-            Ok(()) => self.durable.store(version, Ordering::SeqCst),
-            Err(_) => mirror.presence.give_back(&pages),
+            Ok(()) => {
+                mirror.presence.are_durable();
+                self.durable.store(version, Ordering::SeqCst);
+            }
+            Err(_) => mirror.presence.give_back(),
         }
         result
     }

@@ -1,42 +1,54 @@
-//! Memory obtained from the kernel: lazily zeroed words and page-aligned buffers.
+//! Memory obtained from the kernel: page-aligned buffers, and memory that is shared through a file and so
+//! outlives the process.
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fs::File;
 use std::io;
 use std::ops::{Deref, DerefMut};
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 /// Alignment of buffers for direct I/O.
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
-/// An array of atomic words, zero at first. Pages that are never touched cost nothing, so a bitmap
-/// over a huge disk is created in constant time.
+/// Maps `bytes` of a file.
+fn map(bytes: usize, file: &File, offset: u64) -> io::Result<NonNull<u8>> {
+    let (flags, fd) = (libc::MAP_SHARED, file.as_raw_fd());
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a fresh mapping at an address of the kernel's choice takes nothing away from anybody;
+    // the result is checked.
+    let start =
+        unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, fd, offset as i64) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    NonNull::new(start.cast()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+}
+
+/// An array of atomic words, shared through a file.
 pub(crate) struct Words {
     start: NonNull<AtomicU64>,
     len: usize,
 }
 
 impl Words {
-    /// `len` words, all zero.
+    /// `len` words of this process's own, all zero.
+    #[cfg(test)]
     pub(crate) fn zeroed(len: usize) -> io::Result<Words> {
-        let bytes = len.max(1) * size_of::<AtomicU64>();
-        // SAFETY: a fresh anonymous private mapping aliases nothing; the result is checked.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let start = NonNull::new(start.cast()).ok_or_else(io::Error::last_os_error)?;
-        Ok(Words { start, len })
+        let file = crate::sys::shared_memory(Words::bytes(len) as u64)?;
+        Words::shared(&file, 0, len)
+    }
+
+    /// `len` words of a file from `offset` on, which is a multiple of a page. The file must be that long
+    /// and have all its space, or access is fatal.
+    pub(crate) fn shared(file: &File, offset: u64, len: usize) -> io::Result<Words> {
+        Ok(Words { start: map(Words::bytes(len), file, offset)?.cast(), len })
+    }
+
+    fn bytes(len: usize) -> usize {
+        len.max(1) * size_of::<AtomicU64>()
     }
 }
 
@@ -44,17 +56,16 @@ impl Deref for Words {
     type Target = [AtomicU64];
 
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping holds `len` words, is page aligned, zeroed by the kernel (a valid
-        // AtomicU64), and lives as long as `self`.
+        // SAFETY: the mapping holds `len` words, is page aligned, and lives as long as `self`; any bits
+        // are a valid AtomicU64.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Words {
     fn drop(&mut self) {
-        let bytes = self.len.max(1) * size_of::<AtomicU64>();
-        // SAFETY: exactly the mapping made in `zeroed`; nothing borrows from it any more.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), bytes) };
+        // SAFETY: exactly the mapping that was made; nothing borrows from it any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), Words::bytes(self.len)) };
     }
 }
 
@@ -62,6 +73,38 @@ impl Drop for Words {
 unsafe impl Send for Words {}
 // SAFETY: as above.
 unsafe impl Sync for Words {}
+
+/// Memory that is shared through a file. Who uses which part of it is for its owner to say.
+pub(crate) struct SharedBytes {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+impl SharedBytes {
+    /// The first `len` bytes of a file. A part may be used only when the file has space for it.
+    pub(crate) fn new(file: &File, len: usize) -> io::Result<SharedBytes> {
+        Ok(SharedBytes { start: map(len, file, 0)?, len })
+    }
+
+    /// The address of the byte at `offset`, which is inside.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.len, "an offset outside of shared memory");
+        // SAFETY: inside the mapping, or just behind it.
+        unsafe { self.start.as_ptr().add(offset) }
+    }
+}
+
+impl Drop for SharedBytes {
+    fn drop(&mut self) {
+        // SAFETY: exactly the mapping that was made; users of parts of it keep `self` alive.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+// SAFETY: an address and a length; all access is through raw pointers.
+unsafe impl Send for SharedBytes {}
+// SAFETY: as above.
+unsafe impl Sync for SharedBytes {}
 
 /// A page-aligned buffer for direct I/O. Its address does not change when the value moves.
 pub(crate) struct Buffer {
@@ -125,11 +168,14 @@ mod tests {
     use super::{Buffer, Words};
 
     #[test]
-    fn a_bitmap_over_petabytes_is_created_at_once() {
-        let words = Words::zeroed(1 << 30).unwrap();
-        words[(1 << 30) - 1].store(7, Ordering::Relaxed);
-        assert_eq!(words[(1 << 30) - 1].load(Ordering::Relaxed), 7);
-        assert_eq!(words[12345].load(Ordering::Relaxed), 0);
+    fn words_are_the_files() {
+        let file = crate::sys::shared_memory(8192).unwrap();
+        let words = Words::shared(&file, 4096, 512).unwrap();
+        words[511].store(7, Ordering::Relaxed);
+        drop(words);
+        let words = Words::shared(&file, 0, 1024).unwrap();
+        assert_eq!(words[1023].load(Ordering::Relaxed), 7);
+        assert_eq!(words[0].load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -22,14 +22,20 @@ use crate::counters::Counters;
 use crate::device::{BOUNCE, Device, serial};
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
-use crate::mirror::copies::{Arena, Spill};
+use crate::mirror::copies::{Arena, Places};
+use crate::mirror::cut::Cut;
 use crate::mirror::disk::DiskFile;
 use crate::mirror::events::Events;
+use crate::mirror::journal::Journal;
+use crate::mirror::layer::Layer;
 use crate::mirror::layout::{Layout, SECTOR, Span};
+use crate::mirror::live::{self, Live};
 use crate::mirror::map::{Identity, MapError, MapFile};
-use crate::mirror::{DirtySet, Mirror, Room, presence::Presence};
+use crate::mirror::recovery::{Recovered, recover};
+use crate::mirror::{Mirror, Room};
 use crate::vhost::owner::Ownership;
 use crate::vhost::server::{self, Source, Stop};
+use crate::worker::ledger::OwnLedgers;
 use crate::worker::{self, Command};
 use crate::{fetch, flush, lease, sys};
 
@@ -65,6 +71,16 @@ pub enum StartError {
         path: PathBuf,
         /// What is wrong with it.
         source: MapError,
+    },
+    /// The live directory cannot be used.
+    #[error(
+        "keeping live state under {}: {source}; choose a directory on a tmpfs with --live", path.display()
+    )]
+    Live {
+        /// The directory of live directories.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
     },
     /// Another process serves the mirror.
     #[error("mirror {} is in use by another process; stop that one or choose another directory", path.display())]
@@ -110,7 +126,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let store = Repository::open(&args.store).map_err(repository)?;
     let snapshot = store.resolve(&wanted).map_err(repository)?;
     snapshot.require_stable().map_err(repository)?;
-    let local = Local::open(&args.mirror, &snapshot)?;
+    let local = Local::open(args, &snapshot)?;
     let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
     local
         .check(&args.mirror, &wanted, &snapshot, record.as_ref(), &store)
@@ -120,8 +136,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let owner = MirrorOwner::this_process(local.map.identity().mirror, path.display().to_string())
         .map_err(repository)?;
     let attachment = store.attach(&owner, &snapshot, mode).map_err(repository)?;
-    let commits = commits(&store, &attachment, mode).map_err(repository)?;
-    serve(args, sockets, local, store, attachment, commits)
+    serve(args, sockets, local, store, attachment)
 }
 
 /// The sockets, bound first so that a wrong path is told before anything is touched.
@@ -169,24 +184,25 @@ struct Local {
     disk: DiskFile,
     preserve: DiskFile,
     map: MapFile,
+    journal: Arc<Journal>,
     layout: Layout,
-    presence: Presence,
-    dirty: DirtySet,
+    live: Live,
 }
 
 impl Local {
     /// Opens the directory, or makes it the mirror of `snapshot`.
-    fn open(path: &Path, snapshot: &Snapshot) -> Result<Local, StartError> {
-        let failed = |source| StartError::Mirror { path: path.into(), source };
+    fn open(args: &Args, snapshot: &Snapshot) -> Result<Local, StartError> {
+        let path = &args.mirror;
+        let failed = |source| StartError::Mirror { path: path.clone(), source };
         let mismatch =
-            |reason: &str| StartError::Mismatch { path: path.into(), reason: reason.into() };
+            |reason: &str| StartError::Mismatch { path: path.clone(), reason: reason.into() };
         let map_path = path.join("map");
         let map_failed = |source| StartError::Map { path: map_path.clone(), source };
         let mut builder = fs::DirBuilder::new();
         std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
         builder.recursive(true).create(path).map_err(failed)?;
         let disk = DiskFile::open(&path.join("disk")).map_err(|source| match source.kind() {
-            io::ErrorKind::WouldBlock => StartError::Locked { path: path.into() },
+            io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
             io::ErrorKind::InvalidInput => {
                 mismatch("is on a file system without direct I/O; use ext4, xfs or btrfs")
             }
@@ -198,7 +214,6 @@ impl Local {
             ));
         }
         let preserve = DiskFile::open(&path.join("preserve")).map_err(failed)?;
-        preserve.set_len(0).map_err(failed)?;
         let layout = Layout::new(snapshot.geometry);
         let len = disk.len().map_err(failed)?;
         let map = match MapFile::open(&map_path) {
@@ -237,8 +252,17 @@ impl Local {
         if disk.len().map_err(failed)? != layout.file_len() {
             return Err(mismatch("has a data file of the wrong length; delete the directory"));
         }
-        let (presence, dirty) = map.load(&layout).map_err(map_failed)?;
-        Ok(Local { disk, preserve, map, layout, presence, dirty })
+        let journal = Journal::open(&path.join("journal")).map_err(failed)?;
+        let base = args.live();
+        let live = Live::open(&base, &map, &layout, u64::from(args.cow_memory) << 20)
+            .map_err(|source| StartError::Live { path: base, source })?;
+        if !live.is_adopted {
+            map.load(&layout, &live.presence, &live.states[0].dirty).map_err(map_failed)?;
+            // Copies that no process will ask for any more.
+            journal.clear().map_err(failed)?;
+            preserve.set_len(0).map_err(failed)?;
+        }
+        Ok(Local { disk, preserve, map, journal: Arc::new(journal), layout, live })
     }
 
     /// Whether the mirror continues what was asked for.
@@ -250,7 +274,8 @@ impl Local {
         record: Option<&MirrorRecord>,
         store: &Repository,
     ) -> Result<(), String> {
-        let untouched = self.presence.local_bytes() == 0 && self.dirty.len() == 0;
+        let changed = self.live.states.iter().any(|state| state.dirty.len() > 0);
+        let untouched = self.live.presence.local_bytes() == 0 && !changed;
         let Some(record) = record else {
             let reason = "is not known to the repository: it belongs to another one, or was forgotten; \
                           delete the directory to start again from a snapshot";
@@ -286,17 +311,23 @@ fn new_mirror_id() -> io::Result<MirrorId> {
     Ok(MirrorId::from_bytes(bytes))
 }
 
-/// What is needed to take checkpoints. Those that a dead process left pending are lost.
+/// What is needed to take checkpoints. Those that a dead process left pending are lost, unless they were
+/// taken up.
 fn commits(
     store: &Repository,
     attachment: &Attachment,
     mode: Mode,
+    resumed: Vec<Arc<Layer>>,
 ) -> cairn_store::Result<Commits> {
     if mode == Mode::ReadOnly {
-        return Ok(Commits::new(0..0, HashSet::new()));
+        return Ok(Commits::new(0..0, HashSet::new(), resumed));
     }
     let snapshots = store.snapshots(attachment.image())?;
-    for snapshot in snapshots.iter().filter(|one| one.state == SnapshotState::Pending) {
+    let is_resumed = |one: &&Snapshot| {
+        resumed.iter().any(|layer| layer.accepted().is_some_and(|new| new.number == one.number))
+    };
+    let pending = snapshots.iter().filter(|one| one.state == SnapshotState::Pending);
+    for snapshot in pending.filter(|one| !is_resumed(one)) {
         attachment
             .fail(snapshot.number, "the disk's process died before the snapshot was stable")?;
     }
@@ -305,7 +336,7 @@ fn commits(
         .filter(|one| one.state == SnapshotState::Stable)
         .filter_map(|one| one.label)
         .collect();
-    Ok(Commits::new(attachment.reserve(RESERVE)?, labels))
+    Ok(Commits::new(attachment.reserve(RESERVE)?, labels, resumed))
 }
 
 /// Runs the threads of the disk until it is told to stop.
@@ -315,17 +346,21 @@ fn serve(
     local: Local,
     repository: Repository,
     attachment: Attachment,
-    commits: Commits,
 ) -> Result<(), StartError> {
-    let Local { disk, preserve, mut map, layout, presence, dirty } = local;
-    let (geometry, resumable) = (map.identity().geometry, map.is_clean());
-    if !resumable {
-        tracing::warn!(
-            "the mirror was not stopped cleanly: everything local counts as changed at the next \
-             checkpoint"
-        );
+    let Local { disk, preserve, mut map, journal, layout, live } = local;
+    let live_dir = live.dir().to_owned();
+    let (geometry, resumable) = (map.identity().geometry, map.is_clean() || live.is_adopted);
+    if live.is_adopted {
+        tracing::info!("taking up the mirror from a process that was killed");
+    } else {
+        if !resumable {
+            tracing::warn!(
+                "the mirror was not stopped cleanly: everything local counts as changed at the next \
+                 checkpoint"
+            );
+        }
+        map.begin().map_err(serving("marking the mirror as in use"))?;
     }
-    map.begin().map_err(serving("marking the mirror as in use"))?;
     let mut mailboxes = Vec::new();
     let mut inboxes = Vec::new();
     for _ in 0..args.num_queues {
@@ -340,18 +375,26 @@ fn serve(
         Some(mib) => mib.saturating_mul(1 << 20),
         None => layout.file_len().min(free / 2),
     };
-    let mirror = Mirror::new(
-        layout,
-        presence,
-        dirty,
-        mailboxes.len(),
-        Room {
-            arena: Arena::new((args.cow_memory as usize) << 20),
-            passage: Arena::new(PASSAGE),
-            spill: Spill::new(spill),
-        },
-        Events::new(wakes.collect()),
-    );
+    // Copies that are there already stay where they are.
+    let spill = spill.max(preserve.len().map_err(serving("looking for copies"))?);
+    let room = Room { shelf: live.shelf, passage: Arena::new(PASSAGE), spill: Places::new(spill) };
+    let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
+    let snapshots = repository.snapshots(attachment.image()).map_err(unavailable)?;
+    let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
+    let Recovered { current, layers, resumed } =
+        recover(live.states, &journal, &layout, &room, state_of)
+            .map_err(serving("taking up checkpoints"))?;
+    if !resumed.is_empty() {
+        tracing::info!(checkpoints = resumed.len(), "going on with checkpoints that were accepted");
+    }
+    let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
+    let commits = commits(&repository, &attachment, mode, resumed).map_err(unavailable)?;
+    let cut = Cut::new(live.epochs, journal, mailboxes.len(), current, layers);
+    cut.prepare().map_err(serving("preparing checkpoints"))?;
+    let ledgers = OwnLedgers::open(&live_dir.join("ledger"), mailboxes.len(), args.queue_size)
+        .map_err(serving("making the ledger of requests"))?;
+    let events = Events::new(wakes.collect());
+    let mirror = Mirror::new(layout, live.presence, cut, room, events);
     let device = Arc::new(Device {
         mirror,
         disk,
@@ -372,6 +415,7 @@ fn serve(
         running: AtomicUsize::new(0),
         write_through: AtomicBool::new(false),
         known_rings: AtomicU64::new(if resumable { u64::MAX } else { 0 }),
+        ledgers,
         trouble: Mutex::new(None),
     });
     let spawning = serving("starting a thread");
@@ -405,6 +449,9 @@ fn serve(
     }
     let _ = persist.join();
     let rested = rest(&device);
+    if rested.is_ok() {
+        live::remove(&live_dir);
+    }
     for path in sockets.paths {
         // Somebody may have removed it already.
         let _ = fs::remove_file(path);
@@ -421,7 +468,7 @@ fn rest(device: &Device) -> Result<(), StartError> {
     device
         .flusher
         .map()
-        .end(&device.mirror.presence, device.mirror.layout(), view.dirty.iter())
+        .end(&device.mirror.presence, device.mirror.layout(), view.dirty().iter())
         .map_err(&failed)?;
     let unused = device.commits.unused_numbers();
     let unused = (!unused.is_empty()).then_some(unused);

@@ -1,6 +1,7 @@
-//! System calls that the standard library does not have: sockets and priorities.
+//! System calls that the standard library does not have: sockets, shared memory and priorities.
 #![allow(unsafe_code)]
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -18,6 +19,16 @@ pub(crate) fn yield_to_others() {
     // SAFETY: no memory is passed. On Linux it concerns the calling thread, and to lower one's own
     // priority needs no privilege.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+}
+
+/// Memory that can be shared by passing its descriptor on; all zeros.
+pub(crate) fn shared_memory(len: u64) -> io::Result<File> {
+    // SAFETY: the name is a C string; the result is checked.
+    let fd = check(unsafe { libc::memfd_create(c"cairn-ledger".as_ptr(), libc::MFD_CLOEXEC) })?;
+    // SAFETY: a fresh descriptor that nobody else owns.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    file.set_len(len)?;
+    Ok(file)
 }
 
 /// Makes a pending and every later accept on this socket fail.

@@ -54,7 +54,6 @@ enum Next {
     Closed,
 }
 
-#[derive(Default)]
 struct Queue {
     /// Accepted and not ended, oldest first. The first one is being persisted.
     commits: VecDeque<Arc<Commit>>,
@@ -71,9 +70,21 @@ pub(crate) struct Commits {
 }
 
 impl Commits {
-    /// `labels` are in use in the image already.
-    pub(crate) fn new(numbers: Range<u64>, labels: HashSet<String>) -> Commits {
-        let queue = Queue { numbers, labels, ..Queue::default() };
+    /// `labels` are in use in the image already; `layers` are of checkpoints that a process before this
+    /// one had accepted.
+    pub(crate) fn new(
+        numbers: Range<u64>,
+        mut labels: HashSet<String>,
+        layers: impl IntoIterator<Item = Arc<Layer>>,
+    ) -> Commits {
+        let commit = |layer: Arc<Layer>| {
+            let new = layer.accepted()?;
+            let state = watch::Sender::new(CommitState::Pending);
+            Some(Arc::new(Commit { new, layer, asked: Instant::now(), state }))
+        };
+        let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
+        labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
+        let queue = Queue { commits, numbers, labels, closed: false };
         Commits { queue: Mutex::new(queue), changed: Condvar::new() }
     }
 
@@ -146,9 +157,11 @@ impl Commits {
                 cairn_agent::Consistency::Application => Consistency::Application,
             },
             time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            dirty_bytes: layer.dirty.len() * device.mirror.layout().chunk_size() as u64,
+            dirty_bytes: layer.dirty().len() * device.mirror.layout().chunk_size() as u64,
             pause_us: asked.elapsed().as_micros() as u64,
         };
+        // From here on it survives the death of this process.
+        layer.accept(&new);
         let commit =
             Arc::new(Commit { new, layer, asked, state: watch::Sender::new(CommitState::Pending) });
         queue.commits.push_back(commit.clone());
@@ -174,7 +187,7 @@ impl Commits {
             .iter()
             .map(|commit| PendingCommit {
                 snapshot: device.snapshot_name(commit.new.number),
-                chunks: commit.layer.dirty.len(),
+                chunks: commit.layer.dirty().len(),
                 done: commit.layer.stored_count(),
             })
             .collect()

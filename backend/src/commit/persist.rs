@@ -2,17 +2,17 @@
 //!
 //! One thread takes the checkpoints in order; others help it with each. For every chunk of the frozen
 //! dirty set: take it (Pending) → read it from the mirror into memory → lay over it what writes have
-//! put aside (Idle: the guest may write it again) → complete its absent blocks from the parent → hash
-//! and store it, unless it is all zeros. Half of a batch are chunks of which something was put
-//! aside, so that this memory is free again soon.
+//! put aside → complete its absent blocks from the parent → hash and store it, unless it is all zeros →
+//! when it is durable, Idle: the guest may write it again. Half of a batch are chunks of which something
+//! was put aside, so that this memory is free again soon.
 //!
-//! Chunks go in batches, and several batches become durable together. Their buffers are released then,
-//! not before: if something fails, the bytes go back into the layer, because the mirror may hold newer
-//! ones. [`Pace`](super::pace::Pace) sees to it that the guest comes first.
-//! When all chunks are durable the tree is written and the snapshot published, in one transaction.
+//! Chunks go in batches, and several batches become durable together. If something fails, or the process
+//! ends, what is not durable is read again from the mirror. [`Pace`](super::pace::Pace) sees to it that
+//! the guest comes first. When all chunks are durable the tree is written and the snapshot published, in
+//! one transaction.
 //!
-//! A crash before that leaves garbage in the repository and a pending name. A failure leaves a failed
-//! name; the changes go into the next checkpoint (see `Cut::give_up`). A failed layer that a later
+//! A process that is killed before that leaves garbage in the repository and a pending name; the next
+//! one goes on where it was. A failure leaves a failed name; the changes go into the next checkpoint (see `Cut::give_up`). A failed layer that a later
 //! one waits behind is absorbed: the later snapshot takes from it what it does not have itself.
 
 use std::collections::BTreeMap;
@@ -53,6 +53,10 @@ enum PersistError {
     Repository(#[from] cairn_store::Error),
     #[error("reading the mirror: {0}")]
     Mirror(#[from] io::Error),
+    #[error("reading copies back: {0}")]
+    Spill(io::Error),
+    #[error("recording what is stored: {0}")]
+    Journal(io::Error),
     #[error("{0}")]
     Layer(String),
     #[error(
@@ -142,8 +146,11 @@ fn settle(device: &Device, layer: &Layer) {
     }
 }
 
-/// Reserves numbers for the checkpoints to come.
+/// Makes ready what the checkpoints to come need.
 fn refill(device: &Device) {
+    if let Err(error) = device.mirror.cut.prepare() {
+        tracing::warn!(%error, "the next checkpoint cannot be prepared");
+    }
     let wanted = device.commits.wanted_numbers();
     if wanted > 0 {
         match device.attachment.reserve(wanted) {
@@ -168,15 +175,15 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let mut used = Vec::new();
     for (at, source) in sources.iter().enumerate() {
         let newer = &sources[..at];
-        let hidden = |chunk| newer.iter().any(|layer| layer.dirty.contains(chunk));
-        if source.dirty.iter().all(hidden) {
+        let hidden = |chunk| newer.iter().any(|layer| layer.dirty().contains(chunk));
+        if source.dirty().iter().all(hidden) {
             // So it is with one that was given up before the newer one was frozen.
             continue;
         }
         used.push(source);
         store_layer(device, source, newer, &arena, &stored, abort)?;
-        for (chunk, id) in source.stored() {
-            changes.entry(chunk).or_insert(id);
+        for (chunk, id) in source.stored().iter() {
+            changes.entry(*chunk).or_insert(*id);
         }
     }
     abort.check()?;
@@ -201,7 +208,7 @@ fn store_layer(
     stored: &AtomicU64,
     abort: &Abort,
 ) -> Result<(), PersistError> {
-    let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty.contains(chunk));
+    let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
     let work = Work {
         device,
         source,
@@ -210,7 +217,7 @@ fn store_layer(
         abort,
         chunks: Mutex::new(Box::new(
             source
-                .dirty
+                .dirty()
                 .iter()
                 .filter(move |chunk| needed(*chunk))
                 .map(ChunkIndex)
@@ -234,14 +241,17 @@ fn store_layer(
     });
     results.push(work.end());
     results.into_iter().collect::<Result<(), _>>()?;
-    match source.dirty.iter().find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
+    match source
+        .dirty()
+        .iter()
+        .find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
     {
         Some(chunk) => Err(PersistError::Incomplete(chunk)),
         None => Ok(()),
     }
 }
 
-/// A chunk whose bytes exist nowhere else, on its way to being durable.
+/// A chunk on its way to being durable.
 struct Item {
     chunk: ChunkIndex,
     copy: Copy,
@@ -281,7 +291,7 @@ impl Work<'_> {
             };
             if let Err(error) = result {
                 self.failed.store(true, Ordering::SeqCst);
-                self.keep(batch);
+                self.untake(batch);
                 return Err(error);
             }
         }
@@ -312,31 +322,32 @@ impl Work<'_> {
         if group.is_empty() {
             return Ok(());
         }
-        if let Err(error) = self.device.repository.flush() {
-            // Before another group is begun: the memory of this one stays in use.
+        let ids: Vec<_> = group.iter().map(|(item, id)| (item.chunk, *id)).collect();
+        let flushed = self.device.repository.flush().map_err(PersistError::from);
+        let stored = flushed.and_then(|()| self.source.store(&ids).map_err(PersistError::Journal));
+        if let Err(error) = stored {
             self.failed.store(true, Ordering::SeqCst);
-            self.keep(group.into_iter().map(|(item, _)| item));
-            return Err(error.into());
+            self.untake(group.into_iter().map(|(item, _)| item));
+            return Err(error);
         }
-        self.source.store(group.iter().map(|(item, id)| (item.chunk, *id)));
         drop(group);
         // Memory that writes wait for may be free again.
         self.device.mirror.events.notify();
         Ok(())
     }
 
-    /// Makes the rest durable, or keeps it if something failed.
+    /// Makes the rest durable, unless something failed.
     fn end(&self) -> Result<(), PersistError> {
         let group = mem::take(&mut *self.written());
         if self.failed.load(Ordering::SeqCst) {
-            self.keep(group.into_iter().map(|(item, _)| item));
+            self.untake(group.into_iter().map(|(item, _)| item));
             return Ok(());
         }
         self.make_durable(group)
     }
 
-    fn keep(&self, items: impl IntoIterator<Item = Item>) {
-        items.into_iter().for_each(|item| self.source.keep(item.chunk, item.copy));
+    fn untake(&self, items: impl IntoIterator<Item = Item>) {
+        items.into_iter().for_each(|item| self.source.untake(item.chunk));
     }
 
     fn written(&self) -> MutexGuard<'_, Vec<Written>> {
@@ -385,19 +396,10 @@ impl Work<'_> {
         self.chunks.lock().expect("no code panics with the iterator locked").next()
     }
 
-    /// Scheduled → Pending → Idle, with the chunks' bytes in memory, for neighbours. Those that somebody
-    /// else has or had are left out.
+    /// Scheduled → Pending, with the chunks' bytes in memory, for neighbours. Those that somebody else has
+    /// or had are left out.
     fn gather_run(&self, run: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let mut taken = Vec::with_capacity(run.len());
-        for chunk in run {
-            match self.source.take(*chunk) {
-                true => taken.push(*chunk),
-                false => {
-                    let kept = self.source.take_kept(*chunk);
-                    batch.extend(kept.map(|copy| Item { chunk: *chunk, copy }));
-                }
-            }
-        }
+        let taken: Vec<_> = run.iter().copied().filter(|chunk| self.source.take(*chunk)).collect();
         let mut left = &taken[..];
         let mut result = Ok(());
         let busy = self.device.pace.is_guest_busy(&self.device.stats);
@@ -415,8 +417,8 @@ impl Work<'_> {
         result
     }
 
-    /// Reads neighbours that are Pending and makes them Idle. Their presence is looked at first: a block
-    /// that is filled meanwhile has the parent's content, wherever it is read from.
+    /// Reads neighbours that are Pending. Their presence is looked at first: a block that is filled
+    /// meanwhile has the parent's content, wherever it is read from.
     fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
         let layout = self.device.mirror.layout();
         let room = |_| self.arena.take(layout.chunk_size());
@@ -431,18 +433,16 @@ impl Work<'_> {
         let offset = layout.span_of(chunks[0]).offset;
         let read = || self.device.disk.read_vectored(&mut slices, offset);
         self.device.pace.run(&self.device.stats, read)?;
+        let preserve = &self.device.preserve;
+        let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
+        let mut items = Vec::with_capacity(chunks.len());
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
-            let aside = self.source.taken(*chunk);
-            let preserve = &self.device.preserve;
-            // The chunk is Idle already: if its old blocks cannot be had, neither can the snapshot.
-            let present = aside
-                .lay_over(&mut data, present, |buffer, offset| preserve.read_any(buffer, offset))
-                .inspect_err(|error| {
-                    let reason = format!("reading copies back: {error}");
-                    self.device.mirror.cut.fail(self.source, reason);
-                })?;
-            batch.push(Item { chunk: *chunk, copy: Copy { data, present } });
+            let aside = self.source.aside(*chunk);
+            let present = aside.lay_over(&mut data, present, back).map_err(PersistError::Spill)?;
+            items.push(Item { chunk: *chunk, copy: Copy { data, present } });
         }
+        // All or none: what is not in the batch is put back.
+        batch.append(&mut items);
         Ok(())
     }
 

@@ -80,7 +80,7 @@ mod tests {
         let mut watch = Watch { limit: Duration::from_secs(10), stuck: None };
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let progress = |taken| Progress { layers: 1, taken };
+        let progress = |done| Progress { layers: 1, done };
         assert!(!watch.look(progress(1), at(0)));
         assert!(!watch.look(progress(1), at(9)));
         assert!(!watch.look(progress(2), at(11)), "it got on");

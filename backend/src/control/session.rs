@@ -170,7 +170,7 @@ fn status(device: &Device) -> Status {
         chunk_size: device.geometry.chunk_size(),
         read_only: device.read_only,
         connected: device.connected.load(Ordering::SeqCst) > 0,
-        dirty_bytes: view.dirty.len() * layout.chunk_size() as u64,
+        dirty_bytes: view.dirty().len() * layout.chunk_size() as u64,
         present_bytes: device.mirror.presence.local_bytes(),
         pending: device.commits.pending(device),
         trouble: device.trouble(),

@@ -1,5 +1,6 @@
 //! Bitmaps that many threads read and set at once.
 
+use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,8 +14,15 @@ pub(crate) struct Bits {
 }
 
 impl Bits {
+    /// Bits of this process's own, all zero.
+    #[cfg(test)]
     pub(crate) fn zeroed(len: u64) -> io::Result<Bits> {
         Ok(Bits { words: Words::zeroed(len.div_ceil(64) as usize)? })
+    }
+
+    /// Bits in a file, from a page's start on. It has all its space.
+    pub(crate) fn shared(file: &File, offset: u64, len: u64) -> io::Result<Bits> {
+        Ok(Bits { words: Words::shared(file, offset, len.div_ceil(64) as usize)? })
     }
 
     pub(crate) fn get(&self, bit: u64) -> bool {
@@ -70,13 +78,23 @@ pub(crate) struct DirtySet {
 }
 
 impl DirtySet {
-    /// An empty set over `chunks` chunks; constant time.
-    pub(crate) fn new(chunks: u64) -> io::Result<DirtySet> {
-        Ok(DirtySet {
-            chunks: Bits::zeroed(chunks)?,
-            summary: Bits::zeroed(chunks.div_ceil(64))?,
-            count: AtomicU64::new(0),
-        })
+    /// An empty set in bits that are all zero, one for each chunk and one for each word of those; constant
+    /// time.
+    pub(crate) fn new(chunks: Bits, summary: Bits) -> DirtySet {
+        DirtySet { chunks, summary, count: AtomicU64::new(0) }
+    }
+
+    /// Takes over bits that another process has set, perhaps without their summary.
+    pub(crate) fn recount(&self) {
+        let mut count = 0;
+        for (index, word) in self.chunks.words().iter().enumerate() {
+            let word = word.load(Ordering::Acquire);
+            if word != 0 {
+                count += u64::from(word.count_ones());
+                self.summary.set(index as u64);
+            }
+        }
+        self.count.store(count, Ordering::Relaxed);
     }
 
     pub(crate) fn insert(&self, chunk: u64) {
@@ -114,12 +132,13 @@ mod tests {
     use proptest::prelude::{any, prop};
     use proptest::{prop_assert_eq, proptest};
 
-    use super::{DirtySet, masks};
+    use super::{Bits, DirtySet, masks};
 
     proptest! {
         #[test]
         fn a_dirty_set_holds_what_was_inserted_in_order(chunks in prop::collection::vec(0u64..300_000, 0..200)) {
-            let set = DirtySet::new(300_000).unwrap();
+            let bits = |len| Bits::zeroed(len).unwrap();
+            let set = DirtySet::new(bits(300_000), bits(300_000 / 64 + 1));
             for chunk in &chunks {
                 set.insert(*chunk);
             }

@@ -1,15 +1,19 @@
 //! Room for the old content of blocks that the guest overwrites, and for chunks on their way into the
 //! repository. All of it is bounded: first memory is used, then a file on the local disk.
+#![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::blockset::BlockSet;
+use super::disk::allocate_more;
+use super::journal::Where;
 use super::layout::{BLOCK, Blocks};
-use crate::mapping::Buffer;
+use crate::mapping::{Buffer, SharedBytes};
 
 /// A bounded amount of memory.
 pub(crate) struct Arena {
@@ -46,21 +50,42 @@ impl Arena {
         }
         drop(idle);
         let buffer = kept.unwrap_or_else(|| Buffer::zeroed(len));
-        Some(ArenaBuffer { buffer: Some(buffer), arena: self.clone() })
+        Some(ArenaBuffer(Inner::Private { buffer: Some(buffer), arena: self.clone() }))
     }
 }
 
-/// Memory of an [`Arena`], given back when it is dropped.
-pub(crate) struct ArenaBuffer {
-    /// Taken by drop alone.
-    buffer: Option<Buffer>,
-    arena: Arc<Arena>,
+/// Memory of an [`Arena`] or a [`Shelf`], given back when it is dropped.
+pub(crate) struct ArenaBuffer(Inner);
+
+enum Inner {
+    Private {
+        /// Taken by drop alone.
+        buffer: Option<Buffer>,
+        arena: Arc<Arena>,
+    },
+    Shared {
+        place: Place,
+        bytes: Arc<SharedBytes>,
+    },
 }
 
 impl ArenaBuffer {
     /// The address, for an operation that owns this buffer.
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.buffer.as_mut().expect("taken by drop alone").as_mut_ptr()
+        match &mut self.0 {
+            Inner::Private { buffer, .. } => {
+                buffer.as_mut().expect("taken by drop alone").as_mut_ptr()
+            }
+            Inner::Shared { place, bytes } => bytes.at(place.offset as usize),
+        }
+    }
+
+    /// Where in the shelf it lies, if it does.
+    fn shelf_offset(&self) -> Option<u64> {
+        match &self.0 {
+            Inner::Private { .. } => None,
+            Inner::Shared { place, .. } => Some(place.offset),
+        }
     }
 }
 
@@ -68,86 +93,165 @@ impl Deref for ArenaBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.buffer.as_ref().expect("taken by drop alone")
+        match &self.0 {
+            Inner::Private { buffer, .. } => buffer.as_ref().expect("taken by drop alone"),
+            Inner::Shared { place, bytes } => {
+                let start = bytes.at(place.offset as usize);
+                // SAFETY: the place is inside the mapping and has space, as `Shelf` saw to, and it is
+                // this value's alone: no two places overlap. Any bytes are valid.
+                unsafe { std::slice::from_raw_parts(start, place.len as usize) }
+            }
+        }
     }
 }
 
 impl DerefMut for ArenaBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.buffer.as_mut().expect("taken by drop alone")
+        match &mut self.0 {
+            Inner::Private { buffer, .. } => buffer.as_mut().expect("taken by drop alone"),
+            Inner::Shared { place, bytes } => {
+                let start = bytes.at(place.offset as usize);
+                // SAFETY: as in `deref`, and `self` is borrowed exclusively.
+                unsafe { std::slice::from_raw_parts_mut(start, place.len as usize) }
+            }
+        }
     }
 }
 
 impl Drop for ArenaBuffer {
     fn drop(&mut self) {
-        let buffer = self.buffer.take().expect("taken by drop alone");
+        let Inner::Private { buffer, arena } = &mut self.0 else { return };
+        let buffer = buffer.take().expect("taken by drop alone");
         let len = buffer.len();
-        let mut idle = self.arena.idle();
-        let used = self.arena.used.fetch_sub(len, Ordering::AcqRel);
-        let fits = used + idle.len() * len <= self.arena.limit;
+        let mut idle = arena.idle();
+        let used = arena.used.fetch_sub(len, Ordering::AcqRel);
+        let fits = used + idle.len() * len <= arena.limit;
         if len >= LARGE && fits && idle.last().is_none_or(|last| last.len() == len) {
             idle.push(buffer);
         }
     }
 }
 
-/// The places in the file that takes copies when memory is short. Only the arithmetic: the file is
-/// somebody else's.
-pub(crate) struct Spill {
-    limit: u64,
-    places: Mutex<Places>,
+/// Places in a file or in shared memory. Only the arithmetic: what lies there is somebody else's.
+pub(crate) struct Places {
+    /// Free extents by offset; no two touch.
+    free: Mutex<BTreeMap<u64, u64>>,
 }
 
-#[derive(Default)]
-struct Places {
-    end: u64,
-    taken: u64,
-    /// Places that were given back, by length.
-    free: HashMap<u64, Vec<u64>>,
+impl Places {
+    /// Places within `limit` bytes.
+    pub(crate) fn new(limit: u64) -> Arc<Places> {
+        Arc::new(Places { free: Mutex::new(BTreeMap::from([(0, limit)])) })
+    }
+
+    fn free(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.free.lock().expect("no code panics with the places locked")
+    }
+
+    /// A place for `len` bytes, or nothing if there is none left. The first one that fits, so that what
+    /// is in use stays together.
+    pub(crate) fn take(self: &Arc<Places>, len: u64) -> Option<Place> {
+        let mut free = self.free();
+        let (&offset, &room) = free.iter().find(|(_, room)| **room >= len)?;
+        free.remove(&offset);
+        if room > len {
+            free.insert(offset + len, room - len);
+        }
+        Some(Place { offset, len, places: self.clone() })
+    }
+
+    /// Just this place, if it is free.
+    pub(crate) fn take_at(self: &Arc<Places>, offset: u64, len: u64) -> Option<Place> {
+        let end = offset.checked_add(len).filter(|_| len > 0)?;
+        let mut free = self.free();
+        let (&start, &room) = free.range(..=offset).next_back()?;
+        if end > start + room {
+            return None;
+        }
+        free.remove(&start);
+        if start < offset {
+            free.insert(start, offset - start);
+        }
+        if end < start + room {
+            free.insert(end, start + room - end);
+        }
+        Some(Place { offset, len, places: self.clone() })
+    }
 }
 
-impl Spill {
-    /// At most `limit` bytes.
-    pub(crate) fn new(limit: u64) -> Arc<Spill> {
-        Arc::new(Spill { limit, places: Mutex::default() })
-    }
-
-    fn places(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().expect("no code panics with the places locked")
-    }
-
-    /// A place for `len` bytes, or nothing if there is none left.
-    pub(crate) fn take(self: &Arc<Spill>, len: u64) -> Option<Place> {
-        let mut places = self.places();
-        let offset = match places.free.get_mut(&len).and_then(Vec::pop) {
-            Some(offset) => offset,
-            None if places.end + len <= self.limit => {
-                places.end += len;
-                places.end - len
-            }
-            None => return None,
-        };
-        places.taken += 1;
-        Some(Place { offset, len, spill: self.clone() })
-    }
-}
-
-/// A place in the spill file, given back when it is dropped.
+/// A place, given back when it is dropped.
 pub(crate) struct Place {
     pub(crate) offset: u64,
     len: u64,
-    spill: Arc<Spill>,
+    places: Arc<Places>,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut places = self.spill.places();
-        places.taken -= 1;
-        if places.taken == 0 {
-            *places = Places::default();
-        } else {
-            places.free.entry(self.len).or_default().push(self.offset);
+        let (mut start, mut end) = (self.offset, self.offset + self.len);
+        let mut free = self.places.free();
+        if let Some((&before, &room)) = free.range(..start).next_back()
+            && before + room == start
+        {
+            free.remove(&before);
+            start = before;
         }
+        if let Some(room) = free.remove(&end) {
+            end += room;
+        }
+        free.insert(start, end - start);
+    }
+}
+
+/// Memory for copies that outlives the process, because it is a file's.
+pub(crate) struct Shelf {
+    file: File,
+    bytes: Arc<SharedBytes>,
+    places: Arc<Places>,
+    /// Bytes for which the file has space: memory that it has not must not be touched.
+    allocated: Mutex<u64>,
+}
+
+/// The file gets its space in steps of this many bytes: most disks never need much.
+const STEP: u64 = 4 << 20;
+
+impl Shelf {
+    /// In `file`, with whatever it holds; at most `limit` bytes.
+    pub(crate) fn new(file: File, limit: u64) -> io::Result<Shelf> {
+        let bytes = Arc::new(SharedBytes::new(&file, limit as usize)?);
+        let allocated = Mutex::new(file.metadata()?.len().min(limit));
+        Ok(Shelf { file, bytes, places: Places::new(limit), allocated })
+    }
+
+    /// A page-aligned buffer with any content, or nothing if there is no room.
+    pub(crate) fn take(&self, len: u64) -> Option<ArenaBuffer> {
+        let place = self.places.take(len)?;
+        let end = place.offset + len;
+        let mut allocated = self.allocated.lock().expect("no code panics with this lock held");
+        if end > *allocated {
+            let more = (end - *allocated).next_multiple_of(STEP);
+            match allocate_more(&self.file, *allocated, more) {
+                Ok(()) => *allocated += more,
+                Err(error) => {
+                    tracing::warn!(%error, "no more shared memory for copies: they go to the disk");
+                    return None;
+                }
+            }
+        }
+        Some(self.buffer(place))
+    }
+
+    /// The buffer at this offset, which a process before this one had taken.
+    pub(crate) fn take_at(&self, offset: u64, len: u64) -> Option<ArenaBuffer> {
+        let allocated = *self.allocated.lock().expect("as in `take`");
+        let inside = offset.checked_add(len)? <= allocated;
+        let aligned = (offset | len).is_multiple_of(BLOCK);
+        let place = (inside && aligned).then(|| self.places.take_at(offset, len))??;
+        Some(self.buffer(place))
+    }
+
+    fn buffer(&self, place: Place) -> ArenaBuffer {
+        ArenaBuffer(Inner::Shared { place, bytes: self.bytes.clone() })
     }
 }
 
@@ -157,6 +261,18 @@ pub(crate) enum Old {
     File(Place),
 }
 
+impl Old {
+    /// Where the next process finds it.
+    pub(crate) fn place(&self) -> Where {
+        match self {
+            Old::Memory(buffer) => {
+                Where::Memory(buffer.shelf_offset().expect("copies are kept on the shelf"))
+            }
+            Old::File(place) => Where::File(place.offset),
+        }
+    }
+}
+
 /// The old content of a run of blocks, counted from their chunk's start.
 pub(crate) struct Piece {
     pub(crate) run: Blocks,
@@ -164,12 +280,12 @@ pub(crate) struct Piece {
 }
 
 /// What writes have put aside of one chunk.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Aside {
     /// Blocks whose state at the cut does not depend on the mirror any more: those of `pieces`, and
     /// those that were absent.
     pub(crate) decided: BlockSet,
-    pub(crate) pieces: Vec<Piece>,
+    pub(crate) pieces: Vec<Arc<Piece>>,
 }
 
 impl Aside {
@@ -183,7 +299,7 @@ impl Aside {
         read: impl Fn(&mut [u8], u64) -> io::Result<()>,
     ) -> io::Result<BlockSet> {
         let mut valid = present.without(&self.decided);
-        for Piece { run, old } in &self.pieces {
+        for Piece { run, old } in self.pieces.iter().map(Arc::as_ref) {
             let from = (run.first * BLOCK) as usize;
             let to = &mut data[from..from + run.span().len as usize];
             match old {
@@ -206,7 +322,7 @@ pub(crate) struct Copy {
 
 #[cfg(test)]
 mod tests {
-    use super::{Arena, Spill};
+    use super::{Arena, Places, Shelf};
 
     #[test]
     fn an_arena_is_bounded_but_gives_one_buffer_of_any_size() {
@@ -234,14 +350,44 @@ mod tests {
 
     #[test]
     fn places_do_not_overlap_and_are_used_again() {
-        let spill = Spill::new(3 * 4096);
-        let a = spill.take(4096).unwrap();
-        let b = spill.take(8192).unwrap();
+        let places = Places::new(4 * 4096);
+        let a = places.take(4096).unwrap();
+        let b = places.take(8192).unwrap();
         assert_eq!((a.offset, b.offset), (0, 4096));
-        assert!(spill.take(4096).is_none());
+        assert!(places.take(8192).is_none());
         drop(a);
-        assert_eq!(spill.take(4096).unwrap().offset, 0);
+        assert_eq!(places.take(4096).unwrap().offset, 0);
         drop(b);
-        assert_eq!(spill.take(3 * 4096).unwrap().offset, 0, "all of it is free again");
+        assert_eq!(places.take(4 * 4096).unwrap().offset, 0, "free neighbours are one");
+    }
+
+    #[test]
+    fn a_place_can_be_taken_again_where_it_was() {
+        let places = Places::new(8 * 4096);
+        let a = places.take_at(2 * 4096, 4096).unwrap();
+        let b = places.take_at(3 * 4096, 8192).unwrap();
+        assert!(places.take_at(4 * 4096, 4096).is_none(), "taken");
+        assert!(places.take_at(7 * 4096, 8192).is_none(), "outside");
+        assert!(places.take_at(u64::MAX, 8192).is_none() && places.take_at(0, 0).is_none());
+        assert_eq!(places.take(3 * 4096).unwrap().offset, 5 * 4096);
+        drop((a, b));
+        assert!(places.take_at(0, 8 * 4096).is_some());
+    }
+
+    #[test]
+    fn a_shelf_keeps_what_lies_on_it() {
+        let file = tempfile::tempfile().unwrap();
+        let shelf = Shelf::new(file.try_clone().unwrap(), 16 << 20).unwrap();
+        let _first = shelf.take(8192).unwrap();
+        let mut second = shelf.take(4096).unwrap();
+        second.fill(0x5a);
+        let offset = second.shelf_offset().unwrap();
+        drop(shelf);
+        let again = Shelf::new(file, 16 << 20).unwrap();
+        let second = again.take_at(offset, 4096).unwrap();
+        assert!(second.iter().all(|byte| *byte == 0x5a));
+        assert!(again.take_at(offset, 4096).is_none(), "taken");
+        assert!(again.take_at(8 << 20, 4096).is_none(), "there is no memory behind it");
+        assert!(again.take_at(100, 4096).is_none());
     }
 }

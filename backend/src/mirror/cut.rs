@@ -19,6 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::bits::DirtySet;
+use super::epoch::{EpochState, Epochs};
+use super::journal::Journal;
 use super::layer::{Epoch, Layer};
 
 /// The most frozen epochs that may wait to be published.
@@ -32,10 +34,16 @@ const COUNTERS: u64 = 32;
 pub(crate) struct View {
     generation: u64,
     pub(crate) epoch: Epoch,
-    /// What this epoch changed so far.
-    pub(crate) dirty: Arc<DirtySet>,
+    state: Arc<EpochState>,
     /// Frozen epochs that are not published, oldest first.
     pub(crate) layers: Vec<Arc<Layer>>,
+}
+
+impl View {
+    /// What this epoch changed so far.
+    pub(crate) fn dirty(&self) -> &DirtySet {
+        &self.state.dirty
+    }
 }
 
 /// The ticket counters of one worker, on cache lines of their own.
@@ -59,12 +67,13 @@ impl Entrance {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Progress {
     pub(crate) layers: usize,
-    pub(crate) taken: u64,
+    pub(crate) done: u64,
 }
 
 /// The epochs of a mirror.
 pub(crate) struct Cut {
-    chunks: u64,
+    epochs: Epochs,
+    pub(crate) journal: Arc<Journal>,
     generation: AtomicU64,
     epoch: AtomicU64,
     current: Mutex<Arc<View>>,
@@ -72,14 +81,21 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    /// Epoch 1 begins with `dirty` as its changes so far.
-    pub(crate) fn new(chunks: u64, workers: usize, dirty: DirtySet) -> Cut {
-        let view =
-            View { generation: 0, epoch: Epoch(1), dirty: Arc::new(dirty), layers: Vec::new() };
+    /// `state` is that of the current epoch, `layers` are those before it that are not published.
+    pub(crate) fn new(
+        epochs: Epochs,
+        journal: Arc<Journal>,
+        workers: usize,
+        state: EpochState,
+        layers: Vec<Arc<Layer>>,
+    ) -> Cut {
+        let epoch = state.epoch();
+        let view = View { generation: 0, epoch, state: Arc::new(state), layers };
         Cut {
-            chunks,
+            epochs,
+            journal,
             generation: AtomicU64::new(0),
-            epoch: AtomicU64::new(1),
+            epoch: AtomicU64::new(epoch.0),
             current: Mutex::new(Arc::new(view)),
             tickets: (0..workers)
                 .map(|_| Tickets(std::array::from_fn(|_| AtomicU64::new(0))))
@@ -153,17 +169,24 @@ impl Cut {
     /// Ends the current epoch: its dirty set becomes a layer. Constant time. `None` if
     /// [`MAX_LAYERS`] wait already.
     pub(crate) fn freeze(&self) -> io::Result<Option<Arc<Layer>>> {
-        let dirty = DirtySet::new(self.chunks)?;
+        let next = self.epochs.take()?;
         let mut current = self.current();
         if current.layers.len() == MAX_LAYERS {
+            next.remove();
             return Ok(None);
         }
-        let layer = Arc::new(Layer::new(current.epoch, current.dirty.clone(), self.chunks)?);
+        let layer = Arc::new(Layer::new(current.state.clone(), self.journal.clone()));
         let mut layers = current.layers.clone();
         layers.push(layer.clone());
         let epoch = Epoch(current.epoch.0 + 1);
-        self.replace(&mut current, View { generation: 0, epoch, dirty: Arc::new(dirty), layers });
+        next.begin(epoch);
+        self.replace(&mut current, View { generation: 0, epoch, state: Arc::new(next), layers });
         Ok(Some(layer))
+    }
+
+    /// Makes ready what the next [`Cut::freeze`] needs.
+    pub(crate) fn prepare(&self) -> io::Result<()> {
+        self.epochs.prepare()
     }
 
     /// Removes `layer` and all before it, which it has absorbed: they are published.
@@ -184,8 +207,8 @@ impl Cut {
             return;
         }
         // No freeze can come between: this set is the next layer's.
-        for chunk in current.layers.iter().flat_map(|failed| failed.dirty.iter()) {
-            current.dirty.insert(chunk);
+        for chunk in current.layers.iter().flat_map(|failed| failed.dirty().iter()) {
+            current.dirty().insert(chunk);
         }
         let done = current.layers.clone();
         self.drop_layers(&mut current, done, Vec::new());
@@ -194,27 +217,28 @@ impl Cut {
     /// How far storing the frozen epochs has come.
     pub(crate) fn progress(&self) -> Progress {
         let view = self.view();
-        let taken = view.layers.iter().map(|layer| layer.taken_count()).sum();
-        Progress { layers: view.layers.len(), taken }
+        let done = view.layers.iter().map(|layer| layer.done_count()).sum();
+        Progress { layers: view.layers.len(), done }
     }
 
     /// Gives a frozen epoch up: its snapshot cannot be had any more, and no write waits for it. Its changes
     /// join the current epoch at once, so that the next checkpoint does not need this one.
-    pub(crate) fn fail(&self, layer: &Layer, reason: String) {
+    pub(crate) fn fail(&self, layer: &Layer, reason: &str) {
         debug_assert!(layer.is_settled(), "the dirty set may still grow");
         // No freeze can come between.
         let current = self.current();
-        layer.set_failure(reason);
-        for chunk in layer.dirty.iter() {
-            current.dirty.insert(chunk);
+        // Its changes first: the process may end in between.
+        for chunk in layer.dirty().iter() {
+            current.dirty().insert(chunk);
         }
+        layer.set_failure(reason);
     }
 
     /// As [`Cut::fail`], for the oldest one that is not given up already.
     pub(crate) fn fail_oldest(&self, reason: &str) {
         let view = self.view();
         if let Some(layer) = view.layers.iter().find(|layer| layer.failure().is_none()) {
-            self.fail(layer, reason.into());
+            self.fail(layer, reason);
         }
     }
 
@@ -227,9 +251,14 @@ impl Cut {
         for layer in done {
             layer.close();
         }
-        let view =
-            View { generation: 0, epoch: current.epoch, dirty: current.dirty.clone(), layers };
-        self.replace(current, view);
+        // Nobody writes a record that is still needed: that takes a layer.
+        if layers.is_empty()
+            && let Err(error) = self.journal.clear()
+        {
+            tracing::error!(%error, "the journal of the mirror cannot be emptied");
+        }
+        let state = current.state.clone();
+        self.replace(current, View { generation: 0, epoch: current.epoch, state, layers });
     }
 
     fn replace(&self, current: &mut MutexGuard<'_, Arc<View>>, view: View) {
@@ -245,10 +274,14 @@ impl Cut {
 mod tests {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-    use super::{Cut, DirtySet, MAX_LAYERS};
+    use super::{Cut, Epoch, Epochs, Journal, MAX_LAYERS};
 
     fn cut() -> Cut {
-        Cut::new(100, 2, DirtySet::new(100).unwrap())
+        let epochs = Epochs::private(100);
+        let state = epochs.take().unwrap();
+        state.begin(Epoch(1));
+        let journal = Journal::new(tempfile::tempfile().unwrap()).unwrap();
+        Cut::new(epochs, journal.into(), 2, state, Vec::new())
     }
 
     #[test]
@@ -311,16 +344,16 @@ mod tests {
     #[test]
     fn a_failed_layer_joins_the_current_epoch_unless_a_later_one_waits() {
         let cut = cut();
-        cut.view().dirty.insert(1);
+        cut.view().dirty().insert(1);
         let first = cut.freeze().unwrap().unwrap();
-        cut.view().dirty.insert(2);
+        cut.view().dirty().insert(2);
         let second = cut.freeze().unwrap().unwrap();
         cut.give_up(&first);
         assert_eq!(cut.view().layers.len(), 2, "the second absorbs the first");
-        cut.view().dirty.insert(3);
+        cut.view().dirty().insert(3);
         cut.give_up(&second);
         assert!(cut.view().layers.is_empty());
-        assert_eq!(cut.view().dirty.iter().collect::<Vec<_>>(), [1, 2, 3]);
+        assert_eq!(cut.view().dirty().iter().collect::<Vec<_>>(), [1, 2, 3]);
     }
 
     #[test]

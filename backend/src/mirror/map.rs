@@ -134,16 +134,24 @@ impl MapFile {
         &self.identity
     }
 
+    /// Grows with each header that is written.
+    pub(crate) fn sequence(&self) -> u64 {
+        self.header.sequence
+    }
+
     /// Whether the last process stopped in good order.
     pub(crate) fn is_clean(&self) -> bool {
         self.header.rest != Rest::InUse
     }
 
-    /// Reads what is local, and what had changed since the last checkpoint at a clean stop. After
-    /// an unclean one every chunk with local blocks counts as changed.
-    pub(crate) fn load(&self, layout: &Layout) -> Result<(Presence, DirtySet), MapError> {
-        let presence = Presence::absent(layout.block_count())?;
-        let dirty = DirtySet::new(layout.chunk_count())?;
+    /// Reads what is local, and what had changed since the last checkpoint at a clean stop, into sets that
+    /// are empty. After an unclean one every chunk with local blocks counts as changed.
+    pub(crate) fn load(
+        &self,
+        layout: &Layout,
+        presence: &Presence,
+        dirty: &DirtySet,
+    ) -> Result<(), MapError> {
         let mut checksum = blake3::Hasher::new();
         let mut page = vec![0; PAGE_BYTES];
         for index in 0..presence.bytes() / PAGE_BYTES as u64 {
@@ -154,9 +162,7 @@ impl MapFile {
         if self.header.rest == Rest::Fresh {
             // Then the header that said otherwise is gone.
             let empty = presence.local_bytes() == 0;
-            return empty
-                .then_some((presence, dirty))
-                .ok_or(MapError::Damaged("its header is lost"));
+            return empty.then_some(()).ok_or(MapError::Damaged("its header is lost"));
         }
         if self.header.rest == Rest::InUse {
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
@@ -165,7 +171,7 @@ impl MapFile {
                 }
                 dirty.insert(chunk);
             }
-            return Ok((presence, dirty));
+            return Ok(());
         }
         let mut bytes = vec![0; dirty_len(layout)];
         self.file.read_exact_at(&mut bytes, PRESENCE + presence.bytes())?;
@@ -178,7 +184,7 @@ impl MapFile {
                 dirty.insert(at as u64 * 8 + bit);
             }
         }
-        Ok((presence, dirty))
+        Ok(())
     }
 
     /// Makes pages of the presence bitmap durable. Their data must be so already.
@@ -329,7 +335,9 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{Identity, MapError, MapFile, PRESENCE, SLOT};
+    use crate::mirror::epoch::EpochState;
     use crate::mirror::layout::{Blocks, Layout};
+    use crate::mirror::presence::Presence;
 
     fn identity() -> Identity {
         Identity {
@@ -338,6 +346,13 @@ mod tests {
             geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
             origin: 3,
         }
+    }
+
+    fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochState), MapError> {
+        let presence = Presence::absent(layout.block_count()).unwrap();
+        let state = EpochState::private(layout.chunk_count()).unwrap();
+        map.load(layout, &presence, &state.dirty)?;
+        Ok((presence, state))
     }
 
     /// A fresh map that is in use.
@@ -352,15 +367,15 @@ mod tests {
     #[test]
     fn presence_and_changes_survive_a_clean_stop() {
         let (_dir, path, layout, mut map) = in_use();
-        let (presence, dirty) = map.load(&layout).unwrap();
-        assert_eq!(dirty.len(), 0);
+        let (presence, state) = load(&map, &layout).unwrap();
+        assert_eq!(state.dirty.len(), 0);
         presence.set(Blocks { first: 100, count: 50 });
         map.write_pages(&presence.take_changed()).unwrap();
         map.end(&presence, &layout, [0, 9, 4095].into_iter()).unwrap();
         let map = MapFile::open(&path).unwrap();
         assert_eq!(map.identity(), &identity());
         assert!(map.is_clean());
-        let (presence, dirty) = map.load(&layout).unwrap();
+        let (presence, EpochState { dirty, .. }) = load(&map, &layout).unwrap();
         assert!(presence.all(Blocks { first: 100, count: 50 }));
         assert!(!presence.get(99));
         assert_eq!(presence.local_bytes(), 50 * 4096);
@@ -370,14 +385,14 @@ mod tests {
     #[test]
     fn after_an_unclean_stop_every_local_chunk_counts_as_changed() {
         let (_dir, path, layout, map) = in_use();
-        let (presence, _) = map.load(&layout).unwrap();
+        let (presence, _) = load(&map, &layout).unwrap();
         presence.set(Blocks { first: 64, count: 1 });
         presence.set(Blocks { first: 640, count: 64 });
         map.write_pages(&presence.take_changed()).unwrap();
         drop(map);
         let map = MapFile::open(&path).unwrap();
         assert!(!map.is_clean());
-        let (_, dirty) = map.load(&layout).unwrap();
+        let (_, EpochState { dirty, .. }) = load(&map, &layout).unwrap();
         assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 10]);
     }
 
@@ -395,11 +410,11 @@ mod tests {
     #[test]
     fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
         let (_dir, path, layout, mut map) = in_use();
-        let (presence, _) = map.load(&layout).unwrap();
+        let (presence, _) = load(&map, &layout).unwrap();
         map.end(&presence, &layout, std::iter::empty()).unwrap();
-        assert!(MapFile::open(&path).unwrap().load(&layout).is_ok());
+        assert!(load(&MapFile::open(&path).unwrap(), &layout).is_ok());
         map.file.write_all_at(&[1], PRESENCE + 77).unwrap();
-        assert!(matches!(MapFile::open(&path).unwrap().load(&layout), Err(MapError::Damaged(_))));
+        assert!(matches!(load(&MapFile::open(&path).unwrap(), &layout), Err(MapError::Damaged(_))));
         map.file.set_len(PRESENCE + 4096).unwrap();
         assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
     }

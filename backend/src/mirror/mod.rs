@@ -21,11 +21,15 @@ mod claims;
 pub(crate) mod copies;
 pub(crate) mod cut;
 pub(crate) mod disk;
+pub(crate) mod epoch;
 pub(crate) mod events;
+pub(crate) mod journal;
 pub(crate) mod layer;
 pub(crate) mod layout;
+pub(crate) mod live;
 pub(crate) mod map;
 pub(crate) mod presence;
+pub(crate) mod recovery;
 #[cfg(test)]
 mod simulation;
 
@@ -35,9 +39,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use cairn_store::ChunkIndex;
 
-pub(crate) use self::bits::DirtySet;
 use self::claims::Claims;
-use self::copies::{Arena, ArenaBuffer, Old, Piece, Place, Spill};
+use self::copies::{Arena, ArenaBuffer, Old, Piece, Place, Places, Shelf};
 use self::cut::{Cut, Entrance};
 use self::events::Events;
 use self::layer::{Epoch, Layer, Owed};
@@ -99,17 +102,17 @@ impl Preserve {
 /// The room for copies.
 pub(crate) struct Room {
     /// Memory that holds copies.
-    pub(crate) arena: Arc<Arena>,
+    pub(crate) shelf: Shelf,
     /// Memory through which copies pass on their way to the spill file.
     pub(crate) passage: Arc<Arena>,
     /// Places in the spill file.
-    pub(crate) spill: Arc<Spill>,
+    pub(crate) spill: Arc<Places>,
 }
 
 impl Room {
     /// A buffer for a copy of `len` bytes, and its place in the spill file if memory is short.
     fn take(&self, len: u64) -> Option<(ArenaBuffer, Option<Place>)> {
-        if let Some(buffer) = self.arena.take(len as usize) {
+        if let Some(buffer) = self.shelf.take(len) {
             return Some((buffer, None));
         }
         let buffer = self.passage.take(len as usize)?;
@@ -134,12 +137,10 @@ impl Mirror {
     pub(crate) fn new(
         layout: Layout,
         presence: Presence,
-        dirty: DirtySet,
-        workers: usize,
+        cut: Cut,
         room: Room,
         events: Events,
     ) -> Mirror {
-        let cut = Cut::new(layout.chunk_count(), workers, dirty);
         Mirror {
             layout,
             presence,
@@ -196,7 +197,7 @@ impl Mirror {
             return Plan::Wait;
         };
         for chunk in self.layout.chunks(span) {
-            view.dirty.insert(chunk.0);
+            view.dirty().insert(chunk.0);
         }
         Plan::Direct(Permit { span, epoch, worker, claimed, returned: false })
     }
@@ -214,22 +215,22 @@ impl Mirror {
                 let hit = self.layout.blocks_within(span, chunk);
                 let hit = Blocks { first: hit.first - own.first, ..hit };
                 let runs = match layer.owed(chunk, hit, self.presence.of(own)) {
-                    Owed::Nothing => continue,
-                    Owed::Wait => Vec::new(),
-                    Owed::Copies(runs) => runs,
+                    Ok(Owed::Nothing) => continue,
+                    Ok(Owed::Wait) => Vec::new(),
+                    Ok(Owed::Copies(runs)) => runs,
+                    Err(error) => {
+                        self.lose(layer, chunk, &error);
+                        continue;
+                    }
                 };
                 blocked |= runs.is_empty();
                 for run in runs {
-                    match self.room.take(run.span().len) {
-                        Some((buffer, place)) => {
-                            let layer = layer.clone();
-                            jobs.push((Preserve { chunk, run, layer, place }, buffer));
-                        }
-                        None => {
-                            layer.not_copied(chunk, run);
-                            self.short.store(true, Ordering::Relaxed);
-                            blocked = true;
-                        }
+                    let taken = self.take_room(layer, chunk, run, &mut jobs);
+                    if taken < run.count {
+                        let (first, count) = (run.first + taken, run.count - taken);
+                        layer.not_copied(chunk, Blocks { first, count });
+                        self.short.store(true, Ordering::Relaxed);
+                        blocked = true;
                     }
                 }
             }
@@ -239,6 +240,37 @@ impl Mirror {
             (true, true) => Some(Plan::Wait),
             (true, false) => None,
         }
+    }
+
+    /// Takes room for the copy of a run, in pieces if there is none for the whole. Returns how many blocks
+    /// have found room.
+    fn take_room(
+        &self,
+        layer: &Arc<Layer>,
+        chunk: ChunkIndex,
+        run: Blocks,
+        jobs: &mut Vec<(Preserve, ArenaBuffer)>,
+    ) -> u64 {
+        let mut first = run.first;
+        let mut count = run.count;
+        while first < run.end() && count > 0 {
+            let piece = Blocks { first, count: count.min(run.end() - first) };
+            match self.room.take(piece.span().len) {
+                Some((buffer, place)) => {
+                    let layer = layer.clone();
+                    jobs.push((Preserve { chunk, run: piece, layer, place }, buffer));
+                    first += piece.count;
+                }
+                None => count = piece.count / 2,
+            }
+        }
+        first - run.first
+    }
+
+    /// Gives up a frozen epoch whose old content cannot be kept: its snapshot is lost, the guest's write
+    /// is not.
+    fn lose(&self, layer: &Layer, chunk: ChunkIndex, error: &io::Error) {
+        self.cut.fail(layer, &format!("copying chunk {} of the mirror: {error}", chunk.0));
     }
 
     /// Claims the blocks of `span` in chunks that are not wholly present. `None` if one of them is
@@ -299,13 +331,8 @@ impl Mirror {
             }
             None => Old::Memory(data),
         };
-        match result {
-            Ok(()) => layer.copied(chunk, Piece { run, old }),
-            // Without its old content the snapshot is lost; the guest's write is not.
-            Err(error) => {
-                let reason = format!("copying chunk {} of the mirror: {error}", chunk.0);
-                self.cut.fail(&layer, reason);
-            }
+        if let Err(error) = result.and_then(|()| layer.copied(chunk, Piece { run, old })) {
+            self.lose(&layer, chunk, &error);
         }
         self.events.notify();
     }

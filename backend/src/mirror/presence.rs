@@ -3,7 +3,11 @@
 //! A bit is set when the block's data has reached the mirror file, and never cleared. What changed
 //! since the last time it was made durable is remembered by pages, so that a flush costs what
 //! changed.
+//!
+//! All of it is in shared memory that outlives the process. It may end between any two steps here, so a
+//! page is marked as changed before its bits are set, and counts as changed until it is durable.
 
+use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -30,7 +34,10 @@ pub(crate) struct Page {
 /// The presence bits of a disk.
 pub(crate) struct Presence {
     bits: Bits,
+    /// Pages to be made durable,
     changed: PageFlags,
+    /// and those for which that is under way.
+    writing: PageFlags,
     count: AtomicU64,
     /// Grows with each change.
     version: AtomicU64,
@@ -43,15 +50,55 @@ pub(crate) struct Presence {
 struct PageFlags(Bits);
 
 impl Presence {
+    /// Nothing is present, in this process's own memory.
+    #[cfg(test)]
     pub(crate) fn absent(blocks: u64) -> io::Result<Presence> {
-        let pages = blocks.div_ceil(PAGE_WORDS as u64 * 64);
-        Ok(Presence {
-            bits: Bits::zeroed(blocks.next_multiple_of(PAGE_WORDS as u64 * 64))?,
-            changed: PageFlags(Bits::zeroed(pages)?),
+        let [bits, changed, writing] = Presence::parts(blocks).map(|(_, len)| Bits::zeroed(len));
+        Ok(Presence::over([bits?, changed?, writing?]))
+    }
+
+    /// What a file holds from `offset` on, which is a page's start.
+    pub(crate) fn shared(file: &File, offset: u64, blocks: u64) -> io::Result<Presence> {
+        let bits = |(from, len)| Bits::shared(file, offset + from, len);
+        let [all, changed, writing] = Presence::parts(blocks).map(bits);
+        Ok(Presence::over([all?, changed?, writing?]))
+    }
+
+    /// Bytes of that file that a disk with so many blocks needs.
+    pub(crate) fn shared_len(blocks: u64) -> u64 {
+        let [.., (offset, bits)] = Presence::parts(blocks);
+        (offset + bits.div_ceil(8)).next_multiple_of(PAGE_BYTES as u64)
+    }
+
+    /// Offset in the file and number of bits, for the bitmap and the flags of its pages.
+    fn parts(blocks: u64) -> [(u64, u64); 3] {
+        let bits = Presence::bytes_for(blocks);
+        let pages = bits / PAGE_BYTES as u64;
+        let flags = pages.div_ceil(64).max(1) * 8;
+        let flags = flags.next_multiple_of(PAGE_BYTES as u64);
+        [(0, bits * 8), (bits, pages), (bits + flags, pages)]
+    }
+
+    fn over([bits, changed, writing]: [Bits; 3]) -> Presence {
+        Presence {
+            bits,
+            changed: PageFlags(changed),
+            writing: PageFlags(writing),
             count: AtomicU64::new(0),
             version: AtomicU64::new(0),
             changing: Mutex::new(()),
-        })
+        }
+    }
+
+    /// Takes over what another process has set.
+    pub(crate) fn recount(&self) {
+        let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Acquire).count_ones());
+        self.count.store(self.bits.words().iter().map(ones).sum(), Ordering::Relaxed);
+        for page in self.writing.take() {
+            self.changed.mark(page);
+        }
+        // What is marked is not durable.
+        self.version.store(1, Ordering::SeqCst);
     }
 
     /// Bytes of the bitmap in the map file: whole pages.
@@ -94,11 +141,14 @@ impl Presence {
         }
         let _changing = self.changing();
         for (word, mask) in masks(blocks.first, blocks.count) {
+            let page = (word / PAGE_WORDS) as u64;
+            self.changed.mark(page);
             let before = self.bits.words()[word].fetch_or(mask, Ordering::AcqRel);
             let added = mask & !before;
             if added != 0 {
                 self.count.fetch_add(u64::from(added.count_ones()), Ordering::Relaxed);
-                self.changed.mark((word / PAGE_WORDS) as u64);
+                // Again: a flush may have taken the mark, and the page without this bit.
+                self.changed.mark(page);
             }
         }
         self.version.fetch_add(1, Ordering::SeqCst);
@@ -132,15 +182,21 @@ impl Presence {
 
     /// Copies the pages that changed since the last call.
     ///
-    /// If they cannot be made durable they must be given back with [`Presence::give_back`].
+    /// One call at a time, each followed by [`Presence::are_durable`] or [`Presence::give_back`].
     pub(crate) fn take_changed(&self) -> Vec<Page> {
-        self.changed.take().into_iter().map(|index| self.page(index)).collect()
+        let taken = self.changed.hand_over(&self.writing);
+        taken.into_iter().map(|index| self.page(index)).collect()
     }
 
-    /// Undoes a [`Presence::take_changed`] whose pages did not become durable.
-    pub(crate) fn give_back(&self, pages: &[Page]) {
-        for page in pages {
-            self.changed.mark(page.index);
+    /// What [`Presence::take_changed`] returned is durable.
+    pub(crate) fn are_durable(&self) {
+        drop(self.writing.take());
+    }
+
+    /// What [`Presence::take_changed`] returned did not become durable.
+    pub(crate) fn give_back(&self) {
+        for page in self.writing.take() {
+            self.changed.mark(page);
         }
         self.version.fetch_add(1, Ordering::SeqCst);
     }
@@ -175,6 +231,25 @@ impl PageFlags {
         self.0.words()[(index / 64) as usize].fetch_or(1 << (index % 64), Ordering::AcqRel);
     }
 
+    /// Clears the flags after setting them in `other`, and tells which they were.
+    fn hand_over(&self, other: &PageFlags) -> Vec<u64> {
+        let words = self.0.words().iter().zip(other.0.words()).enumerate();
+        words
+            .flat_map(|(index, (word, other))| {
+                let mut flags = word.load(Ordering::Acquire);
+                while flags != 0 {
+                    other.fetch_or(flags, Ordering::AcqRel);
+                    match word.compare_exchange(flags, 0, Ordering::AcqRel, Ordering::Acquire) {
+                        Ok(_) => break,
+                        Err(more) => flags = more,
+                    }
+                }
+                ones(flags).map(move |bit| index as u64 * 64 + bit)
+            })
+            .collect()
+    }
+
+    /// Clears the flags, and tells which they were.
     fn take(&self) -> Vec<u64> {
         let words = self.0.words().iter().enumerate();
         words
@@ -220,8 +295,10 @@ mod tests {
         assert!(presence.take_changed().is_empty());
         presence.set(Blocks { first: 32768, count: 1 });
         assert_eq!(presence.version(), version, "setting a set bit changes nothing");
-        presence.give_back(&pages);
+        presence.give_back();
         assert_eq!(presence.take_changed().len(), 2);
+        presence.are_durable();
+        assert!(presence.take_changed().is_empty());
     }
 
     /// A fill sets a bit, a write finds it set and is acknowledged, a flush asks whether the map is
@@ -239,6 +316,25 @@ mod tests {
                 assert!(presence.version() > 0 && presence.take_changed().len() == 1);
             });
         }
+    }
+
+    #[test]
+    fn what_was_not_durable_when_the_process_ended_counts_as_changed() {
+        let file = tempfile::tempfile().unwrap();
+        let blocks = 4 * 32768;
+        file.set_len(4096 + Presence::shared_len(blocks)).unwrap();
+        let presence = Presence::shared(&file, 4096, blocks).unwrap();
+        presence.set(Blocks { first: 5, count: 10 });
+        assert_eq!(presence.take_changed().len(), 1);
+        presence.set(Blocks { first: 2 * 32768, count: 1 });
+        drop(presence);
+        let again = Presence::shared(&file, 4096, blocks).unwrap();
+        again.recount();
+        assert!(again.all(Blocks { first: 5, count: 10 }) && again.get(2 * 32768));
+        assert_eq!(again.local_bytes(), 11 * 4096);
+        assert!(again.version() > 0);
+        let pages: Vec<_> = again.take_changed().iter().map(|page| page.index).collect();
+        assert_eq!(pages, [0, 2]);
     }
 
     #[test]

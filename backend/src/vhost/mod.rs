@@ -4,6 +4,9 @@
 //! takes one of these away stops it first; a stop answers when every request that was popped is
 //! completed. Memory changes only pause the rings: what waits for a fetch goes on waiting, so a
 //! dead repository never blocks the hypervisor.
+//!
+//! A ring of a guest that another process served begins with the requests that were in flight there; see
+//! `worker::ledger`.
 
 mod config;
 pub(crate) mod owner;
@@ -29,6 +32,8 @@ use virtio_queue::{Queue, QueueT};
 use self::owner::ConnectionId;
 use crate::device::Device;
 use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
+use crate::sys;
+use crate::worker::ledger::{Ledger, Region, RingIndices, RingPlace};
 use crate::worker::queue::QueueSetup;
 use crate::worker::{Command, Mailbox};
 
@@ -68,6 +73,8 @@ pub(crate) struct Handler {
     cached: bool,
     /// The hypervisor's record of changed pages, used while the feature for it is set.
     log: Option<Arc<DirtyLog>>,
+    /// The ledgers that the hypervisor keeps.
+    ledgers: Option<Region>,
     map: Arc<GuestMap>,
     rings: Vec<Ring>,
 }
@@ -94,6 +101,7 @@ impl Handler {
             features: 0,
             cached: true,
             log: None,
+            ledgers: None,
             map: Arc::default(),
             rings,
         }
@@ -141,10 +149,14 @@ impl Handler {
         }
         let kick = kick.try_clone().map_err(failed)?;
         let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
-        let queue = self.queue(index, addresses)?;
+        let mut queue = self.queue(index, addresses)?;
+        let (ledger, in_flight) = self.ledger(index, &mut queue)?;
+        if !in_flight.is_empty() {
+            tracing::info!(index, requests = in_flight.len(), "finishing what was in flight");
+        }
         self.apply_caching();
         self.device.known_rings.fetch_or(1 << index, Ordering::SeqCst);
-        let setup = QueueSetup { queue, map: self.map.clone(), kick, call };
+        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, in_flight };
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].running = true;
         self.device.running.fetch_add(1, Ordering::Relaxed);
@@ -170,6 +182,34 @@ impl Handler {
         queue.set_next_used(used.0);
         queue.set_next_avail(ring.next_avail);
         Ok(queue)
+    }
+
+    /// The ring's ledger, and the chains that a process before this one had popped and not returned. The
+    /// next chain to pop is behind those, whatever the hypervisor says: it cannot know them.
+    fn ledger(&self, index: usize, queue: &mut Queue) -> Result<(Ledger, Vec<u16>)> {
+        let available = queue.avail_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?.0;
+        let indices = RingIndices { available, used: queue.next_used() };
+        let size = queue.size();
+        let place = RingPlace {
+            descriptors: queue.desc_table(),
+            available: queue.avail_ring(),
+            used: queue.used_ring(),
+        };
+        let kept = self.ledgers.as_ref().and_then(|region| region.ledger(index, size));
+        let (ledger, heads) = match kept {
+            Some(mut ledger) => {
+                let heads = ledger.resume(indices);
+                (ledger, heads)
+            }
+            None => {
+                let own = self.device.ledgers.resume(index, size, place, indices);
+                own.ok_or(Error::InvalidParam)?
+            }
+        };
+        if let Some(heads) = &heads {
+            queue.set_next_avail(indices.used.wrapping_add(heads.len() as u16));
+        }
+        Ok((ledger, heads.unwrap_or_default()))
     }
 
     /// Refuses a guest that was running before this process started, if the mirror was left uncleanly:
@@ -280,6 +320,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
         self.features = 0;
         self.cached = true;
         self.log = None;
+        self.ledgers = None;
         self.apply_log();
         Ok(())
     }
@@ -417,7 +458,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | VhostUserProtocolFeatures::RESET_DEVICE;
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
         features.set(VhostUserProtocolFeatures::LOG_SHMFD, self.migratable);
         Ok(features)
     }
@@ -489,13 +531,24 @@ impl VhostUserBackendReqHandlerMut for Handler {
         Ok(())
     }
 
-    // In-flight tracking is not offered, so no frontend asks for it.
-    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        unsupported("in-flight tracking was not offered")
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let (queues, entries) = (wanted.num_queues, wanted.queue_size);
+        if usize::from(queues) > self.rings.len() || entries > self.queue_size {
+            return Err(Error::InvalidParam);
+        }
+        let len = Region::len(usize::from(queues), entries);
+        let file = sys::shared_memory(len).map_err(failed)?;
+        Ok((VhostUserInflight::new(len, 0, queues, entries), file))
     }
 
-    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> Result<()> {
-        unsupported("in-flight tracking was not offered")
+    fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
+        if self.runs() {
+            return Err(Error::InvalidOperation("a ring is running"));
+        }
+        let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
+        let region = Region::map(&file, kept.mmap_offset, queues, entries).map_err(failed)?;
+        self.ledgers = Some(region);
+        Ok(())
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {

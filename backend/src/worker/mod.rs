@@ -13,6 +13,7 @@
 //! has to copy old blocks first is planned again when its last copy has ended.
 
 mod jobs;
+pub(crate) mod ledger;
 mod poll;
 pub(crate) mod queue;
 
@@ -214,7 +215,10 @@ impl Worker {
                         self.queue.is_none(),
                         "a queue is stopped before the next starts"
                     );
-                    self.queue = Some(ActiveQueue::new(*setup));
+                    let queue = ActiveQueue::new(*setup);
+                    // Whoever drove it before may have ended between a completion and its interrupt.
+                    queue.interrupt();
+                    self.queue = Some(queue);
                     self.stopping = None;
                 }
                 Command::SetCall(call) => {

@@ -1,7 +1,8 @@
 //! One virtqueue as a worker drives it.
 
+use std::collections::VecDeque;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,9 +11,12 @@ use std::time::Instant;
 use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
 };
-use virtio_queue::{Queue, QueueT};
-use vm_memory::{Bytes, GuestAddress};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
+};
 
+use super::ledger::Ledger;
 use crate::counters::Class;
 use crate::memory::GuestMap;
 use crate::request::{self, Descriptor, Kind, Refused, Segment};
@@ -23,6 +27,9 @@ pub(crate) struct QueueSetup {
     pub(crate) map: Arc<GuestMap>,
     pub(crate) kick: File,
     pub(crate) call: Option<File>,
+    pub(crate) ledger: Ledger,
+    /// Chains that a process before this one had popped and not returned, oldest first.
+    pub(crate) in_flight: Vec<u16>,
 }
 
 /// A popped chain. It is completed exactly once: losing one trips an assertion.
@@ -57,6 +64,9 @@ pub(crate) struct ActiveQueue {
     map: Arc<GuestMap>,
     kick: File,
     call: Option<File>,
+    ledger: Ledger,
+    /// Chains to be done again, and what they consist of.
+    again: VecDeque<(u16, Vec<Descriptor>)>,
     /// Completions that the guest was not told of.
     unannounced: bool,
     /// The guest broke its rings: nothing more is popped.
@@ -65,8 +75,13 @@ pub(crate) struct ActiveQueue {
 
 impl ActiveQueue {
     pub(crate) fn new(setup: QueueSetup) -> ActiveQueue {
-        let QueueSetup { queue, map, kick, call } = setup;
-        ActiveQueue { queue, map, kick, call, unannounced: false, broken: false }
+        let QueueSetup { queue, map, kick, call, ledger, in_flight } = setup;
+        let chains = chains(&queue, map.memory(), &in_flight);
+        let again = chains.unwrap_or_else(|error| {
+            tracing::error!(%error, "chains that were in flight cannot be read");
+            VecDeque::new()
+        });
+        ActiveQueue { queue, map, kick, call, ledger, again, unannounced: false, broken: false }
     }
 
     pub(crate) fn map(&self) -> &Arc<GuestMap> {
@@ -96,23 +111,26 @@ impl ActiveQueue {
     /// The next request. Chains that are none are answered here.
     pub(crate) fn pop(&mut self, now: Instant) -> Option<(Chain, Kind)> {
         while !self.broken {
-            // The ring is checked at each pop: an index that jumps by more than the queue holds
-            // means that the guest's driver is beyond repair until it resets the device.
             let map = self.map.clone();
-            let chain = match self.next_chain(&map) {
-                Ok(chain) => chain?,
-                Err(error) => {
-                    tracing::error!(%error, "the guest broke a virtqueue; it is stopped until a reset");
-                    self.broken = true;
-                    return None;
-                }
+            let (head, parsed) = match self.again.pop_front() {
+                // It is in the ledger already.
+                Some((head, chain)) => (head, request::parse(chain.into_iter(), map.memory())),
+                // The ring is checked at each pop: an index that jumps by more than the queue holds
+                // means that the guest's driver is beyond repair until it resets the device.
+                None => match self.queue.iter(map.memory()).map(|mut chains| chains.next()) {
+                    Ok(chain) => {
+                        let chain = chain?;
+                        let head = chain.head_index();
+                        self.ledger.popped(head);
+                        (head, request::parse(chain.map(descriptor), map.memory()))
+                    }
+                    Err(error) => {
+                        tracing::error!(%error, "the guest broke a virtqueue; it is stopped until a reset");
+                        self.broken = true;
+                        return None;
+                    }
+                },
             };
-            let head = chain.head_index();
-            let descriptors = chain.map(|descriptor| Descriptor {
-                segment: Segment { address: descriptor.addr().0, len: descriptor.len() },
-                writable: descriptor.is_write_only(),
-            });
-            let parsed = request::parse(descriptors, map.memory());
             let status = parsed.as_ref().map(|parsed| parsed.status);
             let parsed = parsed.map(|parsed| parsed.request);
             let class = match &parsed {
@@ -137,17 +155,6 @@ impl ActiveQueue {
         None
     }
 
-    fn next_chain<'m>(
-        &mut self,
-        map: &'m GuestMap,
-    ) -> Result<
-        Option<virtio_queue::DescriptorChain<&'m vm_memory::GuestMemoryMmap>>,
-        virtio_queue::Error,
-    > {
-        use virtio_queue::QueueOwnedT;
-        Ok(self.queue.iter(map.memory())?.next())
-    }
-
     /// Returns a chain to the guest.
     pub(crate) fn complete(&mut self, mut chain: Chain, outcome: Outcome) {
         chain.returned = true;
@@ -164,9 +171,13 @@ impl ActiveQueue {
             }
             _ => 0,
         };
-        if let Err(error) = self.queue.add_used(memory, chain.head, written) {
-            tracing::error!(%error, head = chain.head, "the guest's used ring cannot be written");
-            self.broken = true;
+        self.ledger.returning(chain.head, self.queue.next_used());
+        match self.queue.add_used(memory, chain.head, written) {
+            Ok(()) => self.ledger.returned(chain.head, self.queue.next_used()),
+            Err(error) => {
+                tracing::error!(%error, head = chain.head, "the guest's used ring cannot be written");
+                self.broken = true;
+            }
         }
         self.mark_used_ring();
         self.unannounced = true;
@@ -193,11 +204,12 @@ impl ActiveQueue {
     /// Whether the guest has made requests available. A look at one number of its memory.
     pub(crate) fn has_more(&self) -> bool {
         let next = std::num::Wrapping(self.queue.next_avail());
-        !self.broken
-            && self
-                .queue
-                .avail_idx(self.map.memory(), Ordering::Acquire)
-                .is_ok_and(|available| available != next)
+        !self.again.is_empty()
+            || !self.broken
+                && self
+                    .queue
+                    .avail_idx(self.map.memory(), Ordering::Acquire)
+                    .is_ok_and(|available| available != next)
     }
 
     /// Asks for kicks; returns whether requests came in meanwhile.
@@ -224,4 +236,42 @@ impl ActiveQueue {
         }
         self.mark_used_ring();
     }
+}
+
+fn descriptor(one: virtio_queue::desc::split::Descriptor) -> Descriptor {
+    Descriptor {
+        segment: Segment { address: one.addr().0, len: one.len() },
+        writable: one.is_write_only(),
+    }
+}
+
+/// The chains with these heads. The guest's available ring does not have them any more, so they are made
+/// available in a ring of our own, in a piece of memory beside the guest's.
+fn chains(
+    queue: &Queue,
+    memory: &GuestMemoryMmap,
+    heads: &[u16],
+) -> io::Result<VecDeque<(u16, Vec<Descriptor>)>> {
+    const PAGE: u64 = 4096;
+    if heads.is_empty() {
+        return Ok(VecDeque::new());
+    }
+    // Flags, index, entries, event index.
+    let len = 6 + 2 * u64::from(queue.size());
+    let ring = MmapRegion::new(len.next_multiple_of(PAGE) as usize).map_err(io::Error::other)?;
+    let behind = memory.last_addr().checked_align_up(PAGE).unwrap_or(GuestAddress(0));
+    let start = GuestAddress(behind.0.max(PAGE));
+    let region = GuestRegionMmap::new(ring, start).ok_or(io::ErrorKind::OutOfMemory)?;
+    let memory = memory.insert_region(Arc::new(region)).map_err(io::Error::other)?;
+    let mut own = Queue::new(queue.max_size()).map_err(io::Error::other)?;
+    own.set_size(queue.size());
+    own.try_set_desc_table_address(GuestAddress(queue.desc_table())).map_err(io::Error::other)?;
+    own.try_set_avail_ring_address(start).map_err(io::Error::other)?;
+    own.set_ready(true);
+    memory.write_obj(heads.len() as u16, GuestAddress(start.0 + 2)).map_err(io::Error::other)?;
+    for (at, head) in (start.0 + 4..).step_by(2).zip(heads) {
+        memory.write_obj(*head, GuestAddress(at)).map_err(io::Error::other)?;
+    }
+    let chains = own.iter(&memory).map_err(io::Error::other)?;
+    Ok(chains.map(|chain| (chain.head_index(), chain.map(descriptor).collect())).collect())
 }

@@ -1,0 +1,206 @@
+//! What happened to the frozen epochs, for the next process if this one is killed: which blocks were put
+//! aside and where, and which chunks are durable under which name.
+//!
+//! It is a file of records of 64 bytes next to the mirror, written by the system call alone: it has to
+//! outlive the process, not the host. A record is there before the guest's write that it allows is
+//! submitted. Records of epochs that have ended, and of chunks that are idle, mean nothing any more.
+//! When no epoch is left the journal is emptied.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
+
+use cairn_store::{ChunkId, ChunkIndex};
+
+use super::layer::Epoch;
+use super::layout::Blocks;
+
+/// Bytes of a record.
+const RECORD: usize = 64;
+
+/// Kinds of records.
+const IN_MEMORY: u32 = 1;
+const IN_FILE: u32 = 2;
+const ABSENT: u32 = 3;
+const STORED: u32 = 4;
+const HOLE: u32 = 5;
+
+/// Where a copy lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Where {
+    /// At this offset of the shared memory for copies.
+    Memory(u64),
+    /// At this offset of the spill file.
+    File(u64),
+}
+
+/// What happened to a chunk of an epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    /// The content that these blocks had was copied.
+    Copied(Blocks, Where),
+    /// These blocks were absent when they were first written to.
+    Absent(Blocks),
+    /// The chunk is durable, or a hole.
+    Stored(Option<ChunkId>),
+}
+
+/// One record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) epoch: Epoch,
+    pub(crate) chunk: ChunkIndex,
+    pub(crate) what: What,
+}
+
+impl Record {
+    fn encode(&self) -> [u8; RECORD] {
+        let none = Blocks { first: 0, count: 0 };
+        let (kind, run, offset, id) = match self.what {
+            What::Copied(run, Where::Memory(offset)) => (IN_MEMORY, run, offset, None),
+            What::Copied(run, Where::File(offset)) => (IN_FILE, run, offset, None),
+            What::Absent(run) => (ABSENT, run, 0, None),
+            What::Stored(Some(id)) => (STORED, none, 0, Some(id)),
+            What::Stored(None) => (HOLE, none, 0, None),
+        };
+        let mut bytes = [0; RECORD];
+        bytes[0..4].copy_from_slice(&kind.to_le_bytes());
+        bytes[4..6].copy_from_slice(&(run.first as u16).to_le_bytes());
+        bytes[6..8].copy_from_slice(&(run.count as u16).to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.chunk.0.to_le_bytes());
+        bytes[24..32].copy_from_slice(&offset.to_le_bytes());
+        if let Some(id) = id {
+            bytes[32..64].copy_from_slice(id.as_bytes());
+        }
+        bytes
+    }
+
+    fn decode(bytes: &[u8; RECORD]) -> Option<Record> {
+        let u16_at = |at: usize| u64::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+        let u64_at =
+            |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("a slice of eight"));
+        let run = Blocks { first: u16_at(4), count: u16_at(6) };
+        let what = match u32::from_le_bytes(bytes[0..4].try_into().expect("a slice of four")) {
+            IN_MEMORY => What::Copied(run, Where::Memory(u64_at(24))),
+            IN_FILE => What::Copied(run, Where::File(u64_at(24))),
+            ABSENT => What::Absent(run),
+            STORED => {
+                let id: [u8; 32] = bytes[32..64].try_into().expect("a slice of 32");
+                What::Stored(Some(ChunkId::from_bytes(id)))
+            }
+            HOLE => What::Stored(None),
+            _ => return None,
+        };
+        Some(Record { epoch: Epoch(u64_at(8)), chunk: ChunkIndex(u64_at(16)), what })
+    }
+}
+
+/// All records of a journal's bytes. A piece of a record at the end is what the process was writing.
+/// `None` if something else is there.
+pub(crate) fn parse(bytes: &[u8]) -> Option<Vec<Record>> {
+    let (records, _) = bytes.as_chunks::<RECORD>();
+    records.iter().map(Record::decode).collect()
+}
+
+/// The open journal.
+pub(crate) struct Journal {
+    file: File,
+    len: Mutex<u64>,
+}
+
+impl Journal {
+    /// Opens or creates the journal, with whatever it holds.
+    pub(crate) fn open(path: &Path) -> io::Result<Journal> {
+        let mut options = OpenOptions::new();
+        let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        Journal::new(options.open(path)?)
+    }
+
+    pub(crate) fn new(file: File) -> io::Result<Journal> {
+        let whole = file.metadata()?.len() / RECORD as u64 * RECORD as u64;
+        Ok(Journal { file, len: Mutex::new(whole) })
+    }
+
+    fn len(&self) -> MutexGuard<'_, u64> {
+        self.len.lock().expect("no code panics with the journal locked")
+    }
+
+    /// What is recorded; `None` if it cannot be understood.
+    pub(crate) fn read(&self) -> io::Result<Option<Vec<Record>>> {
+        let mut bytes = vec![0; *self.len() as usize];
+        self.file.read_exact_at(&mut bytes, 0)?;
+        Ok(parse(&bytes))
+    }
+
+    /// Adds records: when this returns, the next process finds them.
+    pub(crate) fn write(&self, records: impl IntoIterator<Item = Record>) -> io::Result<()> {
+        let bytes: Vec<u8> = records.into_iter().flat_map(|record| record.encode()).collect();
+        let mut len = self.len();
+        // One that fails half way is written over by the next.
+        self.file.write_all_at(&bytes, *len)?;
+        *len += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Forgets everything.
+    pub(crate) fn clear(&self) -> io::Result<()> {
+        let mut len = self.len();
+        if *len > 0 {
+            self.file.set_len(0)?;
+            *len = 0;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use cairn_store::{ChunkId, ChunkIndex};
+
+    use super::{Blocks, Epoch, Journal, Record, What, Where, parse};
+
+    fn records() -> Vec<Record> {
+        let run = Blocks { first: 1000, count: 24 };
+        let whats = [
+            What::Copied(run, Where::Memory(1 << 40)),
+            What::Copied(run, Where::File(4096)),
+            What::Absent(Blocks { first: 0, count: 1024 }),
+            What::Stored(Some(ChunkId::of(b"content"))),
+            What::Stored(None),
+        ];
+        let record = |what| Record { epoch: Epoch(u64::MAX), chunk: ChunkIndex(77), what };
+        whats.into_iter().map(record).collect()
+    }
+
+    #[test]
+    fn records_are_read_back_as_they_were_written() {
+        let journal = Journal::new(tempfile::tempfile().unwrap()).unwrap();
+        journal.write(records()).unwrap();
+        journal.write(records()).unwrap();
+        assert_eq!(journal.read().unwrap(), Some([records(), records()].concat()));
+        journal.clear().unwrap();
+        journal.write(records()).unwrap();
+        assert_eq!(journal.read().unwrap(), Some(records()));
+    }
+
+    #[test]
+    fn a_record_that_was_being_written_is_not_there() {
+        let journal = Journal::new(tempfile::tempfile().unwrap()).unwrap();
+        journal.write(records()).unwrap();
+        journal.file.write_all_at(&[1; 63], 5 * 64).unwrap();
+        let again = Journal::new(journal.file).unwrap();
+        assert_eq!(again.read().unwrap(), Some(records()));
+    }
+
+    #[test]
+    fn what_is_no_record_is_not_taken_for_one() {
+        assert_eq!(parse(&[0; 64]), None);
+        assert_eq!(parse(&[0xff; 640]), None);
+        assert_eq!(parse(b""), Some(Vec::new()));
+    }
+}

@@ -1,0 +1,328 @@
+//! Which requests of a virtqueue are in flight, in shared memory: the next process finishes them if this
+//! one is killed.
+//!
+//! The layout is the vhost-user specification's for split virtqueues, as words of 64 bits:
+//!
+//! ```text
+//! 0        features, unused
+//! 1        version (16 bits), entries (16), last head that was returned (16), used index (16)
+//! 2 + 2h   in flight (8 bits) ... of the chain with head h
+//! 3 + 2h   its age: a counter
+//! ```
+//!
+//! A chain is in flight from the moment that it is popped until the guest sees it in the used ring. Between
+//! the ring's index and the ledger's the process may end: then they differ by one, and the last head says
+//! which chain is done.
+//!
+//! QEMU and Cloud Hypervisor keep this memory for us (GET_INFLIGHT_FD and SET_INFLIGHT_FD) and drop it
+//! when the guest resets. For other hypervisors there is a file of our own with the same layout, which may
+//! be of a guest that is gone: it counts only if it fits the rings.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::mapping::{PAGE, Words};
+use crate::mirror::disk::allocate;
+
+const VERSION: u64 = 1;
+
+/// Words before a queue's entries.
+const HEADER: usize = 2;
+
+/// The ledgers of all queues of a device, each for so many entries.
+#[derive(Clone)]
+pub(crate) struct Region {
+    words: Arc<Words>,
+    queues: usize,
+    entries: u16,
+}
+
+impl Region {
+    /// Bytes that the ledgers need.
+    pub(crate) fn len(queues: usize, entries: u16) -> u64 {
+        (queues * Region::queue_words(entries) * 8) as u64
+    }
+
+    /// Words of one queue: whole cache lines.
+    fn queue_words(entries: u16) -> usize {
+        (HEADER + 2 * usize::from(entries)).next_multiple_of(8)
+    }
+
+    /// Maps the ledgers that lie in `file` from `offset` on.
+    pub(crate) fn map(file: &File, offset: u64, queues: usize, entries: u16) -> io::Result<Region> {
+        let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what);
+        if entries == 0 || !offset.is_multiple_of(PAGE as u64) {
+            return Err(wrong("ledgers need entries and begin with a page"));
+        }
+        let len = Region::len(queues, entries);
+        if offset.checked_add(len).is_none_or(|end| file.metadata().map_or(0, |m| m.len()) < end) {
+            return Err(wrong("the file of the ledgers is too short"));
+        }
+        let words = Arc::new(Words::shared(file, offset, (len / 8) as usize)?);
+        Ok(Region { words, queues, entries })
+    }
+
+    /// The ledger of a queue with `size` entries, if there is one.
+    pub(crate) fn ledger(&self, queue: usize, size: u16) -> Option<Ledger> {
+        (queue < self.queues && size <= self.entries).then(|| Ledger {
+            words: self.words.clone(),
+            start: queue * Region::queue_words(self.entries),
+            size,
+            counter: 0,
+        })
+    }
+}
+
+/// What a ring looks like when its ledger is taken up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RingIndices {
+    pub(crate) available: u16,
+    pub(crate) used: u16,
+}
+
+/// The ledger of one queue.
+pub(crate) struct Ledger {
+    words: Arc<Words>,
+    /// Its first word.
+    start: usize,
+    size: u16,
+    /// The age of the next request.
+    counter: u64,
+}
+
+impl Ledger {
+    fn get(&self, at: usize) -> u64 {
+        self.words[self.start + at].load(Ordering::Acquire)
+    }
+
+    /// Stores are seen by the next process in the order in which they are made.
+    fn set(&self, at: usize, value: u64) {
+        self.words[self.start + at].store(value, Ordering::Release);
+    }
+
+    fn header(&self) -> [u16; 4] {
+        let word = self.get(1);
+        [0, 16, 32, 48].map(|shift| (word >> shift) as u16)
+    }
+
+    fn set_header(&self, last: u16, used: u16) {
+        let parts = [VERSION, u64::from(self.size), u64::from(last), u64::from(used)];
+        self.set(1, parts[0] | parts[1] << 16 | parts[2] << 32 | parts[3] << 48);
+    }
+
+    fn entry(head: u16) -> usize {
+        HEADER + 2 * usize::from(head)
+    }
+
+    fn is_in_flight(&self, head: u16) -> bool {
+        self.get(Ledger::entry(head)) & 0xff != 0
+    }
+
+    /// The chains that a process before this one had popped and not returned, oldest first. `None` if the
+    /// ledger is not that of this ring; it is a new one then.
+    pub(crate) fn resume(&mut self, ring: RingIndices) -> Option<Vec<u16>> {
+        let [version, entries, last, used] = self.header();
+        let behind = ring.used.wrapping_sub(used);
+        if u64::from(version) != VERSION || entries != self.size || behind > 1 {
+            self.reset(ring.used);
+            return None;
+        }
+        if behind == 1 && last < self.size {
+            self.set(Ledger::entry(last), 0);
+        }
+        self.set_header(last, ring.used);
+        let mut heads: Vec<u16> = (0..self.size).filter(|head| self.is_in_flight(*head)).collect();
+        if heads.len() > usize::from(ring.available.wrapping_sub(ring.used)) {
+            // The guest has made fewer available than are in flight: it was reset.
+            self.reset(ring.used);
+            return None;
+        }
+        let age = |head: &u16| self.get(Ledger::entry(*head) + 1);
+        heads.sort_by_key(age);
+        self.counter = heads.last().map_or(0, age).wrapping_add(1);
+        Some(heads)
+    }
+
+    /// Forgets everything.
+    pub(crate) fn reset(&mut self, used: u16) {
+        for head in 0..self.size {
+            self.set(Ledger::entry(head), 0);
+        }
+        self.counter = 0;
+        self.set_header(0, used);
+    }
+
+    /// A chain was popped.
+    pub(crate) fn popped(&mut self, head: u16) {
+        if head < self.size {
+            self.set(Ledger::entry(head) + 1, self.counter);
+            self.set(Ledger::entry(head), 1);
+            self.counter = self.counter.wrapping_add(1);
+        }
+    }
+
+    /// A chain is about to appear in the used ring, whose index is `used`.
+    pub(crate) fn returning(&self, head: u16, used: u16) {
+        self.set_header(head, used);
+    }
+
+    /// It has, and the index is `used` now.
+    pub(crate) fn returned(&self, head: u16, used: u16) {
+        if head < self.size {
+            self.set(Ledger::entry(head), 0);
+        }
+        self.set_header(head, used);
+    }
+}
+
+/// Where a ring lies: what a ledger of ours must agree on with the hypervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RingPlace {
+    pub(crate) descriptors: u64,
+    pub(crate) available: u64,
+    pub(crate) used: u64,
+}
+
+/// Ledgers of our own, for hypervisors that keep none for us.
+pub(crate) struct OwnLedgers {
+    places: Words,
+    region: Region,
+}
+
+/// Words for the place of one ring.
+const PLACE: usize = 4;
+
+impl OwnLedgers {
+    /// Opens the file, or makes it anew if it is for other queues.
+    pub(crate) fn open(path: &Path, queues: usize, entries: u16) -> io::Result<OwnLedgers> {
+        let mut options = OpenOptions::new();
+        let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options.open(path)?;
+        let ledgers = (queues * PLACE * 8).next_multiple_of(PAGE) as u64;
+        let len = ledgers + Region::len(queues, entries);
+        if file.metadata()?.len() != len {
+            file.set_len(0)?;
+            allocate(&file, len)?;
+        }
+        Ok(OwnLedgers {
+            places: Words::shared(&file, 0, queues * PLACE)?,
+            region: Region::map(&file, ledgers, queues, entries)?,
+        })
+    }
+
+    /// The ledger of a ring at `place`, and the chains in flight if it had that place before.
+    pub(crate) fn resume(
+        &self,
+        queue: usize,
+        size: u16,
+        place: RingPlace,
+        ring: RingIndices,
+    ) -> Option<(Ledger, Option<Vec<u16>>)> {
+        let mut ledger = self.region.ledger(queue, size)?;
+        let known = &self.places[queue * PLACE..(queue + 1) * PLACE];
+        let wanted = [place.descriptors, place.available, place.used, u64::from(size)];
+        let is_known = known.iter().zip(wanted).all(|(a, b)| a.load(Ordering::Acquire) == b);
+        let heads = if is_known {
+            ledger.resume(ring)
+        } else {
+            ledger.reset(ring.used);
+            known.iter().zip(wanted).for_each(|(to, from)| to.store(from, Ordering::Release));
+            None
+        };
+        Some((ledger, heads))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Ledger, OwnLedgers, Region, RingIndices, RingPlace};
+
+    fn region() -> Region {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(Region::len(2, 64)).unwrap();
+        Region::map(&file, 0, 2, 64).unwrap()
+    }
+
+    fn ring(available: u16, used: u16) -> RingIndices {
+        RingIndices { available, used }
+    }
+
+    /// The next process's view of queue 1.
+    fn again(region: &Region, indices: RingIndices) -> (Ledger, Option<Vec<u16>>) {
+        let mut ledger = region.ledger(1, 64).unwrap();
+        let heads = ledger.resume(indices);
+        (ledger, heads)
+    }
+
+    #[test]
+    fn chains_in_flight_come_back_in_the_order_in_which_they_were_popped() {
+        let region = region();
+        let (mut ledger, heads) = again(&region, ring(0, 0));
+        assert_eq!(heads, None, "a new ledger");
+        for head in [5, 63, 0, 7] {
+            ledger.popped(head);
+        }
+        ledger.returning(63, 0);
+        ledger.returned(63, 1);
+        let (mut ledger, heads) = again(&region, ring(9, 1));
+        assert_eq!(heads, Some(vec![5, 0, 7]));
+        ledger.popped(1);
+        assert_eq!(again(&region, ring(9, 1)).1, Some(vec![5, 0, 7, 1]), "newer than the rest");
+    }
+
+    #[test]
+    fn the_end_of_the_process_at_any_step_neither_loses_nor_repeats_a_chain() {
+        for step in 0..4 {
+            let region = region();
+            let (mut ledger, _) = again(&region, ring(0, 0));
+            ledger.popped(3);
+            ledger.popped(4);
+            let mut used = 0;
+            if step > 0 {
+                ledger.returning(3, 0);
+            }
+            if step > 1 {
+                used = 1;
+            }
+            if step > 2 {
+                ledger.returned(3, 1);
+            }
+            let expected = if used == 1 { vec![4] } else { vec![3, 4] };
+            assert_eq!(again(&region, ring(2, used)).1, Some(expected), "ended after step {step}");
+        }
+    }
+
+    #[test]
+    fn a_ledger_that_does_not_fit_the_ring_is_dropped() {
+        let region = region();
+        let (mut ledger, _) = again(&region, ring(0, 100));
+        ledger.popped(3);
+        ledger.popped(4);
+        assert_eq!(again(&region, ring(101, 100)).1, None, "two in flight, one available");
+        let (mut ledger, _) = again(&region, ring(100, 100));
+        ledger.popped(3);
+        assert_eq!(again(&region, ring(5, 0)).1, None, "the ring begins anew");
+        assert_eq!(again(&region, ring(5, 0)).1, Some(vec![]), "and so did the ledger");
+        assert!(region.ledger(2, 64).is_none() && region.ledger(0, 128).is_none());
+    }
+
+    #[test]
+    fn our_own_ledger_counts_only_for_the_same_rings() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ledger");
+        let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        let open = |queues| OwnLedgers::open(&path, queues, 64).unwrap();
+        let (mut ledger, heads) = open(2).resume(1, 64, place, ring(0, 7)).unwrap();
+        assert_eq!(heads, None);
+        ledger.popped(9);
+        let heads = |queues, place| open(queues).resume(1, 64, place, ring(8, 7)).unwrap().1;
+        assert_eq!(heads(2, place), Some(vec![9]));
+        assert_eq!(heads(2, RingPlace { used: 0x4000, ..place }), None);
+        assert_eq!(heads(2, place), None, "the last one is another guest's");
+        assert_eq!(heads(3, place), None, "other queues");
+    }
+}
