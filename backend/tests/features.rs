@@ -88,7 +88,7 @@ fn a_write_is_durable_when_it_is_answered_in_write_through_mode_only() {
         assert_eq!(config(&mut guest, WRITEBACK, 1), [u8::from(cached)]);
         write(&mut guest, 8, 7);
         drop(guest);
-        backend.kill();
+        backend.kill_with_host();
 
         let backend = Backend::start(&Options::new(&site));
         let mut guest = Guest::connect(&backend.options.socket);
@@ -108,7 +108,7 @@ fn a_driver_that_cannot_flush_gets_write_through() {
     guest.restart();
     write(&mut guest, 16, 3);
     drop(guest);
-    backend.kill();
+    backend.kill_with_host();
     let backend = Backend::start(&Options::new(&site));
     assert_eq!(read(&mut Guest::connect(&backend.options.socket), 16), 3);
 }

@@ -136,13 +136,13 @@ fn memory_for_unaligned_requests_is_bounded() {
 }
 
 #[test]
-fn a_running_guest_is_refused_after_a_kill_whichever_queue_it_used() {
+fn a_running_guest_is_refused_when_the_live_state_is_gone_whichever_queue_it_used() {
     let site = site(4 << 20);
     let options = Options::new(&site);
     let backend = Backend::start(&options);
     let mut guest = Guest::connect(&options.socket);
     assert!(guest.works(8, 1));
-    backend.kill();
+    backend.kill_with_host();
     drop(guest);
     let backend = Backend::start(&options);
     // Queue 0 of the guest was never used, queue 1 was.

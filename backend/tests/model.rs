@@ -243,13 +243,15 @@ fn run(config: Config) {
                 device = backend.device(shape);
             }
             how @ (Between::Restart | Between::Kill) => {
-                // A killed backend keeps what was flushed; a stopped one keeps everything.
-                if let Between::Kill = how {
+                // A host that dies keeps what was flushed; a backend, however it ends, everything.
+                let with_host = matches!(how, Between::Kill) && rng.chance(50);
+                if with_host {
                     device.queues[0].flush().expect("flush");
                 }
                 drop(device);
                 match how {
                     Between::Restart => backend.terminate(),
+                    _ if with_host => backend.kill_with_host(),
                     _ => backend.kill(),
                 }
                 backend = Backend::start(&options);

@@ -63,6 +63,7 @@ impl Backend {
         option("store", lab.store());
         option("image", disk.image.clone());
         option("mirror", mirror.display().to_string());
+        option("live", lab.path("live").display().to_string());
         option("socket-path", socket.display().to_string());
         option("control", control.display().to_string());
         option("vsock", lab.vsock(&disk.guest).display().to_string());

@@ -58,6 +58,7 @@ pub(crate) struct Options {
     pub(crate) store: String,
     pub(crate) image: String,
     pub(crate) mirror: PathBuf,
+    pub(crate) live: PathBuf,
     pub(crate) socket: PathBuf,
     pub(crate) control: PathBuf,
     pub(crate) vsock: PathBuf,
@@ -78,6 +79,7 @@ impl Options {
             store: site.store(),
             image: IMAGE.into(),
             mirror: site.path(name),
+            live: site.path("live"),
             socket: site.socket(&format!("{name}.s")),
             control: site.socket(&format!("{name}.c")),
             vsock: site.socket(&format!("{name}.v")),
@@ -101,6 +103,8 @@ impl Options {
             self.image.clone(),
             "--mirror".into(),
             path(&self.mirror),
+            "--live".into(),
+            path(&self.live),
             "--control".into(),
             path(&self.control),
             "--vsock".into(),
@@ -189,19 +193,30 @@ impl Backend {
     }
 
     pub(crate) fn start_with(options: &Options, prepare: impl FnOnce(&mut Command)) -> Backend {
+        let mut backend = Backend::spawn(options, prepare);
+        backend.wait_until_ready();
+        backend
+    }
+
+    /// Starts a backend, and does not wait for it.
+    pub(crate) fn spawn(options: &Options, prepare: impl FnOnce(&mut Command)) -> Backend {
         let logs = options.socket.parent().expect("sockets have a directory").join("logs");
         fs::create_dir_all(&logs).expect("a directory for logs");
         let (child, log) = spawn(&options.arguments(), &logs, prepare);
-        let mut backend = Backend { child, log, options: options.clone() };
+        Backend { child, log, options: options.clone() }
+    }
+
+    /// Waits until it answers on its control socket.
+    pub(crate) fn wait_until_ready(&mut self) {
         let deadline = Instant::now() + START;
         loop {
-            if let Some(status) = backend.child.try_wait().expect("wait for cairn-blk") {
-                panic!("cairn-blk ended at its start with {status}:\n{}", backend.log());
+            if let Some(status) = self.child.try_wait().expect("wait for cairn-blk") {
+                panic!("cairn-blk ended at its start with {status}:\n{}", self.log());
             }
             let answer =
-                Control::connect(&options.control).and_then(|mut c| c.ask(&Request::Status));
+                Control::connect(&self.options.control).and_then(|mut c| c.ask(&Request::Status));
             if let Ok(Event::Status(_)) = answer {
-                return backend;
+                return;
             }
             assert!(Instant::now() < deadline, "cairn-blk is not ready: {answer:?}");
             std::thread::sleep(Duration::from_millis(5));
@@ -252,6 +267,13 @@ impl Backend {
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("kill cairn-blk");
         self.child.wait().expect("wait for cairn-blk");
+    }
+
+    /// Ends the process, and takes away what the end of the host would: everything on a tmpfs.
+    pub(crate) fn kill_with_host(self) {
+        let live = self.options.live.clone();
+        self.kill();
+        fs::remove_dir_all(live).expect("remove the live directory");
     }
 }
 

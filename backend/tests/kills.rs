@@ -1,0 +1,121 @@
+//! The backend is killed, again and again, under a guest that goes on: no request is lost or done twice,
+//! nothing that was answered is forgotten, and every checkpoint that was accepted becomes stable with just
+//! the content that it had.
+//!
+//! `CAIRN_SEED` repeats a run, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+
+mod support;
+mod survivor;
+
+use std::time::{Duration, Instant};
+
+use support::backend::{Backend, IMAGE, Options, Site};
+use support::control::Control;
+use support::repository;
+use support::rng::{Repeat, Rng, number_from_env};
+use survivor::{BLOCK, Manner, Survivor, version};
+
+const CHUNK: u32 = 64 << 10;
+const SIZE: u64 = 8 << 20;
+const BLOCKS: usize = SIZE as usize / BLOCK;
+
+/// How long the guest may wait for anything.
+const HANG: Duration = Duration::from_secs(5);
+
+/// A checkpoint that was accepted, and the versions that it may hold.
+struct Taken {
+    number: u64,
+    least: Vec<u32>,
+    most: Vec<u32>,
+}
+
+#[derive(Default)]
+struct Tally {
+    kills: u64,
+    requests: u64,
+    checkpoints: u64,
+    /// The longest that the guest waited for one request.
+    slowest: Duration,
+}
+
+/// One guest, and as many deaths of its backend.
+fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
+    let _repeat = Repeat(seed);
+    let mut rng = Rng::new(seed);
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    // Little memory for copies, so that they go to the disk too.
+    let memory = if rng.chance(50) { "1" } else { "64" };
+    let options = Options::new(&site).with(&["--cow-memory", memory]);
+    let mut guest = Survivor::new(manner, BLOCKS, Rng::new(rng.next_u64()));
+    let mut backend = Backend::start(&options);
+    guest.connect(&options.socket).expect("connect");
+    let mut taken = Vec::new();
+    for _ in 0..kills {
+        guest.run(Duration::from_millis(rng.below(40)));
+        for _ in 0..rng.below(4) {
+            taken.extend(checkpoint(&mut guest, &options));
+            guest.run(Duration::from_micros(rng.below(3000)));
+        }
+        backend.kill();
+        tally.kills += 1;
+        // One may be killed before it has found its feet.
+        while rng.chance(20) {
+            let early = Backend::spawn(&options, |_| {});
+            guest.run(Duration::from_micros(rng.below(20_000)));
+            early.kill();
+            tally.kills += 1;
+        }
+        backend = Backend::spawn(&options, |_| {});
+        if rng.chance(50) {
+            backend.wait_until_ready();
+        }
+        guest.connect(&options.socket).expect("connect again");
+    }
+    guest.run(Duration::from_millis(20));
+    guest.finish(HANG);
+    guest.check_all();
+    assert!(guest.slowest < HANG, "a request took {:?}", guest.slowest);
+    backend.control().wait_until_quiet();
+    for Taken { number, least, most } in &taken {
+        let disk = repository::export(&site.store(), IMAGE, *number);
+        for (block, bytes) in disk.chunks(BLOCK).enumerate() {
+            let found = version(block, bytes);
+            let right = found.is_some_and(|found| (least[block]..=most[block]).contains(&found));
+            let (least, most) = (least[block], most[block]);
+            assert!(right, "block {block} of @{number}: {found:?}, not {least} to {most}");
+        }
+    }
+    backend.terminate();
+    tally.requests += guest.completed;
+    tally.checkpoints += taken.len() as u64;
+    tally.slowest = tally.slowest.max(guest.slowest);
+}
+
+/// Takes a checkpoint, while the guest goes on.
+fn checkpoint(guest: &mut Survivor, options: &Options) -> Option<Taken> {
+    let mut control = Control::connect(&options.control).ok()?;
+    guest.turn();
+    let least = guest.acked.clone();
+    let accepted = control.checkpoint().ok()?;
+    Some(Taken { number: accepted.number, least, most: guest.sent.clone() })
+}
+
+#[test]
+fn nothing_is_lost_however_often_the_backend_is_killed() {
+    let start = Instant::now();
+    let soak = Duration::from_secs(number_from_env("CAIRN_SOAK_SECONDS").unwrap_or(0));
+    let first = number_from_env("CAIRN_SEED").unwrap_or(1);
+    let mut tally = Tally::default();
+    for round in 0.. {
+        if round >= 1 && start.elapsed() >= soak {
+            break;
+        }
+        for manner in [Manner::UsedIndex, Manner::AvailableIndex, Manner::NoLedger] {
+            run(first + round, manner, 12, &mut tally);
+        }
+    }
+    let Tally { kills, requests, checkpoints, slowest } = tally;
+    println!("{kills} kills, {requests} requests, {checkpoints} checkpoints, slowest {slowest:?}");
+    assert!(kills >= 36 && checkpoints > 0 && requests > 1000, "too little was tested");
+}

@@ -1,0 +1,379 @@
+//! A guest that goes on when its backend dies: its memory, its rings and its requests stay.
+//!
+//! It has two queues, each with several requests in flight at any time, every one in a slot of its own.
+//! A slot owns blocks of the disk that no other slot touches, and stamps each write with the block's next
+//! version. So every read has just one right answer, and so has every block of a checkpoint up to the
+//! writes that were in flight when it was taken.
+//!
+//! ```text
+//! memory ┬ queue 0: descriptors, available ring, used ring, headers and statuses   (64 KiB)
+//!        ├ queue 1
+//!        └ data, a page for each slot
+//! ```
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
+use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::support::rng::Rng;
+use crate::support::sys;
+
+pub(crate) const BLOCK: usize = 4096;
+pub(crate) const QUEUES: usize = 2;
+/// Requests in flight on each queue.
+pub(crate) const DEPTH: usize = 20;
+
+const SIZE: u16 = 64;
+const QUEUE: u64 = 0x1_0000;
+const AVAILABLE: u64 = 0x1000;
+const USED: u64 = 0x2000;
+const HEADERS: u64 = 0x3000;
+const DATA: u64 = QUEUES as u64 * QUEUE;
+const MEMORY: u64 = DATA + (QUEUES * DEPTH * BLOCK) as u64;
+const BASE: u64 = 0x10_0000;
+
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+
+/// What a hypervisor does for its backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manner {
+    /// Keeps the ledger, and gives the used index as the base, as QEMU does.
+    UsedIndex,
+    /// Keeps the ledger, and gives the available index as the base, as Cloud Hypervisor does.
+    AvailableIndex,
+    /// Knows nothing of ledgers.
+    NoLedger,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Request {
+    Write { block: usize, version: u32 },
+    Read { block: usize },
+    Flush,
+}
+
+struct Slot {
+    request: Option<(Request, Instant)>,
+}
+
+struct Queue {
+    available: u16,
+    used: u16,
+    slots: Vec<Slot>,
+    kick: EventFd,
+    call: EventFd,
+}
+
+pub(crate) struct Survivor {
+    memory: GuestMemoryMmap,
+    manner: Manner,
+    ledger: Option<(VhostUserInflight, File)>,
+    frontend: Option<Frontend>,
+    queues: Vec<Queue>,
+    rng: Rng,
+    /// For each block the version of the last write that was answered,
+    pub(crate) acked: Vec<u32>,
+    /// and of the last one that was sent.
+    pub(crate) sent: Vec<u32>,
+    /// Whether new requests are sent.
+    pub(crate) is_busy: bool,
+    pub(crate) completed: u64,
+    pub(crate) slowest: Duration,
+}
+
+impl Survivor {
+    /// A guest for a disk of `blocks`, all zero, that is not connected.
+    pub(crate) fn new(manner: Manner, blocks: usize, rng: Rng) -> Survivor {
+        let file = sys::memfd(MEMORY);
+        let range = (GuestAddress(BASE), MEMORY as usize, Some(FileOffset::new(file, 0)));
+        let event = || EventFd::new(libc::EFD_NONBLOCK).expect("an event");
+        let queue = |_| Queue {
+            available: 0,
+            used: 0,
+            slots: (0..DEPTH).map(|_| Slot { request: None }).collect(),
+            kick: event(),
+            call: event(),
+        };
+        Survivor {
+            memory: GuestMemoryMmap::from_ranges_with_files([range]).expect("map the memory"),
+            manner,
+            ledger: None,
+            frontend: None,
+            queues: (0..QUEUES).map(queue).collect(),
+            rng,
+            acked: vec![0; blocks],
+            sent: vec![0; blocks],
+            is_busy: true,
+            completed: 0,
+            slowest: Duration::ZERO,
+        }
+    }
+
+    /// Connects to a backend, the first or the next one. Fails if that ends meanwhile.
+    pub(crate) fn connect(&mut self, socket: &Path) -> Result<(), String> {
+        self.frontend = None;
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let stream = loop {
+            match UnixStream::connect(socket) {
+                Ok(stream) => break stream,
+                Err(error) if Instant::now() > deadline => return Err(error.to_string()),
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        stream.set_read_timeout(Some(Duration::from_secs(10))).expect("set a timeout");
+        self.handshake(stream).map_err(|error| error.to_string())
+    }
+
+    fn handshake(&mut self, stream: UnixStream) -> vhost::Result<()> {
+        let mut frontend = Frontend::from_stream(stream, QUEUES as u64);
+        frontend.set_owner()?;
+        let features = frontend.get_features()?;
+        // Without EVENT_IDX: every kick counts.
+        frontend.set_features(features & !(1 << 29))?;
+        let mut wanted = VhostUserProtocolFeatures::MQ | VhostUserProtocolFeatures::REPLY_ACK;
+        wanted.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.manner != Manner::NoLedger);
+        let offered = frontend.get_protocol_features()?;
+        assert!(offered.contains(wanted), "{offered:?} was offered");
+        frontend.set_protocol_features(wanted)?;
+        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        let regions: Vec<_> = self
+            .memory
+            .iter()
+            .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file"))
+            .collect();
+        frontend.set_mem_table(&regions)?;
+        if self.manner != Manner::NoLedger {
+            if self.ledger.is_none() {
+                let wanted = VhostUserInflight::new(0, 0, QUEUES as u16, SIZE);
+                self.ledger = Some(frontend.get_inflight_fd(&wanted)?);
+            }
+            let (ledger, file) = self.ledger.as_ref().expect("set above");
+            frontend.set_inflight_fd(ledger, file.as_raw_fd())?;
+        }
+        let here = self.memory.iter().next().expect("there is one region").as_ptr() as u64;
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            let at = index as u64 * QUEUE;
+            let used: u16 =
+                self.memory.read_obj(GuestAddress(BASE + at + USED + 2)).expect("inside");
+            let base = if self.manner == Manner::AvailableIndex { queue.available } else { used };
+            frontend.set_vring_num(index, SIZE)?;
+            frontend.set_vring_base(index, base)?;
+            let rings = VringConfigData {
+                queue_max_size: SIZE,
+                queue_size: SIZE,
+                flags: 0,
+                desc_table_addr: here + at,
+                used_ring_addr: here + at + USED,
+                avail_ring_addr: here + at + AVAILABLE,
+                log_addr: None,
+            };
+            frontend.set_vring_addr(index, &rings)?;
+            queue.kick = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
+            queue.call = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
+            frontend.set_vring_call(index, &queue.call)?;
+            frontend.set_vring_kick(index, &queue.kick)?;
+            frontend.set_vring_enable(index, true)?;
+        }
+        self.frontend = Some(frontend);
+        Ok(())
+    }
+
+    fn put<T: vm_memory::ByteValued>(&self, address: u64, value: T) {
+        self.memory.write_obj(value, GuestAddress(BASE + address)).expect("inside the memory");
+    }
+
+    fn get<T: vm_memory::ByteValued>(&self, address: u64) -> T {
+        self.memory.read_obj(GuestAddress(BASE + address)).expect("inside the memory")
+    }
+
+    /// Takes what was answered and sends more. Returns whether nothing is in flight.
+    pub(crate) fn turn(&mut self) -> bool {
+        let mut idle = true;
+        for queue in 0..QUEUES {
+            self.reap(queue);
+            let mut sent = false;
+            for slot in 0..DEPTH {
+                if self.is_busy && self.queues[queue].slots[slot].request.is_none() {
+                    self.send(queue, slot);
+                    sent = true;
+                }
+                idle &= self.queues[queue].slots[slot].request.is_none();
+            }
+            if sent {
+                // Nobody may be there to hear it.
+                let _ = self.queues[queue].kick.write(1);
+            }
+        }
+        idle
+    }
+
+    /// Turns for this long.
+    pub(crate) fn run(&mut self, time: Duration) {
+        let end = Instant::now() + time;
+        while Instant::now() < end {
+            self.turn();
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// Sends nothing more, and waits until everything is answered.
+    pub(crate) fn finish(&mut self, limit: Duration) {
+        self.is_busy = false;
+        let deadline = Instant::now() + limit;
+        while !self.turn() {
+            let lost = || -> Vec<_> {
+                let slots = self.queues.iter().flat_map(|queue| &queue.slots);
+                slots.filter_map(|slot| slot.request).collect()
+            };
+            assert!(Instant::now() < deadline, "requests are lost: {:?}", lost());
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn data(queue: usize, slot: usize) -> u64 {
+        DATA + ((queue * DEPTH + slot) * BLOCK) as u64
+    }
+
+    fn send(&mut self, queue: usize, slot: usize) {
+        let own = (queue * DEPTH + slot) as u64;
+        let blocks = self.acked.len() as u64 / (QUEUES * DEPTH) as u64;
+        let block = (self.rng.below(blocks) * (QUEUES * DEPTH) as u64 + own) as usize;
+        let data = Survivor::data(queue, slot);
+        let (request, kind) = match self.rng.below(100) {
+            0..70 => {
+                let version = self.sent[block] + 1;
+                self.sent[block] = version;
+                let bytes = stamp(block, version).repeat(BLOCK / 8);
+                let address = GuestAddress(BASE + data);
+                self.memory.write_slice(&bytes, address).expect("inside the memory");
+                (Request::Write { block, version }, OUT)
+            }
+            70..97 => (Request::Read { block }, IN),
+            _ => (Request::Flush, FLUSH),
+        };
+        let at = queue as u64 * QUEUE;
+        let header = at + HEADERS + slot as u64 * 32;
+        self.put(header, kind);
+        self.put(header + 8, block as u64 * (BLOCK / 512) as u64);
+        self.put(header + 16, 0xffu8);
+        let head = slot as u16 * 3;
+        let mut parts = vec![(header, 16u32, 0u16), (header + 16, 1, 2)];
+        match request {
+            Request::Write { .. } => parts.insert(1, (data, BLOCK as u32, 0)),
+            Request::Read { .. } => parts.insert(1, (data, BLOCK as u32, 2)),
+            Request::Flush => {}
+        }
+        let last = parts.len() - 1;
+        for (index, (address, len, flags)) in parts.into_iter().enumerate() {
+            let entry = at + (u64::from(head) + index as u64) * 16;
+            let more = u16::from(index < last);
+            self.put(entry, BASE + address);
+            self.put(entry + 8, len);
+            self.put(entry + 12, flags | more);
+            self.put(entry + 14, head + index as u16 + 1);
+        }
+        self.queues[queue].slots[slot].request = Some((request, Instant::now()));
+        let available = self.queues[queue].available;
+        self.put(at + AVAILABLE + 4 + u64::from(available % SIZE) * 2, head);
+        fence(Ordering::SeqCst);
+        self.queues[queue].available = available.wrapping_add(1);
+        self.put(at + AVAILABLE + 2, self.queues[queue].available);
+    }
+
+    fn reap(&mut self, queue: usize) {
+        let at = queue as u64 * QUEUE;
+        while self.get::<u16>(at + USED + 2) != self.queues[queue].used {
+            fence(Ordering::SeqCst);
+            let used = self.queues[queue].used;
+            let head: u32 = self.get(at + USED + 4 + u64::from(used % SIZE) * 8);
+            self.queues[queue].used = used.wrapping_add(1);
+            let slot = head as usize / 3;
+            assert_eq!(head % 3, 0, "head {head} was never sent");
+            let (request, since) = self.queues[queue].slots[slot]
+                .request
+                .take()
+                .unwrap_or_else(|| panic!("head {head} of queue {queue} was answered twice"));
+            let status: u8 = self.get(at + HEADERS + slot as u64 * 32 + 16);
+            assert_eq!(status, 0, "{request:?} failed");
+            self.completed += 1;
+            self.slowest = self.slowest.max(since.elapsed());
+            match request {
+                Request::Write { block, version } => self.acked[block] = version,
+                Request::Read { block } => {
+                    let mut bytes = vec![0; BLOCK];
+                    let data = GuestAddress(BASE + Survivor::data(queue, slot));
+                    self.memory.read_slice(&mut bytes, data).expect("inside the memory");
+                    let found = version(block, &bytes);
+                    assert_eq!(found, Some(self.acked[block]), "block {block} is wrong");
+                }
+                Request::Flush => {}
+            }
+        }
+    }
+
+    /// Reads the whole disk while nothing else is in flight.
+    pub(crate) fn check_all(&mut self) {
+        assert!(self.turn(), "something is in flight");
+        for block in 0..self.acked.len() {
+            let own = block % (QUEUES * DEPTH);
+            let (queue, slot) = (own / DEPTH, own % DEPTH);
+            self.read(queue, slot, block);
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while !self.turn() {
+                assert!(Instant::now() < deadline, "a read is lost");
+            }
+        }
+    }
+
+    fn read(&mut self, queue: usize, slot: usize, block: usize) {
+        // As `send` would, had it drawn this.
+        let at = queue as u64 * QUEUE;
+        let header = at + HEADERS + slot as u64 * 32;
+        let data = Survivor::data(queue, slot);
+        self.put(header, IN);
+        self.put(header + 8, block as u64 * (BLOCK / 512) as u64);
+        let head = slot as u16 * 3;
+        let parts = [(header, 16u32, 1u16), (data, BLOCK as u32, 3), (header + 16, 1, 2)];
+        for (index, (address, len, flags)) in parts.into_iter().enumerate() {
+            let entry = at + (u64::from(head) + index as u64) * 16;
+            self.put(entry, BASE + address);
+            self.put(entry + 8, len);
+            self.put(entry + 12, flags);
+            self.put(entry + 14, head + index as u16 + 1);
+        }
+        let queue = &mut self.queues[queue];
+        queue.slots[slot].request = Some((Request::Read { block }, Instant::now()));
+        let available = queue.available;
+        queue.available = available.wrapping_add(1);
+        let next = queue.available;
+        let kick = queue.kick.try_clone().expect("duplicate an event");
+        self.put(at + AVAILABLE + 4 + u64::from(available % SIZE) * 2, head);
+        fence(Ordering::SeqCst);
+        self.put(at + AVAILABLE + 2, next);
+        kick.write(1).expect("kick");
+    }
+}
+
+fn stamp(block: usize, version: u32) -> [u8; 8] {
+    (u64::from(version) << 32 | block as u64).to_le_bytes()
+}
+
+/// The version of a block's content; nothing if it is no version of this block.
+pub(crate) fn version(block: usize, bytes: &[u8]) -> Option<u32> {
+    let first: [u8; 8] = bytes[..8].try_into().expect("eight bytes");
+    let (words, _) = bytes.as_chunks::<8>();
+    let found = (u64::from_le_bytes(first) >> 32) as u32;
+    let right = if found == 0 { [0; 8] } else { stamp(block, found) };
+    words.iter().all(|word| *word == right).then_some(found)
+}
