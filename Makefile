@@ -13,6 +13,7 @@ CACHE     := $(CURDIR)/.cache
 TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
 TRIPLE    := x86_64-unknown-linux-gnu
 AGENT     := $(TARGET)/$(TRIPLE)/agent/cairn-agent
+VERIFIER  := $(TARGET)/$(TRIPLE)/agent/verifier
 # The agent goes into every guest, whatever its size.
 AGENT_MAX := 2000000
 INITRAMFS := $(CACHE)/guest/initramfs
@@ -35,6 +36,11 @@ $(AGENT): FORCE
 	@size=$$(stat -c %s $@); [ $$size -le $(AGENT_MAX) ] || \
 	  { echo "the agent has $$size bytes, more than $(AGENT_MAX)"; exit 1; }
 
+$(VERIFIER): FORCE
+	$(call say,building the static verifier)
+	@RUSTFLAGS='-C target-feature=+crt-static' \
+	  $(CARGO) build --locked --profile agent --target $(TRIPLE) -p verifier
+
 setup: packages kernel vsock-device $(INITRAMFS) ## Obtain what the guests need, if it is not there
 	$(call say,fetching crates)
 	@$(CARGO) fetch --locked --quiet
@@ -54,9 +60,9 @@ $(VSOCK): | packages
 	@$(CARGO) install --quiet vhost-device-vsock --locked --version $(VSOCK_VERSION) \
 	  --root $(CACHE)/tools
 
-$(INITRAMFS): $(AGENT) scripts/build-initramfs vmm-tests/guest/init | kernel
+$(INITRAMFS): $(AGENT) $(VERIFIER) scripts/build-initramfs vmm-tests/guest/init | kernel
 	$(call say,building the guest's initramfs)
-	@scripts/build-initramfs $(CACHE)/guest/modules $(AGENT) $@
+	@scripts/build-initramfs $(CACHE)/guest/modules $@ $(AGENT) $(VERIFIER)
 
 test: lint unit-test vm-test ## Run every check and every test, in guests too
 	$(call say,all tests have passed)

@@ -6,6 +6,7 @@ mod agent;
 mod checkpoint;
 mod clone;
 mod disk;
+mod kills;
 mod migration;
 
 const MIB: u64 = 1 << 20;
