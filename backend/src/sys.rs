@@ -31,6 +31,17 @@ pub(crate) fn shared_memory(len: u64) -> io::Result<File> {
     Ok(file)
 }
 
+/// Whether a directory's files are nowhere but in memory.
+pub(crate) fn is_in_memory(path: &Path) -> io::Result<bool> {
+    const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
+    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
+    // SAFETY: an all-zero statfs is a valid value of that plain struct.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is a C string, and `stat` is writable and large enough.
+    check(unsafe { libc::statfs(path.as_ptr(), &raw mut stat) })?;
+    Ok([libc::TMPFS_MAGIC, RAMFS_MAGIC].contains(&stat.f_type))
+}
+
 /// Makes a pending and every later accept on this socket fail.
 pub(crate) fn shutdown(listener: &UnixListener) {
     // SAFETY: the descriptor is open; no memory is passed. Fails only if it is shut down already.

@@ -17,6 +17,8 @@ pub(crate) struct Site {
     scratch: PathBuf,
     /// Short, because a socket's path is limited to 107 bytes.
     sockets: PathBuf,
+    /// On a tmpfs.
+    pub(crate) live: PathBuf,
     pub(crate) cairn: PathBuf,
     pub(crate) cairn_blk: PathBuf,
     pub(crate) storage_daemon: PathBuf,
@@ -38,10 +40,12 @@ impl Site {
         let below = args.scratch.clone().unwrap_or_else(|| programs.to_path_buf());
         let scratch = below.join(format!("cairn-bench-{id}"));
         let sockets = std::env::temp_dir().join(format!("cairn-bench-{id}"));
+        let live = PathBuf::from(format!("/dev/shm/cairn-bench-{id}"));
         let blk_args = args.blk_arg.clone();
         // From here on the directories are removed again, whatever fails.
         let areas = AtomicU64::new(0);
-        let site = Site { scratch, sockets, cairn, cairn_blk, storage_daemon, blk_args, areas };
+        let site =
+            Site { scratch, sockets, live, cairn, cairn_blk, storage_daemon, blk_args, areas };
         for directory in [&site.scratch, &site.sockets] {
             fs::create_dir_all(directory)
                 .with_context(|| format!("make the directory {}", directory.display()))?;
@@ -72,6 +76,7 @@ impl Drop for Site {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.scratch);
         let _ = fs::remove_dir_all(&self.sockets);
+        let _ = fs::remove_dir_all(&self.live);
     }
 }
 

@@ -24,6 +24,7 @@ use super::layout::Layout;
 use super::map::MapFile;
 use super::presence::Presence;
 use crate::mapping::PAGE;
+use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
 const VERSION: u32 = 1;
@@ -53,6 +54,12 @@ impl Live {
     ) -> io::Result<Live> {
         let dir = base.join(map.identity().mirror.to_string());
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        if !sys::is_in_memory(&dir)? {
+            tracing::warn!(
+                dir = %dir.display(),
+                "the live directory is not on a tmpfs: everything is slower; choose another with --live"
+            );
+        }
         let boot = boot_id()?;
         let len = PAGE as u64 + Presence::shared_len(layout.block_count());
         let state = dir.join("state");

@@ -37,6 +37,8 @@ impl Cairn {
             .args(["--store", &area.store(), "--image", IMAGE])
             .arg("--mirror")
             .arg(area.path("mirror"))
+            .arg("--live")
+            .arg(&site.live)
             .arg("--socket-path")
             .arg(&socket)
             .arg("--control")
