@@ -96,6 +96,15 @@ pub struct Args {
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     pub commit_rate: u64,
 
+    /// How long, in seconds, storing a checkpoint is tried again while the repository fails; then the
+    /// checkpoint fails, and its changes go into the next.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    pub commit_retry: u32,
+
+    /// How long, in seconds, a guest's request may wait for data that cannot be fetched; then it fails.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub fetch_retry: u32,
+
     /// How long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
     /// looks [default: 50 while the host has two processors or more for each queue that runs and two
     /// to spare, else 0].

@@ -1,8 +1,9 @@
 //! Lazy restart: brings chunks from the repository when the guest needs them.
 //!
 //! A chunk is wanted once however many requests wait for it. What arrives is written only to blocks
-//! that are absent and that nobody else is writing. A chunk that cannot be had is remembered for a
-//! moment, so that those who wait get an error, and tried again after it.
+//! that are absent and that nobody else is writing. A chunk that cannot be had now is tried again, at
+//! growing intervals, for as long as a guest's request may wait. After that those who wait get an error; it
+//! is the answer for a moment, then the chunk may be asked for again.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -22,26 +23,39 @@ const THREADS: usize = 4;
 /// How long a failure is the answer.
 const FAILURE: Duration = Duration::from_millis(500);
 
+/// How long to wait before the second try; then twice as long each time,
+const FIRST_DELAY: Duration = Duration::from_millis(50);
+
+/// up to this.
+const LONGEST_DELAY: Duration = Duration::from_secs(2);
+
 #[derive(Clone, Copy)]
 enum State {
-    Wanted,
+    Wanted { since: Instant, delay: Duration },
     Failed(Instant),
 }
 
 #[derive(Default)]
 struct Wanted {
     queue: VecDeque<ChunkIndex>,
+    /// Chunks to be tried again, and when.
+    later: Vec<(Instant, ChunkIndex)>,
     states: HashMap<ChunkIndex, State>,
 }
 
 /// The chunks that the guest waits for.
-#[derive(Default)]
 pub(crate) struct Fetcher {
+    /// How long a request may wait for a chunk that cannot be had.
+    patience: Duration,
     wanted: Mutex<Wanted>,
     arrived: Condvar,
 }
 
 impl Fetcher {
+    pub(crate) fn new(patience: Duration) -> Fetcher {
+        Fetcher { patience, wanted: Mutex::default(), arrived: Condvar::new() }
+    }
+
     fn wanted(&self) -> MutexGuard<'_, Wanted> {
         self.wanted.lock().expect("no code panics with the fetch queue locked")
     }
@@ -51,11 +65,12 @@ impl Fetcher {
     pub(crate) fn want(&self, chunk: ChunkIndex) -> bool {
         let mut wanted = self.wanted();
         match wanted.states.get(&chunk) {
-            Some(State::Wanted) => return true,
+            Some(State::Wanted { .. }) => return true,
             Some(State::Failed(when)) if when.elapsed() < FAILURE => return false,
             _ => {}
         }
-        wanted.states.insert(chunk, State::Wanted);
+        let state = State::Wanted { since: Instant::now(), delay: FIRST_DELAY };
+        wanted.states.insert(chunk, state);
         wanted.queue.push_back(chunk);
         self.arrived.notify_one();
         true
@@ -64,25 +79,50 @@ impl Fetcher {
     fn next(&self) -> ChunkIndex {
         let mut wanted = self.wanted();
         loop {
-            match wanted.queue.pop_front() {
-                Some(chunk) => return chunk,
-                None => wanted = self.arrived.wait(wanted).expect("as in `wanted`"),
+            let now = Instant::now();
+            let due = wanted.later.iter().position(|(when, _)| *when <= now);
+            if let Some(at) = due {
+                return wanted.later.swap_remove(at).1;
             }
+            if let Some(chunk) = wanted.queue.pop_front() {
+                return chunk;
+            }
+            let soonest = wanted.later.iter().map(|(when, _)| *when).min();
+            wanted = match soonest {
+                Some(when) => {
+                    let left = when.saturating_duration_since(now);
+                    self.arrived.wait_timeout(wanted, left).expect("as in `wanted`").0
+                }
+                None => self.arrived.wait(wanted).expect("as in `wanted`"),
+            };
         }
     }
 
-    fn done(&self, chunk: ChunkIndex, ok: bool) {
+    fn arrived(&self, chunk: ChunkIndex) {
+        self.wanted().states.remove(&chunk);
+    }
+
+    /// A try has failed, for whatever reason: a repository may come back, a damaged one be restored. Returns
+    /// whether the chunk is given up.
+    fn failed(&self, chunk: ChunkIndex) -> bool {
         let mut wanted = self.wanted();
-        if ok {
-            wanted.states.remove(&chunk);
-        } else {
-            // Old failures are forgotten here, so that the table stays small.
-            wanted.states.retain(|_, state| match state {
-                State::Wanted => true,
-                State::Failed(when) => when.elapsed() < FAILURE,
-            });
-            wanted.states.insert(chunk, State::Failed(Instant::now()));
+        let now = Instant::now();
+        if let Some(State::Wanted { since, delay }) = wanted.states.get_mut(&chunk)
+            && now + *delay <= *since + self.patience
+        {
+            let when = now + *delay;
+            *delay = (*delay * 2).min(LONGEST_DELAY);
+            wanted.later.push((when, chunk));
+            self.arrived.notify_one();
+            return false;
         }
+        // Old failures are forgotten here, so that the table stays small.
+        wanted.states.retain(|_, state| match state {
+            State::Wanted { .. } => true,
+            State::Failed(when) => when.elapsed() < FAILURE,
+        });
+        wanted.states.insert(chunk, State::Failed(now));
+        true
     }
 }
 
@@ -94,12 +134,18 @@ pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
             let mut buffer = Buffer::zeroed(device.mirror.layout().chunk_size());
             loop {
                 let chunk = device.fetcher.next();
-                let result = fill(&device, chunk, &mut buffer);
-                if let Err(error) = &result {
-                    device.stats.fetch_errors(1);
-                    tracing::error!(%error, chunk = chunk.0, "a chunk cannot be fetched");
+                match fill(&device, chunk, &mut buffer) {
+                    Ok(()) => device.fetcher.arrived(chunk),
+                    Err(error) => {
+                        device.stats.fetch_errors(1);
+                        let chunk_number = chunk.0;
+                        if device.fetcher.failed(chunk) {
+                            tracing::error!(%error, chunk_number, "a chunk cannot be fetched");
+                        } else {
+                            tracing::warn!(%error, chunk_number, "a chunk is fetched again later");
+                        }
+                    }
                 }
-                device.fetcher.done(chunk, result.is_ok());
                 device.mirror.events.notify();
             }
         })?;
@@ -143,4 +189,35 @@ fn write_run(device: &Device, all: Blocks, run: Blocks, content: Option<&[u8]>) 
     let Some(content) = content else { return device.disk.punch(run.span()) };
     let from = ((run.first - all.first) * BLOCK) as usize;
     device.disk.write(&content[from..from + run.span().len as usize], run.span().offset)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use cairn_store::ChunkIndex;
+
+    use super::Fetcher;
+
+    const CHUNK: ChunkIndex = ChunkIndex(7);
+
+    #[test]
+    fn a_chunk_is_tried_again_for_as_long_as_patience_lasts() {
+        let fetcher = Fetcher::new(Duration::from_millis(300));
+        let start = Instant::now();
+        assert!(fetcher.want(CHUNK));
+        let mut tries = 0;
+        loop {
+            assert_eq!(fetcher.next(), CHUNK);
+            assert!(fetcher.want(CHUNK), "it may still come");
+            tries += 1;
+            if fetcher.failed(CHUNK) {
+                break;
+            }
+        }
+        let took = start.elapsed();
+        assert!((2..6).contains(&tries), "{tries} tries");
+        assert!(took < Duration::from_secs(3), "{took:?}");
+        assert!(!fetcher.want(CHUNK), "the failure is the answer");
+    }
 }

@@ -405,7 +405,7 @@ fn serve(
         geometry,
         read_only: args.read_only,
         bounce: Arena::new(BOUNCE),
-        fetcher: Fetcher::default(),
+        fetcher: Fetcher::new(Duration::from_secs(args.fetch_retry.into())),
         flusher: Flusher::new(map),
         commits,
         pace: Pace::new(args.commit_rate),
@@ -431,7 +431,8 @@ fn serve(
     let stall = Duration::from_secs(args.cow_stall.into());
     stall::spawn(device.clone(), stall).map_err(&spawning)?;
     let abort = persist::Abort::default();
-    let persist = persist::spawn(device.clone(), abort.clone()).map_err(&spawning)?;
+    let patience = Duration::from_secs(args.commit_retry.into());
+    let persist = persist::spawn(device.clone(), abort.clone(), patience).map_err(&spawning)?;
     let stop = Stop::default();
     control::spawn(sockets.listeners, device.clone(), stop.clone()).map_err(&spawning)?;
     tracing::info!(image = %device.attachment.image(), parent = device.attachment.parent().0, "serving");

@@ -34,7 +34,8 @@ fn a_full_repository_fails_the_checkpoint_and_not_the_guest() {
     };
     let store = format!("dir:{}", small.join("repository").display());
     repository::create(&store, IMAGE, CHUNK, 16 << 20);
-    let backend = Backend::start(&Options { store: store.clone(), ..Options::new(&site) });
+    let options = Options::new(&site).with(&["--commit-retry", "1"]);
+    let backend = Backend::start(&Options { store: store.clone(), ..options });
     let mut device = backend.device(Shape::default());
     let mut disk = random_disk(3, 16 << 20);
     let mut control = backend.control();

@@ -66,7 +66,11 @@ pub(crate) fn stats(socket: &Path, style: Style) -> Outcome {
 
 fn print_status(status: &Status, style: Style) -> Outcome {
     let pending = |commit: &cairn_agent::PendingCommit| {
-        format!("{} ({} of {} chunks)", commit.snapshot, commit.done, commit.chunks)
+        let progress = format!("{} ({} of {} chunks", commit.snapshot, commit.done, commit.chunks);
+        match &commit.trouble {
+            Some(trouble) => format!("{progress}; tried again: {trouble})"),
+            None => progress + ")",
+        }
     };
     let pending = status.pending.iter().map(pending).collect::<Vec<_>>().join(", ");
     print_fields(&[

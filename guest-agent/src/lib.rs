@@ -239,6 +239,9 @@ pub struct PendingCommit {
     pub chunks: u64,
     /// Of these, how many are stored.
     pub done: u64,
+    /// Why it does not get on at present, if so; it is tried again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
 }
 
 /// See [`Event::Snapshots`].

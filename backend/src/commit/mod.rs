@@ -38,9 +38,24 @@ pub(crate) struct Commit {
     layer: Arc<Layer>,
     asked: Instant,
     state: watch::Sender<CommitState>,
+    /// Why it does not get on at present, if so.
+    trouble: Mutex<Option<String>>,
 }
 
 impl Commit {
+    fn new(new: NewSnapshot, layer: Arc<Layer>, asked: Instant) -> Arc<Commit> {
+        let state = watch::Sender::new(CommitState::Pending);
+        Arc::new(Commit { new, layer, asked, state, trouble: Mutex::default() })
+    }
+
+    fn trouble(&self) -> MutexGuard<'_, Option<String>> {
+        self.trouble.lock().expect("no code panics with this lock held")
+    }
+
+    fn set_trouble(&self, trouble: String) {
+        *self.trouble() = Some(trouble);
+    }
+
     /// Follows what becomes of it.
     pub(crate) fn watch(&self) -> watch::Receiver<CommitState> {
         self.state.subscribe()
@@ -79,8 +94,7 @@ impl Commits {
     ) -> Commits {
         let commit = |layer: Arc<Layer>| {
             let new = layer.accepted()?;
-            let state = watch::Sender::new(CommitState::Pending);
-            Some(Arc::new(Commit { new, layer, asked: Instant::now(), state }))
+            Some(Commit::new(new, layer, Instant::now()))
         };
         let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
         labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
@@ -162,8 +176,7 @@ impl Commits {
         };
         // From here on it survives the death of this process.
         layer.accept(&new);
-        let commit =
-            Arc::new(Commit { new, layer, asked, state: watch::Sender::new(CommitState::Pending) });
+        let commit = Commit::new(new, layer, asked);
         queue.commits.push_back(commit.clone());
         self.changed.notify_all();
         device.stats.checkpoints(1);
@@ -189,6 +202,7 @@ impl Commits {
                 snapshot: device.snapshot_name(commit.new.number),
                 chunks: commit.layer.dirty().len(),
                 done: commit.layer.stored_count(),
+                trouble: commit.trouble().clone(),
             })
             .collect()
     }

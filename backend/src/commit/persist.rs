@@ -43,6 +43,12 @@ const GROUP: usize = 32 << 20;
 /// How often an idle thread sees to it that there are snapshot numbers.
 const REFILL: Duration = Duration::from_secs(2);
 
+/// How long to wait before the second try; then twice as long each time,
+const FIRST_DELAY: Duration = Duration::from_millis(100);
+
+/// up to this.
+const LONGEST_DELAY: Duration = Duration::from_secs(5);
+
 /// How often a waiting thread looks whether it has to stop.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -67,6 +73,19 @@ enum PersistError {
     Incomplete(u64),
 }
 
+impl PersistError {
+    /// Whether another try may succeed.
+    fn may_pass(&self) -> bool {
+        match self {
+            // A sync that failed is told once only: what is lost then is not known.
+            PersistError::Repository(cairn_store::Error::Poisoned { .. }) => false,
+            PersistError::Repository(error) => error.kind() == cairn_store::ErrorKind::Unavailable,
+            PersistError::Journal(_) => true,
+            _ => false,
+        }
+    }
+}
+
 /// The flag that ends persisting between two batches.
 #[derive(Clone, Default)]
 pub(crate) struct Abort(Arc<AtomicBool>);
@@ -82,14 +101,19 @@ impl Abort {
     }
 }
 
-/// Starts the thread. It ends when the commits are closed and done.
-pub(crate) fn spawn(device: Arc<Device>, abort: Abort) -> io::Result<thread::JoinHandle<()>> {
+/// Starts the thread, which tries again for as long as `patience` says while the repository fails. It
+/// ends when the commits are closed and done.
+pub(crate) fn spawn(
+    device: Arc<Device>,
+    abort: Abort,
+    patience: Duration,
+) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("persist".into()).spawn(move || {
         // The guest comes first.
         sys::yield_to_others();
         loop {
             match device.commits.next(REFILL) {
-                Next::Commit(commit) => run(&device, &commit, &abort),
+                Next::Commit(commit) => run(&device, &commit, &abort, patience),
                 Next::Nothing => {}
                 Next::Closed => return,
             }
@@ -101,11 +125,11 @@ pub(crate) fn spawn(device: Arc<Device>, abort: Abort) -> io::Result<thread::Joi
 }
 
 /// Takes one checkpoint to its end.
-fn run(device: &Device, commit: &Commit, abort: &Abort) {
+fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) {
     let name = device.snapshot_name(commit.new.number);
     // Whatever becomes of it: only then is the dirty set complete.
     settle(device, &commit.layer);
-    let result = persist(device, commit, abort);
+    let result = keep_trying(device, commit, abort, patience);
     let state = match result {
         Ok(stored_bytes) => {
             device.mirror.cut.publish(&commit.layer);
@@ -130,6 +154,46 @@ fn run(device: &Device, commit: &Commit, abort: &Abort) {
     };
     device.mirror.events.notify();
     device.commits.ended(commit, state);
+}
+
+/// Persists, and does so again while the repository fails in a way that may pass. What is durable stays
+/// so; the rest is guarded as before.
+fn keep_trying(
+    device: &Device,
+    commit: &Commit,
+    abort: &Abort,
+    patience: Duration,
+) -> Result<u64, PersistError> {
+    let mut delay = FIRST_DELAY;
+    let mut since: Option<Instant> = None;
+    let mut durable = 0;
+    loop {
+        let error = match persist(device, commit, abort) {
+            Err(error) if error.may_pass() => error,
+            result => return result,
+        };
+        // Patience begins anew with whatever was achieved.
+        let stored = commit.layer.stored_count();
+        if mem::replace(&mut durable, stored) != stored {
+            since = None;
+        }
+        let start = *since.get_or_insert_with(Instant::now);
+        if start.elapsed() + delay > patience {
+            return Err(error);
+        }
+        let name = device.snapshot_name(commit.new.number);
+        tracing::warn!(%name, %error, "storing a checkpoint is tried again");
+        commit.set_trouble(error.to_string());
+        let until = Instant::now() + delay;
+        while Instant::now() < until {
+            abort.check()?;
+            if let Some(reason) = commit.layer.failure() {
+                return Err(PersistError::Layer(reason));
+            }
+            thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+        }
+        delay = (delay * 2).min(LONGEST_DELAY);
+    }
 }
 
 /// Waits until no write of the layer's epoch is submitted any more. That takes as long as the local

@@ -1,0 +1,145 @@
+//! Disks that are full, and a repository that is away: the guest gets an error only where there is no
+//! other way, nothing is lost, and everything goes on when the trouble is over.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use support::backend::{Backend, IMAGE, Options, Site};
+use support::device::Shape;
+use support::repository;
+use support::rng::Rng;
+use support::sys;
+
+const CHUNK: u32 = 64 << 10;
+const MIB: u64 = 1 << 20;
+
+fn random_disk(seed: u64, len: u64) -> Vec<u8> {
+    let mut disk = vec![0; len as usize];
+    Rng::new(seed).fill(&mut disk);
+    disk
+}
+
+/// Takes up the free space of a small file system.
+fn fill(directory: &Path) -> std::path::PathBuf {
+    let ballast = directory.join("ballast");
+    let mut len = 64 * MIB;
+    while len >= 4096 {
+        // What is written before an error stays.
+        let result = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(&ballast)
+            .and_then(|mut file| std::io::Write::write_all(&mut file, &vec![1; len as usize]));
+        if result.is_err() {
+            len /= 2;
+        }
+    }
+    ballast
+}
+
+#[test]
+fn a_checkpoint_waits_for_a_full_repository_and_keeps_its_content() {
+    let site = Site::new();
+    let small = site.path("small");
+    fs::create_dir(&small).expect("a place to mount");
+    let _mounted = sys::mount_tmpfs(&small, 40 * MIB).expect("mount a small file system");
+    let store = format!("dir:{}", small.join("repository").display());
+    repository::create(&store, IMAGE, CHUNK, 16 * MIB);
+    let backend = Backend::start(&Options { store: store.clone(), ..Options::new(&site) });
+    let mut device = backend.device(Shape::default());
+    let mut control = backend.control();
+    let disk = random_disk(5, 16 * MIB);
+    for (at, part) in (0..).step_by(MIB as usize).zip(disk.chunks(MIB as usize)) {
+        device.queues[0].write(at, part).expect("write");
+    }
+    let ballast = fill(&small);
+    let number = control.checkpoint().expect("it is accepted").number;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        let pending = control.status().pending;
+        let trouble = pending.first().expect("it is pending").trouble.clone();
+        if trouble.is_some_and(|trouble| trouble.contains("space") || trouble.contains("full")) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "no trouble is told: {pending:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // The guest goes on, and its writes are not in the checkpoint.
+    for at in (0..16 * MIB).step_by(MIB as usize) {
+        device.queues[0].write(at, &[7; MIB as usize]).expect("write");
+    }
+    fs::remove_file(ballast).expect("make space");
+    control.wait_until_quiet();
+    assert!(repository::export(&store, IMAGE, number) == disk, "the checkpoint's content");
+    drop(device);
+    backend.terminate();
+}
+
+#[test]
+fn a_full_mirror_fails_only_writes_that_need_space_and_recovers() {
+    let site = Site::new();
+    let small = site.path("small");
+    fs::create_dir(&small).expect("a place to mount");
+    let _mounted = sys::mount_tmpfs(&small, 24 * MIB).expect("mount a small file system");
+    repository::create(&site.store(), IMAGE, CHUNK, 16 * MIB);
+    let options = Options { mirror: small.join("mirror"), ..Options::new(&site) };
+    let backend = Backend::start(&options.with(&["--fetch-retry", "1"]));
+    let mut device = backend.device(Shape::default());
+    let mut disk = vec![0; 16 * MIB as usize];
+    let old = random_disk(6, 4 * MIB);
+    for (at, part) in (0..).step_by(MIB as usize).zip(old.chunks(MIB as usize)) {
+        device.queues[0].write(at, part).expect("write");
+    }
+    disk[..old.len()].copy_from_slice(&old);
+    device.queues[0].flush().expect("flush");
+    let ballast = fill(&small);
+    let failed = (8..16).filter(|at| device.queues[0].write(at * MIB, &[9; 65536]).is_err());
+    assert!(failed.count() >= 7, "there was space");
+    // What is there can be read, written and flushed.
+    device.queues[0].write(MIB, &[3; 65536]).expect("write what is there already");
+    disk[MIB as usize..][..65536].fill(3);
+    device.queues[0].flush().expect("flush");
+    for (at, part) in (0..4 * MIB).step_by(MIB as usize).zip(disk.chunks(MIB as usize)) {
+        assert!(device.queues[0].read(at, part.len()).expect("read") == part, "at {at}");
+    }
+    fs::remove_file(ballast).expect("make space");
+    for at in 8..16 {
+        device.queues[0].write(at * MIB, &[5; 65536]).expect("write after there is space again");
+        disk[(at * MIB) as usize..][..65536].fill(5);
+    }
+    assert!(device.read_all() == disk, "the disk");
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
+    drop(device);
+    backend.terminate();
+}
+
+#[test]
+fn a_read_waits_for_the_repository_and_then_fails_or_succeeds() {
+    let site = Site::new();
+    let disk = random_disk(8, 4 * MIB);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let (segments, away) = (site.repository().join("segments"), site.path("away"));
+    let backend = Backend::start(&Options::new(&site).with(&["--fetch-retry", "2"]));
+    let mut device = backend.device(Shape::default());
+    fs::rename(&segments, &away).expect("take the data away");
+    let start = Instant::now();
+    device.queues[0].read(0, 4096).expect_err("read what is not there");
+    let took = start.elapsed();
+    assert!((Duration::from_millis(500)..Duration::from_secs(8)).contains(&took), "{took:?}");
+    // A write of whole blocks needs nothing of the repository.
+    device.queues[0].write(MIB, &[1; 4096]).expect("write");
+    assert!(device.queues[0].read(MIB, 4096).expect("read") == [1; 4096]);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(700));
+            fs::rename(&away, &segments).expect("bring the data back");
+        });
+        let found = device.queues[0].read(2 * MIB, 65536).expect("read when it is back");
+        assert!(found == disk[2 * MIB as usize..][..65536]);
+    });
+    assert!(backend.control().stats().fetch_errors > 0);
+}
