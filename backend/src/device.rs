@@ -1,6 +1,6 @@
 //! One disk: everything that its threads share.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
 
 use cairn_store::{Attachment, ChunkIndex, Geometry, ImageName, Repository};
@@ -13,6 +13,7 @@ use crate::flush::Flusher;
 use crate::mirror::Mirror;
 use crate::mirror::copies::Arena;
 use crate::mirror::disk::DiskFile;
+use crate::mirror::live::Flags;
 use crate::vhost::owner::Ownership;
 use crate::worker::ledger::OwnLedgers;
 
@@ -55,11 +56,8 @@ pub(crate) struct Device {
     pub(crate) owner: Ownership,
     /// Virtqueues that run.
     pub(crate) running: AtomicUsize,
-    /// Whether a write is answered only when it is durable.
-    pub(crate) write_through: AtomicBool,
-    /// The virtqueues, a bit each, that may be in use when they are started: those that this process
-    /// has started before, or all if the mirror is as the process before this one left it.
-    pub(crate) known_rings: AtomicU64,
+    /// What is known of the guest.
+    pub(crate) flags: Flags,
     /// Requests in flight, for hypervisors that keep no record of them.
     pub(crate) ledgers: OwnLedgers,
     /// Why no checkpoint can be taken any more, if so.

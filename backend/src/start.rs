@@ -3,9 +3,9 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ use crate::mirror::journal::Journal;
 use crate::mirror::layer::Layer;
 use crate::mirror::layout::{Layout, SECTOR, Span};
 use crate::mirror::live::{self, Live};
-use crate::mirror::map::{Identity, MapError, MapFile};
+use crate::mirror::map::{Identity, MapError, MapFile, UseId};
 use crate::mirror::recovery::{Recovered, recover};
 use crate::mirror::{Mirror, Room};
 use crate::vhost::owner::Ownership;
@@ -187,6 +187,8 @@ struct Local {
     journal: Arc<Journal>,
     layout: Layout,
     live: Live,
+    /// The use of the mirror that begins, unless one is taken up.
+    next_use: UseId,
 }
 
 impl Local {
@@ -223,7 +225,7 @@ impl Local {
                     return Err(mismatch("has data but no map; choose an empty directory"));
                 }
                 let identity = Identity {
-                    mirror: new_mirror_id().map_err(failed)?,
+                    mirror: MirrorId::from_bytes(sys::random_id().map_err(failed)?),
                     image: snapshot.image.clone(),
                     geometry: snapshot.geometry,
                     origin: snapshot.number,
@@ -253,16 +255,19 @@ impl Local {
             return Err(mismatch("has a data file of the wrong length; delete the directory"));
         }
         let journal = Journal::open(&path.join("journal")).map_err(failed)?;
-        let base = args.live();
-        let live = Live::open(&base, &map, &layout, u64::from(args.cow_memory) << 20)
-            .map_err(|source| StartError::Live { path: base, source })?;
+        let next_use = sys::random_id().map_err(failed)?;
+        let (base, shelf) = (args.live(), u64::from(args.cow_memory) << 20);
+        let live =
+            Live::open(&base, path, &map, &next_use, &layout, shelf).map_err(
+                |source| match source.kind() {
+                    io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
+                    _ => StartError::Live { path: base, source },
+                },
+            )?;
         if !live.is_adopted {
             map.load(&layout, &live.presence, &live.states[0].dirty).map_err(map_failed)?;
-            // Copies that no process will ask for any more.
-            journal.clear().map_err(failed)?;
-            preserve.set_len(0).map_err(failed)?;
         }
-        Ok(Local { disk, preserve, map, journal: Arc::new(journal), layout, live })
+        Ok(Local { disk, preserve, map, journal: Arc::new(journal), layout, live, next_use })
     }
 
     /// Whether the mirror continues what was asked for.
@@ -305,12 +310,6 @@ impl Local {
     }
 }
 
-fn new_mirror_id() -> io::Result<MirrorId> {
-    let mut bytes = [0; 16];
-    fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(MirrorId::from_bytes(bytes))
-}
-
 /// What is needed to take checkpoints. Those that a dead process left pending are lost, unless they were
 /// taken up.
 fn commits(
@@ -347,19 +346,23 @@ fn serve(
     repository: Repository,
     attachment: Attachment,
 ) -> Result<(), StartError> {
-    let Local { disk, preserve, mut map, journal, layout, live } = local;
+    let Local { disk, preserve, mut map, journal, layout, live, next_use } = local;
     let live_dir = live.dir().to_owned();
-    let (geometry, resumable) = (map.identity().geometry, map.is_clean() || live.is_adopted);
+    let _lock = live.lock;
+    let geometry = map.identity().geometry;
     if live.is_adopted {
         tracing::info!("taking up the mirror from a process that was killed");
     } else {
-        if !resumable {
+        if !map.is_clean() {
             tracing::warn!(
                 "the mirror was not stopped cleanly: everything local counts as changed at the next \
                  checkpoint"
             );
         }
-        map.begin().map_err(serving("marking the mirror as in use"))?;
+        map.begin(next_use).map_err(serving("marking the mirror as in use"))?;
+        // Not before: until here the next process may still need it.
+        let cleared = journal.clear().and_then(|()| preserve.set_len(0));
+        cleared.map_err(serving("removing copies of old checkpoints"))?;
     }
     let mut mailboxes = Vec::new();
     let mut inboxes = Vec::new();
@@ -384,6 +387,11 @@ fn serve(
     let Recovered { current, layers, resumed } =
         recover(live.states, &journal, &layout, &room, state_of)
             .map_err(serving("taking up checkpoints"))?;
+    if args.read_only && !resumed.is_empty() {
+        let reason = "has checkpoints that are not stored yet; start it without --read-only first";
+        let path = args.mirror.clone();
+        return Err(StartError::Mismatch { path, reason: reason.into() });
+    }
     if !resumed.is_empty() {
         tracing::info!(checkpoints = resumed.len(), "going on with checkpoints that were accepted");
     }
@@ -391,7 +399,7 @@ fn serve(
     let commits = commits(&repository, &attachment, mode, resumed).map_err(unavailable)?;
     let cut = Cut::new(live.epochs, journal, mailboxes.len(), current, layers);
     cut.prepare().map_err(serving("preparing checkpoints"))?;
-    let ledgers = OwnLedgers::open(&live_dir.join("ledger"), mailboxes.len(), args.queue_size)
+    let ledgers = OwnLedgers::open(&live_dir.join(live::LEDGER), mailboxes.len(), args.queue_size)
         .map_err(serving("making the ledger of requests"))?;
     let events = Events::new(wakes.collect());
     let mirror = Mirror::new(layout, live.presence, cut, room, events);
@@ -413,8 +421,7 @@ fn serve(
         connected: AtomicUsize::new(0),
         owner: Ownership::default(),
         running: AtomicUsize::new(0),
-        write_through: AtomicBool::new(false),
-        known_rings: AtomicU64::new(if resumable { u64::MAX } else { 0 }),
+        flags: live.flags,
         ledgers,
         trouble: Mutex::new(None),
     });
@@ -450,7 +457,8 @@ fn serve(
     }
     let _ = persist.join();
     let rested = rest(&device);
-    if rested.is_ok() {
+    // What is in flight for a hypervisor that is away is left to the next process.
+    if rested.is_ok() && !device.ledgers.is_in_use() {
         live::remove(&live_dir);
     }
     for path in sockets.paths {
@@ -466,11 +474,10 @@ fn rest(device: &Device) -> Result<(), StartError> {
     let failed = serving("putting the mirror to rest");
     device.flusher.flush(&device.mirror, &device.disk).map_err(&failed)?;
     let view = device.mirror.cut.view();
-    device
-        .flusher
-        .map()
-        .end(&device.mirror.presence, device.mirror.layout(), view.dirty().iter())
-        .map_err(&failed)?;
+    let (presence, layout) = (&device.mirror.presence, device.mirror.layout());
+    let known = device.flags.known_rings().load(Ordering::SeqCst) != 0;
+    let ended = device.flusher.map().end(presence, layout, view.dirty().iter(), known);
+    ended.map_err(&failed)?;
     let unused = device.commits.unused_numbers();
     let unused = (!unused.is_empty()).then_some(unused);
     if let Err(error) = device.attachment.release(unused) {

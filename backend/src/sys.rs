@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -19,6 +19,13 @@ pub(crate) fn yield_to_others() {
     // SAFETY: no memory is passed. On Linux it concerns the calling thread, and to lower one's own
     // priority needs no privilege.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+}
+
+/// Bytes that nobody else has.
+pub(crate) fn random_id() -> io::Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Memory that can be shared by passing its descriptor on; all zeros.

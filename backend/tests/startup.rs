@@ -141,7 +141,7 @@ fn a_corrupt_chunk_is_an_error_for_its_readers_only() {
         file.write_all_at(&[0xff, 0, 0xff, 0], at).expect("spoil a chunk");
     }
 
-    let mut backend = Backend::start(&Options::new(&site));
+    let mut backend = Backend::start(&Options::new(&site).with(&["--fetch-retry", "1"]));
     let mut device = backend.device(Shape::default());
     let queue = &mut device.queues[0];
     for chunk in 0..16u64 {

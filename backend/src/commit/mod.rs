@@ -74,6 +74,8 @@ struct Queue {
     commits: VecDeque<Arc<Commit>>,
     numbers: Range<u64>,
     labels: HashSet<String>,
+    /// Checkpoints that failed without the catalog's knowledge, and why.
+    unrecorded: Vec<(NewSnapshot, String)>,
     /// Set when the process stops: nothing more is accepted or persisted.
     closed: bool,
 }
@@ -98,7 +100,8 @@ impl Commits {
         };
         let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
         labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
-        let queue = Queue { commits, numbers, labels, closed: false };
+        let unrecorded = Vec::new();
+        let queue = Queue { commits, numbers, labels, unrecorded, closed: false };
         Commits { queue: Mutex::new(queue), changed: Condvar::new() }
     }
 
@@ -220,16 +223,35 @@ impl Commits {
         }
     }
 
-    /// The first checkpoint has ended.
-    fn ended(&self, commit: &Commit, state: CommitState) {
+    /// The first checkpoint has ended. If it failed and the catalog could not be told, its label stays in
+    /// use until it is.
+    fn ended(&self, commit: &Commit, state: CommitState, is_recorded: bool) {
         let mut queue = self.queue();
-        if let (CommitState::Failed(_), Some(label)) = (&state, &commit.new.label) {
-            queue.labels.remove(label);
+        if let CommitState::Failed(reason) = &state {
+            match &commit.new.label {
+                _ if !is_recorded => queue.unrecorded.push((commit.new.clone(), reason.clone())),
+                Some(label) => drop(queue.labels.remove(label)),
+                None => {}
+            }
         }
         queue.commits.pop_front();
         drop(queue);
         commit.state.send_replace(state);
         self.changed.notify_all();
+    }
+
+    /// Tries again to tell the catalog of failures that it could not be told of.
+    fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> bool) {
+        let failures = std::mem::take(&mut self.queue().unrecorded);
+        for (new, reason) in failures {
+            let is_recorded = record(&new, &reason);
+            let mut queue = self.queue();
+            match &new.label {
+                _ if !is_recorded => queue.unrecorded.push((new, reason)),
+                Some(label) => drop(queue.labels.remove(label)),
+                None => {}
+            }
+        }
     }
 
     /// How many numbers to reserve so that enough are in hand; 0 if they are.

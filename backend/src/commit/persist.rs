@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-use cairn_store::{ChunkId, ChunkIndex, is_zero};
+use cairn_store::{ChunkId, ChunkIndex, ErrorKind, NewSnapshot, is_zero};
 
 use super::{Commit, CommitState, Next};
 use crate::device::Device;
@@ -79,7 +79,7 @@ impl PersistError {
         match self {
             // A sync that failed is told once only: what is lost then is not known.
             PersistError::Repository(cairn_store::Error::Poisoned { .. }) => false,
-            PersistError::Repository(error) => error.kind() == cairn_store::ErrorKind::Unavailable,
+            PersistError::Repository(error) => error.kind() == ErrorKind::Unavailable,
             PersistError::Journal(_) => true,
             _ => false,
         }
@@ -130,6 +130,7 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) {
     // Whatever becomes of it: only then is the dirty set complete.
     settle(device, &commit.layer);
     let result = keep_trying(device, commit, abort, patience);
+    let mut is_recorded = true;
     let state = match result {
         Ok(stored_bytes) => {
             device.mirror.cut.publish(&commit.layer);
@@ -144,16 +145,27 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) {
                 device.poison(reason.clone());
             }
             tracing::error!(%name, %reason, "a checkpoint failed");
-            if let Err(error) = device.attachment.fail(commit.new.number, &reason) {
-                tracing::error!(%name, %error, "the failure cannot be recorded");
-            }
+            is_recorded = record_failure(device, &commit.new, &reason);
             device.mirror.cut.give_up(&commit.layer);
             device.stats.failed(1);
             CommitState::Failed(reason)
         }
     };
     device.mirror.events.notify();
-    device.commits.ended(commit, state);
+    device.commits.ended(commit, state, is_recorded);
+}
+
+/// Tells the catalog of a failure. Returns whether it knows, or need not: it may never have heard of the
+/// snapshot.
+fn record_failure(device: &Device, new: &NewSnapshot, reason: &str) -> bool {
+    match device.attachment.fail(new.number, reason) {
+        Ok(()) => true,
+        Err(error) => {
+            let name = device.snapshot_name(new.number);
+            tracing::error!(%name, %error, "the failure cannot be recorded");
+            error.kind() != ErrorKind::Unavailable
+        }
+    }
 }
 
 /// Persists, and does so again while the repository fails in a way that may pass. What is durable stays
@@ -215,6 +227,7 @@ fn refill(device: &Device) {
     if let Err(error) = device.mirror.cut.prepare() {
         tracing::warn!(%error, "the next checkpoint cannot be prepared");
     }
+    device.commits.record_failures(|new, reason| record_failure(device, new, reason));
     let wanted = device.commits.wanted_numbers();
     if wanted > 0 {
         match device.attachment.reserve(wanted) {

@@ -203,6 +203,8 @@ impl Cut {
     /// changes, and those of the layers that it had absorbed, join the current epoch.
     pub(crate) fn give_up(&self, layer: &Layer) {
         let mut current = self.current();
+        // Before anything else: the process may end in between.
+        layer.end();
         if current.layers.last().is_some_and(|last| last.epoch > layer.epoch) {
             return;
         }

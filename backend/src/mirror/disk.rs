@@ -43,14 +43,7 @@ impl DiskFile {
             .mode(0o600)
             .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
             .open(path)?;
-        let deadline = Instant::now() + PATIENCE;
-        while let Err(error) = file.try_lock() {
-            let error = io::Error::from(error);
-            if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
-                return Err(error);
-            }
-            thread::sleep(Duration::from_millis(10));
-        }
+        lock(&file)?;
         let alignment = direct_alignment(&file);
         Ok(DiskFile { file, alignment })
     }
@@ -149,6 +142,20 @@ impl DiskFile {
     pub(crate) fn raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
     }
+}
+
+/// Locks a file that a process which was killed may have for another moment. `WouldBlock` if somebody has
+/// it for longer.
+pub(crate) fn lock(file: &File) -> io::Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    while let Err(error) = file.try_lock() {
+        let error = io::Error::from(error);
+        if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
+            return Err(error);
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
 }
 
 /// Gives a file this length and all the space for it.

@@ -51,6 +51,7 @@ const REASON_MAX: usize = 512;
 /// Values of the state word: a bit each.
 const ACCEPTED: u64 = 1;
 const FAILED: u64 = 2;
+const ENDED: u64 = 4;
 
 /// One epoch's sets of chunks and, once a checkpoint has ended it, that checkpoint's record.
 pub(crate) struct EpochState {
@@ -191,6 +192,15 @@ impl EpochState {
             self.put_text(word::REASON, reason, REASON_MAX);
             self.header[word::STATE].fetch_or(FAILED, Ordering::Release);
         }
+    }
+
+    /// Records that the epoch's checkpoint has ended without a snapshot: nobody takes it up again.
+    pub(crate) fn end(&self) {
+        self.header[word::STATE].fetch_or(ENDED, Ordering::Release);
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.header[word::STATE].load(Ordering::Acquire) & ENDED != 0
     }
 
     /// Why the epoch's snapshot cannot be had, if so.

@@ -171,6 +171,16 @@ impl Layer {
         self.state.accepted()
     }
 
+    /// The checkpoint has ended without a snapshot. What it changed is for later ones.
+    pub(crate) fn end(&self) {
+        self.state.end();
+    }
+
+    /// Whether the checkpoint has ended without a snapshot.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.state.has_ended()
+    }
+
     fn shard(&self, chunk: ChunkIndex) -> MutexGuard<'_, HashMap<u64, Touched>> {
         let shard = &self.touched[chunk.0 as usize % SHARDS];
         shard.lock().expect("no code panics with a layer locked")

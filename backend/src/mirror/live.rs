@@ -8,22 +8,24 @@
 //! ```
 //!
 //! It belongs on a tmpfs. It counts only for the host's boot and for the use of the mirror that it was
-//! made in: the header names both. A mirror that is in use and has no live directory was left by a host
-//! that died.
+//! made in: the header names both. A process locks it for as long as it runs. A mirror that is in use and has no live directory was left by a host
+//! that died. A link in the mirror's directory says where it is, so that it is found whatever the next
+//! process is told.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::copies::Shelf;
-use super::disk::allocate;
+use super::disk::{allocate, lock};
 use super::epoch::{EpochState, Epochs};
 use super::layer::Epoch;
 use super::layout::Layout;
-use super::map::MapFile;
+use super::map::{MapFile, UseId};
 use super::presence::Presence;
-use crate::mapping::PAGE;
+use crate::mapping::{PAGE, Words};
 use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
@@ -40,72 +42,159 @@ pub(crate) struct Live {
     /// The states of epochs, oldest first; the last one is the current epoch's.
     pub(crate) states: Vec<EpochState>,
     pub(crate) shelf: Shelf,
+    pub(crate) flags: Flags,
     /// Whether it is that of a process that was killed. Otherwise it is empty.
     pub(crate) is_adopted: bool,
+    /// Held for as long as the process runs.
+    pub(crate) lock: File,
 }
 
+/// What is known of the guest, behind the header.
+pub(crate) struct Flags(Words);
+
+impl Flags {
+    /// The virtqueues, a bit each, that may be in use when they are started: those that were started in
+    /// this use of the mirror, or all if nothing that a guest wrote before can be lost.
+    pub(crate) fn known_rings(&self) -> &AtomicU64 {
+        &self.0[FLAGS]
+    }
+
+    /// Whether a write is answered only when it is durable: 1 if so.
+    pub(crate) fn write_through(&self) -> &AtomicU64 {
+        &self.0[FLAGS + 1]
+    }
+}
+
+/// The first word of the flags in the header's page.
+const FLAGS: usize = 2 * HEADER / 8;
+
 impl Live {
-    /// Takes up what a killed process left under `base`, or begins anew. The mirror is locked.
+    /// Takes up what a killed process left, or begins anew under `base`, for the use `next`. The mirror at
+    /// `mirror` is locked. `WouldBlock` if another process has the live directory.
     pub(crate) fn open(
         base: &Path,
+        mirror: &Path,
         map: &MapFile,
+        next: &UseId,
         layout: &Layout,
         shelf: u64,
     ) -> io::Result<Live> {
+        let boot = boot_id()?;
+        let link = mirror.join("live-state");
         let dir = base.join(map.identity().mirror.to_string());
+        let current = header(&boot, map, map.use_id());
+        if !map.is_clean() {
+            for dir in [Ok(dir.clone()), fs::read_link(&link)].into_iter().flatten() {
+                if let Some(live) = Live::adopt(&dir, &current, layout, shelf)? {
+                    return Ok(live);
+                }
+            }
+        }
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        let dir = fs::canonicalize(dir)?;
         if !sys::is_in_memory(&dir)? {
             tracing::warn!(
                 dir = %dir.display(),
                 "the live directory is not on a tmpfs: everything is slower; choose another with --live"
             );
         }
-        let boot = boot_id()?;
-        let len = PAGE as u64 + Presence::shared_len(layout.block_count());
-        let state = dir.join("state");
-        let options = || {
-            let mut options = OpenOptions::new();
-            options.read(true).write(true).mode(0o600);
-            options
-        };
-        if !map.is_clean()
-            && let Ok(file) = options().open(&state)
-            && file.metadata()?.len() == len
-            && read_header(&file)? == header(&boot, map, map.sequence())
-        {
-            let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
-            presence.recount();
-            let (epochs, mut states) = Epochs::open(&dir, layout.chunk_count())?;
-            if states.last().is_none_or(|last| last.accepted().is_some()) {
-                // Cannot be: the next epoch is there before the last one ends.
-                let last = states.last().map_or(0, |last| last.epoch().0);
-                states.push(epochs.take()?);
-                states.last().expect("just pushed").begin(Epoch(last + 1));
-            }
-            let file = options().create(true).truncate(false).open(dir.join("shelf"))?;
-            let shelf = Shelf::new(file.try_clone()?, shelf.max(file.metadata()?.len()))?;
-            return Ok(Live { dir, presence, epochs, states, shelf, is_adopted: true });
-        }
-        // Somebody else's, or of another time.
+        let lock = take_lock(&dir)?;
+        // Requests may still be in flight for a hypervisor that did not come back before the last stop.
+        let keeps_ledger = map.is_clean() && has_header(&dir.join("state"), &current)?;
         for entry in fs::read_dir(&dir)? {
-            fs::remove_file(entry?.path())?;
+            let entry = entry?;
+            let name = entry.file_name();
+            if name != LOCK && !(keeps_ledger && name == LEDGER) {
+                fs::remove_file(entry.path())?;
+            }
         }
-        let file = options().create_new(true).open(&state)?;
-        allocate(&file, len)?;
+        let file = options().create_new(true).open(dir.join("state"))?;
+        allocate(&file, state_len(layout))?;
         let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
         let (epochs, _) = Epochs::open(&dir, layout.chunk_count())?;
         let first = epochs.take()?;
         first.begin(Epoch(1));
         let shelf = Shelf::new(options().create_new(true).open(dir.join("shelf"))?, shelf)?;
-        // It begins to count when the mirror's map says that it is in use: with the next sequence.
-        file.write_all_at(&header(&boot, map, map.sequence() + 1), 0)?;
-        Ok(Live { dir, presence, epochs, states: vec![first], shelf, is_adopted: false })
+        let flags = Flags(Words::shared(&file, 0, PAGE / 8)?);
+        let known = if map.is_clean() && map.knows_guests() { u64::MAX } else { 0 };
+        flags.known_rings().store(known, Ordering::SeqCst);
+        // It begins to count when the mirror's map says that this use has begun.
+        file.write_all_at(&header(&boot, map, next), 0)?;
+        let fresh = mirror.join("live-state.new");
+        let _ = fs::remove_file(&fresh);
+        std::os::unix::fs::symlink(&dir, &fresh)?;
+        fs::rename(fresh, link)?;
+        let (states, is_adopted) = (vec![first], false);
+        Ok(Live { dir, presence, epochs, states, shelf, flags, is_adopted, lock })
+    }
+
+    /// Takes up what is in `dir` if its header is `current`.
+    fn adopt(
+        dir: &Path,
+        current: &[u8; HEADER],
+        layout: &Layout,
+        shelf: u64,
+    ) -> io::Result<Option<Live>> {
+        let state = dir.join("state");
+        if !has_header(&state, current)? {
+            return Ok(None);
+        }
+        let lock = take_lock(dir)?;
+        let file = options().open(state)?;
+        if file.metadata()?.len() != state_len(layout) {
+            return Err(io::Error::other("the live state has the wrong length"));
+        }
+        let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
+        presence.recount();
+        let flags = Flags(Words::shared(&file, 0, PAGE / 8)?);
+        let (epochs, mut states) = Epochs::open(dir, layout.chunk_count())?;
+        if states.last().is_none_or(|last| last.accepted().is_some()) {
+            // Cannot be: the next epoch is there before the last one ends.
+            let last = states.last().map_or(0, |last| last.epoch().0);
+            states.push(epochs.take()?);
+            states.last().expect("just pushed").begin(Epoch(last + 1));
+        }
+        let file = options().create(true).truncate(false).open(dir.join("shelf"))?;
+        let len = file.metadata()?.len();
+        let shelf = Shelf::new(file, shelf.max(len))?;
+        let (dir, is_adopted) = (dir.to_owned(), true);
+        Ok(Some(Live { dir, presence, epochs, states, shelf, flags, is_adopted, lock }))
     }
 
     /// The directory's path.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
+}
+
+/// The files that outlive a use.
+const LOCK: &str = "lock";
+pub(crate) const LEDGER: &str = "ledger";
+
+fn take_lock(dir: &Path) -> io::Result<File> {
+    let file = options().create(true).truncate(false).open(dir.join(LOCK))?;
+    lock(&file)?;
+    Ok(file)
+}
+
+/// Whether a state file has this header. An error is no answer: the file may be all that is left.
+fn has_header(state: &Path, wanted: &[u8; HEADER]) -> io::Result<bool> {
+    match options().open(state) {
+        Ok(file) => Ok(file.metadata()?.len() >= PAGE as u64 && read_header(&file)? == *wanted),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    options
+}
+
+/// Bytes of the state file.
+fn state_len(layout: &Layout) -> u64 {
+    PAGE as u64 + Presence::shared_len(layout.block_count())
 }
 
 /// Removes a live directory: the mirror is at rest.
@@ -123,7 +212,7 @@ fn boot_id() -> io::Result<[u8; 36]> {
         .ok_or_else(|| io::Error::other("the host's boot id is not to be had"))
 }
 
-fn header(boot: &[u8; 36], map: &MapFile, sequence: u64) -> [u8; HEADER] {
+fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER] {
     let identity = map.identity();
     let mut bytes = [0; HEADER];
     bytes[0..8].copy_from_slice(MAGIC);
@@ -132,7 +221,7 @@ fn header(boot: &[u8; 36], map: &MapFile, sequence: u64) -> [u8; HEADER] {
     bytes[48..64].copy_from_slice(identity.mirror.as_bytes());
     bytes[64..72].copy_from_slice(&identity.geometry.size().to_le_bytes());
     bytes[72..76].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
-    bytes[80..88].copy_from_slice(&sequence.to_le_bytes());
+    bytes[80..96].copy_from_slice(use_id);
     bytes
 }
 
@@ -145,34 +234,46 @@ fn read_header(file: &File) -> io::Result<[u8; HEADER]> {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+    use std::sync::atomic::Ordering;
 
     use cairn_store::{Geometry, MirrorId};
 
     use super::Live;
     use crate::mirror::layout::{Blocks, Layout};
-    use crate::mirror::map::{Identity, MapFile};
+    use crate::mirror::map::{Identity, MapFile, UseId};
 
-    fn open(base: &Path, map: &MapFile) -> Live {
-        Live::open(base, map, &Layout::new(map.identity().geometry), 1 << 20).unwrap()
+    const NEXT: UseId = [9; 16];
+
+    fn try_open(base: &Path, map: &MapFile) -> std::io::Result<Live> {
+        let mirror = base.parent().unwrap();
+        Live::open(base, mirror, map, &NEXT, &Layout::new(map.identity().geometry), 1 << 20)
     }
 
-    #[test]
-    fn it_counts_for_one_use_of_the_mirror_alone() {
-        let dir = tempfile::tempdir().unwrap();
+    fn open(base: &Path, map: &MapFile) -> Live {
+        try_open(base, map).unwrap()
+    }
+
+    fn map(dir: &Path) -> MapFile {
         let identity = Identity {
             mirror: MirrorId::from_bytes([7; 16]),
             image: "vm1".parse().unwrap(),
             geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
             origin: 3,
         };
-        let mut map = MapFile::create(&dir.path().join("map"), identity).unwrap();
-        let base = dir.path().join("live");
+        MapFile::create(&dir.join("map"), identity).unwrap()
+    }
+
+    #[test]
+    fn it_counts_for_one_use_of_the_mirror_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut map = map(dir.path());
+        let base = dir.path().join("run");
         let live = open(&base, &map);
         assert!(!live.is_adopted);
         live.presence.set(Blocks { first: 9, count: 1 });
         drop(live);
         assert!(!open(&base, &map).is_adopted, "the mirror is not in use");
-        map.begin().unwrap();
+        map.begin(NEXT).unwrap();
         let live = open(&base, &map);
         assert!(live.is_adopted && !live.presence.get(9));
         live.presence.set(Blocks { first: 9, count: 1 });
@@ -183,8 +284,40 @@ mod tests {
         assert_eq!(live.states.len(), 1);
         assert!(live.states[0].dirty.contains(5));
         drop(live);
-        map.begin().unwrap();
+        let elsewhere = open(&dir.path().join("elsewhere"), &map);
+        assert!(elsewhere.is_adopted && elsewhere.presence.get(9), "it is found all the same");
+        drop(elsewhere);
+        map.begin([8; 16]).unwrap();
         let live = open(&base, &map);
         assert!(!live.is_adopted && !live.presence.get(9), "of the use before");
+    }
+
+    #[test]
+    fn it_has_one_process_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let map = map(dir.path());
+        let base = dir.path().join("run");
+        let _live = open(&base, &map);
+        let error = try_open(&base, &map).map(drop).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_guest_from_before_stays_unknown_when_its_data_may_be_lost() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut map = map(dir.path());
+        let base = dir.path().join("run");
+        let live = open(&base, &map);
+        assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), u64::MAX);
+        drop(live);
+        map.begin([8; 16]).unwrap();
+        let live = open(&base, &map);
+        assert!(!live.is_adopted, "the live state of this use is gone");
+        assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0);
+        map.begin(NEXT).unwrap();
+        drop(live);
+        let live = open(&base, &map);
+        assert!(live.is_adopted);
+        assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0, "and after a kill");
     }
 }

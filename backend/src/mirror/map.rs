@@ -24,6 +24,7 @@ const PRESENCE: u64 = 2 * SLOT;
 const HEADER: usize = 256;
 const HASHED: usize = 224;
 const NAME: std::ops::Range<usize> = 66..130;
+const USE: std::ops::Range<usize> = 136..152;
 const BITMAPS: std::ops::Range<usize> = 160..192;
 /// Pages that are cheaper to write each for itself than with a sync for all.
 const FEW: usize = 2;
@@ -37,7 +38,13 @@ enum Rest {
     Clean = 1,
     /// Never used: both bitmaps are empty.
     Fresh = 2,
+    /// As `Clean`, but what guests wrote before may be lost: none of them may go on.
+    Strange = 3,
 }
+
+/// Names one use of a mirror, from a start to its clean stop. Processes that are killed in between and
+/// those that take over from them share it.
+pub(crate) type UseId = [u8; 16];
 
 /// Why a map cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +84,8 @@ pub(crate) struct MapFile {
 struct Header {
     sequence: u64,
     rest: Rest,
+    /// The use that is going on, or the last one.
+    use_id: UseId,
     /// The checksum of the bitmaps, at rest.
     bitmaps: [u8; 32],
 }
@@ -92,7 +101,7 @@ impl MapFile {
             .truncate(true)
             .mode(0o600)
             .open(&fresh)?;
-        let header = Header { sequence: 1, rest: Rest::Fresh, bitmaps: [0; 32] };
+        let header = Header { sequence: 1, rest: Rest::Fresh, use_id: [0; 16], bitmaps: [0; 32] };
         file.write_all(&encode(&identity, header))?;
         // All of it now: a flush must not fail later for want of space.
         allocate(&file, file_len(&Layout::new(identity.geometry)))?;
@@ -134,9 +143,14 @@ impl MapFile {
         &self.identity
     }
 
-    /// Grows with each header that is written.
-    pub(crate) fn sequence(&self) -> u64 {
-        self.header.sequence
+    /// The use that is going on, or the last one.
+    pub(crate) fn use_id(&self) -> &UseId {
+        &self.header.use_id
+    }
+
+    /// Whether a guest that ran before the stop may go on: nothing that it wrote is lost.
+    pub(crate) fn knows_guests(&self) -> bool {
+        matches!(self.header.rest, Rest::Clean | Rest::Fresh)
     }
 
     /// Whether the last process stopped in good order.
@@ -200,18 +214,20 @@ impl MapFile {
         if few { Ok(()) } else { self.file.sync_data() }
     }
 
-    /// Notes durably that the mirror is in use: what follows may end uncleanly.
-    pub(crate) fn begin(&mut self) -> io::Result<()> {
+    /// Notes durably that a use of the mirror begins: what follows may end uncleanly.
+    pub(crate) fn begin(&mut self, use_id: UseId) -> io::Result<()> {
+        self.header.use_id = use_id;
         self.write_header(Rest::InUse, [0; 32])
     }
 
-    /// Notes durably that the mirror is at rest with these changed chunks. The presence pages must
-    /// be written already.
+    /// Notes durably that the mirror is at rest with these changed chunks, and whether guests that ran
+    /// may go on. The presence pages must be written already.
     pub(crate) fn end(
         &mut self,
         presence: &Presence,
         layout: &Layout,
         dirty: impl Iterator<Item = u64>,
+        knows_guests: bool,
     ) -> io::Result<()> {
         let mut bytes = vec![0u8; dirty_len(layout)];
         for chunk in dirty {
@@ -227,11 +243,13 @@ impl MapFile {
             checksum.update(&page);
         }
         checksum.update(&bytes);
-        self.write_header(Rest::Clean, *checksum.finalize().as_bytes())
+        let rest = if knows_guests { Rest::Clean } else { Rest::Strange };
+        self.write_header(rest, *checksum.finalize().as_bytes())
     }
 
     fn write_header(&mut self, rest: Rest, bitmaps: [u8; 32]) -> io::Result<()> {
-        let header = Header { sequence: self.header.sequence + 1, rest, bitmaps };
+        let sequence = self.header.sequence + 1;
+        let header = Header { sequence, rest, use_id: self.header.use_id, bitmaps };
         let bytes = encode(&self.identity, header);
         self.file.write_all_at(&bytes, if header.sequence % 2 == 1 { 0 } else { SLOT })?;
         self.file.sync_data()?;
@@ -282,6 +300,7 @@ fn encode(identity: &Identity, header: Header) -> [u8; HEADER] {
     let name = identity.image.as_str().as_bytes();
     bytes[64..66].copy_from_slice(&(name.len() as u16).to_le_bytes());
     bytes[NAME][..name.len()].copy_from_slice(name);
+    bytes[USE].copy_from_slice(&header.use_id);
     bytes[BITMAPS].copy_from_slice(&header.bitmaps);
     let hash = blake3::hash(&bytes[..HASHED]);
     bytes[HASHED..].copy_from_slice(hash.as_bytes());
@@ -320,10 +339,12 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
         0 => Rest::InUse,
         1 => Rest::Clean,
         2 => Rest::Fresh,
+        3 => Rest::Strange,
         _ => return Err(MapError::Damaged("an unknown state")),
     };
     let bitmaps = bytes[BITMAPS].try_into().expect("32 bytes");
-    Ok((identity, Header { sequence: u64_at(16), rest, bitmaps }))
+    let use_id = bytes[USE].try_into().expect("16 bytes");
+    Ok((identity, Header { sequence: u64_at(16), rest, use_id, bitmaps }))
 }
 
 #[cfg(test)]
@@ -360,7 +381,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("map");
         let mut map = MapFile::create(&path, identity()).unwrap();
-        map.begin().unwrap();
+        map.begin([1; 16]).unwrap();
         (dir, path, Layout::new(identity().geometry), map)
     }
 
@@ -371,10 +392,11 @@ mod tests {
         assert_eq!(state.dirty.len(), 0);
         presence.set(Blocks { first: 100, count: 50 });
         map.write_pages(&presence.take_changed()).unwrap();
-        map.end(&presence, &layout, [0, 9, 4095].into_iter()).unwrap();
+        map.end(&presence, &layout, [0, 9, 4095].into_iter(), true).unwrap();
         let map = MapFile::open(&path).unwrap();
         assert_eq!(map.identity(), &identity());
-        assert!(map.is_clean());
+        assert!(map.is_clean() && map.knows_guests());
+        assert_eq!(map.use_id(), &[1; 16]);
         let (presence, EpochState { dirty, .. }) = load(&map, &layout).unwrap();
         assert!(presence.all(Blocks { first: 100, count: 50 }));
         assert!(!presence.get(99));
@@ -411,8 +433,10 @@ mod tests {
     fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
         let (_dir, path, layout, mut map) = in_use();
         let (presence, _) = load(&map, &layout).unwrap();
-        map.end(&presence, &layout, std::iter::empty()).unwrap();
-        assert!(load(&MapFile::open(&path).unwrap(), &layout).is_ok());
+        map.end(&presence, &layout, std::iter::empty(), false).unwrap();
+        let stopped = MapFile::open(&path).unwrap();
+        assert!(stopped.is_clean() && !stopped.knows_guests());
+        assert!(load(&stopped, &layout).is_ok());
         map.file.write_all_at(&[1], PRESENCE + 77).unwrap();
         assert!(matches!(load(&MapFile::open(&path).unwrap(), &layout), Err(MapError::Damaged(_))));
         map.file.set_len(PRESENCE + 4096).unwrap();

@@ -94,9 +94,7 @@ impl Presence {
     pub(crate) fn recount(&self) {
         let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Acquire).count_ones());
         self.count.store(self.bits.words().iter().map(ones).sum(), Ordering::Relaxed);
-        for page in self.writing.take() {
-            self.changed.mark(page);
-        }
+        self.writing.hand_over(&self.changed);
         // What is marked is not durable.
         self.version.store(1, Ordering::SeqCst);
     }
@@ -145,11 +143,7 @@ impl Presence {
             self.changed.mark(page);
             let before = self.bits.words()[word].fetch_or(mask, Ordering::AcqRel);
             let added = mask & !before;
-            if added != 0 {
-                self.count.fetch_add(u64::from(added.count_ones()), Ordering::Relaxed);
-                // Again: a flush may have taken the mark, and the page without this bit.
-                self.changed.mark(page);
-            }
+            self.count.fetch_add(u64::from(added.count_ones()), Ordering::Relaxed);
         }
         self.version.fetch_add(1, Ordering::SeqCst);
     }
@@ -184,7 +178,10 @@ impl Presence {
     ///
     /// One call at a time, each followed by [`Presence::are_durable`] or [`Presence::give_back`].
     pub(crate) fn take_changed(&self) -> Vec<Page> {
+        // Not between a mark and its bits: the mark would be gone, and the page without them.
+        let changing = self.changing();
         let taken = self.changed.hand_over(&self.writing);
+        drop(changing);
         taken.into_iter().map(|index| self.page(index)).collect()
     }
 
@@ -195,9 +192,7 @@ impl Presence {
 
     /// What [`Presence::take_changed`] returned did not become durable.
     pub(crate) fn give_back(&self) {
-        for page in self.writing.take() {
-            self.changed.mark(page);
-        }
+        self.writing.hand_over(&self.changed);
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 

@@ -54,7 +54,7 @@ pub(crate) fn recover(
     for layer in layers.iter().filter(|layer| layer.failure().is_some()) {
         join(layer.dirty());
     }
-    let may_succeed = |layer: &&Arc<Layer>| !is(layer, SnapshotState::Failed);
+    let may_succeed = |layer: &&Arc<Layer>| !layer.has_ended() && !is(layer, SnapshotState::Failed);
     let resumed: Vec<_> = layers.iter().filter(may_succeed).cloned().collect();
     // One that has failed is absorbed by a later one, or else by the next.
     let last = resumed.last().map_or(0, |layer| layer.epoch.0);
@@ -63,6 +63,10 @@ pub(crate) fn recover(
     for layer in failed {
         join(layer.dirty());
         layer.close();
+    }
+    if layers.is_empty() {
+        // Epochs to come must not find records of others.
+        journal.clear()?;
     }
     Ok(Recovered { current, layers, resumed })
 }

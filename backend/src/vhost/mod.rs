@@ -34,7 +34,7 @@ use crate::device::Device;
 use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
 use crate::sys;
 use crate::worker::ledger::{Ledger, Region, RingIndices, RingPlace};
-use crate::worker::queue::QueueSetup;
+use crate::worker::queue::{QueueSetup, chains};
 use crate::worker::{Command, Mailbox};
 
 /// Memory slots, as many as KVM guests use.
@@ -118,7 +118,15 @@ impl Handler {
     /// Lets the workers know whether writes are cached. That is for the hypervisor to say whose rings
     /// run.
     fn apply_caching(&self) {
-        self.device.write_through.store(!self.cached, Ordering::Relaxed);
+        self.device.flags.write_through().store((!self.cached).into(), Ordering::Relaxed);
+    }
+
+    /// A guest that turned the cache off does not say so again when its hypervisor connects anew.
+    fn inherit_caching(&mut self, used: u16) {
+        let write_through = self.device.flags.write_through().load(Ordering::Relaxed) != 0;
+        if used != 0 && !self.runs() && write_through {
+            self.cached = false;
+        }
     }
 
     /// Uses the record of changed pages while there is one and it is wanted.
@@ -150,13 +158,15 @@ impl Handler {
         let kick = kick.try_clone().map_err(failed)?;
         let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let mut queue = self.queue(index, addresses)?;
-        let (ledger, in_flight) = self.ledger(index, &mut queue)?;
-        if !in_flight.is_empty() {
-            tracing::info!(index, requests = in_flight.len(), "finishing what was in flight");
+        let (ledger, heads) = self.ledger(index, &mut queue)?;
+        let again = chains(&queue, self.map.memory(), &heads).map_err(failed)?;
+        if !again.is_empty() {
+            tracing::info!(index, requests = again.len(), "finishing what was in flight");
         }
+        self.inherit_caching(queue.next_used());
         self.apply_caching();
-        self.device.known_rings.fetch_or(1 << index, Ordering::SeqCst);
-        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, in_flight };
+        self.device.flags.known_rings().fetch_or(1 << index, Ordering::SeqCst);
+        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, again };
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].running = true;
         self.device.running.fetch_add(1, Ordering::Relaxed);
@@ -216,7 +226,7 @@ impl Handler {
     /// it would read old data as if nothing had happened. A ring that this process sees for the first
     /// time must be unused then.
     fn check_known(&self, index: usize, used: u16) -> Result<()> {
-        let known = self.device.known_rings.load(Ordering::SeqCst) & (1 << index) != 0;
+        let known = self.device.flags.known_rings().load(Ordering::SeqCst) & (1 << index) != 0;
         if known || (used == 0 && self.rings[index].next_avail == 0) {
             return Ok(());
         }

@@ -366,7 +366,7 @@ impl Worker {
 
     /// A write has ended. In write-through mode it is answered when it is durable.
     fn written(&mut self, chain: Chain, result: io::Result<()>) -> io::Result<()> {
-        if result.is_ok() && self.device.write_through.load(Ordering::Relaxed) {
+        if result.is_ok() && self.device.flags.write_through().load(Ordering::Relaxed) != 0 {
             return self.flush(chain);
         }
         self.finish(chain, result, 0);

@@ -123,7 +123,7 @@ impl Ledger {
     }
 
     /// The chains that a process before this one had popped and not returned, oldest first. `None` if the
-    /// ledger is not that of this ring; it is a new one then.
+    /// ledger is not that of this ring; it is a new one then, and nothing is in flight.
     pub(crate) fn resume(&mut self, ring: RingIndices) -> Option<Vec<u16>> {
         let [version, entries, last, used] = self.header();
         let behind = ring.used.wrapping_sub(used);
@@ -149,6 +149,8 @@ impl Ledger {
 
     /// Forgets everything.
     pub(crate) fn reset(&mut self, used: u16) {
+        // First: half of it must not be taken for a ledger.
+        self.set(1, 0);
         for head in 0..self.size {
             self.set(Ledger::entry(head), 0);
         }
@@ -235,6 +237,14 @@ impl OwnLedgers {
         };
         Some((ledger, heads))
     }
+
+    /// Whether a request is in flight on any queue.
+    pub(crate) fn is_in_use(&self) -> bool {
+        (0..self.region.queues).any(|queue| {
+            let ledger = self.region.ledger(queue, self.region.entries);
+            ledger.is_some_and(|ledger| (0..ledger.size).any(|head| ledger.is_in_flight(head)))
+        })
+    }
 }
 
 #[cfg(test)]
@@ -318,7 +328,9 @@ mod tests {
         let open = |queues| OwnLedgers::open(&path, queues, 64).unwrap();
         let (mut ledger, heads) = open(2).resume(1, 64, place, ring(0, 7)).unwrap();
         assert_eq!(heads, None);
+        assert!(!open(2).is_in_use());
         ledger.popped(9);
+        assert!(open(2).is_in_use());
         let heads = |queues, place| open(queues).resume(1, 64, place, ring(8, 7)).unwrap().1;
         assert_eq!(heads(2, place), Some(vec![9]));
         assert_eq!(heads(2, RingPlace { used: 0x4000, ..place }), None);

@@ -260,13 +260,17 @@ impl Worker {
 
     /// Pops and starts what the guest has made available.
     fn pop_all(&mut self) -> io::Result<()> {
-        if !self.takes_requests() {
+        let stopping = self.stopping.is_some();
+        let Some(queue) = &mut self.queue else { return Ok(()) };
+        if self.paused.is_some() || (stopping && !queue.has_again()) {
             return Ok(());
         }
-        let Some(queue) = &mut self.queue else { return Ok(()) };
         queue.disable_kicks();
         let now = self.now;
-        while let Some((chain, kind)) = self.queue.as_mut().and_then(|queue| queue.pop(now)) {
+        // A queue that stops takes nothing new, but finishes what was begun, by whomever.
+        while let Some((chain, kind)) =
+            self.queue.as_mut().and_then(|queue| queue.pop(now, stopping))
+        {
             self.accept(chain, kind)?;
         }
         Ok(())
@@ -376,7 +380,13 @@ impl Worker {
                 self.end(job.into_chain(), Outcome::Failed);
             }
         }
-        if self.ring.in_flight() > 0 || !self.flushes.is_empty() || !self.parked.is_empty() {
+        let again = self.queue.as_ref().is_some_and(ActiveQueue::has_again);
+        let waiting = again && self.paused.is_none();
+        if self.ring.in_flight() > 0
+            || !self.flushes.is_empty()
+            || !self.parked.is_empty()
+            || waiting
+        {
             return Ok(());
         }
         self.announce()?;

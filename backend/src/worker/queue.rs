@@ -29,7 +29,7 @@ pub(crate) struct QueueSetup {
     pub(crate) call: Option<File>,
     pub(crate) ledger: Ledger,
     /// Chains that a process before this one had popped and not returned, oldest first.
-    pub(crate) in_flight: Vec<u16>,
+    pub(crate) again: VecDeque<InFlight>,
 }
 
 /// A popped chain. It is completed exactly once: losing one trips an assertion.
@@ -65,8 +65,8 @@ pub(crate) struct ActiveQueue {
     kick: File,
     call: Option<File>,
     ledger: Ledger,
-    /// Chains to be done again, and what they consist of.
-    again: VecDeque<(u16, Vec<Descriptor>)>,
+    /// Chains to be done again.
+    again: VecDeque<InFlight>,
     /// Completions that the guest was not told of.
     unannounced: bool,
     /// The guest broke its rings: nothing more is popped.
@@ -75,13 +75,13 @@ pub(crate) struct ActiveQueue {
 
 impl ActiveQueue {
     pub(crate) fn new(setup: QueueSetup) -> ActiveQueue {
-        let QueueSetup { queue, map, kick, call, ledger, in_flight } = setup;
-        let chains = chains(&queue, map.memory(), &in_flight);
-        let again = chains.unwrap_or_else(|error| {
-            tracing::error!(%error, "chains that were in flight cannot be read");
-            VecDeque::new()
-        });
+        let QueueSetup { queue, map, kick, call, ledger, again } = setup;
         ActiveQueue { queue, map, kick, call, ledger, again, unannounced: false, broken: false }
+    }
+
+    /// Whether chains of a process before this one are still to be done.
+    pub(crate) fn has_again(&self) -> bool {
+        !self.again.is_empty() && !self.broken
     }
 
     pub(crate) fn map(&self) -> &Arc<GuestMap> {
@@ -108,13 +108,15 @@ impl ActiveQueue {
         self.queue.next_avail()
     }
 
-    /// The next request. Chains that are none are answered here.
-    pub(crate) fn pop(&mut self, now: Instant) -> Option<(Chain, Kind)> {
+    /// The next request; `only_again` leaves those alone that no process has seen. Chains that are none
+    /// are answered here.
+    pub(crate) fn pop(&mut self, now: Instant, only_again: bool) -> Option<(Chain, Kind)> {
         while !self.broken {
             let map = self.map.clone();
             let (head, parsed) = match self.again.pop_front() {
                 // It is in the ledger already.
                 Some((head, chain)) => (head, request::parse(chain.into_iter(), map.memory())),
+                None if only_again => return None,
                 // The ring is checked at each pop: an index that jumps by more than the queue holds
                 // means that the guest's driver is beyond repair until it resets the device.
                 None => match self.queue.iter(map.memory()).map(|mut chains| chains.next()) {
@@ -245,13 +247,16 @@ fn descriptor(one: virtio_queue::desc::split::Descriptor) -> Descriptor {
     }
 }
 
+/// A chain that was popped by a process before this one: its head and what it consists of.
+pub(crate) type InFlight = (u16, Vec<Descriptor>);
+
 /// The chains with these heads. The guest's available ring does not have them any more, so they are made
 /// available in a ring of our own, in a piece of memory beside the guest's.
-fn chains(
+pub(crate) fn chains(
     queue: &Queue,
     memory: &GuestMemoryMmap,
     heads: &[u16],
-) -> io::Result<VecDeque<(u16, Vec<Descriptor>)>> {
+) -> io::Result<VecDeque<InFlight>> {
     const PAGE: u64 = 4096;
     if heads.is_empty() {
         return Ok(VecDeque::new());
