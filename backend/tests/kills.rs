@@ -77,15 +77,7 @@ fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
     guest.check_all();
     assert!(guest.slowest < HANG, "a request took {:?}", guest.slowest);
     backend.control().wait_until_quiet();
-    for Taken { number, least, most } in &taken {
-        let disk = repository::export(&site.store(), IMAGE, *number);
-        for (block, bytes) in disk.chunks(BLOCK).enumerate() {
-            let found = version(block, bytes);
-            let right = found.is_some_and(|found| (least[block]..=most[block]).contains(&found));
-            let (least, most) = (least[block], most[block]);
-            assert!(right, "block {block} of @{number}: {found:?}, not {least} to {most}");
-        }
-    }
+    taken.iter().for_each(|taken| check(&site, taken));
     backend.terminate();
     tally.requests += guest.completed;
     tally.checkpoints += taken.len() as u64;
@@ -99,6 +91,18 @@ fn checkpoint(guest: &mut Survivor, options: &Options) -> Option<Taken> {
     let least = guest.acked.clone();
     let accepted = control.checkpoint().ok()?;
     Some(Taken { number: accepted.number, least, most: guest.sent.clone() })
+}
+
+/// Compares the snapshot with what it may hold.
+fn check(site: &Site, taken: &Taken) {
+    let Taken { number, least, most } = taken;
+    let disk = repository::export(&site.store(), IMAGE, *number);
+    for (block, bytes) in disk.chunks(BLOCK).enumerate() {
+        let found = version(block, bytes);
+        let (least, most) = (least[block], most[block]);
+        let right = found.is_some_and(|found| (least..=most).contains(&found));
+        assert!(right, "block {block} of @{number}: {found:?}, not {least} to {most}");
+    }
 }
 
 #[test]
@@ -118,4 +122,75 @@ fn nothing_is_lost_however_often_the_backend_is_killed() {
     let Tally { kills, requests, checkpoints, slowest } = tally;
     println!("{kills} kills, {requests} requests, {checkpoints} checkpoints, slowest {slowest:?}");
     assert!(kills >= 36 && checkpoints > 0 && requests > 1000, "too little was tested");
+}
+
+/// A guest that has run for a while, and its backend.
+fn running(site: &Site, manner: Manner, seed: u64) -> (Survivor, Backend) {
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let options = Options::new(site);
+    let backend = Backend::start(&options);
+    let mut guest = Survivor::new(manner, BLOCKS, Rng::new(seed));
+    guest.connect(&options.socket).expect("connect");
+    guest.run(Duration::from_millis(100));
+    (guest, backend)
+}
+
+/// What it wrote may be lost, and no restart makes that good.
+#[test]
+fn a_guest_that_was_refused_once_is_refused_by_every_process_after_that() {
+    for in_good_order in [false, true] {
+        let site = Site::new();
+        let (mut guest, backend) = running(&site, Manner::UsedIndex, 1);
+        backend.kill_with_host();
+        let options = Options::new(&site);
+        let backend = Backend::start(&options);
+        guest.connect(&options.socket).expect_err("the live state is gone");
+        match in_good_order {
+            true => backend.terminate(),
+            false => backend.kill(),
+        }
+        let backend = Backend::start(&options);
+        guest.connect(&options.socket).expect_err("the live state is still gone");
+        // A guest that begins anew is welcome, and known from then on.
+        let mut guest = Survivor::new(Manner::UsedIndex, BLOCKS, Rng::new(2));
+        guest.connect(&options.socket).expect("connect a new guest");
+        guest.is_busy = false;
+        backend.kill();
+        let _backend = Backend::start(&options);
+        guest.connect(&options.socket).expect("connect it again");
+    }
+}
+
+#[test]
+fn requests_outlive_a_stop_in_good_order_before_the_hypervisor_is_back() {
+    for seed in 0..5 {
+        let site = Site::new();
+        let (mut guest, backend) = running(&site, Manner::NoLedger, seed);
+        let _ = backend.control().checkpoint();
+        guest.run(Duration::from_millis(3 + seed));
+        backend.kill();
+        let options = Options::new(&site);
+        Backend::start(&options).terminate();
+        let _backend = Backend::start(&options);
+        guest.connect(&options.socket).expect("connect");
+        guest.finish(HANG);
+        guest.check_all();
+    }
+}
+
+#[test]
+fn the_live_state_is_found_whatever_the_next_process_is_told() {
+    let site = Site::new();
+    let (mut guest, backend) = running(&site, Manner::UsedIndex, 3);
+    let options = Options::new(&site);
+    let taken = checkpoint(&mut guest, &options).expect("it is accepted");
+    guest.run(Duration::from_millis(5));
+    backend.kill();
+    let options = Options { live: site.path("elsewhere"), ..options };
+    let backend = Backend::start(&options);
+    guest.connect(&options.socket).expect("connect");
+    guest.finish(HANG);
+    guest.check_all();
+    backend.control().wait_until_quiet();
+    check(&site, &taken);
 }
