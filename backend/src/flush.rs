@@ -2,17 +2,19 @@
 //!
 //! Order: copy the presence bits of completed writes → sync the data → write the copy to the map →
 //! sync the map. So presence never becomes durable before its data. One thread does it, for all the
-//! flushes that came in meanwhile at once.
+//! flushes that came in meanwhile at once. It also tells the map of regions before their first write.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
+use std::time::Duration;
 
 use crate::device::Device;
 use crate::mirror::Mirror;
 use crate::mirror::disk::DiskFile;
+use crate::mirror::layout::Span;
 use crate::mirror::map::MapFile;
 use crate::mirror::presence::Presence;
 use crate::worker::{Command, Mailbox};
@@ -22,11 +24,19 @@ struct Flush {
     key: usize,
 }
 
+enum Order {
+    Flush(Flush),
+    Announce(Span),
+}
+
+/// How long to wait after the map could not be told of a region.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// The map file and those who wait for it.
 pub(crate) struct Flusher {
     map: Mutex<MapFile>,
-    sender: Sender<Flush>,
-    receiver: Mutex<Option<Receiver<Flush>>>,
+    sender: Sender<Order>,
+    receiver: Mutex<Option<Receiver<Order>>>,
     /// The presence version that the map holds.
     durable: AtomicU64,
 }
@@ -50,7 +60,34 @@ impl Flusher {
     /// Flushes everything completed so far, then answers `worker` with [`Command::Flushed`].
     pub(crate) fn request(&self, worker: Mailbox, key: usize) {
         // The receiver lives as long as the device.
-        let _ = self.sender.send(Flush { worker, key });
+        let _ = self.sender.send(Order::Flush(Flush { worker, key }));
+    }
+
+    /// Tells the map that `span` is going to change. An event tells when it knows.
+    pub(crate) fn announce(&self, span: Span) {
+        // As above.
+        let _ = self.sender.send(Order::Announce(span));
+    }
+
+    fn announce_now(&self, mirror: &Mirror, span: Span) -> io::Result<()> {
+        let map = self.map();
+        if !mirror.intent.covers(span) {
+            map.write_intent(mirror.layout(), &mirror.intent.bytes_with(span))?;
+            mirror.intent.set(span);
+        }
+        Ok(())
+    }
+
+    /// Makes the map forget regions in which nothing has changed since the parent snapshot.
+    pub(crate) fn tidy(&self, mirror: &Mirror, disk: &DiskFile) -> io::Result<()> {
+        if !mirror.intent.give_up(|region| mirror.is_changed(region)) {
+            return Ok(());
+        }
+        // The mirror must hold for good what the parent has, before the map says that they are equal. A
+        // region that is announced meanwhile is among the bits again.
+        let map = self.map();
+        disk.sync()?;
+        map.write_intent(mirror.layout(), &mirror.intent.bytes())
     }
 
     /// Makes everything completed so far durable.
@@ -84,7 +121,27 @@ pub(crate) fn spawn(device: Arc<Device>) -> io::Result<()> {
     let receiver = receiver.ok_or_else(|| io::Error::other("the flush thread is started once"))?;
     thread::Builder::new().name("flush".into()).spawn(move || {
         while let Ok(first) = receiver.recv() {
-            let waiting: Vec<Flush> = std::iter::once(first).chain(receiver.try_iter()).collect();
+            let mut waiting = Vec::new();
+            let mut announced = false;
+            for order in std::iter::once(first).chain(receiver.try_iter()) {
+                match order {
+                    Order::Flush(flush) => waiting.push(flush),
+                    Order::Announce(span) => {
+                        announced = true;
+                        if let Err(error) = device.flusher.announce_now(&device.mirror, span) {
+                            // The write waits, and asks again.
+                            tracing::error!(%error, "the map cannot be told of a write");
+                            thread::sleep(PAUSE);
+                        }
+                    }
+                }
+            }
+            if announced {
+                device.mirror.events.notify();
+            }
+            if waiting.is_empty() {
+                continue;
+            }
             let result = device.flusher.flush(&device.mirror, &device.disk);
             if let Err(error) = &result {
                 tracing::error!(%error, "a flush failed");

@@ -355,8 +355,8 @@ fn serve(
     } else {
         if !map.is_clean() {
             tracing::warn!(
-                "the mirror was not stopped cleanly: everything local counts as changed at the next \
-                 checkpoint"
+                "the mirror was not stopped cleanly: everything local near what was written counts as \
+                 changed at the next checkpoint"
             );
         }
         map.begin(next_use).map_err(serving("marking the mirror as in use"))?;
@@ -402,7 +402,8 @@ fn serve(
     let ledgers = OwnLedgers::open(&live_dir.join(live::LEDGER), mailboxes.len(), args.queue_size)
         .map_err(serving("making the ledger of requests"))?;
     let events = Events::new(wakes.collect());
-    let mirror = Mirror::new(layout, live.presence, cut, room, events);
+    let intent = map.intent(&layout).map_err(serving("reading the map"))?;
+    let mirror = Mirror::new(layout, live.presence, intent, cut, room, events);
     let device = Arc::new(Device {
         mirror,
         disk,

@@ -1,5 +1,5 @@
-//! Disks that are full, and a repository that is away: the guest gets an error only where there is no
-//! other way, nothing is lost, and everything goes on when the trouble is over.
+//! Disks that are full, a repository that is away, a host that dies: the guest gets an error only where
+//! there is no other way, nothing is lost, and everything goes on when the trouble is over.
 
 mod support;
 
@@ -142,4 +142,54 @@ fn a_read_waits_for_the_repository_and_then_fails_or_succeeds() {
         assert!(found == disk[2 * MIB as usize..][..65536]);
     });
     assert!(backend.control().stats().fetch_errors > 0);
+}
+
+#[test]
+fn after_the_hosts_death_only_regions_that_were_written_count_as_changed() {
+    const REGION: u64 = 64 * MIB;
+    let site = Site::new();
+    let mut disk = vec![0; 3 * REGION as usize];
+    // Something in each region, so that it is fetched.
+    for region in 0..3 {
+        disk[(region * REGION) as usize..][..MIB as usize]
+            .copy_from_slice(&random_disk(region, MIB));
+    }
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    for region in 0..3 {
+        device.queues[0].read(region * REGION, MIB as usize).expect("read");
+    }
+    device.queues[0].write(REGION, &[1; 65536]).expect("write");
+    disk[REGION as usize..][..65536].fill(1);
+    device.queues[0].flush().expect("flush");
+    drop(device);
+    backend.kill_with_host();
+
+    let backend = Backend::start(&options);
+    let changed = backend.control().status().dirty_bytes;
+    assert_eq!(changed, MIB, "what is local of the region that was written to");
+    let mut device = backend.device(Shape::default());
+    assert!(
+        device.queues[0].read(REGION, MIB as usize).expect("read")
+            == disk[REGION as usize..][..MIB as usize]
+    );
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
+    // Stored, and the mirror's data is durable: soon nothing counts as changed.
+    std::thread::sleep(Duration::from_millis(500));
+    drop(device);
+    backend.kill_with_host();
+
+    let backend = Backend::start(&options);
+    assert_eq!(backend.control().status().dirty_bytes, 0);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(2 * REGION, &[2; 65536]).expect("write");
+    disk[2 * REGION as usize..][..65536].fill(2);
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next checkpoint");
+    assert!(device.read_all() == disk, "the disk");
+    drop(device);
+    backend.terminate();
 }

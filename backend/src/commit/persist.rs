@@ -113,7 +113,12 @@ pub(crate) fn spawn(
         sys::yield_to_others();
         loop {
             match device.commits.next(REFILL) {
-                Next::Commit(commit) => run(&device, &commit, &abort, patience),
+                Next::Commit(commit) => {
+                    run(&device, &commit, &abort, patience);
+                    if let Err(error) = device.flusher.tidy(&device.mirror, &device.disk) {
+                        tracing::warn!(%error, "the map knows more regions than it has to");
+                    }
+                }
                 Next::Nothing => {}
                 Next::Closed => return,
             }

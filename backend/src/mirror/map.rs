@@ -10,15 +10,17 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use cairn_store::{Geometry, ImageName, MirrorId};
+use cairn_store::{ChunkIndex, Geometry, ImageName, MirrorId};
 
 use super::bits::DirtySet;
 use super::disk::allocate;
+use super::intent::Intent;
 use super::layout::{BLOCK, Layout};
 use super::presence::{PAGE_BYTES, Page, Presence};
+use crate::mapping::Buffer;
 
 const MAGIC: &[u8; 8] = b"CAIRNMAP";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const SLOT: u64 = 4096;
 const PRESENCE: u64 = 2 * SLOT;
 const HEADER: usize = 256;
@@ -55,6 +57,11 @@ pub enum MapError {
     /// Neither header is whole.
     #[error("it is damaged ({0}); delete the mirror's directory to start again from a snapshot")]
     Damaged(&'static str),
+    /// Written by an earlier release.
+    #[error(
+        "it has version {0}, this release reads version {VERSION}; delete the mirror's directory to start again from a snapshot"
+    )]
+    Older(u32),
     /// Written by a later release.
     #[error("it has version {0}, this release reads up to {VERSION}; use a newer cairn-blk")]
     Newer(u32),
@@ -158,8 +165,23 @@ impl MapFile {
         self.header.rest != Rest::InUse
     }
 
+    /// Reads which regions may differ from the parent.
+    pub(crate) fn intent(&self, layout: &Layout) -> io::Result<Intent> {
+        let mut bytes = vec![0; Intent::bytes_for(layout)];
+        self.file.read_exact_at(&mut bytes, intent_at(layout))?;
+        Ok(Intent::new(&bytes))
+    }
+
+    /// Makes the bits of regions durable.
+    pub(crate) fn write_intent(&self, layout: &Layout, bytes: &[u8]) -> io::Result<()> {
+        let mut pages = Buffer::zeroed(bytes.len().next_multiple_of(PAGE_BYTES));
+        pages[..bytes.len()].copy_from_slice(bytes);
+        self.direct.write_all_at(&pages, intent_at(layout))
+    }
+
     /// Reads what is local, and what had changed since the last checkpoint at a clean stop, into sets that
-    /// are empty. After an unclean one every chunk with local blocks counts as changed.
+    /// are empty. After an unclean one every chunk with local blocks counts as changed that lies in a region
+    /// which may differ from the parent.
     pub(crate) fn load(
         &self,
         layout: &Layout,
@@ -179,11 +201,14 @@ impl MapFile {
             return empty.then_some(()).ok_or(MapError::Damaged("its header is lost"));
         }
         if self.header.rest == Rest::InUse {
+            let intent = self.intent(layout)?;
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
                 if chunk >= layout.chunk_count() {
                     return Err(MapError::Damaged("a block beyond the disk's end is present"));
                 }
-                dirty.insert(chunk);
+                if intent.covers_any(layout.span_of(ChunkIndex(chunk))) {
+                    dirty.insert(chunk);
+                }
             }
             return Ok(());
         }
@@ -267,8 +292,14 @@ fn dirty_len(layout: &Layout) -> usize {
     layout.chunk_count().div_ceil(8) as usize
 }
 
+/// Where the bits of regions begin: a page of their own, which is written in one piece.
+fn intent_at(layout: &Layout) -> u64 {
+    let dirty = PRESENCE + Presence::bytes_for(layout.block_count());
+    (dirty + dirty_len(layout) as u64).next_multiple_of(SLOT)
+}
+
 fn file_len(layout: &Layout) -> u64 {
-    PRESENCE + Presence::bytes_for(layout.block_count()) + dirty_len(layout) as u64
+    intent_at(layout) + (Intent::bytes_for(layout) as u64).next_multiple_of(SLOT)
 }
 
 /// Reads as much as the file has; the rest of `bytes` is zero.
@@ -321,6 +352,9 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
     if u32_at(8) > VERSION {
         return Err(MapError::Newer(u32_at(8)));
     }
+    if u32_at(8) < VERSION {
+        return Err(MapError::Older(u32_at(8)));
+    }
     if u64::from(u32_at(52)) != BLOCK {
         return Err(MapError::Damaged("an unknown block size"));
     }
@@ -357,7 +391,7 @@ mod tests {
 
     use super::{Identity, MapError, MapFile, PRESENCE, SLOT};
     use crate::mirror::epoch::EpochState;
-    use crate::mirror::layout::{Blocks, Layout};
+    use crate::mirror::layout::{Blocks, Layout, Span};
     use crate::mirror::presence::Presence;
 
     fn identity() -> Identity {
@@ -405,11 +439,15 @@ mod tests {
     }
 
     #[test]
-    fn after_an_unclean_stop_every_local_chunk_counts_as_changed() {
+    fn after_an_unclean_stop_local_chunks_of_regions_in_use_count_as_changed() {
         let (_dir, path, layout, map) = in_use();
         let (presence, _) = load(&map, &layout).unwrap();
         presence.set(Blocks { first: 64, count: 1 });
         presence.set(Blocks { first: 640, count: 64 });
+        // Fetched, in another region.
+        presence.set(Blocks { first: 100_000, count: 64 });
+        let bytes = map.intent(&layout).unwrap().bytes_with(Span { offset: 0, len: 512 });
+        map.write_intent(&layout, &bytes).unwrap();
         map.write_pages(&presence.take_changed()).unwrap();
         drop(map);
         let map = MapFile::open(&path).unwrap();

@@ -9,6 +9,7 @@
 //!   request ─► plan ─► Direct(permit) ─► submit ─► complete(permit)      │
 //!                │                                                       │
 //!                ├───► Fill(chunks) ──► fetch them, then ────────────────┤
+//!                ├───► Announce(span) ► tell the map, then ──────────────┤
 //!                ├───► Preserve(jobs) ► copy chunks aside, then ─────────┤
 //!                └───► Wait ─────────────────────────────────────────────┘
 //! ```
@@ -23,6 +24,7 @@ pub(crate) mod cut;
 pub(crate) mod disk;
 pub(crate) mod epoch;
 pub(crate) mod events;
+pub(crate) mod intent;
 pub(crate) mod journal;
 pub(crate) mod layer;
 pub(crate) mod layout;
@@ -43,6 +45,7 @@ use self::claims::Claims;
 use self::copies::{Arena, ArenaBuffer, Old, Piece, Place, Places, Shelf};
 use self::cut::{Cut, Entrance};
 use self::events::Events;
+use self::intent::Intent;
 use self::layer::{Epoch, Layer, Owed};
 use self::layout::{Blocks, Layout, Span};
 use self::presence::Presence;
@@ -53,6 +56,8 @@ pub(crate) enum Plan {
     Direct(Permit),
     /// Fetch these chunks, then plan again.
     Fill(Vec<ChunkIndex>),
+    /// Make the map know that this span is going to change, then plan again.
+    Announce(Span),
     /// Copy these blocks aside, then plan again.
     Preserve(Vec<(Preserve, ArenaBuffer)>),
     /// Plan again after the next event.
@@ -125,6 +130,7 @@ pub(crate) struct Mirror {
     layout: Layout,
     pub(crate) presence: Presence,
     pub(crate) cut: Cut,
+    pub(crate) intent: Intent,
     claims: Claims,
     room: Room,
     /// Whether a write found no room for a copy.
@@ -137,6 +143,7 @@ impl Mirror {
     pub(crate) fn new(
         layout: Layout,
         presence: Presence,
+        intent: Intent,
         cut: Cut,
         room: Room,
         events: Events,
@@ -145,6 +152,7 @@ impl Mirror {
             layout,
             presence,
             cut,
+            intent,
             claims: Claims::new(),
             room,
             short: AtomicBool::new(false),
@@ -198,6 +206,15 @@ impl Mirror {
         };
         for chunk in self.layout.chunks(span) {
             view.dirty().insert(chunk.0);
+        }
+        // After the marks, which stay: see `intent`.
+        if !self.intent.covers_changed(span) {
+            if claimed {
+                self.unclaim(span, ChunkIndex(u64::MAX));
+                self.events.notify();
+            }
+            self.leave(worker, epoch);
+            return Plan::Announce(span);
         }
         Plan::Direct(Permit { span, epoch, worker, claimed, returned: false })
     }
@@ -293,6 +310,15 @@ impl Mirror {
         for chunk in self.layout.chunks(span).take_while(|chunk| *chunk < end) {
             self.claims.release_write(chunk, self.layout.blocks_within(span, chunk));
         }
+    }
+
+    /// Whether a chunk of `span` has changed since the parent snapshot.
+    pub(crate) fn is_changed(&self, span: Span) -> bool {
+        let view = self.cut.view();
+        let end = span.end().min(self.layout.file_len());
+        let span = Span { offset: span.offset, len: end - span.offset };
+        let sets = || view.layers.iter().map(|layer| layer.dirty()).chain([view.dirty()]);
+        self.layout.chunks(span).any(|chunk| sets().any(|dirty| dirty.contains(chunk.0)))
     }
 
     fn leave(&self, worker: usize, epoch: Epoch) {

@@ -24,6 +24,7 @@ use super::copies::{Arena, ArenaBuffer, Places, Shelf};
 use super::cut::{Cut, Entrance};
 use super::epoch::Epochs;
 use super::events::Events;
+use super::intent::Intent;
 use super::journal::Journal;
 use super::layer::{Epoch, Layer};
 use super::layout::{BLOCK, Blocks, Layout, Span};
@@ -163,7 +164,9 @@ fn open(
     let Recovered { current, layers, resumed } =
         recover(found, &journal, &layout, &room, |number| states.get(&number).copied()).unwrap();
     let cut = Cut::new(epochs, journal, WORKERS, current, layers);
-    (Mirror::new(layout, presence, cut, room, Events::new(Vec::new())), resumed)
+    let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
+    let (intent, events) = (Intent::new(&intent), Events::new(Vec::new()));
+    (Mirror::new(layout, presence, intent, cut, room, events), resumed)
 }
 
 impl World {
@@ -310,6 +313,12 @@ impl World {
                     let left = (0..job.run.count).collect();
                     self.kernel.push(Kernel::Copy { job, buffer, left });
                 }
+                self.parked[worker].push(write);
+            }
+            Plan::Announce(span) => {
+                let bytes = self.mirror.intent.bytes_with(span);
+                std::fs::write(self.dir.path().join("intent"), bytes).unwrap();
+                self.mirror.intent.set(span);
                 self.parked[worker].push(write);
             }
             Plan::Wait => self.parked[worker].push(write),

@@ -193,6 +193,7 @@ impl Worker {
                 }
                 return Ok(());
             }
+            Plan::Announce(span) => device.flusher.announce(span),
             Plan::Wait => {}
         }
         self.park(job)
