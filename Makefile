@@ -92,10 +92,17 @@ vm-test: setup ## Run the tests that boot guests
 demo: setup build ## Show a checkpoint and a restart, from import to the checked result
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo
 
-soak: packages ## Write, checkpoint and verify for ten minutes
-	$(call say,running the stamped writer for ten minutes)
-	@CAIRN_SOAK_SECONDS=600 \
+# SOAK_SECONDS is the length of each part. The simulation and the kills run with assertions, as in `make test`.
+soak: packages ## Write, checkpoint, kill and verify for half an hour
+	$(call say,running the stamped writer)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
+	$(call say,killing the backend under a guest)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-backend --test kills -- --nocapture
+	$(call say,simulating)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture
 
 bench: packages ## Measure Cairn beside other programs, in about 20 minutes
 	$(call say,measuring; the machine should have nothing else to do)

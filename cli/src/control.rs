@@ -208,7 +208,8 @@ impl<F: Fn() -> String> Client<F> {
                 Err(error) => return Err(self.failed(&error)),
             };
             if available.is_empty() {
-                let why = "the connection was closed without an answer; see cairn-blk's log";
+                let why = "the connection was closed without an answer: try again when cairn-blk is \
+                           back; a checkpoint that it had accepted goes on then, and is listed";
                 return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
             }
             let len =

@@ -17,7 +17,10 @@ pub(crate) enum Error {
     #[error("lost the connection to {endpoint} while {doing}: {source}")]
     Transport { endpoint: Endpoint, doing: &'static str, source: io::Error },
 
-    #[error("{0} closed the connection before it answered; see the log of cairn-blk on the host")]
+    #[error(
+        "{0} closed the connection before it answered: try again in a moment; a checkpoint that was \
+         accepted goes on, and is listed"
+    )]
     Closed(Endpoint),
 
     #[error("no answer from {0} within the time limit; see the log of cairn-blk on the host")]
