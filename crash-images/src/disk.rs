@@ -1,11 +1,9 @@
 //! What a disk holds for certain, and what it may hold.
 
 use std::collections::BTreeMap;
-use std::collections::hash_map::DefaultHasher;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::{self, File};
-use std::hash::{Hash, Hasher};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -14,6 +12,9 @@ use std::sync::Arc;
 use crate::trace::Operation;
 
 const ROOT: usize = 0;
+
+const BLOCK: usize = 4096;
+const ZEROS: [u8; BLOCK] = [0; BLOCK];
 
 /// Files and directories, with their content when everything was last synced and each change since.
 pub(crate) struct Disk {
@@ -42,6 +43,10 @@ enum Change {
     SetLen(usize),
     /// To at least this length.
     Extend(usize),
+    Punch {
+        offset: usize,
+        len: usize,
+    },
 }
 
 #[derive(Default)]
@@ -99,6 +104,9 @@ impl Disk {
             }
             Operation::SetLen { path, len } => self.change(path, Change::SetLen(*len)),
             Operation::Extend { path, len } => self.change(path, Change::Extend(*len)),
+            Operation::Punch { path, offset, len } => {
+                self.change(path, Change::Punch { offset: *offset, len: *len });
+            }
             Operation::Sync(path) => {
                 let node = self.find(path);
                 match &mut self.nodes[node] {
@@ -208,6 +216,10 @@ impl Change {
             Change::Write { offset, data } => write(bytes, *offset, data),
             Change::SetLen(len) => bytes.resize(*len, 0),
             Change::Extend(len) => extend(bytes, *len),
+            Change::Punch { offset, len } => {
+                let end = bytes.len().min(offset + len);
+                bytes[*offset.min(&end)..end].fill(0);
+            }
         }
     }
 }
@@ -289,15 +301,19 @@ impl Losses {
 }
 
 /// Files with their content, and directories.
-#[derive(Default, Hash)]
+#[derive(Default)]
 pub(crate) struct Image(BTreeMap<PathBuf, Option<Vec<u8>>>);
 
 impl Image {
-    /// Equal for equal images, and hardly ever for others.
-    pub(crate) fn fingerprint(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.hash(&mut hasher);
-        hasher.finish()
+    /// Equal for equal images only.
+    pub(crate) fn fingerprint(&self) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        for (path, content) in &self.0 {
+            let len = content.as_ref().map(Vec::len);
+            hasher.update(format!("{} {len:?}\n", path.display()).as_bytes());
+            hasher.update(content.as_deref().unwrap_or_default());
+        }
+        hasher.finalize()
     }
 
     /// Makes `root` this image.
@@ -312,10 +328,10 @@ impl Image {
             };
             let file = File::create_new(&path)?;
             file.set_len(bytes.len() as u64)?;
-            for (index, block) in bytes.chunks(4096).enumerate() {
+            for (index, block) in bytes.chunks(BLOCK).enumerate() {
                 // What was allocated ahead is long and empty.
-                if block.iter().any(|byte| *byte != 0) {
-                    file.write_all_at(block, index as u64 * 4096)?;
+                if *block != ZEROS[..block.len()] {
+                    file.write_all_at(block, (index * BLOCK) as u64)?;
                 }
             }
         }

@@ -43,6 +43,12 @@ pub(crate) enum Operation {
         path: PathBuf,
         len: usize,
     },
+    /// Zeros instead of what is there; the length stays.
+    Punch {
+        path: PathBuf,
+        offset: usize,
+        len: usize,
+    },
     /// Of a file or a directory.
     Sync(PathBuf),
     /// The last write to the file is durable.
@@ -70,6 +76,9 @@ impl fmt::Display for Operation {
             }
             Operation::SetLen { path, len } | Operation::Extend { path, len } => {
                 write!(f, "giving {} a length of {len}", path.display())
+            }
+            Operation::Punch { path, offset, len } => {
+                write!(f, "punching {len} bytes at {offset} of {}", path.display())
             }
             Operation::Sync(path) => write!(f, "syncing '{}'", path.display()),
             Operation::SyncWrite(path) => write!(f, "a durable write to {}", path.display()),
@@ -234,9 +243,14 @@ impl Parser {
                         self.operations.push(Operation::SetLen { path, len: number(1) });
                     }
                     "fallocate" => {
-                        assert_eq!(fields[1], "0", "only allocation is followed");
-                        let len = number(2) + number(3);
-                        self.operations.push(Operation::Extend { path, len });
+                        let (mode, offset, len) = (fields[1], number(2), number(3));
+                        self.operations.push(match mode {
+                            "0" => Operation::Extend { path, len: offset + len },
+                            "FALLOC_FL_KEEP_SIZE|FALLOC_FL_PUNCH_HOLE" => {
+                                Operation::Punch { path, offset, len }
+                            }
+                            _ => panic!("{mode} is not followed"),
+                        });
                     }
                     "fsync" | "fdatasync" => self.operations.push(Operation::Sync(path)),
                     "mmap" => {

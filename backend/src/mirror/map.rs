@@ -327,6 +327,9 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
 }
 
 #[cfg(test)]
+mod power_cut;
+
+#[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
@@ -339,7 +342,7 @@ mod tests {
     use crate::mirror::layout::{Blocks, Layout};
     use crate::mirror::presence::Presence;
 
-    fn identity() -> Identity {
+    pub(super) fn identity() -> Identity {
         Identity {
             mirror: MirrorId::from_bytes([7; 16]),
             image: "vm1".parse().unwrap(),
@@ -348,7 +351,7 @@ mod tests {
         }
     }
 
-    fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochState), MapError> {
+    pub(super) fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochState), MapError> {
         let presence = Presence::absent(layout.block_count()).unwrap();
         let state = EpochState::private(layout.chunk_count()).unwrap();
         map.load(layout, &presence, &state.dirty)?;
