@@ -305,6 +305,10 @@ impl Losses {
 pub(crate) struct Image(BTreeMap<PathBuf, Option<Vec<u8>>>);
 
 impl Image {
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.0.keys().map(PathBuf::as_path)
+    }
+
     /// Equal for equal images only.
     pub(crate) fn fingerprint(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();

@@ -43,7 +43,7 @@ use std::thread;
 use tempfile::TempDir;
 
 use self::disk::{Disk, Image, Losses, Rng};
-pub use self::trace::{Recording, mark, record};
+pub use self::trace::{Recording, mark, record, recorded_root};
 
 /// How images are made.
 #[derive(Clone, Copy, Debug)]
@@ -146,12 +146,14 @@ fn cases(recording: &Recording, draw: Draw) -> impl Iterator<Item = Case> {
     points.flat_map(move |(point, operation)| {
         marks += usize::from(operation.is_mark());
         disk.apply(operation);
+        let draws = if point < recording.first() { 0 } else { draw.images + 2 };
         let random = (0..draw.images).map(|n| {
             let share = [20, 50, 80, 95][n as usize / 2 % 4];
             if n % 2 == 0 { Losses::Torn(share) } else { Losses::Whole(share) }
         });
         let mut cases = Vec::new();
-        for losses in [Losses::Nothing, Losses::Everything].into_iter().chain(random) {
+        let all = [Losses::Nothing, Losses::Everything].into_iter().chain(random);
+        for losses in all.take(draws as usize) {
             let image = disk.image(losses, draw.atom, &mut rng);
             if seen.insert((image.fingerprint(), marks)) {
                 let (after, losses) = (operation.to_string(), losses.to_string());

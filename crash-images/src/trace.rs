@@ -1,6 +1,7 @@
 //! What a program asks of the kernel, as `strace` shows it.
 
 use std::collections::{BTreeSet, HashMap};
+use std::env;
 use std::ffi::OsString;
 use std::fmt;
 use std::fs;
@@ -10,8 +11,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use crate::disk::{Disk, Losses, Rng};
+
 /// Where marks go: seen by the recorder, and by nobody else.
 const MARKS: &str = "/dev/null";
+
+/// The variable in a workload's environment that names the directory to work in.
+const ROOT: &str = "CAIRN_TEST_RECORDED";
+
+/// The directory that a workload works in, if it is recorded.
+pub fn recorded_root() -> Option<PathBuf> {
+    env::var_os(ROOT).map(PathBuf::from)
+}
 
 /// Calls that change files, move the position in one, or would go past the recorder.
 const CALLS: &str = "openat,open,creat,lseek,read,write,pwrite64,writev,pwritev,pwritev2,ftruncate,\
@@ -97,6 +108,8 @@ pub fn mark(text: &str) {
 #[derive(Clone, Debug)]
 pub struct Recording {
     operations: Vec<Operation>,
+    /// Points before this one were another recording's.
+    first: usize,
 }
 
 impl Recording {
@@ -112,9 +125,43 @@ impl Recording {
         self.operations.iter().filter_map(mark).collect()
     }
 
+    /// The operations before the first that belongs to this recording alone.
+    pub(crate) fn first(&self) -> usize {
+        self.first
+    }
+
     /// The points at which the power can be cut.
     pub fn points(&self) -> usize {
-        self.operations.len()
+        self.operations.len() - self.first
+    }
+
+    /// The points right before each sync between two marks: there the most is in the kernel's hands.
+    pub fn before_syncs(&self, from: &str, to: &str) -> Vec<usize> {
+        let place = |text: &str| {
+            let is_it = |one: &Operation| matches!(one, Operation::Mark(mark) if mark == text);
+            self.operations.iter().position(is_it).expect("a mark of this recording")
+        };
+        let is_sync = |point: &usize| matches!(self.operations[*point], Operation::Sync(_));
+        (place(from)..place(to)).filter(is_sync).collect()
+    }
+
+    /// What the directory goes through when the program is killed at `point`, and `next` runs after it.
+    /// A kill loses nothing that the kernel has. The power is cut after it only.
+    ///
+    /// # Panics
+    ///
+    /// As [`record`].
+    pub fn killed(&self, point: usize, next: &Command) -> Recording {
+        let mut operations = self.operations[..point].to_vec();
+        let mut disk = Disk::default();
+        operations.iter().for_each(|operation| disk.apply(operation));
+        let place = tempfile::tempdir().expect("a directory for what is left");
+        let root = place.path().join("left");
+        let image = disk.image(Losses::Nothing, 1, &mut Rng::new(0));
+        image.write_to(&root).expect("writing what is left");
+        let existing = image.paths().map(Path::to_owned).collect();
+        operations.extend(trace(&root, existing, next));
+        Recording { operations, first: point }
     }
 
     /// As if syncs of these files and directories did nothing: a planted mistake.
@@ -123,31 +170,33 @@ impl Recording {
             Operation::Sync(path) | Operation::SyncWrite(path) => !of(path),
             _ => true,
         };
-        Recording { operations: self.operations.iter().filter(keep).cloned().collect() }
+        let operations = self.operations.iter().filter(keep).cloned().collect();
+        Recording { operations, first: self.first }
     }
 }
 
-/// Runs a workload and records what it does below `root`, an empty directory. Its last mark is `done`.
+/// Runs a workload and records what it does below its [`recorded_root`], an
+/// empty directory. Its last mark is `done`.
 ///
 /// # Panics
 ///
 /// If there is no `strace` or it may not trace, if the workload fails, and if it does what the recorder
 /// cannot follow.
-pub fn record(root: &Path, workload: &Command) -> Recording {
+pub fn record(workload: &Command) -> Recording {
+    let root = tempfile::tempdir().expect("a directory to record");
+    Recording { operations: trace(root.path(), BTreeSet::new(), workload), first: 0 }
+}
+
+/// Runs a workload on a directory that has these paths already.
+fn trace(root: &Path, existing: BTreeSet<PathBuf>, workload: &Command) -> Vec<Operation> {
     let root = fs::canonicalize(root).expect("the directory to record exists");
-    assert!(fs::read_dir(&root).expect("reading it").next().is_none(), "it is empty");
     let trace = tempfile::NamedTempFile::new().expect("a file for the trace");
     let mut strace = Command::new("strace");
     // All strings are in hexadecimal, so that nothing in them looks like syntax.
     strace.args(["-f", "-q", "-y", "-v", "-xx", "-s", "1000000000", "-e", "signal=none"]);
     strace.args(["-e", &format!("trace={CALLS}"), "-o"]).arg(trace.path());
     strace.arg("--").arg(workload.get_program()).args(workload.get_args());
-    for (name, value) in workload.get_envs() {
-        match value {
-            Some(value) => strace.env(name, value),
-            None => strace.env_remove(name),
-        };
-    }
+    strace.env(ROOT, &root);
     let output = strace.output().expect("this test needs strace, which cannot be started");
     assert!(
         output.status.success(),
@@ -157,14 +206,14 @@ pub fn record(root: &Path, workload: &Command) -> Recording {
         String::from_utf8_lossy(&output.stderr),
     );
     let text = fs::read_to_string(trace.path()).expect("reading the trace");
-    let mut parser = Parser { root, ..Parser::default() };
+    let mut parser = Parser { root, existing, ..Parser::default() };
     text.lines().for_each(|line| parser.line(line));
     let done = parser.operations.last();
     assert!(
         matches!(done, Some(Operation::Mark(text)) if text == "done"),
         "the workload did not come to its end: {done:?}",
     );
-    Recording { operations: parser.operations }
+    parser.operations
 }
 
 #[derive(Default)]

@@ -12,8 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crash_images::{Draw, Recording, check_all, mark, record};
-use tempfile::TempDir;
+use crash_images::{Draw, check_all, mark, record, recorded_root};
 
 use crate::support::{
     assert_holds, content, disk, known_blobs, name, new_snapshot, owner, url_of, write,
@@ -22,7 +21,6 @@ use cairn_store::{
     Attachment, ChunkId, Error, Mode, Repository, Root, Snapshot, SnapshotRef, SnapshotState,
 };
 
-const ROOT: &str = "CAIRN_TEST_POWER_CUT";
 /// Where the repository is, below what is recorded: its own directory is made, too.
 const REPOSITORY: &str = "repository";
 /// A sector of a disk.
@@ -49,6 +47,11 @@ fn checkpoint(repository: &Repository, attachment: &Attachment, number: u64) {
     assert_eq!(attachment.reserve(1).unwrap().start, number);
     attachment.begin(&new_snapshot(number)).unwrap();
     mark(&format!("begun {number}"));
+    store(repository, attachment, number);
+}
+
+/// Stores and publishes a snapshot that was begun.
+fn store(repository: &Repository, attachment: &Attachment, number: u64) {
     let (_, base) = attachment.parent();
     let all = chunks_of(number);
     let root = write(repository, &base, &all[all.len() - 2..]);
@@ -56,11 +59,11 @@ fn checkpoint(repository: &Repository, attachment: &Attachment, number: u64) {
     mark(&format!("published {number}"));
 }
 
-/// What is recorded; without a directory in the environment, nothing.
+/// What is recorded; when it is not, it does nothing.
 #[test]
 fn workload() {
-    let Some(root) = env::var_os(ROOT) else { return };
-    let path = Path::new(&root).join(REPOSITORY);
+    let Some(root) = recorded_root() else { return };
+    let path = root.join(REPOSITORY);
     let url = url_of(&path);
     {
         let repository = Repository::open_or_create(&url).unwrap();
@@ -97,11 +100,23 @@ fn workload() {
     mark("done");
 }
 
-fn recorded() -> Recording {
-    let root = TempDir::new().unwrap();
-    let mut workload = Command::new(env::current_exe().unwrap());
-    workload.args(["--exact", "power_cut::workload", "--test-threads=1"]).env(ROOT, root.path());
-    record(root.path(), &workload)
+/// What a killed process leaves is taken up: the snapshot that was begun last is stored once more.
+#[test]
+fn next_workload() {
+    let Some(root) = recorded_root() else { return };
+    let repository = Repository::open(&url_of(&root.join(REPOSITORY))).unwrap();
+    let attachment = attach(&repository);
+    let last = repository.snapshots(&name("vm")).unwrap().pop().unwrap();
+    store(&repository, &attachment, last.number);
+    drop((attachment, repository));
+    mark("done");
+}
+
+fn command(workload: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    let name = format!("power_cut::{workload}");
+    command.args(["--exact", &name, "--test-threads=1"]);
+    command
 }
 
 /// What the workload had been told before the power cut.
@@ -227,7 +242,7 @@ fn a_power_cut_at_any_point_leaves_what_was_told() {
     let soak = Duration::from_secs(number_from_env("CAIRN_SOAK_SECONDS").unwrap_or(0));
     let first = number_from_env("CAIRN_SEED").unwrap_or(1);
     let start = Instant::now();
-    let recording = recorded();
+    let recording = record(&command("workload"));
     for seed in first.. {
         println!("CAIRN_SEED={seed}");
         match check_all(&recording, Draw { seed, images: 8, atom: ATOM }, check) {
@@ -240,10 +255,24 @@ fn a_power_cut_at_any_point_leaves_what_was_told() {
     }
 }
 
+/// A process is killed in the middle of a publication, another one publishes the same, and then the power
+/// is cut: what the second one found was perhaps only in the kernel's hands.
+#[test]
+fn a_power_cut_after_a_kill_leaves_what_the_next_process_was_told() {
+    let recording = record(&command("workload"));
+    for point in recording.before_syncs("begun 3", "published 3") {
+        let both = recording.killed(point, &command("next_workload"));
+        match check_all(&both, Draw { seed: 1, images: 2, atom: ATOM }, check) {
+            Ok(images) => println!("killed at {point}: {} points, {images} images", both.points()),
+            Err(violation) => panic!("killed at {point}: {violation}"),
+        }
+    }
+}
+
 /// A checker that finds nothing proves nothing: each sync that is left out is missed.
 #[test]
 fn a_sync_that_is_left_out_is_found() {
-    let recording = recorded();
+    let recording = record(&command("workload"));
     let names = [
         "",
         "repository",

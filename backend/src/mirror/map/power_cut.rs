@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cairn_store::Geometry;
-use crash_images::{Draw, Recording, check_all, mark, record};
+use crash_images::{Draw, Recording, check_all, mark, record, recorded_root};
 
 use super::tests::{identity, load};
 use super::{Identity, MapError, MapFile, Rest};
@@ -30,15 +30,13 @@ use crate::mirror::live::Live;
 use crate::mirror::recovery::{Recovered, recover};
 use crate::mirror::{Mirror, Room};
 
-const ROOT: &str = "CAIRN_TEST_POWER_CUT";
 const WORD: usize = 8;
 
 fn recorded(workload: &str) -> Recording {
-    let root = tempfile::tempdir().unwrap();
     let mut command = Command::new(env::current_exe().unwrap());
     let name = format!("mirror::map::power_cut::{workload}");
-    command.args(["--exact", &name, "--test-threads=1"]).env(ROOT, root.path());
-    record(root.path(), &command)
+    command.args(["--exact", &name, "--test-threads=1"]);
+    record(&command)
 }
 
 fn number_from_env(name: &str) -> Option<u64> {
@@ -100,11 +98,11 @@ fn changed_at(session: u64) -> Vec<u64> {
     vec![session, 100 * session, 4095]
 }
 
-/// What is recorded; without a directory in the environment, nothing.
+/// What is recorded; when it is not, it does nothing.
 #[test]
 fn map_workload() {
-    let Some(root) = env::var_os(ROOT) else { return };
-    let path = Path::new(&root).join("map");
+    let Some(root) = recorded_root() else { return };
+    let path = root.join("map");
     let layout = Layout::new(identity().geometry);
     for session in 0..SESSIONS {
         let mut map = match session {
@@ -226,11 +224,11 @@ fn stamp(block: u64, version: u64) -> [u8; 16] {
     ((u128::from(block) << 64) | u128::from(version)).to_le_bytes()
 }
 
-/// What is recorded; without a directory in the environment, nothing.
+/// What is recorded; when it is not, it does nothing.
 #[test]
 fn flush_workload() {
-    let Some(root) = env::var_os(ROOT) else { return };
-    let (path, elsewhere) = (Path::new(&root).join(MIRROR), tempfile::tempdir().unwrap());
+    let Some(root) = recorded_root() else { return };
+    let (path, elsewhere) = (root.join(MIRROR), tempfile::tempdir().unwrap());
     make_directory(&path).unwrap();
     let disk = DiskFile::open(&path.join("disk")).unwrap();
     disk.set_len(DISK).unwrap();
