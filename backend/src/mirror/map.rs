@@ -107,6 +107,9 @@ impl MapFile {
     /// Opens an existing map.
     pub(crate) fn open(path: &Path) -> Result<MapFile, MapError> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
+        // A killed process may have left a header that is not durable: the next one goes to the other slot,
+        // and a power cut must not take both.
+        file.sync_data()?;
         let slots = [0, SLOT].map(|offset| {
             let mut bytes = [0; HEADER];
             read_up_to(&file, &mut bytes, offset)

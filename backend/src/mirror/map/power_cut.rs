@@ -32,11 +32,15 @@ use crate::mirror::{Mirror, Room};
 
 const WORD: usize = 8;
 
-fn recorded(workload: &str) -> Recording {
+fn command(workload: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     let name = format!("mirror::map::power_cut::{workload}");
     command.args(["--exact", &name, "--test-threads=1"]);
-    record(&command)
+    command
+}
+
+fn recorded(workload: &str) -> Recording {
+    record(&command(workload))
 }
 
 fn number_from_env(name: &str) -> Option<u64> {
@@ -50,7 +54,7 @@ fn cut_the_power(recording: &Recording, check: impl Fn(&Path, &[String]) + Sync)
     let start = Instant::now();
     for seed in first.. {
         println!("CAIRN_SEED={seed}");
-        match check_all(recording, Draw { seed, images: 64, atom: WORD }, &check) {
+        match check_all(recording, Draw { seed, images: 32, atom: WORD }, &check) {
             Ok(images) => println!("{} points, {images} images", recording.points()),
             Err(violation) => panic!("CAIRN_SEED={seed}: {violation}"),
         }
@@ -104,27 +108,43 @@ fn map_workload() {
     let Some(root) = recorded_root() else { return };
     let path = root.join("map");
     let layout = Layout::new(identity().geometry);
-    for session in 0..SESSIONS {
-        let mut map = match session {
+    for number in 0..SESSIONS {
+        let map = match number {
             0 => MapFile::create(&path, identity()).unwrap(),
             _ => MapFile::open(&path).unwrap(),
         };
         mark("created");
-        let (presence, _) = load(&map, &layout).unwrap();
-        mark("beginning");
-        map.begin().unwrap();
-        mark("begun");
-        for step in session * STEPS..(session + 1) * STEPS {
-            blocks_of(step).into_iter().for_each(|blocks| presence.set(blocks));
-            mark(&format!("set {step}"));
-            map.write_pages(&presence.take_changed()).unwrap();
-            presence.are_durable();
-            mark(&format!("durable {step}"));
-        }
-        mark(&format!("ending {session}"));
-        map.end(&presence, &layout, changed_at(session).into_iter()).unwrap();
-        mark(&format!("ended {session}"));
+        session(map, &layout, number);
     }
+    mark("done");
+}
+
+/// One use of the map, from the begin to a stop in good order.
+fn session(mut map: MapFile, layout: &Layout, number: u64) {
+    let (presence, _) = load(&map, layout).unwrap();
+    mark("beginning");
+    map.begin().unwrap();
+    mark("begun");
+    mark(&format!("found {}", presence.local_bytes() / BLOCK));
+    for step in number * STEPS..(number + 1) * STEPS {
+        blocks_of(step).into_iter().for_each(|blocks| presence.set(blocks));
+        mark(&format!("set {step}"));
+        map.write_pages(&presence.take_changed()).unwrap();
+        presence.are_durable();
+        mark(&format!("durable {step}"));
+    }
+    mark(&format!("ending {number}"));
+    map.end(&presence, layout, changed_at(number).into_iter()).unwrap();
+    mark(&format!("ended {number}"));
+}
+
+/// One more use, after a process that was killed.
+#[test]
+fn next_map_workload() {
+    let Some(root) = recorded_root() else { return };
+    mark("killed");
+    let map = MapFile::open(&root.join("map")).unwrap();
+    session(map, &Layout::new(identity().geometry), SESSIONS);
     mark("done");
 }
 
@@ -139,7 +159,8 @@ fn check_map(root: &Path, marks: &[String]) {
         Err(error) => panic!("the map does not open: {error}"),
     };
     assert_eq!(map.identity(), &identity());
-    let stage = |mark: &&String| !["set", "durable", "done"].contains(&first_word(mark));
+    let stages = ["created", "beginning", "begun", "ending", "ended", "killed"];
+    let stage = |mark: &&String| stages.contains(&first_word(mark));
     match marks.iter().rfind(stage).map(|mark| first_word(mark)) {
         Some("begun") => assert_eq!(map.header.rest, Rest::InUse),
         Some("ended") => assert_eq!(map.header.rest, Rest::Clean),
@@ -161,6 +182,7 @@ fn check_map(root: &Path, marks: &[String]) {
         .collect();
     let present = set.iter().filter(|block| presence.get(**block)).count() as u64;
     assert_eq!(presence.local_bytes(), present * BLOCK, "a block is present that never was");
+    assert!(present >= all(marks, "found").pop_last().unwrap_or(0), "blocks that were found");
     let dirty: Vec<_> = state.dirty.iter().collect();
     match map.header.rest {
         Rest::Fresh => assert!(present == 0 && dirty.is_empty()),
@@ -168,7 +190,8 @@ fn check_map(root: &Path, marks: &[String]) {
             assert!(presence.touched_chunks(layout.blocks_per_chunk()).eq(dirty.iter().copied()));
         }
         Rest::Clean => {
-            assert_eq!(present, set.len() as u64, "at rest the map is exact");
+            let exact = present == set.len() as u64;
+            assert!(exact || has(marks, "killed"), "at rest the map is exact");
             let session = all(marks, "ending").pop_last().expect("a stop was begun");
             assert_eq!(
                 dirty,
@@ -199,6 +222,18 @@ fn a_power_cut_at_any_point_leaves_every_flushed_page_and_no_other_bit() {
 }
 
 #[test]
+fn a_power_cut_after_a_kill_leaves_what_the_next_process_found() {
+    let recording = recorded("map_workload");
+    for point in recording.before_syncs("created", "done") {
+        let both = recording.killed(point, &command("next_map_workload"));
+        match check_all(&both, Draw { seed: 1, images: 16, atom: WORD }, check_map) {
+            Ok(images) => println!("killed at {point}: {} points, {images} images", both.points()),
+            Err(violation) => panic!("killed at {point}: {violation}"),
+        }
+    }
+}
+
+#[test]
 fn a_sync_of_the_map_that_is_left_out_is_found() {
     leave_out_syncs(&recorded("map_workload"), "map", check_map);
 }
@@ -206,7 +241,7 @@ fn a_sync_of_the_map_that_is_left_out_is_found() {
 // Map and data together, as flushes keep them in step.
 
 const FLUSHES: u64 = 8;
-const DISK: u64 = 1 << 20;
+const DISK: u64 = 512 << 10;
 /// Where the mirror is, below what is recorded: its directory and the one above it are made, too.
 const MIRROR: &str = "mirrors/vm1";
 
