@@ -24,7 +24,7 @@ use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::copies::{Arena, Places};
 use crate::mirror::cut::Cut;
-use crate::mirror::disk::DiskFile;
+use crate::mirror::disk::{DiskFile, make_directory};
 use crate::mirror::events::Events;
 use crate::mirror::journal::Journal;
 use crate::mirror::layer::Layer;
@@ -200,9 +200,7 @@ impl Local {
             |reason: &str| StartError::Mismatch { path: path.clone(), reason: reason.into() };
         let map_path = path.join("map");
         let map_failed = |source| StartError::Map { path: map_path.clone(), source };
-        let mut builder = fs::DirBuilder::new();
-        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-        builder.recursive(true).create(path).map_err(failed)?;
+        make_directory(path).map_err(failed)?;
         let disk = DiskFile::open(&path.join("disk")).map_err(|source| match source.kind() {
             io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
             io::ErrorKind::InvalidInput => {
@@ -234,6 +232,8 @@ impl Local {
                 disk.punch(Span { offset: 0, len: layout.file_len() }).map_err(|error| {
                     mismatch(&format!("is on a file system that cannot punch holes ({error})"))
                 })?;
+                // Whoever finds a map finds the file that it describes.
+                disk.sync_name(path).map_err(failed)?;
                 MapFile::create(&map_path, identity).map_err(map_failed)?
             }
             Err(error) => return Err(map_failed(error)),

@@ -1,7 +1,9 @@
 //! What the repository's databases have in common: several processes use each of them at once, with a
 //! write-ahead log, and a commit is durable when it returns.
 
-use std::path::Path;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -49,4 +51,21 @@ pub(crate) fn use_write_ahead_log(connection: &Connection) -> Result<()> {
         }
     }
     Ok(connection.pragma_update(None, "synchronous", "FULL")?)
+}
+
+/// Makes durable what a connection has found in the write-ahead log when it first read the database.
+///
+/// A process that was killed in the middle of a commit may have left all of it there, but in the kernel's
+/// hands only. Who opens the database next takes it for a commit, and the database itself does not sync it
+/// before the next one. The locks are on other files, so that to close this one releases none.
+pub(crate) fn sync_log(database: &Path) -> Result<()> {
+    let mut path = database.as_os_str().to_owned();
+    path.push("-wal");
+    let path = PathBuf::from(path);
+    match File::open(&path).and_then(|log| log.sync_data()) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Error::io("syncing", &path, error))
+        }
+        _ => Ok(()),
+    }
 }

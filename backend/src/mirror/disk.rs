@@ -4,10 +4,10 @@
 //! releases the lock only when the last write through it has landed, even after the process died.
 #![allow(unsafe_code)]
 
-use std::fs::{File, OpenOptions};
+use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,6 +23,19 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct DirectAlignment {
     pub(crate) memory: usize,
     pub(crate) offset: u64,
+}
+
+/// Makes a mirror's directory, and those above it, unless they are there. What a guest flushes must not
+/// be lost with the name of the directory that it is in.
+pub(crate) fn make_directory(path: &Path) -> io::Result<()> {
+    let path = std::path::absolute(path)?;
+    let missing: Vec<_> = path.ancestors().take_while(|dir| !dir.exists()).collect();
+    DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
+    missing.into_iter().filter_map(Path::parent).try_for_each(sync_directory)
+}
+
+fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
 }
 
 /// The open and locked data file of a mirror.
@@ -131,6 +144,12 @@ impl DiskFile {
             0 => Ok(stat.f_bavail.saturating_mul(stat.f_frsize)),
             _ => Err(io::Error::last_os_error()),
         }
+    }
+
+    /// Makes its length durable, and its name in `directory`.
+    pub(crate) fn sync_name(&self, directory: &Path) -> io::Result<()> {
+        self.file.sync_all()?;
+        sync_directory(directory)
     }
 
     /// Makes completed writes durable.

@@ -123,6 +123,9 @@ impl MapFile {
     /// Opens an existing map.
     pub(crate) fn open(path: &Path) -> Result<MapFile, MapError> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
+        // A killed process may have left a header that is not durable: the next one goes to the other slot,
+        // and a power cut must not take both.
+        file.sync_data()?;
         let slots = [0, SLOT].map(|offset| {
             let mut bytes = [0; HEADER];
             read_up_to(&file, &mut bytes, offset)
@@ -382,6 +385,9 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
 }
 
 #[cfg(test)]
+mod power_cut;
+
+#[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
@@ -394,7 +400,7 @@ mod tests {
     use crate::mirror::layout::{Blocks, Layout, Span};
     use crate::mirror::presence::Presence;
 
-    fn identity() -> Identity {
+    pub(super) fn identity() -> Identity {
         Identity {
             mirror: MirrorId::from_bytes([7; 16]),
             image: "vm1".parse().unwrap(),
@@ -403,7 +409,7 @@ mod tests {
         }
     }
 
-    fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochState), MapError> {
+    pub(super) fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochState), MapError> {
         let presence = Presence::absent(layout.block_count()).unwrap();
         let state = EpochState::private(layout.chunk_count()).unwrap();
         map.load(layout, &presence, &state.dirty)?;

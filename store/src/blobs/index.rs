@@ -12,7 +12,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, Transactio
 
 use super::group::Entry;
 use super::segment::{ALIGNMENT, SEGMENT_SIZE};
-use crate::database::{connect, use_write_ahead_log, version};
+use crate::database::{connect, sync_log, use_write_ahead_log, version};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
@@ -84,6 +84,7 @@ impl Index {
             let object = path.display().to_string();
             return Err(Error::NewerFormat { object, found, supported: VERSION });
         }
+        sync_log(&path)?;
         let reader = connect(&path, OpenFlags::empty())?;
         Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }

@@ -20,7 +20,7 @@ pub(crate) use self::attachments::Holder;
 pub(crate) use self::images::FirstSnapshot;
 pub use self::mirrors::LEASE_SECONDS;
 
-use crate::database::{connect, use_write_ahead_log};
+use crate::database::{connect, sync_log, use_write_ahead_log};
 use crate::error::Result;
 
 const FILE: &str = "catalog.db";
@@ -40,9 +40,11 @@ impl Catalog {
     }
 
     pub(crate) fn open(repository: &Path) -> Result<Self> {
-        let connection = connect(&repository.join(FILE), OpenFlags::empty())?;
+        let path = repository.join(FILE);
+        let connection = connect(&path, OpenFlags::empty())?;
         schema::check(&connection)?;
         use_write_ahead_log(&connection)?;
+        sync_log(&path)?;
         connection.pragma_update(None, "foreign_keys", true)?;
         Ok(Self { connection: Mutex::new(connection) })
     }

@@ -1,7 +1,8 @@
-//! The repository as its users see it: threads, processes, damage and full disks.
+//! The repository as its users see it: threads, processes, damage, full disks and power cuts.
 
 mod full_disk;
 mod images;
 mod lease;
+mod power_cut;
 mod processes;
 mod support;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cairn_store::{
     Attachment, ChunkIndex, Consistency, Geometry, ImageName, MIN_CHUNK_SIZE, MirrorId,
@@ -48,10 +48,7 @@ impl Place {
 
     /// Everything that the index knows.
     pub(crate) fn known_blobs(&self) -> Vec<[u8; 32]> {
-        let index = rusqlite::Connection::open(self.dir.path().join("index.db")).unwrap();
-        let mut query = index.prepare("SELECT id FROM blobs").unwrap();
-        let rows = query.query_map([], |row| row.get(0)).unwrap();
-        rows.map(Result::unwrap).collect()
+        known_blobs(self.dir.path())
     }
 
     /// The first segment's file, and where a blob is in it.
@@ -66,8 +63,20 @@ impl Place {
     }
 }
 
+/// Everything that the index of a repository knows.
+pub(crate) fn known_blobs(repository: &Path) -> Vec<[u8; 32]> {
+    let index = rusqlite::Connection::open(repository.join("index.db")).unwrap();
+    let mut query = index.prepare("SELECT id FROM blobs").unwrap();
+    let rows = query.query_map([], |row| row.get(0)).unwrap();
+    rows.map(Result::unwrap).collect()
+}
+
 pub(crate) fn url(dir: &TempDir) -> String {
-    format!("dir:{}", dir.path().display())
+    url_of(dir.path())
+}
+
+pub(crate) fn url_of(path: &Path) -> String {
+    format!("dir:{}", path.display())
 }
 
 pub(crate) fn name(text: &str) -> ImageName {

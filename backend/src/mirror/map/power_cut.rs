@@ -1,0 +1,345 @@
+//! The power is cut, at each point of a mirror's use, and its map is opened again.
+//!
+//! The test program starts itself under a recorder, and makes the files that a power cut could leave
+//! from what that saw (`crash_images` has the model). Writes are torn by words here, not by sectors: a torn
+//! header leaves the one before it, and a torn page some of its bits, wherever the tear is.
+//!
+//! `CAIRN_SEED` repeats a run, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cairn_store::Geometry;
+use crash_images::{Draw, Recording, check_all, mark, record, recorded_root};
+
+use super::tests::{identity, load};
+use super::{Identity, MapError, MapFile, Rest};
+use crate::flush::Flusher;
+use crate::mapping::Buffer;
+use crate::mirror::copies::{Arena, Places};
+use crate::mirror::cut::Cut;
+use crate::mirror::disk::{DiskFile, make_directory};
+use crate::mirror::events::Events;
+use crate::mirror::journal::Journal;
+use crate::mirror::layout::{BLOCK, Blocks, Layout, SECTOR, Span};
+use crate::mirror::live::Live;
+use crate::mirror::recovery::{Recovered, recover};
+use crate::mirror::{Mirror, Room};
+
+const WORD: usize = 8;
+
+fn command(workload: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    let name = format!("mirror::map::power_cut::{workload}");
+    command.args(["--exact", &name, "--test-threads=1"]);
+    command
+}
+
+fn recorded(workload: &str) -> Recording {
+    record(&command(workload))
+}
+
+fn number_from_env(name: &str) -> Option<u64> {
+    env::var(name).ok().map(|text| text.parse().expect("a number"))
+}
+
+/// Checks what power cuts leave of a recording.
+fn cut_the_power(recording: &Recording, check: impl Fn(&Path, &[String]) + Sync) {
+    let soak = Duration::from_secs(number_from_env("CAIRN_SOAK_SECONDS").unwrap_or(0));
+    let first = number_from_env("CAIRN_SEED").unwrap_or(1);
+    let start = Instant::now();
+    for seed in first.. {
+        println!("CAIRN_SEED={seed}");
+        match check_all(recording, Draw { seed, images: 32, atom: WORD }, &check) {
+            Ok(images) => println!("{} points, {images} images", recording.points()),
+            Err(violation) => panic!("CAIRN_SEED={seed}: {violation}"),
+        }
+        if start.elapsed() >= soak {
+            break;
+        }
+    }
+}
+
+/// A checker that finds nothing proves nothing: syncs of this file that are left out are missed.
+fn leave_out_syncs(recording: &Recording, name: &str, check: impl Fn(&Path, &[String]) + Sync) {
+    let without = recording.without_syncs(|path| path == Path::new(name));
+    match check_all(&without, Draw { seed: 1, images: 8, atom: WORD }, check) {
+        Ok(images) => panic!("{images} images without syncs of '{name}', and nothing is wrong"),
+        Err(violation) => println!("without syncs of '{name}': {violation}"),
+    }
+}
+
+fn has(marks: &[String], text: &str) -> bool {
+    marks.iter().any(|mark| mark == text)
+}
+
+/// Numbers that were told with this word.
+fn all(marks: &[String], word: &str) -> BTreeSet<u64> {
+    let number = |mark: &String| mark.strip_prefix(word)?.strip_prefix(' ')?.parse().ok();
+    marks.iter().filter_map(number).collect()
+}
+
+// The map alone, with flushes of few and of many pages, and with stops in good order.
+
+const SESSIONS: u64 = 3;
+const STEPS: u64 = 4;
+/// Blocks for which a page has bits.
+const PER_PAGE: u64 = 32768;
+
+/// The blocks that become present before a flush: in one page, in two, or in more.
+fn blocks_of(step: u64) -> Vec<Blocks> {
+    let pages = [1, 2, 5][step as usize % 3];
+    let in_page = |page| Blocks { first: page * PER_PAGE + 500 * step, count: 60 + 7 * step };
+    (0..pages).map(in_page).collect()
+}
+
+/// The chunks that have changed at a stop.
+fn changed_at(session: u64) -> Vec<u64> {
+    vec![session, 100 * session, 4095]
+}
+
+/// What is recorded; when it is not, it does nothing.
+#[test]
+fn map_workload() {
+    let Some(root) = recorded_root() else { return };
+    let path = root.join("map");
+    let layout = Layout::new(identity().geometry);
+    for number in 0..SESSIONS {
+        let map = match number {
+            0 => MapFile::create(&path, identity()).unwrap(),
+            _ => MapFile::open(&path).unwrap(),
+        };
+        mark("created");
+        session(map, &layout, number);
+    }
+    mark("done");
+}
+
+/// One use of the map, from the begin to a stop in good order.
+fn session(mut map: MapFile, layout: &Layout, number: u64) {
+    let (presence, _) = load(&map, layout).unwrap();
+    mark("beginning");
+    map.begin().unwrap();
+    mark("begun");
+    mark(&format!("found {}", presence.local_bytes() / BLOCK));
+    for step in number * STEPS..(number + 1) * STEPS {
+        blocks_of(step).into_iter().for_each(|blocks| presence.set(blocks));
+        mark(&format!("set {step}"));
+        map.write_pages(&presence.take_changed()).unwrap();
+        presence.are_durable();
+        mark(&format!("durable {step}"));
+    }
+    mark(&format!("ending {number}"));
+    map.end(&presence, layout, changed_at(number).into_iter()).unwrap();
+    mark(&format!("ended {number}"));
+}
+
+/// One more use, after a process that was killed.
+#[test]
+fn next_map_workload() {
+    let Some(root) = recorded_root() else { return };
+    mark("killed");
+    let map = MapFile::open(&root.join("map")).unwrap();
+    session(map, &Layout::new(identity().geometry), SESSIONS);
+    mark("done");
+}
+
+fn check_map(root: &Path, marks: &[String]) {
+    let path = root.join("map");
+    let mut map = match MapFile::open(&path) {
+        Ok(map) => map,
+        Err(MapError::Io(error)) if error.kind() == std::io::ErrorKind::NotFound => {
+            assert!(!has(marks, "created"), "the map is gone");
+            return;
+        }
+        Err(error) => panic!("the map does not open: {error}"),
+    };
+    assert_eq!(map.identity(), &identity());
+    let stages = ["created", "beginning", "begun", "ending", "ended", "killed"];
+    let stage = |mark: &&String| stages.contains(&first_word(mark));
+    match marks.iter().rfind(stage).map(|mark| first_word(mark)) {
+        Some("begun") => assert_eq!(map.header.rest, Rest::InUse),
+        Some("ended") => assert_eq!(map.header.rest, Rest::Clean),
+        None => assert_eq!(map.header.rest, Rest::Fresh),
+        _ => {}
+    }
+    assert!(!has(marks, "begun") || map.header.rest != Rest::Fresh, "a used map is fresh");
+
+    let layout = Layout::new(identity().geometry);
+    let (presence, state) = load(&map, &layout).unwrap();
+    for step in all(marks, "durable") {
+        let present = blocks_of(step).into_iter().all(|blocks| presence.all(blocks));
+        assert!(present, "blocks of flush {step} are absent");
+    }
+    let set: BTreeSet<u64> = all(marks, "set")
+        .into_iter()
+        .flat_map(blocks_of)
+        .flat_map(|blocks| blocks.first..blocks.end())
+        .collect();
+    let present = set.iter().filter(|block| presence.get(**block)).count() as u64;
+    assert_eq!(presence.local_bytes(), present * BLOCK, "a block is present that never was");
+    assert!(present >= all(marks, "found").pop_last().unwrap_or(0), "blocks that were found");
+    let dirty: Vec<_> = state.dirty.iter().collect();
+    match map.header.rest {
+        Rest::Fresh => assert!(present == 0 && dirty.is_empty()),
+        Rest::InUse => {
+            assert!(presence.touched_chunks(layout.blocks_per_chunk()).eq(dirty.iter().copied()));
+        }
+        Rest::Clean => {
+            let exact = present == set.len() as u64;
+            assert!(exact || has(marks, "killed"), "at rest the map is exact");
+            let session = all(marks, "ending").pop_last().expect("a stop was begun");
+            assert_eq!(
+                dirty,
+                BTreeSet::from_iter(changed_at(session)).into_iter().collect::<Vec<_>>()
+            );
+        }
+    }
+
+    // It goes on.
+    map.begin().unwrap();
+    let added = Blocks { first: 7 * PER_PAGE + 9, count: 1 };
+    presence.set(added);
+    map.write_pages(&presence.take_changed()).unwrap();
+    let map = MapFile::open(&path).unwrap();
+    assert!(!map.is_clean());
+    let (presence, _) = load(&map, &layout).unwrap();
+    assert!(presence.all(added));
+    assert_eq!(presence.local_bytes(), (present + 1) * BLOCK);
+}
+
+fn first_word(mark: &str) -> &str {
+    mark.split(' ').next().unwrap_or_default()
+}
+
+#[test]
+fn a_power_cut_at_any_point_leaves_every_flushed_page_and_no_other_bit() {
+    cut_the_power(&recorded("map_workload"), check_map);
+}
+
+#[test]
+fn a_power_cut_after_a_kill_leaves_what_the_next_process_found() {
+    let recording = recorded("map_workload");
+    for point in recording.before_syncs("created", "done") {
+        let both = recording.killed(point, &command("next_map_workload"));
+        match check_all(&both, Draw { seed: 1, images: 16, atom: WORD }, check_map) {
+            Ok(images) => println!("killed at {point}: {} points, {images} images", both.points()),
+            Err(violation) => panic!("killed at {point}: {violation}"),
+        }
+    }
+}
+
+#[test]
+fn a_sync_of_the_map_that_is_left_out_is_found() {
+    leave_out_syncs(&recorded("map_workload"), "map", check_map);
+}
+
+// Map and data together, as flushes keep them in step.
+
+const FLUSHES: u64 = 8;
+const DISK: u64 = 512 << 10;
+/// Where the mirror is, below what is recorded: its directory and the one above it are made, too.
+const MIRROR: &str = "mirrors/vm1";
+
+fn small() -> Identity {
+    Identity { geometry: Geometry::new(DISK, 64 * 1024).unwrap(), ..identity() }
+}
+
+/// The blocks that are written before a flush. Some of them were written before.
+fn written_before(flush: u64) -> [u64; 4] {
+    [flush, flush / 2, 100 + flush, 100 + flush / 3]
+}
+
+/// What a sector holds.
+fn stamp(block: u64, version: u64) -> [u8; 16] {
+    ((u128::from(block) << 64) | u128::from(version)).to_le_bytes()
+}
+
+/// What is recorded; when it is not, it does nothing.
+#[test]
+fn flush_workload() {
+    let Some(root) = recorded_root() else { return };
+    let (path, elsewhere) = (root.join(MIRROR), tempfile::tempdir().unwrap());
+    make_directory(&path).unwrap();
+    let disk = DiskFile::open(&path.join("disk")).unwrap();
+    disk.set_len(DISK).unwrap();
+    disk.punch(Span { offset: 0, len: DISK }).unwrap();
+    disk.sync_name(&path).unwrap();
+    let mut map = MapFile::create(&path.join("map"), small()).unwrap();
+    mark("created");
+    let layout = Layout::new(small().geometry);
+    let live = Live::open(elsewhere.path(), &map, &layout, BLOCK).unwrap();
+    map.begin().unwrap();
+    let room =
+        Room { shelf: live.shelf, passage: Arena::new(BLOCK as usize), spill: Places::new(0) };
+    let journal = Arc::new(Journal::open(&elsewhere.path().join("journal")).unwrap());
+    let Recovered { current, layers, .. } =
+        recover(live.states, &journal, &layout, &room, |_| None).unwrap();
+    let cut = Cut::new(live.epochs, journal, 1, current, layers);
+    let mirror = Mirror::new(layout, live.presence, cut, room, Events::new(Vec::new()));
+    let flusher = Flusher::new(map);
+    for flush in 0..FLUSHES {
+        for block in written_before(flush) {
+            mark(&format!("writing {flush}"));
+            let mut buffer = Buffer::zeroed(BLOCK as usize);
+            for sector in buffer.chunks_exact_mut(SECTOR as usize) {
+                sector[..16].copy_from_slice(&stamp(block, flush));
+            }
+            disk.write(&buffer, block * BLOCK).unwrap();
+            mirror.presence.set(Blocks { first: block, count: 1 });
+        }
+        flusher.flush(&mirror, &disk).unwrap();
+        mark(&format!("flushed {flush}"));
+    }
+    mark("done");
+}
+
+fn check_flush(root: &Path, marks: &[String]) {
+    let (flushed, writing) = (all(marks, "flushed"), all(marks, "writing"));
+    let path = root.join(MIRROR);
+    let map = match MapFile::open(&path.join("map")) {
+        Ok(map) => map,
+        Err(MapError::Io(error)) if error.kind() == std::io::ErrorKind::NotFound => {
+            assert!(!has(marks, "created"), "the map is gone");
+            return;
+        }
+        Err(error) => panic!("the map does not open: {error}"),
+    };
+    let (presence, _) = load(&map, &Layout::new(small().geometry)).unwrap();
+    let disk = std::fs::read(path.join("disk")).unwrap();
+    assert_eq!(disk.len() as u64, DISK);
+    for block in 0..DISK / BLOCK {
+        let last = |flushes: &BTreeSet<u64>| {
+            flushes.iter().rev().copied().find(|flush| written_before(*flush).contains(&block))
+        };
+        let (oldest, newest) = (last(&flushed), last(&writing));
+        if !presence.get(block) {
+            assert_eq!(oldest, None, "block {block} was flushed and is absent");
+            continue;
+        }
+        let newest = newest.unwrap_or_else(|| panic!("block {block} was never written"));
+        let start = (block * BLOCK) as usize;
+        for sector in disk[start..start + BLOCK as usize].chunks_exact(SECTOR as usize) {
+            let mut versions = oldest.unwrap_or(0)..=newest;
+            let found = versions.any(|version| sector[..16] == stamp(block, version));
+            assert!(found, "block {block} is present and holds {:?}", &sector[..16]);
+        }
+    }
+}
+
+#[test]
+fn a_power_cut_at_any_point_leaves_the_data_of_every_present_block() {
+    cut_the_power(&recorded("flush_workload"), check_flush);
+}
+
+#[test]
+fn a_sync_of_data_map_or_directories_that_is_left_out_is_found() {
+    let recording = recorded("flush_workload");
+    for name in ["mirrors/vm1/disk", "mirrors/vm1/map", "mirrors/vm1", "mirrors", ""] {
+        leave_out_syncs(&recording, name, check_flush);
+    }
+}

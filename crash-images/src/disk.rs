@@ -1,0 +1,361 @@
+//! What a disk holds for certain, and what it may hold.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::trace::Operation;
+
+const ROOT: usize = 0;
+
+const BLOCK: usize = 4096;
+const ZEROS: [u8; BLOCK] = [0; BLOCK];
+
+/// Files and directories, with their content when everything was last synced and each change since.
+pub(crate) struct Disk {
+    nodes: Vec<Node>,
+}
+
+enum Node {
+    File(Content),
+    Directory(Names),
+}
+
+#[derive(Default)]
+struct Content {
+    durable: Vec<u8>,
+    changes: Vec<(Change, Durable)>,
+}
+
+/// Whether a change survives although its file was not synced since.
+type Durable = bool;
+
+enum Change {
+    Write {
+        offset: usize,
+        data: Arc<[u8]>,
+    },
+    SetLen(usize),
+    /// To at least this length.
+    Extend(usize),
+    Punch {
+        offset: usize,
+        len: usize,
+    },
+}
+
+#[derive(Default)]
+struct Names {
+    now: BTreeMap<OsString, usize>,
+    durable: BTreeMap<OsString, usize>,
+    /// Each is a set of names that change together.
+    changes: Vec<Vec<(OsString, Option<usize>)>>,
+}
+
+/// What becomes of changes that are not durable.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Losses {
+    Nothing,
+    Everything,
+    /// Each change is there with this chance of 100.
+    Whole(u64),
+    /// Each atom of each change is.
+    Torn(u64),
+}
+
+impl fmt::Display for Losses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Losses::Nothing => write!(f, "everything"),
+            Losses::Everything => write!(f, "only what was durable"),
+            Losses::Whole(share) => write!(f, "{share} % of what was not durable"),
+            Losses::Torn(share) => write!(f, "{share} % of the atoms of what was not durable"),
+        }
+    }
+}
+
+impl Default for Disk {
+    fn default() -> Self {
+        Self { nodes: vec![Node::Directory(Names::default())] }
+    }
+}
+
+impl Disk {
+    pub(crate) fn apply(&mut self, operation: &Operation) {
+        match operation {
+            Operation::Create(path) => self.add(path, Node::File(Content::default())),
+            Operation::MakeDirectory(path) => self.add(path, Node::Directory(Names::default())),
+            Operation::Rename { from, to } => {
+                assert_eq!(from.parent(), to.parent(), "a rename within one directory");
+                let node = self.find(from);
+                let names = [(name_of(from), None), (name_of(to), Some(node))];
+                self.directory_of(to).change(names.into());
+            }
+            Operation::Remove(path) => {
+                self.directory_of(path).change(vec![(name_of(path), None)]);
+            }
+            Operation::Write { path, offset, data } => {
+                self.change(path, Change::Write { offset: *offset, data: Arc::clone(data) });
+            }
+            Operation::SetLen { path, len } => self.change(path, Change::SetLen(*len)),
+            Operation::Extend { path, len } => self.change(path, Change::Extend(*len)),
+            Operation::Punch { path, offset, len } => {
+                self.change(path, Change::Punch { offset: *offset, len: *len });
+            }
+            Operation::Sync(path) => {
+                let node = self.find(path);
+                match &mut self.nodes[node] {
+                    Node::File(content) => content.sync(),
+                    Node::Directory(names) => names.sync(),
+                }
+            }
+            Operation::SyncWrite(path) => {
+                let last = self.file(path).changes.last_mut().expect("a write before its sync");
+                last.1 = true;
+            }
+            Operation::Mark(_) => {}
+        }
+    }
+
+    fn add(&mut self, path: &Path, node: Node) {
+        self.nodes.push(node);
+        let number = self.nodes.len() - 1;
+        self.directory_of(path).change(vec![(name_of(path), Some(number))]);
+    }
+
+    fn change(&mut self, path: &Path, change: Change) {
+        self.file(path).changes.push((change, false));
+    }
+
+    fn file(&mut self, path: &Path) -> &mut Content {
+        let node = self.find(path);
+        match &mut self.nodes[node] {
+            Node::File(content) => content,
+            Node::Directory(_) => panic!("{} is a directory", path.display()),
+        }
+    }
+
+    fn directory_of(&mut self, path: &Path) -> &mut Names {
+        let node = self.find(path.parent().unwrap_or(Path::new("")));
+        match &mut self.nodes[node] {
+            Node::Directory(names) => names,
+            Node::File(_) => panic!("{} is in no directory", path.display()),
+        }
+    }
+
+    fn find(&self, path: &Path) -> usize {
+        path.iter().fold(ROOT, |node, name| {
+            let found = match &self.nodes[node] {
+                Node::Directory(names) => names.now.get(name),
+                Node::File(_) => None,
+            };
+            *found.unwrap_or_else(|| panic!("{} is not known", path.display()))
+        })
+    }
+
+    /// What a power cut leaves now.
+    pub(crate) fn image(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Image {
+        let mut image = Image::default();
+        self.add_to(&mut image, Path::new(""), ROOT, losses, atom, rng);
+        image
+    }
+
+    fn add_to(
+        &self,
+        image: &mut Image,
+        path: &Path,
+        node: usize,
+        losses: Losses,
+        atom: usize,
+        rng: &mut Rng,
+    ) {
+        match &self.nodes[node] {
+            Node::File(content) => {
+                image.0.insert(path.to_owned(), Some(content.left(losses, atom, rng)));
+            }
+            Node::Directory(names) => {
+                image.0.insert(path.to_owned(), None);
+                for (name, node) in names.left(losses, rng) {
+                    self.add_to(image, &path.join(name), node, losses, atom, rng);
+                }
+            }
+        }
+    }
+}
+
+impl Content {
+    fn sync(&mut self) {
+        for (change, _) in std::mem::take(&mut self.changes) {
+            change.apply(&mut self.durable);
+        }
+    }
+
+    fn left(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Vec<u8> {
+        let mut bytes = self.durable.clone();
+        for (change, durable) in &self.changes {
+            match (losses, change) {
+                (Losses::Torn(share), Change::Write { offset, data }) if !durable => {
+                    write_atoms(&mut bytes, *offset, data, atom, || rng.chance(share));
+                }
+                _ if *durable || losses.keep(rng) => change.apply(&mut bytes),
+                _ => {}
+            }
+        }
+        bytes
+    }
+}
+
+impl Change {
+    fn apply(&self, bytes: &mut Vec<u8>) {
+        match self {
+            Change::Write { offset, data } => write(bytes, *offset, data),
+            Change::SetLen(len) => bytes.resize(*len, 0),
+            Change::Extend(len) => extend(bytes, *len),
+            Change::Punch { offset, len } => {
+                let end = bytes.len().min(offset + len);
+                bytes[*offset.min(&end)..end].fill(0);
+            }
+        }
+    }
+}
+
+fn extend(bytes: &mut Vec<u8>, len: usize) {
+    bytes.resize(len.max(bytes.len()), 0);
+}
+
+fn write(bytes: &mut Vec<u8>, offset: usize, data: &[u8]) {
+    extend(bytes, offset + data.len());
+    bytes[offset..offset + data.len()].copy_from_slice(data);
+}
+
+/// Writes some of the atoms that `data` covers, and perhaps only its length.
+fn write_atoms(
+    bytes: &mut Vec<u8>,
+    offset: usize,
+    data: &[u8],
+    atom: usize,
+    mut keep: impl FnMut() -> bool,
+) {
+    if keep() {
+        extend(bytes, offset + data.len());
+    }
+    let mut done = 0;
+    while done < data.len() {
+        let end = ((offset + done) / atom + 1) * atom - offset;
+        let piece = &data[done..end.min(data.len())];
+        if keep() {
+            write(bytes, offset + done, piece);
+        }
+        done += piece.len();
+    }
+}
+
+impl Names {
+    fn change(&mut self, change: Vec<(OsString, Option<usize>)>) {
+        apply(&mut self.now, &change);
+        self.changes.push(change);
+    }
+
+    fn sync(&mut self) {
+        self.changes.clear();
+        self.durable = self.now.clone();
+    }
+
+    fn left(&self, losses: Losses, rng: &mut Rng) -> BTreeMap<OsString, usize> {
+        let mut names = self.durable.clone();
+        for change in &self.changes {
+            if losses.keep(rng) {
+                apply(&mut names, change);
+            }
+        }
+        names
+    }
+}
+
+fn apply(names: &mut BTreeMap<OsString, usize>, change: &[(OsString, Option<usize>)]) {
+    for (name, node) in change {
+        match node {
+            Some(node) => names.insert(name.clone(), *node),
+            None => names.remove(name),
+        };
+    }
+}
+
+fn name_of(path: &Path) -> OsString {
+    path.file_name().unwrap_or(OsStr::new("")).to_owned()
+}
+
+impl Losses {
+    fn keep(self, rng: &mut Rng) -> bool {
+        match self {
+            Losses::Nothing => true,
+            Losses::Everything => false,
+            Losses::Whole(share) | Losses::Torn(share) => rng.chance(share),
+        }
+    }
+}
+
+/// Files with their content, and directories.
+#[derive(Default)]
+pub(crate) struct Image(BTreeMap<PathBuf, Option<Vec<u8>>>);
+
+impl Image {
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.0.keys().map(PathBuf::as_path)
+    }
+
+    /// Equal for equal images only.
+    pub(crate) fn fingerprint(&self) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        for (path, content) in &self.0 {
+            let len = content.as_ref().map(Vec::len);
+            hasher.update(format!("{} {len:?}\n", path.display()).as_bytes());
+            hasher.update(content.as_deref().unwrap_or_default());
+        }
+        hasher.finalize()
+    }
+
+    /// Makes `root` this image.
+    pub(crate) fn write_to(&self, root: &Path) -> io::Result<()> {
+        // In the order of their paths, so that directories come before what is in them.
+        for (path, content) in &self.0 {
+            // The root itself has no name, and joining none would demand a directory.
+            let path = if path.as_os_str().is_empty() { root.into() } else { root.join(path) };
+            let Some(bytes) = content else {
+                fs::create_dir(&path)?;
+                continue;
+            };
+            let file = File::create_new(&path)?;
+            file.set_len(bytes.len() as u64)?;
+            for (index, block) in bytes.chunks(BLOCK).enumerate() {
+                // What was allocated ahead is long and empty.
+                if *block != ZEROS[..block.len()] {
+                    file.write_all_at(block, (index * BLOCK) as u64)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// splitmix64: randomness that a seed reproduces.
+pub(crate) struct Rng(u64);
+
+impl Rng {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// True in `percent` of 100 cases.
+    fn chance(&mut self, percent: u64) -> bool {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % 100 < percent
+    }
+}

@@ -1,0 +1,418 @@
+//! What a program asks of the kernel, as `strace` shows it.
+
+use std::collections::{BTreeSet, HashMap};
+use std::env;
+use std::ffi::OsString;
+use std::fmt;
+use std::fs;
+use std::io::Write;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use crate::disk::{Disk, Losses, Rng};
+
+/// Where marks go: seen by the recorder, and by nobody else.
+const MARKS: &str = "/dev/null";
+
+/// The variable in a workload's environment that names the directory to work in.
+const ROOT: &str = "CAIRN_TEST_RECORDED";
+
+/// The directory that a workload works in, if it is recorded.
+pub fn recorded_root() -> Option<PathBuf> {
+    env::var_os(ROOT).map(PathBuf::from)
+}
+
+/// Calls that change files, move the position in one, or would go past the recorder.
+const CALLS: &str = "openat,open,creat,lseek,read,write,pwrite64,writev,pwritev,pwritev2,ftruncate,\
+    truncate,fallocate,fsync,fdatasync,syncfs,sync,rename,renameat,renameat2,unlink,unlinkat,mkdir,\
+    mkdirat,rmdir,link,linkat,symlink,symlinkat,mmap,copy_file_range,sendfile,splice,io_uring_setup,\
+    io_submit";
+
+/// One step of a workload. Paths are below the recorded directory.
+#[derive(Clone, Debug)]
+pub(crate) enum Operation {
+    Create(PathBuf),
+    MakeDirectory(PathBuf),
+    Rename {
+        from: PathBuf,
+        to: PathBuf,
+    },
+    Remove(PathBuf),
+    Write {
+        path: PathBuf,
+        offset: usize,
+        data: Arc<[u8]>,
+    },
+    SetLen {
+        path: PathBuf,
+        len: usize,
+    },
+    /// To at least this length.
+    Extend {
+        path: PathBuf,
+        len: usize,
+    },
+    /// Zeros instead of what is there; the length stays.
+    Punch {
+        path: PathBuf,
+        offset: usize,
+        len: usize,
+    },
+    /// Of a file or a directory.
+    Sync(PathBuf),
+    /// The last write to the file is durable.
+    SyncWrite(PathBuf),
+    Mark(String),
+}
+
+impl Operation {
+    pub(crate) fn is_mark(&self) -> bool {
+        matches!(self, Operation::Mark(_))
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Operation::Create(path) => write!(f, "creating {}", path.display()),
+            Operation::MakeDirectory(path) => write!(f, "making directory {}", path.display()),
+            Operation::Rename { from, to } => {
+                write!(f, "renaming {} to {}", from.display(), to.display())
+            }
+            Operation::Remove(path) => write!(f, "removing {}", path.display()),
+            Operation::Write { path, offset, data } => {
+                write!(f, "writing {} bytes at {offset} of {}", data.len(), path.display())
+            }
+            Operation::SetLen { path, len } | Operation::Extend { path, len } => {
+                write!(f, "giving {} a length of {len}", path.display())
+            }
+            Operation::Punch { path, offset, len } => {
+                write!(f, "punching {len} bytes at {offset} of {}", path.display())
+            }
+            Operation::Sync(path) => write!(f, "syncing '{}'", path.display()),
+            Operation::SyncWrite(path) => write!(f, "a durable write to {}", path.display()),
+            Operation::Mark(text) => write!(f, "'{text}'"),
+        }
+    }
+}
+
+/// Says in the recording that the workload has come this far.
+pub fn mark(text: &str) {
+    let mut marks = fs::OpenOptions::new().write(true).open(MARKS).expect("opening the marks");
+    marks.write_all(text.as_bytes()).expect("writing a mark");
+}
+
+/// What a workload did to a directory.
+#[derive(Clone, Debug)]
+pub struct Recording {
+    operations: Vec<Operation>,
+    /// Points before this one were another recording's.
+    first: usize,
+}
+
+impl Recording {
+    pub(crate) fn operations(&self) -> &[Operation] {
+        &self.operations
+    }
+
+    pub(crate) fn marks(&self) -> Vec<String> {
+        let mark = |operation: &Operation| match operation {
+            Operation::Mark(text) => Some(text.clone()),
+            _ => None,
+        };
+        self.operations.iter().filter_map(mark).collect()
+    }
+
+    /// The operations before the first that belongs to this recording alone.
+    pub(crate) fn first(&self) -> usize {
+        self.first
+    }
+
+    /// The points at which the power can be cut.
+    pub fn points(&self) -> usize {
+        self.operations.len() - self.first
+    }
+
+    /// The points right before each sync between two marks: there the most is in the kernel's hands.
+    pub fn before_syncs(&self, from: &str, to: &str) -> Vec<usize> {
+        let place = |text: &str| {
+            let is_it = |one: &Operation| matches!(one, Operation::Mark(mark) if mark == text);
+            self.operations.iter().position(is_it).expect("a mark of this recording")
+        };
+        let is_sync = |point: &usize| matches!(self.operations[*point], Operation::Sync(_));
+        (place(from)..place(to)).filter(is_sync).collect()
+    }
+
+    /// What the directory goes through when the program is killed at `point`, and `next` runs after it.
+    /// A kill loses nothing that the kernel has. The power is cut after it only.
+    ///
+    /// # Panics
+    ///
+    /// As [`record`].
+    pub fn killed(&self, point: usize, next: &Command) -> Recording {
+        let mut operations = self.operations[..point].to_vec();
+        let mut disk = Disk::default();
+        operations.iter().for_each(|operation| disk.apply(operation));
+        let place = tempfile::tempdir().expect("a directory for what is left");
+        let root = place.path().join("left");
+        let image = disk.image(Losses::Nothing, 1, &mut Rng::new(0));
+        image.write_to(&root).expect("writing what is left");
+        let existing = image.paths().map(Path::to_owned).collect();
+        operations.extend(trace(&root, existing, next));
+        Recording { operations, first: point }
+    }
+
+    /// As if syncs of these files and directories did nothing: a planted mistake.
+    pub fn without_syncs(&self, of: impl Fn(&Path) -> bool) -> Recording {
+        let keep = |operation: &&Operation| match operation {
+            Operation::Sync(path) | Operation::SyncWrite(path) => !of(path),
+            _ => true,
+        };
+        let operations = self.operations.iter().filter(keep).cloned().collect();
+        Recording { operations, first: self.first }
+    }
+}
+
+/// Runs a workload and records what it does below its [`recorded_root`], an
+/// empty directory. Its last mark is `done`.
+///
+/// # Panics
+///
+/// If there is no `strace` or it may not trace, if the workload fails, and if it does what the recorder
+/// cannot follow.
+pub fn record(workload: &Command) -> Recording {
+    let root = tempfile::tempdir().expect("a directory to record");
+    Recording { operations: trace(root.path(), BTreeSet::new(), workload), first: 0 }
+}
+
+/// Runs a workload on a directory that has these paths already.
+fn trace(root: &Path, existing: BTreeSet<PathBuf>, workload: &Command) -> Vec<Operation> {
+    let root = fs::canonicalize(root).expect("the directory to record exists");
+    let trace = tempfile::NamedTempFile::new().expect("a file for the trace");
+    let mut strace = Command::new("strace");
+    // All strings are in hexadecimal, so that nothing in them looks like syntax.
+    strace.args(["-f", "-q", "-y", "-v", "-xx", "-s", "1000000000", "-e", "signal=none"]);
+    strace.args(["-e", &format!("trace={CALLS}"), "-o"]).arg(trace.path());
+    strace.arg("--").arg(workload.get_program()).args(workload.get_args());
+    strace.env(ROOT, &root);
+    let output = strace.output().expect("this test needs strace, which cannot be started");
+    assert!(
+        output.status.success(),
+        "the workload failed, or strace may not trace here ({}):\n{}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    let text = fs::read_to_string(trace.path()).expect("reading the trace");
+    let mut parser = Parser { root, existing, ..Parser::default() };
+    text.lines().for_each(|line| parser.line(line));
+    let done = parser.operations.last();
+    assert!(
+        matches!(done, Some(Operation::Mark(text)) if text == "done"),
+        "the workload did not come to its end: {done:?}",
+    );
+    parser.operations
+}
+
+#[derive(Default)]
+struct Parser {
+    root: PathBuf,
+    operations: Vec<Operation>,
+    /// Everything that exists below the root.
+    existing: BTreeSet<PathBuf>,
+    /// By descriptor. Those that were closed stay until their number is used again.
+    open: HashMap<u32, OpenFile>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct OpenFile {
+    position: usize,
+    append: bool,
+    durable: bool,
+}
+
+impl Parser {
+    fn line(&mut self, line: &str) {
+        // A number of the process, then the call.
+        let call = line.split_once(' ').map_or(line, |(_, call)| call.trim_start());
+        let Some((name, rest)) = call.split_once('(') else { return };
+        let (Some((arguments, result)), false) =
+            (rest.rsplit_once(" = "), call.ends_with("<unfinished ...>"))
+        else {
+            let ours = strings(line).iter().any(|path| self.below(path.clone()).is_some());
+            assert!(!ours, "the workload asks from several threads at once: {name}");
+            return;
+        };
+        let digits = result.split(|c: char| !c.is_ascii_digit()).next();
+        // Calls that failed changed nothing.
+        let Some(result) = digits.and_then(|digits| digits.parse::<usize>().ok()) else { return };
+        let arguments = arguments.trim_end().trim_end_matches(')');
+        let fields: Vec<_> = arguments.split(", ").collect();
+        let number = |index: usize| -> usize {
+            fields[index].parse().unwrap_or_else(|_| panic!("a number in {name}"))
+        };
+        match name {
+            "openat" => self.opened(&fields, result),
+            "open" | "creat" => panic!("{name} is not followed"),
+            "mkdir" => self.made(self.named(fields[0]), Operation::MakeDirectory),
+            "mkdirat" => self.made(self.named_at(fields[0], fields[1]), Operation::MakeDirectory),
+            "rename" => self.renamed(self.named(fields[0]), self.named(fields[1])),
+            "renameat" | "renameat2" => {
+                let to = self.named_at(fields[2], fields[3]);
+                self.renamed(self.named_at(fields[0], fields[1]), to);
+            }
+            "unlink" => self.removed(self.named(fields[0])),
+            "unlinkat" => self.removed(self.named_at(fields[0], fields[1])),
+            "write" if path_of(fields[0]) == Path::new(MARKS) => {
+                let text = String::from_utf8(bytes(arguments)).expect("marks are text");
+                self.operations.push(Operation::Mark(text));
+            }
+            "lseek" => self.descriptor(fields[0]).position = result,
+            "read" => self.descriptor(fields[0]).position += result,
+            _ => {
+                // With a descriptor first, or, for a mapping, fifth.
+                let index = if name == "mmap" { 4 } else { 0 };
+                let field = fields.get(index).copied().unwrap_or_default();
+                let Some(path) = self.file(field) else { return };
+                match name {
+                    "write" | "writev" => {
+                        let file = *self.descriptor(field);
+                        assert!(!file.append, "appending is not followed");
+                        self.descriptor(field).position += result;
+                        self.wrote(path, file, file.position, arguments, result);
+                    }
+                    "pwrite64" | "pwritev" => {
+                        let file = *self.descriptor(field);
+                        let offset = number(fields.len() - 1);
+                        self.wrote(path, file, offset, arguments, result);
+                    }
+                    "ftruncate" => {
+                        self.operations.push(Operation::SetLen { path, len: number(1) });
+                    }
+                    "fallocate" => {
+                        let (mode, offset, len) = (fields[1], number(2), number(3));
+                        self.operations.push(match mode {
+                            "0" => Operation::Extend { path, len: offset + len },
+                            "FALLOC_FL_KEEP_SIZE|FALLOC_FL_PUNCH_HOLE" => {
+                                Operation::Punch { path, offset, len }
+                            }
+                            _ => panic!("{mode} is not followed"),
+                        });
+                    }
+                    "fsync" | "fdatasync" => self.operations.push(Operation::Sync(path)),
+                    "mmap" => {
+                        let shared = fields[3].contains("MAP_SHARED");
+                        assert!(!shared || !fields[2].contains("PROT_WRITE"), "a shared mapping");
+                    }
+                    _ => panic!("{name} of {} is not followed", path.display()),
+                }
+            }
+        }
+        assert_ne!(name, "io_uring_setup", "what a ring does is not seen");
+    }
+
+    fn opened(&mut self, fields: &[&str], descriptor: usize) {
+        let flags: Vec<_> = fields[2].split('|').collect();
+        let has = |flag| flags.contains(&flag);
+        let file = OpenFile {
+            position: 0,
+            append: has("O_APPEND"),
+            durable: has("O_DSYNC") || has("O_SYNC"),
+        };
+        self.open.insert(descriptor as u32, file);
+        let Some(path) = self.named_at(fields[0], fields[1]) else { return };
+        assert!(!has("O_TMPFILE"), "files without names are not followed");
+        if has("O_CREAT") && !self.existing.contains(&path) {
+            self.made(Some(path), Operation::Create);
+        } else if has("O_TRUNC") {
+            self.operations.push(Operation::SetLen { path, len: 0 });
+        }
+    }
+
+    fn wrote(&mut self, path: PathBuf, file: OpenFile, offset: usize, text: &str, len: usize) {
+        let mut data = bytes(text);
+        assert!(data.len() >= len, "all that was written is in the trace");
+        data.truncate(len);
+        self.operations.push(Operation::Write { path: path.clone(), offset, data: data.into() });
+        if file.durable {
+            self.operations.push(Operation::SyncWrite(path));
+        }
+    }
+
+    fn made(&mut self, path: Option<PathBuf>, operation: impl FnOnce(PathBuf) -> Operation) {
+        let Some(path) = path else { return };
+        self.existing.insert(path.clone());
+        self.operations.push(operation(path));
+    }
+
+    fn renamed(&mut self, from: Option<PathBuf>, to: Option<PathBuf>) {
+        match (from, to) {
+            (Some(from), Some(to)) => {
+                self.existing.remove(&from);
+                self.existing.insert(to.clone());
+                self.operations.push(Operation::Rename { from, to });
+            }
+            (None, None) => {}
+            _ => panic!("a rename into or out of the directory is not followed"),
+        }
+    }
+
+    fn removed(&mut self, path: Option<PathBuf>) {
+        let Some(path) = path else { return };
+        self.existing.remove(&path);
+        self.operations.push(Operation::Remove(path));
+    }
+
+    fn descriptor(&mut self, field: &str) -> &mut OpenFile {
+        let number = field.split('<').next().and_then(|number| number.parse().ok());
+        self.open.entry(number.expect("a descriptor")).or_default()
+    }
+
+    /// The file of a descriptor, if it is below the root and has a name.
+    fn file(&self, field: &str) -> Option<PathBuf> {
+        if field.ends_with("(deleted)") {
+            return None;
+        }
+        self.below(path_of(field))
+    }
+
+    fn named(&self, field: &str) -> Option<PathBuf> {
+        self.below(strings(field).pop()?)
+    }
+
+    fn named_at(&self, directory: &str, field: &str) -> Option<PathBuf> {
+        self.below(path_of(directory).join(strings(field).pop()?))
+    }
+
+    /// A path below the root, if the file is one of those that are meant to last.
+    fn below(&self, path: PathBuf) -> Option<PathBuf> {
+        let path = path.strip_prefix(&self.root).ok()?;
+        (!path.to_string_lossy().ends_with("-shm")).then(|| path.to_owned())
+    }
+}
+
+/// What a descriptor is open on.
+fn path_of(field: &str) -> PathBuf {
+    let path = field.split_once('<').and_then(|(_, rest)| rest.split_once('>'));
+    path.map(|(path, _)| PathBuf::from(OsString::from_vec(unescape(path)))).unwrap_or_default()
+}
+
+/// The strings in the text, as paths.
+fn strings(text: &str) -> Vec<PathBuf> {
+    let strings = text.split('"').skip(1).step_by(2);
+    strings.map(|string| PathBuf::from(OsString::from_vec(unescape(string)))).collect()
+}
+
+/// The strings in the text, as one.
+fn bytes(text: &str) -> Vec<u8> {
+    text.split('"').skip(1).step_by(2).flat_map(unescape).collect()
+}
+
+/// From `\x41\x42`.
+fn unescape(text: &str) -> Vec<u8> {
+    let digit = |byte: u8| (byte as char).to_digit(16).expect("a hexadecimal digit") as u8;
+    let escaped = text.as_bytes().chunks(4);
+    escaped.map(|escape| digit(escape[2]) << 4 | digit(escape[3])).collect()
+}
