@@ -108,13 +108,20 @@ bench: packages ## Measure Cairn beside other programs, in about 20 minutes
 	$(call say,measuring; the machine should have nothing else to do)
 	@$(CARGO) run --locked --release -p cairn-bench -- all
 
-fuzz: ## Feed the descriptor parser with anything for half an hour (needs a nightly toolchain)
+# Every file there is a target. They share FUZZ_SECONDS equally.
+FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
+
+fuzz: ## Feed all that is read back with anything for half an hour (needs a nightly toolchain)
 	@command -v cargo-fuzz >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-fuzz >/dev/null || \
 	  { echo "==> installing cargo-fuzz"; \
 	    $(CARGO) install --quiet cargo-fuzz --locked --root $(CACHE)/tools; }
-	$(call say,fuzzing the descriptor parser)
-	@PATH="$(CACHE)/tools/bin:$$PATH" $(CARGO) +nightly fuzz run request -- \
-	  -max_total_time=$(or $(FUZZ_SECONDS),1800) -max_len=4096
+	@count=$(words $(FUZZ_TARGETS)); \
+	seconds=$$(( ($(or $(FUZZ_SECONDS),1800) + count - 1) / count )); \
+	for target in $(FUZZ_TARGETS); do \
+	  echo "==> fuzzing $$target for $$seconds seconds"; \
+	  PATH="$(CACHE)/tools/bin:$$PATH" $(CARGO) +nightly fuzz run $$target -- \
+	    -max_total_time=$$seconds -max_len=4096 || exit 1; \
+	done
 
 deny: ## Check licences, advisories and sources of all dependencies
 	@command -v cargo-deny >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-deny >/dev/null || \

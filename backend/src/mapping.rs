@@ -35,7 +35,7 @@ pub(crate) struct Words {
 
 impl Words {
     /// `len` words of this process's own, all zero.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn zeroed(len: usize) -> io::Result<Words> {
         let file = crate::sys::shared_memory(Words::bytes(len) as u64)?;
         Words::shared(&file, 0, len)

@@ -101,14 +101,16 @@ impl Connection {
     fn line(&mut self, deadline: Option<Deadline>) -> Result<Vec<u8>, Error> {
         let mut searched = 0;
         loop {
-            if let Some(at) = self.pending[searched..].iter().position(|&b| b == b'\n') {
-                let rest = self.pending.split_off(searched + at + 1);
+            let newline = self.pending[searched..].iter().position(|&b| b == b'\n');
+            let end = newline.map(|at| searched + at + 1);
+            if end.unwrap_or(self.pending.len()) > MAX_LINE {
+                return Err(self.protocol(format!("a line of more than {MAX_LINE} bytes")));
+            }
+            if let Some(end) = end {
+                let rest = self.pending.split_off(end);
                 return Ok(std::mem::replace(&mut self.pending, rest));
             }
             searched = self.pending.len();
-            if searched > MAX_LINE {
-                return Err(self.protocol(format!("a line of more than {MAX_LINE} bytes")));
-            }
             self.fill(deadline)?;
         }
     }

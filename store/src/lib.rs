@@ -23,6 +23,8 @@ mod blobs;
 mod catalog;
 mod database;
 mod error;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod geometry;
 mod id;
 mod layout;

@@ -4,7 +4,7 @@
 //! the one that this process serves, so a guest cannot name another's. Every connection is bounded
 //! in time, in line length and in number, and none can hold up the others or the disk.
 
-mod session;
+pub(crate) mod session;
 
 use std::os::unix::net::UnixListener as StdListener;
 use std::sync::Arc;

@@ -10,7 +10,7 @@ use cairn_agent::{
     RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
 use cairn_store::SnapshotState;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
@@ -20,6 +20,9 @@ use crate::device::Device;
 
 /// How long a line may take, once begun, in either direction.
 const LINE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Characters of the reason why a line is no request.
+const MAX_REASON: usize = 200;
 
 /// How long a connection may be silent.
 const IDLE_LIMIT: Duration = Duration::from_secs(600);
@@ -33,19 +36,9 @@ pub(super) async fn serve(
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
     loop {
-        if timeout(IDLE_LIMIT, reader.fill_buf()).await??.is_empty() {
-            return Ok(());
-        }
-        let mut line = Vec::new();
-        let mut limited = (&mut reader).take(MAX_LINE as u64 + 1);
-        timeout(LINE_LIMIT, limited.read_until(b'\n', &mut line)).await??;
+        let Some(line) = next_line(&mut reader).await? else { return Ok(()) };
         let asked = Instant::now();
-        let request = if line.len() > MAX_LINE {
-            Err(format!("a line is at most {MAX_LINE} bytes"))
-        } else {
-            serde_json::from_slice::<Request>(&line).map_err(|error| error.to_string())
-        };
-        let request = match request {
+        let request = match parse(&line) {
             Ok(request) => request,
             Err(message) => {
                 // Where the next line starts is anybody's guess.
@@ -66,6 +59,29 @@ pub(super) async fn serve(
             Request::Stats => send(&mut writer, &Event::Stats(device.stats.read())).await?,
         }
     }
+}
+
+/// The next line, or as much of it as shows that it is too long. Nothing if there are no more.
+pub(crate) async fn next_line(
+    reader: &mut (impl AsyncBufRead + Unpin),
+) -> io::Result<Option<Vec<u8>>> {
+    if timeout(IDLE_LIMIT, reader.fill_buf()).await??.is_empty() {
+        return Ok(None);
+    }
+    let mut line = Vec::new();
+    let mut limited = reader.take(MAX_LINE as u64 + 1);
+    timeout(LINE_LIMIT, limited.read_until(b'\n', &mut line)).await??;
+    Ok(Some(line))
+}
+
+/// The request of a line, or why it is none.
+pub(crate) fn parse(line: &[u8]) -> Result<Request, String> {
+    if line.len() > MAX_LINE {
+        return Err(format!("a line is at most {MAX_LINE} bytes"));
+    }
+    // The reason may quote what was said, and has to fit into a line itself.
+    serde_json::from_slice(line)
+        .map_err(|error| error.to_string().chars().take(MAX_REASON).collect())
 }
 
 fn refusal(kind: RefusalKind, message: String) -> Event {
@@ -208,4 +224,37 @@ async fn list(device: &Arc<Device>) -> Event {
     }));
     let omitted = lines.len().saturating_sub(MAX_LISTED);
     Event::Snapshots(Snapshots { snapshots: lines.split_off(omitted), omitted: omitted as u64 })
+}
+
+#[cfg(test)]
+mod tests {
+    use cairn_agent::{MAX_LINE, RefusalKind, Request};
+
+    use super::{next_line, parse, refusal};
+
+    #[test]
+    fn the_refusal_of_a_long_request_fits_into_a_line() {
+        let unknown = format!(r#"{{"op":"{}"}}"#, "x".repeat(MAX_LINE - 20));
+        // Each of these becomes six characters in the reason.
+        let odd = format!(r#""{}""#, "\u{80}".repeat(MAX_LINE / 2 - 10));
+        for line in [unknown, odd] {
+            assert!(line.len() <= MAX_LINE);
+            let why = parse(line.as_bytes()).unwrap_err();
+            let answer = serde_json::to_vec(&refusal(RefusalKind::Invalid, why)).unwrap();
+            assert!(answer.len() < MAX_LINE, "{}", answer.len());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_line_is_read_up_to_its_end_or_until_it_is_too_long() {
+        let mut status = br#"{"op":"status"}"#.to_vec();
+        status.resize(MAX_LINE - 1, b' ');
+        for (blanks, fits) in [(0, true), (1, false)] {
+            let said = [&vec![b' '; blanks], &status[..], b"\n{}"].concat();
+            let mut rest = &said[..];
+            let line = next_line(&mut rest).await.unwrap().unwrap();
+            assert_eq!(parse(&line).ok(), fits.then_some(Request::Status));
+            assert_eq!(rest, b"{}");
+        }
+    }
 }

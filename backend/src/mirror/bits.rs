@@ -15,7 +15,7 @@ pub(crate) struct Bits {
 
 impl Bits {
     /// Bits of this process's own, all zero.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn zeroed(len: u64) -> io::Result<Bits> {
         Ok(Bits { words: Words::zeroed(len.div_ceil(64) as usize)? })
     }
@@ -84,8 +84,13 @@ impl DirtySet {
         DirtySet { chunks, summary, count: AtomicU64::new(0) }
     }
 
-    /// Takes over bits that another process has set, perhaps without their summary.
-    pub(crate) fn recount(&self) {
+    /// Takes over bits that another process has set for so many chunks. Their summary is made again: the
+    /// process may have ended before it was complete. What is set for no chunk means nothing.
+    pub(crate) fn recount(&self, chunks: u64) {
+        if let Some(last) = self.chunks.words().last().filter(|_| !chunks.is_multiple_of(64)) {
+            last.fetch_and((1 << (chunks % 64)) - 1, Ordering::AcqRel);
+        }
+        self.summary.words().iter().for_each(|word| word.store(0, Ordering::Relaxed));
         let mut count = 0;
         for (index, word) in self.chunks.words().iter().enumerate() {
             let word = word.load(Ordering::Acquire);
@@ -133,6 +138,19 @@ mod tests {
     use proptest::{prop_assert_eq, proptest};
 
     use super::{Bits, DirtySet, masks};
+
+    #[test]
+    fn what_is_set_for_no_chunk_means_nothing() {
+        let bits = |len| Bits::zeroed(len).unwrap();
+        let set = DirtySet::new(bits(100), bits(2));
+        for chunk in [5, 99, 100, 127] {
+            set.chunks.set(chunk);
+        }
+        set.summary.set(63);
+        set.recount(100);
+        assert_eq!(set.iter().collect::<Vec<_>>(), [5, 99]);
+        assert_eq!(set.len(), 2);
+    }
 
     proptest! {
         #[test]

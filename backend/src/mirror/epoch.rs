@@ -82,7 +82,7 @@ fn parts(chunks: u64) -> Parts {
 
 impl EpochState {
     /// In this process's own memory.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn private(chunks: u64) -> io::Result<EpochState> {
         let dirty = DirtySet::new(Bits::zeroed(chunks)?, Bits::zeroed(chunks.div_ceil(64))?);
         let state = EpochState {
@@ -124,7 +124,7 @@ impl EpochState {
     }
 
     /// Takes up what a process left. `None` if it is not the state of an epoch that has begun.
-    fn open(path: &Path, chunks: u64) -> io::Result<Option<EpochState>> {
+    pub(crate) fn open(path: &Path, chunks: u64) -> io::Result<Option<EpochState>> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         if file.metadata()?.len() != parts(chunks).len {
             return Ok(None);
@@ -135,7 +135,7 @@ impl EpochState {
             && is(word::VERSION, VERSION)
             && is(word::CHUNKS, chunks)
             && !is(word::EPOCH, 0);
-        state.dirty.recount();
+        state.dirty.recount(chunks);
         Ok(known.then_some(state))
     }
 

@@ -56,7 +56,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    fn encode(&self) -> [u8; RECORD] {
+    pub(crate) fn encode(&self) -> [u8; RECORD] {
         let none = Blocks { first: 0, count: 0 };
         let (kind, run, offset, id) = match self.what {
             What::Copied(run, Where::Memory(offset)) => (IN_MEMORY, run, offset, None),

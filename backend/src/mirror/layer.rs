@@ -36,7 +36,7 @@ use super::blockset::BlockSet;
 use super::copies::{Aside, Old, Piece, Places, Shelf};
 use super::epoch::EpochState;
 use super::journal::{Journal, Record, What, Where};
-use super::layout::{Blocks, Layout};
+use super::layout::{BLOCK, Blocks, Layout};
 
 /// Locks over which the chunks are spread.
 const SHARDS: usize = 32;
@@ -124,7 +124,10 @@ impl Layer {
         (shelf, spill): (&Shelf, &Arc<Places>),
     ) -> Option<()> {
         let own = || records.iter().filter(|record| record.epoch == self.epoch);
-        if own().any(|record| record.chunk.0 >= layout.chunk_count()) {
+        // Nothing happens to a chunk that the epoch did not change.
+        let is_changed =
+            |chunk: ChunkIndex| chunk.0 < layout.chunk_count() && self.dirty().contains(chunk.0);
+        if !own().all(|record| is_changed(record.chunk)) {
             return None;
         }
         for Record { chunk, what, .. } in own() {
@@ -145,6 +148,8 @@ impl Layer {
             let len = run.span().len;
             let old = match what {
                 What::Copied(_, Where::Memory(at)) => Some(Old::Memory(shelf.take_at(*at, len)?)),
+                // Direct I/O needs whole blocks, and so do the places between those that are taken.
+                What::Copied(_, Where::File(at)) if !at.is_multiple_of(BLOCK) => return None,
                 What::Copied(_, Where::File(at)) => Some(Old::File(spill.take_at(*at, len)?)),
                 _ => None,
             };
@@ -381,7 +386,7 @@ mod tests {
     use super::{BlockSet, Blocks, Epoch, Layer, Owed};
     use crate::mirror::copies::{Old, Piece, Places, Shelf};
     use crate::mirror::epoch::Epochs;
-    use crate::mirror::journal::Journal;
+    use crate::mirror::journal::{Journal, Record, What, Where};
     use crate::mirror::layout::Layout;
 
     const CHUNK: ChunkIndex = ChunkIndex(3);
@@ -423,7 +428,7 @@ mod tests {
             let (_, mut found) = Epochs::open(self.dir.path(), 10).unwrap();
             let records = self.journal.read().unwrap().unwrap();
             let layout = Layout::new(Geometry::new(10 * 256 * 1024, 256 * 1024).unwrap());
-            let places = (&self.shelf, &Places::new(0));
+            let places = (&self.shelf, &Places::new(1 << 20));
             Layer::recover(found.pop().unwrap(), &self.journal, Some(&records), &layout, places)
         }
     }
@@ -534,5 +539,24 @@ mod tests {
         bench.owed(run(1, 1), all());
         bench.copy(run(1, 1), 0x11);
         assert!(bench.recover().failure().is_some(), "two copies at one place");
+
+        let copied = |at| What::Copied(run(1, 1), Where::File(at));
+        for (chunk, what) in [
+            (ChunkIndex(4), What::Stored(None)),
+            (ChunkIndex(4), What::Absent(run(1, 1))),
+            (ChunkIndex(10), What::Stored(None)),
+            (CHUNK, copied(512)),
+            (CHUNK, copied(1 << 20)),
+            (CHUNK, What::Absent(run(60, 5))),
+        ] {
+            let bench = Bench::new();
+            bench.journal.write([Record { epoch: Epoch(1), chunk, what }]).unwrap();
+            let again = bench.recover();
+            assert!(again.failure().is_some() && !again.guards(CHUNK), "{chunk:?} {what:?}");
+        }
+        let bench = Bench::new();
+        let what = copied(4096);
+        bench.journal.write([Record { epoch: Epoch(1), chunk: CHUNK, what }]).unwrap();
+        assert!(bench.recover().failure().is_none(), "a whole block inside of the spill file");
     }
 }

@@ -198,6 +198,9 @@ impl MapFile {
             checksum.update(&page);
             presence.load_page(index, &page);
         }
+        if presence.any_from(layout.block_count()) {
+            return Err(MapError::Damaged("a block beyond the disk's end is present"));
+        }
         if self.header.rest == Rest::Fresh {
             // Then the header that said otherwise is gone.
             let empty = presence.local_bytes() == 0;
@@ -206,9 +209,6 @@ impl MapFile {
         if self.header.rest == Rest::InUse {
             let intent = self.intent(layout)?;
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
-                if chunk >= layout.chunk_count() {
-                    return Err(MapError::Damaged("a block beyond the disk's end is present"));
-                }
                 if intent.covers_any(layout.span_of(ChunkIndex(chunk))) {
                     dirty.insert(chunk);
                 }
@@ -223,7 +223,11 @@ impl MapFile {
         }
         for (at, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
             for bit in (0..8).filter(|bit| byte & (1 << bit) != 0) {
-                dirty.insert(at as u64 * 8 + bit);
+                let chunk = at as u64 * 8 + bit;
+                if chunk >= layout.chunk_count() {
+                    return Err(MapError::Damaged("a chunk beyond the disk's end has changed"));
+                }
+                dirty.insert(chunk);
             }
         }
         Ok(())
@@ -379,9 +383,14 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
         3 => Rest::Strange,
         _ => return Err(MapError::Damaged("an unknown state")),
     };
+    let sequence = u64_at(16);
+    // Those of a use of the mirror have to come behind it.
+    if sequence > u64::MAX / 2 {
+        return Err(MapError::Damaged("an impossible sequence number"));
+    }
     let bitmaps = bytes[BITMAPS].try_into().expect("32 bytes");
     let use_id = bytes[USE].try_into().expect("16 bytes");
-    Ok((identity, Header { sequence: u64_at(16), rest, use_id, bitmaps }))
+    Ok((identity, Header { sequence, rest, use_id, bitmaps }))
 }
 
 #[cfg(test)]
@@ -395,7 +404,7 @@ mod tests {
     use cairn_store::{Geometry, MirrorId};
     use tempfile::TempDir;
 
-    use super::{Identity, MapError, MapFile, PRESENCE, SLOT};
+    use super::{Header, Identity, MapError, MapFile, PRESENCE, Rest, SLOT, decode, encode};
     use crate::mirror::epoch::EpochState;
     use crate::mirror::layout::{Blocks, Layout, Span};
     use crate::mirror::presence::Presence;
@@ -485,6 +494,35 @@ mod tests {
         assert!(matches!(load(&MapFile::open(&path).unwrap(), &layout), Err(MapError::Damaged(_))));
         map.file.set_len(PRESENCE + 4096).unwrap();
         assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+    }
+
+    #[test]
+    fn what_is_beyond_the_disks_end_is_refused_whatever_the_checksum_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        let geometry = Geometry::new((1 << 30) - 256 * 1024, 256 * 1024).unwrap();
+        let smaller = Layout::new(geometry);
+        let end = |presence: Option<u64>, dirty: Option<u64>| {
+            let mut map = MapFile::create(&path, Identity { geometry, ..identity() }).unwrap();
+            let (written, _) = load(&map, &smaller).unwrap();
+            presence.iter().for_each(|first| written.set(Blocks { first: *first, count: 1 }));
+            map.write_pages(&written.take_changed()).unwrap();
+            map.end(&written, &smaller, dirty.into_iter(), true).unwrap();
+            load(&MapFile::open(&path).unwrap(), &smaller).map(|_| ())
+        };
+        let (blocks, chunks) = (smaller.block_count(), smaller.chunk_count());
+        assert!(end(Some(blocks - 1), Some(chunks - 1)).is_ok());
+        assert!(matches!(end(Some(blocks), None), Err(MapError::Damaged(_))));
+        assert!(matches!(end(None, Some(chunks)), Err(MapError::Damaged(_))));
+    }
+
+    #[test]
+    fn a_sequence_number_that_has_none_behind_it_is_refused() {
+        let header =
+            |sequence| Header { sequence, rest: Rest::InUse, use_id: [0; 16], bitmaps: [0; 32] };
+        assert!(decode(&encode(&identity(), header(u64::MAX / 2))).is_ok());
+        let last = decode(&encode(&identity(), header(u64::MAX)));
+        assert!(matches!(last, Err(MapError::Damaged(_))));
     }
 
     #[test]

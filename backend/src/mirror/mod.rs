@@ -16,7 +16,7 @@
 //!
 //! A request that does not go on holds nothing: no ticket, no claim.
 
-mod bits;
+pub(crate) mod bits;
 mod blockset;
 mod claims;
 pub(crate) mod copies;

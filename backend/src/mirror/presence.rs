@@ -51,7 +51,7 @@ struct PageFlags(Bits);
 
 impl Presence {
     /// Nothing is present, in this process's own memory.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn absent(blocks: u64) -> io::Result<Presence> {
         let [bits, changed, writing] = Presence::parts(blocks).map(|(_, len)| Bits::zeroed(len));
         Ok(Presence::over([bits?, changed?, writing?]))
@@ -130,6 +130,12 @@ impl Presence {
 
     pub(crate) fn get(&self, block: u64) -> bool {
         self.bits.get(block)
+    }
+
+    /// Whether `block` or one behind it is present.
+    pub(crate) fn any_from(&self, block: u64) -> bool {
+        masks(block, self.bytes() * 8 - block)
+            .any(|(word, mask)| self.bits.words()[word].load(Ordering::Acquire) & mask != 0)
     }
 
     /// Marks blocks whose data is in the mirror file.

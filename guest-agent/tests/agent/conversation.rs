@@ -120,10 +120,16 @@ fn a_host_that_never_answers_is_given_up_at_the_time_limit() {
 fn a_host_that_talks_nonsense_or_without_end_is_not_believed() {
     let nonsense = Host::answering(|_, stream| drop(writeln!(stream, "HTTP/1.1 400")));
     let endless = Host::answering(|_, stream| drop(stream.write_all(&vec![b'x'; MAX_LINE + 8192])));
+    let long = Host::answering(|_, stream| {
+        // Blanks in front of what would be an answer: just one byte more than a line may have.
+        let answer = serde_json::to_vec(&accepted("vm1")).unwrap();
+        let blanks = vec![b' '; MAX_LINE - answer.len()];
+        drop(stream.write_all(&[&blanks[..], &answer, b"\n"].concat()));
+    });
     let wrong = Host::answering(|_, stream| {
         say(stream, &Event::Snapshots(Snapshots { snapshots: Vec::new(), omitted: 0 }));
     });
-    for host in [nonsense, endless, wrong] {
+    for host in [nonsense, endless, long, wrong] {
         let output = agent("checkpoint --timeout 5", &[&host.socket()]);
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         assert!(text(&output.stderr).contains("does not speak this protocol"), "{output:?}");

@@ -1,5 +1,7 @@
 //! Where immutable bytes are kept under the name of their content.
 
+#[cfg(fuzzing)]
+pub(crate) mod fuzzing;
 mod group;
 mod index;
 mod local;

@@ -193,10 +193,19 @@ pub(super) fn scan(
     tell: &mut dyn FnMut(Found) -> Result<()>,
 ) -> Result<()> {
     let path = path_of(directory, number);
-    let failed = |error| Error::io("reading", &path, error);
-    let file = File::open(&path).map_err(failed)?;
+    let file = File::open(&path).map_err(|error| Error::io("reading", &path, error))?;
     file.sync_all().map_err(|error| Error::io("syncing", &path, error))?;
-    let len = file.metadata().map_err(failed)?.len();
+    scan_file(&file, &path, number, tell)
+}
+
+/// As [`scan`], for the file alone.
+pub(super) fn scan_file(
+    file: &File,
+    path: &Path,
+    number: u64,
+    tell: &mut dyn FnMut(Found) -> Result<()>,
+) -> Result<()> {
+    let len = file.metadata().map_err(|error| Error::io("reading", path, error))?.len();
     // What the lost index said about the end is not known; this is behind all of it.
     tell(Found::Segment { number, end: len.next_multiple_of(ALIGNMENT as u64) })?;
     let mut record = vec![0; MAX_RECORD];
@@ -205,7 +214,7 @@ pub(super) fn scan(
     while at < len {
         let start = at;
         at += ALIGNMENT as u64;
-        let filled = match fill(&file, &mut record, start) {
+        let filled = match fill(file, &mut record, start) {
             Ok(filled) => filled,
             Err(error) => {
                 tracing::warn!(path = %path.display(), offset = start, %error, "a block is lost");

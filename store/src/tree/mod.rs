@@ -14,7 +14,7 @@
 //! ```
 
 mod cache;
-mod node;
+pub(crate) mod node;
 #[cfg(test)]
 mod tests;
 mod walk;

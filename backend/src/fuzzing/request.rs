@@ -1,4 +1,4 @@
-//! Entrances for the fuzzer.
+//! Chains of descriptors, as a guest makes them.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 

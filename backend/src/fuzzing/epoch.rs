@@ -1,0 +1,73 @@
+//! The state of an epoch, as a process that is gone left it.
+
+use cairn_store::{Consistency, NewSnapshot};
+
+use super::{file_of, flip, path_of, take};
+use crate::mapping::PAGE;
+use crate::mirror::epoch::EpochState;
+
+/// Bytes of the header that mean something.
+const HEADER: usize = 97 * 8;
+
+/// Flips bits in the state of an epoch that has begun. The first byte chooses the size of the disk.
+pub fn epoch(mut data: &[u8]) {
+    let [size] = take(&mut data);
+    let chunks = [1, 64, 100, 5000][usize::from(size % 4)];
+    let mut bytes = [*b"CRNEPOCH", word(1), word(chunks), word(1)].concat();
+    // The words of the bitmaps, and one more: those behind the last one mean nothing.
+    let words = chunks.div_ceil(64) as usize;
+    let (bitmap, summary) = ((words + 1) * 8, (words.div_ceil(64) + 1) * 8);
+    bytes.resize(HEADER + 2 * bitmap + summary, 0);
+    flip(&mut bytes, data);
+    let (header, rest) = bytes.split_at(HEADER);
+    let (dirty, rest) = rest.split_at(bitmap);
+    let (summary, idle) = rest.split_at(summary);
+    let page = PAGE as u64;
+    // All these disks have bitmaps of one page.
+    let pieces = [(0, header), (page, dirty), (2 * page, summary), (3 * page, idle)];
+    let file = file_of(4 * page, &pieces);
+    let open = || EpochState::open(&path_of(&file), chunks).expect("memory");
+    let Some(state) = open() else {
+        assert!(!data.is_empty(), "a whole state is refused");
+        return;
+    };
+    check(&state, chunks);
+    let again = open().expect("it is as good as before");
+    assert_eq!(again.epoch(), state.epoch());
+    assert!(again.dirty.iter().eq(state.dirty.iter()));
+    assert_eq!(again.accepted(), state.accepted());
+    assert_eq!(again.failure(), state.failure());
+}
+
+fn check(state: &EpochState, chunks: u64) {
+    assert_ne!(state.epoch().0, 0, "it has begun");
+    let dirty: Vec<u64> = state.dirty.iter().collect();
+    assert!(dirty.is_sorted_by(|a, b| a < b) && dirty.iter().all(|chunk| *chunk < chunks));
+    assert_eq!(state.dirty.len(), dirty.len() as u64);
+    let contained = (0..chunks).filter(|chunk| state.dirty.contains(*chunk));
+    assert!(contained.eq(dirty.iter().copied()), "the summary tells all of it");
+    // What is no text may have become longer by that.
+    let label = state.accepted().and_then(|new| new.label);
+    assert!(label.is_none_or(|label| label.chars().count() <= 64));
+    assert!(state.failure().is_none_or(|reason| reason.chars().count() <= 512));
+    // What is recorded is found again, however long the words in its place are.
+    let number = state.accepted().map_or(7, |new| new.number);
+    let label = state.failure().filter(|text| !text.is_empty() && text.len() <= 64);
+    let new = NewSnapshot {
+        number,
+        label,
+        consistency: state.accepted().map_or(Consistency::Crash, |new| new.consistency),
+        time: number.rotate_left(8),
+        dirty_bytes: number.rotate_left(16),
+        pause_us: number.rotate_left(24),
+    };
+    state.accept(&new);
+    assert_eq!(state.accepted(), Some(new));
+    let failure = state.failure();
+    state.fail("no room");
+    assert_eq!(state.failure(), failure.or(Some("no room".into())), "the first reason stays");
+}
+
+fn word(value: u64) -> [u8; 8] {
+    value.to_le_bytes()
+}

@@ -1,0 +1,56 @@
+//! Entrances for the fuzzer: one for each thing that this process reads and has not just written itself.
+//!
+//! Each takes arbitrary bytes and asserts what must hold whatever they are. Where a format has checksums or
+//! fields that random bytes never hit, the bytes are flips in a whole example: no bytes at all leave it whole.
+
+mod epoch;
+mod journal;
+mod ledger;
+mod map;
+mod messages;
+mod request;
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use crate::sys;
+
+pub use epoch::epoch;
+pub use journal::journal;
+pub use ledger::ledger;
+pub use map::map;
+pub use messages::messages;
+pub use request::request;
+
+/// Flips bits: of three bytes each, two say where and one says which.
+fn flip(bytes: &mut [u8], flips: &[u8]) {
+    for [low, high, mask] in flips.as_chunks().0 {
+        let at = usize::from(u16::from_le_bytes([*low, *high])) % bytes.len();
+        bytes[at] ^= mask;
+    }
+}
+
+/// A file of `len` bytes in memory, with these pieces at their offsets.
+fn file_of(len: u64, pieces: &[(u64, &[u8])]) -> File {
+    let file = sys::shared_memory(len).expect("memory");
+    for (offset, bytes) in pieces {
+        file.write_all_at(bytes, *offset).expect("memory");
+    }
+    file
+}
+
+/// A name under which the file can be opened.
+fn path_of(file: &File) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// The next bytes of the input as a number; zero behind its end.
+fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
+    let mut bytes = [0; N];
+    let (head, rest) = data.split_at(N.min(data.len()));
+    bytes[..head.len()].copy_from_slice(head);
+    *data = rest;
+    bytes
+}

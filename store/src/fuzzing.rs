@@ -1,0 +1,36 @@
+//! Entrances for the fuzzer: what is read back from a repository.
+//!
+//! Each takes arbitrary bytes and asserts what must hold whatever they are.
+
+use std::fs::File;
+
+use crate::blobs;
+use crate::tree::node::Node;
+
+/// Takes `data` for a tree node.
+pub fn node(data: &[u8]) {
+    let Ok(node) = Node::decode(data) else { return };
+    assert_eq!(node.encode(), data, "a node has one encoding");
+    assert!(!node.is_empty());
+    let present: Vec<u8> = (0..=255).filter(|slot| node.get(*slot).is_some()).collect();
+    let mut again = Node::new(data[5]);
+    let mut next = node.next_present(0);
+    for slot in &present {
+        assert_eq!(next, Some(*slot), "the walk tells what is there");
+        next = slot.checked_add(1).and_then(|from| node.next_present(from));
+        again.set(*slot, node.get(*slot).copied());
+    }
+    assert_eq!(next, None);
+    assert_eq!(again, node);
+    for slots in 0..=256 {
+        let inside = present.iter().all(|slot| u64::from(*slot) < slots);
+        assert_eq!(node.check_place(data[5], slots).is_ok(), inside);
+    }
+    present.iter().for_each(|slot| again.set(*slot, None));
+    assert!(again.is_empty());
+}
+
+/// Takes `data` for groups of blobs and flips in them, and scans them in `file`, which is an empty one.
+pub fn segment(data: &[u8], file: &File) {
+    blobs::fuzzing::segment(data, file);
+}
