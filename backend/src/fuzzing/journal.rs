@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cairn_store::{ChunkIndex, Geometry};
 
-use super::{file_of, take};
+use super::{file_of, path_of, take};
 use crate::mirror::copies::{Places, Shelf};
 use crate::mirror::epoch::EpochState;
 use crate::mirror::journal::{Journal, Record, Where, parse};
@@ -32,7 +32,8 @@ pub fn journal(mut data: &[u8]) {
     if let Some(records) = &records {
         check_encoding(records);
     }
-    let journal = Arc::new(Journal::new(file_of(0, &[])).expect("memory"));
+    let file = file_of(0, &[]);
+    let journal = Arc::new(Journal::open(&path_of(&file)).expect("memory"));
     let shelf = Shelf::new(file_of(ROOM / 2 * BLOCK, &[]), ROOM * BLOCK).expect("memory");
     let spill = Places::new(ROOM * BLOCK);
     let layout = Layout::new(Geometry::new(CHUNKS * u64::from(CHUNK), CHUNK).expect("a disk"));

@@ -253,11 +253,14 @@ impl Cut {
         for layer in done {
             layer.close();
         }
-        // Nobody writes a record that is still needed: that takes a layer.
-        if layers.is_empty()
-            && let Err(error) = self.journal.clear()
-        {
-            tracing::error!(%error, "the journal of the mirror cannot be emptied");
+        // Nobody writes a record for an epoch without a layer that would still be needed.
+        let is_needed = |epoch| layers.iter().any(|layer| layer.epoch == epoch);
+        let shortened = match layers.is_empty() {
+            true => self.journal.clear(),
+            false => self.journal.tidy(is_needed),
+        };
+        if let Err(error) = shortened {
+            tracing::error!(%error, "the journal of the mirror cannot be shortened");
         }
         let state = current.state.clone();
         self.replace(current, View { generation: 0, epoch: current.epoch, state, layers });
@@ -282,7 +285,8 @@ mod tests {
         let epochs = Epochs::private(100);
         let state = epochs.take().unwrap();
         state.begin(Epoch(1));
-        let journal = Journal::new(tempfile::tempfile().unwrap()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(&dir.path().join("journal")).unwrap();
         Cut::new(epochs, journal.into(), 2, state, Vec::new())
     }
 

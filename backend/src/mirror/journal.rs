@@ -4,12 +4,13 @@
 //! It is a file of records of 64 bytes next to the mirror, written by the system call alone: it has to
 //! outlive the process, not the host. A record is there before the guest's write that it allows is
 //! submitted. Records of epochs that have ended, and of chunks that are idle, mean nothing any more.
-//! When no epoch is left the journal is emptied.
+//! When no epoch is left the journal is emptied. Where there is always one, as with checkpoints that overlap, it
+//! is written anew from time to time.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
 use cairn_store::{ChunkId, ChunkIndex};
@@ -107,53 +108,90 @@ pub(crate) fn parse(bytes: &[u8]) -> Option<Vec<Record>> {
 
 /// The open journal.
 pub(crate) struct Journal {
-    file: File,
-    len: Mutex<u64>,
+    path: PathBuf,
+    content: Mutex<Content>,
 }
+
+struct Content {
+    file: File,
+    len: u64,
+    /// The length from which on it is worth to write it anew.
+    limit: u64,
+}
+
+/// A journal that is shorter than this is left as it is.
+const SHORT: u64 = 4 << 20;
 
 impl Journal {
     /// Opens or creates the journal, with whatever it holds.
     pub(crate) fn open(path: &Path) -> io::Result<Journal> {
-        let mut options = OpenOptions::new();
-        let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        Journal::new(options.open(path)?)
+        let file = options().create(true).truncate(false).open(path)?;
+        let len = file.metadata()?.len() / RECORD as u64 * RECORD as u64;
+        let content = Mutex::new(Content { file, len, limit: SHORT });
+        Ok(Journal { path: path.into(), content })
     }
 
-    pub(crate) fn new(file: File) -> io::Result<Journal> {
-        let whole = file.metadata()?.len() / RECORD as u64 * RECORD as u64;
-        Ok(Journal { file, len: Mutex::new(whole) })
-    }
-
-    fn len(&self) -> MutexGuard<'_, u64> {
-        self.len.lock().expect("no code panics with the journal locked")
+    fn content(&self) -> MutexGuard<'_, Content> {
+        self.content.lock().expect("no code panics with the journal locked")
     }
 
     /// What is recorded; `None` if it cannot be understood.
     pub(crate) fn read(&self) -> io::Result<Option<Vec<Record>>> {
-        let mut bytes = vec![0; *self.len() as usize];
-        self.file.read_exact_at(&mut bytes, 0)?;
-        Ok(parse(&bytes))
+        Ok(parse(&self.content().read()?))
     }
 
     /// Adds records: when this returns, the next process finds them.
     pub(crate) fn write(&self, records: impl IntoIterator<Item = Record>) -> io::Result<()> {
         let bytes: Vec<u8> = records.into_iter().flat_map(|record| record.encode()).collect();
-        let mut len = self.len();
+        let mut content = self.content();
         // One that fails half way is written over by the next.
-        self.file.write_all_at(&bytes, *len)?;
-        *len += bytes.len() as u64;
+        content.file.write_all_at(&bytes, content.len)?;
+        content.len += bytes.len() as u64;
         Ok(())
     }
 
     /// Forgets everything.
     pub(crate) fn clear(&self) -> io::Result<()> {
-        let mut len = self.len();
-        if *len > 0 {
-            self.file.set_len(0)?;
-            *len = 0;
+        let mut content = self.content();
+        if content.len > 0 {
+            content.file.set_len(0)?;
+            (content.len, content.limit) = (0, SHORT);
         }
         Ok(())
     }
+
+    /// Forgets the records of epochs that are not needed, if that is worth it.
+    pub(crate) fn tidy(&self, is_needed: impl Fn(Epoch) -> bool) -> io::Result<()> {
+        let mut content = self.content();
+        if content.len < content.limit {
+            return Ok(());
+        }
+        let Some(records) = parse(&content.read()?) else { return Ok(()) };
+        let needed = records.iter().filter(|record| is_needed(record.epoch));
+        let bytes: Vec<u8> = needed.flat_map(|record| record.encode()).collect();
+        let fresh = self.path.with_extension("new");
+        let file = options().create(true).truncate(true).open(&fresh)?;
+        file.write_all_at(&bytes, 0)?;
+        // One or the other is there at any time, and both have all that is needed.
+        std::fs::rename(fresh, &self.path)?;
+        let len = bytes.len() as u64;
+        *content = Content { file, len, limit: SHORT.max(2 * len) };
+        Ok(())
+    }
+}
+
+impl Content {
+    fn read(&self) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; self.len as usize];
+        self.file.read_exact_at(&mut bytes, 0)?;
+        Ok(bytes)
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    options
 }
 
 #[cfg(test)]
@@ -162,7 +200,7 @@ mod tests {
 
     use cairn_store::{ChunkId, ChunkIndex};
 
-    use super::{Blocks, Epoch, Journal, Record, What, Where, parse};
+    use super::{Blocks, Epoch, Journal, Record, SHORT, What, Where, parse};
 
     fn records() -> Vec<Record> {
         let run = Blocks { first: 1000, count: 24 };
@@ -177,9 +215,15 @@ mod tests {
         whats.into_iter().map(record).collect()
     }
 
+    fn journal() -> (tempfile::TempDir, Journal) {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(&dir.path().join("journal")).unwrap();
+        (dir, journal)
+    }
+
     #[test]
     fn records_are_read_back_as_they_were_written() {
-        let journal = Journal::new(tempfile::tempfile().unwrap()).unwrap();
+        let (_dir, journal) = journal();
         journal.write(records()).unwrap();
         journal.write(records()).unwrap();
         assert_eq!(journal.read().unwrap(), Some([records(), records()].concat()));
@@ -190,11 +234,28 @@ mod tests {
 
     #[test]
     fn a_record_that_was_being_written_is_not_there() {
-        let journal = Journal::new(tempfile::tempfile().unwrap()).unwrap();
+        let (_dir, journal) = journal();
         journal.write(records()).unwrap();
-        journal.file.write_all_at(&[1; 63], 5 * 64).unwrap();
-        let again = Journal::new(journal.file).unwrap();
+        journal.content().file.write_all_at(&[1; 63], 5 * 64).unwrap();
+        let again = Journal::open(&journal.path).unwrap();
         assert_eq!(again.read().unwrap(), Some(records()));
+    }
+
+    #[test]
+    fn a_long_journal_is_written_anew_with_what_is_needed() {
+        let (_dir, journal) = journal();
+        let of = |epoch| Record { epoch: Epoch(epoch), ..records()[0] };
+        journal.write((0..100).map(|_| of(1))).unwrap();
+        journal.tidy(|_| false).unwrap();
+        assert_eq!(journal.read().unwrap().unwrap().len(), 100, "it is short");
+        let many = SHORT / 64;
+        journal.write((0..many).map(|at| of(1 + u64::from(at % 1000 == 0)))).unwrap();
+        journal.tidy(|epoch| epoch == Epoch(2)).unwrap();
+        let left = many.div_ceil(1000) as usize;
+        assert_eq!(journal.read().unwrap(), Some(vec![of(2); left]));
+        journal.write([of(3)]).unwrap();
+        let again = Journal::open(&journal.path).unwrap();
+        assert_eq!(again.read().unwrap().unwrap().len(), left + 1);
     }
 
     #[test]

@@ -406,7 +406,7 @@ mod tests {
             let state = epochs.take().unwrap();
             state.begin(Epoch(1));
             state.dirty.insert(CHUNK.0);
-            let journal = Arc::new(Journal::new(tempfile::tempfile().unwrap()).unwrap());
+            let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
             let layer = Layer::new(Arc::new(state), journal.clone());
             layer.set_settled();
             let shelf = Shelf::new(tempfile::tempfile().unwrap(), 1 << 20).unwrap();

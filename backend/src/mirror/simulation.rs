@@ -160,7 +160,7 @@ fn open(
         passage: Arena::new((passage * BLOCK) as usize),
         spill: Places::new(200 * BLOCK),
     };
-    let journal = Arc::new(Journal::new(file("journal")).unwrap());
+    let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
     let Recovered { current, layers, resumed } =
         recover(found, &journal, &layout, &room, |number| states.get(&number).copied()).unwrap();
     let cut = Cut::new(epochs, journal, WORKERS, current, layers);
