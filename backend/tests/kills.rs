@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
+use support::device::{Io, Layout, Shape};
 use support::repository;
 use support::rng::{Repeat, Rng, number_from_env};
 use survivor::{BLOCK, Manner, Survivor, version};
@@ -193,4 +194,42 @@ fn the_live_state_is_found_whatever_the_next_process_is_told() {
     guest.check_all();
     backend.control().wait_until_quiet();
     check(&site, &taken);
+}
+
+/// The kernel goes on with the writes of a process that is dead. It keeps the lock on their file until
+/// the last one has landed, which is what the next process waits for.
+#[test]
+fn nothing_lands_in_the_mirror_once_its_lock_is_free() {
+    const LEN: usize = 1 << 20;
+    const DEPTH: usize = 64;
+    let mut held = Vec::new();
+    for round in 0..4 {
+        let site = Site::new();
+        repository::create(&site.store(), IMAGE, CHUNK, (DEPTH * LEN) as u64);
+        let options = Options::new(&site);
+        let backend = Backend::start(&options);
+        let mut device = backend.device(Shape { depth: DEPTH, ..Shape::default() });
+        let queue = &mut device.queues[0];
+        queue.write(0, &[1; 4096]).expect("write");
+        for at in 0..DEPTH {
+            let slot = queue.take_slot().expect("all are free");
+            queue.fill(slot, Layout::PLAIN, &[2; LEN]);
+            queue.submit(slot, Io::Write { offset: (at * LEN) as u64, len: LEN }, Layout::PLAIN);
+        }
+        queue.reap(usize::from(round % 2 == 1));
+        backend.kill();
+        let path = options.mirror.join("disk");
+        let disk = std::fs::File::open(&path).expect("the data file");
+        let start = Instant::now();
+        while disk.try_lock().is_err() {
+            assert!(start.elapsed() < HANG, "the lock is never free");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        held.push(start.elapsed());
+        let before = std::fs::read(&path).expect("read the data file");
+        std::thread::sleep(Duration::from_millis(200));
+        let after = std::fs::read(&path).expect("read the data file");
+        assert!(before == after, "a write landed after the lock was free");
+    }
+    println!("after the death of the process the lock was held for {held:?}");
 }
