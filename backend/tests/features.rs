@@ -97,6 +97,35 @@ fn a_write_is_durable_when_it_is_answered_in_write_through_mode_only() {
     }
 }
 
+/// Hypervisors do not say it again when they reconnect, and the guest does not know that they did.
+#[test]
+fn write_through_mode_outlives_the_backend() {
+    for killed in [true, false] {
+        let site = site();
+        let options = Options::new(&site);
+        let backend = Backend::start(&options);
+        let mut guest = Guest::connect(&options.socket);
+        assert!(set_config(&mut guest, WRITEBACK, &[0]));
+        write(&mut guest, 8, 7);
+        let backend = match killed {
+            true => {
+                backend.kill();
+                Backend::start(&options)
+            }
+            // The connection alone is new.
+            false => backend,
+        };
+        guest.connect_again(&options.socket).expect("connect again");
+        write(&mut guest, 16, 9);
+        drop(guest);
+        backend.kill_with_host();
+
+        let backend = Backend::start(&options);
+        let mut guest = Guest::connect(&backend.options.socket);
+        assert_eq!([read(&mut guest, 8), read(&mut guest, 16)], [7, 9]);
+    }
+}
+
 #[test]
 fn a_driver_that_cannot_flush_gets_write_through() {
     let site = site();

@@ -130,26 +130,21 @@ impl Guest {
         self.set_up_queue(self.setup).expect("start the queue again");
     }
 
+    /// Connects to the next backend, with memory and rings as they are.
+    pub(crate) fn connect_again(&mut self, socket: &Path) -> vhost::Result<()> {
+        let stream = UnixStream::connect(socket).expect("connect to the backend");
+        let kept = stream.try_clone().expect("duplicate a socket");
+        watched(&kept, || {
+            self.frontend = introduce(stream, &self.memory)?;
+            self.set_up_queue(Setup { base: self.used, ..self.setup })
+        })
+    }
+
     fn handshake(stream: UnixStream, setup: Setup) -> vhost::Result<Guest> {
         let file = sys::memfd(MEMORY);
         let range = (GuestAddress(BASE), MEMORY as usize, Some(FileOffset::new(file, 0)));
         let memory = GuestMemoryMmap::from_ranges_with_files([range]).expect("map the memory");
-        let mut frontend = Frontend::from_stream(stream, 16);
-        frontend.set_owner()?;
-        let features = frontend.get_features()?;
-        // Without EVENT_IDX, so that every kick counts.
-        frontend.set_features(features & !(1 << 29))?;
-        let wanted = VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::REPLY_ACK;
-        let offered = frontend.get_protocol_features()?;
-        frontend.set_protocol_features(offered & wanted)?;
-        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-        let regions: Vec<_> = memory
-            .iter()
-            .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file"))
-            .collect();
-        frontend.set_mem_table(&regions)?;
+        let frontend = introduce(stream, &memory)?;
         let kick = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let call = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let guest = Guest { frontend, memory, kick, call, setup, available: setup.base, used: 0 };
@@ -299,6 +294,27 @@ impl Guest {
         let status = self.try_request(Duration::from_secs(2));
         status == Some(OK) && self.get(DATA, 4096) == [fill; 4096]
     }
+}
+
+/// Agrees on features, and shows the backend the guest's memory.
+fn introduce(stream: UnixStream, memory: &GuestMemoryMmap) -> vhost::Result<Frontend> {
+    let mut frontend = Frontend::from_stream(stream, 16);
+    frontend.set_owner()?;
+    let features = frontend.get_features()?;
+    // Without EVENT_IDX, so that every kick counts.
+    frontend.set_features(features & !(1 << 29))?;
+    let wanted = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK;
+    let offered = frontend.get_protocol_features()?;
+    frontend.set_protocol_features(offered & wanted)?;
+    frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    let regions: Vec<_> = memory
+        .iter()
+        .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file"))
+        .collect();
+    frontend.set_mem_table(&regions)?;
+    Ok(frontend)
 }
 
 /// An entry of a descriptor table.
