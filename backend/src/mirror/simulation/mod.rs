@@ -13,24 +13,21 @@
 //! that were in flight. A write that was in flight at the death may be in a snapshot that was frozen
 //! while it was, or not.
 
-use std::collections::{BTreeMap, HashMap};
+mod death;
+mod storing;
+
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use cairn_store::{ChunkId, ChunkIndex, Consistency, Geometry, NewSnapshot, SnapshotState};
+use cairn_store::{ChunkId, ChunkIndex, Geometry, SnapshotState};
 use tempfile::TempDir;
 
 use super::blockset::BlockSet;
-use super::copies::{Arena, ArenaBuffer, Places, Shelf};
-use super::cut::{Cut, Entrance};
-use super::epoch::Epochs;
-use super::events::Events;
-use super::intent::Intent;
-use super::journal::Journal;
+use super::copies::ArenaBuffer;
+use super::cut::Entrance;
 use super::layer::{Epoch, Layer};
 use super::layout::{BLOCK, Blocks, Layout, Span};
-use super::presence::Presence;
-use super::recovery::{Recovered, recover};
-use super::{Mirror, Permit, Plan, Preserve, Room};
+use super::{Mirror, Permit, Plan, Preserve};
 
 const CHUNK: u64 = 64 * 1024;
 const CHUNKS: u64 = 4;
@@ -134,47 +131,12 @@ struct World {
     deaths: u64,
 }
 
-/// The mirror that a process finds in `dir`, and the checkpoints that it has to go on with.
-fn open(
-    dir: &TempDir,
-    layout: Layout,
-    (shelf, passage): (u64, u64),
-    states: &HashMap<u64, SnapshotState>,
-) -> (Mirror, Vec<Arc<Layer>>) {
-    let file = |name: &str| {
-        let mut options = std::fs::OpenOptions::new();
-        let options = options.read(true).write(true).create(true).truncate(false);
-        options.open(dir.path().join(name)).unwrap()
-    };
-    let presence = file("presence");
-    presence.set_len(Presence::shared_len(layout.block_count())).unwrap();
-    let presence = Presence::shared(&presence, 0, layout.block_count()).unwrap();
-    presence.recount();
-    let (epochs, mut found) = Epochs::open(dir.path(), CHUNKS).unwrap();
-    if found.is_empty() {
-        found.push(epochs.take().unwrap());
-        found[0].begin(Epoch(1));
-    }
-    let room = Room {
-        shelf: Shelf::new(file("shelf"), shelf * BLOCK).unwrap(),
-        passage: Arena::new((passage * BLOCK) as usize),
-        spill: Places::new(200 * BLOCK),
-    };
-    let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
-    let Recovered { current, layers, resumed } =
-        recover(found, &journal, &layout, &room, |number| states.get(&number).copied()).unwrap();
-    let cut = Cut::new(epochs, journal, WORKERS, current, layers);
-    let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
-    let (intent, events) = (Intent::new(&intent), Events::new(Vec::new()));
-    (Mirror::new(layout, presence, intent, cut, room, events), resumed)
-}
-
 impl World {
     fn new(seed: u64, shelf: u64, plant: Option<Plant>) -> World {
         let layout = Layout::new(Geometry::new(CHUNKS * CHUNK, CHUNK as u32).unwrap());
         let dir = tempfile::tempdir().unwrap();
         let room = (shelf, 4);
-        let (mirror, _) = open(&dir, layout, room, &HashMap::new());
+        let (mirror, _) = death::open(&dir, layout, room, &HashMap::new());
         let blocks = layout.block_count() as usize;
         World {
             rng: Rng(seed),
@@ -198,57 +160,6 @@ impl World {
             spilled: HashMap::new(),
             published: 0,
             deaths: 0,
-        }
-    }
-
-    /// The process dies, and the next one takes over.
-    fn die(&mut self) {
-        self.deaths += 1;
-        let mut requests = Vec::new();
-        for operation in std::mem::take(&mut self.kernel) {
-            match operation {
-                Kernel::Write { write, mut permit, left, .. } => {
-                    permit.returned = true;
-                    for block in left {
-                        if self.rng.chance(50) {
-                            self.disk[block as usize] = write.version;
-                        }
-                    }
-                    let blocks = self.layout.blocks(write.span);
-                    for block in blocks.first..blocks.end() {
-                        self.torn[block as usize].push((permit.epoch, write.version));
-                    }
-                    requests.push(write);
-                }
-                Kernel::Fill { left, .. } => {
-                    for block in left {
-                        if self.rng.chance(50) {
-                            self.disk[block as usize] = self.parent[block as usize];
-                        }
-                    }
-                }
-                Kernel::Copy { .. } | Kernel::Persist { .. } => {}
-            }
-        }
-        requests.extend(self.parked.iter_mut().flat_map(std::mem::take));
-        if self.plant == Some(Plant::LostRequest) {
-            requests.pop();
-        }
-        if self.plant == Some(Plant::LostRecord) {
-            let path = self.dir.path().join("journal");
-            let journal = std::fs::OpenOptions::new().write(true).open(path).unwrap();
-            let len = journal.metadata().unwrap().len();
-            journal.set_len(len.saturating_sub(64)).unwrap();
-        }
-        self.commits.clear();
-        let (mirror, resumed) = open(&self.dir, self.layout, self.room, &self.states);
-        self.mirror = mirror;
-        self.commits = resumed;
-        let entrance = |worker| self.mirror.cut.entrance(worker);
-        self.entrances = (0..WORKERS).map(entrance).collect();
-        for write in requests {
-            let worker = self.rng.below(WORKERS as u64) as usize;
-            self.parked[worker].push(write);
         }
     }
 
@@ -337,129 +248,6 @@ impl World {
         }
         let left = runs.iter().flat_map(|run| run.first..run.end()).collect();
         self.kernel.push(Kernel::Fill { chunk, runs, left });
-    }
-
-    fn freeze(&mut self) {
-        let Some(layer) = self.mirror.cut.freeze().unwrap() else { return };
-        if self.plant == Some(Plant::Unsettled) {
-            layer.set_settled();
-        }
-        // It may end before the checkpoint is answered: then there was none.
-        if self.rng.chance(5) {
-            return self.die();
-        }
-        layer.accept(&NewSnapshot {
-            number: layer.epoch.0,
-            label: None,
-            consistency: Consistency::Crash,
-            time: 0,
-            dirty_bytes: 0,
-            pause_us: 0,
-        });
-        self.commits.push(layer);
-    }
-
-    /// One step of persisting the oldest layer.
-    fn persist(&mut self) {
-        let Some(layer) = self.commits.first().cloned() else { return };
-        if !self.mirror.cut.settle(&layer) {
-            return;
-        }
-        if self.rng.chance(2) && !self.persisting() {
-            // The catalog may be away: then the failure cannot be recorded there.
-            if self.rng.chance(50) {
-                self.states.insert(layer.epoch.0, SnapshotState::Failed);
-                if self.rng.chance(20) {
-                    return self.die();
-                }
-            }
-            self.commits.remove(0);
-            self.mirror.cut.give_up(&layer);
-            return;
-        }
-        let sources = self.sources(&layer);
-        for (at, source) in sources.iter().enumerate() {
-            for chunk in source.dirty().iter() {
-                let newer = sources[at + 1..].iter().any(|newer| newer.dirty().contains(chunk));
-                if newer || source.is_stored(ChunkIndex(chunk)) {
-                    continue;
-                }
-                if source.take(ChunkIndex(chunk)) {
-                    let present = self.mirror.presence.of(self.layout.blocks_of(ChunkIndex(chunk)));
-                    let (layer, chunk) = (source.clone(), ChunkIndex(chunk));
-                    let (data, left) = (vec![0; CHUNK as usize], (0..PER_CHUNK).collect());
-                    self.kernel.push(Kernel::Persist { layer, data, present, chunk, left });
-                    return;
-                }
-            }
-        }
-        self.publish(&layer);
-    }
-
-    fn persisting(&self) -> bool {
-        self.kernel.iter().any(|operation| matches!(operation, Kernel::Persist { .. }))
-    }
-
-    /// The layer and the failed ones that it absorbs, oldest first.
-    fn sources(&self, layer: &Layer) -> Vec<Arc<Layer>> {
-        let layers = self.mirror.cut.view().layers.clone();
-        layers.into_iter().filter(|other| other.epoch <= layer.epoch).collect()
-    }
-
-    /// Keeps a chunk of a layer; absent blocks come from the parent.
-    fn store(&mut self, epoch: Epoch, chunk: u64, data: &[u8], present: BlockSet) {
-        let content = (0..PER_CHUNK)
-            .map(|block| match present.contains(block) {
-                true => stamp(data, block),
-                false => self.parent[(chunk * PER_CHUNK + block) as usize],
-            })
-            .collect();
-        self.stored.insert((epoch, chunk), content);
-    }
-
-    /// Publishes the layer if all that it needs is stored, and judges the snapshot.
-    fn publish(&mut self, layer: &Arc<Layer>) {
-        let sources = self.sources(layer);
-        let mut changes = BTreeMap::new();
-        for source in &sources {
-            for chunk in source.dirty().iter() {
-                let hides = |one: &&Arc<Layer>| one.epoch > source.epoch;
-                let newer = sources.iter().filter(hides).any(|one| one.dirty().contains(chunk));
-                match source.is_stored(ChunkIndex(chunk)) {
-                    true => {
-                        let content = self.stored.get(&(source.epoch, chunk));
-                        let content = content.expect("what counts as stored is");
-                        changes.insert(chunk, content.clone());
-                    }
-                    false if newer => {}
-                    false => return,
-                }
-            }
-        }
-        let mut snapshot = self.parent.clone();
-        for (chunk, content) in changes {
-            let from = (chunk * PER_CHUNK) as usize;
-            snapshot[from..from + PER_CHUNK as usize].copy_from_slice(&content);
-        }
-        for (block, found) in snapshot.iter().enumerate() {
-            let expected =
-                self.history[block].iter().rev().find(|(epoch, _)| *epoch <= layer.epoch);
-            let expected = expected.expect("the parent is older than all").1;
-            let torn = |(epoch, version): &(Epoch, u64)| {
-                *epoch <= layer.epoch && version == found && *version > expected
-            };
-            let is_right = *found == expected || self.torn[block].iter().any(torn);
-            assert!(is_right, "block {block} of the snapshot of {:?}: {found}", layer.epoch);
-        }
-        self.parent = snapshot;
-        self.states.insert(layer.epoch.0, SnapshotState::Stable);
-        if self.rng.chance(10) {
-            self.published += 1;
-            return self.die();
-        }
-        self.mirror.cut.publish(layer);
-        self.commits.remove(0);
-        self.published += 1;
     }
 
     /// One block of one operation, or the end of it.
