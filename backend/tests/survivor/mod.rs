@@ -45,6 +45,10 @@ const IN: u32 = 0;
 const OUT: u32 = 1;
 const FLUSH: u32 = 4;
 
+/// Flags of a descriptor.
+const NEXT: u16 = 1;
+const WRITABLE: u16 = 2;
+
 /// What a hypervisor does for its backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Manner {
@@ -245,41 +249,47 @@ impl Survivor {
         DATA + ((queue * DEPTH + slot) * BLOCK) as u64
     }
 
+    /// Sends something, drawn at random, to a block of the slot's own.
     fn send(&mut self, queue: usize, slot: usize) {
         let own = (queue * DEPTH + slot) as u64;
         let blocks = self.acked.len() as u64 / (QUEUES * DEPTH) as u64;
         let block = (self.rng.below(blocks) * (QUEUES * DEPTH) as u64 + own) as usize;
-        let data = Survivor::data(queue, slot);
-        let (request, kind) = match self.rng.below(100) {
+        let request = match self.rng.below(100) {
             0..70 => {
                 let version = self.sent[block] + 1;
                 self.sent[block] = version;
                 let bytes = stamp(block, version).repeat(BLOCK / 8);
-                let address = GuestAddress(BASE + data);
+                let address = GuestAddress(BASE + Survivor::data(queue, slot));
                 self.memory.write_slice(&bytes, address).expect("inside the memory");
-                (Request::Write { block, version }, OUT)
+                Request::Write { block, version }
             }
-            70..97 => (Request::Read { block }, IN),
-            _ => (Request::Flush, FLUSH),
+            70..97 => Request::Read { block },
+            _ => Request::Flush,
         };
+        self.offer(queue, slot, request);
+    }
+
+    /// Makes a request available, without a kick.
+    fn offer(&mut self, queue: usize, slot: usize, request: Request) {
         let at = queue as u64 * QUEUE;
         let header = at + HEADERS + slot as u64 * 32;
+        let data = (Survivor::data(queue, slot), BLOCK as u32);
+        let (kind, block, data) = match request {
+            Request::Write { block, .. } => (OUT, block, Some((data.0, data.1, 0u16))),
+            Request::Read { block } => (IN, block, Some((data.0, data.1, WRITABLE))),
+            Request::Flush => (FLUSH, 0, None),
+        };
         self.put(header, kind);
         self.put(header + 8, block as u64 * (BLOCK / 512) as u64);
         self.put(header + 16, 0xffu8);
         let head = slot as u16 * 3;
-        let mut parts = vec![(header, 16u32, 0u16), (header + 16, 1, 2)];
-        match request {
-            Request::Write { .. } => parts.insert(1, (data, BLOCK as u32, 0)),
-            Request::Read { .. } => parts.insert(1, (data, BLOCK as u32, 2)),
-            Request::Flush => {}
-        }
-        let last = parts.len() - 1;
-        for (index, (address, len, flags)) in parts.into_iter().enumerate() {
+        let status = (header + 16, 1, WRITABLE);
+        let parts: Vec<_> = [(header, 16, 0)].into_iter().chain(data).chain([status]).collect();
+        for (index, (address, len, flags)) in parts.iter().enumerate() {
             let entry = at + (u64::from(head) + index as u64) * 16;
-            let more = u16::from(index < last);
+            let more = if index + 1 < parts.len() { NEXT } else { 0 };
             self.put(entry, BASE + address);
-            self.put(entry + 8, len);
+            self.put(entry + 8, *len);
             self.put(entry + 12, flags | more);
             self.put(entry + 14, head + index as u16 + 1);
         }
@@ -328,40 +338,13 @@ impl Survivor {
         for block in 0..self.acked.len() {
             let own = block % (QUEUES * DEPTH);
             let (queue, slot) = (own / DEPTH, own % DEPTH);
-            self.read(queue, slot, block);
+            self.offer(queue, slot, Request::Read { block });
+            self.queues[queue].kick.write(1).expect("kick");
             let deadline = Instant::now() + Duration::from_secs(10);
             while !self.turn() {
                 assert!(Instant::now() < deadline, "a read is lost");
             }
         }
-    }
-
-    fn read(&mut self, queue: usize, slot: usize, block: usize) {
-        // As `send` would, had it drawn this.
-        let at = queue as u64 * QUEUE;
-        let header = at + HEADERS + slot as u64 * 32;
-        let data = Survivor::data(queue, slot);
-        self.put(header, IN);
-        self.put(header + 8, block as u64 * (BLOCK / 512) as u64);
-        let head = slot as u16 * 3;
-        let parts = [(header, 16u32, 1u16), (data, BLOCK as u32, 3), (header + 16, 1, 2)];
-        for (index, (address, len, flags)) in parts.into_iter().enumerate() {
-            let entry = at + (u64::from(head) + index as u64) * 16;
-            self.put(entry, BASE + address);
-            self.put(entry + 8, len);
-            self.put(entry + 12, flags);
-            self.put(entry + 14, head + index as u16 + 1);
-        }
-        let queue = &mut self.queues[queue];
-        queue.slots[slot].request = Some((Request::Read { block }, Instant::now()));
-        let available = queue.available;
-        queue.available = available.wrapping_add(1);
-        let next = queue.available;
-        let kick = queue.kick.try_clone().expect("duplicate an event");
-        self.put(at + AVAILABLE + 4 + u64::from(available % SIZE) * 2, head);
-        fence(Ordering::SeqCst);
-        self.put(at + AVAILABLE + 2, next);
-        kick.write(1).expect("kick");
     }
 }
 
