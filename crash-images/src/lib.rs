@@ -29,16 +29,19 @@ mod trace;
 
 use std::any::Any;
 use std::collections::HashSet;
+use std::env;
 use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -54,6 +57,73 @@ pub struct Draw {
     pub images: u32,
     /// Bytes that are written all or not at all.
     pub atom: usize,
+}
+
+/// Cuts the power at each point of a recording. `CAIRN_SEED` repeats the random choices of a run,
+/// `CAIRN_SOAK_SECONDS` goes on with others for that long.
+///
+/// # Panics
+///
+/// If an image is refused.
+pub fn cut_the_power(
+    recording: &Recording,
+    images: u32,
+    atom: usize,
+    check: impl Fn(&Path, &[String]) + Sync,
+) {
+    let number = |name: &str| env::var(name).ok().map(|text| text.parse().expect("a number"));
+    let soak = Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
+    let start = Instant::now();
+    for seed in number("CAIRN_SEED").unwrap_or(1).. {
+        println!("CAIRN_SEED={seed}");
+        match check_all(recording, Draw { seed, images, atom }, &check) {
+            Ok(images) => println!("{} points, {images} images", recording.points()),
+            Err(violation) => panic!("CAIRN_SEED={seed}: {violation}"),
+        }
+        if start.elapsed() >= soak {
+            break;
+        }
+    }
+}
+
+/// Kills the recorded process before each sync between two marks, lets `next` take up, and cuts the power at
+/// each point of that.
+///
+/// # Panics
+///
+/// If an image is refused.
+pub fn kill_and_cut_the_power(
+    recording: &Recording,
+    (from, to): (&str, &str),
+    next: &Command,
+    draw: Draw,
+    check: impl Fn(&Path, &[String]) + Sync,
+) {
+    for point in recording.before_syncs(from, to) {
+        let both = recording.killed(point, next);
+        match check_all(&both, draw, &check) {
+            Ok(images) => println!("killed at {point}: {} points, {images} images", both.points()),
+            Err(violation) => panic!("killed at {point}: {violation}"),
+        }
+    }
+}
+
+/// A checker that finds nothing proves nothing: it must miss the syncs of a file that are left out.
+///
+/// # Panics
+///
+/// If it does not.
+pub fn leave_out_syncs(
+    recording: &Recording,
+    name: &str,
+    draw: Draw,
+    check: impl Fn(&Path, &[String]) + Sync,
+) {
+    let without = recording.without_syncs(|path| path == Path::new(name));
+    match check_all(&without, draw, check) {
+        Ok(images) => panic!("{images} images without syncs of '{name}', and nothing is wrong"),
+        Err(violation) => println!("without syncs of '{name}': {violation}"),
+    }
 }
 
 /// An image that a check refused.

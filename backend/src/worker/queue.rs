@@ -206,7 +206,7 @@ impl ActiveQueue {
     /// Whether the guest has made requests available. A look at one number of its memory.
     pub(crate) fn has_more(&self) -> bool {
         let next = std::num::Wrapping(self.queue.next_avail());
-        !self.again.is_empty()
+        self.has_again()
             || !self.broken
                 && self
                     .queue

@@ -10,9 +10,10 @@ use std::collections::BTreeSet;
 use std::env;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
-use crash_images::{Draw, check_all, mark, record, recorded_root};
+use crash_images::{
+    Draw, cut_the_power, kill_and_cut_the_power, leave_out_syncs, mark, record, recorded_root,
+};
 
 use crate::support::{
     assert_holds, content, disk, known_blobs, name, new_snapshot, owner, url_of, write,
@@ -233,26 +234,9 @@ fn check_chunks(repository: &Repository, stored: &BTreeSet<u64>) {
     }
 }
 
-fn number_from_env(name: &str) -> Option<u64> {
-    env::var(name).ok().map(|text| text.parse().expect("a number"))
-}
-
 #[test]
 fn a_power_cut_at_any_point_leaves_what_was_told() {
-    let soak = Duration::from_secs(number_from_env("CAIRN_SOAK_SECONDS").unwrap_or(0));
-    let first = number_from_env("CAIRN_SEED").unwrap_or(1);
-    let start = Instant::now();
-    let recording = record(&command("workload"));
-    for seed in first.. {
-        println!("CAIRN_SEED={seed}");
-        match check_all(&recording, Draw { seed, images: 6, atom: ATOM }, check) {
-            Ok(images) => println!("{} points, {images} images", recording.points()),
-            Err(violation) => panic!("CAIRN_SEED={seed}: {violation}"),
-        }
-        if start.elapsed() >= soak {
-            break;
-        }
-    }
+    cut_the_power(&record(&command("workload")), 6, ATOM, check);
 }
 
 /// A process is killed in the middle of a publication, another one publishes the same, and then the power
@@ -260,16 +244,10 @@ fn a_power_cut_at_any_point_leaves_what_was_told() {
 #[test]
 fn a_power_cut_after_a_kill_leaves_what_the_next_process_was_told() {
     let recording = record(&command("workload"));
-    for point in recording.before_syncs("begun 4", "published 4") {
-        let both = recording.killed(point, &command("next_workload"));
-        match check_all(&both, Draw { seed: 1, images: 1, atom: ATOM }, check) {
-            Ok(images) => println!("killed at {point}: {} points, {images} images", both.points()),
-            Err(violation) => panic!("killed at {point}: {violation}"),
-        }
-    }
+    let (during, draw) = (("begun 4", "published 4"), Draw { seed: 1, images: 1, atom: ATOM });
+    kill_and_cut_the_power(&recording, during, &command("next_workload"), draw, check);
 }
 
-/// A checker that finds nothing proves nothing: each sync that is left out is missed.
 #[test]
 fn a_sync_that_is_left_out_is_found() {
     let recording = record(&command("workload"));
@@ -284,10 +262,6 @@ fn a_sync_that_is_left_out_is_found() {
         "repository/catalog.db",
     ];
     for name in names {
-        let without = recording.without_syncs(|path| path == Path::new(name));
-        match check_all(&without, Draw { seed: 1, images: 4, atom: ATOM }, check) {
-            Ok(images) => panic!("{images} images without syncs of '{name}', and nothing is wrong"),
-            Err(violation) => println!("without syncs of '{name}': {violation}"),
-        }
+        leave_out_syncs(&recording, name, Draw { seed: 1, images: 4, atom: ATOM }, check);
     }
 }

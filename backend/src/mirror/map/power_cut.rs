@@ -11,10 +11,12 @@ use std::env;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use cairn_store::Geometry;
-use crash_images::{Draw, Recording, check_all, mark, record, recorded_root};
+use crash_images::{
+    Draw, Recording, cut_the_power, kill_and_cut_the_power, leave_out_syncs, mark, record,
+    recorded_root,
+};
 
 use super::tests::{identity, load};
 use super::{Identity, MapError, MapFile, Rest};
@@ -43,35 +45,8 @@ fn recorded(workload: &str) -> Recording {
     record(&command(workload))
 }
 
-fn number_from_env(name: &str) -> Option<u64> {
-    env::var(name).ok().map(|text| text.parse().expect("a number"))
-}
-
-/// Checks what power cuts leave of a recording.
-fn cut_the_power(recording: &Recording, check: impl Fn(&Path, &[String]) + Sync) {
-    let soak = Duration::from_secs(number_from_env("CAIRN_SOAK_SECONDS").unwrap_or(0));
-    let first = number_from_env("CAIRN_SEED").unwrap_or(1);
-    let start = Instant::now();
-    for seed in first.. {
-        println!("CAIRN_SEED={seed}");
-        match check_all(recording, Draw { seed, images: 32, atom: WORD }, &check) {
-            Ok(images) => println!("{} points, {images} images", recording.points()),
-            Err(violation) => panic!("CAIRN_SEED={seed}: {violation}"),
-        }
-        if start.elapsed() >= soak {
-            break;
-        }
-    }
-}
-
-/// A checker that finds nothing proves nothing: syncs of this file that are left out are missed.
-fn leave_out_syncs(recording: &Recording, name: &str, check: impl Fn(&Path, &[String]) + Sync) {
-    let without = recording.without_syncs(|path| path == Path::new(name));
-    match check_all(&without, Draw { seed: 1, images: 8, atom: WORD }, check) {
-        Ok(images) => panic!("{images} images without syncs of '{name}', and nothing is wrong"),
-        Err(violation) => println!("without syncs of '{name}': {violation}"),
-    }
-}
+/// For checks that must find a mistake.
+const FEW: Draw = Draw { seed: 1, images: 8, atom: WORD };
 
 fn has(marks: &[String], text: &str) -> bool {
     marks.iter().any(|mark| mark == text)
@@ -224,24 +199,19 @@ fn first_word(mark: &str) -> &str {
 
 #[test]
 fn a_power_cut_at_any_point_leaves_every_flushed_page_and_no_other_bit() {
-    cut_the_power(&recorded("map_workload"), check_map);
+    cut_the_power(&recorded("map_workload"), 32, WORD, check_map);
 }
 
 #[test]
 fn a_power_cut_after_a_kill_leaves_what_the_next_process_found() {
-    let recording = recorded("map_workload");
-    for point in recording.before_syncs("created", "done") {
-        let both = recording.killed(point, &command("next_map_workload"));
-        match check_all(&both, Draw { seed: 1, images: 16, atom: WORD }, check_map) {
-            Ok(images) => println!("killed at {point}: {} points, {images} images", both.points()),
-            Err(violation) => panic!("killed at {point}: {violation}"),
-        }
-    }
+    let (during, draw) = (("created", "done"), Draw { seed: 1, images: 16, atom: WORD });
+    let next = command("next_map_workload");
+    kill_and_cut_the_power(&recorded("map_workload"), during, &next, draw, check_map);
 }
 
 #[test]
 fn a_sync_of_the_map_that_is_left_out_is_found() {
-    leave_out_syncs(&recorded("map_workload"), "map", check_map);
+    leave_out_syncs(&recorded("map_workload"), "map", FEW, check_map);
 }
 
 // Map and data together, as flushes keep them in step.
@@ -348,13 +318,13 @@ fn check_flush(root: &Path, marks: &[String]) {
 
 #[test]
 fn a_power_cut_at_any_point_leaves_the_data_of_every_present_block() {
-    cut_the_power(&recorded("flush_workload"), check_flush);
+    cut_the_power(&recorded("flush_workload"), 32, WORD, check_flush);
 }
 
 #[test]
 fn a_sync_of_data_map_or_directories_that_is_left_out_is_found() {
     let recording = recorded("flush_workload");
     for name in ["mirrors/vm1/disk", "mirrors/vm1/map", "mirrors/vm1", "mirrors", ""] {
-        leave_out_syncs(&recording, name, check_flush);
+        leave_out_syncs(&recording, name, FEW, check_flush);
     }
 }
