@@ -170,7 +170,16 @@ macro_rules! shared {
     };
 }
 
-shared!(fetched_chunks, fetched_bytes, fetch_errors, checkpoints, stable, failed, stalls);
+shared!(
+    fetched_chunks,
+    fetched_bytes,
+    fetch_errors,
+    bad_blocks,
+    checkpoints,
+    stable,
+    failed,
+    stalls
+);
 
 /// All counters of a disk.
 pub(crate) struct Counters {
@@ -204,6 +213,7 @@ impl Counters {
             fetched_chunks: load(&self.shared.fetched_chunks),
             fetched_bytes: load(&self.shared.fetched_bytes),
             fetch_errors: load(&self.shared.fetch_errors),
+            bad_blocks: load(&self.shared.bad_blocks),
             checkpoints: load(&self.shared.checkpoints),
             stable: load(&self.shared.stable),
             failed: load(&self.shared.failed),

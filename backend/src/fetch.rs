@@ -1,11 +1,16 @@
-//! Lazy restart: brings chunks from the repository when the guest needs them.
+//! Lazy restart: brings chunks from the repository when the guest needs them, also those that the mirror
+//! has lost to a bad block.
 //!
 //! A chunk is wanted once however many requests wait for it. What arrives is written only to blocks
 //! that are absent and that nobody else is writing. A chunk that cannot be had now is tried again, at
 //! growing intervals, for as long as a guest's request may wait. After that those who wait get an error; it
 //! is the answer for a moment, then the chunk may be asked for again.
+//!
+//! A chunk of the mirror that could not be read is *doubted*: it is examined block by block, and what is
+//! unreadable is absent from then on, if the repository has it. The request that found it is then planned
+//! again, as any other that needs what is absent.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
@@ -35,9 +40,18 @@ enum State {
     Failed(Instant),
 }
 
+/// What a thread does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Task {
+    Fetch(ChunkIndex),
+    Examine(ChunkIndex),
+}
+
 #[derive(Default)]
 struct Wanted {
-    queue: VecDeque<ChunkIndex>,
+    queue: VecDeque<Task>,
+    /// Chunks to be examined.
+    doubted: HashSet<ChunkIndex>,
     /// Chunks to be tried again, and when.
     later: Vec<(Instant, ChunkIndex)>,
     states: HashMap<ChunkIndex, State>,
@@ -71,21 +85,39 @@ impl Fetcher {
         }
         let state = State::Wanted { since: Instant::now(), delay: FIRST_DELAY };
         wanted.states.insert(chunk, state);
-        wanted.queue.push_back(chunk);
+        wanted.queue.push_back(Task::Fetch(chunk));
         self.arrived.notify_one();
         true
     }
 
-    fn next(&self) -> ChunkIndex {
+    /// Asks for a chunk to be examined. An event tells when it was.
+    pub(crate) fn doubt(&self, chunk: ChunkIndex) {
+        let mut wanted = self.wanted();
+        if wanted.doubted.insert(chunk) {
+            wanted.queue.push_back(Task::Examine(chunk));
+            self.arrived.notify_one();
+        }
+    }
+
+    /// Whether a chunk is to be examined.
+    pub(crate) fn is_doubted(&self, chunk: ChunkIndex) -> bool {
+        self.wanted().doubted.contains(&chunk)
+    }
+
+    fn examined(&self, chunk: ChunkIndex) {
+        self.wanted().doubted.remove(&chunk);
+    }
+
+    fn next(&self) -> Task {
         let mut wanted = self.wanted();
         loop {
             let now = Instant::now();
             let due = wanted.later.iter().position(|(when, _)| *when <= now);
             if let Some(at) = due {
-                return wanted.later.swap_remove(at).1;
+                return Task::Fetch(wanted.later.swap_remove(at).1);
             }
-            if let Some(chunk) = wanted.queue.pop_front() {
-                return chunk;
+            if let Some(task) = wanted.queue.pop_front() {
+                return task;
             }
             let soonest = wanted.later.iter().map(|(when, _)| *when).min();
             wanted = match soonest {
@@ -133,17 +165,11 @@ pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
         thread::Builder::new().name(format!("fetch-{index}")).spawn(move || {
             let mut buffer = Buffer::zeroed(device.mirror.layout().chunk_size());
             loop {
-                let chunk = device.fetcher.next();
-                match fill(&device, chunk, &mut buffer) {
-                    Ok(()) => device.fetcher.arrived(chunk),
-                    Err(error) => {
-                        device.stats.fetch_errors(1);
-                        let chunk_number = chunk.0;
-                        if device.fetcher.failed(chunk) {
-                            tracing::error!(%error, chunk_number, "a chunk cannot be fetched");
-                        } else {
-                            tracing::warn!(%error, chunk_number, "a chunk is fetched again later");
-                        }
+                match device.fetcher.next() {
+                    Task::Fetch(chunk) => fetch(&device, chunk, &mut buffer),
+                    Task::Examine(chunk) => {
+                        examine(&device, chunk, &mut buffer);
+                        device.fetcher.examined(chunk);
                     }
                 }
                 device.mirror.events.notify();
@@ -162,17 +188,36 @@ enum FetchError {
     Mirror(#[from] io::Error),
 }
 
+fn fetch(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
+    let Err(error) = fill(device, chunk, buffer) else { return device.fetcher.arrived(chunk) };
+    device.stats.fetch_errors(1);
+    let chunk_number = chunk.0;
+    if device.fetcher.failed(chunk) {
+        tracing::error!(%error, chunk_number, "a chunk cannot be fetched");
+    } else {
+        tracing::warn!(%error, chunk_number, "a chunk is fetched again later");
+    }
+}
+
 fn fill(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), FetchError> {
     let all = device.mirror.layout().blocks_of(chunk);
-    if device.mirror.presence.all(all) {
-        return Ok(());
-    }
-    let found = device.read_parent(chunk, buffer)?;
+    let (found, runs) = loop {
+        if device.mirror.presence.all(all) {
+            return Ok(());
+        }
+        let forgets = device.mirror.forgets();
+        let found = device.read_parent(chunk, buffer)?;
+        let runs = device.mirror.begin_fill(chunk);
+        if device.mirror.forgets() == forgets {
+            break (found, runs);
+        }
+        // A block that is absent now may have been written, and be in a newer parent.
+        device.mirror.end_fill(chunk, &runs, 0);
+    };
     if found {
         device.stats.fetched_chunks(1);
         device.stats.fetched_bytes(buffer.len() as u64);
     }
-    let runs = device.mirror.begin_fill(chunk);
     let mut landed = 0;
     let result = runs.iter().try_for_each(|run| {
         write_run(device, all, *run, found.then_some(&**buffer))?;
@@ -191,13 +236,36 @@ fn write_run(device: &Device, all: Blocks, run: Blocks, content: Option<&[u8]>) 
     device.disk.write(&content[from..from + run.span().len as usize], run.span().offset)
 }
 
+/// Makes the blocks of a chunk absent that the mirror cannot give and the repository can.
+fn examine(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
+    let all = device.mirror.layout().blocks_of(chunk);
+    for block in (all.first..all.end()).filter(|block| device.mirror.presence.get(*block)) {
+        let offset = block * BLOCK;
+        let Err(error) = device.disk.read(&mut buffer[..BLOCK as usize], offset) else { continue };
+        device.stats.bad_blocks(1);
+        if is_lost(&error) && device.mirror.forget(block) {
+            tracing::warn!(%error, offset, "a bad block of the mirror is fetched again");
+        } else {
+            let advice = "its content is nowhere else: write it again, or go back to a snapshot";
+            tracing::error!(%error, offset, advice, "a bad block of the mirror");
+        }
+    }
+}
+
+/// Whether a read failed because the disk does not have the data any more.
+pub(crate) fn is_lost(error: &io::Error) -> bool {
+    // The block layer's words for a device's error, a medium's, and two kinds of wrong checksums.
+    let codes = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EBADMSG];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
 
     use cairn_store::ChunkIndex;
 
-    use super::Fetcher;
+    use super::{Fetcher, Task};
 
     const CHUNK: ChunkIndex = ChunkIndex(7);
 
@@ -208,7 +276,7 @@ mod tests {
         assert!(fetcher.want(CHUNK));
         let mut tries = 0;
         loop {
-            assert_eq!(fetcher.next(), CHUNK);
+            assert_eq!(fetcher.next(), Task::Fetch(CHUNK));
             assert!(fetcher.want(CHUNK), "it may still come");
             tries += 1;
             if fetcher.failed(CHUNK) {

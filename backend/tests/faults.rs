@@ -5,6 +5,7 @@ mod support;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::backend::{Backend, IMAGE, Options, Site};
@@ -151,6 +152,79 @@ fn a_read_waits_for_the_repository_and_then_fails_or_succeeds() {
         assert!(found == disk[2 * MIB as usize..][..65536]);
     });
     assert!(backend.control().stats().fetch_errors > 0);
+}
+
+/// Where the blocks of a file lie on its disk: pairs of offsets in both, for each block.
+fn places(file: &Path) -> Vec<(u64, u64)> {
+    let output = Command::new("filefrag").args(["-v", "-b4096"]).arg(file).output();
+    let output = output.expect("filefrag runs").stdout;
+    let text = String::from_utf8(output).expect("text");
+    // `0:  0..  15:  34304..  34319:  16:`
+    let numbers = |line: &str| -> Vec<u64> {
+        let words = line.split(|c: char| !c.is_ascii_digit()).filter(|word| !word.is_empty());
+        words.map_while(|word| word.parse().ok()).collect()
+    };
+    let extents = text.lines().filter(|line| line.contains("..")).map(numbers);
+    extents
+        .flat_map(|extent| {
+            let (logical, physical) = (extent[1]..=extent[2], extent[3]..=extent[4]);
+            logical.zip(physical).map(|(at, place)| (at * 4096, place * 4096))
+        })
+        .collect()
+}
+
+#[test]
+fn a_bad_block_is_fetched_again_unless_its_chunk_has_changed() {
+    let site = Site::new();
+    let (image, mirror) = (site.path("device"), site.path("mounted"));
+    fs::create_dir(&mirror).expect("a place to mount");
+    fs::File::create(&image).and_then(|file| file.set_len(64 * MIB)).expect("a sparse file");
+    // Without a journal, so that what is bad is data alone.
+    let made = Command::new("mke2fs")
+        .args(["-q", "-F", "-t", "ext4", "-O", "^has_journal"])
+        .arg(&image)
+        .status();
+    assert!(made.expect("mke2fs runs").success());
+    let _mounted = match sys::mount_image(&image, &mirror) {
+        Ok(mounted) => mounted,
+        Err(error) => return eprintln!("skipped: no image can be mounted here: {error}"),
+    };
+    let mut disk = random_disk(9, 8 * MIB);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let options = Options { mirror: mirror.join("mirror"), ..Options::new(&site) };
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    assert!(device.read_all() == disk);
+    let mut places = places(&options.mirror.join("disk"));
+    assert_eq!(places.len() as u64, 8 * MIB / 4096);
+    places.sort_unstable_by_key(|(_, place)| *place);
+    // The chunk that lies last changes in its first block.
+    let changed = places.last().expect("many").0 / u64::from(CHUNK) * u64::from(CHUNK);
+    device.queues[0].write(changed, &[1; 4096]).expect("write");
+    disk[changed as usize..][..4096].fill(1);
+    device.queues[0].flush().expect("flush");
+
+    // A loop device has no data behind the end of its file; a write there gives it some again.
+    let cut = places[places.len() * 3 / 4].1;
+    fs::File::options()
+        .write(true)
+        .open(&image)
+        .and_then(|file| file.set_len(cut))
+        .expect("lose a quarter of the data");
+    for at in (0..8 * MIB).step_by(CHUNK as usize).filter(|at| *at != changed) {
+        let found = device.queues[0].read(at, CHUNK as usize).expect("read");
+        assert!(found == disk[at as usize..][..CHUNK as usize], "at {at}");
+    }
+    let stats = backend.control().stats();
+    assert!(stats.bad_blocks > 400 && stats.errors == 0, "{stats:?}");
+    device.queues[0].read(changed + 4096, 4096).expect_err("read what is nowhere else");
+    device.queues[0].write(changed, &[2; CHUNK as usize]).expect("write it again");
+    disk[changed as usize..][..CHUNK as usize].fill(2);
+    assert!(device.read_all() == disk, "the disk");
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
+    drop(device);
+    backend.terminate();
 }
 
 #[test]

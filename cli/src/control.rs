@@ -140,6 +140,7 @@ fn print_stats(stats: &Stats, style: Style) -> Outcome {
         ("fetched chunks", count(stats.fetched_chunks)),
         ("fetched", style.size(stats.fetched_bytes)),
         ("fetch errors", count(stats.fetch_errors)),
+        ("bad blocks", count(stats.bad_blocks)),
         ("copies", count(stats.copies)),
         ("copied", style.size(stats.copied_bytes)),
         ("spilled copies", count(stats.spilled)),

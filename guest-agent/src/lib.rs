@@ -295,6 +295,9 @@ pub struct Stats {
     pub fetched_bytes: u64,
     /// Fetches that failed.
     pub fetch_errors: u64,
+    /// Blocks of the mirror that could not be read, each time that one was found.
+    #[serde(default)]
+    pub bad_blocks: u64,
     /// Copies made by copy-on-write.
     pub copies: u64,
     /// Bytes of these copies.

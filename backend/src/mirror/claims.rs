@@ -91,7 +91,17 @@ impl Claims {
         runs
     }
 
-    /// Gives up the claims of [`Claims::take_fill`].
+    /// Claims blocks of one chunk as a fill does, unless somebody has one of them.
+    pub(crate) fn try_fill(&self, chunk: ChunkIndex, blocks: Blocks) -> bool {
+        let mut claims = self.shard(chunk);
+        let free = !claims.iter().any(|held| held.blocks.overlaps(&blocks));
+        if free {
+            claims.push(Claim { blocks, kind: Kind::Fill });
+        }
+        free
+    }
+
+    /// Gives up the claims of [`Claims::take_fill`] or [`Claims::try_fill`].
     pub(crate) fn release_fill(&self, chunk: ChunkIndex, runs: &[Blocks]) {
         for run in runs {
             self.release(chunk, *run, Kind::Fill);

@@ -57,12 +57,6 @@ impl Intent {
         Intent::regions(span).any(|region| self.get(region))
     }
 
-    /// As [`Intent::covers`], for a write that has marked its chunks as changed.
-    pub(crate) fn covers_changed(&self, span: Span) -> bool {
-        fence(Ordering::SeqCst);
-        self.covers(span)
-    }
-
     /// The bits with those of `span`, to be written to the map.
     pub(crate) fn bytes_with(&self, span: Span) -> Vec<u8> {
         let mut bytes = self.bytes();

@@ -36,8 +36,8 @@ pub(crate) mod recovery;
 mod simulation;
 
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex};
 
 use cairn_store::ChunkIndex;
 
@@ -135,6 +135,9 @@ pub(crate) struct Mirror {
     room: Room,
     /// Whether a write found no room for a copy.
     short: AtomicBool,
+    /// Grows before a block is forgotten and after it: odd while that is under way. See [`Mirror::forget`].
+    forgets: AtomicU64,
+    forgetting: Mutex<()>,
     pub(crate) events: Events,
 }
 
@@ -156,6 +159,8 @@ impl Mirror {
             claims: Claims::new(),
             room,
             short: AtomicBool::new(false),
+            forgets: AtomicU64::new(0),
+            forgetting: Mutex::new(()),
             events,
         }
     }
@@ -207,16 +212,24 @@ impl Mirror {
         for chunk in self.layout.chunks(span) {
             view.dirty().insert(chunk.0);
         }
-        // After the marks, which stay: see `intent`.
-        if !self.intent.covers_changed(span) {
-            if claimed {
-                self.unclaim(span, ChunkIndex(u64::MAX));
-                self.events.notify();
-            }
-            self.leave(worker, epoch);
+        // After the marks, which stay: see `intent` and `forget`.
+        fence(Ordering::SeqCst);
+        let permit = Permit { span, epoch, worker, claimed, returned: false };
+        if !self.intent.covers(span) {
+            self.give_back(permit);
             return Plan::Announce(span);
         }
-        Plan::Direct(Permit { span, epoch, worker, claimed, returned: false })
+        let is_there = match claimed {
+            true => self.layout.edges(span).all(|block| self.presence.get(block)),
+            false => {
+                self.forgets().is_multiple_of(2) && self.presence.all(self.layout.blocks(span))
+            }
+        };
+        if !is_there {
+            self.give_back(permit);
+            return Plan::Wait;
+        }
+        Plan::Direct(permit)
     }
 
     /// What a write to `span` owes to the frozen epochs, if anything.
@@ -328,12 +341,16 @@ impl Mirror {
     }
 
     /// Takes a permit back. `landed` tells whether the data is in the mirror file.
-    pub(crate) fn complete(&self, mut permit: Permit, landed: bool) {
-        permit.returned = true;
+    pub(crate) fn complete(&self, permit: Permit, landed: bool) {
         if landed {
             // Blocks covered partly are present already: the plan saw to it.
             self.presence.set(self.layout.covered(permit.span));
         }
+        self.give_back(permit);
+    }
+
+    fn give_back(&self, mut permit: Permit) {
+        permit.returned = true;
         if permit.claimed {
             self.unclaim(permit.span, ChunkIndex(u64::MAX));
             self.events.notify();
@@ -375,5 +392,36 @@ impl Mirror {
         }
         self.claims.release_fill(chunk, runs);
         self.events.notify();
+    }
+
+    /// Makes a block absent that cannot be read from the mirror's file, so that it is fetched again. Returns
+    /// whether it is: not if its chunk has changed since the parent snapshot, nor if somebody is about to
+    /// write it.
+    ///
+    /// A write that has no claim marks its chunks as changed and then looks whether a block is being
+    /// forgotten; here it is the other way round. So at least one of them sees the other, and between the
+    /// look and the bit nobody changes the block.
+    pub(crate) fn forget(&self, block: u64) -> bool {
+        let (chunk, one) = (self.layout.chunk_of(block), Blocks { first: block, count: 1 });
+        if !self.claims.try_fill(chunk, one) {
+            return false;
+        }
+        let alone = self.forgetting.lock().expect("no code panics with this lock held");
+        self.forgets.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let changed = self.is_changed(one.span());
+        if !changed {
+            self.presence.clear(block);
+        }
+        self.forgets.fetch_add(1, Ordering::SeqCst);
+        drop(alone);
+        self.end_fill(chunk, &[one], 0);
+        !changed
+    }
+
+    /// Differs after a block was forgotten. What was read from the parent snapshot before may be too old
+    /// for that block.
+    pub(crate) fn forgets(&self) -> u64 {
+        self.forgets.load(Ordering::SeqCst)
     }
 }

@@ -1,8 +1,9 @@
 //! Which blocks of the disk are local.
 //!
-//! A bit is set when the block's data has reached the mirror file, and never cleared. What changed
-//! since the last time it was made durable is remembered by pages, so that a flush costs what
-//! changed.
+//! A bit is set when the block's data has reached the mirror file. It is cleared only when that data
+//! cannot be read any more and the parent snapshot has it ([`Mirror::forget`](super::Mirror::forget)).
+//! What changed since the last time it was made durable is remembered by pages, so that a flush costs
+//! what changed.
 //!
 //! All of it is in shared memory that outlives the process. It may end between any two steps here, so a
 //! page is marked as changed before its bits are set, and counts as changed until it is durable.
@@ -150,6 +151,18 @@ impl Presence {
             let before = self.bits.words()[word].fetch_or(mask, Ordering::AcqRel);
             let added = mask & !before;
             self.count.fetch_add(u64::from(added.count_ones()), Ordering::Relaxed);
+        }
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Marks a block as absent.
+    pub(crate) fn clear(&self, block: u64) {
+        let _changing = self.changing();
+        for (word, mask) in masks(block, 1) {
+            self.changed.mark((word / PAGE_WORDS) as u64);
+            let before = self.bits.words()[word].fetch_and(!mask, Ordering::AcqRel);
+            let removed = mask & before;
+            self.count.fetch_sub(u64::from(removed.count_ones()), Ordering::Relaxed);
         }
         self.version.fetch_add(1, Ordering::SeqCst);
     }

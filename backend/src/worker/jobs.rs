@@ -7,6 +7,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::Worker;
 use super::queue::{Chain, Outcome};
+use crate::fetch::is_lost;
 use crate::mapping::Buffer;
 use crate::memory::{GuestMap, OutsideMemory};
 use crate::mirror::layout::{BLOCK, SECTOR, Span};
@@ -20,6 +21,8 @@ pub(super) enum Job {
         chain: Chain,
         span: Span,
         data: Vec<Segment>,
+        /// Whether it has met a bad block before.
+        again: bool,
     },
     Write {
         chain: Chain,
@@ -46,7 +49,8 @@ pub(super) enum Tag {
     Read {
         chain: Chain,
         data: Vec<Segment>,
-        len: u32,
+        span: Span,
+        again: bool,
     },
     Write {
         chain: Chain,
@@ -100,7 +104,7 @@ impl Worker {
                 Some(span) => {
                     counters.reads.add(1);
                     counters.read_bytes.add(len);
-                    return self.plan(Job::Read { chain, span, data });
+                    return self.plan(Job::Read { chain, span, data, again: false });
                 }
                 None => self.end(chain, Outcome::Failed),
             },
@@ -155,7 +159,12 @@ impl Worker {
             Err(NoMemory::Later) => return self.park(job),
         };
         let plan = match &job {
-            Job::Read { span, .. } => {
+            Job::Read { span, again, .. } => {
+                let mut chunks = device.mirror.layout().chunks(*span);
+                if *again && chunks.any(|chunk| device.fetcher.is_doubted(chunk)) {
+                    drop(memory);
+                    return self.park(job);
+                }
                 let missing = device.mirror.plan_read(*span);
                 if missing.is_empty() {
                     return self.submit_read(job, memory);
@@ -206,11 +215,11 @@ impl Worker {
     }
 
     fn submit_read(&mut self, job: Job, memory: Option<Memory>) -> io::Result<()> {
-        let (Job::Read { chain, span, data }, Some(memory)) = (job, memory) else {
+        let (Job::Read { chain, span, data, again }, Some(memory)) = (job, memory) else {
             unreachable!("only reads are submitted without a permit, and they have memory")
         };
-        let len = span.len as u32;
-        self.ring.start(Io::Read { offset: span.offset, memory }, Tag::Read { chain, data, len })
+        let tag = Tag::Read { chain, data, span, again };
+        self.ring.start(Io::Read { offset: span.offset, memory }, tag)
     }
 
     fn submit_write(&mut self, job: Job, memory: Option<Memory>, permit: Permit) -> io::Result<()> {
@@ -279,7 +288,15 @@ impl Worker {
             )
         );
         match tag {
-            Tag::Read { chain, data, len } => {
+            Tag::Read { chain, data, span, again: false }
+                if result.as_ref().is_err_and(is_lost) =>
+            {
+                for chunk in self.device.mirror.layout().chunks(span) {
+                    self.device.fetcher.doubt(chunk);
+                }
+                self.park(Job::Read { chain, span, data, again: true })?;
+            }
+            Tag::Read { chain, data, span, .. } => {
                 let result = match (result, &io) {
                     (Ok(()), Io::Read { memory: Memory::Arena(buffer), .. }) => self
                         .map()
@@ -292,7 +309,7 @@ impl Worker {
                 if let Some(map) = self.map() {
                     map.mark_all(&data);
                 }
-                self.finish(chain, result, len);
+                self.finish(chain, result, span.len as u32);
             }
             Tag::Write { chain, permit } => {
                 self.device.mirror.complete(permit, result.is_ok());

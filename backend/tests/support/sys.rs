@@ -1,9 +1,12 @@
 //! The few system calls that the standard library has no safe form of.
 #![allow(unsafe_code)]
 
+use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::FromRawFd;
-use std::process::Child;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::process::{Child, Command};
 
 /// Memory that can be shared with another process by its descriptor.
 pub(crate) fn memfd(len: u64) -> File {
@@ -31,10 +34,9 @@ pub(crate) fn inherit(fd: i32) {
 }
 
 /// Mounts a tmpfs of `bytes` bytes, or says why it cannot be done here.
-pub(crate) fn mount_tmpfs(at: &std::path::Path, bytes: u64) -> Result<Mounted, std::io::Error> {
-    use std::os::unix::ffi::OsStrExt;
-    let target = std::ffi::CString::new(at.as_os_str().as_bytes()).expect("no NUL in a path");
-    let options = std::ffi::CString::new(format!("size={bytes}")).expect("no NUL in a number");
+pub(crate) fn mount_tmpfs(at: &Path, bytes: u64) -> Result<Mounted, std::io::Error> {
+    let target = c_string(at);
+    let options = CString::new(format!("size={bytes}")).expect("no NUL in a number");
     // SAFETY: all pointers are C strings that outlive the call.
     let result = unsafe {
         libc::mount(
@@ -51,8 +53,21 @@ pub(crate) fn mount_tmpfs(at: &std::path::Path, bytes: u64) -> Result<Mounted, s
     }
 }
 
+/// Mounts the file system in the file `image`, or says why it cannot be done here.
+pub(crate) fn mount_image(image: &Path, at: &Path) -> Result<Mounted, std::io::Error> {
+    let status = Command::new("mount").args(["-o", "loop"]).args([image, at]).status()?;
+    match status.success() {
+        true => Ok(Mounted(c_string(at))),
+        false => Err(std::io::Error::other("mount refuses")),
+    }
+}
+
+fn c_string(path: &Path) -> CString {
+    CString::new(path.as_os_str().as_bytes()).expect("no NUL in a path")
+}
+
 /// A mounted file system, detached when dropped.
-pub(crate) struct Mounted(std::ffi::CString);
+pub(crate) struct Mounted(CString);
 
 impl Drop for Mounted {
     fn drop(&mut self) {

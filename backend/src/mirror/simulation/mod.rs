@@ -14,6 +14,7 @@
 //! while it was, or not.
 
 mod death;
+mod forgetting;
 mod storing;
 
 use std::collections::HashMap;
