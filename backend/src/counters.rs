@@ -110,6 +110,8 @@ pub(crate) struct QueueCounters {
     pub(crate) parked: Counter,
     /// Requests that were popped,
     pub(crate) taken: Counter,
+    /// left in flight for the next who drives the queue,
+    pub(crate) left: Counter,
     /// and answered.
     answered: Counter,
     latencies: [Histogram; 3],
@@ -130,8 +132,8 @@ impl QueueCounters {
     /// Requests that were popped and not answered.
     pub(crate) fn in_flight(&self) -> u64 {
         // In this order, so that it is never negative.
-        let answered = self.answered.get();
-        self.taken.get().saturating_sub(answered)
+        let ended = self.answered.get() + self.left.get();
+        self.taken.get().saturating_sub(ended)
     }
 
     pub(crate) fn read(&self, queue: usize) -> QueueStatus {

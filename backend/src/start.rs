@@ -457,9 +457,16 @@ fn serve(
         abort.set();
     }
     let _ = persist.join();
-    let rested = rest(&device);
-    // What is in flight for a hypervisor that is away is left to the next process.
-    if rested.is_ok() && !device.ledgers.is_in_use() {
+    let left = device.commits.accepted().len();
+    let rested = rest(&device, left > 0);
+    if left > 0 {
+        tracing::info!(
+            checkpoints = left,
+            "the next start goes on with checkpoints that are not stable"
+        );
+    }
+    // What is in flight for a hypervisor that is away is left to the next process, too.
+    if rested.is_ok() && left == 0 && !device.ledgers.is_in_use() {
         live::remove(&live_dir);
     }
     for path in sockets.paths {
@@ -470,15 +477,18 @@ fn serve(
     rested
 }
 
-/// Leaves the mirror so that the next start continues exactly here.
-fn rest(device: &Device) -> Result<(), StartError> {
+/// Leaves the mirror so that the next start continues exactly here. While checkpoints are pending, all that
+/// is needed for that is in the live directory; the map tells what a host's death would leave.
+fn rest(device: &Device, is_pending: bool) -> Result<(), StartError> {
     let failed = serving("putting the mirror to rest");
     device.flusher.flush(&device.mirror, &device.disk).map_err(&failed)?;
-    let view = device.mirror.cut.view();
-    let (presence, layout) = (&device.mirror.presence, device.mirror.layout());
-    let known = device.flags.known_rings().load(Ordering::SeqCst) != 0;
-    let ended = device.flusher.map().end(presence, layout, view.dirty().iter(), known);
-    ended.map_err(&failed)?;
+    if !is_pending {
+        let view = device.mirror.cut.view();
+        let (presence, layout) = (&device.mirror.presence, device.mirror.layout());
+        let known = device.flags.known_rings().load(Ordering::SeqCst) != 0;
+        let ended = device.flusher.map().end(presence, layout, view.dirty().iter(), known);
+        ended.map_err(&failed)?;
+    }
     let unused = device.commits.unused_numbers();
     let unused = (!unused.is_empty()).then_some(unused);
     if let Err(error) = device.attachment.release(unused) {

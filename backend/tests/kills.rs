@@ -58,7 +58,11 @@ fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
             taken.extend(checkpoint(&mut guest, &options));
             guest.run(Duration::from_micros(rng.below(3000)));
         }
-        backend.kill();
+        // Whoever replaces the program by a newer one stops it in good order.
+        match rng.chance(20) {
+            true => backend.terminate(),
+            false => backend.kill(),
+        }
         tally.kills += 1;
         // One may be killed before it has found its feet.
         while rng.chance(20) {

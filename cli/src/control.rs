@@ -3,11 +3,12 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Checkpoint, Consistency, Event, MAX_LINE, QueueStatus, RefusalKind, Request, Stats, Status,
-    Wait,
+    Checkpoint, Consistency, Event, Follow, MAX_LINE, QueueStatus, RefusalKind, Request, Stats,
+    Status, Wait,
 };
 use serde_json::json;
 
@@ -19,6 +20,10 @@ use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a checkpoint waits until it is stable.
 const STABLE_TIMEOUT: Duration = Duration::from_secs(3600);
+/// How long a process that has gone may take to come back.
+const RETURN: Duration = Duration::from_secs(60);
+/// How long to wait before a connection is tried again.
+const RECONNECT: Duration = Duration::from_millis(100);
 
 pub(crate) fn checkpoint(
     socket: &Path,
@@ -152,16 +157,22 @@ fn print_stats(stats: &Stats, style: Style) -> Outcome {
     ])
 }
 
+/// Whether the other side has gone.
+fn is_end(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
 /// One exchange over a control socket, within a time.
-struct Client<F> {
+struct Client<'a, F> {
+    socket: &'a Path,
     stream: BufReader<UnixStream>,
     deadline: Instant,
     timeout: Duration,
     doing: F,
 }
 
-impl<F: Fn() -> String> Client<F> {
-    fn connect(socket: &Path, timeout: Duration, doing: F) -> Outcome<Self> {
+impl<'a, F: Fn() -> String> Client<'a, F> {
+    fn connect(socket: &'a Path, timeout: Duration, doing: F) -> Outcome<Self> {
         let stream = UnixStream::connect(socket).map_err(|error| {
             let (exit, advice) = match error.kind() {
                 io::ErrorKind::NotFound => (Exit::NotFound, "; is cairn-blk running?"),
@@ -171,17 +182,26 @@ impl<F: Fn() -> String> Client<F> {
             Failure::new(exit, doing(), format!("{error}{advice}"))
         })?;
         let deadline = Instant::now() + timeout;
-        Ok(Self { stream: BufReader::new(stream), deadline, timeout, doing })
+        Ok(Self { socket, stream: BufReader::new(stream), deadline, timeout, doing })
     }
 
-    /// Sends a request and returns the event that ends the exchange.
+    /// Sends a request and returns the event that ends the exchange. A checkpoint that was accepted is
+    /// followed over the end of the connection: the next cairn-blk goes on with it.
     fn ask(&mut self, request: &Request, wait: Wait) -> Outcome<Event> {
-        let line = json!(request).to_string() + "\n";
-        self.set_timeout()?;
-        let sent = self.stream.get_mut().write_all(line.as_bytes());
-        sent.map_err(|error| self.failed(&error))?;
+        self.send(request)?;
+        let mut accepted = None;
         loop {
-            match self.next()? {
+            let Some(event) = self.next()? else {
+                let Some(number) = accepted else {
+                    let why = "the connection was closed without an answer: try again when cairn-blk \
+                               is back; a checkpoint that it had accepted goes on then, and is listed";
+                    return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
+                };
+                self.reconnect()?;
+                self.send(&Request::Follow(Follow { number }))?;
+                continue;
+            };
+            match event {
                 Event::Error(refusal) => {
                     let exit = match refusal.kind {
                         RefusalKind::Invalid => Exit::Usage,
@@ -192,26 +212,53 @@ impl<F: Fn() -> String> Client<F> {
                     return Err(Failure::new(exit, (self.doing)(), refusal.message));
                 }
                 event if event.is_final(wait) => return Ok(event),
+                Event::Accepted(event) => accepted = Some(event.number),
                 _ => {}
             }
         }
     }
 
-    /// Reads an event. The time is checked between reads, so that a peer that sends byte by byte does
-    /// not escape it.
-    fn next(&mut self) -> Outcome<Event> {
+    /// Sends a request. That the connection has ended shows when the answer is read.
+    fn send(&mut self, request: &Request) -> Outcome {
+        let line = json!(request).to_string() + "\n";
+        self.set_timeout()?;
+        match self.stream.get_mut().write_all(line.as_bytes()) {
+            Err(error) if !is_end(&error) => Err(self.failed(&error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Connects to the next process, as soon as it listens.
+    fn reconnect(&mut self) -> Outcome {
+        let end = Instant::now() + RETURN;
+        loop {
+            thread::sleep(RECONNECT);
+            if Instant::now() >= end.min(self.deadline) {
+                let why = "cairn-blk has closed the connection and is not back; the checkpoint goes on \
+                           when it is, and is listed";
+                return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
+            }
+            if let Ok(stream) = UnixStream::connect(self.socket) {
+                self.stream = BufReader::new(stream);
+                return Ok(());
+            }
+        }
+    }
+
+    /// Reads an event; nothing if the connection has ended. The time is checked between reads, so that a
+    /// peer that sends byte by byte does not escape it.
+    fn next(&mut self) -> Outcome<Option<Event>> {
         let mut line = Vec::new();
         while line.last() != Some(&b'\n') {
             self.set_timeout()?;
             let available = match self.stream.fill_buf() {
                 Ok(available) => available,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if is_end(&error) => return Ok(None),
                 Err(error) => return Err(self.failed(&error)),
             };
             if available.is_empty() {
-                let why = "the connection was closed without an answer: try again when cairn-blk is \
-                           back; a checkpoint that it had accepted goes on then, and is listed";
-                return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
+                return Ok(None);
             }
             let len =
                 available.iter().position(|b| *b == b'\n').map_or(available.len(), |at| at + 1);
@@ -221,7 +268,7 @@ impl<F: Fn() -> String> Client<F> {
                 return Err(self.unexpected());
             }
         }
-        serde_json::from_slice(&line).map_err(|_| self.unexpected())
+        serde_json::from_slice(&line).map(Some).map_err(|_| self.unexpected())
     }
 
     fn set_timeout(&self) -> Outcome {

@@ -1,11 +1,12 @@
 //! The checkpoint: connect, flush, freeze, ask, thaw, and only then talk about it.
 
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use cairn_agent::{Accepted, Checkpoint, Event, Request, Stable, Wait};
+use cairn_agent::{Accepted, Checkpoint, Event, Follow, Request, Stable, Wait};
 
 use crate::args::CheckpointOptions;
-use crate::connection::{Connection, Deadline};
+use crate::connection::{Connection, Deadline, Endpoint};
 use crate::error::Error;
 use crate::freeze::Freezer;
 use crate::{report, sys};
@@ -42,7 +43,7 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
         let outcome = answer.and_then(|accepted| {
             let stable = match wait {
                 Wait::Accepted => None,
-                Wait::Stable => Some(await_stable(connection)?),
+                Wait::Stable => Some(await_stable(connection, accepted.number)?),
             };
             let taken = report::Taken {
                 disk: connection.endpoint().to_string(),
@@ -78,11 +79,46 @@ fn cut(
     connections.iter_mut().zip(asked).map(answer).collect()
 }
 
-/// Takes as long as the repository does: nothing of the guest waits for it.
-fn await_stable(connection: &mut Connection) -> Result<Stable, Error> {
-    match connection.receive(None)? {
-        Event::Stable(stable) => Ok(stable),
-        other => Err(connection.unexpected(other)),
+/// How long a process that has gone may take to come back.
+const RETURN: Duration = Duration::from_secs(60);
+
+/// How long to wait before a connection is tried again.
+const RECONNECT: Duration = Duration::from_millis(100);
+
+/// Takes as long as the repository does: nothing of the guest waits for it. The checkpoint is followed over
+/// the end of the connection, since the next process goes on with it.
+fn await_stable(connection: &mut Connection, number: u64) -> Result<Stable, Error> {
+    let mut deadline = Instant::now() + RETURN;
+    loop {
+        let begin = Instant::now();
+        let error = match connection.receive(None) {
+            Ok(Event::Stable(stable)) => return Ok(stable),
+            Ok(other) => return Err(connection.unexpected(other)),
+            Err(error @ (Error::Closed(_) | Error::Transport { .. })) => error,
+            Err(error) => return Err(error),
+        };
+        // A hypervisor may take a connection for a process that is not there.
+        if begin.elapsed() > 10 * RECONNECT {
+            deadline = Instant::now() + RETURN;
+        }
+        *connection = follow(connection.endpoint(), number, deadline).map_err(|_| error)?;
+    }
+}
+
+/// Asks the next process what becomes of a checkpoint.
+fn follow(endpoint: &Endpoint, number: u64, deadline: Instant) -> Result<Connection, Error> {
+    loop {
+        thread::sleep(RECONNECT);
+        let asked = Connection::open(endpoint.clone()).and_then(|mut next| {
+            next.send(&Request::Follow(Follow { number }), Deadline::after(RETURN))?;
+            Ok(next)
+        });
+        if asked.is_ok() && Instant::now() < deadline {
+            return asked;
+        }
+        if Instant::now() >= deadline {
+            return asked.and(Err(Error::Closed(endpoint.clone())));
+        }
     }
 }
 

@@ -37,6 +37,9 @@ pub const MAX_LABEL: usize = 64;
 pub enum Request {
     /// Take a checkpoint of the disk this process serves.
     Checkpoint(Checkpoint),
+    /// What becomes of a checkpoint that was accepted, perhaps by a process before this one. Answered with
+    /// `Stable` or `Failed` when it has ended.
+    Follow(Follow),
     /// What the disk is and does.
     Status,
     /// The snapshots of this disk's image, oldest first.
@@ -49,7 +52,7 @@ impl Request {
     /// Whether a guest may ask this over vsock.
     pub fn allowed_from_guest(&self) -> bool {
         match self {
-            Request::Checkpoint(_) | Request::Status | Request::List => true,
+            Request::Checkpoint(_) | Request::Follow(_) | Request::Status | Request::List => true,
             Request::Stats => false,
         }
     }
@@ -68,6 +71,14 @@ pub struct Checkpoint {
     /// How long to keep answering.
     #[serde(default)]
     pub wait: Wait,
+}
+
+/// See [`Request::Follow`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Follow {
+    /// The snapshot's number, as it was accepted.
+    pub number: u64,
 }
 
 /// How much the content of a snapshot can be relied on after a restart.
@@ -145,7 +156,8 @@ pub struct Stable {
     pub dirty_bytes: u64,
     /// Bytes that the repository did not have yet.
     pub stored_bytes: u64,
-    /// From the request to here, in milliseconds.
+    /// From the request to here, in milliseconds; by whole seconds if it was stable before it was asked
+    /// for with [`Request::Follow`].
     pub elapsed_ms: u64,
 }
 

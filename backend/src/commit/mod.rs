@@ -24,6 +24,11 @@ use crate::mirror::layer::Layer;
 /// Snapshot numbers to have in hand.
 pub(crate) const RESERVE: u64 = 64;
 
+/// Seconds since 1970, UTC.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
 /// What became of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum CommitState {
@@ -173,7 +178,7 @@ impl Commits {
                 cairn_agent::Consistency::Filesystem => Consistency::Filesystem,
                 cairn_agent::Consistency::Application => Consistency::Application,
             },
-            time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            time: now(),
             dirty_bytes: layer.dirty().len() * device.mirror.layout().chunk_size() as u64,
             pause_us: asked.elapsed().as_micros() as u64,
         };
@@ -194,6 +199,11 @@ impl Commits {
     /// What was accepted and has not ended, oldest first.
     pub(crate) fn accepted(&self) -> Vec<NewSnapshot> {
         self.queue().commits.iter().map(|commit| commit.new.clone()).collect()
+    }
+
+    /// The checkpoint with this number, if it has not ended.
+    pub(crate) fn find(&self, number: u64) -> Option<Arc<Commit>> {
+        self.queue().commits.iter().find(|commit| commit.new.number == number).cloned()
     }
 
     /// Checkpoints that are not stable yet, oldest first.
@@ -271,7 +281,7 @@ impl Commits {
     }
 
     /// Accepts nothing more. Returns whether everything accepted became stable or failed within
-    /// `limit`; what is left then is for [`persist`] to give up.
+    /// `limit`.
     pub(crate) fn close(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut queue = self.queue();

@@ -114,7 +114,9 @@ pub(crate) fn spawn(
         loop {
             match device.commits.next(REFILL) {
                 Next::Commit(commit) => {
-                    run(&device, &commit, &abort, patience);
+                    if !run(&device, &commit, &abort, patience) {
+                        return;
+                    }
                     if let Err(error) = device.flusher.tidy(&device.mirror, &device.disk) {
                         tracing::warn!(%error, "the map knows more regions than it has to");
                     }
@@ -129,8 +131,9 @@ pub(crate) fn spawn(
     })
 }
 
-/// Takes one checkpoint to its end.
-fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) {
+/// Takes one checkpoint to its end. Returns whether it has one: when the process stops, the checkpoint is
+/// left to the next.
+fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) -> bool {
     let name = device.snapshot_name(commit.new.number);
     // Whatever becomes of it: only then is the dirty set complete.
     settle(device, &commit.layer);
@@ -144,6 +147,7 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) {
             tracing::info!(%name, stored_bytes, ms = elapsed.as_millis() as u64, "stable");
             CommitState::Stable { stored_bytes, elapsed }
         }
+        Err(PersistError::Stopped) => return false,
         Err(error) => {
             let reason = error.to_string();
             if let PersistError::Repository(cairn_store::Error::Poisoned { .. }) = &error {
@@ -158,6 +162,7 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) {
     };
     device.mirror.events.notify();
     device.commits.ended(commit, state, is_recorded);
+    true
 }
 
 /// Tells the catalog of a failure. Returns whether it knows, or need not: it may never have heard of the

@@ -6,16 +6,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Accepted, Checkpoint, Event, Failed, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
+    Accepted, Checkpoint, Event, Failed, Follow, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
     RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
-use cairn_store::SnapshotState;
+use cairn_store::{Snapshot, SnapshotState};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::Origin;
-use crate::commit::{Commit, CommitState};
+use crate::commit::{Commit, CommitState, now};
 use crate::device::Device;
 
 /// How long a line may take, once begun, in either direction.
@@ -46,13 +46,16 @@ pub(super) async fn serve(
             }
         };
         if origin == Origin::Guest && !request.allowed_from_guest() {
-            let message = "a guest may ask for checkpoint, status and list only".into();
+            let message = "a guest may ask for checkpoint, follow, status and list only".into();
             send(&mut writer, &refusal(RefusalKind::Denied, message)).await?;
             continue;
         }
         match request {
             Request::Checkpoint(request) => {
                 checkpoint(&mut writer, device, &request, asked).await?;
+            }
+            Request::Follow(Follow { number }) => {
+                send(&mut writer, &follow(device, number).await).await?;
             }
             Request::Status => send(&mut writer, &Event::Status(status(device))).await?,
             Request::List => send(&mut writer, &list(device).await).await?,
@@ -154,6 +157,51 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
     used.await.unwrap_or(false)
 }
 
+/// What becomes of a checkpoint, whoever accepted it.
+async fn follow(device: &Arc<Device>, number: u64) -> Event {
+    // In this order: what has left the queue meanwhile is in the catalog.
+    if let Some(commit) = device.commits.find(number) {
+        return outcome(device, &commit).await;
+    }
+    let snapshot = match snapshots(device).await {
+        Ok(all) => all.into_iter().find(|one| one.number == number),
+        Err(refused) => return refused,
+    };
+    let name = device.snapshot_name(number);
+    let Some(snapshot) = snapshot else {
+        return refusal(RefusalKind::Invalid, format!("there is no snapshot {name}"));
+    };
+    match snapshot.state {
+        SnapshotState::Stable => Event::Stable(Stable {
+            snapshot: name,
+            number,
+            dirty_bytes: snapshot.dirty_bytes,
+            stored_bytes: snapshot.stored_bytes,
+            elapsed_ms: now().saturating_sub(snapshot.time) * 1000,
+        }),
+        SnapshotState::Failed => {
+            let reason = snapshot.reason.unwrap_or_else(|| "for a reason that is not known".into());
+            Event::Failed(Failed { snapshot: name, number, reason })
+        }
+        SnapshotState::Pending => {
+            let message =
+                format!("{name} is not a checkpoint of this disk; it is another mirror's");
+            refusal(RefusalKind::Invalid, message)
+        }
+    }
+}
+
+/// The snapshots of the disk's image, as the catalog has them; or what to answer if it cannot tell.
+async fn snapshots(device: &Arc<Device>) -> Result<Vec<Snapshot>, Event> {
+    let shared = device.clone();
+    let ask = move || shared.repository.snapshots(shared.attachment.image());
+    let asked = match tokio::task::spawn_blocking(ask).await {
+        Ok(asked) => asked.map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    asked.map_err(|message| refusal(RefusalKind::Unavailable, message))
+}
+
 /// Waits for the end of a checkpoint.
 async fn outcome(device: &Device, commit: &Commit) -> Event {
     let mut state = commit.watch();
@@ -198,13 +246,9 @@ fn status(device: &Device) -> Status {
 /// the catalog may learn of it a little later.
 async fn list(device: &Arc<Device>) -> Event {
     let accepted = device.commits.accepted();
-    let shared = device.clone();
-    let snapshots =
-        tokio::task::spawn_blocking(move || shared.repository.snapshots(shared.attachment.image()));
-    let snapshots = match snapshots.await {
-        Ok(Ok(snapshots)) => snapshots,
-        Ok(Err(error)) => return refusal(RefusalKind::Unavailable, error.to_string()),
-        Err(error) => return refusal(RefusalKind::Unavailable, error.to_string()),
+    let snapshots = match snapshots(device).await {
+        Ok(snapshots) => snapshots,
+        Err(refused) => return refused,
     };
     let last = snapshots.last().map_or(0, |snapshot| snapshot.number);
     let mut lines: Vec<SnapshotLine> = snapshots

@@ -35,7 +35,7 @@ use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
 use crate::sys;
 use crate::worker::ledger::{Ledger, Region, RingIndices, RingPlace};
 use crate::worker::queue::{QueueSetup, chains};
-use crate::worker::{Command, Mailbox};
+use crate::worker::{Command, Mailbox, Waiting};
 
 /// Memory slots, as many as KVM guests use.
 const MAX_MEMORY_SLOTS: u64 = 509;
@@ -239,13 +239,13 @@ impl Handler {
 
     /// Stops a ring after the last request that was popped is completed.
     fn stop(&mut self, index: usize) {
-        self.halt(index..index + 1);
+        self.halt(index..index + 1, Waiting::Finish);
         self.release_if_idle();
     }
 
-    /// Stops everything, as when the connection ends.
-    pub(crate) fn stop_all(&mut self) {
-        self.halt(0..self.rings.len());
+    /// Stops all rings. If the connection has ended, requests that wait are left to the next one.
+    pub(crate) fn stop_all(&mut self, waiting: Waiting) {
+        self.halt(0..self.rings.len(), waiting);
         self.release_if_idle();
     }
 
@@ -262,20 +262,20 @@ impl Handler {
         index: usize,
         change: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
-        self.halt(index..index + 1);
+        self.halt(index..index + 1, Waiting::Finish);
         let result = change(self).and_then(|()| self.update(index));
         self.release_if_idle();
         result
     }
 
     /// Stops rings, all at the same time.
-    fn halt(&mut self, indices: Range<usize>) {
+    fn halt(&mut self, indices: Range<usize>, waiting: Waiting) {
         let mut answers = Vec::new();
         for index in indices {
             if std::mem::take(&mut self.rings[index].running) {
                 self.device.running.fetch_sub(1, Ordering::Relaxed);
                 let (reply, answer) = mpsc::channel();
-                self.workers[index].send(Command::Stop(reply));
+                self.workers[index].send(Command::Stop(waiting, reply));
                 answers.push((index, answer));
             }
         }
@@ -323,7 +323,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn reset_device(&mut self) -> Result<()> {
-        self.stop_all();
+        self.stop_all(Waiting::Finish);
         for ring in &mut self.rings {
             *ring = Ring { size: self.queue_size, ..Ring::default() };
         }

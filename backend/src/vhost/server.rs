@@ -14,7 +14,7 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 use super::Handler;
 use super::owner::ConnectionId;
 use crate::device::Device;
-use crate::worker::Mailbox;
+use crate::worker::{Mailbox, Waiting};
 
 /// Where hypervisors come from.
 pub(crate) enum Source {
@@ -158,7 +158,7 @@ fn connection(
             Err(error) => break Err(io::Error::other(error.to_string())),
         }
     };
-    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
+    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(Waiting::Leave);
     device.connected.fetch_sub(1, Ordering::SeqCst);
     stop.leave(id);
     match end {

@@ -16,7 +16,8 @@
 //!
 //! QEMU and Cloud Hypervisor keep this memory for us (GET_INFLIGHT_FD and SET_INFLIGHT_FD) and drop it
 //! when the guest resets. For other hypervisors there is a file of our own with the same layout, which may
-//! be of a guest that is gone: it counts only if it fits the rings.
+//! be of a guest that is gone: it counts only if it fits the rings. As long as nothing was returned a new
+//! guest's rings look the same; but then all that is in flight is still in the available ring.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -32,6 +33,9 @@ const VERSION: u64 = 1;
 
 /// Words before a queue's entries.
 const HEADER: usize = 2;
+
+/// Stands for the last head while none was returned.
+const NO_HEAD: u16 = u16::MAX;
 
 /// The ledgers of all queues of a device, each for so many entries.
 #[derive(Clone)]
@@ -155,7 +159,13 @@ impl Ledger {
             self.set(Ledger::entry(head), 0);
         }
         self.counter = 0;
-        self.set_header(0, used);
+        self.set_header(NO_HEAD, used);
+    }
+
+    /// Whether no chain was returned since [`Ledger::reset`].
+    fn is_unused(&self) -> bool {
+        let [_, _, last, _] = self.header();
+        last == NO_HEAD
     }
 
     /// A chain was popped.
@@ -228,7 +238,10 @@ impl OwnLedgers {
         let known = &self.places[queue * PLACE..(queue + 1) * PLACE];
         let wanted = [place.descriptors, place.available, place.used, u64::from(size)];
         let is_known = known.iter().zip(wanted).all(|(a, b)| a.load(Ordering::Acquire) == b);
-        let heads = if is_known {
+        let heads = if is_known && ring.used == 0 && ledger.is_unused() {
+            ledger.reset(ring.used);
+            Some(Vec::new())
+        } else if is_known {
             ledger.resume(ring)
         } else {
             ledger.reset(ring.used);
@@ -327,7 +340,7 @@ mod tests {
         let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
         let open = |queues| OwnLedgers::open(&path, queues, 64).unwrap();
         let (mut ledger, heads) = open(2).resume(1, 64, place, ring(0, 7)).unwrap();
-        assert_eq!(heads, None);
+        assert_eq!(heads, None, "it is another place than before");
         assert!(!open(2).is_in_use());
         ledger.popped(9);
         assert!(open(2).is_in_use());
@@ -336,5 +349,22 @@ mod tests {
         assert_eq!(heads(2, RingPlace { used: 0x4000, ..place }), None);
         assert_eq!(heads(2, place), None, "the last one is another guest's");
         assert_eq!(heads(3, place), None, "other queues");
+    }
+
+    #[test]
+    fn while_nothing_was_returned_the_ring_itself_has_what_is_in_flight() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledgers = OwnLedgers::open(&dir.path().join("ledger"), 1, 64).unwrap();
+        let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        let resume = |indices| ledgers.resume(0, 64, place, indices).unwrap();
+        let (mut ledger, _) = resume(ring(0, 0));
+        ledger.popped(9);
+        let (mut ledger, heads) = resume(ring(1, 0));
+        assert_eq!(heads, Some(vec![]), "the next to pop is the first, of whichever guest");
+        ledger.popped(9);
+        ledger.popped(4);
+        ledger.returning(4, 0);
+        ledger.returned(4, 1);
+        assert_eq!(resume(ring(2, 1)).1, Some(vec![9]));
     }
 }

@@ -40,6 +40,15 @@ use crate::uring::{Reaped, Ring};
 /// fails them.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
+/// What becomes of requests that wait for something else when their queue stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waiting {
+    /// They get some time, and fail then: the guest asked for the stop.
+    Finish,
+    /// They stay in flight, for whoever drives the queue next.
+    Leave,
+}
+
 /// The poll of the wake-up descriptor. Kick polls count up from here.
 const WAKE: u32 = 0;
 
@@ -54,9 +63,9 @@ pub(crate) enum Command {
     Pause(Sender<()>),
     /// Go on with this memory.
     Resume(Arc<GuestMap>),
-    /// Finish every request that was popped, let the queue go, and answer with the next available
+    /// Finish every request that was submitted, let the queue go, and answer with the next available
     /// index.
-    Stop(Sender<u16>),
+    Stop(Waiting, Sender<u16>),
     /// A flush of the map that was asked for under this key has ended.
     Flushed(usize, io::Result<()>),
     /// End the thread.
@@ -179,8 +188,15 @@ struct Worker {
     /// The most queues that may run for it to look before it sleeps: others need the processors too.
     most_queues: usize,
     paused: Option<Pause>,
-    stopping: Option<(Sender<u16>, Instant)>,
+    stopping: Option<Stopping>,
     exit: bool,
+}
+
+/// A stop that was asked for.
+struct Stopping {
+    waiting: Waiting,
+    deadline: Instant,
+    reply: Sender<u16>,
 }
 
 impl Worker {
@@ -237,7 +253,10 @@ impl Worker {
                         self.plan_parked()?;
                     }
                 }
-                Command::Stop(reply) => self.stopping = Some((reply, Instant::now() + STOP_LIMIT)),
+                Command::Stop(waiting, reply) => {
+                    let deadline = Instant::now() + STOP_LIMIT;
+                    self.stopping = Some(Stopping { waiting, deadline, reply });
+                }
                 Command::Flushed(key, result) => {
                     let chain = self.flushes.remove(key);
                     self.finish(chain, result, 0);
@@ -258,11 +277,16 @@ impl Worker {
         self.paused.is_none() && self.stopping.is_none()
     }
 
+    /// Whether a stop leaves to the next what waits.
+    fn leaves(&self) -> bool {
+        self.stopping.as_ref().is_some_and(|stopping| stopping.waiting == Waiting::Leave)
+    }
+
     /// Pops and starts what the guest has made available.
     fn pop_all(&mut self) -> io::Result<()> {
-        let stopping = self.stopping.is_some();
+        let (stopping, leaving) = (self.stopping.is_some(), self.leaves());
         let Some(queue) = &mut self.queue else { return Ok(()) };
-        if self.paused.is_some() || (stopping && !queue.has_again()) {
+        if self.paused.is_some() || leaving || (stopping && !queue.has_again()) {
             return Ok(());
         }
         queue.disable_kicks();
@@ -312,7 +336,7 @@ impl Worker {
                 || self.device.mirror.events.may_sleep(self.index, self.seen));
         let limit = match &self.stopping {
             _ if !may_sleep => Some(Duration::ZERO),
-            Some((_, deadline)) => Some(
+            Some(Stopping { deadline, .. }) => Some(
                 deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1)),
             ),
             None => None,
@@ -368,10 +392,16 @@ impl Worker {
         }
     }
 
-    /// Ends a stop when every request is answered. Those that still wait at the deadline fail.
+    /// Ends a stop when every request is answered or left. Those that still wait at the deadline fail.
     fn finish_stop(&mut self) -> io::Result<()> {
-        let Some((_, deadline)) = &self.stopping else { return Ok(()) };
-        if !self.parked.is_empty() && Instant::now() >= *deadline {
+        let leaving = self.leaves();
+        let Some(Stopping { deadline, .. }) = &self.stopping else { return Ok(()) };
+        if leaving {
+            for job in std::mem::take(&mut self.parked) {
+                self.counters().left.add(1);
+                job.into_chain().leave();
+            }
+        } else if !self.parked.is_empty() && Instant::now() >= *deadline {
             tracing::error!(
                 requests = self.parked.len(),
                 "a stopping queue fails requests that wait"
@@ -381,7 +411,7 @@ impl Worker {
             }
         }
         let again = self.queue.as_ref().is_some_and(ActiveQueue::has_again);
-        let waiting = again && self.paused.is_none();
+        let waiting = again && self.paused.is_none() && !leaving;
         if self.ring.in_flight() > 0
             || !self.flushes.is_empty()
             || !self.parked.is_empty()
@@ -400,9 +430,9 @@ impl Worker {
             None => 0,
         };
         self.paused = None;
-        if let Some((reply, _)) = self.stopping.take() {
+        if let Some(stopping) = self.stopping.take() {
             // As above.
-            let _ = reply.send(next_avail);
+            let _ = stopping.reply.send(next_avail);
         }
         Ok(())
     }

@@ -32,7 +32,7 @@ pub(crate) struct QueueSetup {
     pub(crate) again: VecDeque<InFlight>,
 }
 
-/// A popped chain. It is completed exactly once: losing one trips an assertion.
+/// A popped chain. It is completed exactly once, or left on purpose: losing one trips an assertion.
 #[must_use]
 pub(crate) struct Chain {
     head: u16,
@@ -41,6 +41,13 @@ pub(crate) struct Chain {
     /// The beginning of the turn in which it was popped.
     pub(crate) since: Instant,
     returned: bool,
+}
+
+impl Chain {
+    /// Leaves it in flight: the ledger tells the next who drives the queue.
+    pub(super) fn leave(mut self) {
+        self.returned = true;
+    }
 }
 
 impl Drop for Chain {

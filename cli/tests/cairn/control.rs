@@ -58,6 +58,25 @@ fn waiting_for_stable_goes_on_after_accepted() {
 }
 
 #[test]
+fn a_checkpoint_is_followed_over_the_end_of_the_connection() {
+    let place = Place::new();
+    let listener = UnixListener::bind(place.path("ctl")).unwrap();
+    let server = thread::spawn(move || {
+        [ACCEPTED, STABLE].map(|answer| {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = String::new();
+            BufReader::new(stream.try_clone().unwrap()).read_line(&mut request).unwrap();
+            writeln!(stream, "{answer}").unwrap();
+            serde_json::from_str::<Value>(&request).unwrap()
+        })
+    });
+    let run = place.run(&["checkpoint", "--control", "ctl", "--wait", "stable"]);
+    assert_eq!((run.code, run.stdout.as_slice()), (0, b"vm1@3\n".as_slice()), "{}", run.stderr);
+    let [_, second] = server.join().unwrap();
+    assert_eq!((&second["op"], &second["number"]), (&"follow".into(), &3.into()));
+}
+
+#[test]
 fn a_checkpoint_that_fails_exits_with_1_and_tells_why() {
     let failed = r#"{"event":"failed","snapshot":"vm1@3","number":3,"reason":"the disk is full"}"#;
     let (_, run) = exchange(&[ACCEPTED, failed], &["checkpoint", "--wait", "stable"]);
@@ -88,7 +107,7 @@ fn answers_that_make_no_sense_are_failures() {
 #[test]
 fn a_connection_that_closes_early_is_unavailable() {
     for lines in [&[][..], &[ACCEPTED]] {
-        let (_, run) = exchange(lines, &["checkpoint", "--wait", "stable"]);
+        let (_, run) = exchange(lines, &["checkpoint", "--wait", "stable", "--timeout", "1"]);
         assert_eq!(run.code, 6, "{}", run.stderr);
         assert!(run.stderr.contains("closed"), "{}", run.stderr);
     }

@@ -1,6 +1,7 @@
 //! What the agent says to the host, what it prints, and the code it exits with.
 
 use std::io::Write;
+use std::net::Shutdown;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use cairn_agent::{
     Snapshots, Wait,
 };
 
-use crate::host::{Host, accepted, agent, say};
+use crate::host::{Host, accepted, agent, say, stable};
 
 fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
@@ -39,6 +40,25 @@ fn json_tells_both_the_cut_and_its_becoming_stable() {
     assert_eq!(taken["accepted"]["pause_us"], 12);
     assert_eq!(taken["stable"]["stored_bytes"], 512);
     assert!(taken.get("frozen_us").is_none(), "nothing was frozen: {taken}");
+}
+
+#[test]
+fn a_checkpoint_is_followed_over_the_end_of_the_connection() {
+    let host = Host::answering(|request, stream| match request {
+        Request::Checkpoint(_) => {
+            say(stream, &accepted("vm1"));
+            stream.shutdown(Shutdown::Both).unwrap();
+        }
+        Request::Follow(follow) => {
+            assert_eq!(follow.number, 7);
+            say(stream, &stable("vm1"));
+        }
+        other => panic!("{other:?}"),
+    });
+    let output = agent("checkpoint --wait stable --json", &[&host.socket()]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let taken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(taken["stable"]["snapshot"], "vm1@7");
 }
 
 #[test]
