@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::World;
+use super::{World, space};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Fault {
@@ -29,6 +29,12 @@ pub(super) enum Fault {
     Commit,
     /// Writes wait too long for room: the oldest checkpoint is given up.
     Stall,
+    /// No space for the state of the next epoch.
+    NoEpoch,
+    /// No space for a record of the journal, or not for all of it.
+    NoRecord,
+    /// No space for more of the shelf.
+    NoShelf,
 }
 
 /// How often each has happened.
@@ -36,7 +42,7 @@ pub(super) enum Fault {
 pub(super) struct Faults(BTreeMap<Fault, u64>);
 
 impl Faults {
-    pub(super) const ALL: [Fault; 11] = [
+    pub(super) const ALL: [Fault; 14] = [
         Fault::Write,
         Fault::ShortWrite,
         Fault::Fill,
@@ -48,6 +54,9 @@ impl Faults {
         Fault::Repository,
         Fault::Commit,
         Fault::Stall,
+        Fault::NoEpoch,
+        Fault::NoRecord,
+        Fault::NoShelf,
     ];
 
     pub(super) fn add(&mut self, fault: Fault, times: u64) {
@@ -90,6 +99,20 @@ impl World {
         blocks.retain(|_| self.rng.chance(50));
     }
 
+    /// Space runs out now and then, for a while.
+    pub(super) fn space_step(&mut self) {
+        if self.full_for > 0 {
+            self.full_for -= 1;
+            if self.full_for == 0 {
+                space::set(None);
+            }
+        } else if self.rng.below(300) == 0 {
+            self.full_for = 1 + self.rng.below(40);
+            // Some records fit in, and half of one.
+            space::set(Some(self.rng.below(300) as usize));
+        }
+    }
+
     /// What a write has to wait for may not come.
     pub(super) fn stall_step(&mut self) {
         if self.mirror.was_short() && self.strikes(Fault::Stall, 1) {
@@ -100,5 +123,10 @@ impl World {
     /// Nothing goes wrong any more.
     pub(super) fn calm_down(&mut self) {
         self.calm = true;
+        space::set(None);
+        let refused = space::look();
+        self.faults.add(Fault::NoRecord, refused.records);
+        // Epochs and the shelf are the files that grow.
+        self.faults.add(Fault::NoShelf, refused.files - self.faults.of(Fault::NoEpoch));
     }
 }

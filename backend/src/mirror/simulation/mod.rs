@@ -14,13 +14,15 @@
 //! their ledger. A write that was in flight at the death may be in a snapshot that was frozen
 //! while it was, or not.
 //!
-//! Disks fail in whole and in part ([`faults`]). That may cost snapshots, which fail then, but nothing else:
-//! at the end all works again, and a last snapshot has to be complete and right.
+//! Disks fail in whole and in part, and their space runs out and comes back ([`faults`]). That may cost
+//! snapshots, which fail then, but nothing else: at the end all works again, and a last snapshot has to be
+//! complete and right.
 
 mod death;
 mod faults;
 mod kernel;
 mod ring;
+pub(super) mod space;
 mod storing;
 
 use std::collections::HashMap;
@@ -124,12 +126,15 @@ struct World {
     published: u64,
     deaths: u64,
     faults: Faults,
+    /// Steps until there is space again.
+    full_for: u64,
     /// Set when nothing may go wrong any more.
     calm: bool,
 }
 
 impl World {
     fn new(seed: u64, shelf: u64, plant: Option<Plant>) -> World {
+        space::begin();
         let layout = Layout::new(Geometry::new(CHUNKS * CHUNK, CHUNK as u32).unwrap());
         // In memory where that can be had, as the live directory is.
         let dir = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
@@ -164,11 +169,13 @@ impl World {
             published: 0,
             deaths: 0,
             faults: Faults::default(),
+            full_for: 0,
             calm: false,
         }
     }
 
     fn step(&mut self) {
+        self.space_step();
         self.stall_step();
         let worker = self.rng.below(WORKERS as u64) as usize;
         match self.rng.below(100) {

@@ -13,7 +13,15 @@ use crate::mirror::layer::{Epoch, Layer};
 
 impl World {
     pub(super) fn freeze(&mut self) {
-        let Some(layer) = self.mirror.cut.freeze().unwrap() else { return };
+        // A state for the epoch after this one may be made ahead, if there is space.
+        if self.rng.chance(30) && self.mirror.cut.prepare().is_err() {
+            self.faults.add(Fault::NoEpoch, 1);
+        }
+        let layer = match self.mirror.cut.freeze() {
+            Ok(Some(layer)) => layer,
+            Ok(None) => return,
+            Err(_) => return self.faults.add(Fault::NoEpoch, 1),
+        };
         if self.plant == Some(Plant::Unsettled) {
             layer.set_settled();
         }
