@@ -109,6 +109,13 @@ impl DirtySet {
         }
     }
 
+    /// Forgets a chunk, which is a mistake: tests make it on purpose.
+    #[cfg(test)]
+    pub(crate) fn remove(&self, chunk: u64) {
+        self.chunks.words()[(chunk / 64) as usize]
+            .fetch_and(!(1 << (chunk % 64)), Ordering::AcqRel);
+    }
+
     pub(crate) fn contains(&self, chunk: u64) -> bool {
         self.chunks.get(chunk)
     }

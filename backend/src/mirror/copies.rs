@@ -212,8 +212,8 @@ pub(crate) struct Shelf {
     allocated: Mutex<u64>,
 }
 
-/// The file gets its space in steps of this many bytes: most disks never need much.
-const STEP: u64 = 4 << 20;
+/// The file gets its space in steps of this many bytes: most disks never need much. Tests see it grow.
+const STEP: u64 = if cfg!(test) { BLOCK } else { 4 << 20 };
 
 impl Shelf {
     /// In `file`, with whatever it holds; at most `limit` bytes.

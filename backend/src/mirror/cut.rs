@@ -236,10 +236,12 @@ impl Cut {
         layer.set_failure(reason);
     }
 
-    /// As [`Cut::fail`], for the oldest one that is not given up already.
+    /// As [`Cut::fail`], for the oldest one that is not given up already. One that is not settled has no
+    /// copies yet that anybody would wait for.
     pub(crate) fn fail_oldest(&self, reason: &str) {
         let view = self.view();
-        if let Some(layer) = view.layers.iter().find(|layer| layer.failure().is_none()) {
+        let is_it = |layer: &&Arc<Layer>| layer.is_settled() && layer.failure().is_none();
+        if let Some(layer) = view.layers.iter().find(is_it) {
             self.fail(layer, reason);
         }
     }

@@ -184,6 +184,8 @@ pub(crate) fn allocate(file: &File, len: u64) -> io::Result<()> {
 
 /// Makes a file at least `offset + len` bytes long, with space for the last `len` of them.
 pub(crate) fn allocate_more(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    #[cfg(test)]
+    super::simulation::space::take_for_file(len)?;
     // SAFETY: no memory is passed; the descriptor is open as long as `file`.
     let result = unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, len as i64) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

@@ -17,6 +17,8 @@ use cairn_store::{ChunkId, ChunkIndex};
 
 use super::layer::Epoch;
 use super::layout::Blocks;
+#[cfg(test)]
+use super::simulation::space;
 
 /// Bytes of a record.
 const RECORD: usize = 64;
@@ -144,6 +146,11 @@ impl Journal {
     pub(crate) fn write(&self, records: impl IntoIterator<Item = Record>) -> io::Result<()> {
         let bytes: Vec<u8> = records.into_iter().flat_map(|record| record.encode()).collect();
         let mut content = self.content();
+        #[cfg(test)]
+        if let Err(fits) = space::take_for_records(bytes.len()) {
+            content.file.write_all_at(&bytes[..fits], content.len)?;
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         // One that fails half way is written over by the next.
         content.file.write_all_at(&bytes, content.len)?;
         content.len += bytes.len() as u64;

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use cairn_store::SnapshotState;
 use tempfile::TempDir;
 
-use super::{CHUNKS, Kernel, Plant, WORKERS, World};
+use super::kernel::{Kind, Operation};
+use super::ring::Write;
+use super::{CHUNKS, Plant, WORKERS, World, ring};
 use crate::mirror::copies::{Arena, Places, Shelf};
 use crate::mirror::cut::Cut;
 use crate::mirror::epoch::Epochs;
@@ -56,39 +58,35 @@ pub(super) fn open(
 }
 
 impl World {
-    /// The process dies, and the next one takes over.
-    pub(super) fn die(&mut self) {
+    /// What the kernel has in its hands lands or not; all else of the process is gone.
+    fn die(&mut self) {
         self.deaths += 1;
-        let mut requests = Vec::new();
-        for operation in std::mem::take(&mut self.kernel) {
-            match operation {
-                Kernel::Write { write, mut permit, left, .. } => {
+        for Operation { kind, left, .. } in std::mem::take(&mut self.kernel) {
+            match kind {
+                Kind::Write { job, mut permit, .. } => {
                     permit.returned = true;
+                    let Write { span, version } = job.write;
                     for block in left {
                         if self.rng.chance(50) {
-                            self.disk[block as usize] = write.version;
+                            self.disk[block as usize] = version;
                         }
                     }
-                    let blocks = self.layout.blocks(write.span);
+                    let blocks = self.layout.blocks(span);
                     for block in blocks.first..blocks.end() {
-                        self.torn[block as usize].push((permit.epoch, write.version));
+                        self.torn[block as usize].push((permit.epoch, version));
                     }
-                    requests.push(write);
                 }
-                Kernel::Fill { left, .. } => {
+                Kind::Fill { .. } => {
                     for block in left {
                         if self.rng.chance(50) {
                             self.disk[block as usize] = self.parent[block as usize];
                         }
                     }
                 }
-                Kernel::Copy { .. } | Kernel::Persist { .. } => {}
+                Kind::Copy { .. } | Kind::Spill { .. } | Kind::Persist { .. } => {}
             }
         }
-        requests.extend(self.parked.iter_mut().flat_map(std::mem::take));
-        if self.plant == Some(Plant::LostRequest) {
-            requests.pop();
-        }
+        self.parked.iter_mut().for_each(Vec::clear);
         if self.plant == Some(Plant::LostRecord) {
             let path = self.dir.path().join("journal");
             let journal = OpenOptions::new().write(true).open(path).unwrap();
@@ -101,9 +99,19 @@ impl World {
         self.commits = resumed;
         let entrance = |worker| self.mirror.cut.entrance(worker);
         self.entrances = (0..WORKERS).map(entrance).collect();
-        for write in requests {
-            let worker = self.rng.below(WORKERS as u64) as usize;
-            self.parked[worker].push(write);
+        self.queues = ring::open(&self.ledgers, &self.rings);
+        if self.plant == Some(Plant::LostLedgerEntry) {
+            self.queues[0].lose_one(&self.rings[0]);
+            self.queues = ring::open(&self.ledgers, &self.rings);
         }
+    }
+
+    /// Whether the process dies now, as in so many of a thousand cases. The next one has taken over then.
+    pub(super) fn dies(&mut self, per_mille: u64) -> bool {
+        let dies = !self.calm && self.rng.below(1000) < per_mille;
+        if dies {
+            self.die();
+        }
+        dies
     }
 }

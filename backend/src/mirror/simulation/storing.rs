@@ -5,19 +5,29 @@ use std::sync::Arc;
 
 use cairn_store::{ChunkIndex, Consistency, NewSnapshot, SnapshotState};
 
-use super::{CHUNK, Kernel, PER_CHUNK, Plant, World, stamp};
+use super::faults::Fault;
+use super::kernel::{Kind, Operation};
+use super::{CHUNK, PER_CHUNK, Plant, World, stamp};
 use crate::mirror::blockset::BlockSet;
 use crate::mirror::layer::{Epoch, Layer};
 
 impl World {
     pub(super) fn freeze(&mut self) {
-        let Some(layer) = self.mirror.cut.freeze().unwrap() else { return };
+        // A state for the epoch after this one may be made ahead, if there is space.
+        if self.rng.chance(30) && self.mirror.cut.prepare().is_err() {
+            self.faults.add(Fault::NoEpoch, 1);
+        }
+        let layer = match self.mirror.cut.freeze() {
+            Ok(Some(layer)) => layer,
+            Ok(None) => return,
+            Err(_) => return self.faults.add(Fault::NoEpoch, 1),
+        };
         if self.plant == Some(Plant::Unsettled) {
             layer.set_settled();
         }
         // It may end before the checkpoint is answered: then there was none.
-        if self.rng.chance(5) {
-            return self.die();
+        if self.dies(50) {
+            return;
         }
         layer.accept(&NewSnapshot {
             number: layer.epoch.0,
@@ -36,45 +46,53 @@ impl World {
         if !self.mirror.cut.settle(&layer) {
             return;
         }
-        if self.rng.chance(2) && !self.persisting() {
-            // The catalog may be away: then the failure cannot be recorded there.
-            if self.rng.chance(50) {
-                self.states.insert(layer.epoch.0, SnapshotState::Failed);
-                if self.rng.chance(20) {
-                    return self.die();
-                }
-            }
-            self.commits.remove(0);
-            self.mirror.cut.give_up(&layer);
-            return;
-        }
         let sources = self.sources(&layer);
-        for (at, source) in sources.iter().enumerate() {
-            for chunk in source.dirty().iter() {
-                let newer = sources[at + 1..].iter().any(|newer| newer.dirty().contains(chunk));
-                if newer || source.is_stored(ChunkIndex(chunk)) {
-                    continue;
-                }
-                if source.take(ChunkIndex(chunk)) {
-                    let present = self.mirror.presence.of(self.layout.blocks_of(ChunkIndex(chunk)));
-                    let (layer, chunk) = (source.clone(), ChunkIndex(chunk));
-                    let (data, left) = (vec![0; CHUNK as usize], (0..PER_CHUNK).collect());
-                    self.kernel.push(Kernel::Persist { layer, data, present, chunk, left });
-                    return;
-                }
+        let lost = sources.iter().any(|source| source.failure().is_some());
+        if lost || self.strikes(Fault::Commit, 1) {
+            return self.give_up();
+        }
+        for (source, chunk) in needed(&sources) {
+            if !source.is_stored(chunk) && source.take(chunk) {
+                let present = self.mirror.presence.of(self.layout.blocks_of(chunk));
+                let (layer, data) = (source.clone(), vec![0; CHUNK as usize]);
+                let kind = Kind::Persist { layer, data, present, chunk };
+                return self.submit(kind, (0..PER_CHUNK).collect());
             }
         }
-        self.publish(&layer);
+        self.publish(&layer, &sources);
     }
 
-    fn persisting(&self) -> bool {
-        self.kernel.iter().any(|operation| matches!(operation, Kernel::Persist { .. }))
+    /// The checkpoint that is being stored fails for good.
+    pub(super) fn give_up(&mut self) {
+        let layer = self.commits[0].clone();
+        self.kernel.retain(|operation| {
+            let Kind::Persist { layer, chunk, .. } = &operation.kind else { return true };
+            layer.untake(*chunk);
+            false
+        });
+        // The catalog may be away: then the failure cannot be recorded there.
+        if self.rng.chance(50) {
+            self.states.insert(layer.epoch.0, SnapshotState::Failed);
+            if self.dies(200) {
+                return;
+            }
+        }
+        self.commits.remove(0);
+        self.mirror.cut.give_up(&layer);
     }
 
-    /// The layer and the failed ones that it absorbs, oldest first.
+    /// The layer and the failed ones that it absorbs, newest first, without those that have nothing that
+    /// a newer one has not.
     fn sources(&self, layer: &Layer) -> Vec<Arc<Layer>> {
+        let mut sources: Vec<Arc<Layer>> = Vec::new();
         let layers = self.mirror.cut.view().layers.clone();
-        layers.into_iter().filter(|other| other.epoch <= layer.epoch).collect()
+        for source in layers.into_iter().rev().filter(|other| other.epoch <= layer.epoch) {
+            let hidden = |chunk| sources.iter().any(|newer| newer.dirty().contains(chunk));
+            if !source.dirty().iter().all(hidden) {
+                sources.push(source);
+            }
+        }
+        sources
     }
 
     /// Keeps a chunk of a layer; absent blocks come from the parent.
@@ -89,28 +107,18 @@ impl World {
     }
 
     /// Publishes the layer if all that it needs is stored, and judges the snapshot.
-    fn publish(&mut self, layer: &Arc<Layer>) {
-        let sources = self.sources(layer);
-        let mut changes = BTreeMap::new();
-        for source in &sources {
-            for chunk in source.dirty().iter() {
-                let hides = |one: &&Arc<Layer>| one.epoch > source.epoch;
-                let newer = sources.iter().filter(hides).any(|one| one.dirty().contains(chunk));
-                match source.is_stored(ChunkIndex(chunk)) {
-                    true => {
-                        let content = self.stored.get(&(source.epoch, chunk));
-                        let content = content.expect("what counts as stored is");
-                        changes.insert(chunk, content.clone());
-                    }
-                    false if newer => {}
-                    false => return,
-                }
-            }
+    fn publish(&mut self, layer: &Arc<Layer>, sources: &[Arc<Layer>]) {
+        if !needed(sources).iter().all(|(source, chunk)| source.is_stored(*chunk)) {
+            let is_read = |one: &Operation| matches!(one.kind, Kind::Persist { .. });
+            assert!(self.kernel.iter().any(is_read), "a chunk was left out");
+            return;
         }
         let mut snapshot = self.parent.clone();
-        for (chunk, content) in changes {
-            let from = (chunk * PER_CHUNK) as usize;
-            snapshot[from..from + PER_CHUNK as usize].copy_from_slice(&content);
+        for (source, chunk) in needed(sources) {
+            let content = self.stored.get(&(source.epoch, chunk.0));
+            let content = content.expect("what counts as stored is");
+            let from = (chunk.0 * PER_CHUNK) as usize;
+            snapshot[from..from + PER_CHUNK as usize].copy_from_slice(content);
         }
         for (block, found) in snapshot.iter().enumerate() {
             let expected =
@@ -124,12 +132,22 @@ impl World {
         }
         self.parent = snapshot;
         self.states.insert(layer.epoch.0, SnapshotState::Stable);
-        if self.rng.chance(10) {
-            self.published += 1;
-            return self.die();
+        self.published += 1;
+        if self.dies(100) {
+            return;
         }
         self.mirror.cut.publish(layer);
         self.commits.remove(0);
-        self.published += 1;
     }
+}
+
+/// The chunks of a snapshot and the layers that they come from, which are in order, the newest first.
+fn needed(sources: &[Arc<Layer>]) -> Vec<(&Arc<Layer>, ChunkIndex)> {
+    let mut chunks = BTreeMap::new();
+    for source in sources {
+        for chunk in source.dirty().iter() {
+            chunks.entry(chunk).or_insert(source);
+        }
+    }
+    chunks.into_iter().map(|(chunk, source)| (source, ChunkIndex(chunk))).collect()
 }

@@ -1,0 +1,275 @@
+//! What is submitted, and how it ends.
+
+use std::io;
+use std::sync::Arc;
+
+use cairn_store::{ChunkId, ChunkIndex};
+
+use super::faults::Fault;
+use super::ring::Job;
+use super::{PER_CHUNK, Plant, World, set_stamp};
+use crate::mirror::blockset::BlockSet;
+use crate::mirror::copies::{ArenaBuffer, Old};
+use crate::mirror::layer::Layer;
+use crate::mirror::layout::{BLOCK, Blocks, Span};
+use crate::mirror::{Permit, Plan, Preserve};
+
+/// An operation in the hands of the simulated kernel.
+pub(super) struct Operation {
+    pub(super) kind: Kind,
+    /// The blocks that it did not touch yet.
+    pub(super) left: Vec<u64>,
+    /// Whether it takes much longer than others.
+    slow: bool,
+}
+
+pub(super) enum Kind {
+    Write {
+        job: Job,
+        permit: Permit,
+        fails: bool,
+    },
+    Copy {
+        copy: Preserve,
+        buffer: ArenaBuffer,
+        fails: bool,
+    },
+    /// The way of a copy into the spill file, from this offset on.
+    Spill {
+        copy: Preserve,
+        buffer: ArenaBuffer,
+        offset: u64,
+        fails: bool,
+    },
+    Fill {
+        chunk: ChunkIndex,
+        runs: Vec<Blocks>,
+        landed: usize,
+    },
+    Persist {
+        layer: Arc<Layer>,
+        data: Vec<u8>,
+        present: BlockSet,
+        chunk: ChunkIndex,
+    },
+}
+
+fn failure() -> io::Error {
+    io::Error::from_raw_os_error(libc::EIO)
+}
+
+impl World {
+    pub(super) fn submit(&mut self, kind: Kind, left: Vec<u64>) {
+        let slow = self.rng.chance(10);
+        self.kernel.push(Operation { kind, left, slow });
+    }
+
+    pub(super) fn plan(&mut self, job: Job) {
+        let (worker, span) = (job.worker, job.write.span);
+        let forgets = self.plant == Some(Plant::Unmarked) && job.again;
+        let unmarked = if forgets { self.unmarked(span) } else { Vec::new() };
+        match self.mirror.plan_write(&mut self.entrances[worker], worker, span) {
+            Plan::Direct(permit) => {
+                if self.plant == Some(Plant::PresentTooEarly) {
+                    self.mirror.presence.set(self.layout.covered(span));
+                }
+                let view = self.entrances[worker].view();
+                unmarked.iter().for_each(|chunk| view.dirty().remove(chunk.0));
+                self.submit_write(job, permit);
+            }
+            Plan::Fill(chunks) => {
+                for chunk in chunks {
+                    self.fill(chunk);
+                }
+                self.parked[worker].push(job);
+            }
+            Plan::Preserve(copies) => {
+                for (copy, buffer) in copies {
+                    let (left, fails) = self.copy_blocks(Fault::CopyRead, copy.run.count);
+                    self.submit(Kind::Copy { copy, buffer, fails }, left);
+                }
+                self.parked[worker].push(job);
+            }
+            Plan::Announce(span) => {
+                let bytes = self.mirror.intent.bytes_with(span);
+                std::fs::write(self.dir.path().join("intent"), bytes).unwrap();
+                self.mirror.intent.set(span);
+                self.parked[worker].push(job);
+            }
+            Plan::Wait => self.parked[worker].push(job),
+        }
+    }
+
+    /// The chunks that do not count as changed.
+    fn unmarked(&self, span: Span) -> Vec<ChunkIndex> {
+        let view = self.mirror.cut.view();
+        self.layout.chunks(span).filter(|chunk| !view.dirty().contains(chunk.0)).collect()
+    }
+
+    fn submit_write(&mut self, job: Job, permit: Permit) {
+        let blocks = self.layout.blocks(job.write.span);
+        let mut left: Vec<u64> = (blocks.first..blocks.end()).collect();
+        let fails = self.goes_wrong(4);
+        if fails {
+            self.some_of(&mut left);
+            let is_short = (1..blocks.count).contains(&(left.len() as u64));
+            self.faults.add(if is_short { Fault::ShortWrite } else { Fault::Write }, 1);
+        }
+        self.submit(Kind::Write { job, permit, fails }, left);
+    }
+
+    pub(super) fn fill(&mut self, chunk: ChunkIndex) {
+        let runs = self.mirror.begin_fill(chunk);
+        if runs.is_empty() {
+            return;
+        }
+        let mut landed = runs.len();
+        let mut part = Vec::new();
+        if self.goes_wrong(15) {
+            landed = self.rng.below(landed as u64) as usize;
+            part.extend(runs[landed].first..runs[landed].end());
+            self.some_of(&mut part);
+            self.faults.add(if landed > 0 { Fault::ShortFill } else { Fault::Fill }, 1);
+        }
+        let whole = runs[..landed].iter().flat_map(|run| run.first..run.end());
+        let left = whole.chain(part).collect();
+        self.submit(Kind::Fill { chunk, runs, landed }, left);
+    }
+
+    /// One block of one operation, or all that are left, or the end of it.
+    pub(super) fn kernel_step(&mut self) {
+        if self.kernel.is_empty() {
+            return;
+        }
+        let at = self.rng.below(self.kernel.len() as u64) as usize;
+        if self.kernel[at].slow && self.rng.chance(90) {
+            return;
+        }
+        let left = self.kernel[at].left.len();
+        if left == 0 {
+            let done = self.kernel.swap_remove(at);
+            return self.complete(done.kind);
+        }
+        let count = if self.rng.chance(30) { left } else { 1 };
+        (0..count).for_each(|_| self.touch(at));
+    }
+
+    /// A block of an operation moves.
+    fn touch(&mut self, at: usize) {
+        let Operation { kind, left, .. } = &mut self.kernel[at];
+        let pick = self.rng.below(left.len() as u64) as usize;
+        let block = left.swap_remove(pick);
+        match kind {
+            Kind::Write { job, .. } => self.disk[block as usize] = job.write.version,
+            Kind::Fill { .. } => self.disk[block as usize] = self.parent[block as usize],
+            Kind::Copy { copy, buffer, .. } => {
+                let place = copy.chunk.0 * PER_CHUNK + copy.run.first + block;
+                set_stamp(buffer, block, self.disk[place as usize]);
+            }
+            Kind::Spill { buffer, offset, .. } => {
+                let data = &buffer[(block * BLOCK) as usize..][..BLOCK as usize];
+                self.spilled.insert(*offset + block * BLOCK, data.to_vec());
+            }
+            Kind::Persist { data, chunk, .. } => {
+                set_stamp(data, block, self.disk[(chunk.0 * PER_CHUNK + block) as usize]);
+            }
+        }
+    }
+
+    fn complete(&mut self, done: Kind) {
+        match done {
+            Kind::Write { job, permit, fails } => self.written(job, permit, fails),
+            Kind::Copy { copy, buffer, fails } => match copy.spill_offset() {
+                Some(offset) if !fails => {
+                    let (left, fails) = self.copy_blocks(Fault::SpillWrite, copy.run.count);
+                    self.submit(Kind::Spill { copy, buffer, offset, fails }, left);
+                }
+                _ => self.preserved(copy, buffer, fails),
+            },
+            Kind::Spill { copy, buffer, fails, .. } => self.preserved(copy, buffer, fails),
+            Kind::Fill { chunk, runs, landed } => {
+                let counts = self.plant == Some(Plant::FailedFill);
+                self.mirror.end_fill(chunk, &runs, if counts { runs.len() } else { landed });
+            }
+            Kind::Persist { layer, chunk, .. } if self.strikes(Fault::Repository, 5) => {
+                layer.untake(chunk);
+            }
+            Kind::Persist { layer, chunk, .. } if self.strikes(Fault::PersistRead, 1) => {
+                layer.untake(chunk);
+                self.give_up();
+            }
+            Kind::Persist { layer, data, present, chunk } => {
+                self.was_read(&layer, chunk, data, present);
+            }
+        }
+    }
+
+    /// The blocks of a copy that land, and whether it fails.
+    fn copy_blocks(&mut self, fault: Fault, count: u64) -> (Vec<u64>, bool) {
+        let mut blocks = (0..count).collect();
+        let fails = self.strikes(fault, 2);
+        if fails {
+            self.some_of(&mut blocks);
+        }
+        (blocks, fails)
+    }
+
+    /// A copy has ended.
+    fn preserved(&mut self, copy: Preserve, buffer: ArenaBuffer, fails: bool) {
+        let is_told = fails && self.plant != Some(Plant::FailedCopy);
+        self.mirror.preserved(copy, buffer, if is_told { Err(failure()) } else { Ok(()) });
+    }
+
+    /// A write has ended: the request is answered, whatever became of it.
+    fn written(&mut self, job: Job, permit: Permit, fails: bool) {
+        let version = job.write.version;
+        let blocks = self.layout.blocks(job.write.span);
+        for block in blocks.first..blocks.end() {
+            // What a failed write leaves in a block that was absent is garbage. It may have landed when a
+            // process before this one tried it.
+            let is_there = self.mirror.presence.get(block) && self.disk[block as usize] == version;
+            if !fails || is_there {
+                self.history[block as usize].push((permit.epoch, version));
+            }
+        }
+        self.mirror.complete(permit, !fails || self.plant == Some(Plant::FailedWrite));
+        self.answer(job);
+    }
+
+    /// A chunk was read for its snapshot: it is stored.
+    fn was_read(
+        &mut self,
+        layer: &Arc<Layer>,
+        chunk: ChunkIndex,
+        mut data: Vec<u8>,
+        present: BlockSet,
+    ) {
+        let aside = layer.aside(chunk);
+        let is_spilled = aside.pieces.iter().any(|piece| matches!(piece.old, Old::File(_)));
+        let fails = is_spilled && self.strikes(Fault::SpillRead, 3);
+        let read = |buffer: &mut [u8], offset: u64| {
+            for (block, data) in buffer.chunks_mut(BLOCK as usize).enumerate() {
+                data.copy_from_slice(&self.spilled[&(offset + block as u64 * BLOCK)]);
+            }
+            if fails { Err(failure()) } else { Ok(()) }
+        };
+        let Ok(present) = aside.lay_over(&mut data, present, read) else {
+            layer.untake(chunk);
+            return self.give_up();
+        };
+        let ids = [(chunk, Some(ChunkId::of(&data)))];
+        if self.plant == Some(Plant::StoredTooEarly) {
+            let _ = layer.store(&ids);
+        }
+        if self.dies(20) {
+            return;
+        }
+        self.store(layer.epoch, chunk.0, &data, present);
+        if self.dies(20) {
+            return;
+        }
+        if layer.store(&ids).is_err() {
+            layer.untake(chunk);
+        }
+    }
+}
