@@ -127,6 +127,55 @@ fn a_full_mirror_fails_only_writes_that_need_space_and_recovers() {
     backend.terminate();
 }
 
+/// Copies go to the disk then. A checkpoint may be refused, with a reason, but not half taken.
+#[test]
+fn a_full_live_directory_costs_no_data_and_recovers() {
+    let site = Site::new();
+    let Some((small, _mounted)) = small_disk(&site, 16 * MIB) else { return };
+    repository::create(&site.store(), IMAGE, CHUNK, 16 * MIB);
+    let options = Options { live: small.join("live"), ..Options::new(&site) };
+    // Slow enough for writes to meet chunks that are not stored.
+    let backend = Backend::start(&options.with(&["--commit-rate", "8388608"]));
+    let mut device = backend.device(Shape::default());
+    let mut control = backend.control();
+    let ballast = fill(&small);
+    let mut taken = Vec::new();
+    let mut refused = 0;
+    let mut disk = random_disk(10, 16 * MIB);
+    for round in 0..6 {
+        disk[..4 * MIB as usize].fill(round);
+        for (at, part) in (0..).step_by(MIB as usize).zip(disk.chunks(MIB as usize)) {
+            device.queues[0].write(at, part).expect("write");
+        }
+        match control.checkpoint() {
+            Ok(accepted) => taken.push((accepted.number, disk.clone())),
+            Err(refusal) => {
+                refused += 1;
+                assert!(refusal.message.contains("space"), "{refusal:?}");
+            }
+        }
+    }
+    assert!(refused > 0, "the live directory was not full: {taken:?}", taken = taken.len());
+    fs::remove_file(ballast).expect("make space");
+    let last = Instant::now() + Duration::from_secs(10);
+    let number = loop {
+        match control.checkpoint() {
+            Ok(accepted) => break accepted.number,
+            Err(refusal) => assert!(Instant::now() < last, "still refused: {refusal:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    taken.push((number, disk.clone()));
+    control.wait_until_quiet();
+    for (number, disk) in taken {
+        assert!(repository::export(&site.store(), IMAGE, number) == disk, "checkpoint {number}");
+    }
+    assert!(device.read_all() == disk, "the disk");
+    assert_eq!(control.stats().errors, 0);
+    drop(device);
+    backend.terminate();
+}
+
 #[test]
 fn a_read_waits_for_the_repository_and_then_fails_or_succeeds() {
     let site = Site::new();
