@@ -92,14 +92,17 @@ vm-test: setup ## Run the tests that boot guests
 demo: setup build ## Show a checkpoint and a restart, from import to the checked result
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo
 
-# SOAK_SECONDS is the length of each part. The simulation and the kills run with assertions, as in `make test`.
-soak: packages ## Write, checkpoint, kill and verify for half an hour
+# SOAK_SECONDS is the length of each part. All but the first run with assertions, as in `make test`.
+soak: packages ## Write, checkpoint, kill, cut the power and verify for 40 minutes
 	$(call say,running the stamped writer)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
 	$(call say,killing the backend under a guest)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-backend --test kills -- --nocapture
+	$(call say,cutting the power)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-backend --test power_cut -- --nocapture
 	$(call say,simulating)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture

@@ -14,7 +14,7 @@ use support::control::Control;
 use support::device::{Io, Layout, Shape};
 use support::repository;
 use support::rng::{Repeat, Rng, number_from_env};
-use survivor::{BLOCK, Manner, Survivor, version};
+use survivor::{BLOCK, Manner, SECTOR, Survivor, holds};
 
 const CHUNK: u32 = 64 << 10;
 const SIZE: u64 = 8 << 20;
@@ -102,11 +102,10 @@ fn checkpoint(guest: &mut Survivor, options: &Options) -> Option<Taken> {
 fn check(site: &Site, taken: &Taken) {
     let Taken { number, least, most } = taken;
     let disk = repository::export(&site.store(), IMAGE, *number);
-    for (block, bytes) in disk.chunks(BLOCK).enumerate() {
-        let found = version(block, bytes);
-        let (least, most) = (least[block], most[block]);
-        let right = found.is_some_and(|found| (least..=most).contains(&found));
-        assert!(right, "block {block} of @{number}: {found:?}, not {least} to {most}");
+    for (sector, bytes) in disk.chunks(SECTOR).enumerate() {
+        let (least, most, found) = (least[sector], most[sector], &bytes[..8]);
+        let right = holds(sector, bytes, least..=most);
+        assert!(right, "sector {sector} of @{number}: {found:?}, not {least} to {most}");
     }
 }
 

@@ -5,16 +5,14 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::trace::Operation;
+use crate::recording::Operation;
+use crate::sparse::Sparse;
 
 const ROOT: usize = 0;
-
-const BLOCK: usize = 4096;
-const ZEROS: [u8; BLOCK] = [0; BLOCK];
 
 /// Files and directories, with their content when everything was last synced and each change since.
 pub(crate) struct Disk {
@@ -24,11 +22,12 @@ pub(crate) struct Disk {
 enum Node {
     File(Content),
     Directory(Names),
+    Link(PathBuf),
 }
 
 #[derive(Default)]
 struct Content {
-    durable: Vec<u8>,
+    durable: Sparse,
     changes: Vec<(Change, Durable)>,
 }
 
@@ -90,6 +89,7 @@ impl Disk {
         match operation {
             Operation::Create(path) => self.add(path, Node::File(Content::default())),
             Operation::MakeDirectory(path) => self.add(path, Node::Directory(Names::default())),
+            Operation::Link { path, target } => self.add(path, Node::Link(target.clone())),
             Operation::Rename { from, to } => {
                 assert_eq!(from.parent(), to.parent(), "a rename within one directory");
                 let node = self.find(from);
@@ -112,6 +112,7 @@ impl Disk {
                 match &mut self.nodes[node] {
                     Node::File(content) => content.sync(),
                     Node::Directory(names) => names.sync(),
+                    Node::Link(_) => {}
                 }
             }
             Operation::SyncWrite(path) => {
@@ -136,7 +137,7 @@ impl Disk {
         let node = self.find(path);
         match &mut self.nodes[node] {
             Node::File(content) => content,
-            Node::Directory(_) => panic!("{} is a directory", path.display()),
+            _ => panic!("{} is no file", path.display()),
         }
     }
 
@@ -144,7 +145,7 @@ impl Disk {
         let node = self.find(path.parent().unwrap_or(Path::new("")));
         match &mut self.nodes[node] {
             Node::Directory(names) => names,
-            Node::File(_) => panic!("{} is in no directory", path.display()),
+            _ => panic!("{} is in no directory", path.display()),
         }
     }
 
@@ -152,7 +153,7 @@ impl Disk {
         path.iter().fold(ROOT, |node, name| {
             let found = match &self.nodes[node] {
                 Node::Directory(names) => names.now.get(name),
-                Node::File(_) => None,
+                _ => None,
             };
             *found.unwrap_or_else(|| panic!("{} is not known", path.display()))
         })
@@ -176,10 +177,14 @@ impl Disk {
     ) {
         match &self.nodes[node] {
             Node::File(content) => {
-                image.0.insert(path.to_owned(), Some(content.left(losses, atom, rng)));
+                let bytes = content.left(losses, atom, rng);
+                image.0.insert(path.to_owned(), Entry::File(bytes));
+            }
+            Node::Link(target) => {
+                image.0.insert(path.to_owned(), Entry::Link(target.clone()));
             }
             Node::Directory(names) => {
-                image.0.insert(path.to_owned(), None);
+                image.0.insert(path.to_owned(), Entry::Directory);
                 for (name, node) in names.left(losses, rng) {
                     self.add_to(image, &path.join(name), node, losses, atom, rng);
                 }
@@ -195,7 +200,7 @@ impl Content {
         }
     }
 
-    fn left(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Vec<u8> {
+    fn left(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Sparse {
         let mut bytes = self.durable.clone();
         for (change, durable) in &self.changes {
             match (losses, change) {
@@ -211,45 +216,33 @@ impl Content {
 }
 
 impl Change {
-    fn apply(&self, bytes: &mut Vec<u8>) {
+    fn apply(&self, bytes: &mut Sparse) {
         match self {
-            Change::Write { offset, data } => write(bytes, *offset, data),
-            Change::SetLen(len) => bytes.resize(*len, 0),
-            Change::Extend(len) => extend(bytes, *len),
-            Change::Punch { offset, len } => {
-                let end = bytes.len().min(offset + len);
-                bytes[*offset.min(&end)..end].fill(0);
-            }
+            Change::Write { offset, data } => bytes.write(*offset, data),
+            Change::SetLen(len) => bytes.set_len(*len),
+            Change::Extend(len) => bytes.extend(*len),
+            Change::Punch { offset, len } => bytes.punch(*offset, *len),
         }
     }
 }
 
-fn extend(bytes: &mut Vec<u8>, len: usize) {
-    bytes.resize(len.max(bytes.len()), 0);
-}
-
-fn write(bytes: &mut Vec<u8>, offset: usize, data: &[u8]) {
-    extend(bytes, offset + data.len());
-    bytes[offset..offset + data.len()].copy_from_slice(data);
-}
-
 /// Writes some of the atoms that `data` covers, and perhaps only its length.
 fn write_atoms(
-    bytes: &mut Vec<u8>,
+    bytes: &mut Sparse,
     offset: usize,
     data: &[u8],
     atom: usize,
     mut keep: impl FnMut() -> bool,
 ) {
     if keep() {
-        extend(bytes, offset + data.len());
+        bytes.extend(offset + data.len());
     }
     let mut done = 0;
     while done < data.len() {
         let end = ((offset + done) / atom + 1) * atom - offset;
         let piece = &data[done..end.min(data.len())];
         if keep() {
-            write(bytes, offset + done, piece);
+            bytes.write(offset + done, piece);
         }
         done += piece.len();
     }
@@ -300,9 +293,15 @@ impl Losses {
     }
 }
 
-/// Files with their content, and directories.
+/// Files with their content, directories and links.
 #[derive(Default)]
-pub(crate) struct Image(BTreeMap<PathBuf, Option<Vec<u8>>>);
+pub(crate) struct Image(BTreeMap<PathBuf, Entry>);
+
+enum Entry {
+    File(Sparse),
+    Directory,
+    Link(PathBuf),
+}
 
 impl Image {
     pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
@@ -312,10 +311,21 @@ impl Image {
     /// Equal for equal images only.
     pub(crate) fn fingerprint(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
-        for (path, content) in &self.0 {
-            let len = content.as_ref().map(Vec::len);
-            hasher.update(format!("{} {len:?}\n", path.display()).as_bytes());
-            hasher.update(content.as_deref().unwrap_or_default());
+        for (path, entry) in &self.0 {
+            let path = path.display();
+            match entry {
+                Entry::File(bytes) => {
+                    hasher.update(format!("file {path} {}\n", bytes.len()).as_bytes());
+                    for (offset, block) in bytes.data() {
+                        hasher.update(&offset.to_le_bytes()).update(block);
+                    }
+                }
+                Entry::Directory => drop(hasher.update(format!("directory {path}\n").as_bytes())),
+                Entry::Link(target) => {
+                    let target = target.display();
+                    hasher.update(format!("link {path} {target}\n").as_bytes());
+                }
+            }
         }
         hasher.finalize()
     }
@@ -323,20 +333,19 @@ impl Image {
     /// Makes `root` this image.
     pub(crate) fn write_to(&self, root: &Path) -> io::Result<()> {
         // In the order of their paths, so that directories come before what is in them.
-        for (path, content) in &self.0 {
+        for (path, entry) in &self.0 {
             // The root itself has no name, and joining none would demand a directory.
             let path = if path.as_os_str().is_empty() { root.into() } else { root.join(path) };
-            let Some(bytes) = content else {
-                fs::create_dir(&path)?;
-                continue;
-            };
-            let file = File::create_new(&path)?;
-            file.set_len(bytes.len() as u64)?;
-            for (index, block) in bytes.chunks(BLOCK).enumerate() {
-                // What was allocated ahead is long and empty.
-                if *block != ZEROS[..block.len()] {
-                    file.write_all_at(block, (index * BLOCK) as u64)?;
+            match entry {
+                Entry::File(bytes) => {
+                    let file = File::create_new(&path)?;
+                    file.set_len(bytes.len() as u64)?;
+                    for (offset, block) in bytes.data() {
+                        file.write_all_at(block, offset as u64)?;
+                    }
                 }
+                Entry::Directory => fs::create_dir(&path)?,
+                Entry::Link(target) => symlink(target, &path)?,
             }
         }
         Ok(())
@@ -353,9 +362,14 @@ impl Rng {
 
     /// True in `percent` of 100 cases.
     fn chance(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    /// A number in `0..limit`.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % 100 < percent
+        (z ^ (z >> 31)) % limit
     }
 }

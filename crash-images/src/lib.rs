@@ -1,9 +1,10 @@
 //! The directories that a power cut could leave behind a program, for tests.
 //!
 //! ```text
-//! workload under strace ──► Recording ──► for each point: images ──► opened and checked
-//!     writes, syncs,         what was asked      what was synced, and
-//!     names, marks           of the kernel       some of what was not
+//! workload under strace ──┬─► Recording ──► for each point: images ──► opened and checked
+//! workload on a mount ────┘   what was asked     what was synced, and
+//!     writes, syncs,          of the kernel      some of what was not
+//!     names, marks
 //! ```
 //!
 //! # What a power cut is taken to leave
@@ -20,11 +21,21 @@
 //! This is weaker than what journaling file systems promise. What is durable stays as it was written:
 //! rotten disks are not tried here.
 //!
-//! A workload asks the kernel from one thread, through calls that `strace` shows: no shared mappings and no
-//! rings. The one exception is the `-shm` file of an SQLite database, which holds nothing that is meant to
-//! last and is left out of the images.
+//! # Two recorders
+//!
+//! [`record`] runs a workload under `strace`, on a file system of its choice. It asks the kernel from one
+//! thread, through calls that `strace` shows: no shared mappings and no rings. The one exception is the `-shm`
+//! file of an SQLite database, which holds nothing that is meant to last and is left out of the images.
+//!
+//! [`Mounted`] is a file system that records. Any number of processes and threads use it, with rings and
+//! direct I/O too, and they may be killed and started again meanwhile. Only shared mappings are refused. It needs
+//! `/dev/fuse`.
 
 mod disk;
+mod fuse;
+mod memory;
+mod recording;
+mod sparse;
 mod trace;
 
 use std::any::Any;
@@ -46,7 +57,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use self::disk::{Disk, Image, Losses, Rng};
-pub use self::trace::{Recording, mark, record, recorded_root};
+pub use self::fuse::Mounted;
+pub use self::recording::Recording;
+pub use self::trace::{mark, record, recorded_root};
 
 /// How images are made.
 #[derive(Clone, Copy, Debug)]
@@ -212,13 +225,15 @@ fn cases(recording: &Recording, draw: Draw) -> impl Iterator<Item = Case> {
     let mut marks = 0;
     let mut seen = HashSet::new();
     let mut rng = Rng::new(draw.seed);
-    let points = recording.operations().iter().enumerate();
-    points.flat_map(move |(point, operation)| {
+    let tried = recording.is_tried(&mut rng);
+    let points = recording.operations().iter().zip(tried).enumerate();
+    points.flat_map(move |(point, (operation, is_tried))| {
         marks += usize::from(operation.is_mark());
         disk.apply(operation);
-        let draws = if point < recording.first() { 0 } else { draw.images + 2 };
-        let random = (0..draw.images).map(|n| {
-            let share = [20, 50, 80, 95][n as usize / 2 % 4];
+        let draws = if is_tried { draw.images + 2 } else { 0 };
+        // Where there are few, the next point has others.
+        let random = (point..).take(draw.images as usize).map(|n| {
+            let share = [20, 50, 80, 95][n / 2 % 4];
             if n % 2 == 0 { Losses::Torn(share) } else { Losses::Whole(share) }
         });
         let mut cases = Vec::new();

@@ -3,15 +3,13 @@
 use std::collections::{BTreeSet, HashMap};
 use std::env;
 use std::ffi::OsString;
-use std::fmt;
 use std::fs;
 use std::io::Write;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 
-use crate::disk::{Disk, Losses, Rng};
+use crate::recording::{Operation, Recording};
 
 /// Where marks go: seen by the recorder, and by nobody else.
 const MARKS: &str = "/dev/null";
@@ -30,149 +28,10 @@ const CALLS: &str = "openat,open,creat,lseek,read,write,pwrite64,writev,pwritev,
     mkdirat,rmdir,link,linkat,symlink,symlinkat,mmap,copy_file_range,sendfile,splice,io_uring_setup,\
     io_submit";
 
-/// One step of a workload. Paths are below the recorded directory.
-#[derive(Clone, Debug)]
-pub(crate) enum Operation {
-    Create(PathBuf),
-    MakeDirectory(PathBuf),
-    Rename {
-        from: PathBuf,
-        to: PathBuf,
-    },
-    Remove(PathBuf),
-    Write {
-        path: PathBuf,
-        offset: usize,
-        data: Arc<[u8]>,
-    },
-    SetLen {
-        path: PathBuf,
-        len: usize,
-    },
-    /// To at least this length.
-    Extend {
-        path: PathBuf,
-        len: usize,
-    },
-    /// Zeros instead of what is there; the length stays.
-    Punch {
-        path: PathBuf,
-        offset: usize,
-        len: usize,
-    },
-    /// Of a file or a directory.
-    Sync(PathBuf),
-    /// The last write to the file is durable.
-    SyncWrite(PathBuf),
-    Mark(String),
-}
-
-impl Operation {
-    pub(crate) fn is_mark(&self) -> bool {
-        matches!(self, Operation::Mark(_))
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Operation::Create(path) => write!(f, "creating {}", path.display()),
-            Operation::MakeDirectory(path) => write!(f, "making directory {}", path.display()),
-            Operation::Rename { from, to } => {
-                write!(f, "renaming {} to {}", from.display(), to.display())
-            }
-            Operation::Remove(path) => write!(f, "removing {}", path.display()),
-            Operation::Write { path, offset, data } => {
-                write!(f, "writing {} bytes at {offset} of {}", data.len(), path.display())
-            }
-            Operation::SetLen { path, len } | Operation::Extend { path, len } => {
-                write!(f, "giving {} a length of {len}", path.display())
-            }
-            Operation::Punch { path, offset, len } => {
-                write!(f, "punching {len} bytes at {offset} of {}", path.display())
-            }
-            Operation::Sync(path) => write!(f, "syncing '{}'", path.display()),
-            Operation::SyncWrite(path) => write!(f, "a durable write to {}", path.display()),
-            Operation::Mark(text) => write!(f, "'{text}'"),
-        }
-    }
-}
-
 /// Says in the recording that the workload has come this far.
 pub fn mark(text: &str) {
     let mut marks = fs::OpenOptions::new().write(true).open(MARKS).expect("opening the marks");
     marks.write_all(text.as_bytes()).expect("writing a mark");
-}
-
-/// What a workload did to a directory.
-#[derive(Clone, Debug)]
-pub struct Recording {
-    operations: Vec<Operation>,
-    /// Points before this one were another recording's.
-    first: usize,
-}
-
-impl Recording {
-    pub(crate) fn operations(&self) -> &[Operation] {
-        &self.operations
-    }
-
-    pub(crate) fn marks(&self) -> Vec<String> {
-        let mark = |operation: &Operation| match operation {
-            Operation::Mark(text) => Some(text.clone()),
-            _ => None,
-        };
-        self.operations.iter().filter_map(mark).collect()
-    }
-
-    /// The operations before the first that belongs to this recording alone.
-    pub(crate) fn first(&self) -> usize {
-        self.first
-    }
-
-    /// The points at which the power can be cut.
-    pub fn points(&self) -> usize {
-        self.operations.len() - self.first
-    }
-
-    /// The points right before each sync between two marks: there the most is in the kernel's hands.
-    pub fn before_syncs(&self, from: &str, to: &str) -> Vec<usize> {
-        let place = |text: &str| {
-            let is_it = |one: &Operation| matches!(one, Operation::Mark(mark) if mark == text);
-            self.operations.iter().position(is_it).expect("a mark of this recording")
-        };
-        let is_sync = |point: &usize| matches!(self.operations[*point], Operation::Sync(_));
-        (place(from)..place(to)).filter(is_sync).collect()
-    }
-
-    /// What the directory goes through when the program is killed at `point`, and `next` runs after it.
-    /// A kill loses nothing that the kernel has. The power is cut after it only.
-    ///
-    /// # Panics
-    ///
-    /// As [`record`].
-    pub fn killed(&self, point: usize, next: &Command) -> Recording {
-        let mut operations = self.operations[..point].to_vec();
-        let mut disk = Disk::default();
-        operations.iter().for_each(|operation| disk.apply(operation));
-        let place = tempfile::tempdir().expect("a directory for what is left");
-        let root = place.path().join("left");
-        let image = disk.image(Losses::Nothing, 1, &mut Rng::new(0));
-        image.write_to(&root).expect("writing what is left");
-        let existing = image.paths().map(Path::to_owned).collect();
-        operations.extend(trace(&root, existing, next));
-        Recording { operations, first: point }
-    }
-
-    /// As if syncs of these files and directories did nothing: a planted mistake.
-    pub fn without_syncs(&self, of: impl Fn(&Path) -> bool) -> Recording {
-        let keep = |operation: &&Operation| match operation {
-            Operation::Sync(path) | Operation::SyncWrite(path) => !of(path),
-            _ => true,
-        };
-        let operations = self.operations.iter().filter(keep).cloned().collect();
-        Recording { operations, first: self.first }
-    }
 }
 
 /// Runs a workload and records what it does below its [`recorded_root`], an
@@ -184,11 +43,15 @@ impl Recording {
 /// cannot follow.
 pub fn record(workload: &Command) -> Recording {
     let root = tempfile::tempdir().expect("a directory to record");
-    Recording { operations: trace(root.path(), BTreeSet::new(), workload), first: 0 }
+    Recording::new(trace(root.path(), BTreeSet::new(), workload))
 }
 
 /// Runs a workload on a directory that has these paths already.
-fn trace(root: &Path, existing: BTreeSet<PathBuf>, workload: &Command) -> Vec<Operation> {
+pub(crate) fn trace(
+    root: &Path,
+    existing: BTreeSet<PathBuf>,
+    workload: &Command,
+) -> Vec<Operation> {
     let root = fs::canonicalize(root).expect("the directory to record exists");
     let trace = tempfile::NamedTempFile::new().expect("a file for the trace");
     let mut strace = Command::new("strace");

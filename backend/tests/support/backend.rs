@@ -253,6 +253,14 @@ impl Backend {
         assert!(ended.is_none(), "cairn-blk ended with {}", ended.expect("it ended"));
     }
 
+    /// Does something while the process does nothing. The kernel may still be at work for it.
+    pub(crate) fn while_stopped(&self, something: impl FnOnce()) {
+        sys::signal(&self.child, libc::SIGSTOP);
+        sys::wait_until_stopped(&self.child);
+        something();
+        sys::signal(&self.child, libc::SIGCONT);
+    }
+
     /// Ends the process as an operator does. It must end well.
     pub(crate) fn terminate(mut self) {
         self.assert_alive();

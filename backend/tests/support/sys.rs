@@ -26,6 +26,14 @@ pub(crate) fn signal(child: &Child, signal: i32) {
     assert_eq!(result, 0, "kill: {}", std::io::Error::last_os_error());
 }
 
+/// Waits until a child that was told to stop has done so.
+pub(crate) fn wait_until_stopped(child: &Child) {
+    let mut status = 0;
+    // SAFETY: the status is writable. A child that has only stopped is not reaped.
+    let result = unsafe { libc::waitpid(child.id() as i32, &raw mut status, libc::WUNTRACED) };
+    assert!(result > 0 && libc::WIFSTOPPED(status), "cairn-blk ended instead of stopping");
+}
+
 /// Lets a child inherit `fd` as it is: clears its close-on-exec flag.
 pub(crate) fn inherit(fd: i32) {
     // SAFETY: fcntl with F_SETFD takes no pointers.

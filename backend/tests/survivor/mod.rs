@@ -1,17 +1,19 @@
 //! A guest that goes on when its backend dies: its memory, its rings and its requests stay.
 //!
 //! It has two queues, each with several requests in flight at any time, every one in a slot of its own.
-//! A slot owns blocks of the disk that no other slot touches, and stamps each write with the block's next
-//! version. So every read has just one right answer, and so has every block of a checkpoint up to the
-//! writes that were in flight when it was taken.
+//! A slot owns blocks of the disk that no other slot touches. It writes whole blocks and parts of them, and
+//! stamps each sector with its next version; some versions are zeros. So every read has just one right
+//! answer, and so has every sector of a checkpoint up to the writes that were in flight when it was taken.
 //!
 //! ```text
 //! memory ┬ queue 0: descriptors, available ring, used ring, headers and statuses   (64 KiB)
 //!        ├ queue 1
 //!        └ data, a page for each slot
 //! ```
+#![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::fs::File;
+use std::ops::{Range, RangeInclusive};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -28,6 +30,11 @@ use crate::support::rng::Rng;
 use crate::support::sys;
 
 pub(crate) const BLOCK: usize = 4096;
+pub(crate) const SECTOR: usize = 512;
+/// Sectors of a block.
+const PER_BLOCK: usize = BLOCK / SECTOR;
+/// Versions that are multiples of this are zeros.
+const ZEROS: u32 = 8;
 pub(crate) const QUEUES: usize = 2;
 /// Requests in flight on each queue.
 pub(crate) const DEPTH: usize = 20;
@@ -44,6 +51,8 @@ const BASE: u64 = 0x10_0000;
 const IN: u32 = 0;
 const OUT: u32 = 1;
 const FLUSH: u32 = 4;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
 
 /// Flags of a descriptor.
 const NEXT: u16 = 1;
@@ -60,12 +69,23 @@ pub(crate) enum Manner {
     NoLedger,
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Request {
-    Write { block: usize, version: u32 },
+/// Sectors are counted from the guest's first one.
+#[derive(Clone, Debug)]
+pub(crate) enum Request {
+    Write { sectors: Range<usize>, version: u32 },
     Read { block: usize },
-    Flush,
+    Flush { number: u64 },
 }
+
+/// What happens to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// It is going to be seen by the backend.
+    Sent,
+    Answered,
+}
+
+pub(crate) type Observer = Box<dyn FnMut(Moment, &Request)>;
 
 struct Slot {
     request: Option<(Request, Instant)>,
@@ -86,7 +106,16 @@ pub(crate) struct Survivor {
     frontend: Option<Frontend>,
     queues: Vec<Queue>,
     rng: Rng,
-    /// For each block the version of the last write that was answered,
+    flushes: u64,
+    /// How many of 100 requests are flushes.
+    pub(crate) flush_share: u64,
+    /// The part of its blocks that it uses. The first `QUEUES * DEPTH` are number 0, and so on.
+    pub(crate) part: Range<u64>,
+    /// Where on the disk its blocks begin.
+    pub(crate) first_sector: u64,
+    /// Told of each request.
+    pub(crate) observer: Observer,
+    /// For each sector the version of the last write that was answered,
     pub(crate) acked: Vec<u32>,
     /// and of the last one that was sent.
     pub(crate) sent: Vec<u32>,
@@ -116,8 +145,13 @@ impl Survivor {
             frontend: None,
             queues: (0..QUEUES).map(queue).collect(),
             rng,
-            acked: vec![0; blocks],
-            sent: vec![0; blocks],
+            flushes: 0,
+            flush_share: 3,
+            part: 0..(blocks / (QUEUES * DEPTH)) as u64,
+            first_sector: 0,
+            observer: Box::new(|_, _| {}),
+            acked: vec![0; blocks * PER_BLOCK],
+            sent: vec![0; blocks * PER_BLOCK],
             is_busy: true,
             completed: 0,
             slowest: Duration::ZERO,
@@ -238,7 +272,7 @@ impl Survivor {
         while !self.turn() {
             let lost = || -> Vec<_> {
                 let slots = self.queues.iter().flat_map(|queue| &queue.slots);
-                slots.filter_map(|slot| slot.request).collect()
+                slots.filter_map(|slot| slot.request.as_ref()).collect()
             };
             assert!(Instant::now() < deadline, "requests are lost: {:?}", lost());
             std::thread::sleep(Duration::from_micros(100));
@@ -249,38 +283,76 @@ impl Survivor {
         DATA + ((queue * DEPTH + slot) * BLOCK) as u64
     }
 
+    fn blocks(&self) -> usize {
+        self.acked.len() / PER_BLOCK
+    }
+
     /// Sends something, drawn at random, to a block of the slot's own.
     fn send(&mut self, queue: usize, slot: usize) {
-        let own = (queue * DEPTH + slot) as u64;
-        let blocks = self.acked.len() as u64 / (QUEUES * DEPTH) as u64;
-        let block = (self.rng.below(blocks) * (QUEUES * DEPTH) as u64 + own) as usize;
+        let own = queue * DEPTH + slot;
+        let number = self.rng.between(self.part.start, self.part.end - 1) as usize;
+        let block = number * QUEUES * DEPTH + own;
         let request = match self.rng.below(100) {
-            0..70 => {
-                let version = self.sent[block] + 1;
-                self.sent[block] = version;
-                let bytes = stamp(block, version).repeat(BLOCK / 8);
-                let address = GuestAddress(BASE + Survivor::data(queue, slot));
-                self.memory.write_slice(&bytes, address).expect("inside the memory");
-                Request::Write { block, version }
+            kind if kind < self.flush_share => {
+                self.flushes += 1;
+                Request::Flush { number: self.flushes }
             }
-            70..97 => Request::Read { block },
-            _ => Request::Flush,
+            0..30 => Request::Read { block },
+            _ => {
+                let mut sectors = block * PER_BLOCK..(block + 1) * PER_BLOCK;
+                if self.rng.chance(30) {
+                    sectors.start += self.rng.below(PER_BLOCK as u64) as usize;
+                    sectors.end -= self.rng.below(sectors.len() as u64) as usize;
+                }
+                let last = self.sent[sectors.clone()].iter().max().expect("a sector");
+                let version = match self.rng.chance(10) {
+                    true => (last + 1).next_multiple_of(ZEROS),
+                    false => last + 1 + u32::from(is_zeros(last + 1)),
+                };
+                self.sent[sectors.clone()].fill(version);
+                Request::Write { sectors, version }
+            }
         };
         self.offer(queue, slot, request);
     }
 
+    /// Puts a write's data into the slot's page. Returns its kind and the bytes of the data.
+    fn prepare(&self, page: u64, sectors: &Range<usize>, version: u32) -> (u32, u32) {
+        let whole = sectors.len() == PER_BLOCK;
+        let (kind, bytes) = if is_zeros(version) {
+            let first = self.first_sector + sectors.start as u64;
+            let len = (sectors.len() as u64).to_le_bytes();
+            let kind =
+                if whole && version.is_multiple_of(2 * ZEROS) { DISCARD } else { WRITE_ZEROES };
+            (kind, [first.to_le_bytes(), len].concat())
+        } else {
+            (OUT, sectors.clone().flat_map(|at| stamp(at, version).repeat(SECTOR / 8)).collect())
+        };
+        self.memory.write_slice(&bytes, GuestAddress(BASE + page)).expect("inside the memory");
+        (kind, bytes.len() as u32)
+    }
+
     /// Makes a request available, without a kick.
     fn offer(&mut self, queue: usize, slot: usize, request: Request) {
+        (self.observer)(Moment::Sent, &request);
         let at = queue as u64 * QUEUE;
         let header = at + HEADERS + slot as u64 * 32;
-        let data = (Survivor::data(queue, slot), BLOCK as u32);
-        let (kind, block, data) = match request {
-            Request::Write { block, .. } => (OUT, block, Some((data.0, data.1, 0u16))),
-            Request::Read { block } => (IN, block, Some((data.0, data.1, WRITABLE))),
-            Request::Flush => (FLUSH, 0, None),
+        let page = Survivor::data(queue, slot);
+        let (kind, sector, data) = match &request {
+            Request::Write { sectors, version } => {
+                let (kind, len) = self.prepare(page, sectors, *version);
+                // Those that have it in their data leave it out here.
+                let sector = if kind == OUT { self.first_sector + sectors.start as u64 } else { 0 };
+                (kind, sector, Some((page, len, 0u16)))
+            }
+            Request::Read { block } => {
+                let sector = self.first_sector + (block * PER_BLOCK) as u64;
+                (IN, sector, Some((page, BLOCK as u32, WRITABLE)))
+            }
+            Request::Flush { .. } => (FLUSH, 0, None),
         };
         self.put(header, kind);
-        self.put(header + 8, block as u64 * (BLOCK / 512) as u64);
+        self.put(header + 8, sector);
         self.put(header + 16, 0xffu8);
         let head = slot as u16 * 3;
         let status = (header + 16, 1, WRITABLE);
@@ -318,16 +390,22 @@ impl Survivor {
             assert_eq!(status, 0, "{request:?} failed");
             self.completed += 1;
             self.slowest = self.slowest.max(since.elapsed());
+            (self.observer)(Moment::Answered, &request);
             match request {
-                Request::Write { block, version } => self.acked[block] = version,
+                Request::Write { sectors, version } => self.acked[sectors].fill(version),
                 Request::Read { block } => {
                     let mut bytes = vec![0; BLOCK];
                     let data = GuestAddress(BASE + Survivor::data(queue, slot));
                     self.memory.read_slice(&mut bytes, data).expect("inside the memory");
-                    let found = version(block, &bytes);
-                    assert_eq!(found, Some(self.acked[block]), "block {block} is wrong");
+                    for (at, bytes) in bytes.chunks(SECTOR).enumerate() {
+                        let sector = block * PER_BLOCK + at;
+                        let wanted = self.acked[sector];
+                        let found = &bytes[..8];
+                        let right = holds(sector, bytes, wanted..=wanted);
+                        assert!(right, "sector {sector}: {found:?}, not version {wanted}");
+                    }
                 }
-                Request::Flush => {}
+                Request::Flush { .. } => {}
             }
         }
     }
@@ -335,7 +413,7 @@ impl Survivor {
     /// Reads the whole disk while nothing else is in flight.
     pub(crate) fn check_all(&mut self) {
         assert!(self.turn(), "something is in flight");
-        for block in 0..self.acked.len() {
+        for block in 0..self.blocks() {
             let own = block % (QUEUES * DEPTH);
             let (queue, slot) = (own / DEPTH, own % DEPTH);
             self.offer(queue, slot, Request::Read { block });
@@ -348,15 +426,26 @@ impl Survivor {
     }
 }
 
-fn stamp(block: usize, version: u32) -> [u8; 8] {
-    (u64::from(version) << 32 | block as u64).to_le_bytes()
+fn is_zeros(version: u32) -> bool {
+    version.is_multiple_of(ZEROS)
 }
 
-/// The version of a block's content; nothing if it is no version of this block.
-pub(crate) fn version(block: usize, bytes: &[u8]) -> Option<u32> {
-    let first: [u8; 8] = bytes[..8].try_into().expect("eight bytes");
+/// What a sector is full of.
+pub(crate) fn stamp(sector: usize, version: u32) -> [u8; 8] {
+    match is_zeros(version) {
+        true => [0; 8],
+        false => (u64::from(version) << 32 | sector as u64).to_le_bytes(),
+    }
+}
+
+/// Whether a sector holds one of these versions.
+pub(crate) fn holds(sector: usize, bytes: &[u8], versions: RangeInclusive<u32>) -> bool {
     let (words, _) = bytes.as_chunks::<8>();
-    let found = (u64::from_le_bytes(first) >> 32) as u32;
-    let right = if found == 0 { [0; 8] } else { stamp(block, found) };
-    words.iter().all(|word| *word == right).then_some(found)
+    let first = words[0];
+    let version = match (u64::from_le_bytes(first) >> 32) as u32 {
+        0 => versions.end() / ZEROS * ZEROS,
+        version => version,
+    };
+    let right = stamp(sector, version);
+    versions.contains(&version) && words.iter().all(|word| *word == right)
 }
