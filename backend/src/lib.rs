@@ -32,7 +32,7 @@ mod counters;
 mod device;
 mod fetch;
 mod flush;
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod lease;
 mod mapping;

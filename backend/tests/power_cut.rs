@@ -203,7 +203,7 @@ fn a_power_cut_while_a_mirror_is_made_leaves_one_that_can_be_used() {
 fn a_sync_of_data_or_map_that_is_left_out_is_found() {
     let run = run(1, 1);
     // Not those of a mirror that is being made, which are missed at once.
-    let recording = run.recording.clone().after("serving").sampled(60);
+    let recording = run.recording.clone().after("serving").sampled(400);
     for name in ["vm1/disk", "vm1/map"] {
         leave_out_syncs(&recording, name, draw(1), |root, marks| check(&run, root, marks));
     }

@@ -1,6 +1,7 @@
 //! Entrances for the fuzzer: what is read back from a repository.
 //!
-//! Each takes arbitrary bytes and asserts what must hold whatever they are.
+//! Each takes arbitrary bytes and asserts what must hold whatever they are. `make fuzz` searches for a long time
+//! and with knowledge of the code. The tests here are a short version.
 
 use std::fs::File;
 
@@ -33,4 +34,37 @@ pub fn node(data: &[u8]) {
 /// Takes `data` for groups of blobs and flips in them, and scans them in `file`, which is an empty one.
 pub fn segment(data: &[u8], file: &File) {
     blobs::fuzzing::segment(data, file);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::{btree_set, vec};
+    use proptest::prelude::{ProptestConfig, any, proptest};
+
+    use super::Node;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn node(
+            level in 0u8..4,
+            slots in btree_set(any::<u8>(), 1..8),
+            flips in vec((any::<usize>(), any::<u8>()), 0..4),
+        ) {
+            let mut node = Node::new(level);
+            slots.iter().for_each(|slot| node.set(*slot, Some([*slot; 32])));
+            let mut bytes = node.encode();
+            for (at, mask) in flips {
+                let at = at % bytes.len();
+                bytes[at] ^= mask;
+            }
+            super::node(&bytes);
+        }
+
+        #[test]
+        fn segment(data in vec(any::<u8>(), 0..200)) {
+            super::segment(&data, &tempfile::tempfile().unwrap());
+        }
+    }
 }

@@ -23,7 +23,7 @@ mod blobs;
 mod catalog;
 mod database;
 mod error;
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod geometry;
 mod id;

@@ -52,7 +52,11 @@ pub fn ledger(mut data: &[u8]) {
         }
         let own = OwnLedgers::open(&path_of(&file), QUEUES, ENTRIES).expect("memory");
         let resume = |ring| own.resume(QUEUE, size, PLACE, ring).expect("there is one");
-        let heads = check(size, ring, resume);
+        // While nothing was returned, the ring tells what is in flight, not the ledger.
+        let heads = match ring.used {
+            0 => resume(ring).1,
+            _ => check(size, ring, resume),
+        };
         assert!(!other_len || heads.is_none(), "a file for other queues tells nothing");
         if other_len {
             return;

@@ -16,10 +16,11 @@ static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_time().build().expect("a runtime"));
 
 /// Messages with all that a message can have, for the fuzzer to begin with.
-const EXAMPLES: [&str; 8] = [
+const EXAMPLES: [&str; 9] = [
     "",
     r#"{"op":"checkpoint","label":"a","consistency":"filesystem","wait":"stable"}"#,
     r#"{"op":"stats"}"#,
+    r#"{"op":"follow","number":3}"#,
     r#"{"event":"stable","snapshot":"a@1","number":1,"dirty_bytes":0,"stored_bytes":0,"elapsed_ms":0}"#,
     r#"{"event":"failed","snapshot":"a@1","number":1,"reason":"\u00e4"}"#,
     r#"{"event":"snapshots","snapshots":[{"snapshot":"a@1","label":"b","state":"stable","time":1}],"omitted":1}"#,

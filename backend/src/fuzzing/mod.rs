@@ -2,6 +2,8 @@
 //!
 //! Each takes arbitrary bytes and asserts what must hold whatever they are. Where a format has checksums or
 //! fields that random bytes never hit, the bytes are flips in a whole example: no bytes at all leave it whole.
+//!
+//! `make fuzz` searches for a long time and with knowledge of the code. The tests here are a short version.
 
 mod epoch;
 mod journal;
@@ -53,4 +55,44 @@ fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
     bytes[..head.len()].copy_from_slice(head);
     *data = rest;
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::{ProptestConfig, any, proptest};
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn epoch(data in vec(any::<u8>(), 0..200)) {
+            super::epoch(&data);
+        }
+
+        #[test]
+        fn journal(data in vec(any::<u8>(), 0..200)) {
+            super::journal(&data);
+        }
+
+        #[test]
+        fn ledger(data in vec(any::<u8>(), 0..200)) {
+            super::ledger(&data);
+        }
+
+        #[test]
+        fn map(data in vec(any::<u8>(), 0..200)) {
+            super::map(&data);
+        }
+
+        #[test]
+        fn messages(data in vec(any::<u8>(), 0..200)) {
+            super::messages(&data);
+        }
+
+        #[test]
+        fn request(data in vec(any::<u8>(), 0..400)) {
+            super::request(&data);
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! Where immutable bytes are kept under the name of their content.
 
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod group;
 mod index;
