@@ -26,6 +26,8 @@ pub struct Disk {
     pub port: u32,
     /// Whether the guest may only read.
     pub read_only: bool,
+    /// Bytes of checkpoints that are stored in a second at most; 0 is unlimited.
+    pub commit_rate: u64,
 }
 
 impl Disk {
@@ -37,6 +39,7 @@ impl Disk {
             guest: guest.to_owned(),
             port: DEFAULT_PORT,
             read_only: false,
+            commit_rate: 0,
         }
     }
 }
@@ -69,6 +72,7 @@ impl Backend {
         option("vsock", lab.vsock(&disk.guest).display().to_string());
         option("vsock-port", disk.port.to_string());
         option("num-queues", "2".to_owned());
+        option("commit-rate", disk.commit_rate.to_string());
         if disk.read_only {
             arguments.push("--read-only".to_owned());
         }

@@ -4,9 +4,9 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use vmm_tests::{Backend, Disk, Guest, in_lab};
 
 use crate::MIB;
@@ -56,6 +56,36 @@ fn the_guest_sees_its_disk_and_its_snapshots() {
         assert_eq!(guest.attempt("cairn-agent checkpoint --label mine")?.code, 2);
         // No disk answers at another port.
         assert_eq!(guest.attempt("cairn-agent status --port 7401")?.code, 6);
+        Ok(())
+    });
+}
+
+#[test]
+fn an_agent_follows_its_checkpoint_when_the_backend_is_replaced() {
+    in_lab("followed", |lab| {
+        lab.import_ext4("vm", 64 * MIB, 1)?;
+        let disk = Disk::of("vm", "vm");
+        // Slow enough to be replaced meanwhile.
+        let backend = Backend::start(lab, &Disk { commit_rate: 2 * MIB, ..disk.clone() })?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt")?;
+        guest.run("dd if=/dev/urandom of=/mnt/data bs=1M count=32 2>/dev/null; sync")?;
+        guest.run(
+            "(cairn-agent checkpoint --wait stable >/run/taken 2>&1; echo $? >/run/code) >/dev/null 2>&1 &",
+        )?;
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while backend.status()?.pending.is_empty() {
+            ensure!(Instant::now() < deadline, "nobody asks for a checkpoint");
+            thread::sleep(Duration::from_millis(10));
+        }
+        backend.stop()?;
+        let _backend = Backend::start(lab, &disk)?;
+        guest.run("for i in $(seq 60); do test -e /run/code && exit; sleep 1; done; exit 1")?;
+        assert_eq!(guest.run("cat /run/code")?, "0\n", "{:?}", guest.run("cat /run/taken"));
+        let taken = guest.run("cat /run/taken")?;
+        let list = guest.run("cairn-agent list")?;
+        let is_stable = |line: &str| line.starts_with(taken.trim()) && line.contains("stable");
+        assert!(list.lines().any(is_stable), "{taken} is not stable in {list}");
         Ok(())
     });
 }
