@@ -239,15 +239,33 @@ fn write_run(device: &Device, all: Blocks, run: Blocks, content: Option<&[u8]>) 
 /// Makes the blocks of a chunk absent that the mirror cannot give and the repository can.
 fn examine(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
     let all = device.mirror.layout().blocks_of(chunk);
+    let mut bad = Vec::new();
     for block in (all.first..all.end()).filter(|block| device.mirror.presence.get(*block)) {
+        let mut read = || device.disk.read(&mut buffer[..BLOCK as usize], block * BLOCK);
+        // Once more: what passes by itself is no reason to forget anything.
+        if let Err(error) = read().or_else(|_| read()) {
+            bad.push((block, error));
+        }
+    }
+    if bad.is_empty() {
+        return;
+    }
+    device.stats.bad_blocks(bad.len() as u64);
+    let elsewhere = device.read_parent(chunk, buffer);
+    for (block, error) in bad {
         let offset = block * BLOCK;
-        let Err(error) = device.disk.read(&mut buffer[..BLOCK as usize], offset) else { continue };
-        device.stats.bad_blocks(1);
-        if is_lost(&error) && device.mirror.forget(block) {
-            tracing::warn!(%error, offset, "a bad block of the mirror is fetched again");
-        } else {
-            let advice = "its content is nowhere else: write it again, or go back to a snapshot";
-            tracing::error!(%error, offset, advice, "a bad block of the mirror");
+        match &elsewhere {
+            Ok(_) if is_lost(&error) && device.mirror.forget(block) => {
+                tracing::warn!(%error, offset, "a bad block of the mirror is fetched again");
+            }
+            Ok(_) => {
+                let advice =
+                    "its content is nowhere else: write it again, or go back to a snapshot";
+                tracing::error!(%error, offset, advice, "a bad block of the mirror");
+            }
+            Err(cause) => {
+                tracing::error!(%error, offset, %cause, "a bad block of the mirror cannot be fetched again");
+            }
         }
     }
 }

@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -143,7 +144,28 @@ pub fn run(args: &Args) -> Result<(), StartError> {
 struct Sockets {
     source: Source,
     listeners: Listeners,
-    paths: Vec<PathBuf>,
+    paths: Vec<Bound>,
+}
+
+/// A socket's path, as it was when it was bound.
+struct Bound {
+    path: PathBuf,
+    inode: Option<u64>,
+}
+
+impl Bound {
+    fn new(path: PathBuf) -> Bound {
+        let inode = fs::symlink_metadata(&path).map(|file| file.ino()).ok();
+        Bound { path, inode }
+    }
+
+    /// Removes it, unless somebody has done that already, or the next process has bound its own there.
+    fn remove(&self) {
+        let found = fs::symlink_metadata(&self.path).map(|file| file.ino()).ok();
+        if found.is_some() && found == self.inode {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
 }
 
 impl Sockets {
@@ -153,7 +175,7 @@ impl Sockets {
         let mut listen = |path: PathBuf, private| {
             let listener =
                 sys::listen(&path, private).map_err(error(path.display().to_string()))?;
-            paths.push(path);
+            paths.push(Bound::new(path));
             Ok(listener)
         };
         let control = args.control.clone().map(|path| listen(path, true)).transpose()?;
@@ -348,18 +370,19 @@ fn serve(
 ) -> Result<(), StartError> {
     let Local { disk, preserve, mut map, journal, layout, live, next_use } = local;
     let live_dir = live.dir().to_owned();
-    let _lock = live.lock;
     let geometry = map.identity().geometry;
-    if live.is_adopted {
-        tracing::info!("taking up the mirror from a process that was killed");
-    } else {
-        if !map.is_clean() {
-            tracing::warn!(
-                "the mirror was not stopped cleanly: everything local near what was written counts as \
-                 changed at the next checkpoint"
-            );
-        }
-        map.begin(next_use).map_err(serving("marking the mirror as in use"))?;
+    match (live.is_adopted, map.is_clean()) {
+        (true, true) => tracing::info!("taking up what the last process left"),
+        (true, false) => tracing::info!("taking up the mirror from a process that was killed"),
+        (false, true) => {}
+        (false, false) => tracing::warn!(
+            "the mirror was not stopped cleanly: everything local near what was written counts as \
+             changed at the next checkpoint"
+        ),
+    }
+    live.begin(&mut map, next_use).map_err(serving("marking the mirror as in use"))?;
+    let _lock = live.lock;
+    if !live.is_adopted {
         // Not before: until here the next process may still need it.
         let cleared = journal.clear().and_then(|()| preserve.set_len(0));
         cleared.map_err(serving("removing copies of old checkpoints"))?;
@@ -458,37 +481,36 @@ fn serve(
     }
     let _ = persist.join();
     let left = device.commits.accepted().len();
-    let rested = rest(&device, left > 0);
     if left > 0 {
         tracing::info!(
             checkpoints = left,
-            "the next start goes on with checkpoints that are not stable"
+            "left to the next start: checkpoints that are not stable"
         );
     }
-    // What is in flight for a hypervisor that is away is left to the next process, too.
-    if rested.is_ok() && left == 0 && !device.ledgers.is_in_use() {
+    let rested = rest(&device);
+    // The next process has to know of them, and of requests for a hypervisor that is away, too.
+    let is_needed = left > 0
+        || device.ledgers.is_in_use()
+        || device.flags.write_through().load(Ordering::SeqCst) != 0;
+    if rested.is_ok() && !is_needed {
         live::remove(&live_dir);
     }
-    for path in sockets.paths {
-        // Somebody may have removed it already.
-        let _ = fs::remove_file(path);
-    }
+    sockets.paths.iter().for_each(Bound::remove);
     served.map_err(serving("serving the hypervisor"))?;
     rested
 }
 
-/// Leaves the mirror so that the next start continues exactly here. While checkpoints are pending, all that
-/// is needed for that is in the live directory; the map tells what a host's death would leave.
-fn rest(device: &Device, is_pending: bool) -> Result<(), StartError> {
+/// Leaves the mirror so that the next start continues exactly here, with the live directory or without it.
+fn rest(device: &Device) -> Result<(), StartError> {
     let failed = serving("putting the mirror to rest");
     device.flusher.flush(&device.mirror, &device.disk).map_err(&failed)?;
-    if !is_pending {
-        let view = device.mirror.cut.view();
-        let (presence, layout) = (&device.mirror.presence, device.mirror.layout());
-        let known = device.flags.known_rings().load(Ordering::SeqCst) != 0;
-        let ended = device.flusher.map().end(presence, layout, view.dirty().iter(), known);
-        ended.map_err(&failed)?;
-    }
+    let view = device.mirror.cut.view();
+    // Without the live directory, checkpoints that are not stable are lost: then this is what has changed.
+    let sets = view.layers.iter().map(|layer| layer.dirty()).chain([view.dirty()]);
+    let (presence, layout) = (&device.mirror.presence, device.mirror.layout());
+    let known = device.flags.known_rings().load(Ordering::SeqCst) != 0;
+    let dirty = sets.flat_map(|dirty| dirty.iter());
+    device.flusher.map().end(presence, layout, dirty, known).map_err(&failed)?;
     let unused = device.commits.unused_numbers();
     let unused = (!unused.is_empty()).then_some(unused);
     if let Err(error) = device.attachment.release(unused) {

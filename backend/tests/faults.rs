@@ -222,25 +222,47 @@ fn places(file: &Path) -> Vec<(u64, u64)> {
         .collect()
 }
 
+/// A disk of its own whose end can be lost, where that can be had.
+struct Fragile {
+    image: PathBuf,
+    place: PathBuf,
+    _mounted: sys::Mounted,
+}
+
+impl Fragile {
+    fn new(site: &Site) -> Option<Fragile> {
+        let (image, place) = (site.path("device"), site.path("mounted"));
+        fs::create_dir(&place).expect("a place to mount");
+        fs::File::create(&image).and_then(|file| file.set_len(64 * MIB)).expect("a sparse file");
+        // Without a journal, so that what is bad is data alone.
+        let made = Command::new("mke2fs")
+            .args(["-q", "-F", "-t", "ext4", "-O", "^has_journal"])
+            .arg(&image)
+            .status();
+        assert!(made.expect("mke2fs runs").success());
+        match sys::mount_image(&image, &place) {
+            Ok(_mounted) => Some(Fragile { image, place, _mounted }),
+            Err(error) => {
+                eprintln!("skipped: no image can be mounted here: {error}");
+                None
+            }
+        }
+    }
+
+    /// A loop device has no data behind the end of its file; a write there gives it some again.
+    fn lose_from(&self, offset: u64) {
+        let file = fs::File::options().write(true).open(&self.image).expect("the device's file");
+        file.set_len(offset).expect("lose data");
+    }
+}
+
 #[test]
 fn a_bad_block_is_fetched_again_unless_its_chunk_has_changed() {
     let site = Site::new();
-    let (image, mirror) = (site.path("device"), site.path("mounted"));
-    fs::create_dir(&mirror).expect("a place to mount");
-    fs::File::create(&image).and_then(|file| file.set_len(64 * MIB)).expect("a sparse file");
-    // Without a journal, so that what is bad is data alone.
-    let made = Command::new("mke2fs")
-        .args(["-q", "-F", "-t", "ext4", "-O", "^has_journal"])
-        .arg(&image)
-        .status();
-    assert!(made.expect("mke2fs runs").success());
-    let _mounted = match sys::mount_image(&image, &mirror) {
-        Ok(mounted) => mounted,
-        Err(error) => return eprintln!("skipped: no image can be mounted here: {error}"),
-    };
+    let Some(fragile) = Fragile::new(&site) else { return };
     let mut disk = random_disk(9, 8 * MIB);
     repository::import(&site.store(), IMAGE, CHUNK, &disk);
-    let options = Options { mirror: mirror.join("mirror"), ..Options::new(&site) };
+    let options = Options { mirror: fragile.place.join("mirror"), ..Options::new(&site) };
     let backend = Backend::start(&options);
     let mut device = backend.device(Shape::default());
     assert!(device.read_all() == disk);
@@ -253,13 +275,7 @@ fn a_bad_block_is_fetched_again_unless_its_chunk_has_changed() {
     disk[changed as usize..][..4096].fill(1);
     device.queues[0].flush().expect("flush");
 
-    // A loop device has no data behind the end of its file; a write there gives it some again.
-    let cut = places[places.len() * 3 / 4].1;
-    fs::File::options()
-        .write(true)
-        .open(&image)
-        .and_then(|file| file.set_len(cut))
-        .expect("lose a quarter of the data");
+    fragile.lose_from(places[places.len() * 3 / 4].1);
     for at in (0..8 * MIB).step_by(CHUNK as usize).filter(|at| *at != changed) {
         let found = device.queues[0].read(at, CHUNK as usize).expect("read");
         assert!(found == disk[at as usize..][..CHUNK as usize], "at {at}");
@@ -272,6 +288,32 @@ fn a_bad_block_is_fetched_again_unless_its_chunk_has_changed() {
     assert!(device.read_all() == disk, "the disk");
     let number = backend.control().stable_checkpoint();
     assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
+    drop(device);
+    backend.terminate();
+}
+
+#[test]
+fn a_bad_block_that_is_absent_costs_no_checkpoint() {
+    let site = Site::new();
+    let Some(fragile) = Fragile::new(&site) else { return };
+    let mut disk = random_disk(11, 2 * MIB);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let options = Options { mirror: fragile.place.join("mirror"), ..Options::new(&site) };
+    let backend = Backend::start(&options);
+    assert!(backend.device(Shape::default()).read_all() == disk);
+    // The map has not heard of what was fetched.
+    backend.kill_with_host();
+    let first = places(&options.mirror.join("disk")).into_iter().map(|(_, place)| place).min();
+    fragile.lose_from(first.expect("many"));
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    for at in (0..2 * MIB).step_by(CHUNK as usize) {
+        device.queues[0].write(at, &[3; 4096]).expect("write");
+        disk[at as usize..][..4096].fill(3);
+    }
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
+    assert!(device.read_all() == disk, "the disk");
     drop(device);
     backend.terminate();
 }

@@ -100,20 +100,30 @@ fn a_write_is_durable_when_it_is_answered_in_write_through_mode_only() {
 /// Hypervisors do not say it again when they reconnect, and the guest does not know that they did.
 #[test]
 fn write_through_mode_outlives_the_backend() {
-    for killed in [true, false] {
+    /// How the connection ends.
+    #[derive(Clone, Copy)]
+    enum End {
+        Kill,
+        Stop,
+        Alone,
+    }
+    for end in [End::Kill, End::Stop, End::Alone] {
         let site = site();
         let options = Options::new(&site);
         let backend = Backend::start(&options);
         let mut guest = Guest::connect(&options.socket);
         assert!(set_config(&mut guest, WRITEBACK, &[0]));
         write(&mut guest, 8, 7);
-        let backend = match killed {
-            true => {
+        let backend = match end {
+            End::Kill => {
                 backend.kill();
                 Backend::start(&options)
             }
-            // The connection alone is new.
-            false => backend,
+            End::Stop => {
+                backend.terminate();
+                Backend::start(&options)
+            }
+            End::Alone => backend,
         };
         guest.connect_again(&options.socket).expect("connect again");
         write(&mut guest, 16, 9);

@@ -59,7 +59,7 @@ fn a_checkpoint_that_is_not_stable_at_a_stop_becomes_so_after_the_next_start() {
                 other => panic!("{other:?}"),
             }
         }
-        match follow(&mut control, number + 1) {
+        match follow(&mut control, number + 1000) {
             Event::Error(refusal) => assert_eq!(refusal.kind, RefusalKind::Invalid),
             other => panic!("{other:?}"),
         }
@@ -70,6 +70,36 @@ fn a_checkpoint_that_is_not_stable_at_a_stop_becomes_so_after_the_next_start() {
         assert!(repository::export(&site.store(), IMAGE, next) == disk, "the next checkpoint");
         backend.terminate();
     }
+}
+
+/// The live directory is gone: the checkpoint is lost with it, and nothing else.
+#[test]
+fn a_guest_goes_on_after_a_reboot_that_came_before_its_checkpoint_was_stable() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let options = Options::new(&site);
+    let backend = Backend::start(&options.clone().with(&["--commit-rate", "65536"]));
+    let mut guest = Survivor::new(Manner::UsedIndex, BLOCKS, Rng::new(7));
+    guest.connect(&options.socket).expect("connect");
+    guest.run(Duration::from_millis(200));
+    let number = backend.control().checkpoint().expect("it is accepted").number;
+    guest.run(Duration::from_millis(100));
+    backend.terminate();
+    fs::remove_dir_all(&options.live).expect("remove the live directory");
+    let backend = Backend::start(&options);
+    guest.connect(&options.socket).expect("the guest is known");
+    guest.run(Duration::from_millis(100));
+    guest.finish(Duration::from_secs(5));
+    guest.check_all();
+    let mut control = backend.control();
+    match follow(&mut control, number) {
+        Event::Failed(failed) => assert_eq!(failed.number, number),
+        other => panic!("{other:?}"),
+    }
+    let disk = backend.options.mirror.join("disk");
+    let number = control.stable_checkpoint();
+    let disk = fs::read(disk).expect("read the mirror");
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next checkpoint");
 }
 
 #[test]

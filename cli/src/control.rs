@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Checkpoint, Consistency, Event, Follow, MAX_LINE, QueueStatus, RefusalKind, Request, Stats,
-    Status, Wait,
+    Accepted, Checkpoint, Consistency, Event, Follow, MAX_LINE, QueueStatus, RefusalKind, Request,
+    Stats, Status, Wait,
 };
 use serde_json::json;
 
@@ -189,10 +189,10 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
     /// followed over the end of the connection: the next cairn-blk goes on with it.
     fn ask(&mut self, request: &Request, wait: Wait) -> Outcome<Event> {
         self.send(request)?;
-        let mut accepted = None;
+        let mut accepted: Option<Accepted> = None;
         loop {
             let Some(event) = self.next()? else {
-                let Some(number) = accepted else {
+                let Some(Accepted { number, .. }) = accepted else {
                     let why = "the connection was closed without an answer: try again when cairn-blk \
                                is back; a checkpoint that it had accepted goes on then, and is listed";
                     return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
@@ -211,8 +211,13 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
                     };
                     return Err(Failure::new(exit, (self.doing)(), refusal.message));
                 }
+                Event::Stable(stable)
+                    if accepted.as_ref().is_some_and(|one| one.snapshot != stable.snapshot) =>
+                {
+                    return Err(self.unexpected());
+                }
                 event if event.is_final(wait) => return Ok(event),
-                Event::Accepted(event) => accepted = Some(event.number),
+                Event::Accepted(event) => accepted = Some(event),
                 _ => {}
             }
         }

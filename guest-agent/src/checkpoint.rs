@@ -43,7 +43,7 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
         let outcome = answer.and_then(|accepted| {
             let stable = match wait {
                 Wait::Accepted => None,
-                Wait::Stable => Some(await_stable(connection, accepted.number)?),
+                Wait::Stable => Some(await_stable(connection, &accepted)?),
             };
             let taken = report::Taken {
                 disk: connection.endpoint().to_string(),
@@ -87,12 +87,12 @@ const RECONNECT: Duration = Duration::from_millis(100);
 
 /// Takes as long as the repository does: nothing of the guest waits for it. The checkpoint is followed over
 /// the end of the connection, since the next process goes on with it.
-fn await_stable(connection: &mut Connection, number: u64) -> Result<Stable, Error> {
+fn await_stable(connection: &mut Connection, accepted: &Accepted) -> Result<Stable, Error> {
     let mut deadline = Instant::now() + RETURN;
     loop {
         let begin = Instant::now();
         let error = match connection.receive(None) {
-            Ok(Event::Stable(stable)) => return Ok(stable),
+            Ok(Event::Stable(stable)) if stable.snapshot == accepted.snapshot => return Ok(stable),
             Ok(other) => return Err(connection.unexpected(other)),
             Err(error @ (Error::Closed(_) | Error::Transport { .. })) => error,
             Err(error) => return Err(error),
@@ -101,7 +101,8 @@ fn await_stable(connection: &mut Connection, number: u64) -> Result<Stable, Erro
         if begin.elapsed() > 10 * RECONNECT {
             deadline = Instant::now() + RETURN;
         }
-        *connection = follow(connection.endpoint(), number, deadline).map_err(|_| error)?;
+        *connection =
+            follow(connection.endpoint(), accepted.number, deadline).map_err(|_| error)?;
     }
 }
 

@@ -64,6 +64,11 @@ byte_id!(
     BlobId, 32, "a blob's id", "it has 64 hexadecimal digits"
 );
 byte_id!(
+    /// The name of a peer: random bytes in its data directory. One that comes back with an empty disk is
+    /// another.
+    PeerId, 16, "a peer's id", "it has 32 hexadecimal digits"
+);
+byte_id!(
     /// The name of a mirror: random bytes chosen when the mirror is made.
     MirrorId, 16, "a mirror's id", "it has 32 hexadecimal digits"
 );

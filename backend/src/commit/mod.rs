@@ -206,6 +206,13 @@ impl Commits {
         self.queue().commits.iter().find(|commit| commit.new.number == number).cloned()
     }
 
+    /// Why the checkpoint with this number failed, if the catalog could not be told yet.
+    pub(crate) fn unrecorded_failure(&self, number: u64) -> Option<String> {
+        let queue = self.queue();
+        let found = queue.unrecorded.iter().find(|(new, _)| new.number == number);
+        found.map(|(_, reason)| reason.clone())
+    }
+
     /// Checkpoints that are not stable yet, oldest first.
     pub(crate) fn pending(&self, device: &Device) -> Vec<PendingCommit> {
         let commits: Vec<_> = self.queue().commits.iter().cloned().collect();
@@ -252,14 +259,15 @@ impl Commits {
 
     /// Tries again to tell the catalog of failures that it could not be told of.
     fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> bool) {
-        let failures = std::mem::take(&mut self.queue().unrecorded);
+        let failures = self.queue().unrecorded.clone();
         for (new, reason) in failures {
-            let is_recorded = record(&new, &reason);
+            if !record(&new, &reason) {
+                continue;
+            }
             let mut queue = self.queue();
-            match &new.label {
-                _ if !is_recorded => queue.unrecorded.push((new, reason)),
-                Some(label) => drop(queue.labels.remove(label)),
-                None => {}
+            queue.unrecorded.retain(|(other, _)| other.number != new.number);
+            if let Some(label) = &new.label {
+                queue.labels.remove(label);
             }
         }
     }

@@ -26,6 +26,8 @@ use cairn_store::{ChunkId, ChunkIndex, ErrorKind, NewSnapshot, is_zero};
 
 use super::{Commit, CommitState, Next};
 use crate::device::Device;
+use crate::fetch::is_lost;
+use crate::mirror::blockset::BlockSet;
 use crate::mirror::copies::{Arena, Copy};
 use crate::mirror::layer::Layer;
 use crate::mirror::layout::BLOCK;
@@ -519,7 +521,10 @@ impl Work<'_> {
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
         let offset = layout.span_of(chunks[0]).offset;
         let read = || self.device.disk.read_vectored(&mut slices, offset);
-        self.device.pace.run(&self.device.stats, read)?;
+        match self.device.pace.run(&self.device.stats, read) {
+            Err(error) if is_lost(&error) => self.read_needed(chunks, &present, &mut slices)?,
+            result => result?,
+        }
         let preserve = &self.device.preserve;
         let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
         let mut items = Vec::with_capacity(chunks.len());
@@ -530,6 +535,24 @@ impl Work<'_> {
         }
         // All or none: what is not in the batch is put back.
         batch.append(&mut items);
+        Ok(())
+    }
+
+    /// As the read above, where something cannot be read: that may be nothing that is needed.
+    fn read_needed(
+        &self,
+        chunks: &[ChunkIndex],
+        present: &[BlockSet],
+        buffers: &mut [&mut [u8]],
+    ) -> io::Result<()> {
+        for ((chunk, present), buffer) in chunks.iter().zip(present).zip(buffers) {
+            let offset = self.device.mirror.layout().span_of(*chunk).offset;
+            for run in present.without(&self.source.aside(*chunk).decided).runs() {
+                let span = run.span();
+                let part = &mut buffer[span.offset as usize..span.end() as usize];
+                self.device.disk.read(part, offset + span.offset)?;
+            }
+        }
         Ok(())
     }
 

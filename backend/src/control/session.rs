@@ -159,17 +159,24 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
 
 /// What becomes of a checkpoint, whoever accepted it.
 async fn follow(device: &Arc<Device>, number: u64) -> Event {
-    // In this order: what has left the queue meanwhile is in the catalog.
+    // In this order: what has left the queue meanwhile is in the catalog, or could not be told to it.
     if let Some(commit) = device.commits.find(number) {
         return outcome(device, &commit).await;
+    }
+    let name = device.snapshot_name(number);
+    let failed = |reason| Event::Failed(Failed { snapshot: name.clone(), number, reason });
+    if let Some(reason) = device.commits.unrecorded_failure(number) {
+        return failed(reason);
     }
     let snapshot = match snapshots(device).await {
         Ok(all) => all.into_iter().find(|one| one.number == number),
         Err(refused) => return refused,
     };
-    let name = device.snapshot_name(number);
     let Some(snapshot) = snapshot else {
-        return refusal(RefusalKind::Invalid, format!("there is no snapshot {name}"));
+        return match number < device.commits.unused_numbers().start {
+            true => failed("it was lost before the catalog knew of it, or was removed".into()),
+            false => refusal(RefusalKind::Invalid, format!("there is no snapshot {name}")),
+        };
     };
     match snapshot.state {
         SnapshotState::Stable => Event::Stable(Stable {
@@ -180,8 +187,7 @@ async fn follow(device: &Arc<Device>, number: u64) -> Event {
             elapsed_ms: now().saturating_sub(snapshot.time) * 1000,
         }),
         SnapshotState::Failed => {
-            let reason = snapshot.reason.unwrap_or_else(|| "for a reason that is not known".into());
-            Event::Failed(Failed { snapshot: name, number, reason })
+            failed(snapshot.reason.unwrap_or_else(|| "for a reason that is not known".into()))
         }
         SnapshotState::Pending => {
             let message =

@@ -8,12 +8,16 @@
 //! ```
 //!
 //! It belongs on a tmpfs. It counts only for the host's boot and for the use of the mirror that it was
-//! made in: the header names both. A process locks it for as long as it runs. A mirror that is in use and has no live directory was left by a host
-//! that died. A link in the mirror's directory says where it is, so that it is found whatever the next
-//! process is told.
+//! made in: the header names both. A process locks it for as long as it runs. A mirror that is in use and has
+//! no live directory was left by a host that died. A link in the mirror's directory says where it is, so that it
+//! is found whatever the next process is told.
+//!
+//! A stop in good order removes it, unless the next process has something to finish that is only here. Then
+//! the map is exact all the same, and the next process can do without it, if it has to.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,8 +47,10 @@ pub(crate) struct Live {
     pub(crate) states: Vec<EpochState>,
     pub(crate) shelf: Shelf,
     pub(crate) flags: Flags,
-    /// Whether it is that of a process that was killed. Otherwise it is empty.
+    /// Whether it is that of a process before this one. Otherwise it is empty.
     pub(crate) is_adopted: bool,
+    /// The file with the header.
+    file: File,
     /// Held for as long as the process runs.
     pub(crate) lock: File,
 }
@@ -69,8 +75,8 @@ impl Flags {
 const FLAGS: usize = 2 * HEADER / 8;
 
 impl Live {
-    /// Takes up what a killed process left, or begins anew under `base`, for the use `next`. The mirror at
-    /// `mirror` is locked. `WouldBlock` if another process has the live directory.
+    /// Takes up what a process before this one left, or begins anew under `base`, for the use `next`. The mirror
+    /// at `mirror` is locked. `WouldBlock` if another process has the live directory.
     pub(crate) fn open(
         base: &Path,
         mirror: &Path,
@@ -83,11 +89,9 @@ impl Live {
         let link = mirror.join("live-state");
         let dir = base.join(map.identity().mirror.to_string());
         let current = header(&boot, map, map.use_id());
-        if !map.is_clean() {
-            for dir in [Ok(dir.clone()), fs::read_link(&link)].into_iter().flatten() {
-                if let Some(live) = Live::adopt(&dir, &current, layout, shelf)? {
-                    return Ok(live);
-                }
+        for dir in [Ok(dir.clone()), fs::read_link(&link)].into_iter().flatten() {
+            if let Some(live) = Live::adopt(&dir, &current, layout, shelf)? {
+                return Ok(live);
             }
         }
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
@@ -99,12 +103,9 @@ impl Live {
             );
         }
         let lock = take_lock(&dir)?;
-        // Requests may still be in flight for a hypervisor that did not come back before the last stop.
-        let keeps_ledger = map.is_clean() && has_header(&dir.join("state"), &current)?;
         for entry in fs::read_dir(&dir)? {
             let entry = entry?;
-            let name = entry.file_name();
-            if name != LOCK && !(keeps_ledger && name == LEDGER) {
+            if entry.file_name() != LOCK {
                 fs::remove_file(entry.path())?;
             }
         }
@@ -125,7 +126,21 @@ impl Live {
         std::os::unix::fs::symlink(&dir, &fresh)?;
         fs::rename(fresh, link)?;
         let (states, is_adopted) = (vec![first], false);
-        Ok(Live { dir, presence, epochs, states, shelf, flags, is_adopted, lock })
+        Ok(Live { dir, presence, epochs, states, shelf, flags, is_adopted, file, lock })
+    }
+
+    /// Makes the map say that the mirror is in use, and this the live directory of that use.
+    ///
+    /// A use that goes on after a stop gets an id of its own: a copy of the mirror's directory that was made
+    /// at rest must not find what came later. Until the map has it, either id counts.
+    pub(crate) fn begin(&self, map: &mut MapFile, next: UseId) -> io::Result<()> {
+        match (self.is_adopted, map.is_clean()) {
+            (true, false) => return Ok(()),
+            (true, true) => self.file.write_all_at(&next, PROMISED.start as u64)?,
+            (false, _) => {}
+        }
+        map.begin(next)?;
+        self.file.write_all_at(&header(&boot_id()?, map, &next), 0)
     }
 
     /// Takes up what is in `dir` if its header is `current`.
@@ -154,11 +169,11 @@ impl Live {
             states.push(epochs.take()?);
             states.last().expect("just pushed").begin(Epoch(last + 1));
         }
-        let file = options().create(true).truncate(false).open(dir.join("shelf"))?;
-        let len = file.metadata()?.len();
-        let shelf = Shelf::new(file, shelf.max(len))?;
+        let copies = options().create(true).truncate(false).open(dir.join("shelf"))?;
+        let len = copies.metadata()?.len();
+        let shelf = Shelf::new(copies, shelf.max(len))?;
         let (dir, is_adopted) = (dir.to_owned(), true);
-        Ok(Some(Live { dir, presence, epochs, states, shelf, flags, is_adopted, lock }))
+        Ok(Some(Live { dir, presence, epochs, states, shelf, flags, is_adopted, file, lock }))
     }
 
     /// The directory's path.
@@ -167,9 +182,12 @@ impl Live {
     }
 }
 
-/// The files that outlive a use.
 const LOCK: &str = "lock";
 pub(crate) const LEDGER: &str = "ledger";
+
+/// Where in the header the id of the use is, and that of one which may have begun.
+const USE: Range<usize> = 80..96;
+const PROMISED: Range<usize> = 96..112;
 
 fn take_lock(dir: &Path) -> io::Result<File> {
     let file = options().create(true).truncate(false).open(dir.join(LOCK))?;
@@ -180,7 +198,15 @@ fn take_lock(dir: &Path) -> io::Result<File> {
 /// Whether a state file has this header. An error is no answer: the file may be all that is left.
 fn has_header(state: &Path, wanted: &[u8; HEADER]) -> io::Result<bool> {
     match options().open(state) {
-        Ok(file) => Ok(file.metadata()?.len() >= PAGE as u64 && read_header(&file)? == *wanted),
+        Ok(file) if file.metadata()?.len() < PAGE as u64 => Ok(false),
+        Ok(file) => {
+            let mut found = read_header(&file)?;
+            let promised: UseId = found[PROMISED].try_into().expect("16 bytes");
+            found[PROMISED].fill(0);
+            let is_it = found == *wanted;
+            found[USE].copy_from_slice(&promised);
+            Ok(is_it || (promised != UseId::default() && found == *wanted))
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
     }
@@ -221,7 +247,7 @@ fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER] {
     bytes[48..64].copy_from_slice(identity.mirror.as_bytes());
     bytes[64..72].copy_from_slice(&identity.geometry.size().to_le_bytes());
     bytes[72..76].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
-    bytes[80..96].copy_from_slice(use_id);
+    bytes[USE].copy_from_slice(use_id);
     bytes
 }
 

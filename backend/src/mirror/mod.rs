@@ -17,7 +17,7 @@
 //! A request that does not go on holds nothing: no ticket, no claim.
 
 pub(crate) mod bits;
-mod blockset;
+pub(crate) mod blockset;
 mod claims;
 pub(crate) mod copies;
 pub(crate) mod cut;

@@ -350,8 +350,10 @@ impl VhostUserBackendReqHandlerMut for Handler {
         }
         // A driver that never flushes relies on what it wrote.
         let flushes = 1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE;
-        if changed(flushes) {
-            self.cached = features & flushes != 0;
+        if features & flushes == 0 {
+            self.cached = false;
+        } else if changed(flushes) {
+            self.cached = true;
         }
         // Without the protocol features there is no message that enables a ring.
         if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {

@@ -216,7 +216,14 @@ impl OwnLedgers {
         let file = options.open(path)?;
         let ledgers = (queues * PLACE * 8).next_multiple_of(PAGE) as u64;
         let len = ledgers + Region::len(queues, entries);
-        if file.metadata()?.len() != len {
+        let found = file.metadata()?.len();
+        if found != len {
+            if found > 0 {
+                tracing::warn!(
+                    "other queues than before: requests in flight of a hypervisor that does not keep a record \
+                     of them are not known any more"
+                );
+            }
             file.set_len(0)?;
             allocate(&file, len)?;
         }
