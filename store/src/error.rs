@@ -222,6 +222,14 @@ pub enum Error {
         /// To which file.
         path: PathBuf,
     },
+    /// A peer holds all that it may.
+    #[error("the peer in {} is full: it may hold {capacity} bytes", path.display())]
+    PeerFull {
+        /// Its data directory.
+        path: PathBuf,
+        /// What it may hold.
+        capacity: u64,
+    },
     /// The operating system refused.
     #[error("{doing} {}: {source}", path.display())]
     Io {
@@ -269,9 +277,10 @@ impl Error {
             | Error::OnlyStable { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
-            Error::Full { .. } | Error::Io { .. } | Error::Poisoned { .. } => {
-                ErrorKind::Unavailable
-            }
+            Error::Full { .. }
+            | Error::PeerFull { .. }
+            | Error::Io { .. }
+            | Error::Poisoned { .. } => ErrorKind::Unavailable,
             Error::Database(source) => match source.sqlite_error_code() {
                 Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {
                     ErrorKind::Corrupt

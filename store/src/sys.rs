@@ -4,7 +4,7 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
@@ -71,6 +71,17 @@ pub(crate) fn end_direct_io(file: &File) -> io::Result<()> {
 
 /// The magic number of the file system that holds `path`.
 pub(crate) fn file_system_type(path: &Path) -> io::Result<u64> {
+    // The field's type differs between targets; the magic numbers have 32 bits.
+    Ok(file_system(path)?.f_type as u64 & 0xffff_ffff)
+}
+
+/// Bytes that are free on the file system that holds `path`.
+pub(crate) fn free_space(path: &Path) -> Result<u64> {
+    let stat = file_system(path).map_err(|error| Error::io("looking at", path, error))?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_bsize as u64))
+}
+
+fn file_system(path: &Path) -> io::Result<libc::statfs> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut stat = MaybeUninit::<libc::statfs>::uninit();
     // SAFETY: `path` is a C string and `stat` has room for the structure that the kernel fills.
@@ -78,7 +89,12 @@ pub(crate) fn file_system_type(path: &Path) -> io::Result<u64> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the call succeeded, so the kernel has filled the structure; all of it is plain numbers.
-    let stat = unsafe { stat.assume_init() };
-    // The field's type differs between targets; the magic numbers have 32 bits.
-    Ok(stat.f_type as u64 & 0xffff_ffff)
+    Ok(unsafe { stat.assume_init() })
+}
+
+/// Bytes that nobody can guess.
+pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
 }

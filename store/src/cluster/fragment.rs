@@ -51,6 +51,17 @@ pub struct Description {
     hashes: Vec<[u8; HASH]>,
 }
 
+/// What a peer holds of a blob: one block, and the description of all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fragment {
+    /// What the block belongs to.
+    pub description: Description,
+    /// Which one it is.
+    pub index: u8,
+    /// Its content.
+    pub block: Vec<u8>,
+}
+
 /// The blocks of a blob, the first ones borrowed from its content where that is possible.
 pub struct Blocks<'a> {
     data: Vec<Cow<'a, [u8]>>,
@@ -133,6 +144,11 @@ impl Description {
     pub fn matches(&self, index: usize, block: &[u8]) -> bool {
         block.len() == self.block_len()
             && self.hashes.get(index).is_some_and(|hash| blake3::hash(block).as_bytes() == hash)
+    }
+
+    /// The name of a block: the hash of its content.
+    pub fn block(&self, index: usize) -> Option<BlobId> {
+        self.hashes.get(index).map(|hash| BlobId::from_bytes(*hash))
     }
 
     /// The description's own name: equal for fragments that belong together.

@@ -1,0 +1,134 @@
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use tempfile::TempDir;
+
+use super::{Held, PeerStore};
+use crate::cluster::Redundancy;
+use crate::cluster::fragment::{Fragment, encode};
+use crate::error::ErrorKind;
+use crate::id::BlobId;
+
+const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
+
+/// A fragment of a blob of 64 KiB.
+fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
+    let mut content = vec![0; 64 << 10];
+    blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut content);
+    let (description, blocks) = encode(&BlobId::of(&content), &content, redundancy);
+    let block = blocks.get(index.into()).to_vec();
+    Fragment { description, index, block }
+}
+
+fn open(dir: &Path) -> PeerStore {
+    PeerStore::open(dir, None).unwrap()
+}
+
+#[test]
+fn what_was_flushed_is_there_after_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let store = open(dir.path());
+    let id = store.id();
+    let all: Vec<_> = (0..20).map(|number| fragment(number, CODE, number as u8 % 8)).collect();
+    all.iter().for_each(|one| store.put(one).unwrap());
+    store.flush().unwrap();
+    let usage = store.usage().unwrap();
+    assert_eq!((usage.used, usage.fragments), (20 * 16 * 1024, 20));
+    drop(store);
+    let store = open(dir.path());
+    assert_eq!(store.id(), id);
+    assert_eq!(store.usage().unwrap().used, usage.used);
+    for one in &all {
+        assert_eq!(store.get(&one.description.blob).unwrap(), std::slice::from_ref(one));
+    }
+    assert_eq!(store.get(&BlobId::of(b"another")).unwrap(), []);
+}
+
+#[test]
+fn encodings_and_blocks_of_one_blob_are_kept_apart() {
+    let dir = TempDir::new().unwrap();
+    let store = open(dir.path());
+    let copy = fragment(1, Redundancy::Replicas(3), 0);
+    let (first, second) = (fragment(1, CODE, 0), fragment(1, CODE, 5));
+    for one in [&copy, &first, &second, &first] {
+        store.put(one).unwrap();
+    }
+    store.flush().unwrap();
+    let blob = copy.description.blob;
+    let mut found = store.get(&blob).unwrap();
+    found.sort_by_key(|one| (one.description.width(), one.index));
+    assert_eq!(found, [copy, first.clone(), second]);
+    assert_eq!(store.usage().unwrap().fragments, 3, "each is counted once");
+    let held = store.have(&[BlobId::of(b"another"), blob]).unwrap();
+    assert_eq!((held[0].len(), held[1].len()), (0, 3));
+    let wanted = Held { encoding: first.description.id(), data: 4, parity: 4, index: 5 };
+    assert!(held[1].contains(&wanted), "{held:?}");
+}
+
+#[test]
+fn garbage_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let store = open(dir.path());
+    let good = fragment(1, CODE, 2);
+    let mut flipped = good.clone();
+    flipped.block[7] ^= 1;
+    let short = Fragment { block: good.block[1..].to_vec(), ..good.clone() };
+    for wrong in
+        [flipped, short, Fragment { index: 8, ..good.clone() }, Fragment { index: 3, ..good }]
+    {
+        assert_eq!(store.put(&wrong).unwrap_err().kind(), ErrorKind::Corrupt);
+    }
+    store.flush().unwrap();
+    assert_eq!(store.usage().unwrap().fragments, 0);
+}
+
+#[test]
+fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
+    let dir = TempDir::new().unwrap();
+    let store = open(dir.path());
+    let (one, other) = (fragment(1, CODE, 2), fragment(2, CODE, 2));
+    store.put(&one).unwrap();
+    store.put(&other).unwrap();
+    store.flush().unwrap();
+    drop(store);
+    let segment =
+        fs::read_dir(dir.path().join("segments")).unwrap().next().unwrap().unwrap().path();
+    let bytes = fs::read(&segment).unwrap();
+    let at = bytes.windows(64).position(|window| window == &one.block[..64]).unwrap();
+    let file = fs::File::options().write(true).open(&segment).unwrap();
+    file.write_all_at(&[one.block[9] ^ 4], at as u64 + 9).unwrap();
+    let store = open(dir.path());
+    assert_eq!(store.get(&one.description.blob).unwrap(), []);
+    assert_eq!(store.get(&other.description.blob).unwrap().len(), 1);
+    store.put(&one).unwrap();
+    store.flush().unwrap();
+    assert_eq!(store.get(&one.description.blob).unwrap(), [one]);
+}
+
+#[test]
+fn a_peer_takes_no_more_than_it_may() {
+    let dir = TempDir::new().unwrap();
+    let store = PeerStore::open(dir.path(), Some(3 * 16 * 1024)).unwrap();
+    for number in 0..3 {
+        store.put(&fragment(number, CODE, 0)).unwrap();
+    }
+    let refused = store.put(&fragment(3, CODE, 0)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    store.flush().unwrap();
+    // What it has already takes no space.
+    assert_eq!(store.usage().unwrap().used, 3 * 16 * 1024);
+}
+
+#[test]
+fn a_data_directory_has_one_process_and_is_not_taken_for_something_else() {
+    let dir = TempDir::new().unwrap();
+    let store = open(dir.path());
+    assert!(PeerStore::open(dir.path(), None).is_err(), "it is in use");
+    drop(store);
+    fs::write(dir.path().join("peer.json"), r#"{"format":"cairn-peer","version":9,"id":""}"#)
+        .unwrap();
+    assert!(PeerStore::open(dir.path(), None).is_err(), "of a newer version");
+    fs::write(dir.path().join("peer.json"), "{}").unwrap();
+    assert_eq!(PeerStore::open(dir.path(), None).map(drop).unwrap_err().kind(), ErrorKind::Corrupt);
+}

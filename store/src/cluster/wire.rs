@@ -1,0 +1,429 @@
+//! What peers and their clients say to each other.
+//!
+//! A connection carries frames in both directions:
+//!
+//! ```text
+//! 0            4      6      8                16
+//! ┌────────────┬──────┬──────┬────────────────┬─────────┐
+//! │ body bytes │ kind │ zero │ request number │ body    │
+//! └────────────┴──────┴──────┴────────────────┴─────────┘
+//! ```
+//!
+//! All numbers are little endian. The client begins with a [`Hello`], and the server answers with the version that
+//! both know and its own id, or refuses in words. Then requests come in any number, and each has one answer with its
+//! number, in any order. Every length is bounded before memory is taken for it.
+
+use super::fragment::{Description, Fragment, MAX_CONTENT};
+use super::peer::{Held, Usage};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{BlobId, PeerId};
+
+/// The version of this protocol, and the oldest one that is still understood.
+pub const VERSION: u16 = 1;
+/// See [`VERSION`].
+pub const OLDEST: u16 = 1;
+
+/// Bytes before a body.
+pub const HEADER: usize = 16;
+
+/// The longest body: a block, its description, and some.
+pub const MAX_BODY: usize = MAX_CONTENT + 8192;
+
+/// The most blobs in one question.
+pub const MAX_ASKED: usize = 4096;
+
+/// The longest reason in words.
+const MAX_TEXT: usize = 4096;
+
+const MAGIC: &[u8; 4] = b"CRNW";
+
+/// What comes before a body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the body is.
+    pub kind: u16,
+    /// Which request it is, or answers.
+    pub number: u64,
+    /// Bytes of the body.
+    pub len: usize,
+}
+
+impl Header {
+    /// As it is sent.
+    pub fn to_bytes(self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[..4].copy_from_slice(&(self.len as u32).to_le_bytes());
+        bytes[4..6].copy_from_slice(&self.kind.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.number.to_le_bytes());
+        bytes
+    }
+
+    /// As it was received.
+    pub fn from_bytes(bytes: &[u8; HEADER]) -> Result<Header> {
+        let [a, b, c, d, e, f, zero @ .., _, _, _, _, _, _, _, _] = *bytes;
+        let len = u32::from_le_bytes([a, b, c, d]) as usize;
+        if len > MAX_BODY || zero != [0; 2] {
+            return Err(wrong("a frame that no peer sends"));
+        }
+        let number = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
+        Ok(Header { kind: u16::from_le_bytes([e, f]), number, len })
+    }
+}
+
+/// The first words of a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// The oldest version that it knows,
+    pub oldest: u16,
+    /// and the newest.
+    pub newest: u16,
+}
+
+/// What a client asks of a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// The first one of a connection.
+    Hello(Hello),
+    /// Take this fragment. Answered when it is durable.
+    Put(Fragment),
+    /// Give all fragments of this blob.
+    Get(BlobId),
+    /// What is there of each of these blobs?
+    Have(Vec<BlobId>),
+    /// How much is there?
+    Usage,
+}
+
+/// What a peer answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// To a hello: the version that is spoken, and who speaks.
+    Welcome(u16, PeerId),
+    /// The fragment is durable.
+    Stored,
+    /// The fragments of a blob.
+    Fragments(Vec<Fragment>),
+    /// For each blob that was asked for, what is there.
+    Held(Vec<Vec<Held>>),
+    /// How much there is.
+    Usage(Usage),
+    /// The request was not carried out.
+    Failed(ErrorKind, String),
+}
+
+const HELLO: u16 = 1;
+const PUT: u16 = 2;
+const GET: u16 = 3;
+const HAVE: u16 = 4;
+const USAGE: u16 = 5;
+const WELCOME: u16 = 101;
+const STORED: u16 = 102;
+const FRAGMENTS: u16 = 103;
+const HELD: u16 = 104;
+const USED: u16 = 105;
+const FAILED: u16 = 106;
+
+/// Kinds of failures, as they are sent.
+const KINDS: [ErrorKind; 5] = [
+    ErrorKind::Invalid,
+    ErrorKind::NotFound,
+    ErrorKind::Conflict,
+    ErrorKind::Corrupt,
+    ErrorKind::Unavailable,
+];
+
+fn wrong(what: &str) -> Error {
+    Error::corrupt("a message", what)
+}
+
+impl Request {
+    /// Its kind and its body.
+    pub fn to_body(&self) -> (u16, Vec<u8>) {
+        match self {
+            Request::Hello(Hello { oldest, newest }) => {
+                let numbers = [oldest.to_le_bytes(), newest.to_le_bytes()].concat();
+                (HELLO, [&MAGIC[..], &numbers].concat())
+            }
+            Request::Put(fragment) => {
+                let mut body = Vec::new();
+                write_fragment(&mut body, fragment);
+                (PUT, body)
+            }
+            Request::Get(blob) => (GET, blob.as_bytes().to_vec()),
+            Request::Have(blobs) => {
+                (HAVE, blobs.iter().flat_map(|blob| *blob.as_bytes()).collect())
+            }
+            Request::Usage => (USAGE, Vec::new()),
+        }
+    }
+
+    /// Reads it back.
+    pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
+        let mut body = Body(body);
+        let request = match kind {
+            HELLO => {
+                if body.take::<4>()? != *MAGIC {
+                    return Err(wrong("a hello of another protocol"));
+                }
+                let (oldest, newest) = (body.u16()?, body.u16()?);
+                Request::Hello(Hello { oldest, newest })
+            }
+            PUT => Request::Put(body.fragment()?),
+            GET => Request::Get(BlobId::from_bytes(body.take()?)),
+            HAVE => {
+                let (ids, rest) = body.0.as_chunks::<32>();
+                if ids.len() > MAX_ASKED || !rest.is_empty() {
+                    return Err(wrong("a question about too many blobs"));
+                }
+                body.0 = rest;
+                Request::Have(ids.iter().map(|id| BlobId::from_bytes(*id)).collect())
+            }
+            USAGE => Request::Usage,
+            _ => return Err(wrong("a request of a kind that is not known here")),
+        };
+        body.end().map(|()| request)
+    }
+}
+
+impl Answer {
+    /// The answer that tells why a request failed.
+    pub fn failed(error: &Error) -> Answer {
+        Answer::Failed(error.kind(), error.to_string().chars().take(MAX_TEXT / 4).collect())
+    }
+
+    /// Its kind and its body.
+    pub fn to_body(&self) -> (u16, Vec<u8>) {
+        let mut body = Vec::new();
+        let kind = match self {
+            Answer::Welcome(version, peer) => {
+                body.extend_from_slice(&version.to_le_bytes());
+                body.extend_from_slice(peer.as_bytes());
+                WELCOME
+            }
+            Answer::Stored => STORED,
+            Answer::Fragments(fragments) => {
+                body.extend_from_slice(&(fragments.len() as u16).to_le_bytes());
+                fragments.iter().for_each(|fragment| write_fragment(&mut body, fragment));
+                FRAGMENTS
+            }
+            Answer::Held(all) => {
+                for held in all {
+                    body.push(held.len() as u8);
+                    for Held { encoding, data, parity, index } in held {
+                        body.extend_from_slice(encoding.as_bytes());
+                        body.extend_from_slice(&[*data, *parity, *index]);
+                    }
+                }
+                HELD
+            }
+            Answer::Usage(Usage { capacity, used, fragments }) => {
+                [capacity, used, fragments]
+                    .iter()
+                    .for_each(|number| body.extend_from_slice(&number.to_le_bytes()));
+                USED
+            }
+            Answer::Failed(kind, reason) => {
+                let kind = KINDS.iter().position(|one| one == kind).expect("all are listed");
+                body.push(kind as u8);
+                body.extend_from_slice(reason.as_bytes());
+                FAILED
+            }
+        };
+        (kind, body)
+    }
+
+    /// Reads it back.
+    pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
+        let mut body = Body(body);
+        let answer = match kind {
+            WELCOME => Answer::Welcome(body.u16()?, PeerId::from_bytes(body.take()?)),
+            STORED => Answer::Stored,
+            FRAGMENTS => {
+                let count = body.u16()?;
+                Answer::Fragments((0..count).map(|_| body.fragment()).collect::<Result<_>>()?)
+            }
+            HELD => {
+                let mut all = Vec::new();
+                while !body.0.is_empty() {
+                    let [count] = body.take()?;
+                    all.push((0..count).map(|_| body.held()).collect::<Result<_>>()?);
+                }
+                if all.len() > MAX_ASKED {
+                    return Err(wrong("more answers than there were questions"));
+                }
+                Answer::Held(all)
+            }
+            USED => {
+                let (capacity, used, fragments) = (body.u64()?, body.u64()?, body.u64()?);
+                Answer::Usage(Usage { capacity, used, fragments })
+            }
+            FAILED => {
+                let [kind] = body.take()?;
+                let kind =
+                    KINDS.get(usize::from(kind)).ok_or_else(|| wrong("an unknown failure"))?;
+                let text =
+                    std::str::from_utf8(body.0).map_err(|_| wrong("a reason without words"))?;
+                if text.len() > MAX_TEXT {
+                    return Err(wrong("a reason of too many words"));
+                }
+                body.0 = &[];
+                Answer::Failed(*kind, text.to_owned())
+            }
+            _ => return Err(wrong("an answer of a kind that is not known here")),
+        };
+        body.end().map(|()| answer)
+    }
+}
+
+/// The index, the description, and the block, which is as long as that says.
+fn write_fragment(body: &mut Vec<u8>, fragment: &Fragment) {
+    body.push(fragment.index);
+    body.extend_from_slice(&fragment.description.to_bytes());
+    body.extend_from_slice(&fragment.block);
+}
+
+/// What is left of a body.
+struct Body<'a>(&'a [u8]);
+
+impl Body<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk().ok_or_else(|| wrong("it is cut off"))?;
+        self.0 = rest;
+        Ok(*head)
+    }
+
+    fn u16(&mut self) -> Result<u16> {
+        self.take().map(u16::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn fragment(&mut self) -> Result<Fragment> {
+        let [index] = self.take()?;
+        let (description, rest) = Description::from_bytes(self.0)?;
+        let (block, rest) =
+            rest.split_at_checked(description.block_len()).ok_or_else(|| wrong("it is cut off"))?;
+        self.0 = rest;
+        if usize::from(index) >= description.width() {
+            return Err(wrong("a block that does not exist"));
+        }
+        Ok(Fragment { description, index, block: block.to_vec() })
+    }
+
+    fn held(&mut self) -> Result<Held> {
+        let encoding = BlobId::from_bytes(self.take()?);
+        let [data, parity, index] = self.take()?;
+        Ok(Held { encoding, data, parity, index })
+    }
+
+    /// Nothing may be behind a message.
+    fn end(self) -> Result<()> {
+        if self.0.is_empty() { Ok(()) } else { Err(wrong("there is more than a message")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
+
+    use super::{Answer, Fragment, HEADER, Header, Hello, KINDS, Request};
+    use crate::cluster::fragment::encode;
+    use crate::cluster::peer::{Held, Usage};
+    use crate::id::{BlobId, PeerId};
+
+    fn blob() -> impl Strategy<Value = BlobId> {
+        any::<[u8; 32]>().prop_map(BlobId::from_bytes)
+    }
+
+    fn fragment() -> impl Strategy<Value = Fragment> {
+        let redundancy = prop_oneof![Just("none"), Just("rs=2+1"), Just("rs=4+4")];
+        (vec(any::<u8>(), 1..300), redundancy, any::<u8>()).prop_map(|(content, code, index)| {
+            let (description, blocks) =
+                encode(&BlobId::of(&content), &content, code.parse().unwrap());
+            let index = index % description.width() as u8;
+            let block = blocks.get(index.into()).to_vec();
+            Fragment { description, index, block }
+        })
+    }
+
+    fn request() -> impl Strategy<Value = Request> {
+        prop_oneof![
+            any::<(u16, u16)>()
+                .prop_map(|(oldest, newest)| Request::Hello(Hello { oldest, newest })),
+            fragment().prop_map(Request::Put),
+            blob().prop_map(Request::Get),
+            vec(blob(), 0..20).prop_map(Request::Have),
+            Just(Request::Usage),
+        ]
+    }
+
+    fn answer() -> impl Strategy<Value = Answer> {
+        let held = (blob(), any::<[u8; 3]>()).prop_map(|(encoding, [data, parity, index])| Held {
+            encoding,
+            data,
+            parity,
+            index,
+        });
+        prop_oneof![
+            any::<(u16, [u8; 16])>()
+                .prop_map(|(version, id)| Answer::Welcome(version, PeerId::from_bytes(id))),
+            Just(Answer::Stored),
+            vec(fragment(), 0..4).prop_map(Answer::Fragments),
+            vec(vec(held, 0..4), 0..8).prop_map(Answer::Held),
+            any::<(u64, u64, u64)>().prop_map(|(capacity, used, fragments)| {
+                Answer::Usage(Usage { capacity, used, fragments })
+            }),
+            (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(KINDS[kind], text)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_message_is_read_back(request in request(), answer in answer()) {
+            let (kind, body) = request.to_body();
+            prop_assert_eq!(Request::from_body(kind, &body).unwrap(), request);
+            let (kind, body) = answer.to_body();
+            prop_assert_eq!(Answer::from_body(kind, &body).unwrap(), answer);
+        }
+
+        #[test]
+        fn what_is_no_message_is_refused_or_has_one_form(
+            request in request(),
+            answer in answer(),
+            flips in vec((any::<usize>(), any::<u8>()), 0..4),
+            cut in any::<usize>(),
+        ) {
+            for (kind, mut body) in [request.to_body(), answer.to_body()] {
+                for (at, mask) in &flips {
+                    if !body.is_empty() {
+                        let at = at % body.len();
+                        body[at] ^= mask;
+                    }
+                }
+                if cut % 3 == 0 {
+                    body.truncate(cut % (body.len() + 1));
+                }
+                if let Ok(found) = Request::from_body(kind, &body) {
+                    prop_assert_eq!(found.to_body(), (kind, body.clone()));
+                }
+                if let Ok(found) = Answer::from_body(kind, &body) {
+                    prop_assert_eq!(found.to_body(), (kind, body));
+                }
+            }
+        }
+
+        #[test]
+        fn a_header_is_read_back_or_refused(bytes in any::<[u8; HEADER]>()) {
+            if let Ok(header) = Header::from_bytes(&bytes) {
+                prop_assert_eq!(header.to_bytes(), bytes);
+            }
+            let mut small = bytes;
+            small[2..4].fill(0);
+            small[6..8].fill(0);
+            prop_assert_eq!(Header::from_bytes(&small).unwrap().to_bytes(), small);
+        }
+    }
+}
