@@ -230,6 +230,16 @@ pub enum Error {
         /// What it may hold.
         capacity: u64,
     },
+    /// A peer did not do what it was asked for.
+    #[error("peer {peer}: {reason}")]
+    Peer {
+        /// Its address.
+        peer: String,
+        /// What the caller can do about it.
+        kind: ErrorKind,
+        /// Why.
+        reason: String,
+    },
     /// The operating system refused.
     #[error("{doing} {}: {source}", path.display())]
     Io {
@@ -276,6 +286,7 @@ impl Error {
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
+            Error::Peer { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::PeerFull { .. }

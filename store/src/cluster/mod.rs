@@ -7,11 +7,15 @@
 //! | [`placement`] | which peers hold the parts |
 //! | [`peer`] | a process that holds them |
 //! | [`wire`] | what is said to it |
+//! | [`Connection`] | who says it |
 
+mod connection;
 pub mod fragment;
+mod frames;
 pub mod peer;
 pub mod placement;
 mod redundancy;
 pub mod wire;
 
+pub use connection::Connection;
 pub use redundancy::Redundancy;

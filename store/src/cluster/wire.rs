@@ -113,7 +113,7 @@ pub enum Answer {
 
 const HELLO: u16 = 1;
 const PUT: u16 = 2;
-const GET: u16 = 3;
+pub(crate) const GET: u16 = 3;
 const HAVE: u16 = 4;
 const USAGE: u16 = 5;
 const WELCOME: u16 = 101;

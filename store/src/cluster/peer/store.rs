@@ -148,27 +148,53 @@ impl PeerStore {
         self.id
     }
 
-    /// Takes a fragment. It is durable, and others find it, after the next [`PeerStore::flush`].
-    pub fn put(&self, fragment: &Fragment) -> Result<()> {
-        let Fragment { description, index, block } = fragment;
-        let wrong =
-            |reason: &str| Error::corrupt(format!("a fragment of {}", description.blob), reason);
-        let name =
-            description.block((*index).into()).ok_or_else(|| wrong("there is no such block"))?;
-        if !description.matches((*index).into(), block) {
-            return Err(wrong("it is not the block that its description names"));
+    /// Takes fragments: many at once take less space and time. They are durable, and others find them, after the
+    /// next [`PeerStore::flush`]. Tells for each whether it was taken; fails if the disk does.
+    pub fn put(&self, fragments: &[Fragment]) -> Result<Vec<Result<()>>> {
+        let capacity = self.usage()?.capacity;
+        let mut results = Vec::with_capacity(fragments.len());
+        let mut blocks = Vec::new();
+        let mut taken = Vec::new();
+        for fragment in fragments {
+            let result = self.admit(fragment, capacity);
+            if let Ok(name) = result {
+                blocks.push((name, &fragment.block[..]));
+                taken.push(fragment);
+            }
+            results.push(result.map(drop));
         }
-        let len = block.len() as u64;
-        let usage = self.usage()?;
-        if usage.used + len > usage.capacity {
-            return Err(Error::PeerFull { path: self.directory.clone(), capacity: usage.capacity });
-        }
-        self.blocks.put(&[(name, block)])?;
+        let put = self.blocks.put(&blocks);
         let mut state = self.state();
-        state.used += len;
+        match put {
+            Ok(_) => {
+                let staged = taken.iter().map(|one| (one.description.clone(), one.index));
+                state.staged.extend(staged);
+                Ok(results)
+            }
+            Err(error) => {
+                state.used -= taken.iter().map(|one| one.block.len() as u64).sum::<u64>();
+                state.fragments -= taken.len() as u64;
+                Err(error)
+            }
+        }
+    }
+
+    /// Verifies a fragment and takes space for it. Returns its block's name.
+    fn admit(&self, fragment: &Fragment, capacity: u64) -> Result<BlobId> {
+        let Fragment { description, index, block } = fragment;
+        let name = description.block((*index).into());
+        let name =
+            name.filter(|_| description.matches((*index).into(), block)).ok_or_else(|| {
+                let reason = "it is not the block that its description names";
+                Error::corrupt(format!("a fragment of {}", description.blob), reason)
+            })?;
+        let mut state = self.state();
+        if state.used + block.len() as u64 > capacity {
+            return Err(Error::PeerFull { path: self.directory.clone(), capacity });
+        }
+        state.used += block.len() as u64;
         state.fragments += 1;
-        state.staged.push((description.clone(), *index));
-        Ok(())
+        Ok(name)
     }
 
     /// Returns when everything put before this call is durable.

@@ -10,15 +10,19 @@ use crate::cluster::fragment::{Fragment, encode};
 use crate::error::ErrorKind;
 use crate::id::BlobId;
 
-const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
+pub(super) const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
 
 /// A fragment of a blob of 64 KiB.
-fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
+pub(super) fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
     let mut content = vec![0; 64 << 10];
     blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut content);
     let (description, blocks) = encode(&BlobId::of(&content), &content, redundancy);
     let block = blocks.get(index.into()).to_vec();
     Fragment { description, index, block }
+}
+
+fn put(store: &PeerStore, fragments: &[Fragment]) {
+    store.put(fragments).unwrap().into_iter().for_each(Result::unwrap);
 }
 
 fn open(dir: &Path) -> PeerStore {
@@ -31,7 +35,7 @@ fn what_was_flushed_is_there_after_a_restart() {
     let store = open(dir.path());
     let id = store.id();
     let all: Vec<_> = (0..20).map(|number| fragment(number, CODE, number as u8 % 8)).collect();
-    all.iter().for_each(|one| store.put(one).unwrap());
+    put(&store, &all);
     store.flush().unwrap();
     let usage = store.usage().unwrap();
     assert_eq!((usage.used, usage.fragments), (20 * 16 * 1024, 20));
@@ -51,9 +55,7 @@ fn encodings_and_blocks_of_one_blob_are_kept_apart() {
     let store = open(dir.path());
     let copy = fragment(1, Redundancy::Replicas(3), 0);
     let (first, second) = (fragment(1, CODE, 0), fragment(1, CODE, 5));
-    for one in [&copy, &first, &second, &first] {
-        store.put(one).unwrap();
-    }
+    put(&store, &[copy.clone(), first.clone(), second.clone(), first.clone()]);
     store.flush().unwrap();
     let blob = copy.description.blob;
     let mut found = store.get(&blob).unwrap();
@@ -77,7 +79,8 @@ fn garbage_is_refused() {
     for wrong in
         [flipped, short, Fragment { index: 8, ..good.clone() }, Fragment { index: 3, ..good }]
     {
-        assert_eq!(store.put(&wrong).unwrap_err().kind(), ErrorKind::Corrupt);
+        let refused = store.put(&[wrong]).unwrap().remove(0).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Corrupt);
     }
     store.flush().unwrap();
     assert_eq!(store.usage().unwrap().fragments, 0);
@@ -88,8 +91,7 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
     let dir = TempDir::new().unwrap();
     let store = open(dir.path());
     let (one, other) = (fragment(1, CODE, 2), fragment(2, CODE, 2));
-    store.put(&one).unwrap();
-    store.put(&other).unwrap();
+    put(&store, &[one.clone(), other.clone()]);
     store.flush().unwrap();
     drop(store);
     let segment =
@@ -101,7 +103,7 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
     let store = open(dir.path());
     assert_eq!(store.get(&one.description.blob).unwrap(), []);
     assert_eq!(store.get(&other.description.blob).unwrap().len(), 1);
-    store.put(&one).unwrap();
+    put(&store, std::slice::from_ref(&one));
     store.flush().unwrap();
     assert_eq!(store.get(&one.description.blob).unwrap(), [one]);
 }
@@ -110,13 +112,12 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
 fn a_peer_takes_no_more_than_it_may() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), Some(3 * 16 * 1024)).unwrap();
-    for number in 0..3 {
-        store.put(&fragment(number, CODE, 0)).unwrap();
-    }
-    let refused = store.put(&fragment(3, CODE, 0)).unwrap_err();
+    let all: Vec<_> = (0..4).map(|number| fragment(number, CODE, 0)).collect();
+    let mut results = store.put(&all).unwrap();
+    let refused = results.pop().unwrap().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    assert!(results.iter().all(Result::is_ok));
     store.flush().unwrap();
-    // What it has already takes no space.
     assert_eq!(store.usage().unwrap().used, 3 * 16 * 1024);
 }
 

@@ -1,0 +1,206 @@
+//! A client's connection to one peer: many requests at once, answered in any order.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::io::{AsyncWriteExt, BufReader, BufWriter};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+
+use super::fragment::Fragment;
+use super::frames::{PROGRESS, read_body, read_header, write};
+use super::peer::{Held, Usage};
+use super::wire::{Answer, Hello, MAX_ASKED, OLDEST, Request, VERSION};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{BlobId, PeerId};
+
+/// How long a connection may take to be made.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// Requests that wait to be sent.
+const QUEUE: usize = 16;
+
+/// Those who wait for answers, by the number of their request.
+type Waiting = Arc<Mutex<Option<HashMap<u64, oneshot::Sender<Answer>>>>>;
+
+/// A connection. When it is lost, every request fails, those under way too.
+pub struct Connection {
+    address: String,
+    peer: PeerId,
+    requests: mpsc::Sender<(Request, oneshot::Sender<Answer>)>,
+    waiting: Waiting,
+}
+
+impl Connection {
+    /// Connects to the peer that listens at this address.
+    pub async fn open(address: &str) -> Result<Connection> {
+        let failed = |error: io::Error| unavailable(address, &error.to_string());
+        let stream = timeout(CONNECT, TcpStream::connect(address)).await;
+        let stream = stream.map_err(io::Error::from).and_then(|stream| stream).map_err(failed)?;
+        stream.set_nodelay(true).map_err(failed)?;
+        let (reader, writer) = stream.into_split();
+        let (mut reader, mut writer) = (BufReader::new(reader), BufWriter::new(writer));
+        let hello = Request::Hello(Hello { oldest: OLDEST, newest: VERSION });
+        write(&mut writer, 0, hello.to_body()).await.map_err(failed)?;
+        timeout(PROGRESS, writer.flush())
+            .await
+            .map_err(io::Error::from)
+            .and_then(|r| r)
+            .map_err(failed)?;
+        let peer = match next(&mut reader, CONNECT).await.map_err(failed)? {
+            Some((0, Answer::Welcome(version, peer))) if (OLDEST..=VERSION).contains(&version) => {
+                peer
+            }
+            Some((_, Answer::Failed(kind, reason))) => {
+                return Err(Error::Peer { peer: address.into(), kind, reason });
+            }
+            _ => return Err(unavailable(address, "it does not answer like a peer")),
+        };
+        let waiting = Waiting::new(Mutex::new(Some(HashMap::new())));
+        let (requests, queue) = mpsc::channel(QUEUE);
+        tokio::spawn(send(writer, queue, waiting.clone()));
+        tokio::spawn(receive(reader, waiting.clone()));
+        Ok(Connection { address: address.into(), peer, requests, waiting })
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> PeerId {
+        self.peer
+    }
+
+    /// Whether it is lost.
+    pub fn is_lost(&self) -> bool {
+        self.waiting.lock().expect("no code panics with this lock held").is_none()
+    }
+
+    async fn ask(&self, request: Request) -> Result<Answer> {
+        let lost = || unavailable(&self.address, "the connection is lost");
+        let (sender, answer) = oneshot::channel();
+        self.requests.send((request, sender)).await.map_err(|_| lost())?;
+        match answer.await.map_err(|_| lost())? {
+            Answer::Failed(kind, reason) => {
+                Err(Error::Peer { peer: self.address.clone(), kind, reason })
+            }
+            answer => Ok(answer),
+        }
+    }
+
+    fn unexpected(&self) -> Error {
+        unavailable(&self.address, "the answer is not one to the question")
+    }
+
+    /// Gives the peer a fragment. It is durable there when this returns.
+    pub async fn put(&self, fragment: Fragment) -> Result<()> {
+        match self.ask(Request::Put(fragment)).await? {
+            Answer::Stored => Ok(()),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// What the peer has of a blob: fragments whose blocks are what their descriptions say.
+    pub async fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
+        match self.ask(Request::Get(*blob)).await? {
+            Answer::Fragments(fragments) => {
+                let is_right = |one: &Fragment| {
+                    one.description.blob == *blob
+                        && one.description.matches(one.index.into(), &one.block)
+                };
+                match fragments.iter().all(is_right) {
+                    true => Ok(fragments),
+                    false => {
+                        let reason =
+                            "it has sent something else than the blob that it was asked for";
+                        let (peer, kind) = (self.address.clone(), ErrorKind::Corrupt);
+                        Err(Error::Peer { peer, kind, reason: reason.into() })
+                    }
+                }
+            }
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// What the peer has of each of these blobs, of which there are at most [`MAX_ASKED`].
+    pub async fn have(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+        debug_assert!(blobs.len() <= MAX_ASKED);
+        match self.ask(Request::Have(blobs.to_vec())).await? {
+            Answer::Held(held) if held.len() == blobs.len() => Ok(held),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// How much the peer holds.
+    pub async fn usage(&self) -> Result<Usage> {
+        match self.ask(Request::Usage).await? {
+            Answer::Usage(usage) => Ok(usage),
+            _ => Err(self.unexpected()),
+        }
+    }
+}
+
+fn unavailable(peer: &str, reason: &str) -> Error {
+    Error::Peer { peer: peer.into(), kind: ErrorKind::Unavailable, reason: reason.into() }
+}
+
+/// The next answer, and the number of its request; nothing if there will be none.
+async fn next(
+    reader: &mut BufReader<OwnedReadHalf>,
+    idle: Duration,
+) -> io::Result<Option<(u64, Answer)>> {
+    let Some(header) = read_header(reader, idle).await? else { return Ok(None) };
+    let header = header.map_err(io::Error::other)?;
+    let body = read_body(reader, &header).await?;
+    let answer = Answer::from_body(header.kind, &body).map_err(io::Error::other)?;
+    Ok(Some((header.number, answer)))
+}
+
+/// Sends requests, as many as there are with one system call, until nobody is left who could ask.
+async fn send(
+    mut writer: BufWriter<OwnedWriteHalf>,
+    mut queue: mpsc::Receiver<(Request, oneshot::Sender<Answer>)>,
+    waiting: Waiting,
+) {
+    let mut number = 0;
+    while let Some(first) = queue.recv().await {
+        let mut next = Some(first);
+        while let Some((request, answer)) = next {
+            number += 1;
+            match &mut *waiting.lock().expect("no code panics with this lock held") {
+                Some(waiting) => drop(waiting.insert(number, answer)),
+                None => return,
+            }
+            if write(&mut writer, number, request.to_body()).await.is_err() {
+                return lose(&waiting);
+            }
+            next = queue.try_recv().ok();
+        }
+        if !matches!(timeout(PROGRESS, writer.flush()).await, Ok(Ok(()))) {
+            return lose(&waiting);
+        }
+    }
+}
+
+/// Hands out answers until the connection ends.
+async fn receive(mut reader: BufReader<OwnedReadHalf>, waiting: Waiting) {
+    const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
+    while let Ok(Some((number, answer))) = next(&mut reader, FOREVER).await {
+        let asker = match &mut *waiting.lock().expect("no code panics with this lock held") {
+            Some(waiting) => waiting.remove(&number),
+            None => return,
+        };
+        match asker {
+            // Who asked may have given up.
+            Some(asker) => drop(asker.send(answer)),
+            None => break,
+        }
+    }
+    lose(&waiting);
+}
+
+/// Everybody who waits learns that there will be no answer.
+fn lose(waiting: &Waiting) {
+    waiting.lock().expect("no code panics with this lock held").take();
+}

@@ -1,0 +1,301 @@
+//! Serving a peer's fragments to clients.
+//!
+//! ```text
+//! connection ──► read ──► put ─────────► one thread stores: as many as wait, one sync for all
+//!     ▲            │                                       │
+//!     │            └──► get, have, usage ──► threads       │
+//!     └───────────── answers, in any order ◄───────────────┘
+//! ```
+//!
+//! What requests and answers hold in memory is bounded for all connections together: a request is read only
+//! when there is room for it, and the room is free again when its answer is sent.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, BufWriter};
+use tokio::net::TcpListener;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::super::fragment::{Fragment, MAX_CONTENT};
+use super::super::frames::{PROGRESS, read_body, read_header, write};
+use super::super::wire::{Answer, GET, HEADER, Header, Hello, MAX_BODY, OLDEST, Request, VERSION};
+use super::store::PeerStore;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Memory for requests and answers, in units of a KiB.
+const MEMORY: usize = 64 << 10;
+
+/// Connections at a time.
+const MAX_CONNECTIONS: usize = 1024;
+
+/// Fragments in one answer: with their descriptions they fit into it.
+const MAX_FRAGMENTS: usize = 6;
+
+/// How long a connection may be silent.
+const IDLE: Duration = Duration::from_secs(600);
+
+/// How long a client may take for its first words.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// Bytes of fragments that are written together.
+const BATCH: usize = 8 << 20;
+
+/// Bytes of fragments that wait for one sync at most.
+const GROUP: usize = 64 << 20;
+
+/// An answer, and the memory that is free when it is sent.
+struct Outgoing {
+    number: u64,
+    answer: Answer,
+    _memory: OwnedSemaphorePermit,
+}
+
+type Answers = mpsc::UnboundedSender<Outgoing>;
+
+/// A fragment on its way in.
+struct Put {
+    fragment: Fragment,
+    number: u64,
+    answers: Answers,
+    memory: OwnedSemaphorePermit,
+}
+
+/// Serves connections until `stop` ends.
+pub async fn serve(
+    listener: TcpListener,
+    store: Arc<PeerStore>,
+    stop: impl Future<Output = ()>,
+) -> io::Result<()> {
+    let memory = Arc::new(Semaphore::new(MEMORY));
+    // Bounded by the memory that each of them holds.
+    let (puts, waiting) = mpsc::unbounded_channel();
+    let own = store.clone();
+    let storing = thread::Builder::new().name("store".into()).spawn(move || keep(&own, waiting))?;
+    let mut connections = JoinSet::new();
+    tokio::pin!(stop);
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            Some(_) = connections.join_next(), if !connections.is_empty() => continue,
+            () = &mut stop => break,
+        };
+        match accepted {
+            // Beyond the limit it is closed at once.
+            Ok(_) if connections.len() >= MAX_CONNECTIONS => {}
+            Ok((stream, address)) => {
+                let (store, memory, puts) = (store.clone(), memory.clone(), puts.clone());
+                connections.spawn(async move {
+                    let _ = stream.set_nodelay(true);
+                    let (reader, writer) = stream.into_split();
+                    if let Err(error) = connection(reader, writer, &store, &memory, &puts).await {
+                        tracing::debug!(%address, %error, "a connection ends");
+                    }
+                });
+            }
+            Err(error) => {
+                // Out of descriptors, most likely: that may pass.
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+    connections.shutdown().await;
+    drop(puts);
+    tokio::task::spawn_blocking(move || storing.join()).await?.map_err(|_| {
+        // What it had not answered, nobody relies on.
+        io::Error::other("the thread that stores has panicked")
+    })
+}
+
+/// Serves one client.
+async fn connection(
+    reader: impl AsyncRead + Unpin,
+    writer: impl AsyncWrite + Unpin + Send + 'static,
+    store: &Arc<PeerStore>,
+    memory: &Arc<Semaphore>,
+    puts: &mpsc::UnboundedSender<Put>,
+) -> io::Result<()> {
+    let mut reader = BufReader::new(reader);
+    let mut writer = BufWriter::new(writer);
+    if !greet(&mut reader, &mut writer, store).await? {
+        return Ok(());
+    }
+    let (answers, outgoing) = mpsc::unbounded_channel();
+    let mut sending = JoinSet::new();
+    sending.spawn(send(writer, outgoing));
+    loop {
+        let header = tokio::select! {
+            header = read_header(&mut reader, IDLE) => header?,
+            // The client takes no answers any more.
+            _ = sending.join_next() => return Ok(()),
+        };
+        let Some(header) = header else { break };
+        let header = header.map_err(io::Error::other)?;
+        let held = memory.clone().acquire_many_owned(units(&header)).await;
+        let held = held.map_err(io::Error::other)?;
+        let body = read_body(&mut reader, &header).await?;
+        match Request::from_body(header.kind, &body) {
+            Ok(Request::Put(fragment)) => {
+                let (number, answers) = (header.number, answers.clone());
+                let put = Put { fragment, number, answers, memory: held };
+                // It ends after the last connection.
+                let _ = puts.send(put);
+            }
+            Ok(request) => {
+                let (store, answers) = (store.clone(), answers.clone());
+                tokio::task::spawn_blocking(move || {
+                    let answer = answer(&store, request).unwrap_or_else(|e| Answer::failed(&e));
+                    // The client may have gone.
+                    let _ = answers.send(Outgoing { number: header.number, answer, _memory: held });
+                });
+            }
+            // Where the next frame starts is clear, but not what this client means by it.
+            Err(error) => {
+                let (number, answer) = (header.number, Answer::failed(&error));
+                let _ = answers.send(Outgoing { number, answer, _memory: held });
+                break;
+            }
+        }
+    }
+    drop(answers);
+    // What was asked before is answered, as long as the client listens.
+    while sending.join_next().await.is_some() {}
+    Ok(())
+}
+
+/// The memory of a request and its answer, in units.
+fn units(header: &Header) -> u32 {
+    // Its answer may be as long as can be.
+    let bytes = if header.kind == GET { MAX_BODY } else { HEADER + header.len };
+    (bytes.div_ceil(1024) + 1) as u32
+}
+
+/// Agrees on a version. Returns whether there is one.
+async fn greet(
+    reader: &mut (impl AsyncRead + Unpin),
+    writer: &mut (impl AsyncWrite + Unpin),
+    store: &PeerStore,
+) -> io::Result<bool> {
+    let Some(header) = read_header(reader, GREETING).await? else { return Ok(false) };
+    let header = header.map_err(io::Error::other)?;
+    if header.len > 1024 {
+        return Ok(false);
+    }
+    let body = read_body(reader, &header).await?;
+    let answer = match Request::from_body(header.kind, &body) {
+        Ok(Request::Hello(Hello { oldest, newest })) if oldest <= VERSION && newest >= OLDEST => {
+            Answer::Welcome(newest.min(VERSION), store.id())
+        }
+        Ok(Request::Hello(Hello { oldest, newest })) => Answer::Failed(
+            ErrorKind::Invalid,
+            format!(
+                "this peer speaks versions {OLDEST} to {VERSION} of the protocol, the client {oldest} \
+                 to {newest}; update the older one"
+            ),
+        ),
+        Ok(_) => Answer::Failed(ErrorKind::Invalid, "a client begins with a hello".into()),
+        Err(error) => Answer::failed(&error),
+    };
+    let is_welcome = matches!(answer, Answer::Welcome(..));
+    write(writer, header.number, answer.to_body()).await?;
+    timeout(PROGRESS, writer.flush()).await??;
+    Ok(is_welcome)
+}
+
+/// Sends answers, as many as there are with one system call.
+async fn send(
+    mut writer: BufWriter<impl AsyncWrite + Unpin>,
+    mut outgoing: mpsc::UnboundedReceiver<Outgoing>,
+) -> io::Result<()> {
+    while let Some(first) = outgoing.recv().await {
+        let mut next = Some(first);
+        while let Some(Outgoing { number, answer, _memory }) = next {
+            write(&mut writer, number, answer.to_body()).await?;
+            next = outgoing.try_recv().ok();
+        }
+        timeout(PROGRESS, writer.flush()).await??;
+    }
+    Ok(())
+}
+
+fn answer(store: &PeerStore, request: Request) -> Result<Answer> {
+    Ok(match request {
+        Request::Get(blob) => {
+            let mut fragments = store.get(&blob)?;
+            // A blob has several only if it was encoded in several ways: one is as good as another.
+            let mut room = MAX_CONTENT;
+            fragments.retain(|one| {
+                let fits = one.block.len() <= room;
+                room -= if fits { one.block.len() } else { 0 };
+                fits
+            });
+            fragments.truncate(MAX_FRAGMENTS);
+            Answer::Fragments(fragments)
+        }
+        Request::Have(blobs) => Answer::Held(store.have(&blobs)?),
+        Request::Usage => Answer::Usage(store.usage()?),
+        Request::Hello(_) | Request::Put(_) => {
+            return Err(Error::BadArgument("a connection has one hello".into()));
+        }
+    })
+}
+
+/// Stores what comes, until nobody is left who could send more.
+fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
+    let mut next = waiting.blocking_recv();
+    while next.is_some() {
+        let mut group = Vec::new();
+        let mut bytes = 0;
+        while let Some(first) = next.take() {
+            bytes += first.fragment.block.len();
+            let mut batch = vec![first];
+            let mut len = 0;
+            while len < BATCH
+                && let Ok(more) = waiting.try_recv()
+            {
+                len += more.fragment.block.len();
+                batch.push(more);
+            }
+            bytes += len;
+            put(store, batch, &mut group);
+            if bytes < GROUP {
+                next = waiting.try_recv().ok();
+            }
+        }
+        let flushed = store.flush();
+        for (number, answers, memory) in group {
+            let answer = match &flushed {
+                Ok(()) => Answer::Stored,
+                Err(error) => Answer::failed(error),
+            };
+            // The client may have gone.
+            let _ = answers.send(Outgoing { number, answer, _memory: memory });
+        }
+        next = waiting.blocking_recv();
+    }
+}
+
+/// Writes a batch. What was taken joins the group that is to be synced.
+fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<(u64, Answers, OwnedSemaphorePermit)>) {
+    let (fragments, rest): (Vec<_>, Vec<_>) =
+        batch.into_iter().map(|put| (put.fragment, (put.number, put.answers, put.memory))).unzip();
+    let results = store.put(&fragments);
+    for (at, (number, answers, memory)) in rest.into_iter().enumerate() {
+        let error = match &results {
+            Ok(results) => results[at].as_ref().err(),
+            Err(error) => Some(error),
+        };
+        match error {
+            None => group.push((number, answers, memory)),
+            Some(error) => {
+                let answer = Answer::failed(error);
+                let _ = answers.send(Outgoing { number, answer, _memory: memory });
+            }
+        }
+    }
+}
