@@ -143,6 +143,26 @@ pub(crate) enum Command {
         #[command(flatten)]
         control: Control,
     },
+    /// Keep fragments of blobs for others: be a peer
+    #[command(
+        after_help = "So far peers keep what they are given; no repository is made of them yet.\n\n\
+                            Example:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
+                            --capacity 500G --insecure"
+    )]
+    Serve {
+        /// The peer's directory; made if it is not there
+        #[arg(long, value_name = "DIR")]
+        data: PathBuf,
+        /// Where to listen, ADDRESS:PORT; port 0 takes a free one
+        #[arg(long, value_name = "ADDR")]
+        listen: String,
+        /// Hold at most so many bytes [default: as the file system has]
+        #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+        capacity: Option<u64>,
+        /// Speak plain TCP
+        #[arg(long)]
+        insecure: bool,
+    },
     /// Show the counters of a running disk
     #[command(after_help = "Example:\n  cairn stats --control /run/vm1.ctl --json")]
     Stats {

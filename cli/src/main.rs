@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! args ──► images, mirrors, import, export ──► cairn-store
+//!      ├─► serve ────────────────────────────► cairn-store's peer
 //!      └─► control ──► socket of cairn-blk
 //! ```
 
@@ -14,6 +15,7 @@ mod import;
 mod mirrors;
 mod output;
 mod progress;
+mod serve;
 mod size;
 mod sparse;
 mod time;
@@ -78,6 +80,9 @@ fn run(cli: Cli) -> Outcome {
             control::checkpoint(&control.socket, label, wait.into(), timeout, style)
         }
         Command::Status { control } => control::status(&control.socket, style),
+        Command::Serve { data, listen, capacity, insecure } => {
+            serve::serve(&data, &listen, capacity, insecure, style)
+        }
         Command::Stats { control } => control::stats(&control.socket, style),
     }
 }

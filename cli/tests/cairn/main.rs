@@ -3,4 +3,5 @@
 mod control;
 mod files;
 mod images;
+mod serve;
 mod support;
