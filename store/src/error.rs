@@ -230,6 +230,12 @@ pub enum Error {
         /// What it may hold.
         capacity: u64,
     },
+    /// A blob's redundancy needs more peers than there are.
+    #[error("{peers} peers are not enough for this redundancy; add some, or choose a lesser one")]
+    TooFewPeers {
+        /// How many there are.
+        peers: usize,
+    },
     /// A peer did not do what it was asked for.
     #[error("peer {peer}: {reason}")]
     Peer {
@@ -289,6 +295,7 @@ impl Error {
             Error::Peer { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
+            | Error::TooFewPeers { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }
             | Error::Poisoned { .. } => ErrorKind::Unavailable,

@@ -6,6 +6,7 @@
 use std::fs::File;
 
 use crate::blobs;
+use crate::cluster::wire::{Answer, Header, MAX_BODY, Request};
 use crate::tree::node::Node;
 
 /// Takes `data` for a tree node.
@@ -29,6 +30,24 @@ pub fn node(data: &[u8]) {
     }
     present.iter().for_each(|slot| again.set(*slot, None));
     assert!(again.is_empty());
+}
+
+/// Takes `data` for a frame: two bytes that say which kind of message, and its body.
+pub fn wire(data: &[u8]) {
+    let Some((kind, body)) = data.split_first_chunk() else { return };
+    // Requests and answers have small numbers.
+    let kind = u16::from_le_bytes(*kind) % 128;
+    if let Ok(request) = Request::from_body(kind, body) {
+        assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one form");
+    }
+    if let Ok(answer) = Answer::from_body(kind, body) {
+        assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one form");
+    }
+    if let Some(header) = data.first_chunk()
+        && let Ok(header) = Header::from_bytes(header)
+    {
+        assert!(header.len <= MAX_BODY && data.starts_with(&header.to_bytes()));
+    }
 }
 
 /// Takes `data` for groups of blobs and flips in them, and scans them in `file`, which is an empty one.
@@ -60,6 +79,11 @@ mod tests {
                 bytes[at] ^= mask;
             }
             super::node(&bytes);
+        }
+
+        #[test]
+        fn wire(data in vec(any::<u8>(), 0..400)) {
+            super::wire(&data);
         }
 
         #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cairn_store::BlobId;
 use cairn_store::cluster::fragment::{Fragment, encode};
-use cairn_store::cluster::{Connection, Redundancy};
+use cairn_store::cluster::{Cluster, Connection, Member, Redundancy};
 use serde_json::Value;
 use tokio::task::JoinSet;
 
@@ -21,7 +21,11 @@ struct Peer {
 
 impl Peer {
     fn start(place: &Place, more: &[&str]) -> Peer {
-        let args = ["serve", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure", "--json"];
+        Peer::start_in(place, "peer", more)
+    }
+
+    fn start_in(place: &Place, data: &str, more: &[&str]) -> Peer {
+        let args = ["serve", "--data", data, "--listen", "127.0.0.1:0", "--insecure", "--json"];
         let mut command = place.command(&[&args, more].concat());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
@@ -85,6 +89,94 @@ async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
         assert!(connection.usage().await.is_err(), "the peer is dead");
     }
     assert!(!stored.is_empty(), "nothing was stored before a death");
+}
+
+fn content(number: u64) -> Vec<u8> {
+    (0..256u64 << 10).map(|at| (at * number + at / 255 + number) as u8).collect()
+}
+
+fn member(peer: &Peer, at: usize) -> Member {
+    let (id, address) = (peer.id.parse().unwrap(), peer.address.clone());
+    Member { id, address, weight: 1, domain: at.to_string() }
+}
+
+#[tokio::test]
+async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
+    for (text, lost) in [("rs=4+4", 4), ("replicas=3", 2)] {
+        let redundancy: Redundancy = text.parse().unwrap();
+        let place = Place::new();
+        let start = |at: usize| Peer::start_in(&place, &format!("peer{at}"), &[]);
+        let mut peers: Vec<Option<Peer>> = (0..8).map(|at| Some(start(at))).collect();
+        let members = |peers: &[Option<Peer>]| -> Vec<Member> {
+            let all = peers.iter().enumerate();
+            all.filter_map(|(at, peer)| Some(member(peer.as_ref()?, at))).collect()
+        };
+        let all = members(&peers);
+        let cluster = Cluster::new(all.clone());
+        let mut blobs = Vec::new();
+        for number in 1..30 {
+            let content = content(number);
+            let blob = BlobId::of(&content);
+            let sent = cluster.put(&blob, &content, redundancy).await.unwrap();
+            assert_eq!(sent as usize, content.len() * redundancy.width() / redundancy.needed());
+            blobs.push((blob, content));
+        }
+        for at in 0..lost {
+            peers[(at * 3) % 8].take().unwrap().kill();
+        }
+        // A client that knows them all, and finds out.
+        let cluster = Cluster::new(all);
+        let mut buffer = vec![0; 256 << 10];
+        for (blob, content) in &blobs {
+            let len = cluster.get(blob, redundancy, &mut buffer).await.unwrap();
+            assert!(&buffer[..len] == content, "{text}");
+        }
+        // A write goes to those who are left, if they are enough.
+        let content = content(99);
+        let written = cluster.put(&BlobId::of(&content), &content, redundancy).await;
+        assert_eq!(written.is_ok(), redundancy.width() <= 8 - lost, "{text}: {written:?}");
+        let missing = cluster.get(&BlobId::of(b"another"), redundancy, &mut buffer).await;
+        assert!(missing.is_err());
+        // One more is too many for what was cut into blocks.
+        if text == "rs=4+4" {
+            let next = peers.iter_mut().find_map(Option::take).unwrap();
+            next.kill();
+            let cluster = Cluster::new(members(&peers));
+            for (blob, _) in &blobs {
+                assert!(cluster.get(blob, redundancy, &mut buffer).await.is_err());
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
+    let redundancy: Redundancy = "rs=2+2".parse().unwrap();
+    let place = Place::new();
+    let peers: Vec<Peer> =
+        (0..5).map(|at| Peer::start_in(&place, &format!("peer{at}"), &[])).collect();
+    let members = peers.iter().enumerate().map(|(at, peer)| member(peer, at)).collect();
+    let cluster = Cluster::new(members);
+    let mut blobs = Vec::new();
+    for number in 1..20 {
+        let content = content(number);
+        let blob = BlobId::of(&content);
+        cluster.put(&blob, &content, redundancy).await.unwrap();
+        blobs.push((blob, content));
+    }
+    let signal = |name: &str| {
+        let id = peers[2].child.id().to_string();
+        assert!(std::process::Command::new("kill").args([name, &id]).status().unwrap().success());
+    };
+    signal("-STOP");
+    let mut buffer = vec![0; 256 << 10];
+    for (blob, content) in &blobs {
+        let begin = std::time::Instant::now();
+        let len = cluster.get(blob, redundancy, &mut buffer).await.unwrap();
+        assert!(&buffer[..len] == content);
+        assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    }
+    signal("-CONT");
 }
 
 #[test]

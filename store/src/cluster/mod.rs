@@ -8,7 +8,9 @@
 //! | [`peer`] | a process that holds them |
 //! | [`wire`] | what is said to it |
 //! | [`Connection`] | who says it |
+//! | [`Cluster`] | many peers as one place for blobs |
 
+mod client;
 mod connection;
 pub mod fragment;
 mod frames;
@@ -17,5 +19,6 @@ pub mod placement;
 mod redundancy;
 pub mod wire;
 
+pub use client::{Cluster, Member};
 pub use connection::Connection;
 pub use redundancy::Redundancy;
