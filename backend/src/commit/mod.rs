@@ -8,6 +8,7 @@
 pub(crate) mod pace;
 pub(crate) mod persist;
 pub(crate) mod stall;
+mod store_layer;
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;

@@ -1,46 +1,27 @@
 //! Makes accepted checkpoints stable (BlobCR, algorithm 3).
 //!
-//! One thread takes the checkpoints in order; others help it with each. For every chunk of the frozen
-//! dirty set: take it (Pending) → read it from the mirror into memory → lay over it what writes have
-//! put aside → complete its absent blocks from the parent → hash and store it, unless it is all zeros →
-//! when it is durable, Idle: the guest may write it again. Half of a batch are chunks of which something
-//! was put aside, so that this memory is free again soon.
-//!
-//! Chunks go in batches, and several batches become durable together. If something fails, or the process
-//! ends, what is not durable is read again from the mirror. [`Pace`](super::pace::Pace) sees to it that
-//! the guest comes first. When all chunks are durable the tree is written and the snapshot published, in
-//! one transaction.
+//! One thread takes the checkpoints in order. The chunks of a layer become durable first ([`store_layer`]),
+//! then the tree is written and the snapshot published, in one transaction.
 //!
 //! A process that is killed before that leaves garbage in the repository and a pending name; the next
-//! one goes on where it was. A failure leaves a failed name; the changes go into the next checkpoint (see `Cut::give_up`). A failed layer that a later
-//! one waits behind is absorbed: the later snapshot takes from it what it does not have itself.
+//! one goes on where it was. A failure leaves a failed name; the changes go into the next checkpoint (see
+//! `Cut::give_up`). A failed layer that a later one waits behind is absorbed: the later snapshot takes from it
+//! what it does not have itself.
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-use cairn_store::{ChunkId, ChunkIndex, ErrorKind, NewSnapshot, is_zero};
+use cairn_store::{ErrorKind, NewSnapshot};
 
+use super::store_layer::{arena, store_layer};
 use super::{Commit, CommitState, Next};
 use crate::device::Device;
-use crate::fetch::is_lost;
-use crate::mirror::blockset::BlockSet;
-use crate::mirror::copies::{Arena, Copy};
 use crate::mirror::layer::Layer;
-use crate::mirror::layout::BLOCK;
 use crate::sys;
-
-/// Threads that read, hash and store.
-const THREADS: usize = 3;
-
-/// Bytes of a batch.
-const BATCH: usize = 4 << 20;
-
-/// Bytes that become durable together, at least: a sync for each batch would hold up the others.
-const GROUP: usize = 32 << 20;
 
 /// How often an idle thread sees to it that there are snapshot numbers.
 const REFILL: Duration = Duration::from_secs(2);
@@ -52,11 +33,11 @@ const FIRST_DELAY: Duration = Duration::from_millis(100);
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
 /// How often a waiting thread looks whether it has to stop.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// Why a snapshot did not become stable.
 #[derive(Debug, thiserror::Error)]
-enum PersistError {
+pub(super) enum PersistError {
     #[error(transparent)]
     Repository(#[from] cairn_store::Error),
     #[error("reading the mirror: {0}")]
@@ -98,7 +79,7 @@ impl Abort {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    fn check(&self) -> Result<(), PersistError> {
+    pub(super) fn check(&self) -> Result<(), PersistError> {
         if self.0.load(Ordering::SeqCst) { Err(PersistError::Stopped) } else { Ok(()) }
     }
 }
@@ -255,9 +236,7 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
     let stored = AtomicU64::new(0);
-    // A batch for each thread, a group that is written and a group that is being made durable.
-    let batch = BATCH.max(device.mirror.layout().chunk_size());
-    let arena = Arena::new(THREADS * batch + 2 * (GROUP + THREADS * batch));
+    let arena = arena(device);
     let mut changes = BTreeMap::new();
     // The newest layer's chunks hide those of the older ones that it absorbs.
     sources.reverse();
@@ -286,315 +265,4 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let dirty_bytes = changes.len() as u64 * device.mirror.layout().chunk_size() as u64;
     device.attachment.publish(commit.new.number, &update.root, stored_bytes, dirty_bytes)?;
     Ok(stored_bytes)
-}
-
-/// Makes every chunk of `source` durable that no layer of `newer` has.
-fn store_layer(
-    device: &Device,
-    source: &Layer,
-    newer: &[Arc<Layer>],
-    arena: &Arc<Arena>,
-    stored: &AtomicU64,
-    abort: &Abort,
-) -> Result<(), PersistError> {
-    let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
-    let work = Work {
-        device,
-        source,
-        arena,
-        stored,
-        abort,
-        chunks: Mutex::new(Box::new(
-            source
-                .dirty()
-                .iter()
-                .filter(move |chunk| needed(*chunk))
-                .map(ChunkIndex)
-                .filter(|chunk| !source.is_stored(*chunk)),
-        )),
-        failed: AtomicBool::new(false),
-        written: Mutex::default(),
-        durable: Mutex::default(),
-    };
-    let mut results: Vec<_> = thread::scope(|scope| {
-        let spawn = |_| {
-            let builder = thread::Builder::new().name("store".into());
-            builder.spawn_scoped(scope, || work.run())
-        };
-        // Where no thread can be had, this one does it alone.
-        let threads: Vec<_> = (1..THREADS).map(spawn).collect();
-        let own = work.run();
-        let threads = threads.into_iter().flatten();
-        let others = threads.map(|thread| thread.join().expect("store threads do not panic"));
-        std::iter::once(own).chain(others).collect()
-    });
-    results.push(work.end());
-    results.into_iter().collect::<Result<(), _>>()?;
-    match source
-        .dirty()
-        .iter()
-        .find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
-    {
-        Some(chunk) => Err(PersistError::Incomplete(chunk)),
-        None => Ok(()),
-    }
-}
-
-/// A chunk on its way to being durable.
-struct Item {
-    chunk: ChunkIndex,
-    copy: Copy,
-}
-
-struct Work<'a> {
-    device: &'a Device,
-    source: &'a Layer,
-    arena: &'a Arc<Arena>,
-    stored: &'a AtomicU64,
-    abort: &'a Abort,
-    chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
-    failed: AtomicBool,
-    /// What was given to the repository and may not be durable.
-    written: Mutex<Vec<Written>>,
-    /// Held by the thread that makes a group durable.
-    durable: Mutex<()>,
-}
-
-/// An [`Item`] and its name, or nothing for a hole.
-type Written = (Item, Option<ChunkId>);
-
-impl Work<'_> {
-    /// Stores batches until there is nothing left.
-    fn run(&self) -> Result<(), PersistError> {
-        // The thread that failed tells why; the others just stop.
-        let mut more = true;
-        while more && !self.failed.load(Ordering::SeqCst) {
-            let mut batch = Vec::new();
-            let result = self.gather(&mut batch).and_then(|left| {
-                more = left;
-                self.store(&mut batch)
-            });
-            let result = match result {
-                Ok(ids) => self.add_written(batch.drain(..).zip(ids)),
-                Err(error) => Err(error),
-            };
-            if let Err(error) = result {
-                self.failed.store(true, Ordering::SeqCst);
-                self.untake(batch);
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds a batch to what is written, and makes that durable if it is enough.
-    fn add_written(&self, batch: impl Iterator<Item = Written>) -> Result<(), PersistError> {
-        let mut written = self.written();
-        written.extend(batch);
-        if self.is_group(&written) {
-            drop(written);
-            // One at a time, which bounds the memory in use.
-            let _durable = self.durable.lock().expect("no code panics while it waits for a sync");
-            let mut written = self.written();
-            let group = if self.is_group(&written) { mem::take(&mut *written) } else { Vec::new() };
-            drop(written);
-            self.make_durable(group)?;
-        }
-        Ok(())
-    }
-
-    fn is_group(&self, written: &[Written]) -> bool {
-        written.len() * self.device.mirror.layout().chunk_size() >= GROUP
-    }
-
-    fn make_durable(&self, group: Vec<Written>) -> Result<(), PersistError> {
-        if group.is_empty() {
-            return Ok(());
-        }
-        let ids: Vec<_> = group.iter().map(|(item, id)| (item.chunk, *id)).collect();
-        let flushed = self.device.repository.flush().map_err(PersistError::from);
-        let stored = flushed.and_then(|()| self.source.store(&ids).map_err(PersistError::Journal));
-        if let Err(error) = stored {
-            self.failed.store(true, Ordering::SeqCst);
-            self.untake(group.into_iter().map(|(item, _)| item));
-            return Err(error);
-        }
-        drop(group);
-        // Memory that writes wait for may be free again.
-        self.device.mirror.events.notify();
-        Ok(())
-    }
-
-    /// Makes the rest durable, unless something failed.
-    fn end(&self) -> Result<(), PersistError> {
-        let group = mem::take(&mut *self.written());
-        if self.failed.load(Ordering::SeqCst) {
-            self.untake(group.into_iter().map(|(item, _)| item));
-            return Ok(());
-        }
-        self.make_durable(group)
-    }
-
-    fn untake(&self, items: impl IntoIterator<Item = Item>) {
-        items.into_iter().for_each(|item| self.source.untake(item.chunk));
-    }
-
-    fn written(&self) -> MutexGuard<'_, Vec<Written>> {
-        self.written.lock().expect("no code panics with the written chunks locked")
-    }
-
-    /// Waits until the rate allows this many more bytes.
-    fn await_rate(&self, bytes: usize) -> Result<(), PersistError> {
-        let until = Instant::now() + self.device.pace.delay(bytes as u64);
-        loop {
-            self.abort.check()?;
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.failed.load(Ordering::SeqCst) {
-                return Ok(());
-            }
-            thread::sleep(left.min(LOOK));
-        }
-    }
-
-    /// Collects a batch: first chunks that hold memory, then the next ones. Those that another thread has
-    /// or had are left out, so it may be empty though there is more; that is told.
-    fn gather(&self, batch: &mut Vec<Item>) -> Result<bool, PersistError> {
-        let chunk_size = self.device.mirror.layout().chunk_size();
-        let limit = (BATCH / chunk_size).max(1);
-        self.abort.check()?;
-        if let Some(reason) = self.source.failure() {
-            return Err(PersistError::Layer(reason));
-        }
-        let mut chunks = self.source.costly(limit.div_ceil(2));
-        let mut more = !chunks.is_empty();
-        while chunks.len() < limit {
-            let Some(chunk) = self.next_chunk() else { break };
-            chunks.push(chunk);
-            more = true;
-        }
-        chunks.sort_unstable();
-        chunks.dedup();
-        for run in chunks.chunk_by(|one, next| one.0 + 1 == next.0) {
-            self.gather_run(run, batch)?;
-        }
-        self.await_rate(batch.len() * chunk_size)?;
-        Ok(more)
-    }
-
-    fn next_chunk(&self) -> Option<ChunkIndex> {
-        self.chunks.lock().expect("no code panics with the iterator locked").next()
-    }
-
-    /// Scheduled → Pending, with the chunks' bytes in memory, for neighbours. Those that somebody else has
-    /// or had are left out.
-    fn gather_run(&self, run: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let taken: Vec<_> = run.iter().copied().filter(|chunk| self.source.take(*chunk)).collect();
-        let mut left = &taken[..];
-        let mut result = Ok(());
-        let busy = self.device.pace.is_guest_busy(&self.device.stats);
-        let step = if busy { 1 } else { taken.len().max(1) };
-        let parts = taken.chunk_by(|one, next| one.0 + 1 == next.0);
-        for part in parts.flat_map(|part| part.chunks(step)) {
-            result = self.read(part, batch);
-            if result.is_err() {
-                break;
-            }
-            left = &left[part.len()..];
-        }
-        left.iter().for_each(|chunk| self.source.untake(*chunk));
-        self.device.mirror.events.notify();
-        result
-    }
-
-    /// Reads neighbours that are Pending. Their presence is looked at first: a block that is filled
-    /// meanwhile has the parent's content, wherever it is read from.
-    fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let layout = self.device.mirror.layout();
-        let room = |_| self.arena.take(layout.chunk_size());
-        let buffers: Option<Vec<_>> = chunks.iter().map(room).collect();
-        let no_room = || io::Error::other("the memory of this commit is used up");
-        let mut buffers = buffers.ok_or_else(no_room)?;
-        let present: Vec<_> = chunks
-            .iter()
-            .map(|chunk| self.device.mirror.presence.of(layout.blocks_of(*chunk)))
-            .collect();
-        let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
-        let offset = layout.span_of(chunks[0]).offset;
-        let read = || self.device.disk.read_vectored(&mut slices, offset);
-        match self.device.pace.run(&self.device.stats, read) {
-            Err(error) if is_lost(&error) => self.read_needed(chunks, &present, &mut slices)?,
-            result => result?,
-        }
-        let preserve = &self.device.preserve;
-        let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
-        let mut items = Vec::with_capacity(chunks.len());
-        for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
-            let aside = self.source.aside(*chunk);
-            let present = aside.lay_over(&mut data, present, back).map_err(PersistError::Spill)?;
-            items.push(Item { chunk: *chunk, copy: Copy { data, present } });
-        }
-        // All or none: what is not in the batch is put back.
-        batch.append(&mut items);
-        Ok(())
-    }
-
-    /// As the read above, where something cannot be read: that may be nothing that is needed.
-    fn read_needed(
-        &self,
-        chunks: &[ChunkIndex],
-        present: &[BlockSet],
-        buffers: &mut [&mut [u8]],
-    ) -> io::Result<()> {
-        for ((chunk, present), buffer) in chunks.iter().zip(present).zip(buffers) {
-            let offset = self.device.mirror.layout().span_of(*chunk).offset;
-            for run in present.without(&self.source.aside(*chunk).decided).runs() {
-                let span = run.span();
-                let part = &mut buffer[span.offset as usize..span.end() as usize];
-                self.device.disk.read(part, offset + span.offset)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives a batch to the repository, and returns the chunks' names.
-    fn store(&self, batch: &mut [Item]) -> Result<Vec<Option<ChunkId>>, PersistError> {
-        for item in batch.iter_mut() {
-            self.complete(item)?;
-        }
-        let name = |item: &Item| {
-            let content = &item.copy.data;
-            (!is_zero(content)).then(|| ChunkId::of(content))
-        };
-        let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
-        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.copy.data)));
-        let full: Vec<(ChunkId, &[u8])> = full.collect();
-        let pace = &self.device.pace;
-        let step = if pace.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
-        for part in full.chunks(step) {
-            let put = || self.device.repository.put_chunks(part);
-            let new_bytes = pace.run(&self.device.stats, put)?;
-            self.stored.fetch_add(new_bytes, Ordering::Relaxed);
-        }
-        Ok(ids)
-    }
-
-    /// Brings the blocks that were absent from the parent.
-    fn complete(&self, item: &mut Item) -> Result<(), PersistError> {
-        let Copy { data, present } = &mut item.copy;
-        if present.len() == self.device.mirror.layout().blocks_per_chunk() {
-            return Ok(());
-        }
-        let mut parent = vec![0; data.len()];
-        self.device.read_parent(item.chunk, &mut parent)?;
-        for (block, (to, from)) in data
-            .chunks_exact_mut(BLOCK as usize)
-            .zip(parent.chunks_exact(BLOCK as usize))
-            .enumerate()
-        {
-            if !present.contains(block as u64) {
-                to.copy_from_slice(from);
-            }
-        }
-        Ok(())
-    }
 }
