@@ -147,7 +147,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "So far peers keep what they are given; no repository is made of them yet.\n\n\
                             Example:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
-                            --capacity 500G --insecure"
+                            --capacity 500G --keys /etc/cairn"
     )]
     Serve {
         /// The peer's directory; made if it is not there
@@ -159,15 +159,31 @@ pub(crate) enum Command {
         /// Hold at most so many bytes [default: as the file system has]
         #[arg(long, value_name = "BYTES", value_parser = parse_size)]
         capacity: Option<u64>,
-        /// Speak plain TCP
-        #[arg(long)]
+        /// Speak TLS with these keys: ca.pem, peer.pem and peer.key
+        #[arg(long, value_name = "DIR")]
+        keys: Option<PathBuf>,
+        /// Speak plain TCP, which anybody in the network can read and write
+        #[arg(long, conflicts_with = "keys")]
         insecure: bool,
     },
+    /// Make the keys of a cluster
+    #[command(subcommand)]
+    Keys(Keys),
     /// Show the counters of a running disk
     #[command(after_help = "Example:\n  cairn stats --control /run/vm1.ctl --json")]
     Stats {
         #[command(flatten)]
         control: Control,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Keys {
+    /// Make a private authority, and keys for peers, catalog and clients
+    #[command(after_help = "Example:\n  cairn keys init cluster-keys")]
+    Init {
+        /// A directory that is new or empty
+        directory: PathBuf,
     },
 }
 

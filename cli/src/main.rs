@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use cairn_store::Repository;
 use clap::Parser;
 
-use crate::args::{Cli, Command};
+use crate::args::{Cli, Command, Keys};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 
 fn main() -> ExitCode {
@@ -80,9 +80,11 @@ fn run(cli: Cli) -> Outcome {
             control::checkpoint(&control.socket, label, wait.into(), timeout, style)
         }
         Command::Status { control } => control::status(&control.socket, style),
-        Command::Serve { data, listen, capacity, insecure } => {
-            serve::serve(&data, &listen, capacity, insecure, style)
+        Command::Serve { data, listen, capacity, keys, insecure } => {
+            let security = serve::security(keys.as_deref(), insecure)?;
+            serve::serve(&data, &listen, capacity, security, style)
         }
+        Command::Keys(Keys::Init { directory }) => serve::init_keys(&directory, style),
         Command::Stats { control } => control::stats(&control.socket, style),
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use cairn_store::BlobId;
 use cairn_store::cluster::fragment::{Fragment, encode};
+use cairn_store::cluster::identity::{Role, Security};
 use cairn_store::cluster::{Cluster, Connection, Member, Redundancy};
 use serde_json::Value;
 use tokio::task::JoinSet;
@@ -25,8 +26,9 @@ impl Peer {
     }
 
     fn start_in(place: &Place, data: &str, more: &[&str]) -> Peer {
-        let args = ["serve", "--data", data, "--listen", "127.0.0.1:0", "--insecure", "--json"];
-        let mut command = place.command(&[&args, more].concat());
+        let args = ["serve", "--data", data, "--listen", "127.0.0.1:0", "--json"];
+        let how = if more.contains(&"--keys") { &[][..] } else { &["--insecure"] };
+        let mut command = place.command(&[&args, how, more].concat());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -67,7 +69,8 @@ async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
     for round in 0..6 {
         let peer = Peer::start(&place, &[]);
         assert_eq!(id.get_or_insert(peer.id.clone()), &peer.id, "it is the same peer");
-        let connection = Arc::new(Connection::open(&peer.address).await.unwrap());
+        let connection =
+            Arc::new(Connection::open(&peer.address, &Security::INSECURE).await.unwrap());
         for number in &stored {
             let wanted = fragment(*number);
             let found = connection.get(&wanted.description.blob).await.unwrap();
@@ -112,7 +115,7 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
             all.filter_map(|(at, peer)| Some(member(peer.as_ref()?, at))).collect()
         };
         let all = members(&peers);
-        let cluster = Cluster::new(all.clone());
+        let cluster = Cluster::new(all.clone(), Security::INSECURE);
         let mut blobs = Vec::new();
         for number in 1..30 {
             let content = content(number);
@@ -125,7 +128,7 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
             peers[(at * 3) % 8].take().unwrap().kill();
         }
         // A client that knows them all, and finds out.
-        let cluster = Cluster::new(all);
+        let cluster = Cluster::new(all, Security::INSECURE);
         let mut buffer = vec![0; 256 << 10];
         for (blob, content) in &blobs {
             let len = cluster.get(blob, redundancy, &mut buffer).await.unwrap();
@@ -141,7 +144,7 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
         if text == "rs=4+4" {
             let next = peers.iter_mut().find_map(Option::take).unwrap();
             next.kill();
-            let cluster = Cluster::new(members(&peers));
+            let cluster = Cluster::new(members(&peers), Security::INSECURE);
             for (blob, _) in &blobs {
                 assert!(cluster.get(blob, redundancy, &mut buffer).await.is_err());
             }
@@ -156,7 +159,7 @@ async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
     let peers: Vec<Peer> =
         (0..5).map(|at| Peer::start_in(&place, &format!("peer{at}"), &[])).collect();
     let members = peers.iter().enumerate().map(|(at, peer)| member(peer, at)).collect();
-    let cluster = Cluster::new(members);
+    let cluster = Cluster::new(members, Security::INSECURE);
     let mut blobs = Vec::new();
     for number in 1..20 {
         let content = content(number);
@@ -193,4 +196,30 @@ fn a_peer_is_not_insecure_by_accident() {
     drop(peer);
     let run = place.run(&["serve", "--data", "peer", "--listen", "nowhere", "--insecure"]);
     assert_ne!(run.code, 0);
+}
+
+#[tokio::test]
+async fn a_peer_with_keys_serves_its_cluster_and_nobody_else() {
+    let place = Place::new();
+    for name in ["keys", "others"] {
+        place.ok(&["keys", "init", name]);
+    }
+    assert_ne!(place.run(&["keys", "init", "keys"]).code, 0, "keys are not replaced");
+    let peer = Peer::start(&place, &["--keys", "keys"]);
+    let load = |name: &str, role| Security::load(&place.path(name), role).unwrap();
+    let connection = Connection::open(&peer.address, &load("keys", Role::Client)).await.unwrap();
+    let one = fragment(1);
+    connection.put(one.clone()).await.unwrap();
+    assert_eq!(connection.get(&one.description.blob).await.unwrap(), [one]);
+    for stranger in [Security::INSECURE, load("others", Role::Client)] {
+        let opened = Connection::open(&peer.address, &stranger).await;
+        // With TLS 1.3 a client may learn that it is refused with its first question.
+        if let Ok(connection) = opened {
+            assert!(connection.usage().await.is_err());
+        }
+    }
+    assert!(Connection::open(&peer.address, &load("keys", Role::Peer)).await.is_ok());
+    let run =
+        place.run(&["serve", "--data", "other", "--listen", "127.0.0.1:0", "--keys", "nowhere"]);
+    assert!(run.code != 0 && run.stderr.contains("ca.pem"), "{}", run.stderr);
 }

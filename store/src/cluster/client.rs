@@ -15,6 +15,7 @@ use tokio::time::timeout;
 
 use super::connection::Connection;
 use super::fragment::{Description, Fragment, encode};
+use super::identity::Security;
 use super::placement::{Candidate, rank};
 use super::redundancy::Redundancy;
 use crate::error::{Error, ErrorKind, Result};
@@ -82,13 +83,14 @@ pub struct Cluster {
 struct Inner {
     members: Vec<Member>,
     candidates: Vec<Candidate>,
+    security: Security,
     ways: Vec<tokio::sync::Mutex<Way>>,
     pace: Mutex<Pace>,
 }
 
 impl Cluster {
     /// A cluster of these peers. Nobody is asked yet.
-    pub fn new(members: Vec<Member>) -> Cluster {
+    pub fn new(members: Vec<Member>, security: Security) -> Cluster {
         let candidate = |member: &Member| Candidate {
             id: member.id,
             weight: member.weight,
@@ -97,7 +99,7 @@ impl Cluster {
         let candidates = members.iter().map(candidate).collect();
         let ways = members.iter().map(|_| tokio::sync::Mutex::default()).collect();
         let pace = Mutex::new(Pace { mean: 0.05, deviation: 0.05 });
-        Cluster { inner: Arc::new(Inner { members, candidates, ways, pace }) }
+        Cluster { inner: Arc::new(Inner { members, candidates, security, ways, pace }) }
     }
 
     /// Stores a blob with its full redundancy, durably. Returns the bytes of its blocks. After an error some of
@@ -228,7 +230,7 @@ impl Inner {
             Way::Away(since, reason) if since.elapsed() < AWAY => return Err(self.away(at, reason)),
             _ => {}
         }
-        let opened = match Connection::open(&member.address).await {
+        let opened = match Connection::open(&member.address, &self.security).await {
             // Behind an address that was a peer's there may be another, with another disk.
             Ok(connection) if connection.peer() != member.id => {
                 Err(self.away(at, &format!("it is {}, not {}", connection.peer(), member.id)))

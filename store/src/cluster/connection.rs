@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use tokio::io::{AsyncWriteExt, BufReader, BufWriter};
 use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::fragment::Fragment;
 use super::frames::{PROGRESS, read_body, read_header, write};
+use super::identity::{Reader, Role, Security, Writer};
 use super::peer::{Held, Usage};
 use super::wire::{Answer, Hello, MAX_ASKED, OLDEST, Request, VERSION};
 use crate::error::{Error, ErrorKind, Result};
@@ -37,12 +37,12 @@ pub struct Connection {
 
 impl Connection {
     /// Connects to the peer that listens at this address.
-    pub async fn open(address: &str) -> Result<Connection> {
+    pub async fn open(address: &str, security: &Security) -> Result<Connection> {
         let failed = |error: io::Error| unavailable(address, &error.to_string());
         let stream = timeout(CONNECT, TcpStream::connect(address)).await;
         let stream = stream.map_err(io::Error::from).and_then(|stream| stream).map_err(failed)?;
         stream.set_nodelay(true).map_err(failed)?;
-        let (reader, writer) = stream.into_split();
+        let (reader, writer) = security.connect(stream, Role::Peer).await.map_err(failed)?;
         let (mut reader, mut writer) = (BufReader::new(reader), BufWriter::new(writer));
         let hello = Request::Hello(Hello { oldest: OLDEST, newest: VERSION });
         write(&mut writer, 0, hello.to_body()).await.map_err(failed)?;
@@ -146,10 +146,7 @@ fn unavailable(peer: &str, reason: &str) -> Error {
 }
 
 /// The next answer, and the number of its request; nothing if there will be none.
-async fn next(
-    reader: &mut BufReader<OwnedReadHalf>,
-    idle: Duration,
-) -> io::Result<Option<(u64, Answer)>> {
+async fn next(reader: &mut BufReader<Reader>, idle: Duration) -> io::Result<Option<(u64, Answer)>> {
     let Some(header) = read_header(reader, idle).await? else { return Ok(None) };
     let header = header.map_err(io::Error::other)?;
     let body = read_body(reader, &header).await?;
@@ -159,7 +156,7 @@ async fn next(
 
 /// Sends requests, as many as there are with one system call, until nobody is left who could ask.
 async fn send(
-    mut writer: BufWriter<OwnedWriteHalf>,
+    mut writer: BufWriter<Writer>,
     mut queue: mpsc::Receiver<(Request, oneshot::Sender<Answer>)>,
     waiting: Waiting,
 ) {
@@ -184,7 +181,7 @@ async fn send(
 }
 
 /// Hands out answers until the connection ends.
-async fn receive(mut reader: BufReader<OwnedReadHalf>, waiting: Waiting) {
+async fn receive(mut reader: BufReader<Reader>, waiting: Waiting) {
     const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
     while let Ok(Some((number, answer))) = next(&mut reader, FOREVER).await {
         let asker = match &mut *waiting.lock().expect("no code panics with this lock held") {

@@ -7,6 +7,7 @@
 //! | [`placement`] | which peers hold the parts |
 //! | [`peer`] | a process that holds them |
 //! | [`wire`] | what is said to it |
+//! | [`identity`] | who may say it |
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
 
@@ -14,6 +15,7 @@ mod client;
 mod connection;
 pub mod fragment;
 mod frames;
+pub mod identity;
 pub mod peer;
 pub mod placement;
 mod redundancy;

@@ -15,6 +15,7 @@ use super::tests::{CODE, fragment};
 use super::{PeerStore, serve};
 use crate::cluster::Connection;
 use crate::cluster::fragment::Fragment;
+use crate::cluster::identity::Security;
 use crate::cluster::wire::{Answer, HEADER, Header, Hello, MAX_BODY, Request};
 use crate::error::ErrorKind;
 use crate::id::BlobId;
@@ -32,12 +33,12 @@ impl Peer {
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel();
         let stopped = async { drop(stopped.await) };
-        let served = tokio::spawn(serve(listener, store, stopped));
+        let served = tokio::spawn(serve(listener, store, Security::INSECURE, stopped));
         Peer { address, stop, served }
     }
 
     async fn connect(&self) -> Connection {
-        Connection::open(&self.address.to_string()).await.unwrap()
+        Connection::open(&self.address.to_string(), &Security::INSECURE).await.unwrap()
     }
 
     async fn stop(self) {

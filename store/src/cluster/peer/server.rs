@@ -23,6 +23,7 @@ use tokio::time::timeout;
 
 use super::super::fragment::{Fragment, MAX_CONTENT};
 use super::super::frames::{PROGRESS, read_body, read_header, write};
+use super::super::identity::{Role, Security};
 use super::super::wire::{Answer, GET, HEADER, Header, Hello, MAX_BODY, OLDEST, Request, VERSION};
 use super::store::PeerStore;
 use crate::error::{Error, ErrorKind, Result};
@@ -69,6 +70,7 @@ struct Put {
 pub async fn serve(
     listener: TcpListener,
     store: Arc<PeerStore>,
+    security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let memory = Arc::new(Semaphore::new(MEMORY));
@@ -89,10 +91,14 @@ pub async fn serve(
             Ok(_) if connections.len() >= MAX_CONNECTIONS => {}
             Ok((stream, address)) => {
                 let (store, memory, puts) = (store.clone(), memory.clone(), puts.clone());
+                let security = security.clone();
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
-                    let (reader, writer) = stream.into_split();
-                    if let Err(error) = connection(reader, writer, &store, &memory, &puts).await {
+                    let served = async {
+                        let (reader, writer) = security.accept(stream, &Role::ALL).await?;
+                        connection(reader, writer, &store, &memory, &puts).await
+                    };
+                    if let Err(error) = served.await {
                         tracing::debug!(%address, %error, "a connection ends");
                     }
                 });
