@@ -167,7 +167,7 @@ pub(crate) enum Command {
         insecure: bool,
     },
     /// Make the keys of a cluster
-    #[command(subcommand)]
+    #[command(subcommand, after_help = "Example:\n  cairn keys init cluster-keys")]
     Keys(Keys),
     /// Show the counters of a running disk
     #[command(after_help = "Example:\n  cairn stats --control /run/vm1.ctl --json")]
