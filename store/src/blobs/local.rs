@@ -195,7 +195,12 @@ impl LocalBlobs {
             Ok(()) => "its content does not match its name",
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => "the file is too short",
             Err(error) if error.kind() == io::ErrorKind::NotFound => "the file is missing",
-            Err(error) => return Err(Error::io("reading", &path, error)),
+            Err(error) => {
+                if error.raw_os_error() == Some(libc::EIO) {
+                    self.damaged().insert(*id);
+                }
+                return Err(Error::io("reading", &path, error));
+            }
         };
         self.damaged().insert(*id);
         Err(corrupt(reason.into()))

@@ -205,6 +205,9 @@ impl Description {
             return Err(wrong("the blocks are not those of this blob"));
         }
         if blocks[..data].iter().any(Option::is_none) {
+            if self.parity == 0 {
+                return Err(wrong("its only block is missing"));
+            }
             code(self.data, self.parity)
                 .reconstruct_data(blocks)
                 .map_err(|error| wrong(&format!("it cannot be put together: {error}")))?;
@@ -227,6 +230,9 @@ impl Description {
             return Err(wrong("the blocks are not those of this blob"));
         }
         if blocks[index].is_none() {
+            if self.parity == 0 {
+                return Err(wrong("its only block is missing"));
+            }
             code(self.data, self.parity)
                 .reconstruct(blocks)
                 .map_err(|error| wrong(&format!("a block cannot be computed: {error}")))?;
@@ -323,6 +329,8 @@ mod tests {
         assert!(description.matches(0, blocks.get(0)));
         let mut found = [0; 7];
         description.decode(&mut [Some(blocks.get(0).to_vec())], &mut found).unwrap_err();
+        description.decode(&mut [None], &mut found).unwrap_err();
+        description.rebuild(&mut [None], 0).unwrap_err();
         assert!(!description.matches(0, b"c0ntent") && !description.matches(1, blocks.get(0)));
     }
 }

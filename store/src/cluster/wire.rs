@@ -245,11 +245,11 @@ impl Answer {
             HELD => {
                 let mut all = Vec::new();
                 while !body.0.is_empty() {
+                    if all.len() == MAX_ASKED {
+                        return Err(wrong("more answers than there were questions"));
+                    }
                     let [count] = body.take()?;
                     all.push((0..count).map(|_| body.held()).collect::<Result<_>>()?);
-                }
-                if all.len() > MAX_ASKED {
-                    return Err(wrong("more answers than there were questions"));
                 }
                 Answer::Held(all)
             }

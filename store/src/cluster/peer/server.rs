@@ -149,8 +149,8 @@ async fn connection(
             Ok(Request::Put(fragment)) => {
                 let (number, answers) = (header.number, answers.clone());
                 let put = Put { fragment, number, answers, memory: held };
-                // It ends after the last connection.
-                let _ = puts.send(put);
+                // It ends after the last connection, unless it has panicked.
+                puts.send(put).map_err(|_| io::Error::other("nothing can be stored"))?;
             }
             Ok(request) => {
                 let (store, answers) = (store.clone(), answers.clone());

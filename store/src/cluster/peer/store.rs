@@ -28,8 +28,15 @@ use crate::id::{BlobId, PeerId};
 use crate::sys;
 
 const MARKER: &str = "peer.json";
+const DATABASE: &str = "fragments.db";
 const FORMAT: &str = "cairn-peer";
 const VERSION: u64 = 1;
+
+/// What the names in the directory of a peer that is half made begin with.
+const PARTS: [&str; 5] = ["lock", "segments", "index.db", DATABASE, "peer.json.new"];
+
+/// The most fragments of one blob: of all ways to encode it that anybody may try.
+const MAX_FRAGMENTS: usize = 64;
 
 /// `docs/formats.md` explains every column.
 const TABLES: &str = "
@@ -75,10 +82,20 @@ pub struct Usage {
     pub fragments: u64,
 }
 
+/// A fragment whose block is written, and that is not known yet.
+struct Staged {
+    description: Description,
+    index: u8,
+    /// The space that was taken for it: none if it was there already.
+    bytes: u64,
+}
+
 #[derive(Default)]
 struct State {
-    staged: Vec<(Description, u8)>,
-    /// Of all fragments, also those that are staged.
+    staged: Vec<Staged>,
+    /// Space that was taken for fragments that are not known yet.
+    taken: u64,
+    /// Of all fragments that are durable.
     used: u64,
     fragments: u64,
 }
@@ -109,15 +126,9 @@ impl PeerStore {
             None => make(directory)?,
         };
         let blocks = LocalBlobs::open(directory)?;
-        let path = directory.join("fragments.db");
-        let mut writer = connect(&path, OpenFlags::SQLITE_OPEN_CREATE)?;
+        let path = directory.join(DATABASE);
+        let writer = connect(&path, OpenFlags::empty())?;
         use_write_ahead_log(&writer)?;
-        if version(&writer)? == 0 {
-            let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-            transaction.execute_batch(TABLES)?;
-            transaction.pragma_update(None, "user_version", VERSION)?;
-            transaction.commit()?;
-        }
         let found = version(&writer)?;
         if found != VERSION {
             let object = path.display().to_string();
@@ -130,7 +141,7 @@ impl PeerStore {
             [],
             |row| Ok((row.get(0)?, row.get(1)?)),
         )?;
-        let state = State { staged: Vec::new(), used, fragments };
+        let state = State { used, fragments, ..State::default() };
         Ok(PeerStore {
             id,
             capacity,
@@ -154,12 +165,13 @@ impl PeerStore {
         let capacity = self.usage()?.capacity;
         let mut results = Vec::with_capacity(fragments.len());
         let mut blocks = Vec::new();
-        let mut taken = Vec::new();
+        let mut staged = Vec::new();
         for fragment in fragments {
             let result = self.admit(fragment, capacity);
-            if let Ok(name) = result {
+            if let Ok((name, bytes)) = result {
                 blocks.push((name, &fragment.block[..]));
-                taken.push(fragment);
+                let (description, index) = (fragment.description.clone(), fragment.index);
+                staged.push(Staged { description, index, bytes });
             }
             results.push(result.map(drop));
         }
@@ -167,20 +179,18 @@ impl PeerStore {
         let mut state = self.state();
         match put {
             Ok(_) => {
-                let staged = taken.iter().map(|one| (one.description.clone(), one.index));
                 state.staged.extend(staged);
                 Ok(results)
             }
             Err(error) => {
-                state.used -= taken.iter().map(|one| one.block.len() as u64).sum::<u64>();
-                state.fragments -= taken.len() as u64;
+                state.taken -= staged.iter().map(|one| one.bytes).sum::<u64>();
                 Err(error)
             }
         }
     }
 
-    /// Verifies a fragment and takes space for it. Returns its block's name.
-    fn admit(&self, fragment: &Fragment, capacity: u64) -> Result<BlobId> {
+    /// Verifies a fragment and takes space for it, if it is new. Returns its block's name, and that space.
+    fn admit(&self, fragment: &Fragment, capacity: u64) -> Result<(BlobId, u64)> {
         let Fragment { description, index, block } = fragment;
         let name = description.block((*index).into());
         let name =
@@ -188,13 +198,23 @@ impl PeerStore {
                 let reason = "it is not the block that its description names";
                 Error::corrupt(format!("a fragment of {}", description.blob), reason)
             })?;
+        let known = self.descriptions(&description.blob)?;
+        if known.iter().any(|(other, at)| at == index && other == description) {
+            // One that turns out to be damaged is replaced.
+            let _ = self.blocks.get(&name, &mut vec![0; block.len()]);
+            return Ok((name, 0));
+        }
+        if known.len() >= MAX_FRAGMENTS {
+            let reason = "there are too many encodings of it";
+            return Err(Error::corrupt(format!("blob {}", description.blob), reason));
+        }
         let mut state = self.state();
-        if state.used + block.len() as u64 > capacity {
+        let bytes = block.len() as u64;
+        if state.used + state.taken + bytes > capacity {
             return Err(Error::PeerFull { path: self.directory.clone(), capacity });
         }
-        state.used += block.len() as u64;
-        state.fragments += 1;
-        Ok(name)
+        state.taken += bytes;
+        Ok((name, bytes))
     }
 
     /// Returns when everything put before this call is durable.
@@ -209,10 +229,9 @@ impl PeerStore {
         let mut state = self.state();
         match result {
             Ok(new) => {
-                // What was there already is counted once.
-                state.used -= staged.iter().map(|(one, _)| one.block_len() as u64).sum::<u64>();
+                state.taken -= staged.iter().map(|one| one.bytes).sum::<u64>();
                 state.used += new.iter().sum::<u64>();
-                state.fragments -= (staged.len() - new.len()) as u64;
+                state.fragments += new.len() as u64;
                 Ok(())
             }
             Err(error) => {
@@ -259,7 +278,10 @@ impl PeerStore {
 
     /// How much there is.
     pub fn usage(&self) -> Result<Usage> {
-        let State { used, fragments, .. } = *self.state();
+        let (used, fragments) = {
+            let state = self.state();
+            (state.used + state.taken, state.fragments)
+        };
         let capacity = match self.capacity {
             Some(capacity) => capacity,
             None => used + sys::free_space(&self.directory)?,
@@ -295,23 +317,27 @@ fn held((bytes, index): &(Vec<u8>, u8)) -> Result<Held> {
 }
 
 /// Makes fragments known. Returns the lengths of those that were not.
-fn insert(writer: &mut Connection, staged: &[(Description, u8)]) -> Result<Vec<u64>> {
+fn insert(writer: &mut Connection, staged: &[Staged]) -> Result<Vec<u64>> {
     let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let mut new = Vec::new();
     {
-        let mut insert = transaction
-            .prepare_cached("INSERT OR IGNORE INTO fragments VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?;
-        for (description, index) in staged {
-            let len = description.block_len() as u64;
-            let added = insert.execute(params![
-                description.blob.as_bytes(),
-                description.id().as_bytes(),
-                index,
-                description.to_bytes(),
-                len,
-                now(),
-            ])?;
-            if added > 0 {
+        let mut touch = transaction.prepare_cached(
+            "UPDATE fragments SET touched = ?4 WHERE blob = ?1 AND encoding = ?2 AND number = ?3",
+        )?;
+        let mut insert =
+            transaction.prepare_cached("INSERT INTO fragments VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?;
+        for Staged { description, index, .. } in staged {
+            let (blob, encoding) = (description.blob, description.id());
+            if touch.execute(params![blob.as_bytes(), encoding.as_bytes(), index, now()])? == 0 {
+                let len = description.block_len() as u64;
+                insert.execute(params![
+                    blob.as_bytes(),
+                    encoding.as_bytes(),
+                    index,
+                    description.to_bytes(),
+                    len,
+                    now(),
+                ])?;
                 new.push(len);
             }
         }
@@ -360,7 +386,23 @@ fn read_marker(directory: &Path) -> Result<Option<PeerId>> {
 fn make(directory: &Path) -> Result<PeerId> {
     let path = directory.join(MARKER);
     let failed = |error| Error::io("writing", &path, error);
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        if !PARTS.iter().any(|part| name.to_string_lossy().starts_with(part)) {
+            let reason = "is not empty and not a peer's; name another directory";
+            return Err(Error::BadArgument(format!("{} {reason}", directory.display())));
+        }
+    }
     LocalBlobs::create(directory)?;
+    let mut database = connect(&directory.join(DATABASE), OpenFlags::SQLITE_OPEN_CREATE)?;
+    use_write_ahead_log(&database)?;
+    if version(&database)? == 0 {
+        let transaction = database.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        transaction.execute_batch(TABLES)?;
+        transaction.pragma_update(None, "user_version", VERSION)?;
+        transaction.commit()?;
+    }
+    drop(database);
     let id = PeerId::from_bytes(sys::random().map_err(failed)?);
     let marker = Marker { format: FORMAT.into(), version: VERSION, id: id.to_string() };
     let text = serde_json::to_string_pretty(&marker).expect("a marker is plain") + "\n";
@@ -369,5 +411,8 @@ fn make(directory: &Path) -> Result<PeerId> {
     file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)?;
     fs::rename(&new, &path).map_err(failed)?;
     sys::sync_dir(directory)?;
+    if let Some(parent) = directory.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        sys::sync_dir(parent)?;
+    }
     Ok(id)
 }
