@@ -81,14 +81,18 @@ async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
             let connection = connection.clone();
             puts.spawn(async move { connection.put(fragment(number)).await.map(|()| number) });
         }
-        let killer = tokio::spawn(async move {
-            tokio::time::sleep(Duration::from_millis(30 + 40 * round)).await;
-            peer.kill();
-        });
+        // It dies when it has said so often that something is stored.
+        let mut left = 1 + round * 20;
+        let mut peer = Some(peer);
         while let Some(put) = puts.join_next().await {
             stored.extend(put.unwrap());
+            left = left.saturating_sub(1);
+            if left == 0
+                && let Some(peer) = peer.take()
+            {
+                peer.kill();
+            }
         }
-        killer.await.unwrap();
         assert!(connection.usage().await.is_err(), "the peer is dead");
     }
     assert!(!stored.is_empty(), "nothing was stored before a death");

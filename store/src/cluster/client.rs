@@ -1,12 +1,11 @@
 //! Blobs on many peers: cut, sent, collected, put together.
 //!
 //! Fragment *i* of a blob goes to the peer of rank *i*. A peer that fails or is full is passed over, for the next
-//! one beyond those that have a fragment already. A read asks as many peers as are enough, by rank, one more for
+//! one beyond those that have a fragment already, in another failure domain if there is one. A read asks as many peers as are enough, by rank, one more for
 //! each that has nothing, and one more when an answer is later than answers usually are. It fails only when
 //! every peer was asked.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -23,6 +22,9 @@ use crate::id::{BlobId, PeerId};
 
 /// How long a peer may take to store a fragment, and to answer at all.
 const ANSWER: Duration = Duration::from_secs(10);
+
+/// How long a connection may take to be made, with all that belongs to it.
+const OPEN: Duration = Duration::from_secs(5);
 
 /// How long a peer that could not be reached is left alone.
 const AWAY: Duration = Duration::from_secs(1);
@@ -89,8 +91,10 @@ struct Inner {
 }
 
 impl Cluster {
-    /// A cluster of these peers. Nobody is asked yet.
-    pub fn new(members: Vec<Member>, security: Security) -> Cluster {
+    /// A cluster of these peers. Nobody is asked yet. One that is named twice counts once.
+    pub fn new(mut members: Vec<Member>, security: Security) -> Cluster {
+        let mut seen = HashSet::new();
+        members.retain(|member| seen.insert(member.id));
         let candidate = |member: &Member| Candidate {
             id: member.id,
             weight: member.weight,
@@ -105,21 +109,23 @@ impl Cluster {
     /// Stores a blob with its full redundancy, durably. Returns the bytes of its blocks. After an error some of
     /// its fragments may be there.
     pub async fn put(&self, blob: &BlobId, content: &[u8], redundancy: Redundancy) -> Result<u64> {
-        let (description, blocks) = encode(blob, content, redundancy);
         let width = redundancy.width();
-        let ranks = Arc::new(rank(blob, &self.inner.candidates));
-        let spare = Arc::new(AtomicUsize::new(width));
+        if width == 0 || redundancy.needed() == 0 || width > self.inner.members.len() {
+            return Err(Error::TooFewPeers { peers: self.inner.members.len() });
+        }
+        let (description, blocks) = encode(blob, content, redundancy);
+        let places = Arc::new(Places::new(rank(blob, &self.inner.candidates), width));
         let mut giving = JoinSet::new();
         for place in 0..width {
             let index = place % description.width();
             let block = blocks.get(index).to_vec();
             let fragment = Fragment { description: description.clone(), index: index as u8, block };
-            let (inner, ranks, spare) = (self.inner.clone(), ranks.clone(), spare.clone());
-            giving.spawn(async move { inner.give(fragment, place, &ranks, &spare).await });
+            let (inner, places) = (self.inner.clone(), places.clone());
+            giving.spawn(async move { inner.give(fragment, place, &places).await });
         }
         // Dropping the set ends what is not needed any more.
         while let Some(given) = giving.join_next().await {
-            given.map_err(|error| Error::BadArgument(error.to_string()))??;
+            given.expect("no code panics here, and nobody cancels it")?;
         }
         Ok((width * description.block_len()) as u64)
     }
@@ -179,40 +185,63 @@ impl Inner {
         self.pace.lock().expect("no code panics with the pace locked")
     }
 
-    /// Gives a fragment to the peer of this place, or to one beyond the last.
+    /// Gives a fragment to the peer of this place, or to another one that has none.
     async fn give(
-        &self,
+        self: &Arc<Inner>,
         fragment: Fragment,
         mut place: usize,
-        ranks: &[usize],
-        spare: &AtomicUsize,
+        places: &Places,
     ) -> Result<()> {
-        let mut last = None;
-        while let Some(member) = ranks.get(place) {
-            let given = async { self.connection(*member).await?.put(fragment.clone()).await };
-            let error = match timeout(ANSWER, given).await {
-                Ok(Ok(())) => return Ok(()),
-                Ok(Err(error)) => error,
-                Err(_) => self.late(*member),
+        loop {
+            let member = places.ranks[place];
+            let put = |connection: Arc<Connection>| {
+                let fragment = fragment.clone();
+                async move { connection.put(fragment).await }
             };
+            let Err(error) = self.ask(member, put).await else { return Ok(()) };
+            match places.instead_of(place, &self.candidates) {
+                Some(next) => place = next,
+                None => return Err(error),
+            }
             tracing::warn!(%error, "a fragment goes to another peer");
-            last = Some(error);
-            place = spare.fetch_add(1, Ordering::SeqCst);
         }
-        Err(last.unwrap_or_else(|| Error::TooFewPeers { peers: ranks.len() }))
     }
 
     /// What a member has of a blob.
-    async fn take(&self, member: usize, blob: &BlobId) -> Result<Vec<Fragment>> {
+    async fn take(self: &Arc<Inner>, member: usize, blob: &BlobId) -> Result<Vec<Fragment>> {
         let begin = Instant::now();
-        let taken = async { self.connection(member).await?.get(blob).await };
-        let found = timeout(ANSWER, taken).await.unwrap_or_else(|_| Err(self.late(member)))?;
+        let get = |connection: Arc<Connection>| async move { connection.get(blob).await };
+        let found = self.ask(member, get).await?;
         self.pace().add(begin.elapsed());
         Ok(found)
     }
 
-    fn late(&self, member: usize) -> Error {
-        self.away(member, "it does not answer in time")
+    /// Asks a member, within a time. A connection that was there before may have ended since: then it is made
+    /// again, once.
+    async fn ask<T, F: Future<Output = Result<T>>>(
+        self: &Arc<Inner>,
+        at: usize,
+        question: impl Fn(Arc<Connection>) -> F,
+    ) -> Result<T> {
+        let asked = async {
+            let (connection, is_new) = self.connection(at).await?;
+            match question(connection.clone()).await {
+                Err(_) if !is_new && connection.is_lost() => {
+                    question(self.connection(at).await?.0).await
+                }
+                result => result,
+            }
+        };
+        match timeout(ANSWER, asked).await {
+            Ok(result) => result,
+            Err(_) => {
+                let reason = "it does not answer in time";
+                if let Ok(mut way) = self.ways[at].try_lock() {
+                    *way = Way::Away(Instant::now(), reason.into());
+                }
+                Err(self.away(at, reason))
+            }
+        }
     }
 
     fn away(&self, member: usize, reason: &str) -> Error {
@@ -220,34 +249,73 @@ impl Inner {
         Error::Peer { peer, kind: ErrorKind::Unavailable, reason: reason.into() }
     }
 
-    /// The connection to a member.
-    async fn connection(&self, at: usize) -> Result<Arc<Connection>> {
+    /// The connection to a member, and whether it is new. What comes of a try is remembered, also if who asked
+    /// has given up meanwhile.
+    async fn connection(self: &Arc<Inner>, at: usize) -> Result<(Arc<Connection>, bool)> {
+        let inner = self.clone();
+        let connected = tokio::spawn(async move { inner.connect(at).await });
+        connected.await.expect("no code panics here, and nobody cancels it")
+    }
+
+    async fn connect(&self, at: usize) -> Result<(Arc<Connection>, bool)> {
         let member = &self.members[at];
         // One at a time: the others use what this one finds.
         let mut way = self.ways[at].lock().await;
         match &*way {
-            Way::Open(connection) if !connection.is_lost() => return Ok(connection.clone()),
+            Way::Open(connection) if !connection.is_lost() => {
+                return Ok((connection.clone(), false));
+            }
             Way::Away(since, reason) if since.elapsed() < AWAY => return Err(self.away(at, reason)),
             _ => {}
         }
-        let opened = match Connection::open(&member.address, &self.security).await {
+        let opened = match timeout(OPEN, Connection::open(&member.address, &self.security)).await {
             // Behind an address that was a peer's there may be another, with another disk.
-            Ok(connection) if connection.peer() != member.id => {
+            Ok(Ok(connection)) if connection.peer() != member.id => {
                 Err(self.away(at, &format!("it is {}, not {}", connection.peer(), member.id)))
             }
-            opened => opened,
+            Ok(opened) => opened,
+            Err(_) => Err(self.away(at, "it cannot be reached in time")),
         };
         match opened {
             Ok(connection) => {
                 let connection = Arc::new(connection);
                 *way = Way::Open(connection.clone());
-                Ok(connection)
+                Ok((connection, true))
             }
             Err(error) => {
                 *way = Way::Away(Instant::now(), error.to_string());
                 Err(error)
             }
         }
+    }
+}
+
+/// The places that the fragments of one blob go to, by rank.
+struct Places {
+    ranks: Vec<usize>,
+    /// For each rank: nothing, or whether it has a fragment, or is to have one.
+    taken: Mutex<Vec<Option<bool>>>,
+}
+
+impl Places {
+    /// The first `width` ranks are to have one.
+    fn new(ranks: Vec<usize>, width: usize) -> Places {
+        let taken = (0..ranks.len()).map(|place| (place < width).then_some(true)).collect();
+        Places { ranks, taken: Mutex::new(taken) }
+    }
+
+    /// The next place for a fragment that one did not take: in a failure domain that has none, if there is one.
+    fn instead_of(&self, place: usize, candidates: &[Candidate]) -> Option<usize> {
+        let mut taken = self.taken.lock().expect("no code panics with the places locked");
+        taken[place] = Some(false);
+        let domain = |place: usize| &candidates[self.ranks[place]].domain;
+        let has_one = |place: usize| {
+            (0..taken.len()).any(|one| taken[one] == Some(true) && domain(one) == domain(place))
+        };
+        let free = || (0..taken.len()).filter(|one| taken[*one].is_none());
+        let next = free().find(|one| !has_one(*one)).or_else(|| free().next())?;
+        taken[next] = Some(true);
+        Some(next)
     }
 }
 
@@ -298,5 +366,28 @@ impl Collected {
             }
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Candidate, Places};
+    use crate::id::PeerId;
+
+    #[test]
+    fn a_fragment_that_is_refused_goes_to_a_domain_without_one() {
+        // Two peers in each of four domains, in rounds.
+        let candidate = |n: u8| Candidate {
+            id: PeerId::from_bytes([n; 16]),
+            weight: 1,
+            domain: (n % 4).to_string(),
+        };
+        let candidates: Vec<_> = (0..8).map(candidate).collect();
+        let places = Places::new((0..8).collect(), 4);
+        assert_eq!(places.instead_of(2, &candidates), Some(6), "the other one of its domain");
+        assert_eq!(places.instead_of(6, &candidates), Some(4), "any, if there is no such");
+        assert_eq!(places.instead_of(0, &candidates), Some(5));
+        assert_eq!(places.instead_of(5, &candidates), Some(7));
+        assert_eq!(places.instead_of(7, &candidates), None);
     }
 }
