@@ -155,7 +155,11 @@ async fn connection(
             Ok(request) => {
                 let (store, answers) = (store.clone(), answers.clone());
                 tokio::task::spawn_blocking(move || {
+                    let mut held = held;
                     let answer = answer(&store, request).unwrap_or_else(|e| Answer::failed(&e));
+                    // It may be shorter than it might have been.
+                    let excess = held.num_permits().saturating_sub(answer_units(&answer));
+                    drop(held.split(excess));
                     // The client may have gone.
                     let _ = answers.send(Outgoing { number: header.number, answer, _memory: held });
                 });
@@ -179,6 +183,17 @@ fn units(header: &Header) -> u32 {
     // Its answer may be as long as can be.
     let bytes = if header.kind == GET { MAX_BODY } else { HEADER + header.len };
     (bytes.div_ceil(1024) + 1) as u32
+}
+
+/// The memory of an answer, in units.
+fn answer_units(answer: &Answer) -> usize {
+    match answer {
+        Answer::Fragments(fragments) => {
+            fragments.iter().map(|one| one.block.len().div_ceil(1024) + 2).sum::<usize>() + 1
+        }
+        Answer::Held(held) => held.iter().map(Vec::len).sum::<usize>() / 16 + held.len() / 256 + 2,
+        _ => 2,
+    }
 }
 
 /// Agrees on a version. Returns whether there is one.
