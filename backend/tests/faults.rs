@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::backend::{Backend, IMAGE, Options, Site};
-use support::device::Shape;
+use support::device::{Device, Shape};
 use support::repository;
 use support::rng::Rng;
 use support::sys;
@@ -52,6 +52,15 @@ fn fill(directory: &Path) -> PathBuf {
         }
     }
     ballast
+}
+
+/// A checkpoint of the disk has this content, and the disk itself.
+fn check_and_end(site: &Site, backend: Backend, mut device: Device, disk: &[u8]) {
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
+    assert!(device.read_all() == disk, "the disk");
+    drop(device);
+    backend.terminate();
 }
 
 #[test]
@@ -120,11 +129,7 @@ fn a_full_mirror_fails_only_writes_that_need_space_and_recovers() {
         device.queues[0].write(at * MIB, &[5; 65536]).expect("write after there is space again");
         disk[(at * MIB) as usize..][..65536].fill(5);
     }
-    assert!(device.read_all() == disk, "the disk");
-    let number = backend.control().stable_checkpoint();
-    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
-    drop(device);
-    backend.terminate();
+    check_and_end(&site, backend, device, &disk);
 }
 
 /// Copies go to the disk then. A checkpoint may be refused, with a reason, but not half taken.
@@ -285,11 +290,7 @@ fn a_bad_block_is_fetched_again_unless_its_chunk_has_changed() {
     device.queues[0].read(changed + 4096, 4096).expect_err("read what is nowhere else");
     device.queues[0].write(changed, &[2; CHUNK as usize]).expect("write it again");
     disk[changed as usize..][..CHUNK as usize].fill(2);
-    assert!(device.read_all() == disk, "the disk");
-    let number = backend.control().stable_checkpoint();
-    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
-    drop(device);
-    backend.terminate();
+    check_and_end(&site, backend, device, &disk);
 }
 
 #[test]
@@ -311,11 +312,7 @@ fn a_bad_block_that_is_absent_costs_no_checkpoint() {
         device.queues[0].write(at, &[3; 4096]).expect("write");
         disk[at as usize..][..4096].fill(3);
     }
-    let number = backend.control().stable_checkpoint();
-    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
-    assert!(device.read_all() == disk, "the disk");
-    drop(device);
-    backend.terminate();
+    check_and_end(&site, backend, device, &disk);
 }
 
 #[test]

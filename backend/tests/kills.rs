@@ -59,9 +59,10 @@ fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
             guest.run(Duration::from_micros(rng.below(3000)));
         }
         // Whoever replaces the program by a newer one stops it in good order.
-        match rng.chance(20) {
-            true => backend.terminate(),
-            false => backend.kill(),
+        match rng.below(10) {
+            0..2 => backend.terminate(),
+            2..4 => backend.kill_while_it_stops(Duration::from_micros(rng.below(30_000))),
+            _ => backend.kill(),
         }
         tally.kills += 1;
         // One may be killed before it has found its feet.

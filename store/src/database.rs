@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rusqlite::{Connection, ErrorCode, OpenFlags};
+use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
 use crate::error::{Error, Result};
 
@@ -20,6 +20,40 @@ pub(crate) fn connect(path: &Path, more: OpenFlags) -> Result<Connection> {
     let connection = Connection::open_with_flags(path, flags)?;
     connection.busy_timeout(BUSY_TIMEOUT)?;
     Ok(connection)
+}
+
+/// Opens a database whose tables have the version `supported`: a connection to write, and one to read, which
+/// need not wait for a sync.
+pub(crate) fn open(path: &Path, supported: u64) -> Result<(Connection, Connection)> {
+    let writer = connect(path, OpenFlags::empty())?;
+    use_write_ahead_log(&writer)?;
+    let found = version(&writer)?;
+    if found != supported {
+        let object = path.display().to_string();
+        return Err(Error::NewerFormat { object, found, supported });
+    }
+    sync_log(path)?;
+    Ok((writer, connect(path, OpenFlags::empty())?))
+}
+
+/// Makes a database with this version, unless it is there; `fill` makes its tables. Another process may do the
+/// same at the same time.
+pub(crate) fn make(
+    path: &Path,
+    wanted: u64,
+    fill: impl FnOnce(&Transaction<'_>) -> Result<()>,
+) -> Result<()> {
+    let mut connection = connect(path, OpenFlags::SQLITE_OPEN_CREATE)?;
+    use_write_ahead_log(&connection)?;
+    if version(&connection)? == 0 {
+        let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        if version(&transaction)? == 0 {
+            fill(&transaction)?;
+            transaction.pragma_update(None, "user_version", wanted)?;
+            transaction.commit()?;
+        }
+    }
+    Ok(())
 }
 
 /// The version of the tables; 0 if there are none.

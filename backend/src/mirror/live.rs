@@ -259,12 +259,13 @@ fn read_header(file: &File) -> io::Result<[u8; HEADER]> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
     use std::path::Path;
     use std::sync::atomic::Ordering;
 
     use cairn_store::{Geometry, MirrorId};
 
-    use super::Live;
+    use super::{Live, PROMISED};
     use crate::mirror::layout::{Blocks, Layout};
     use crate::mirror::map::{Identity, MapFile, UseId};
 
@@ -345,5 +346,44 @@ mod tests {
         let live = open(&base, &map);
         assert!(live.is_adopted);
         assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0, "and after a kill");
+    }
+
+    /// What a stop has left goes on in a use of its own. The process may end at each step of that.
+    #[test]
+    fn what_a_stop_left_is_found_wherever_the_next_begin_ends() {
+        let layout = |map: &MapFile| Layout::new(map.identity().geometry);
+        for step in 0..4 {
+            let dir = tempfile::tempdir().unwrap();
+            let mut map = map(dir.path());
+            let base = dir.path().join("run");
+            let live = open(&base, &map);
+            live.begin(&mut map, NEXT).unwrap();
+            live.presence.set(Blocks { first: 9, count: 1 });
+            map.write_pages(&live.presence.take_changed()).unwrap();
+            map.end(&live.presence, &layout(&map), [].into_iter(), true).unwrap();
+            let at_rest = std::fs::read(dir.path().join("map")).unwrap();
+            drop(live);
+
+            let live = open(&base, &map);
+            assert!(live.is_adopted && live.presence.get(9), "at rest");
+            let other: UseId = [5; 16];
+            if step == 3 {
+                live.begin(&mut map, other).unwrap();
+            }
+            if (1..3).contains(&step) {
+                live.file.write_all_at(&other, PROMISED.start as u64).unwrap();
+            }
+            if step == 2 {
+                map.begin(other).unwrap();
+            }
+            drop(live);
+            let live = open(&base, &map);
+            assert!(live.is_adopted && live.presence.get(9), "after step {step}");
+            drop(live);
+            // A copy of the mirror that was made at rest.
+            std::fs::write(dir.path().join("map"), &at_rest).unwrap();
+            let copy = MapFile::open(&dir.path().join("map")).unwrap();
+            assert_eq!(open(&base, &copy).is_adopted, step < 3, "the copy after step {step}");
+        }
     }
 }

@@ -271,6 +271,13 @@ impl Backend {
         }
     }
 
+    /// Ends the process as a crash does, some time after an operator has asked it to stop.
+    pub(crate) fn kill_while_it_stops(self, after: Duration) {
+        sys::signal(&self.child, libc::SIGTERM);
+        std::thread::sleep(after);
+        self.kill();
+    }
+
     /// Ends the process as a crash does.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("kill cairn-blk");

@@ -8,12 +8,12 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
-use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior};
+use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior};
 
 use super::group::Entry;
 use super::segment::{ALIGNMENT, SEGMENT_SIZE};
-use crate::database::{connect, sync_log, use_write_ahead_log, version};
-use crate::error::{Error, Result};
+use crate::database;
+use crate::error::Result;
 use crate::id::BlobId;
 
 const FILE: &str = "index.db";
@@ -68,24 +68,11 @@ impl Index {
         recover: impl FnOnce(&mut dyn FnMut(Found) -> Result<()>) -> Result<()>,
     ) -> Result<Self> {
         let path = repository.join(FILE);
-        let mut writer = connect(&path, OpenFlags::SQLITE_OPEN_CREATE)?;
-        use_write_ahead_log(&writer)?;
-        if version(&writer)? == 0 {
-            let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-            if version(&transaction)? == 0 {
-                transaction.execute_batch(TABLES)?;
-                recover(&mut |found| add_found(&transaction, found))?;
-                transaction.pragma_update(None, "user_version", VERSION)?;
-                transaction.commit()?;
-            }
-        }
-        let found = version(&writer)?;
-        if found != VERSION {
-            let object = path.display().to_string();
-            return Err(Error::NewerFormat { object, found, supported: VERSION });
-        }
-        sync_log(&path)?;
-        let reader = connect(&path, OpenFlags::empty())?;
+        database::make(&path, VERSION, |transaction| {
+            transaction.execute_batch(TABLES)?;
+            recover(&mut |found| add_found(transaction, found))
+        })?;
+        let (writer, reader) = database::open(&path, VERSION)?;
         Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 

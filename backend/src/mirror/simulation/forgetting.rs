@@ -6,8 +6,9 @@ use std::sync::RwLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use cairn_store::{ChunkId, ChunkIndex, Consistency, Geometry, NewSnapshot};
+use cairn_store::{ChunkId, ChunkIndex, Geometry};
 
+use super::storing::accept;
 use super::{CHUNK, CHUNKS, PARENT, PER_CHUNK, Rng, WORKERS, death, set_stamp, stamp};
 use crate::mirror::layout::{BLOCK, Layout, Span};
 use crate::mirror::{Mirror, Plan};
@@ -86,14 +87,7 @@ impl Shared {
     fn checkpoint(&self, number: u64) {
         let before: Vec<_> = self.written.iter().map(|one| one.load(Ordering::SeqCst)).collect();
         let Some(layer) = self.mirror.cut.freeze().unwrap() else { return };
-        layer.accept(&NewSnapshot {
-            number,
-            label: None,
-            consistency: Consistency::Crash,
-            time: 0,
-            dirty_bytes: 0,
-            pause_us: 0,
-        });
+        accept(&layer, number);
         while !self.mirror.cut.settle(&layer) {
             thread::yield_now();
         }

@@ -11,6 +11,18 @@ use super::{CHUNK, PER_CHUNK, Plant, World, stamp};
 use crate::mirror::blockset::BlockSet;
 use crate::mirror::layer::{Epoch, Layer};
 
+/// Notes that the checkpoint which has frozen a layer was accepted.
+pub(super) fn accept(layer: &Layer, number: u64) {
+    layer.accept(&NewSnapshot {
+        number,
+        label: None,
+        consistency: Consistency::Crash,
+        time: 0,
+        dirty_bytes: 0,
+        pause_us: 0,
+    });
+}
+
 impl World {
     pub(super) fn freeze(&mut self) {
         // A state for the epoch after this one may be made ahead, if there is space.
@@ -29,14 +41,7 @@ impl World {
         if self.dies(50) {
             return;
         }
-        layer.accept(&NewSnapshot {
-            number: layer.epoch.0,
-            label: None,
-            consistency: Consistency::Crash,
-            time: 0,
-            dirty_bytes: 0,
-            pause_us: 0,
-        });
+        accept(&layer, layer.epoch.0);
         self.commits.push(layer);
     }
 

@@ -17,12 +17,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, OpenFlags, TransactionBehavior, params};
+use rusqlite::{Connection, TransactionBehavior, params};
 use serde::{Deserialize, Serialize};
 
 use super::super::fragment::{Description, Fragment, MAX_CONTENT};
 use crate::blobs::{Blobs, LocalBlobs};
-use crate::database::{connect, sync_log, use_write_ahead_log, version};
+use crate::database;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::sys;
@@ -126,16 +126,7 @@ impl PeerStore {
             None => make(directory)?,
         };
         let blocks = LocalBlobs::open(directory)?;
-        let path = directory.join(DATABASE);
-        let writer = connect(&path, OpenFlags::empty())?;
-        use_write_ahead_log(&writer)?;
-        let found = version(&writer)?;
-        if found != VERSION {
-            let object = path.display().to_string();
-            return Err(Error::NewerFormat { object, found, supported: VERSION });
-        }
-        sync_log(&path)?;
-        let reader = connect(&path, OpenFlags::empty())?;
+        let (writer, reader) = database::open(&directory.join(DATABASE), VERSION)?;
         let (used, fragments) = reader.query_row(
             "SELECT coalesce(sum(length), 0), count(*) FROM fragments",
             [],
@@ -394,15 +385,9 @@ fn make(directory: &Path) -> Result<PeerId> {
         }
     }
     LocalBlobs::create(directory)?;
-    let mut database = connect(&directory.join(DATABASE), OpenFlags::SQLITE_OPEN_CREATE)?;
-    use_write_ahead_log(&database)?;
-    if version(&database)? == 0 {
-        let transaction = database.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        transaction.execute_batch(TABLES)?;
-        transaction.pragma_update(None, "user_version", VERSION)?;
-        transaction.commit()?;
-    }
-    drop(database);
+    database::make(&directory.join(DATABASE), VERSION, |transaction| {
+        Ok(transaction.execute_batch(TABLES)?)
+    })?;
     let id = PeerId::from_bytes(sys::random().map_err(failed)?);
     let marker = Marker { format: FORMAT.into(), version: VERSION, id: id.to_string() };
     let text = serde_json::to_string_pretty(&marker).expect("a marker is plain") + "\n";
