@@ -1,4 +1,4 @@
-//! Commands into a guest, exit codes and output back, over a serial port of its own.
+//! Commands into a guest, exit codes and output back, over a virtio console.
 //!
 //! The other side is `guest/init`, which describes the protocol. Each answer begins with the id of
 //! its command and tells its length, so nothing a command prints can be taken for an answer.

@@ -57,7 +57,8 @@ pub(crate) fn arguments(
     option("append", "console=ttyS0 quiet panic=-1 init_on_alloc=0".to_owned());
     option("serial", format!("file:{}", show(&machine.kernel_log)));
     option("chardev", format!("socket,id=shell,path={},server=on,wait=off", show(&machine.shell)));
-    option("serial", "chardev:shell".to_owned());
+    option("device", "virtio-serial-pci".to_owned());
+    option("device", "virtconsole,chardev=shell".to_owned());
     for (index, socket) in machine.disks.iter().enumerate() {
         // Without it the guest's disk hangs for good when the backend restarts.
         let reconnect = version.reconnect_option();
