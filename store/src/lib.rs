@@ -30,6 +30,7 @@ mod geometry;
 mod id;
 mod layout;
 mod name;
+pub mod names;
 mod process;
 mod repository;
 mod snapshot;
