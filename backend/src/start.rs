@@ -126,7 +126,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let wanted: SnapshotRef = args.image.parse().map_err(repository)?;
     let store = Repository::open(&args.store).map_err(repository)?;
     let snapshot = store.resolve(&wanted).map_err(repository)?;
-    snapshot.require_stable().map_err(repository)?;
+    snapshot.require_content().map_err(repository)?;
     let local = Local::open(args, &snapshot)?;
     let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
     local
@@ -354,7 +354,7 @@ fn commits(
     }
     let labels = snapshots
         .into_iter()
-        .filter(|one| one.state == SnapshotState::Stable)
+        .filter(|one| one.state.has_content())
         .filter_map(|one| one.label)
         .collect();
     Ok(Commits::new(attachment.reserve(RESERVE)?, labels, resumed))

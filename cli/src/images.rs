@@ -110,7 +110,7 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
     let doing = || format!("showing {name}");
     let snapshot = repository.resolve(name).doing(doing)?;
     // Only a stable snapshot has chunks to count.
-    let stored = match snapshot.require_stable() {
+    let stored = match snapshot.require_content() {
         Ok(()) => {
             let mut chunks = repository.chunks(&snapshot.root, snapshot.geometry);
             Some(chunks.try_fold(0, |count, chunk| chunk.map(|_| count + 1)).doing(doing)?)

@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
-use crate::catalog::Holder;
+use crate::catalog::{Holder, Published};
 use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
 use crate::repository::Repository;
-use crate::snapshot::{NewSnapshot, Snapshot};
+use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// The most numbers that are reserved at once.
@@ -73,8 +73,9 @@ impl Attachment {
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
         self.repository.flush()?;
-        let catalog = self.repository.catalog();
-        let snapshot = catalog.publish(&self.holder, number, root, stored_bytes, dirty_bytes)?;
+        let state = SnapshotState::Stable;
+        let published = Published { root: *root, state, stored_bytes, dirty_bytes };
+        let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
         let mut parent = self.lock();
         // A repeated publication of an older snapshot does not move the mirror back.
         if snapshot.number > parent.0 {

@@ -264,6 +264,9 @@ pub enum Error {
         /// The repository's directory.
         path: PathBuf,
     },
+    /// Others were faster, again and again.
+    #[error("the catalog is changed by many others at once; try again")]
+    Contended,
     /// The database refused.
     #[error("the repository's database failed: {0}")]
     Database(#[from] rusqlite::Error),
@@ -298,6 +301,7 @@ impl Error {
             | Error::TooFewPeers { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }
+            | Error::Contended
             | Error::Poisoned { .. } => ErrorKind::Unavailable,
             Error::Database(source) => match source.sqlite_error_code() {
                 Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {

@@ -12,6 +12,7 @@ use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{ChunkId, MirrorId};
 use crate::layout;
 use crate::name::{ImageName, SnapshotRef};
+use crate::names::Embedded;
 use crate::snapshot::{Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot};
 use crate::tree::{Chunks, Root, TreeUpdate, Trees};
 
@@ -61,7 +62,8 @@ impl Repository {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
         let blobs = wrap(Arc::new(LocalBlobs::open(&path)?));
-        let catalog = Catalog::open(&path)?;
+        let names = Arc::new(Embedded::open(&layout::catalog(&path))?);
+        let catalog = Catalog::new(names);
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
         Ok(Self { inner: Arc::new(Inner { path, blobs, trees, catalog }) })
     }
@@ -111,7 +113,7 @@ impl Repository {
     }
 
     /// The snapshot that this names. Without a selector it is the newest stable one; one that is named
-    /// may be pending or failed, so callers that need content ask [`Snapshot::require_stable`].
+    /// may be pending or failed, so callers that need content ask [`Snapshot::require_content`].
     pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
         self.inner.catalog.resolve(name)
     }
