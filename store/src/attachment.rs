@@ -73,8 +73,10 @@ impl Attachment {
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
         self.repository.flush()?;
-        let state = SnapshotState::Stable;
-        let published = Published { root: *root, state, stored_bytes, dirty_bytes };
+        let state = self.repository.published_state();
+        let published = Published { root: *root, state, stored_bytes, dirty_bytes, record: None };
+        let record = self.repository.catalog().record(&self.holder, number, &published)?;
+        let published = Published { record: self.repository.put_record(&record)?, ..published };
         let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
         let mut parent = self.lock();
         // A repeated publication of an older snapshot does not move the mirror back.
@@ -82,6 +84,19 @@ impl Attachment {
             *parent = (snapshot.number, snapshot.root);
         }
         Ok(snapshot)
+    }
+
+    /// Waits until a published snapshot has its full redundancy, and makes it stable.
+    pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
+        self.repository.flush_all()?;
+        let published = Published {
+            root: snapshot.root,
+            state: SnapshotState::Stable,
+            stored_bytes: snapshot.stored_bytes,
+            dirty_bytes: snapshot.dirty_bytes,
+            record: None,
+        };
+        self.repository.catalog().publish(&self.holder, snapshot.number, &published)
     }
 
     /// Gives up an announced snapshot.

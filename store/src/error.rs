@@ -236,6 +236,12 @@ pub enum Error {
         /// How many there are.
         peers: usize,
     },
+    /// No such peer ever joined.
+    #[error("there is no peer '{peer}'; `cairn peers` shows them")]
+    NoPeer {
+        /// Its name.
+        peer: String,
+    },
     /// A peer did not do what it was asked for.
     #[error("peer {peer}: {reason}")]
     Peer {
@@ -287,6 +293,7 @@ impl Error {
             Error::NoRepository { .. }
             | Error::NoImage { .. }
             | Error::NoSnapshot { .. }
+            | Error::NoPeer { .. }
             | Error::NoMirror { .. } => ErrorKind::NotFound,
             Error::ImageExists { .. }
             | Error::SnapshotExists { .. }

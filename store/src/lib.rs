@@ -40,7 +40,7 @@ mod zero;
 
 pub use attachment::{Attachment, MAX_RESERVED};
 pub use blobs::{Blobs, NewBlob};
-pub use catalog::LEASE_SECONDS;
+pub use catalog::{LEASE_SECONDS, Rebuilt};
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
@@ -48,7 +48,7 @@ pub use geometry::{
 pub use id::{BlobId, ChunkId, MirrorId, NodeId, PeerId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
-pub use repository::{PutChunk, Repository};
+pub use repository::{Durability, PutChunk, Repository};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
 };

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::cluster::redundancy::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::MirrorId;
@@ -106,6 +107,8 @@ pub struct Snapshot {
     pub time: u64,
     /// The shape of the disk.
     pub geometry: Geometry,
+    /// How its content is kept safe.
+    pub keep: Keep,
     /// A second name, unique in the image.
     pub label: Option<String>,
     /// How far it has come.
@@ -155,6 +158,8 @@ pub struct Image {
     pub newest: Option<u64>,
     /// The snapshot that it was cloned from, as it was named then.
     pub origin: Option<String>,
+    /// How its content is kept safe.
+    pub keep: Keep,
 }
 
 /// A snapshot that a mirror announces.

@@ -7,9 +7,10 @@ use super::documents::{
     ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument, image_key, label_key,
     lease_key, mirror_key, snapshot_key, snapshots, snapshots_of,
 };
+use super::records::Record;
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use crate::error::{Error, Result};
-use crate::id::MirrorId;
+use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::names::{Change, View, Wanted};
 use crate::process::Process;
@@ -34,6 +35,23 @@ pub(crate) struct Published {
     pub(crate) state: SnapshotState,
     pub(crate) stored_bytes: u64,
     pub(crate) dirty_bytes: u64,
+    /// The name of the snapshot's record, if it has one.
+    pub(crate) record: Option<BlobId>,
+}
+
+impl Published {
+    /// What a snapshot that was announced becomes.
+    fn apply(&self, snapshot: SnapshotDocument, parent: u64) -> SnapshotDocument {
+        SnapshotDocument {
+            parent: Some(parent),
+            root: self.root.0,
+            stored_bytes: self.stored_bytes,
+            dirty_bytes: self.dirty_bytes,
+            state: self.state,
+            record: self.record,
+            ..snapshot
+        }
+    }
 }
 
 impl Holder {
@@ -170,6 +188,7 @@ impl Catalog {
                 pause_us: new.pause_us,
                 reason: None,
                 mirror: Some(holder.owner.id),
+                record: None,
             };
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
             let change = match &label {
@@ -178,6 +197,20 @@ impl Catalog {
             };
             Ok((change, ()))
         })
+    }
+
+    /// The record of a snapshot as it will be published.
+    pub(crate) fn record(
+        &self,
+        holder: &Holder,
+        number: u64,
+        published: &Published,
+    ) -> Result<Record> {
+        let view = self.read(&holder.wanted(number))?;
+        let image = holder.check(&view)?;
+        let snapshot = holder.own(holder.existing(&view, number)?, number)?;
+        let snapshot = published.apply(snapshot, holder.mirror(&view)?.parent);
+        Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
     }
 
     /// Publishes an announced snapshot and makes it the mirror's parent. Publishing the same content
@@ -196,11 +229,7 @@ impl Catalog {
             let mut mirror = holder.mirror(view)?;
             let change = match (snapshot.state, published.state) {
                 (SnapshotState::Pending, _) => {
-                    snapshot.parent = Some(mirror.parent);
-                    snapshot.root = published.root.0;
-                    snapshot.stored_bytes = published.stored_bytes;
-                    snapshot.dirty_bytes = published.dirty_bytes;
-                    snapshot.state = published.state;
+                    snapshot = published.apply(snapshot, mirror.parent);
                     (mirror.parent, mirror.root) = (number, published.root.0);
                     Change::default()
                         .put(holder.snapshot_key(number), &snapshot)

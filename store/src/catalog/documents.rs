@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::cluster::redundancy::{Compression, Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::id::{MirrorId, NodeId};
+use crate::id::{BlobId, MirrorId, NodeId};
 use crate::name::ImageName;
 use crate::names::View;
 use crate::process::Process;
@@ -100,6 +101,10 @@ pub(super) struct ImageDocument {
     pub(super) chunk_size: u32,
     pub(super) created: u64,
     pub(super) origin: Option<String>,
+    #[serde(with = "text")]
+    pub(super) redundancy: Redundancy,
+    #[serde(with = "text")]
+    pub(super) compression: Compression,
     pub(super) next_number: u64,
     /// Raised by every acquisition of the lease.
     pub(super) fence: u64,
@@ -112,6 +117,10 @@ impl ImageDocument {
     pub(super) fn geometry(&self) -> Result<Geometry> {
         Geometry::new(self.size, self.chunk_size)
             .map_err(|error| Error::corrupt("an image in the catalog", error.to_string()))
+    }
+
+    pub(super) fn keep(&self) -> Keep {
+        Keep { redundancy: self.redundancy, compression: self.compression }
     }
 
     /// The image with what its snapshots tell.
@@ -127,6 +136,7 @@ impl ImageDocument {
             snapshots: snapshots.len() as u64,
             newest: newest(snapshots),
             origin: self.origin.clone(),
+            keep: self.keep(),
         })
     }
 }
@@ -155,6 +165,9 @@ pub(super) struct SnapshotDocument {
     pub(super) reason: Option<String>,
     #[serde(with = "optional_text")]
     pub(super) mirror: Option<MirrorId>,
+    /// Its record, where blobs are kept apart from the catalog.
+    #[serde(with = "optional_text")]
+    pub(super) record: Option<BlobId>,
 }
 
 impl SnapshotDocument {
@@ -171,6 +184,7 @@ impl SnapshotDocument {
             root: Root(self.root),
             time: self.time,
             geometry: document.geometry()?,
+            keep: document.keep(),
             label: self.label,
             state: self.state,
             consistency: self.consistency,

@@ -1,14 +1,18 @@
 //! Making, listing and removing images and snapshots.
 
+use std::collections::HashMap;
+
 use super::documents::{
     IMAGES, ImageDocument, LEASES, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, image,
     image_key, label_key, labels_of, lease_key, live_lease, mirror_key, newest, snapshot_key,
     snapshots, snapshots_of,
 };
+use super::records::Record;
 use super::{Catalog, now};
+use crate::cluster::redundancy::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::id::MirrorId;
+use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, Selector, SnapshotRef};
 use crate::names::{Change, View, Wanted};
 use crate::process::Process;
@@ -22,9 +26,85 @@ const FIRST: u64 = 1;
 /// The first snapshot of an image that is being made.
 pub(crate) struct FirstSnapshot {
     pub(crate) root: Root,
+    pub(crate) state: SnapshotState,
     pub(crate) consistency: Consistency,
     pub(crate) dirty_bytes: u64,
     pub(crate) stored_bytes: u64,
+}
+
+/// What a name refers to.
+pub(crate) struct Referrer {
+    pub(crate) geometry: Geometry,
+    pub(crate) root: Root,
+    pub(crate) record: Option<BlobId>,
+}
+
+/// An image that is to be made.
+pub(crate) struct Draft {
+    name: ImageName,
+    image: ImageDocument,
+    snapshot: SnapshotDocument,
+    source: Option<(ImageName, u64)>,
+}
+
+impl Draft {
+    pub(crate) fn new(
+        name: &ImageName,
+        geometry: Geometry,
+        keep: Keep,
+        first: &FirstSnapshot,
+    ) -> Result<Draft> {
+        let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
+        let time = now();
+        let image = ImageDocument {
+            id: MirrorId::from_bytes(random),
+            size: geometry.size(),
+            chunk_size: geometry.chunk_size(),
+            created: time,
+            origin: None,
+            redundancy: keep.redundancy,
+            compression: keep.compression,
+            next_number: FIRST + 1,
+            fence: 0,
+            writer: None,
+        };
+        let snapshot = SnapshotDocument {
+            parent: None,
+            root: first.root.0,
+            time,
+            label: None,
+            state: first.state,
+            consistency: first.consistency,
+            dirty_bytes: first.dirty_bytes,
+            stored_bytes: first.stored_bytes,
+            pause_us: 0,
+            reason: None,
+            mirror: None,
+            record: None,
+        };
+        Ok(Draft { name: name.clone(), image, snapshot, source: None })
+    }
+
+    /// One that begins as a snapshot of another.
+    pub(crate) fn clone_of(source: &Snapshot, name: &ImageName) -> Result<Draft> {
+        source.require_content()?;
+        let first = FirstSnapshot {
+            root: source.root,
+            // Less than its redundancy is less for the clone, too.
+            state: source.state,
+            consistency: source.consistency,
+            dirty_bytes: 0,
+            stored_bytes: 0,
+        };
+        let mut draft = Draft::new(name, source.geometry, source.keep, &first)?;
+        draft.image.origin = Some(source.name().to_string());
+        draft.source = Some((source.image.clone(), source.number));
+        Ok(draft)
+    }
+
+    pub(crate) fn record(&self) -> Record {
+        Record::new(&self.name, &self.image, FIRST, Some(self.snapshot.clone()))
+    }
 }
 
 impl Catalog {
@@ -36,6 +116,33 @@ impl Catalog {
             document.image(&name, &snapshots(&view, &name)?)
         })
         .collect()
+    }
+
+    /// What the names refer to, by how it is to be kept.
+    pub(crate) fn roots(&self) -> Result<HashMap<Keep, Vec<Referrer>>> {
+        let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Wanted::prefix))?;
+        let mut all: HashMap<Keep, Vec<Referrer>> = HashMap::new();
+        let images = view.under::<ImageDocument>(IMAGES)?;
+        for (name, image) in &images {
+            let geometry = image.geometry()?;
+            let known = snapshots(&view, &name.parse()?)?.into_iter();
+            let known = known.filter(|(_, one)| one.state.has_content());
+            all.entry(image.keep()).or_default().extend(known.map(|(_, one)| Referrer {
+                geometry,
+                root: Root(one.root),
+                record: one.record,
+            }));
+        }
+        // A mirror keeps its parent's content, also if that has lost its name.
+        let images: HashMap<_, _> = images.into_iter().collect();
+        for (_, mirror) in view.under::<MirrorDocument>(MIRRORS)? {
+            if let Some(image) = images.get(mirror.image.as_str()) {
+                let (geometry, root) = (image.geometry()?, Root(mirror.root));
+                let referrer = Referrer { geometry, root, record: None };
+                all.entry(image.keep()).or_default().push(referrer);
+            }
+        }
+        Ok(all)
     }
 
     pub(crate) fn image(&self, name: &ImageName) -> Result<Image> {
@@ -61,46 +168,34 @@ impl Catalog {
         resolve(&self.read(&wanted)?, name)
     }
 
-    pub(crate) fn create_image(
-        &self,
-        name: &ImageName,
-        geometry: Geometry,
-        first: &FirstSnapshot,
-    ) -> Result<Snapshot> {
-        let id = new_id()?;
-        self.change(&[Wanted::Key(image_key(name))], |view| {
-            insert(view, Change::default(), name, id, geometry, None, first)
-        })
-    }
-
-    pub(crate) fn clone_snapshot(
-        &self,
-        source: &SnapshotRef,
-        name: &ImageName,
-    ) -> Result<Snapshot> {
-        let id = new_id()?;
-        // The number, so that what the clone relies on is one document.
-        let source = self.resolve(source)?;
-        let wanted = [
-            Wanted::Key(image_key(&source.image)),
-            Wanted::Key(snapshot_key(&source.image, source.number)),
-            Wanted::Key(image_key(name)),
-        ];
+    /// Adds an image that was drafted, with the name of its first snapshot's record. A clone relies on the
+    /// snapshot that it is one of.
+    pub(crate) fn insert(&self, draft: &Draft, record: Option<BlobId>) -> Result<Snapshot> {
+        let Draft { name, image, snapshot, source } = draft;
+        let mut wanted = vec![Wanted::Key(image_key(name))];
+        if let Some((image, number)) = source {
+            wanted.push(Wanted::Key(snapshot_key(image, *number)));
+        }
         self.change(&wanted, |view| {
-            let source = resolve(view, &source.name())?;
-            source.require_content()?;
-            let first = FirstSnapshot {
-                root: source.root,
-                consistency: source.consistency,
-                dirty_bytes: 0,
-                stored_bytes: 0,
-            };
-            let origin = Some(source.name().to_string());
-            insert(view, Change::default(), name, id, source.geometry, origin, &first)
+            if view.version(&image_key(name)) != 0 {
+                return Err(Error::ImageExists { name: name.to_string() });
+            }
+            if let Some((image, number)) = source
+                && view.version(&snapshot_key(image, *number)) == 0
+            {
+                let name = SnapshotRef::number(image, *number).to_string();
+                return Err(Error::NoSnapshot { name });
+            }
+            let snapshot = SnapshotDocument { record, ..snapshot.clone() };
+            let change = Change::default()
+                .put(image_key(name), image)
+                .put(snapshot_key(name, FIRST), &snapshot);
+            Ok((change, snapshot.snapshot(name, image, FIRST)?))
         })
     }
 
-    pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
+    /// Also returns the record of the removal.
+    pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
         let observer = Process::current()?;
         let wanted = [
             Wanted::Key(image_key(&name.image)),
@@ -135,11 +230,13 @@ impl Catalog {
                 Some(label) => change.remove(Wanted::Key(label_key(&name.image, label))),
                 None => change,
             };
-            Ok((change, snapshot))
+            let record = Record::new(&name.image, &document, snapshot.number, None);
+            Ok((change, (snapshot, record)))
         })
     }
 
-    pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
+    /// Returns the record of the removal.
+    pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<Record> {
         let observer = Process::current()?;
         let wanted = [
             Wanted::Key(image_key(name)),
@@ -148,7 +245,7 @@ impl Catalog {
             Wanted::prefix(LEASES),
         ];
         self.change(&wanted, |view| {
-            image(view, name)?;
+            let document = image(view, name)?;
             if let Some(lease) = live_lease(view, name, &observer)? {
                 return Err(lease.conflict(name));
             }
@@ -170,7 +267,8 @@ impl Catalog {
             for (id, _) in users {
                 change = change.remove(Wanted::Key(mirror_key(&id.parse()?)));
             }
-            Ok((change, ()))
+            // Number 0 stands for all.
+            Ok((change, Record::new(name, &document, 0, None)))
         })
     }
 }
@@ -197,50 +295,4 @@ fn resolve(view: &View, name: &SnapshotRef) -> Result<Snapshot> {
     let found = all.into_iter().find(|(number, _)| Some(*number) == wanted);
     let (number, one) = found.ok_or_else(|| Error::NoSnapshot { name: name.to_string() })?;
     one.snapshot(&name.image, &document, number)
-}
-
-fn new_id() -> Result<MirrorId> {
-    let random = sys::random();
-    random.map(MirrorId::from_bytes).map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))
-}
-
-/// Adds a new image to a change, unless the view has one of this name.
-fn insert(
-    view: &View,
-    change: Change,
-    name: &ImageName,
-    id: MirrorId,
-    geometry: Geometry,
-    origin: Option<String>,
-    first: &FirstSnapshot,
-) -> Result<(Change, Snapshot)> {
-    if view.version(&image_key(name)) != 0 {
-        return Err(Error::ImageExists { name: name.to_string() });
-    }
-    let time = now();
-    let document = ImageDocument {
-        id,
-        size: geometry.size(),
-        chunk_size: geometry.chunk_size(),
-        created: time,
-        origin,
-        next_number: FIRST + 1,
-        fence: 0,
-        writer: None,
-    };
-    let snapshot = SnapshotDocument {
-        parent: None,
-        root: first.root.0,
-        time,
-        label: None,
-        state: SnapshotState::Stable,
-        consistency: first.consistency,
-        dirty_bytes: first.dirty_bytes,
-        stored_bytes: first.stored_bytes,
-        pause_us: 0,
-        reason: None,
-        mirror: None,
-    };
-    let change = change.put(image_key(name), &document).put(snapshot_key(name, FIRST), &snapshot);
-    Ok((change, snapshot.snapshot(name, &document, FIRST)?))
 }

@@ -7,14 +7,17 @@ mod attachments;
 mod documents;
 mod images;
 mod mirrors;
+mod records;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub(crate) use self::attachments::{Holder, Published};
-pub(crate) use self::images::FirstSnapshot;
+pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub use self::mirrors::LEASE_SECONDS;
+pub use self::records::Rebuilt;
+pub(crate) use self::records::Record;
 
 use crate::error::{Error, Result};
 use crate::names::{Change, Names, View, Wanted};

@@ -109,6 +109,33 @@ pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
 /// The other.
 pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
+/// What a user says about keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Access<'a> {
+    keys: Option<&'a Path>,
+    insecure: bool,
+}
+
+impl<'a> Access<'a> {
+    /// With the keys in a directory, or explicitly with none.
+    pub fn new(keys: Option<&'a Path>, insecure: bool) -> Access<'a> {
+        Access { keys, insecure }
+    }
+
+    /// How a process of this role keeps its connections safe. Nobody is insecure by accident.
+    pub fn security(&self, role: Role) -> Result<Security> {
+        match self.keys {
+            Some(keys) => Security::load(keys, role),
+            None if self.insecure => Ok(Security::INSECURE),
+            None => Err(Error::BadArgument(
+                "no keys are named; use --keys DIR (`cairn keys init` makes them), or --insecure for plain TCP, \
+                 which anybody in the network can read and write"
+                    .into(),
+            )),
+        }
+    }
+}
+
 /// How connections are kept safe.
 #[derive(Clone)]
 pub struct Security(Option<Tls>);
