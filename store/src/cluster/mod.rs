@@ -2,7 +2,7 @@
 //!
 //! | part | is |
 //! |---|---|
-//! | [`Redundancy`] | how a blob is kept safe |
+//! | [`Keep`], [`Redundancy`] | how a blob is kept safe |
 //! | [`fragment`] | a blob in parts |
 //! | [`placement`] | which peers hold the parts |
 //! | [`peer`] | a process that holds them |
@@ -11,16 +11,26 @@
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
 
+mod buffers;
 mod client;
+mod code;
+mod collect;
+mod compression;
 mod connection;
 pub mod fragment;
 mod frames;
 pub mod identity;
+mod members;
 pub mod peer;
 pub mod placement;
 mod redundancy;
+#[cfg(test)]
+mod tests;
+mod ways;
 pub mod wire;
 
-pub use client::{Cluster, Member};
+pub use client::{Cluster, Stored};
+pub use compression::Compression;
 pub use connection::Connection;
-pub use redundancy::Redundancy;
+pub use members::{Member, MemberState};
+pub use redundancy::{Keep, Redundancy};

@@ -13,7 +13,9 @@
 //! both know and its own id, or refuses in words. Then requests come in any number, and each has one answer with its
 //! number, in any order. Every length is bounded before memory is taken for it.
 
-use super::fragment::{Description, Fragment, MAX_CONTENT};
+use bytes::Bytes;
+
+use super::fragment::{self, Description, Fragment, MAX_CONTENT};
 use super::peer::{Held, Usage};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -112,7 +114,7 @@ pub enum Answer {
 }
 
 const HELLO: u16 = 1;
-const PUT: u16 = 2;
+pub(crate) const PUT: u16 = 2;
 pub(crate) const GET: u16 = 3;
 const HAVE: u16 = 4;
 const USAGE: u16 = 5;
@@ -157,9 +159,25 @@ impl Request {
         }
     }
 
+    /// The same without joining it: blocks are shared.
+    pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
+        match self {
+            Request::Put(fragment) => (PUT, vec![head_of(fragment).into(), fragment.block.clone()]),
+            request => {
+                let (kind, body) = request.to_body();
+                (kind, vec![body.into()])
+            }
+        }
+    }
+
     /// Reads it back.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
-        let mut body = Body(body);
+        Request::from_bytes(kind, &Bytes::copy_from_slice(body))
+    }
+
+    /// The same; a block is a part of the body, and not copied.
+    pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Request> {
+        let mut body = Body(whole, whole);
         let request = match kind {
             HELLO => {
                 if body.take::<4>()? != *MAGIC {
@@ -232,9 +250,27 @@ impl Answer {
         (kind, body)
     }
 
+    /// The same without joining it: blocks are shared.
+    pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
+        let Answer::Fragments(fragments) = self else {
+            let (kind, body) = self.to_body();
+            return (kind, vec![body.into()]);
+        };
+        let mut parts = vec![Bytes::copy_from_slice(&(fragments.len() as u16).to_le_bytes())];
+        for fragment in fragments {
+            parts.extend([head_of(fragment).into(), fragment.block.clone()]);
+        }
+        (FRAGMENTS, parts)
+    }
+
     /// Reads it back.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
-        let mut body = Body(body);
+        Answer::from_bytes(kind, &Bytes::copy_from_slice(body))
+    }
+
+    /// The same; blocks are parts of the body, and not copied.
+    pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Answer> {
+        let mut body = Body(whole, whole);
         let answer = match kind {
             WELCOME => Answer::Welcome(body.u16()?, PeerId::from_bytes(body.take()?)),
             STORED => Answer::Stored,
@@ -277,13 +313,28 @@ impl Answer {
 
 /// The index, the description, and the block, which is as long as that says.
 fn write_fragment(body: &mut Vec<u8>, fragment: &Fragment) {
-    body.push(fragment.index);
-    body.extend_from_slice(&fragment.description.to_bytes());
+    body.extend_from_slice(&head_of(fragment));
     body.extend_from_slice(&fragment.block);
 }
 
-/// What is left of a body.
-struct Body<'a>(&'a [u8]);
+/// What comes before a fragment's block.
+fn head_of(fragment: &Fragment) -> Vec<u8> {
+    let mut head = vec![fragment.index];
+    fragment.description.write(&mut head);
+    head
+}
+
+/// Bytes of a put from which it is known where its block begins.
+pub(super) const LEAD: usize = 1 + fragment::LEAD;
+
+/// Where the block of a put begins, if it is one.
+pub(super) fn block_at(lead: &[u8; LEAD]) -> usize {
+    let [_, description @ ..] = lead;
+    1 + fragment::bytes_of(description)
+}
+
+/// What is left of a body, and the whole of it.
+struct Body<'a>(&'a [u8], &'a Bytes);
 
 impl Body<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
@@ -309,7 +360,7 @@ impl Body<'_> {
         if usize::from(index) >= description.width() {
             return Err(wrong("a block that does not exist"));
         }
-        Ok(Fragment { description, index, block: block.to_vec() })
+        Ok(Fragment { description, index, block: self.1.slice_ref(block) })
     }
 
     fn held(&mut self) -> Result<Held> {
@@ -330,6 +381,7 @@ mod tests {
     use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
     use super::{Answer, Fragment, HEADER, Header, Hello, KINDS, Request};
+    use crate::cluster::Redundancy;
     use crate::cluster::fragment::encode;
     use crate::cluster::peer::{Held, Usage};
     use crate::id::{BlobId, PeerId};
@@ -341,10 +393,10 @@ mod tests {
     fn fragment() -> impl Strategy<Value = Fragment> {
         let redundancy = prop_oneof![Just("none"), Just("rs=2+1"), Just("rs=4+4")];
         (vec(any::<u8>(), 1..300), redundancy, any::<u8>()).prop_map(|(content, code, index)| {
-            let (description, blocks) =
-                encode(&BlobId::of(&content), &content, code.parse().unwrap());
+            let code: Redundancy = code.parse().unwrap();
+            let (description, blocks) = encode(&BlobId::of(&content), &content, code);
             let index = index % description.width() as u8;
-            let block = blocks.get(index.into()).to_vec();
+            let block = blocks.share(index.into());
             Fragment { description, index, block }
         })
     }
@@ -384,8 +436,12 @@ mod tests {
         #[test]
         fn a_message_is_read_back(request in request(), answer in answer()) {
             let (kind, body) = request.to_body();
+            let (same, parts) = request.to_parts();
+            prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
             prop_assert_eq!(Request::from_body(kind, &body).unwrap(), request);
             let (kind, body) = answer.to_body();
+            let (same, parts) = answer.to_parts();
+            prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
             prop_assert_eq!(Answer::from_body(kind, &body).unwrap(), answer);
         }
 

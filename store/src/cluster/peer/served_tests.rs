@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::tests::{CODE, fragment};
+use super::tests::{CODE, flip, fragment};
 use super::{PeerStore, serve};
 use crate::cluster::Connection;
 use crate::cluster::fragment::Fragment;
@@ -88,7 +88,7 @@ async fn a_failure_is_told_with_its_kind_and_hurts_nobody_else() {
     let peer = Peer::start(&dir, Some(40 << 10)).await;
     let connection = peer.connect().await;
     let mut wrong = fragment(1, CODE, 0);
-    wrong.block[0] ^= 1;
+    wrong.block = flip(&wrong.block, 0);
     assert_eq!(connection.put(wrong).await.unwrap_err().kind(), ErrorKind::Corrupt);
     connection.put(fragment(1, CODE, 0)).await.unwrap();
     connection.put(fragment(2, CODE, 0)).await.unwrap();

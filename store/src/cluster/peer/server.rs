@@ -15,14 +15,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::{AsyncRead, AsyncWrite, BufReader};
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
 
 use super::super::fragment::{Fragment, MAX_CONTENT};
-use super::super::frames::{PROGRESS, read_body, read_header, write};
+use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::super::identity::{Role, Security};
 use super::super::wire::{Answer, GET, HEADER, Header, Hello, MAX_BODY, OLDEST, Request, VERSION};
 use super::store::PeerStore;
@@ -126,8 +125,8 @@ async fn connection(
     memory: &Arc<Semaphore>,
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
-    let mut reader = BufReader::new(reader);
-    let mut writer = BufWriter::new(writer);
+    let mut reader = BufReader::with_capacity(READ_AHEAD, reader);
+    let mut writer = writer;
     if !greet(&mut reader, &mut writer, store).await? {
         return Ok(());
     }
@@ -145,7 +144,7 @@ async fn connection(
         let held = memory.clone().acquire_many_owned(units(&header)).await;
         let held = held.map_err(io::Error::other)?;
         let body = read_body(&mut reader, &header).await?;
-        match Request::from_body(header.kind, &body) {
+        match Request::from_bytes(header.kind, &body) {
             Ok(Request::Put(fragment)) => {
                 let (number, answers) = (header.number, answers.clone());
                 let put = Put { fragment, number, answers, memory: held };
@@ -223,23 +222,30 @@ async fn greet(
         Err(error) => Answer::failed(&error),
     };
     let is_welcome = matches!(answer, Answer::Welcome(..));
-    write(writer, header.number, answer.to_body()).await?;
-    timeout(PROGRESS, writer.flush()).await??;
+    let mut frames = Frames::default();
+    frames.push(header.number, answer.to_parts());
+    frames.send(writer).await?;
     Ok(is_welcome)
 }
 
-/// Sends answers, as many as there are with one system call.
+/// Sends answers, many with one system call. Their memory is free when they are sent.
 async fn send(
-    mut writer: BufWriter<impl AsyncWrite + Unpin>,
+    mut writer: impl AsyncWrite + Unpin,
     mut outgoing: mpsc::UnboundedReceiver<Outgoing>,
 ) -> io::Result<()> {
+    let mut frames = Frames::default();
+    let mut held = Vec::new();
     while let Some(first) = outgoing.recv().await {
         let mut next = Some(first);
-        while let Some(Outgoing { number, answer, _memory }) = next {
-            write(&mut writer, number, answer.to_body()).await?;
-            next = outgoing.try_recv().ok();
+        while let Some(Outgoing { number, answer, _memory }) = next.take() {
+            frames.push(number, answer.to_parts());
+            held.push(_memory);
+            if !frames.are_many() {
+                next = outgoing.try_recv().ok();
+            }
         }
-        timeout(PROGRESS, writer.flush()).await??;
+        frames.send(&mut writer).await?;
+        held.clear();
     }
     Ok(())
 }

@@ -240,7 +240,9 @@ impl PeerStore {
             let Some(name) = description.block(index.into()) else { continue };
             let mut block = vec![0; description.block_len().min(MAX_CONTENT)];
             match self.blocks.get(&name, &mut block) {
-                Ok(len) if len == block.len() => found.push(Fragment { description, index, block }),
+                Ok(len) if len == block.len() => {
+                    found.push(Fragment { description, index, block: block.into() });
+                }
                 Ok(_) => tracing::error!(%blob, index, "a block has the wrong length"),
                 Err(error) => tracing::error!(%blob, index, %error, "a fragment cannot be read"),
             }
