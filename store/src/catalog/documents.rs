@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::cluster::redundancy::{Compression, Keep, Redundancy};
+use crate::cluster::{Compression, Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId, NodeId};

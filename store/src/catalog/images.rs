@@ -9,7 +9,7 @@ use super::documents::{
 };
 use super::records::Record;
 use super::{Catalog, now};
-use crate::cluster::redundancy::Keep;
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId};

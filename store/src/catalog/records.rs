@@ -11,7 +11,7 @@ use super::documents::{
     ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text,
 };
 use super::{Catalog, now};
-use crate::cluster::redundancy::Keep;
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::ImageName;

@@ -83,7 +83,7 @@ mod tests {
 
     use super::{BlobId, Collected, Fragment};
     use crate::cluster::fragment::encode;
-    use crate::cluster::redundancy::Redundancy;
+    use crate::cluster::Redundancy;
 
     proptest! {
         /// Whatever comes first, and whatever is wrong with it.
