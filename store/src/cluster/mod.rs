@@ -14,7 +14,7 @@
 mod client;
 mod connection;
 pub mod fragment;
-mod frames;
+pub(crate) mod frames;
 pub mod identity;
 pub mod peer;
 pub mod placement;
