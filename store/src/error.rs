@@ -252,6 +252,16 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// The catalog did not do what it was asked for.
+    #[error("catalog {address}: {reason}")]
+    Catalog {
+        /// Where it is.
+        address: String,
+        /// What the caller can do about it.
+        kind: ErrorKind,
+        /// Why.
+        reason: String,
+    },
     /// The operating system refused.
     #[error("{doing} {}: {source}", path.display())]
     Io {
@@ -302,7 +312,7 @@ impl Error {
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
-            Error::Peer { kind, .. } => *kind,
+            Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }

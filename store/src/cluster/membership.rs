@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::client::{Member, MemberState};
+use super::members::{Member, MemberState};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::names::{Change, Names, View, Wanted};
@@ -277,6 +277,33 @@ pub fn suspect(names: &dyn Names, id: &PeerId, wrong: u64, now: u64) -> Result<(
             return Ok(());
         }
     }
+}
+
+/// What the last repair of everything found and left.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastRepair {
+    /// When it ended: seconds since 1970.
+    pub time: u64,
+    /// Blobs that names refer to.
+    pub blobs: u64,
+    /// Of them, those that still have less than their redundancy.
+    pub under: u64,
+    /// Of them, those that cannot be read.
+    pub unreadable: u64,
+    /// How many more losses the worst of them survives; nothing if there are none.
+    pub survives: Option<i64>,
+}
+
+const LAST_REPAIR: &str = "health/repair";
+
+/// What the last repair told.
+pub fn last_repair(names: &dyn Names) -> Result<Option<LastRepair>> {
+    names.read(&[Wanted::key(LAST_REPAIR)])?.get(LAST_REPAIR)
+}
+
+/// Notes what a repair has found.
+pub fn note_repair(names: &dyn Names, repair: &LastRepair) -> Result<()> {
+    names.commit(&Change::default().put(LAST_REPAIR, repair)).map(drop)
 }
 
 /// What the keeper of a cluster does about its members: notes since when one is down, and calls it lost after

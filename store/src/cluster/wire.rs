@@ -35,7 +35,7 @@ pub const MAX_BODY: usize = MAX_CONTENT + 8192;
 pub const MAX_ASKED: usize = 4096;
 
 /// The longest reason in words.
-const MAX_TEXT: usize = 4096;
+pub(crate) const MAX_TEXT: usize = 4096;
 
 const MAGIC: &[u8; 4] = b"CRNW";
 
@@ -62,10 +62,15 @@ impl Header {
 
     /// As it was received.
     pub fn from_bytes(bytes: &[u8; HEADER]) -> Result<Header> {
+        Header::within(bytes, MAX_BODY)
+    }
+
+    /// As it was received, where a body has at most `longest` bytes.
+    pub(crate) fn within(bytes: &[u8; HEADER], longest: usize) -> Result<Header> {
         let [a, b, c, d, e, f, zero @ .., _, _, _, _, _, _, _, _] = *bytes;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
-        if len > MAX_BODY || zero != [0; 2] {
-            return Err(wrong("a frame that no peer sends"));
+        if len > longest || zero != [0; 2] {
+            return Err(wrong("a frame that nobody sends"));
         }
         let number = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
         Ok(Header { kind: u16::from_le_bytes([e, f]), number, len })
@@ -113,7 +118,7 @@ pub enum Answer {
     Failed(ErrorKind, String),
 }
 
-const HELLO: u16 = 1;
+pub(crate) const HELLO: u16 = 1;
 pub(crate) const PUT: u16 = 2;
 pub(crate) const GET: u16 = 3;
 const HAVE: u16 = 4;
@@ -126,7 +131,7 @@ const USED: u16 = 105;
 const FAILED: u16 = 106;
 
 /// Kinds of failures, as they are sent.
-const KINDS: [ErrorKind; 5] = [
+pub(crate) const KINDS: [ErrorKind; 5] = [
     ErrorKind::Invalid,
     ErrorKind::NotFound,
     ErrorKind::Conflict,

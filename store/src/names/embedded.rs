@@ -1,5 +1,6 @@
 //! Documents in a database of this host, which several processes use at once.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
@@ -16,6 +17,9 @@ const VERSION: u64 = 2;
 
 /// How often somebody who waits looks.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// How long it is remembered that a change was carried out: longer than anybody asks again.
+const REMEMBERED_MS: i64 = 600_000;
 
 /// `docs/formats.md` explains every column.
 const TABLES: &str = "
@@ -39,6 +43,13 @@ CREATE TABLE revision (
 ) STRICT;
 
 INSERT INTO revision VALUES (1, 0);
+
+CREATE TABLE tokens (
+    token   BLOB    NOT NULL PRIMARY KEY,
+    expires INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX expiring_tokens ON tokens (expires);
 ";
 
 /// Documents in one file.
@@ -58,6 +69,33 @@ impl Embedded {
     pub fn open(path: &Path) -> Result<Embedded> {
         let (writer, reader) = database::open(path, VERSION)?;
         Ok(Embedded { writer: Mutex::new(writer), reader: Mutex::new(reader) })
+    }
+
+    /// Carries out a change like [`Names::commit`], once: if a change with this token was carried out already, says
+    /// so and does nothing. A token counts for ten minutes.
+    pub fn commit_once(&self, token: &[u8; 16], change: &Change) -> Result<bool> {
+        self.commit_as(Some(token), change)
+    }
+
+    /// The revision of the last change in each folder.
+    pub fn folders(&self) -> Result<HashMap<String, u64>> {
+        let reader = self.reader();
+        let mut query = reader.prepare_cached("SELECT name, revision FROM folders")?;
+        let rows = query.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        Ok(rows.collect::<rusqlite::Result<_>>()?)
+    }
+
+    fn commit_as(&self, token: Option<&[u8; 16]>, change: &Change) -> Result<bool> {
+        let mut connection =
+            self.writer.lock().expect("no thread panics while it writes documents");
+        if change.relaxed {
+            connection.pragma_update(None, "synchronous", "NORMAL")?;
+        }
+        let result = commit(&mut connection, token, change);
+        if change.relaxed {
+            connection.pragma_update(None, "synchronous", "FULL")?;
+        }
+        result
     }
 
     fn reader(&self) -> MutexGuard<'_, Connection> {
@@ -93,16 +131,7 @@ impl Names for Embedded {
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
-        let mut connection =
-            self.writer.lock().expect("no thread panics while it writes documents");
-        if change.relaxed {
-            connection.pragma_update(None, "synchronous", "NORMAL")?;
-        }
-        let result = commit(&mut connection, change);
-        if change.relaxed {
-            connection.pragma_update(None, "synchronous", "FULL")?;
-        }
-        result
+        self.commit_as(None, change)
     }
 
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
@@ -121,11 +150,19 @@ impl Names for Embedded {
     }
 }
 
-fn commit(connection: &mut Connection, change: &Change) -> Result<bool> {
+fn commit(connection: &mut Connection, token: Option<&[u8; 16]>, change: &Change) -> Result<bool> {
     // It takes the write lock first, so what it compares is what it changes.
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let now = now();
     tx.prepare_cached("DELETE FROM documents WHERE expires <= ?1")?.execute([now])?;
+    if let Some(token) = token {
+        tx.prepare_cached("DELETE FROM tokens WHERE expires <= ?1")?.execute([now])?;
+        if tx.prepare_cached("SELECT 1 FROM tokens WHERE token = ?1")?.exists([token])? {
+            return Ok(true);
+        }
+        tx.prepare_cached("INSERT INTO tokens VALUES (?1, ?2)")?
+            .execute(params![token, now + REMEMBERED_MS])?;
+    }
     {
         let mut version = tx.prepare_cached("SELECT version FROM documents WHERE key = ?1")?;
         for (key, expected) in &change.relies_on {

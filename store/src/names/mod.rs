@@ -11,17 +11,22 @@
 //!   its last change, so no version comes twice, not even after the document was removed and made again.
 //! - A document with a time to live is gone when nobody has written it for that long.
 
+mod background;
 mod embedded;
+pub mod served;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use embedded::Embedded;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+pub use served::{CatalogStore, Served};
 
+use crate::cluster::identity::Security;
 use crate::error::{Error, Result};
 
 /// A document as it was read.
@@ -154,6 +159,29 @@ pub trait Names: Send + Sync {
     /// Returns when a document whose key begins with `folder` and a slash has changed after `revision`, at the
     /// latest after `limit`. Who returns early for no reason does no harm.
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()>;
+}
+
+/// The documents at an address: `host:port` of a catalog that is served. Nobody is asked yet.
+pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Names>> {
+    check_address(address)?;
+    Ok(Arc::new(Served::new(address, security)?))
+}
+
+/// Fails if no catalog can have this address.
+pub fn check_address(address: &str) -> Result<()> {
+    if !is_host_and_port(address) {
+        let why = format!("'{address}' is not the address of a catalog; write HOST:PORT");
+        return Err(Error::BadArgument(why));
+    }
+    Ok(())
+}
+
+fn is_host_and_port(address: &str) -> bool {
+    let parts = address.rsplit_once(':');
+    parts.is_some_and(|(host, port)| {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || ".-_[]:%".contains(c);
+        !host.is_empty() && host.chars().all(is_plain) && port.parse::<u16>().is_ok_and(|p| p > 0)
+    })
 }
 
 /// The folder that a key is in: what comes before the first slash.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tempfile::TempDir;
 
+use super::served::tests::Catalog;
 use super::{Change, Embedded, Names, View, Wanted};
 
 /// A place that is empty, and further ways to it, as other processes have them.
@@ -19,6 +20,12 @@ impl Place for TempDir {
         let path = self.path().join("catalog.db");
         Embedded::create(&path).unwrap();
         Arc::new(Embedded::open(&path).unwrap())
+    }
+}
+
+impl Place for Catalog {
+    fn open(&self) -> Arc<dyn Names> {
+        Arc::new(self.client())
     }
 }
 
@@ -50,6 +57,7 @@ macro_rules! conformance {
 }
 
 conformance!(embedded, tempfile::TempDir::new().unwrap());
+conformance!(served, crate::names::served::tests::Catalog::start());
 
 fn read(names: &dyn Names, key: &str) -> View {
     names.read(&[Wanted::key(key)]).unwrap()

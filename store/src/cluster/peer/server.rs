@@ -94,7 +94,7 @@ pub async fn serve(
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
                     let served = async {
-                        let (reader, writer) = security.accept(stream, &Role::ALL).await?;
+                        let (reader, writer, _) = security.accept(stream, &Role::ALL).await?;
                         connection(reader, writer, &store, &memory, &puts).await
                     };
                     if let Err(error) = served.await {
