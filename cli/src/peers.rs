@@ -223,6 +223,7 @@ mod tests {
             domain: String::new(),
             weight: 1,
             health: Health::Up,
+            draining: false,
             joined: 0,
             down_since: None,
             pulse: None,

@@ -145,6 +145,34 @@ impl Catalog {
         Ok(all)
     }
 
+    /// The snapshots that are published and do not have their full redundancy.
+    pub(crate) fn available(&self) -> Result<Vec<(ImageName, u64)>> {
+        let view = self.read(&[IMAGES, SNAPSHOTS].map(Wanted::prefix))?;
+        let mut found = Vec::new();
+        for (name, _) in view.under::<ImageDocument>(IMAGES)? {
+            let name: ImageName = name.parse()?;
+            let all = snapshots(&view, &name)?.into_iter();
+            let available = all.filter(|(_, one)| one.state == SnapshotState::Available);
+            found.extend(available.map(|(number, _)| (name.clone(), number)));
+        }
+        Ok(found)
+    }
+
+    /// Makes a snapshot stable that is available. One that is gone is no more to be made anything.
+    pub(crate) fn promote(&self, image: &ImageName, number: u64) -> Result<()> {
+        let key = snapshot_key(image, number);
+        self.change(&[Wanted::key(&key)], |view| {
+            let change = match view.get::<SnapshotDocument>(&key)? {
+                Some(one) if one.state == SnapshotState::Available => {
+                    let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
+                    Change::default().put(&key, &stable)
+                }
+                _ => Change::default(),
+            };
+            Ok((change, ()))
+        })
+    }
+
     pub(crate) fn image(&self, name: &ImageName) -> Result<Image> {
         let view = self.read(&with_snapshots(name))?;
         image(&view, name)?.image(name, &snapshots(&view, name)?)

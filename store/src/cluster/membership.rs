@@ -128,6 +128,8 @@ pub struct Peer {
     pub weight: u64,
     /// How it does.
     pub health: Health,
+    /// Whether it is to be emptied, also while it is down.
+    pub draining: bool,
     /// When it joined: seconds since 1970.
     pub joined: u64,
     /// Since when it is down, as far as that was noted.
@@ -180,6 +182,7 @@ fn peer(view: &View, id: PeerId, document: MemberDocument) -> Result<Peer> {
         domain: document.domain,
         weight: document.weight,
         health,
+        draining: document.draining,
         joined: document.joined,
         down_since: document.down_since.filter(|_| pulse.is_none()),
         pulse,

@@ -21,6 +21,7 @@ use rusqlite::{Connection, TransactionBehavior, params};
 use serde::{Deserialize, Serialize};
 
 use super::super::fragment::{Description, Fragment, MAX_CONTENT};
+use super::super::Keep;
 use crate::blobs::{Blobs, LocalBlobs};
 use crate::database;
 use crate::error::{Error, Result};
@@ -166,7 +167,7 @@ impl PeerStore {
             }
             results.push(result.map(drop));
         }
-        let put = self.blocks.put(&blocks);
+        let put = self.blocks.put(&blocks, &Keep::default());
         let mut state = self.state();
         match put {
             Ok(_) => {
