@@ -80,10 +80,7 @@ fn run(cli: Cli) -> Outcome {
             control::checkpoint(&control.socket, label, wait.into(), timeout, style)
         }
         Command::Status { control } => control::status(&control.socket, style),
-        Command::Serve { data, listen, capacity, keys, insecure } => {
-            let security = serve::security(keys.as_deref(), insecure)?;
-            serve::serve(&data, &listen, capacity, security, style)
-        }
+        Command::Serve(args) => serve::serve(&args, style),
         Command::Keys(Keys::Init { directory }) => serve::init_keys(&directory, style),
         Command::Stats { control } => control::stats(&control.socket, style),
     }
