@@ -150,29 +150,15 @@ pub(crate) enum Command {
         #[command(flatten)]
         control: Control,
     },
-    /// Keep fragments of blobs for others: be a peer
+    /// Keep fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
     #[command(
         after_help = "So far peers keep what they are given; no repository is made of them yet.\n\n\
-                            Example:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
-                            --capacity 500G --keys /etc/cairn"
+                            Examples:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
+                            --capacity 500G --keys /etc/cairn\n  \
+                            cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
+                            --keys /etc/cairn"
     )]
-    Serve {
-        /// The peer's directory; made if it is not there
-        #[arg(long, value_name = "DIR")]
-        data: PathBuf,
-        /// Where to listen, ADDRESS:PORT; port 0 takes a free one
-        #[arg(long, value_name = "ADDR")]
-        listen: String,
-        /// Hold at most so many bytes [default: as the file system has]
-        #[arg(long, value_name = "BYTES", value_parser = parse_size)]
-        capacity: Option<u64>,
-        /// Speak TLS with these keys: ca.pem, peer.pem and peer.key
-        #[arg(long, value_name = "DIR")]
-        keys: Option<PathBuf>,
-        /// Speak plain TCP, which anybody in the network can read and write
-        #[arg(long, conflicts_with = "keys")]
-        insecure: bool,
-    },
+    Serve(Serve),
     /// Make the keys of a cluster
     #[command(subcommand, after_help = "Example:\n  cairn keys init cluster-keys")]
     Keys(Keys),
@@ -204,6 +190,36 @@ pub(crate) enum Command {
         #[command(flatten)]
         control: Control,
     },
+}
+
+/// What is served, and how.
+#[derive(Debug, Args)]
+pub(crate) struct Serve {
+    /// The peer's or the catalog's directory; made if it is not there
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data: PathBuf,
+    /// Where to listen, ADDRESS:PORT; port 0 takes a free one
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) listen: String,
+    /// Without a value: be the catalog. With one: be a peer of the catalog at HOST:PORT or
+    /// etcd://HOST:PORT[,HOST:PORT...]
+    #[arg(long, value_name = "ADDR", num_args = 0..=1)]
+    pub(crate) catalog: Option<Option<String>>,
+    /// Hold at most so many bytes [default: as the file system has]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    pub(crate) capacity: Option<u64>,
+    /// What the peer fails together with: a rack, a power line [default: its host's name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) domain: Option<String>,
+    /// Where others reach the peer, if it is not where it listens
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) advertise: Option<String>,
+    /// Make up for a peer that has been down for so many seconds
+    #[arg(long, value_name = "SECONDS", default_value = "900", value_parser = parse_seconds)]
+    pub(crate) lost_after: Duration,
+    /// Send at most so many bytes a second in the background to repair [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    pub(crate) repair_rate: Option<u64>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -85,10 +85,7 @@ fn run(cli: Cli) -> Outcome {
             control::checkpoint(&control.socket, label, wait.into(), timeout, style)
         }
         Command::Status { control } => control::status(&control.socket, style),
-        Command::Serve { data, listen, capacity, keys, insecure } => {
-            let security = serve::security(keys.as_deref(), insecure)?;
-            serve::serve(&data, &listen, capacity, security, style)
-        }
+        Command::Serve(args) => serve::serve(&args, &access, style),
         Command::Peers { action: None } => peers::list(&open()?, style),
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),

@@ -90,7 +90,11 @@ impl Repository {
     /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
     /// is one.
     pub fn connect(url: &str, security: &Security) -> Result<Self> {
-        let names = names::open(cluster_address(url)?, security)?;
+        Self::of_cluster(names::open(cluster_address(url)?, security)?, security)
+    }
+
+    /// The repository of the cluster that these documents tell of.
+    pub fn of_cluster(names: Arc<dyn Names>, security: &Security) -> Result<Self> {
         let (blobs, follower) = follow(&names, security)?;
         Ok(Self::of(blobs, names, Some(follower)))
     }

@@ -1,5 +1,6 @@
 //! The real program, run as an operator runs it.
 
+mod catalog;
 mod control;
 mod files;
 mod images;

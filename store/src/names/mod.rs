@@ -167,10 +167,17 @@ pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Names>> {
     Ok(Arc::new(Served::new(address, security)?))
 }
 
-/// Fails if no catalog can have this address.
+/// Fails if no catalog can have this address: `host:port`, or `etcd://host:port`, where there may be more of them
+/// behind commas.
 pub fn check_address(address: &str) -> Result<()> {
-    if !is_host_and_port(address) {
-        let why = format!("'{address}' is not the address of a catalog; write HOST:PORT");
+    let is_good = match address.strip_prefix("etcd://") {
+        Some(all) => all.split(',').all(is_host_and_port),
+        None => is_host_and_port(address),
+    };
+    if !is_good {
+        let why = format!(
+            "'{address}' is not the address of a catalog; write HOST:PORT, or etcd://HOST:PORT[,HOST:PORT...]"
+        );
         return Err(Error::BadArgument(why));
     }
     Ok(())

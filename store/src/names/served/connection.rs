@@ -84,6 +84,10 @@ impl Connection {
     pub(super) async fn open(address: &str, security: &Security) -> Result<Connection, Trouble> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
+        // Where nobody listens, the system may have joined the two ends of this very socket.
+        if stream.local_addr()? == stream.peer_addr()? {
+            return Err(Trouble::Passing("nobody listens there".into()));
+        }
         let (reader, writer) = security.connect(stream, Role::Catalog).await?;
         let (mut reader, mut writer) = (BufReader::new(reader), BufWriter::new(writer));
         write(&mut writer, 0, Request::Hello(OLDEST, VERSION).to_body()).await?;

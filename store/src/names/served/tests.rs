@@ -36,7 +36,7 @@ impl Catalog {
 
     fn start_with(security: Security) -> Catalog {
         let dir = TempDir::new().unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = own_port();
         let address = listener.local_addr().unwrap();
         let mut catalog = Catalog { dir, address, stop: None, served: None };
         catalog.serve(listener, security);
@@ -71,6 +71,13 @@ impl Drop for Catalog {
     fn drop(&mut self) {
         drop(self.stop.take());
     }
+}
+
+/// Listens at a port that stays ours while nobody does: the system gives the higher ones to anybody.
+fn own_port() -> TcpListener {
+    let random = || 10_000 + u16::from_le_bytes(sys::random().unwrap()) % 22_000;
+    let mut tries = (0..100).filter_map(|_| TcpListener::bind(("127.0.0.1", random())).ok());
+    tries.next().expect("a port is free")
 }
 
 /// Runs a server with a runtime of its own.
