@@ -10,6 +10,7 @@
 //! | [`identity`] | who may say it |
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
+//! | [`repair`] | what keeps it whole |
 
 mod client;
 mod connection;
@@ -19,6 +20,7 @@ pub mod identity;
 pub mod peer;
 pub mod placement;
 mod redundancy;
+pub mod repair;
 pub mod wire;
 
 pub use client::{Cluster, Member};
