@@ -10,6 +10,7 @@
 //! | [`identity`] | who may say it |
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
+//! | [`repair`] | what keeps it whole |
 
 mod buffers;
 mod client;
@@ -28,6 +29,7 @@ pub mod membership;
 pub mod peer;
 pub mod placement;
 mod redundancy;
+pub mod repair;
 #[cfg(test)]
 mod tests;
 mod ways;
