@@ -13,9 +13,11 @@
 //! ```text
 //! 0        4         5       6   7   8           12              16             48
 //! ┌────────┬─────────┬───────┬───┬───┬───────────┬───────────────┬──────────────┬──────────────────────┐
-//! │ "CRNF" │ version │ codec │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
+//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
 //! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
 //! ```
+//!
+//! The form is the codec in the low four bits and the [`Kind`] in the high ones.
 //!
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
@@ -37,6 +39,16 @@ const HASH: usize = 32;
 /// The longest content of a blob.
 pub const MAX_CONTENT: usize = 4 << 20;
 
+/// What a blob is for. It is said by whoever stores it, beside its content: a guest that writes what looks like
+/// a record has stored content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A chunk, or a node of a tree.
+    Content,
+    /// The record of a snapshot: names are restored from these.
+    Record,
+}
+
 /// What the blocks of one encoding of a blob are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {
@@ -46,6 +58,7 @@ pub struct Description {
     pub len: u32,
     /// Bytes of what was cut into blocks.
     encoded_len: u32,
+    kind: Kind,
     data: u8,
     parity: u8,
     hashes: Vec<[u8; HASH]>,
@@ -88,6 +101,24 @@ pub fn encode<'a>(
     content: &'a [u8],
     redundancy: Redundancy,
 ) -> (Description, Blocks<'a>) {
+    encode_as(Kind::Content, blob, content, redundancy)
+}
+
+/// As [`encode`], for the record of a snapshot.
+pub fn encode_record<'a>(
+    blob: &BlobId,
+    content: &'a [u8],
+    redundancy: Redundancy,
+) -> (Description, Blocks<'a>) {
+    encode_as(Kind::Record, blob, content, redundancy)
+}
+
+fn encode_as<'a>(
+    kind: Kind,
+    blob: &BlobId,
+    content: &'a [u8],
+    redundancy: Redundancy,
+) -> (Description, Blocks<'a>) {
     assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
     let (data, parity) = match redundancy {
         Redundancy::Replicas(_) => (1, 0),
@@ -117,6 +148,7 @@ pub fn encode<'a>(
         blob: *blob,
         len: content.len() as u32,
         encoded_len: content.len() as u32,
+        kind,
         data,
         parity,
         hashes: (0..usize::from(data) + usize::from(parity)).map(hash).collect(),
@@ -125,6 +157,11 @@ pub fn encode<'a>(
 }
 
 impl Description {
+    /// What the blob is for.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
     /// How many blocks there are.
     pub fn width(&self) -> usize {
         self.hashes.len()
@@ -160,7 +197,7 @@ impl Description {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER + self.hashes.len() * HASH);
         bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&[VERSION, 0, self.data, self.parity]);
+        bytes.extend_from_slice(&[VERSION, (self.kind as u8) << 4, self.data, self.parity]);
         bytes.extend_from_slice(&self.len.to_le_bytes());
         bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
         bytes.extend_from_slice(self.blob.as_bytes());
@@ -176,9 +213,14 @@ impl Description {
         if &header[..4] != MAGIC {
             return Err(wrong("it does not begin like one"));
         }
-        if header[4] != VERSION || header[5] != 0 {
+        let kind = match header[5] {
+            0x00 => Some(Kind::Content),
+            0x10 => Some(Kind::Record),
+            _ => None,
+        };
+        let Some(kind) = kind.filter(|_| header[4] == VERSION) else {
             return Err(wrong("it is of a kind that this version does not know"));
-        }
+        };
         let (data, parity) = (header[6], header[7]);
         let word =
             |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
@@ -193,7 +235,7 @@ impl Description {
             rest.split_at_checked(width * HASH).ok_or_else(|| wrong("it is too short"))?;
         let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
         let hashes = hashes.as_chunks().0.to_vec();
-        Ok((Description { blob, len, encoded_len, data, parity, hashes }, rest))
+        Ok((Description { blob, len, encoded_len, kind, data, parity, hashes }, rest))
     }
 
     /// Puts the content together from enough blocks, each at its index, and verifies it by its name. The blocks
