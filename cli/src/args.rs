@@ -182,7 +182,10 @@ pub(crate) enum Command {
         rate: Option<u64>,
     },
     /// Restore the names of a cluster from its peers
-    #[command(subcommand, after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild")]
+    #[command(
+        subcommand,
+        after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild"
+    )]
     Catalog(Catalog),
     /// Show the counters of a running disk
     #[command(after_help = "Example:\n  cairn stats --control /run/vm1.ctl --json")]

@@ -1,7 +1,7 @@
 //! Images and snapshots: `create`, `ls`, `show`, `clone`, `rm`.
 
-use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use serde_json::{Value, json};
 
 use crate::args::{Making, Style};
@@ -17,7 +17,11 @@ pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
 }
 
 /// The repository, as a new image with these properties uses it. Says what was chosen where nobody did.
-pub(crate) fn keeping(repository: Repository, making: &Making, style: Style) -> Outcome<Repository> {
+pub(crate) fn keeping(
+    repository: Repository,
+    making: &Making,
+    style: Style,
+) -> Outcome<Repository> {
     let doing = || "choosing a redundancy".to_owned();
     let is_cluster = repository.cluster().is_some();
     let redundancy = match making.redundancy {

@@ -48,7 +48,8 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Outcome {
     let style = cli.style;
     let url = || {
-        let why = "no repository is named; use --store dir:PATH or cairn://HOST:PORT, or set CAIRN_STORE";
+        let why =
+            "no repository is named; use --store dir:PATH or cairn://HOST:PORT, or set CAIRN_STORE";
         cli.store.as_deref().ok_or_else(|| Failure::new(Exit::Usage, "opening the repository", why))
     };
     let access = Access::new(cli.keys.as_deref(), cli.insecure);

@@ -15,7 +15,8 @@ use crate::time::utc;
 /// The documents of a cluster, or that there is none.
 fn names(repository: &Repository) -> Outcome<&dyn Names> {
     repository.cluster().map(|(_, names)| names).ok_or_else(|| {
-        let why = "this repository is in a directory; name a cluster with --store cairn://HOST:PORT";
+        let why =
+            "this repository is in a directory; name a cluster with --store cairn://HOST:PORT";
         Failure::new(Exit::Usage, "looking for peers", why)
     })
 }
@@ -106,7 +107,11 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
     let told = match action {
         Peers::Drain { undo, .. } => {
             membership::drain(names, &found.id, !undo).doing(doing)?;
-            if *undo { "has its share again" } else { "is being emptied; `cairn peers` shows how far" }
+            if *undo {
+                "has its share again"
+            } else {
+                "is being emptied; `cairn peers` shows how far"
+            }
         }
         Peers::Lose { .. } => {
             membership::lose(names, &found.id).doing(doing)?;
@@ -115,7 +120,8 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
         Peers::Forget { .. } => {
             let is_empty = found.pulse.is_some_and(|pulse| pulse.fragments == 0);
             if found.health != Health::Lost && !is_empty {
-                let why = "it holds fragments; drain it first, or give it up with `cairn peers lose`";
+                let why =
+                    "it holds fragments; drain it first, or give it up with `cairn peers lose`";
                 return Err(Failure::new(Exit::Conflict, doing(), why));
             }
             membership::forget(names, &found.id).doing(doing)?;

@@ -142,7 +142,8 @@ impl Repository {
         match &self.inner.cluster {
             Some(_) => {
                 let (peers, _) = membership::peers(&*self.inner.names)?;
-                let able = peers.iter().filter(|peer| matches!(peer.health, Health::Up | Health::Down));
+                let able =
+                    peers.iter().filter(|peer| matches!(peer.health, Health::Up | Health::Down));
                 Ok(Redundancy::for_peers(able.count()))
             }
             None => Ok(Redundancy::NONE),

@@ -7,8 +7,8 @@ use super::documents::{
     ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument, image_key, label_key,
     lease_key, mirror_key, snapshot_key, snapshots, snapshots_of,
 };
-use super::records::Record;
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
+use super::records::Record;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};

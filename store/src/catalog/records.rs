@@ -7,9 +7,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::documents::{
-    ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text,
-};
+use super::documents::{ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text};
 use super::{Catalog, now};
 use crate::cluster::Keep;
 use crate::error::{Error, Result};
@@ -94,7 +92,8 @@ impl Catalog {
         let mut rebuilt = Rebuilt::default();
         // Of two images that had one name at different times the newer one has it.
         let mut images: Vec<_> = images.into_values().collect();
-        images.sort_by_key(|records| std::cmp::Reverse(records.first().map(|one| one.image.created)));
+        images
+            .sort_by_key(|records| std::cmp::Reverse(records.first().map(|one| one.image.created)));
         images.iter_mut().for_each(|records| {
             // The newest of each number comes last, and of two of one second the one that removes.
             records.sort_by_key(|one| (one.recorded, one.snapshot.is_none()));
@@ -104,7 +103,8 @@ impl Catalog {
             let newest = records.iter().map(|record| (record.number, record));
             let newest: BTreeMap<u64, &Record> = newest.collect();
             let Some(last) = records.last() else { continue };
-            let stored = newest.iter().filter_map(|(number, one)| Some((*number, one.snapshot.clone()?)));
+            let stored =
+                newest.iter().filter_map(|(number, one)| Some((*number, one.snapshot.clone()?)));
             let stored: Vec<_> = stored.filter(|(_, one)| one.state.has_content()).collect();
             if newest.contains_key(&0) || stored.is_empty() || !taken.insert(&last.image_name) {
                 continue;

@@ -13,9 +13,11 @@
 //! ```text
 //! 0        4         5       6   7   8           12              16             48
 //! ┌────────┬─────────┬───────┬───┬───┬───────────┬───────────────┬──────────────┬──────────────────────┐
-//! │ "CRNF" │ version │ codec │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
+//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
 //! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
 //! ```
+//!
+//! The form is the codec in the low four bits and the [`Kind`] in the high ones.
 //!
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
@@ -35,6 +37,16 @@ const HASH: usize = 32;
 /// The longest content of a blob.
 pub const MAX_CONTENT: usize = 4 << 20;
 
+/// What a blob is for. It is said by whoever stores it, beside its content: a guest that writes what looks like
+/// a record has stored content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A chunk, or a node of a tree.
+    Content,
+    /// The record of a snapshot: names are restored from these.
+    Record,
+}
+
 /// What the blocks of one encoding of a blob are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {
@@ -44,6 +56,7 @@ pub struct Description {
     pub len: u32,
     /// Bytes of what was cut into blocks.
     encoded_len: u32,
+    kind: Kind,
     data: u8,
     parity: u8,
     hashes: Vec<[u8; HASH]>,
@@ -94,8 +107,20 @@ impl Blocks {
 ///
 /// If the content is empty or longer than [`MAX_CONTENT`].
 pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Description, Blocks) {
+    encode_as(Kind::Content, blob, content, keep.into())
+}
+
+/// As [`encode`], for the record of a snapshot.
+pub fn encode_record(
+    blob: &BlobId,
+    content: &[u8],
+    keep: impl Into<Keep>,
+) -> (Description, Blocks) {
+    encode_as(Kind::Record, blob, content, keep.into())
+}
+
+fn encode_as(kind: Kind, blob: &BlobId, content: &[u8], keep: Keep) -> (Description, Blocks) {
     assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
-    let keep = keep.into();
     let (data, parity) = match keep.redundancy {
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
@@ -120,6 +145,7 @@ pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Descript
         blob: *blob,
         len: content.len() as u32,
         encoded_len: content.len() as u32,
+        kind,
         data,
         parity,
         hashes,
@@ -137,6 +163,11 @@ pub(super) fn bytes_of(lead: &[u8]) -> usize {
 }
 
 impl Description {
+    /// What the blob is for.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
     /// How many blocks there are.
     pub fn width(&self) -> usize {
         self.hashes.len()
@@ -179,7 +210,7 @@ impl Description {
     pub(super) fn write(&self, bytes: &mut Vec<u8>) {
         bytes.reserve_exact(HEADER + self.hashes.len() * HASH);
         bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&[VERSION, 0, self.data, self.parity]);
+        bytes.extend_from_slice(&[VERSION, (self.kind as u8) << 4, self.data, self.parity]);
         bytes.extend_from_slice(&self.len.to_le_bytes());
         bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
         bytes.extend_from_slice(self.blob.as_bytes());
@@ -194,9 +225,14 @@ impl Description {
         if &header[..4] != MAGIC {
             return Err(wrong("it does not begin like one"));
         }
-        if header[4] != VERSION || header[5] != 0 {
+        let kind = match header[5] {
+            0x00 => Some(Kind::Content),
+            0x10 => Some(Kind::Record),
+            _ => None,
+        };
+        let Some(kind) = kind.filter(|_| header[4] == VERSION) else {
             return Err(wrong("it is of a kind that this version does not know"));
-        }
+        };
         let (data, parity) = (header[6], header[7]);
         let word =
             |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
@@ -211,7 +247,7 @@ impl Description {
             rest.split_at_checked(width * HASH).ok_or_else(|| wrong("it is too short"))?;
         let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
         let hashes = hashes.as_chunks().0.to_vec();
-        Ok((Description { blob, len, encoded_len, data, parity, hashes }, rest))
+        Ok((Description { blob, len, encoded_len, kind, data, parity, hashes }, rest))
     }
 
     /// Puts the content together from enough blocks, each at its index, and verifies it by its name. The blocks are

@@ -147,9 +147,9 @@ impl Shared {
                 seen = Some((situation.clone(), Instant::now()));
             }
             let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= CALM);
-            let new = done.as_ref().is_none_or(|(before, at)| {
-                *before != situation || at.elapsed() >= DAILY
-            });
+            let new = done
+                .as_ref()
+                .is_none_or(|(before, at)| *before != situation || at.elapsed() >= DAILY);
             let again = left.is_some_and(|at: Instant| at.elapsed() >= AGAIN)
                 || self.repository.has_available().unwrap_or(false);
             if !calm || !(new || again) {

@@ -164,7 +164,8 @@ pub fn peers(names: &dyn Names) -> Result<(Vec<Peer>, u64)> {
     let folders = [MEMBERS, ALIVE, SUSPECTS].map(Wanted::prefix);
     let view = names.read(&folders)?;
     let members = view.under::<MemberDocument>(MEMBERS)?.into_iter();
-    let all = members.map(|(id, document)| peer(&view, id.parse()?, document)).collect::<Result<_>>();
+    let all =
+        members.map(|(id, document)| peer(&view, id.parse()?, document)).collect::<Result<_>>();
     Ok((all?, view.revision))
 }
 
@@ -264,7 +265,8 @@ pub fn lose(names: &dyn Names, id: &PeerId) -> Result<()> {
 /// Removes a peer that is empty or lost from the members.
 pub fn forget(names: &dyn Names, id: &PeerId) -> Result<()> {
     let keys = [member_key(id), alive_key(id), suspect_key(id)];
-    let change = keys.into_iter().fold(Change::default(), |change, key| change.remove(Wanted::Key(key)));
+    let change =
+        keys.into_iter().fold(Change::default(), |change, key| change.remove(Wanted::Key(key)));
     names.commit(&change).map(drop)
 }
 
@@ -276,7 +278,9 @@ pub fn suspect(names: &dyn Names, id: &PeerId, wrong: u64, now: u64) -> Result<(
         let known = view.get::<SuspectDocument>(&key)?.unwrap_or_default();
         let noted = SuspectDocument { wrong: known.wrong + wrong, last: now };
         let relies_on = vec![(key.clone(), view.version(&key))];
-        if names.commit(&Change { relies_on, relaxed: true, ..Change::default() }.put(&key, &noted))? {
+        if names
+            .commit(&Change { relies_on, relaxed: true, ..Change::default() }.put(&key, &noted))?
+        {
             return Ok(());
         }
     }
@@ -332,7 +336,9 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{Announcement, Health, Pulse, beat, drain, forget, leave, peers, suspect, watch_over};
+    use super::{
+        Announcement, Health, Pulse, beat, drain, forget, leave, peers, suspect, watch_over,
+    };
     use crate::id::PeerId;
     use crate::names::{Embedded, Names};
 

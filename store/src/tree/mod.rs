@@ -127,7 +127,8 @@ impl Trees {
             return Ok(TreeUpdate { root: *base, new_bytes: 0 });
         };
         geometry.check_index(*last)?;
-        let mut edit = Edit { trees: self, geometry, changes, keep: keep.of_small_blobs(), new_bytes: 0 };
+        let mut edit =
+            Edit { trees: self, geometry, changes, keep: keep.of_small_blobs(), new_bytes: 0 };
         let root = Root(edit.apply(base.0, Place::top(geometry))?);
         Ok(TreeUpdate { root, new_bytes: edit.new_bytes })
     }
