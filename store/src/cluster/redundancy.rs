@@ -74,6 +74,13 @@ pub struct Keep {
     pub compression: Compression,
 }
 
+impl Keep {
+    /// For tree nodes and records: see [`Redundancy::of_small_blobs`].
+    pub fn of_small_blobs(&self) -> Keep {
+        Keep { redundancy: self.redundancy.of_small_blobs(), ..*self }
+    }
+}
+
 impl Default for Keep {
     /// One copy, compressed if that pays.
     fn default() -> Keep {
