@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::attachment::Attachment;
 use crate::blobs::{Blobs, LocalBlobs};
 use crate::catalog::{Catalog, FirstSnapshot};
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{ChunkId, MirrorId};
@@ -166,7 +167,7 @@ impl Repository {
             debug_assert_eq!(ChunkId::of(content), *id, "a chunk has the name of its content");
         }
         let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
-        self.inner.blobs.put(&blobs)
+        self.inner.blobs.put(&blobs, &Keep::default())
     }
 
     /// Takes one chunk, and names it.

@@ -26,6 +26,7 @@ use super::group::{Entry, MAX_BLOBS};
 use super::index::{Index, Slot};
 use super::segment::{Segment, path_of, scan};
 use super::{Blobs, NewBlob};
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
@@ -250,7 +251,7 @@ impl Blobs for LocalBlobs {
         }
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
         let mut added = 0;
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             let segment = self.current()?;

@@ -10,7 +10,11 @@
 //! | [`identity`] | who may say it |
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
+//! | [`ClusterBlobs`] | the same for threads, with a window of blobs on their way |
 
+mod blobs;
+#[cfg(test)]
+mod blobs_tests;
 mod buffers;
 mod client;
 mod code;
@@ -20,7 +24,9 @@ mod connection;
 pub mod fragment;
 mod frames;
 pub mod identity;
+mod known;
 mod members;
+mod names;
 pub mod peer;
 pub mod placement;
 mod redundancy;
@@ -29,6 +35,7 @@ mod tests;
 mod ways;
 pub mod wire;
 
+pub use blobs::{ClusterBlobs, Counters};
 pub use client::{Cluster, Stored};
 pub use compression::Compression;
 pub use connection::Connection;

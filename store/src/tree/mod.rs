@@ -25,6 +25,7 @@ use std::sync::Arc;
 use self::cache::NodeCache;
 use self::node::{Child, MAX_NODE, Node};
 use crate::blobs::Blobs;
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -154,7 +155,7 @@ impl Trees {
     fn store(&self, node: Node) -> Result<(NodeId, u64)> {
         let bytes = node.encode();
         let blob = BlobId::of(&bytes);
-        let new_bytes = self.blobs.put(&[(blob, &bytes)])?;
+        let new_bytes = self.blobs.put(&[(blob, &bytes)], &Keep::default())?;
         let id = NodeId::from_bytes(*blob.as_bytes());
         self.cache.insert(id, Arc::new(node));
         Ok((id, new_bytes))

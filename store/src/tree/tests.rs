@@ -10,6 +10,7 @@ use proptest::prelude::{
 
 use super::{MAX_NODE, Node, Root, Trees};
 use crate::blobs::{Blobs, NewBlob};
+use crate::cluster::Keep;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -33,7 +34,7 @@ impl Blobs for MemoryBlobs {
         Ok(content.len())
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
         let mut all = self.0.lock().unwrap();
         let add = |(id, content): &NewBlob<'_>| match all.insert(*id, content.to_vec()) {
             Some(_) => 0,
@@ -225,7 +226,7 @@ fn a_missing_or_foreign_node_is_corrupt_not_a_hole() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 
     let content = [b'x'; MAX_NODE];
-    blobs.put(&[(BlobId::of(&content), &content)]).unwrap();
+    blobs.put(&[(BlobId::of(&content), &content)], &Keep::default()).unwrap();
     let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
     let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);

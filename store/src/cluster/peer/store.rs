@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::fragment::{Description, Fragment, MAX_CONTENT};
 use crate::blobs::{Blobs, LocalBlobs};
+use crate::cluster::Keep;
 use crate::database;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
@@ -166,7 +167,7 @@ impl PeerStore {
             }
             results.push(result.map(drop));
         }
-        let put = self.blocks.put(&blocks);
+        let put = self.blocks.put(&blocks, &Keep::default());
         let mut state = self.state();
         match put {
             Ok(_) => {
@@ -252,6 +253,14 @@ impl PeerStore {
 
     /// What there is of each of these blobs. To ask renews the age of what is there.
     pub fn have(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+        // What nobody has needs no writer, who may be busy with a sync. Most questions are about such.
+        let mut found = Vec::with_capacity(blobs.len());
+        for blob in blobs {
+            found.push(!self.descriptions(blob)?.is_empty());
+        }
+        if !found.contains(&true) {
+            return Ok(vec![Vec::new(); blobs.len()]);
+        }
         let mut writer = self.writer.lock().expect("no thread panics while it flushes");
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let mut answers = Vec::with_capacity(blobs.len());
