@@ -1,9 +1,9 @@
 //! The machines of a cluster: `peers`, `repair`, `catalog rebuild`.
 
+use cairn_store::Repository;
 use cairn_store::cluster::membership::{self, Health, Peer};
 use cairn_store::cluster::repair::Report;
 use cairn_store::names::Names;
-use cairn_store::{PeerId, Repository};
 use serde_json::{Value, json};
 
 use crate::args::{Peers, Style};
@@ -220,7 +220,9 @@ pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
 
 #[cfg(test)]
 mod tests {
-    use super::{Health, Peer, PeerId, find};
+    use cairn_store::PeerId;
+
+    use super::{Health, Peer, find};
 
     fn peer(n: u8) -> Peer {
         Peer {

@@ -69,7 +69,7 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, security: &Security, style: S
                 let (store, security) = (store.clone(), security.clone());
                 // It may wait for the catalog, with threads of its own.
                 let join = move || join(&catalog, who, store, &security, keeping);
-                Some(tokio::task::spawn_blocking(join).await.doing(|| "joining".into())??)
+                Some(blocking(join).await??)
             }
             None => None,
         };
@@ -79,9 +79,15 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, security: &Security, style: S
         }
         let served = peer::serve(listener, store, security.clone(), stop).await;
         // It tells the catalog that the peer goes.
-        tokio::task::spawn_blocking(move || drop(member)).await.doing(|| "leaving".into())?;
+        blocking(move || drop(member)).await?;
         served.doing(|| "serving fragments".into())
     })
+}
+
+/// Runs what waits on a thread of its own.
+async fn blocking<T: Send + 'static>(what: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
+    let ended = tokio::task::spawn_blocking(what).await;
+    ended.map_err(std::io::Error::other).doing(|| "waiting for a thread".into())
 }
 
 /// What makes a peer a member.

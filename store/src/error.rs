@@ -242,6 +242,16 @@ pub enum Error {
         /// Its name.
         peer: String,
     },
+    /// Blobs that were taken could not be made durable.
+    #[error(
+        "{blobs} blobs are not stored as they should be: {reason}; they are kept, and tried again with the next flush"
+    )]
+    NotStored {
+        /// How many.
+        blobs: usize,
+        /// Why one of them is not.
+        reason: String,
+    },
     /// A peer did not do what it was asked for.
     #[error("peer {peer}: {reason}")]
     Peer {
@@ -316,6 +326,7 @@ impl Error {
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }
             | Error::Contended

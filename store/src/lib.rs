@@ -32,6 +32,7 @@ mod layout;
 mod name;
 pub mod names;
 mod process;
+mod repair;
 mod repository;
 mod snapshot;
 mod sys;

@@ -193,14 +193,10 @@ impl Repository {
         }
     }
 
-    /// Stores a record beside the blobs, durably, where that is needed.
+    /// Stores a record beside the blobs, where that is needed. It is durable then.
     pub(crate) fn put_record(&self, record: &Record) -> Result<Option<BlobId>> {
         let keep = record.keep().of_small_blobs();
-        let id = self.inner.blobs.put_record(&record.to_bytes(), &keep)?;
-        if id.is_some() {
-            self.flush()?;
-        }
-        Ok(id)
+        self.inner.blobs.put_record(&record.to_bytes(), &keep)
     }
 
     /// All images, by name.
@@ -312,19 +308,22 @@ impl Repository {
     }
 
     /// Tells every blob that a name refers to, with the redundancy that it is to have: some of them several times.
-    pub fn references(&self, mut tell: impl FnMut(BlobId, Redundancy) -> Result<()>) -> Result<()> {
+    /// What is below a node that cannot be read is left out; returns how many such there are.
+    pub(crate) fn references(&self, mut tell: impl FnMut(BlobId, Redundancy)) -> Result<u64> {
+        let mut unreadable = 0;
         for (keep, roots) in self.inner.catalog.roots()? {
             let (chunks, small) = (keep.redundancy, keep.redundancy.of_small_blobs());
             let mut seen = HashSet::new();
             for Referrer { geometry, root, record } in roots {
-                record.map_or(Ok(()), |record| tell(record, small))?;
-                self.inner.trees.references(&root, geometry, &mut seen, &mut |one| match one {
+                record.iter().for_each(|record| tell(*record, small));
+                let trees = &self.inner.trees;
+                unreadable += trees.references(&root, geometry, &mut seen, &mut |one| match one {
                     Referred::Node(id) => tell(id.into(), small),
                     Referred::Chunk(id) => tell(id.into(), chunks),
-                })?;
+                });
             }
         }
-        Ok(())
+        Ok(unreadable)
     }
 
     /// Makes the names again that the peers' records tell of, after the catalog was lost.

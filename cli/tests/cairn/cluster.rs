@@ -44,12 +44,12 @@ fn a_cluster_speaks_tls_and_a_peer_cannot_change_names() {
     // Who has a peer's keys can read, and nothing else.
     let stolen = lab.place.path("stolen");
     std::fs::create_dir(&stolen).unwrap();
-    for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")] {
+    for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
+    {
         std::fs::copy(lab.place.path("keys").join(from), stolen.join(to)).unwrap();
     }
-    let stolen = |args: &[&str]| {
-        lab.place.run(&[&["--store", &url, "--keys", "stolen"], args].concat())
-    };
+    let stolen =
+        |args: &[&str]| lab.place.run(&[&["--store", &url, "--keys", "stolen"], args].concat());
     assert_eq!(stolen(&["ls"]).code, 0);
     let refused = stolen(&["create", "mine", "1M"]);
     assert_ne!(refused.code, 0);

@@ -35,9 +35,10 @@ pub trait Blobs: Send + Sync {
     ///
     /// They can be read at once through this object. After the next [`Blobs::flush`] they are durable,
     /// and everybody can read them. After an error any part of them may have been taken.
+    /// A place that finds out later what is there counts what it takes. `keep` is for places on many machines.
     fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64>;
 
-    /// Returns when everything put before this call is durable.
+    /// Returns when everything put before this call is durable, with the redundancy that it was put with.
     fn flush(&self) -> Result<()>;
 
     /// Returns when everything put before this call can be read by everybody, though it may not have its full

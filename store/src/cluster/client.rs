@@ -67,12 +67,12 @@ pub struct Stored {
 /// The peers of a cluster, as one place for blobs. Clones are the same.
 #[derive(Clone)]
 pub struct Cluster {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
-struct Inner {
+pub(super) struct Inner {
     members: RwLock<Arc<Members>>,
-    ways: Arc<Ways>,
+    pub(super) ways: Arc<Ways>,
     pace: Mutex<Pace>,
     /// By the length of the buffer: how many peers the last blob needed that was read into such a one.
     needed: Mutex<HashMap<usize, usize>>,
@@ -227,7 +227,7 @@ impl Cluster {
 }
 
 impl Inner {
-    fn members(&self) -> Arc<Members> {
+    pub(super) fn members(&self) -> Arc<Members> {
         self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use std::collections::HashMap;
 
-use super::blobs::ClusterBlobs;
+use super::ClusterBlobs;
 use super::client::Cluster;
 use super::identity::Security;
 use super::membership;

@@ -80,26 +80,64 @@ impl Fragment {
     }
 }
 
-/// The blocks of a blob, one after the other in one buffer.
+/// A blob's content, copied once to where its first blocks can be cut from it.
+#[derive(Clone)]
+pub(super) struct Plain {
+    /// Padded with zeros to whole blocks.
+    bytes: Bytes,
+    len: usize,
+}
+
+impl Plain {
+    /// # Panics
+    ///
+    /// If the content is empty or longer than [`MAX_CONTENT`].
+    pub(super) fn new(content: &[u8], redundancy: Redundancy) -> Plain {
+        assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
+        let len = content.len();
+        let mut bytes = Buffer::new(len.next_multiple_of(redundancy.needed()), 0);
+        bytes[..len].copy_from_slice(content);
+        bytes[len..].fill(0);
+        Plain { bytes: bytes.share(), len }
+    }
+
+    /// The content.
+    pub(super) fn content(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+/// The blocks of a blob: those that it was cut into, and those that were computed.
 #[derive(Clone)]
 pub struct Blocks {
-    all: Bytes,
+    cut: Bytes,
+    parity: Bytes,
     len: usize,
 }
 
 impl Blocks {
     /// The block with this index.
     pub fn get(&self, index: usize) -> &[u8] {
-        &self.all[index * self.len..(index + 1) * self.len]
+        let (part, at) = self.place(index);
+        &part[at..at + self.len]
     }
 
     /// The same, shared.
     pub fn share(&self, index: usize) -> Bytes {
-        self.all.slice(index * self.len..(index + 1) * self.len)
+        let (part, at) = self.place(index);
+        part.slice(at..at + self.len)
+    }
+
+    fn place(&self, index: usize) -> (&Bytes, usize) {
+        let at = index * self.len;
+        match at.checked_sub(self.cut.len()) {
+            None => (&self.cut, at),
+            Some(at) => (&self.parity, at),
+        }
     }
 }
 
-/// Cuts a blob into blocks, computes parity, and describes them. The content is copied once.
+/// Cuts a blob into blocks, computes parity, and describes them.
 ///
 /// The blob's name is taken for what it is: a copy's block has the same one.
 ///
@@ -107,7 +145,8 @@ impl Blocks {
 ///
 /// If the content is empty or longer than [`MAX_CONTENT`].
 pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Description, Blocks) {
-    encode_as(Kind::Content, blob, content, keep.into())
+    let keep = keep.into();
+    cut(Kind::Content, blob, &Plain::new(content, keep.redundancy), &keep)
 }
 
 /// As [`encode`], for the record of a snapshot.
@@ -116,20 +155,19 @@ pub fn encode_record(
     content: &[u8],
     keep: impl Into<Keep>,
 ) -> (Description, Blocks) {
-    encode_as(Kind::Record, blob, content, keep.into())
+    let keep = keep.into();
+    cut(Kind::Record, blob, &Plain::new(content, keep.redundancy), &keep)
 }
 
-fn encode_as(kind: Kind, blob: &BlobId, content: &[u8], keep: Keep) -> (Description, Blocks) {
-    assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
+/// The same for content that was copied for this redundancy.
+pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Blocks) {
     let (data, parity) = match keep.redundancy {
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
     };
-    let len = content.len().div_ceil(data.into());
-    let mut all = Buffer::new(len * (usize::from(data) + usize::from(parity)), 0);
-    let (cut, computed) = all.split_at_mut(len * usize::from(data));
-    cut[..content.len()].copy_from_slice(content);
-    cut[content.len()..].fill(0);
+    let cut = plain.bytes.clone();
+    let len = cut.len() / usize::from(data);
+    let mut computed = Buffer::new(len * usize::from(parity), 0);
     if parity > 0 {
         let cut: Vec<_> = cut.chunks(len).collect();
         let mut computed: Vec<_> = computed.chunks_mut(len).collect();
@@ -137,20 +175,23 @@ fn encode_as(kind: Kind, blob: &BlobId, content: &[u8], keep: Keep) -> (Descript
             .encode_sep(&cut, &mut computed)
             .expect("the blocks are as many and as long as the code wants them");
     }
+    let blocks = Blocks { cut, parity: computed.share(), len };
     let hashes = match parity {
         0 => vec![*blob.as_bytes()],
-        _ => all.chunks(len).map(|block| *blake3::hash(block).as_bytes()).collect(),
+        _ => (0..usize::from(data) + usize::from(parity))
+            .map(|index| *blake3::hash(blocks.get(index)).as_bytes())
+            .collect(),
     };
     let description = Description {
         blob: *blob,
-        len: content.len() as u32,
-        encoded_len: content.len() as u32,
+        len: plain.len as u32,
+        encoded_len: plain.len as u32,
         kind,
         data,
         parity,
         hashes,
     };
-    (description, Blocks { all: all.share(), len })
+    (description, blocks)
 }
 
 /// Bytes of a description from which its length is known.

@@ -10,8 +10,12 @@
 //! | [`identity`] | who may say it |
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
+//! | [`ClusterBlobs`] | the same for threads, with a window of blobs on their way |
 //! | [`repair`] | what keeps it whole |
 
+mod blobs;
+#[cfg(test)]
+mod blobs_tests;
 mod buffers;
 mod client;
 mod code;
@@ -24,10 +28,13 @@ pub(crate) mod frames;
 pub mod heart;
 pub mod identity;
 pub mod keeper;
+mod known;
 mod members;
 pub mod membership;
+mod names;
 pub mod peer;
 pub mod placement;
+mod records;
 mod redundancy;
 pub mod repair;
 #[cfg(test)]
@@ -35,6 +42,7 @@ mod tests;
 mod ways;
 pub mod wire;
 
+pub use blobs::{ClusterBlobs, Counters};
 pub use client::{Cluster, Stored};
 pub use compression::Compression;
 pub use connection::Connection;

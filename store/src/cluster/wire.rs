@@ -521,8 +521,11 @@ mod tests {
         let redundancy = prop_oneof![Just("none"), Just("rs=2+1"), Just("rs=4+4")];
         (vec(any::<u8>(), 1..300), redundancy, any::<u8>()).prop_map(|(content, code, index)| {
             let code: Redundancy = code.parse().unwrap();
-            let encode = if index % 2 == 0 { encode::<Redundancy> } else { encode_record };
-            let (description, blocks) = encode(&BlobId::of(&content), &content, code);
+            let blob = BlobId::of(&content);
+            let (description, blocks) = match index % 2 {
+                0 => encode(&blob, &content, code),
+                _ => encode_record(&blob, &content, code),
+            };
             let index = index % description.width() as u8;
             let block = blocks.share(index.into());
             Fragment { description, index, block }

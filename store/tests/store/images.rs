@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
+use cairn_store::cluster::Keep;
 use cairn_store::{
     BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
     SnapshotState,
@@ -235,8 +236,8 @@ impl Blobs for Faulty {
         self.inner.get(id, buf)
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
-        self.inner.put(blobs)
+    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64> {
+        self.inner.put(blobs, keep)
     }
 
     fn flush(&self) -> Result<()> {

@@ -364,9 +364,11 @@ impl PeerStore {
     /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
     /// deleted for being idle; without, nothing is written.
     pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
-        match renew {
+        let found = self.table.have(blobs, MAX_HELD)?;
+        // What nobody has needs no writer, who may be busy with a sync. Most questions are about such.
+        match renew && found.iter().any(|held| !held.is_empty()) {
             true => self.table.renew(blobs, MAX_HELD),
-            false => self.table.have(blobs, MAX_HELD),
+            false => Ok(found),
         }
     }
 
