@@ -40,4 +40,4 @@ pub use client::{Cluster, Stored};
 pub use compression::Compression;
 pub use connection::Connection;
 pub use members::{Member, MemberState};
-pub use redundancy::{Keep, Redundancy};
+pub use redundancy::{Keep, Kind, Redundancy};
