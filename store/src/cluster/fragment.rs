@@ -17,7 +17,8 @@
 //! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
 //! ```
 //!
-//! The form is the codec in the low four bits and the [`Kind`] in the high ones.
+//! The form is the codec in the low four bits (0 none, 1 zstd, 2 lz4), and the [`Kind`] in the high ones (0 content,
+//! 1 record).
 //!
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
@@ -25,6 +26,7 @@ use bytes::Bytes;
 
 use super::buffers::Buffer;
 use super::code::code;
+use super::compression::{Codec, compress, decompress};
 use super::redundancy::{Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
@@ -57,6 +59,7 @@ pub struct Description {
     /// Bytes of what was cut into blocks.
     encoded_len: u32,
     kind: Kind,
+    codec: Codec,
     data: u8,
     parity: u8,
     hashes: Vec<[u8; HASH]>,
@@ -165,6 +168,10 @@ pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Des
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
     };
+    let compressed = compress(plain.content(), keep.compression);
+    let (codec, plain_len) = (compressed.as_ref().map_or(Codec::None, |one| one.0), plain.len);
+    let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, keep.redundancy));
+    let plain = smaller.as_ref().unwrap_or(plain);
     let cut = plain.bytes.clone();
     let len = cut.len() / usize::from(data);
     let mut computed = Buffer::new(len * usize::from(parity), 0);
@@ -177,16 +184,17 @@ pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Des
     }
     let blocks = Blocks { cut, parity: computed.share(), len };
     let hashes = match parity {
-        0 => vec![*blob.as_bytes()],
+        0 if codec == Codec::None => vec![*blob.as_bytes()],
         _ => (0..usize::from(data) + usize::from(parity))
             .map(|index| *blake3::hash(blocks.get(index)).as_bytes())
             .collect(),
     };
     let description = Description {
         blob: *blob,
-        len: plain.len as u32,
+        len: plain_len as u32,
         encoded_len: plain.len as u32,
         kind,
+        codec,
         data,
         parity,
         hashes,
@@ -251,7 +259,8 @@ impl Description {
     pub(super) fn write(&self, bytes: &mut Vec<u8>) {
         bytes.reserve_exact(HEADER + self.hashes.len() * HASH);
         bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&[VERSION, (self.kind as u8) << 4, self.data, self.parity]);
+        let form = (self.kind as u8) << 4 | self.codec.number();
+        bytes.extend_from_slice(&[VERSION, form, self.data, self.parity]);
         bytes.extend_from_slice(&self.len.to_le_bytes());
         bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
         bytes.extend_from_slice(self.blob.as_bytes());
@@ -266,12 +275,13 @@ impl Description {
         if &header[..4] != MAGIC {
             return Err(wrong("it does not begin like one"));
         }
-        let kind = match header[5] {
-            0x00 => Some(Kind::Content),
-            0x10 => Some(Kind::Record),
+        let kind = match header[5] >> 4 {
+            0 => Some(Kind::Content),
+            1 => Some(Kind::Record),
             _ => None,
         };
-        let Some(kind) = kind.filter(|_| header[4] == VERSION) else {
+        let (Some(kind), Some(codec), VERSION) = (kind, Codec::new(header[5] & 15), header[4])
+        else {
             return Err(wrong("it is of a kind that this version does not know"));
         };
         let (data, parity) = (header[6], header[7]);
@@ -280,15 +290,19 @@ impl Description {
         let (len, encoded_len) = (word(8), word(12));
         let width = usize::from(data) + usize::from(parity);
         let is_code = if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= 32 };
-        // Without compression there is nothing that would make them differ.
-        if !is_code || len == 0 || len as usize > MAX_CONTENT || encoded_len != len {
+        // Compressed is what became shorter.
+        let is_encoded = match codec {
+            Codec::None => encoded_len == len,
+            _ => (1..len).contains(&encoded_len),
+        };
+        if !is_code || len == 0 || len as usize > MAX_CONTENT || !is_encoded {
             return Err(wrong("its numbers make no sense"));
         }
         let (hashes, rest) =
             rest.split_at_checked(width * HASH).ok_or_else(|| wrong("it is too short"))?;
         let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
         let hashes = hashes.as_chunks().0.to_vec();
-        Ok((Description { blob, len, encoded_len, kind, data, parity, hashes }, rest))
+        Ok((Description { blob, len, encoded_len, kind, codec, data, parity, hashes }, rest))
     }
 
     /// Puts the content together from enough blocks, each at its index, and verifies it by its name. The blocks are
@@ -306,9 +320,19 @@ impl Description {
             computed = self.reconstruct(blocks, true)?;
             computed[..data].iter().flatten().map(AsRef::as_ref).collect()
         };
-        for (to, block) in content.chunks_mut(self.block_len()).zip(cut) {
-            let len = to.len();
-            to.copy_from_slice(block.get(..len).ok_or_else(|| wrong("a block is too short"))?);
+        let join = |to: &mut [u8]| -> Result<()> {
+            for (to, block) in to.chunks_mut(self.block_len()).zip(cut) {
+                let len = to.len();
+                to.copy_from_slice(block.get(..len).ok_or_else(|| wrong("a block is too short"))?);
+            }
+            Ok(())
+        };
+        if self.codec == Codec::None {
+            join(content)?;
+        } else {
+            let mut encoded = Buffer::new(self.encoded_len as usize, 0);
+            join(&mut encoded)?;
+            decompress(self.codec, &encoded, content).map_err(|reason| wrong(&reason))?;
         }
         match BlobId::of(content) == self.blob {
             true => Ok(()),
@@ -365,7 +389,7 @@ mod tests {
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
     use proptest::sample::subsequence;
 
-    use super::{BlobId, Bytes, Description, Redundancy, encode};
+    use super::{BlobId, Bytes, Description, Keep, Redundancy, encode, encode_record};
 
     fn redundancies() -> Vec<Redundancy> {
         let texts = ["none", "replicas=3", "rs=2+1", "rs=3+2", "rs=4+4", "rs=8+4"];
@@ -407,12 +431,40 @@ mod tests {
         }
 
         #[test]
+        fn what_shrinks_is_compressed_and_comes_back(
+            pattern in vec(any::<u8>(), 1..9000),
+            repeat in 1usize..20,
+            which in 0usize..6,
+            how in 0usize..4,
+        ) {
+            let content = pattern.repeat(repeat);
+            let compression = ["auto", "zstd", "lz4", "none"][how].parse().unwrap();
+            let keep = Keep { redundancy: redundancies()[which], compression };
+            let (description, blocks) = encode(&BlobId::of(&content), &content, keep);
+            let mut found = vec![0; content.len()];
+            let all: Vec<_> = (0..description.width())
+                .map(|index| (index >= description.width() - description.needed()).then(|| blocks.share(index)))
+                .collect();
+            description.decode(&all, &mut found).unwrap();
+            prop_assert_eq!(&found, &content);
+            prop_assert!(description.encoded_len <= description.len);
+            let shrinks = pattern.len() > 100 && repeat > 3 && how != 3 && pattern.len() < 4000;
+            prop_assert!(!shrinks || description.encoded_len < description.len, "it does shrink");
+            prop_assert_eq!(description.matches(0, blocks.get(0)), true);
+        }
+
+        #[test]
         fn a_description_is_read_back_or_refused(
             content in vec(any::<u8>(), 1..100),
             which in 0usize..6,
+            record in any::<bool>(),
             flip in any::<(usize, u8)>(),
         ) {
-            let (description, _) = encode(&BlobId::of(&content), &content, redundancies()[which]);
+            let (blob, keep) = (BlobId::of(&content), redundancies()[which]);
+            let (description, _) = match record {
+                true => encode_record(&blob, &content, keep),
+                false => encode(&blob, &content, keep),
+            };
             let mut bytes = description.to_bytes();
             bytes.extend_from_slice(b"behind");
             let (again, rest) = Description::from_bytes(&bytes).unwrap();
