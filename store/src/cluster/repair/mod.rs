@@ -6,11 +6,21 @@
 //!                              └──────────── until there is nothing left to do ◄───────┘
 //! ```
 
+mod job;
 mod matching;
 mod members;
+mod mend;
+mod pace;
+mod peers;
 mod plan;
+mod report;
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod tests;
 
+pub use job::{How, repair};
 pub use members::{Members, Node, State};
+pub use peers::{Connected, Peers};
 pub use plan::{Holding, Plan, Step, plan};
+pub use report::Report;

@@ -41,6 +41,8 @@ pub struct Holding {
     pub parity: u8,
     /// Which block it is.
     pub index: u8,
+    /// Bytes of the block, as its holder says.
+    pub len: u32,
 }
 
 /// Something to do for a blob.
@@ -153,7 +155,7 @@ impl Layout {
 /// Sorts what was found. What cannot be is left out.
 fn layouts(members: &Members, holdings: &[Holding]) -> Vec<Layout> {
     let mut found: BTreeMap<(BlobId, u8, u8), Layout> = BTreeMap::new();
-    for Holding { peer, encoding, data, parity, index } in holdings {
+    for Holding { peer, encoding, data, parity, index, .. } in holdings {
         let width = usize::from(*data) + usize::from(*parity);
         let Some(at) = members.find(peer) else { continue };
         if *data == 0 || width > MAX_WIDTH || usize::from(*index) >= width {

@@ -52,7 +52,7 @@ impl Scene {
             Redundancy::ReedSolomon { data, parity } => (data, parity, index),
         };
         let encoding = BlobId::of(encoding);
-        self.holdings.push(Holding { peer, encoding, data, parity, index });
+        self.holdings.push(Holding { peer, encoding, data, parity, index, len: 1 });
     }
 
     fn node(&mut self, peer: PeerId) -> &mut Node {
