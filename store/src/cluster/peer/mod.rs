@@ -3,6 +3,7 @@
 #[cfg(test)]
 mod delete_tests;
 mod directory;
+mod limits;
 #[cfg(test)]
 mod served_tests;
 mod server;

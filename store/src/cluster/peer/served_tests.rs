@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -12,11 +12,11 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::tests::{CODE, flip, fragment};
-use super::{PeerStore, serve};
-use crate::cluster::Connection;
-use crate::cluster::fragment::Fragment;
+use super::{FragmentId, Held, PeerStore, serve};
+use crate::cluster::fragment::{Fragment, encode};
 use crate::cluster::identity::Security;
 use crate::cluster::wire::{Answer, HEADER, Header, Hello, MAX_BODY, Request};
+use crate::cluster::{Connection, Redundancy};
 use crate::error::ErrorKind;
 use crate::id::BlobId;
 
@@ -151,27 +151,148 @@ async fn who_does_not_speak_the_protocol_is_told_or_ignored() {
     peer.stop().await;
 }
 
-/// Memory for requests is shared: clients that ask and do not listen must not keep it for ever.
+/// A copy of a blob of 4 MiB, the longest there is.
+fn large(number: u8) -> Fragment {
+    let content = vec![number; 4 << 20];
+    let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
+    let block = blocks.get(0).to_vec();
+    Fragment { description, index: 0, block: block.into() }
+}
+
+/// A client that says hello and something more, and then nothing; it takes no answers.
+async fn silent(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> TcpStream {
+    let mut stream = TcpStream::connect(peer.address).await.unwrap();
+    let hello = frame(&Request::Hello(Hello { oldest: 1, newest: 1 }));
+    for (header, body) in std::iter::once(&hello).chain(frames) {
+        // It may have been ended.
+        let _ = stream.write_all(&[&header.to_bytes()[..], body].concat()).await;
+    }
+    stream
+}
+
+/// How long a client waits that behaves: most of the time hardly, and never for long.
+async fn assert_served(peer: &Peer, known: &Connection, one: &Fragment) {
+    let mut times = Vec::new();
+    let mut ask = async |connection: &Connection| {
+        let start = Instant::now();
+        let asked = timeout(Duration::from_secs(20), connection.get(&one.description.blob)).await;
+        assert_eq!(asked.expect("in time").unwrap().len(), 1);
+        times.push(start.elapsed());
+    };
+    for _ in 0..5 {
+        ask(known).await;
+    }
+    // One that was not there before, too.
+    let other = peer.connect().await;
+    timeout(Duration::from_secs(20), other.usage()).await.expect("in time").unwrap();
+    for _ in 0..4 {
+        ask(&other).await;
+    }
+    times.sort();
+    println!("{times:?}");
+    assert!(times[4] < Duration::from_secs(1), "{times:?}");
+}
+
+/// Memory for requests is shared: clients that ask and do not listen must not keep it.
 #[tokio::test]
 async fn clients_that_do_not_listen_do_not_stop_the_others() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let good = peer.connect().await;
-    let one = fragment(1, CODE, 0);
+    let one = large(1);
     good.put(one.clone()).await.unwrap();
-    let mut silent = Vec::new();
+    let gets = vec![frame(&Request::Get(one.description.blob)); 20];
+    let mut clients = Vec::new();
     for _ in 0..50 {
-        let mut stream = TcpStream::connect(peer.address).await.unwrap();
-        let (header, body) = frame(&Request::Hello(Hello { oldest: 1, newest: 1 }));
-        stream.write_all(&[&header.to_bytes()[..], &body].concat()).await.unwrap();
-        let (header, body) = frame(&Request::Get(one.description.blob));
-        for _ in 0..20 {
-            stream.write_all(&[&header.to_bytes()[..], &body].concat()).await.unwrap();
-        }
-        silent.push(stream);
+        clients.push(silent(&peer, &gets).await);
     }
-    let asked = timeout(Duration::from_secs(20), good.get(&one.description.blob)).await;
-    assert_eq!(asked.expect("in time").unwrap().len(), 1);
-    drop(silent);
+    assert_served(&peer, &good, &one).await;
+    // They want more than all memory and do not take it, so some are ended.
+    let is_ended = |client: &TcpStream| match client.try_write(&[0]) {
+        Ok(_) => false,
+        Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
+    };
+    let start = Instant::now();
+    while !clients.iter().any(is_ended) {
+        assert!(start.elapsed() < Duration::from_secs(20), "nobody is ended");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    peer.stop().await;
+}
+
+#[tokio::test]
+async fn clients_that_do_not_end_their_requests_do_not_stop_the_others() {
+    let dir = TempDir::new().unwrap();
+    let peer = Peer::start(&dir, None).await;
+    let good = peer.connect().await;
+    let one = large(1);
+    good.put(one.clone()).await.unwrap();
+    // Of a put of 4 MiB, the start.
+    let (header, mut body) = frame(&Request::Put(large(2)));
+    body.truncate(1000);
+    let mut clients = Vec::new();
+    for _ in 0..50 {
+        clients.push(silent(&peer, &[(header, body.clone())]).await);
+    }
+    assert_served(&peer, &good, &one).await;
+    let start = Instant::now();
+    timeout(Duration::from_secs(20), good.put(large(3))).await.expect("in time").unwrap();
+    println!("a put: {:?}", start.elapsed());
+    drop(clients);
+    peer.stop().await;
+}
+
+#[tokio::test]
+async fn those_who_say_nothing_do_not_take_all_places() {
+    let dir = TempDir::new().unwrap();
+    let peer = Peer::start(&dir, None).await;
+    let mut strangers = Vec::new();
+    for _ in 0..200 {
+        strangers.push(TcpStream::connect(peer.address).await.unwrap());
+    }
+    let good = peer.connect().await;
+    assert_eq!(good.usage().await.unwrap().fragments, 0);
+    // The oldest were ended for the newest, long before their time.
+    let mut byte = [0];
+    let ended = timeout(Duration::from_secs(5), strangers[0].read(&mut byte)).await;
+    assert!(matches!(ended.expect("it was ended"), Ok(0) | Err(_)));
+    let alive = timeout(Duration::from_millis(1), strangers[199].read(&mut byte)).await;
+    assert!(alive.is_err(), "the newest has its time");
+    peer.stop().await;
+}
+
+#[tokio::test]
+async fn fragments_are_listed_and_deleted_and_room_is_reserved() {
+    let dir = TempDir::new().unwrap();
+    let peer = Peer::start(&dir, Some(64 << 10)).await;
+    let (one, other) = (peer.connect().await, peer.connect().await);
+    one.reserve(48 << 10).await.unwrap();
+    let refused = other.reserve(32 << 10).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    other.put(fragment(1, CODE, 0)).await.unwrap();
+    other.put(fragment(2, CODE, 0)).await.unwrap_err();
+    one.put(fragment(2, CODE, 0)).await.unwrap();
+    let usage = one.usage().await.unwrap();
+    assert_eq!((usage.used, usage.reserved), (32 << 10, 32 << 10));
+    drop(one);
+    // It ends with the connection, as soon as the peer sees that.
+    let start = Instant::now();
+    while other.usage().await.unwrap().reserved > 0 {
+        assert!(start.elapsed() < Duration::from_secs(20), "the reservation stays");
+    }
+    let none = BlobId::from_bytes([0; 32]);
+    let page = other.list(&none).await.unwrap();
+    assert_eq!(page.len(), 2);
+    assert_eq!(other.list(&page[1].0).await.unwrap(), []);
+    assert_eq!(other.records(&none).await.unwrap(), []);
+    let id = |(blob, held): &(BlobId, Held)| FragmentId {
+        blob: *blob,
+        encoding: held.encoding,
+        index: held.index,
+    };
+    let all: Vec<_> = page.iter().map(id).collect();
+    assert_eq!(other.delete(&all, 60).await.unwrap(), 0, "they are new");
+    assert_eq!(other.delete(&all, 0).await.unwrap(), 32 << 10);
+    assert_eq!(other.usage().await.unwrap().fragments, 0);
     peer.stop().await;
 }

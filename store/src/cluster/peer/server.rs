@@ -8,7 +8,8 @@
 //! ```
 //!
 //! What requests and answers hold in memory is bounded for all connections together: a request is read only
-//! when there is room for it, and the room is free again when its answer is sent.
+//! when there is room for it, and the room is free again when its answer is sent. `limits` sees to it that nobody
+//! keeps it from the others.
 
 use std::io;
 use std::sync::Arc;
@@ -16,8 +17,8 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, BufReader};
-use tokio::net::TcpListener;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use super::super::fragment::{Fragment, MAX_CONTENT};
@@ -27,11 +28,9 @@ use super::super::wire::{
     Answer, GET, HAVE, HEADER, Header, Hello, LIST, MAX_BODY, MAX_LISTED, OLDEST, RECORDS, Request,
     VERSION,
 };
+use super::limits::{Limits, Memory, Place, Stranger};
 use super::store::{PeerStore, Room};
 use crate::error::{Error, ErrorKind, Result};
-
-/// Memory for requests and answers, in units of a KiB.
-const MEMORY: usize = 64 << 10;
 
 /// Connections at a time.
 const MAX_CONNECTIONS: usize = 1024;
@@ -58,7 +57,14 @@ const GROUP: usize = 64 << 20;
 struct Outgoing {
     number: u64,
     answer: Answer,
-    _memory: OwnedSemaphorePermit,
+    _memory: Memory,
+}
+
+impl Outgoing {
+    fn new(number: u64, answer: Answer, mut memory: Memory) -> Outgoing {
+        memory.answered(answer_units(&answer));
+        Outgoing { number, answer, _memory: memory }
+    }
 }
 
 type Answers = mpsc::UnboundedSender<Outgoing>;
@@ -70,7 +76,7 @@ struct Put {
     room: Arc<Room>,
     number: u64,
     answers: Answers,
-    memory: OwnedSemaphorePermit,
+    memory: Memory,
 }
 
 /// Serves connections until `stop` ends.
@@ -80,11 +86,13 @@ pub async fn serve(
     security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    let memory = Arc::new(Semaphore::new(MEMORY));
+    let limits = Limits::new();
     // Bounded by the memory that each of them holds.
     let (puts, waiting) = mpsc::unbounded_channel();
     let own = store.clone();
     let storing = thread::Builder::new().name("store".into()).spawn(move || keep(&own, waiting))?;
+    let mut watching = JoinSet::new();
+    watching.spawn(limits.clone().watch());
     let mut connections = JoinSet::new();
     tokio::pin!(stop);
     loop {
@@ -97,15 +105,11 @@ pub async fn serve(
             // Beyond the limit it is closed at once.
             Ok(_) if connections.len() >= MAX_CONNECTIONS => {}
             Ok((stream, address)) => {
-                let (store, memory, puts) = (store.clone(), memory.clone(), puts.clone());
-                let security = security.clone();
+                let (store, puts, security) = (store.clone(), puts.clone(), security.clone());
+                let stranger = limits.stranger();
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
-                    let served = async {
-                        let (reader, writer, _) = security.accept(stream, &Role::ALL).await?;
-                        connection(reader, writer, &store, &memory, &puts).await
-                    };
-                    if let Err(error) = served.await {
+                    if let Err(error) = client(stream, stranger, &security, &store, &puts).await {
                         tracing::debug!(%address, %error, "a connection ends");
                     }
                 });
@@ -125,19 +129,41 @@ pub async fn serve(
     })
 }
 
-/// Serves one client.
+/// Serves one client as long as it keeps within the limits.
+async fn client(
+    stream: TcpStream,
+    mut stranger: Stranger,
+    security: &Security,
+    store: &Arc<PeerStore>,
+    puts: &mpsc::UnboundedSender<Put>,
+) -> io::Result<()> {
+    let greeted = async {
+        let (mut reader, mut writer, _) = security.accept(stream, &Role::ALL).await?;
+        let is_welcome = greet(&mut reader, &mut writer, store).await?;
+        io::Result::Ok(is_welcome.then_some((reader, writer)))
+    };
+    let greeted = tokio::select! {
+        greeted = greeted => greeted?,
+        () = stranger.ended() => return Err(io::Error::other("it has not said who it is")),
+    };
+    let Some((reader, writer)) = greeted else { return Ok(()) };
+    let place = stranger.into_place();
+    let (reader, writer) = (place.count(reader), place.count(writer));
+    tokio::select! {
+        served = connection(reader, writer, &place, store, puts) => served,
+        () = place.ended() => Err(io::Error::other("it keeps memory from others")),
+    }
+}
+
+/// Answers one client.
 async fn connection(
     reader: impl AsyncRead + Unpin,
     writer: impl AsyncWrite + Unpin + Send + 'static,
+    place: &Place,
     store: &Arc<PeerStore>,
-    memory: &Arc<Semaphore>,
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
     let mut reader = BufReader::with_capacity(READ_AHEAD, reader);
-    let mut writer = writer;
-    if !greet(&mut reader, &mut writer, store).await? {
-        return Ok(());
-    }
     let room = Arc::new(Room::new(store.clone()));
     let (answers, outgoing) = mpsc::unbounded_channel();
     let mut sending = JoinSet::new();
@@ -150,35 +176,31 @@ async fn connection(
         };
         let Some(header) = header else { break };
         let header = header.map_err(io::Error::other)?;
-        let held = memory.clone().acquire_many_owned(units(&header)).await;
-        let held = held.map_err(io::Error::other)?;
+        let mut memory = place.take(units(&header)).await?;
         let body = read_body(&mut reader, &header).await?;
+        memory.received();
         match Request::from_bytes(header.kind, &body) {
             Ok(Request::Put(fragment)) => {
                 let (number, answers) = (header.number, answers.clone());
                 let room = room.clone();
-                let put = Put { fragment, room, number, answers, memory: held };
+                let put = Put { fragment, room, number, answers, memory };
                 // It ends after the last connection, unless it has panicked.
                 puts.send(put).map_err(|_| io::Error::other("nothing can be stored"))?;
             }
             Ok(request) => {
                 let (store, room, answers) = (store.clone(), room.clone(), answers.clone());
                 tokio::task::spawn_blocking(move || {
-                    let mut held = held;
                     let answer = answer(&store, &room, request);
                     let answer = answer.unwrap_or_else(|error| Answer::failed(&error));
                     drop(room);
-                    // It may be shorter than it might have been.
-                    let excess = held.num_permits().saturating_sub(answer_units(&answer));
-                    drop(held.split(excess));
                     // The client may have gone.
-                    let _ = answers.send(Outgoing { number: header.number, answer, _memory: held });
+                    let _ = answers.send(Outgoing::new(header.number, answer, memory));
                 });
             }
             // Where the next frame starts is clear, but not what this client means by it.
             Err(error) => {
                 let (number, answer) = (header.number, Answer::failed(&error));
-                let _ = answers.send(Outgoing { number, answer, _memory: held });
+                let _ = answers.send(Outgoing::new(number, answer, memory));
                 break;
             }
         }
@@ -190,7 +212,7 @@ async fn connection(
 }
 
 /// The memory of a request and its answer, in units.
-fn units(header: &Header) -> u32 {
+fn units(header: &Header) -> usize {
     // Its answer may be as long as can be.
     let bytes = match header.kind {
         GET | RECORDS => MAX_BODY,
@@ -198,7 +220,7 @@ fn units(header: &Header) -> u32 {
         LIST => MAX_LISTED * LISTED,
         _ => 0,
     };
-    ((HEADER + header.len).max(bytes).div_ceil(1024) + 1) as u32
+    (HEADER + header.len).max(bytes).div_ceil(1024) + 1
 }
 
 /// The memory of an answer, in units.
@@ -326,14 +348,14 @@ fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
                 Err(error) => Answer::failed(error),
             };
             // The client may have gone.
-            let _ = answers.send(Outgoing { number, answer, _memory: memory });
+            let _ = answers.send(Outgoing::new(number, answer, memory));
         }
         next = waiting.blocking_recv();
     }
 }
 
 /// Writes a batch. What was taken joins the group that is to be synced.
-fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<(u64, Answers, OwnedSemaphorePermit)>) {
+fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<(u64, Answers, Memory)>) {
     let mut fragments = Vec::with_capacity(batch.len());
     let mut rooms = Vec::with_capacity(batch.len());
     let mut rest = Vec::with_capacity(batch.len());
@@ -352,7 +374,7 @@ fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<(u64, Answers, OwnedS
             None => group.push((number, answers, memory)),
             Some(error) => {
                 let answer = Answer::failed(error);
-                let _ = answers.send(Outgoing { number, answer, _memory: memory });
+                let _ = answers.send(Outgoing::new(number, answer, memory));
             }
         }
     }

@@ -141,7 +141,7 @@ impl PeerStore {
     /// is the limit.
     pub fn open(directory: &Path, capacity: Option<u64>) -> Result<PeerStore> {
         let (lock, id) = directory::take(directory)?;
-        let blocks = LocalBlobs::open(directory)?;
+        let blocks = LocalBlobs::open_careful(directory)?;
         let table = Table::open(directory)?;
         let state = State { fragments: table.count()?, ..State::default() };
         Ok(PeerStore {
@@ -195,7 +195,6 @@ impl PeerStore {
         let put = {
             let _log = self.log.read().expect("no thread panics while it puts");
             self.state().set_busy(&staged);
-            self.heal(&staged);
             self.blocks.put(&blocks, &Keep::default())
         };
         let mut state = self.state();
@@ -246,15 +245,6 @@ impl PeerStore {
         state.reserved -= drawn;
         state.taken += bytes;
         Ok((name, bytes))
-    }
-
-    /// Reads blocks that are there already: one that turns out to be damaged is replaced.
-    fn heal(&self, staged: &[Staged]) {
-        for Staged { known: (description, _), block, .. } in
-            staged.iter().filter(|one| one.bytes == 0)
-        {
-            let _ = self.blocks.get(block, &mut vec![0; description.block_len()]);
-        }
     }
 
     /// Returns when everything put before this call is durable.

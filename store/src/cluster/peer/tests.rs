@@ -7,16 +7,21 @@ use tempfile::TempDir;
 
 use super::{Held, PeerStore};
 use crate::cluster::Redundancy;
-use crate::cluster::fragment::{Fragment, Kind, encode};
+use crate::cluster::fragment::{Fragment, Kind, encode, encode_record};
 use crate::error::ErrorKind;
 use crate::id::BlobId;
 
 pub(super) const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
 
-/// A fragment of a blob of 64 KiB.
-pub(super) fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
+fn content(number: u64) -> Vec<u8> {
     let mut content = vec![0; 64 << 10];
     blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut content);
+    content
+}
+
+/// A fragment of a blob of 64 KiB.
+pub(super) fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
+    let content = content(number);
     let (description, blocks) = encode(&BlobId::of(&content), &content, redundancy);
     let block = blocks.share(index.into());
     Fragment { description, index, block }
@@ -112,9 +117,16 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
     let store = open(dir.path());
     assert_eq!(store.get(&one.description.blob).unwrap(), []);
     assert_eq!(store.get(&other.description.blob).unwrap().len(), 1);
+    // Neither the fragment nor another one with the same block relies on it.
+    let (description, _) = encode_record(&one.description.blob, &content(1), CODE);
+    let record = Fragment { description, ..one.clone() };
+    put(&store, std::slice::from_ref(&record));
+    store.flush().unwrap();
+    assert_eq!(store.get(&one.description.blob).unwrap().len(), 2);
     put(&store, std::slice::from_ref(&one));
     store.flush().unwrap();
-    assert_eq!(store.get(&one.description.blob).unwrap(), [one]);
+    let found = store.get(&one.description.blob).unwrap();
+    assert!(found.len() == 2 && found.contains(&one) && found.contains(&record));
 }
 
 #[test]
