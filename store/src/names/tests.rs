@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tempfile::TempDir;
 
+use super::etcd::tests::Process;
 use super::served::tests::Catalog;
 use super::{Change, Embedded, Names, View, Wanted};
 
@@ -24,6 +25,12 @@ impl Place for TempDir {
 }
 
 impl Place for Catalog {
+    fn open(&self) -> Arc<dyn Names> {
+        Arc::new(self.client())
+    }
+}
+
+impl Place for Process {
     fn open(&self) -> Arc<dyn Names> {
         Arc::new(self.client())
     }
@@ -58,6 +65,7 @@ macro_rules! conformance {
 
 conformance!(embedded, tempfile::TempDir::new().unwrap());
 conformance!(served, crate::names::served::tests::Catalog::start());
+conformance!(etcd, crate::names::etcd::tests::Process::start());
 
 fn read(names: &dyn Names, key: &str) -> View {
     names.read(&[Wanted::key(key)]).unwrap()
