@@ -161,12 +161,12 @@ fn a_prefix_is_not_a_folder_and_a_folder_is_not_its_neighbour(place: &dyn Place)
 
 fn a_document_with_a_time_to_live_ends(place: &dyn Place) {
     let names = place.open();
-    let beat = || Change { relaxed: true, ..Change::default() }.put_for(2, "alive/x", &json!({}));
+    let beat = || Change { relaxed: true, ..Change::default() }.put_for(3, "alive/x", &json!({}));
     assert!(names.commit(&beat()).unwrap());
     let first = Instant::now();
     put(&*names, "alive/y", 1);
     let there = || names.read(&[Wanted::prefix("alive/")]).unwrap().documents.len();
-    while first.elapsed() < Duration::from_secs(3) {
+    while first.elapsed() < Duration::from_secs(4) {
         // It stays as long as it is written.
         assert!(names.commit(&beat()).unwrap());
         assert_eq!(there(), 2, "after {:?}", first.elapsed());
