@@ -193,13 +193,8 @@ impl Repairing {
                 found
             }
             Step::Drop { .. } if self.plant == Some(Plant::LostIsUp) => true,
-            Step::Drop { encoding, index, kept_by: Some(keeper), .. } => {
-                has(keeper, encoding, *index)
-            }
-            Step::Drop { encoding, kept_by: None, .. } => {
-                let mut others = answering;
-                others.retain(|one| one.encoding != *encoding);
-                is_enough(&others)
+            Step::Drop { kept, .. } => {
+                kept.iter().all(|one| has(&one.peer, &one.encoding, one.index))
             }
             Step::Encode { .. } => unreachable!("all encodings here are as they are wanted"),
         }
