@@ -15,6 +15,8 @@ pub struct Report {
     pub under: u64,
     /// Of them, those that have less than their redundancy still.
     pub left: u64,
+    /// Of them, those of which a peer that is down may have a part: nothing is done about that.
+    pub waiting: u64,
     /// Fragments that were computed from others.
     pub rebuilt: u64,
     /// Fragments that were copied to where they belong.
@@ -45,6 +47,7 @@ impl Report {
     /// Adds what is known of a blob in the end.
     pub(super) fn settle(&mut self, blob: &BlobId, plan: &Plan) {
         self.left += u64::from(plan.missing > 0);
+        self.waiting += u64::from(plan.waiting > 0);
         let survives = i64::from(plan.survives);
         self.survives = Some(self.survives.map_or(survives, |worst| worst.min(survives)));
         if plan.survives < 0 && self.unreadable.len() < MAX_TOLD {
@@ -64,6 +67,7 @@ impl Report {
         self.blobs += other.blobs;
         self.under += other.under;
         self.left += other.left;
+        self.waiting += other.waiting;
         self.rebuilt += other.rebuilt;
         self.moved += other.moved;
         self.dropped += other.dropped;
