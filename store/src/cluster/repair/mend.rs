@@ -15,13 +15,10 @@ use super::super::redundancy::Redundancy;
 use super::job::Shared;
 use super::matching::MAX_WIDTH;
 use super::peers::Peers;
-use super::plan::{Holding, Plan, Step};
+use super::plan::{Holding, Place, Plan, Step};
 use super::report::Report;
 use crate::error::{Error, ErrorKind};
 use crate::id::{BlobId, PeerId};
-
-/// Who has which fragment of which encoding.
-pub(super) type Place = (PeerId, BlobId, u8);
 
 /// A blob that is worked on.
 #[derive(Clone, Debug)]
@@ -30,23 +27,28 @@ pub(super) struct Entry {
     pub(super) wanted: Redundancy,
     /// Fragments that are not what their holders say.
     pub(super) damaged: HashSet<Place>,
-    /// Fragments that were stored in this repair.
-    pub(super) stored: HashSet<Place>,
+    /// Fragments that were read or stored in this repair.
+    pub(super) good: HashSet<Place>,
     /// Why the last step failed.
     pub(super) reason: Option<String>,
 }
 
 impl Entry {
     pub(super) fn new(blob: BlobId, wanted: Redundancy) -> Entry {
-        let (damaged, stored) = (HashSet::new(), HashSet::new());
-        Entry { blob, wanted, damaged, stored, reason: None }
+        let (damaged, good) = (HashSet::new(), HashSet::new());
+        Entry { blob, wanted, damaged, good, reason: None }
     }
 
     /// Only what is not known to be damaged.
     pub(super) fn sift(&self, mut holdings: Vec<Holding>) -> Vec<Holding> {
-        holdings.retain(|one| !self.damaged.contains(&(one.peer, one.encoding, one.index)));
+        holdings.retain(|one| !self.damaged.contains(&place(one)));
         holdings
     }
+}
+
+fn place(holding: &Holding) -> Place {
+    let Holding { peer, encoding, index, .. } = *holding;
+    Place { peer, encoding, index }
 }
 
 /// Blocks of one encoding, each at its index.
@@ -107,31 +109,18 @@ impl<'a, P: Peers> Mending<'a, P> {
                     }
                 }
                 Step::Copy { encoding, index, from, to } => {
-                    let place = (*from, *encoding, *index);
+                    let place = Place { peer: *from, encoding: *encoding, index: *index };
                     if let Some(fragment) = self.get(&place).await {
                         let is_done = self.put(to, *encoding, fragment).await;
                         self.done.moved += u64::from(is_done);
                     }
                 }
                 Step::Encode { from, to } => self.encode(from, to).await,
-                Step::Drop { peer, encoding, index, kept_by } => {
-                    let is_kept = match kept_by {
-                        Some(keeper) => {
-                            let place = (*keeper, *encoding, *index);
-                            self.entry.stored.contains(&place) || self.get(&place).await.is_some()
+                Step::Drop { peer, encoding, index, kept } => {
+                    for place in kept {
+                        if !self.entry.good.contains(place) && self.get(place).await.is_none() {
+                            return;
                         }
-                        None => match &plan.encoding {
-                            Some(kept) => {
-                                if gathered.is_none() {
-                                    gathered = self.gather(kept).await;
-                                }
-                                gathered.is_some()
-                            }
-                            None => false,
-                        },
-                    };
-                    if !is_kept {
-                        return;
                     }
                     self.delete(peer, *encoding, *index).await;
                 }
@@ -162,15 +151,16 @@ impl<'a, P: Peers> Mending<'a, P> {
         match found {
             Ok(Some(fragment)) => {
                 self.done.bytes += fragment.block.len() as u64;
+                self.entry.good.insert(*place);
                 return Some(fragment);
             }
-            Err(error) if error.kind() != ErrorKind::Corrupt => self.fail(&place.0, &error),
+            Err(error) if error.kind() != ErrorKind::Corrupt => self.fail(&place.peer, &error),
             Ok(None) | Err(_) => {
                 let blob = self.entry.blob;
-                tracing::warn!(%blob, peer = %place.0, index = place.2, "a fragment is damaged");
+                tracing::warn!(%blob, peer = %place.peer, index = place.index, "a fragment is damaged");
                 self.done.damaged += 1;
                 self.entry.damaged.insert(*place);
-                self.entry.stored.remove(place);
+                self.entry.good.remove(place);
             }
         }
         None
@@ -183,8 +173,9 @@ impl<'a, P: Peers> Mending<'a, P> {
         match self.shared.peers.put(*to, fragment).await {
             Ok(()) => {
                 self.done.bytes += len;
-                self.entry.stored.insert((*to, encoding, index));
-                self.entry.damaged.remove(&(*to, encoding, index));
+                let place = Place { peer: *to, encoding, index };
+                self.entry.good.insert(place);
+                self.entry.damaged.remove(&place);
                 true
             }
             Err(error) => {
@@ -214,9 +205,9 @@ impl<'a, P: Peers> Mending<'a, P> {
         // Each blob burdens others.
         let turn = usize::from(self.entry.blob.as_bytes()[1]) % own.len();
         for one in own[turn..].iter().chain(&own[..turn]) {
-            let place = (one.peer, one.encoding, one.index);
-            let is_new = places.len() < needed && places.iter().all(|other| other.2 != one.index);
-            if is_new { places.push(place) } else { more.push(place) }
+            let is_new =
+                places.len() < needed && places.iter().all(|other| other.index != one.index);
+            if is_new { places.push(place(one)) } else { more.push(place(one)) }
         }
         let mut gathered: Option<Gathered> = None;
         let mut asked = JoinSet::new();
@@ -270,7 +261,7 @@ impl<'a, P: Peers> Mending<'a, P> {
 async fn fetch<P: Peers>(
     shared: &Shared<P>,
     blob: BlobId,
-    (peer, encoding, index): &Place,
+    Place { peer, encoding, index }: &Place,
 ) -> Result<Option<Fragment>, Error> {
     let found = shared.peers.get(*peer, blob).await?;
     let is_it = |one: &Fragment| {

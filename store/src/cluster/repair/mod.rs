@@ -22,5 +22,5 @@ mod tests;
 pub use job::{How, repair};
 pub use members::{Members, Node, State};
 pub use peers::{Connected, Peers};
-pub use plan::{Holding, Plan, Step, plan};
+pub use plan::{Holding, Place, Plan, Step, plan};
 pub use report::Report;
