@@ -236,6 +236,12 @@ pub enum Error {
         /// How many there are.
         peers: usize,
     },
+    /// No such peer ever joined.
+    #[error("there is no peer '{peer}'; `cairn peers` shows them")]
+    NoPeer {
+        /// Its name.
+        peer: String,
+    },
     /// Blobs that were taken could not be made durable.
     #[error(
         "{blobs} blobs are not stored as they should be: {reason}; they are kept, and tried again with the next flush"
@@ -251,6 +257,16 @@ pub enum Error {
     Peer {
         /// Its address.
         peer: String,
+        /// What the caller can do about it.
+        kind: ErrorKind,
+        /// Why.
+        reason: String,
+    },
+    /// The catalog did not do what it was asked for.
+    #[error("catalog {address}: {reason}")]
+    Catalog {
+        /// Where it is.
+        address: String,
         /// What the caller can do about it.
         kind: ErrorKind,
         /// Why.
@@ -274,6 +290,12 @@ pub enum Error {
         /// The repository's directory.
         path: PathBuf,
     },
+    /// One at a time repairs a cluster.
+    #[error("another repair is under way; `cairn peers` shows what it has done when it has ended")]
+    RepairRuns,
+    /// Others were faster, again and again.
+    #[error("the catalog is changed by many others at once; try again")]
+    Contended,
     /// The database refused.
     #[error("the repository's database failed: {0}")]
     Database(#[from] rusqlite::Error),
@@ -294,6 +316,7 @@ impl Error {
             Error::NoRepository { .. }
             | Error::NoImage { .. }
             | Error::NoSnapshot { .. }
+            | Error::NoPeer { .. }
             | Error::NoMirror { .. } => ErrorKind::NotFound,
             Error::ImageExists { .. }
             | Error::SnapshotExists { .. }
@@ -301,14 +324,16 @@ impl Error {
             | Error::Fenced { .. }
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
+            | Error::RepairRuns
             | Error::WrongState { .. } => ErrorKind::Conflict,
-            Error::Peer { kind, .. } => *kind,
+            Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
             | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }
+            | Error::Contended
             | Error::Poisoned { .. } => ErrorKind::Unavailable,
             Error::Database(source) => match source.sqlite_error_code() {
                 Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {

@@ -50,6 +50,33 @@ pub(crate) fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
+/// Gives a part of the file back to the file system. It reads as zeros then, and the length stays.
+pub(crate) fn punch(file: &File, part: Range<u64>) -> io::Result<()> {
+    let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
+    match unsafe { libc::fallocate64(file.as_raw_fd(), mode, start, len) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The first part at or behind `from` that takes space; nothing if there is none.
+pub(crate) fn next_data(file: &File, from: u64) -> io::Result<Option<Range<u64>>> {
+    let seek = |from: u64, whence| {
+        // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
+        match unsafe { libc::lseek64(file.as_raw_fd(), from as libc::off64_t, whence) } {
+            -1 => Err(io::Error::last_os_error()),
+            at => Ok(at as u64),
+        }
+    };
+    match seek(from, libc::SEEK_DATA) {
+        Ok(start) => Ok(Some(start..seek(start, libc::SEEK_HOLE)?)),
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// Makes a directory's entries durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     File::open(path).and_then(|dir| dir.sync_all()).map_err(|e| Error::io("syncing", path, e))

@@ -32,7 +32,7 @@ pub(super) const MAX_BLOBS: usize = 256;
 pub(super) const MAX_RECORD: usize = record_len(MAX_BLOBS);
 
 /// The length of a record, in whole blocks.
-const fn record_len(blobs: usize) -> usize {
+pub(super) const fn record_len(blobs: usize) -> usize {
     (HEADER + blobs * ENTRY + CHECKSUM).next_multiple_of(ALIGNMENT)
 }
 

@@ -12,6 +12,8 @@
 //! already returned, and the kernel tells only once: the handle is poisoned, and fails every put and
 //! flush from then on, so that nothing that relies on a lost blob is published.
 //!
+//! To delete is the other way round: the index forgets a blob, durably, and then its bytes are given back.
+//!
 //! A crash leaves bytes at the end of a segment that nothing refers to; the next process that appends
 //! to the segment overwrites them.
 
@@ -20,11 +22,13 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::group::{Entry, MAX_BLOBS};
 use super::index::{Index, Slot};
-use super::segment::{Segment, path_of, scan};
+use super::reclaim::{drop_empty, reclaim};
+use super::segment::{ALIGNMENT, Segment, path_of, scan};
 use super::{Blobs, NewBlob};
 use crate::cluster::Keep;
 use crate::error::{Error, Result};
@@ -51,6 +55,19 @@ pub(crate) struct LocalBlobs {
     files: Mutex<HashMap<u64, Arc<File>>>,
     /// Blobs that were found damaged: who puts one again replaces it.
     damaged: Mutex<HashSet<BlobId>>,
+    /// The bytes that the disk takes for what this handle has added, less what it has deleted.
+    balance: AtomicI64,
+}
+
+/// Blobs that the index has forgotten, and whose bytes are still there.
+#[must_use = "their space is not given back"]
+pub(crate) struct Forgotten(Vec<Slot>);
+
+impl Forgotten {
+    /// The bytes that the disk takes for them.
+    pub(crate) fn space(&self) -> u64 {
+        self.0.iter().map(Slot::space).sum()
+    }
 }
 
 #[derive(Default)]
@@ -61,6 +78,13 @@ struct State {
     waiting: Vec<Entry>,
     waiting_bytes: u64,
     poisoned: bool,
+}
+
+impl State {
+    /// Whether as much waits as may wait.
+    fn is_full(&self) -> bool {
+        self.waiting_bytes >= STAGED_BYTES || self.waiting.len() >= STAGED_BLOBS
+    }
 }
 
 impl LocalBlobs {
@@ -84,8 +108,57 @@ impl LocalBlobs {
                 scan(&directory, number, tell)
             })
         })?;
-        let (state, current, flushing, files, damaged) = Default::default();
-        Ok(Self { directory, index, state, current, flushing, files, damaged })
+        let (state, current, flushing, files, damaged, balance) = Default::default();
+        Ok(Self { directory, index, state, current, flushing, files, damaged, balance })
+    }
+
+    /// The bytes that the disk takes for all blobs that are known.
+    pub(crate) fn space(&self) -> Result<u64> {
+        self.index.space()
+    }
+
+    /// By how much this handle has changed [`LocalBlobs::space`].
+    pub(crate) fn balance(&self) -> i64 {
+        self.balance.load(Ordering::Relaxed)
+    }
+
+    /// The bytes that the disk takes for a blob of this length.
+    pub(crate) fn space_of(len: usize) -> u64 {
+        len.next_multiple_of(ALIGNMENT) as u64
+    }
+
+    /// Deletes blobs, durably. Those that are not there, or not flushed yet, stay as they are. Their space comes
+    /// back with [`LocalBlobs::reclaim`].
+    ///
+    /// Nobody may put one of them from before this call until after it: who puts what is there relies on it.
+    pub(crate) fn forget(&self, ids: &[BlobId]) -> Result<Forgotten> {
+        let mut flushed = Vec::with_capacity(ids.len());
+        {
+            let state = self.state();
+            self.check(&state)?;
+            flushed.extend(ids.iter().filter(|id| !state.staged.contains_key(id)));
+        }
+        let forgotten = Forgotten(self.index.delete(flushed.iter().copied())?);
+        self.balance.fetch_sub(forgotten.space() as i64, Ordering::Relaxed);
+        let mut damaged = self.damaged();
+        flushed.into_iter().for_each(|id| {
+            damaged.remove(id);
+        });
+        Ok(forgotten)
+    }
+
+    /// Gives the space of deleted blobs back to the file system, and returns how much. What fails is told in the
+    /// log.
+    pub(crate) fn reclaim(&self, forgotten: Forgotten) -> u64 {
+        let freed = reclaim(&self.directory, &self.index, &forgotten.0);
+        match drop_empty(&self.directory, &self.index) {
+            Ok(gone) => {
+                let mut files = self.files.lock().expect("no thread panics with the files locked");
+                gone.iter().for_each(|number| drop(files.remove(number)));
+            }
+            Err(error) => tracing::warn!(%error, "segments that hold nothing stay"),
+        }
+        freed
     }
 
     /// The segment to append to.
@@ -170,7 +243,8 @@ impl LocalBlobs {
         }
         let damaged = self.damaged().clone();
         let ends = ends.into_values().map(|(segment, end)| (segment.number, end));
-        self.index.insert(entries, &damaged, ends)?;
+        let added = self.index.insert(entries, &damaged, ends)?;
+        self.balance.fetch_add(added as i64, Ordering::Relaxed);
         let mut still = self.damaged();
         entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
             still.remove(&entry.id);
@@ -245,14 +319,24 @@ impl Blobs for LocalBlobs {
             Some(slot) => Some(slot),
             None => self.index.find(id)?,
         };
-        match slot {
-            Some(slot) => self.read(id, slot, buf),
-            None => Err(Error::MissingBlob { id: *id }),
-        }
+        let Some(slot) = slot else { return Err(Error::MissingBlob { id: *id }) };
+        self.read(id, slot, buf).or_else(|error| match self.index.find(id)? {
+            // It was deleted meanwhile, or is somewhere else.
+            None if staged.is_none() => {
+                self.damaged().remove(id);
+                Err(Error::MissingBlob { id: *id })
+            }
+            Some(other) if other != slot => self.read(id, other, buf),
+            _ => Err(error),
+        })
     }
 
     fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
         let mut added = 0;
+        if self.state().is_full() {
+            // The last flush has failed. Without another one there would be no bound.
+            self.flush()?;
+        }
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             let segment = self.current()?;
             let slots = segment.append(missing)?;
@@ -268,7 +352,7 @@ impl Blobs for LocalBlobs {
                 state.waiting_bytes += u64::from(slot.len);
                 added += u64::from(slot.len);
             }
-            let full = state.waiting_bytes >= STAGED_BYTES || state.waiting.len() >= STAGED_BLOBS;
+            let full = state.is_full();
             drop(state);
             if full {
                 self.flush()?;

@@ -1,10 +1,13 @@
 //! Where immutable bytes are kept under the name of their content.
 
+#[cfg(test)]
+mod delete_tests;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod group;
 mod index;
 mod local;
+mod reclaim;
 mod segment;
 #[cfg(test)]
 mod tests;
@@ -27,7 +30,8 @@ pub trait Blobs: Send + Sync {
     /// corrupt: the caller knows how long it can be.
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize>;
 
-    /// Takes blobs and returns how many bytes that adds: those that are there already add none.
+    /// Takes blobs, to be kept like this, and returns how many bytes that adds: those that are there already add
+    /// none. Where there is one copy of everything, `keep` means nothing.
     ///
     /// They can be read at once through this object. After the next [`Blobs::flush`] they are durable,
     /// and everybody can read them. After an error any part of them may have been taken.
@@ -37,9 +41,20 @@ pub trait Blobs: Send + Sync {
     /// Returns when everything put before this call is durable, with the redundancy that it was put with.
     fn flush(&self) -> Result<()>;
 
-    /// Returns when everything put before this call can be read after the failure of this host: the redundancy may
-    /// be less than it should be.
+    /// Returns when everything put before this call can be read by everybody, though it may not have its full
+    /// redundancy.
     fn flush_available(&self) -> Result<()> {
         self.flush()
+    }
+
+    /// Takes a snapshot's record, as [`Blobs::put`] does with blobs, and returns its name; nothing where the
+    /// catalog is beside the blobs, and lost with them.
+    fn put_record(&self, _record: &[u8], _keep: &Keep) -> Result<Option<BlobId>> {
+        Ok(None)
+    }
+
+    /// All records that were ever taken.
+    fn records(&self) -> Result<Vec<Vec<u8>>> {
+        Ok(Vec::new())
     }
 }

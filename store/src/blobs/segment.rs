@@ -234,8 +234,22 @@ pub(super) fn scan_file(
     Ok(())
 }
 
+/// Opens a segment that nobody appends to, and keeps it so. Nothing if somebody does, or if it has no file.
+pub(super) fn hold(directory: &Path, number: u64) -> Result<Option<File>> {
+    let path = path_of(directory, number);
+    let file = match File::options().read(true).write(true).open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened.map_err(|error| Error::io("opening", &path, error))?,
+    };
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(std::fs::TryLockError::WouldBlock) => Ok(None),
+        Err(std::fs::TryLockError::Error(error)) => Err(Error::io("locking", &path, error)),
+    }
+}
+
 /// Reads as much as there is.
-fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+pub(super) fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buf.len() {
         match file.read_at(&mut buf[filled..], offset + filled as u64)? {

@@ -23,7 +23,7 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::client::Cluster;
-use super::fragment::{Blocks, Description, MAX_CONTENT, Plain, cut};
+use super::fragment::{Blocks, Description, Kind, MAX_CONTENT, Plain, cut};
 use super::names::Names;
 use super::redundancy::{Keep, Redundancy};
 use crate::blobs::{Blobs, NewBlob};
@@ -311,6 +311,15 @@ impl Blobs for ClusterBlobs {
     fn flush_available(&self) -> Result<()> {
         self.flush_while(|entry| !entry.available)
     }
+
+    fn put_record(&self, record: &[u8], keep: &Keep) -> Result<Option<BlobId>> {
+        // At once: it is one for each publication, which waits for it.
+        self.runtime.block_on(self.shared.cluster.put_record(record, keep)).map(Some)
+    }
+
+    fn records(&self) -> Result<Vec<Vec<u8>>> {
+        Ok(self.runtime.block_on(self.shared.cluster.records()))
+    }
 }
 
 impl Content {
@@ -466,7 +475,9 @@ async fn store(shared: Arc<Shared>, blob: BlobId, keep: Keep, content: Content, 
         Content::Cut(whole) => whole,
         Content::Plain(plain) => {
             let permit = shared.cutters.acquire().await;
-            let cut = tokio::task::spawn_blocking(move || Arc::new(cut(&blob, &plain, &keep)));
+            let cut = tokio::task::spawn_blocking(move || {
+                Arc::new(cut(Kind::Content, &blob, &plain, &keep))
+            });
             // If it panics or is given up, so is this.
             let Ok(whole) = cut.await else { return };
             drop(permit);

@@ -82,8 +82,8 @@ mod tests {
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
 
     use super::{BlobId, Collected, Fragment};
+    use crate::cluster::Redundancy;
     use crate::cluster::fragment::encode;
-    use crate::cluster::redundancy::Redundancy;
 
     proptest! {
         /// Whatever comes first, and whatever is wrong with it.

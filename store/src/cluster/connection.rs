@@ -11,11 +11,11 @@ use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
-use super::fragment::Fragment;
+use super::fragment::{Fragment, Kind};
 use super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::identity::{Reader, Role, Security, Writer};
-use super::peer::{Held, Usage};
-use super::wire::{Answer, Hello, MAX_ASKED, OLDEST, Request, VERSION};
+use super::peer::{FragmentId, Held, Usage};
+use super::wire::{Answer, Hello, MAX_ASKED, MAX_DELETED, OLDEST, Request, VERSION};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
@@ -152,10 +152,11 @@ impl Connection {
         }
     }
 
-    /// What the peer has of each of these blobs, of which there are at most [`MAX_ASKED`].
-    pub async fn have(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+    /// What the peer has of each of these blobs, of which there are at most [`MAX_ASKED`]. With `renew` it does not
+    /// take what is there for idle.
+    pub async fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
         debug_assert!(blobs.len() <= MAX_ASKED);
-        match self.ask(Request::Have(blobs.to_vec())).await? {
+        match self.ask(Request::Have { renew, blobs: blobs.to_vec() }).await? {
             Answer::Held(held) if held.len() == blobs.len() => Ok(held),
             _ => Err(self.unexpected()),
         }
@@ -167,6 +168,63 @@ impl Connection {
             Answer::Usage(usage) => Ok(usage),
             _ => Err(self.unexpected()),
         }
+    }
+
+    /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed within so many seconds. Returns the
+    /// bytes that the peer's disk has again.
+    pub async fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        debug_assert!(fragments.len() <= MAX_DELETED);
+        match self.ask(Request::Delete { idle, fragments: fragments.to_vec() }).await? {
+            Answer::Deleted(bytes) => Ok(bytes),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// Fragments of the first records behind this blob, in the order of their blobs. Nothing if there are no more.
+    pub async fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
+        let is_right = |one: &Fragment| {
+            one.description.kind() == Kind::Record
+                && one.description.blob > *after
+                && one.description.matches(one.index.into(), &one.block)
+        };
+        match self.ask(Request::Records(*after)).await? {
+            Answer::Fragments(all)
+                if all.iter().all(is_right) && all.is_sorted_by_key(|one| one.description.blob) =>
+            {
+                Ok(all)
+            }
+            Answer::Fragments(_) => Err(self.wrong_page()),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// The fragments of the first blobs behind this one, in the order of the blobs. Nothing if there are no more.
+    pub async fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
+        match self.ask(Request::List(*after)).await? {
+            Answer::Listed(all)
+                if all.first().is_none_or(|(blob, _)| blob > after)
+                    && all.is_sorted_by_key(|(blob, _)| *blob) =>
+            {
+                Ok(all)
+            }
+            Answer::Listed(_) => Err(self.wrong_page()),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// Reserves so much room for what is put through this connection, instead of what it has reserved before. It
+    /// ends with the connection.
+    pub async fn reserve(&self, bytes: u64) -> Result<()> {
+        match self.ask(Request::Reserve(bytes)).await? {
+            Answer::Reserved => Ok(()),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// Whoever goes through pages would never come to an end.
+    fn wrong_page(&self) -> Error {
+        let reason = "it has sent something else than the next page";
+        Error::Peer { peer: self.address.clone(), kind: ErrorKind::Corrupt, reason: reason.into() }
     }
 }
 

@@ -13,10 +13,12 @@
 //! ```text
 //! 0        4         5       6   7   8           12              16             48
 //! ┌────────┬─────────┬───────┬───┬───┬───────────┬───────────────┬──────────────┬──────────────────────┐
-//! │ "CRNF" │ version │ what  │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
+//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
 //! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
-//!                      └─ low 4 bits: codec (0 none, 1 zstd, 2 lz4), high 4 bits: kind (0 content, 1 record)
 //! ```
+//!
+//! The form is the codec in the low four bits (0 none, 1 zstd, 2 lz4), and the [`Kind`] in the high ones (0 content,
+//! 1 record).
 //!
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
@@ -25,7 +27,7 @@ use bytes::Bytes;
 use super::buffers::Buffer;
 use super::code::code;
 use super::compression::{Codec, compress, decompress};
-use super::redundancy::{Keep, Kind, Redundancy};
+use super::redundancy::{Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
@@ -37,6 +39,16 @@ const HASH: usize = 32;
 /// The longest content of a blob.
 pub const MAX_CONTENT: usize = 4 << 20;
 
+/// What a blob is for. It is said by whoever stores it, beside its content: a guest that writes what looks like
+/// a record has stored content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A chunk, or a node of a tree.
+    Content,
+    /// The record of a snapshot: names are restored from these.
+    Record,
+}
+
 /// What the blocks of one encoding of a blob are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {
@@ -46,8 +58,7 @@ pub struct Description {
     pub len: u32,
     /// Bytes of what was cut into blocks.
     encoded_len: u32,
-    /// What the blob is.
-    pub kind: Kind,
+    kind: Kind,
     codec: Codec,
     data: u8,
     parity: u8,
@@ -138,11 +149,21 @@ impl Blocks {
 /// If the content is empty or longer than [`MAX_CONTENT`].
 pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Description, Blocks) {
     let keep = keep.into();
-    cut(blob, &Plain::new(content, keep.redundancy), &keep)
+    cut(Kind::Content, blob, &Plain::new(content, keep.redundancy), &keep)
+}
+
+/// As [`encode`], for the record of a snapshot.
+pub fn encode_record(
+    blob: &BlobId,
+    content: &[u8],
+    keep: impl Into<Keep>,
+) -> (Description, Blocks) {
+    let keep = keep.into();
+    cut(Kind::Record, blob, &Plain::new(content, keep.redundancy), &keep)
 }
 
 /// The same for content that was copied for this redundancy.
-pub(super) fn cut(blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Blocks) {
+pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Blocks) {
     let (data, parity) = match keep.redundancy {
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
@@ -172,7 +193,7 @@ pub(super) fn cut(blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Bl
         blob: *blob,
         len: plain_len as u32,
         encoded_len: plain.len as u32,
-        kind: keep.kind,
+        kind,
         codec,
         data,
         parity,
@@ -191,6 +212,11 @@ pub(super) fn bytes_of(lead: &[u8]) -> usize {
 }
 
 impl Description {
+    /// What the blob is for.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
     /// How many blocks there are.
     pub fn width(&self) -> usize {
         self.hashes.len()
@@ -233,12 +259,8 @@ impl Description {
     pub(super) fn write(&self, bytes: &mut Vec<u8>) {
         bytes.reserve_exact(HEADER + self.hashes.len() * HASH);
         bytes.extend_from_slice(MAGIC);
-        let kind = match self.kind {
-            Kind::Content => 0,
-            Kind::Record => 1,
-        };
-        let what = kind << 4 | self.codec.number();
-        bytes.extend_from_slice(&[VERSION, what, self.data, self.parity]);
+        let form = (self.kind as u8) << 4 | self.codec.number();
+        bytes.extend_from_slice(&[VERSION, form, self.data, self.parity]);
         bytes.extend_from_slice(&self.len.to_le_bytes());
         bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
         bytes.extend_from_slice(self.blob.as_bytes());
@@ -367,7 +389,7 @@ mod tests {
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
     use proptest::sample::subsequence;
 
-    use super::{BlobId, Bytes, Description, Keep, Kind, Redundancy, encode};
+    use super::{BlobId, Bytes, Description, Keep, Redundancy, encode, encode_record};
 
     fn redundancies() -> Vec<Redundancy> {
         let texts = ["none", "replicas=3", "rs=2+1", "rs=3+2", "rs=4+4", "rs=8+4"];
@@ -414,12 +436,10 @@ mod tests {
             repeat in 1usize..20,
             which in 0usize..6,
             how in 0usize..4,
-            kind in any::<bool>(),
         ) {
             let content = pattern.repeat(repeat);
             let compression = ["auto", "zstd", "lz4", "none"][how].parse().unwrap();
-            let kind = if kind { Kind::Record } else { Kind::Content };
-            let keep = Keep { redundancy: redundancies()[which], compression, kind };
+            let keep = Keep { redundancy: redundancies()[which], compression };
             let (description, blocks) = encode(&BlobId::of(&content), &content, keep);
             let mut found = vec![0; content.len()];
             let all: Vec<_> = (0..description.width())
@@ -427,7 +447,6 @@ mod tests {
                 .collect();
             description.decode(&all, &mut found).unwrap();
             prop_assert_eq!(&found, &content);
-            prop_assert_eq!(description.kind, kind);
             prop_assert!(description.encoded_len <= description.len);
             let shrinks = pattern.len() > 100 && repeat > 3 && how != 3 && pattern.len() < 4000;
             prop_assert!(!shrinks || description.encoded_len < description.len, "it does shrink");
@@ -441,11 +460,11 @@ mod tests {
             record in any::<bool>(),
             flip in any::<(usize, u8)>(),
         ) {
-            let keep = Keep {
-                kind: if record { Kind::Record } else { Kind::Content },
-                ..redundancies()[which].into()
+            let (blob, keep) = (BlobId::of(&content), redundancies()[which]);
+            let (description, _) = match record {
+                true => encode_record(&blob, &content, keep),
+                false => encode(&blob, &content, keep),
             };
-            let (description, _) = encode(&BlobId::of(&content), &content, keep);
             let mut bytes = description.to_bytes();
             bytes.extend_from_slice(b"behind");
             let (again, rest) = Description::from_bytes(&bytes).unwrap();

@@ -9,11 +9,11 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
 use super::buffers::Buffer;
-use super::wire::{self, HEADER, Header};
+use super::wire::{self, HEADER, Header, MAX_BODY};
 use crate::error::Result;
 
 /// How long a body may take to come, and what is sent together to go.
-pub(super) const PROGRESS: Duration = Duration::from_secs(30);
+pub(crate) const PROGRESS: Duration = Duration::from_secs(30);
 
 /// Bytes that are read ahead: the frames of small messages. What is longer goes to its place at once.
 pub(super) const READ_AHEAD: usize = 1024;
@@ -22,13 +22,22 @@ pub(super) const READ_AHEAD: usize = 1024;
 const TOGETHER: usize = 256 << 10;
 
 /// The next header; nothing if the other side has closed, or is silent for longer than `idle`.
-pub(super) async fn read_header(
+pub(crate) async fn read_header(
     reader: &mut (impl AsyncRead + Unpin),
     idle: Duration,
 ) -> io::Result<Option<Result<Header>>> {
+    read_header_within(reader, idle, MAX_BODY).await
+}
+
+/// The next header, of a body of at most `longest` bytes.
+pub(crate) async fn read_header_within(
+    reader: &mut (impl AsyncRead + Unpin),
+    idle: Duration,
+    longest: usize,
+) -> io::Result<Option<Result<Header>>> {
     let mut bytes = [0; HEADER];
     match timeout(idle, reader.read_exact(&mut bytes)).await {
-        Ok(Ok(_)) => Ok(Some(Header::from_bytes(&bytes))),
+        Ok(Ok(_)) => Ok(Some(Header::within(&bytes, longest))),
         Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
         Ok(Err(error)) => Err(error),
         Err(_) => Ok(None),
@@ -36,7 +45,7 @@ pub(super) async fn read_header(
 }
 
 /// The body behind a header. The block of a put begins at the start of a page, so that it can go to the disk as it is.
-pub(super) async fn read_body(
+pub(crate) async fn read_body(
     reader: &mut (impl AsyncRead + Unpin),
     header: &Header,
 ) -> io::Result<Bytes> {
@@ -57,6 +66,20 @@ pub(super) async fn read_body(
         Ok(body.share())
     };
     timeout(PROGRESS, read).await?
+}
+
+/// Sends one frame. It may stay in the writer's buffer.
+pub(crate) async fn write(
+    writer: &mut (impl AsyncWrite + Unpin),
+    number: u64,
+    (kind, body): (u16, Vec<u8>),
+) -> io::Result<()> {
+    let header = Header { kind, number, len: body.len() };
+    timeout(PROGRESS, async {
+        writer.write_all(&header.to_bytes()).await?;
+        writer.write_all(&body).await
+    })
+    .await?
 }
 
 /// Frames on their way out, in parts that are not joined.

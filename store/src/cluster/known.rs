@@ -42,7 +42,7 @@ impl Cluster {
                 asked.spawn(async move {
                     let have = |connection: Arc<Connection>| {
                         let names = names.clone();
-                        async move { connection.have(&names).await }
+                        async move { connection.have(&names, true).await }
                     };
                     (at, numbers, inner.ways.ask(&members.all[at], have).await)
                 });
@@ -119,9 +119,10 @@ mod tests {
     use proptest::prelude::{prop_assert_eq, proptest};
 
     use super::{BlobId, Held, Redundancy, is_whole, spread};
+    use crate::cluster::fragment::Kind;
 
     fn held(name: &[u8], data: u8, parity: u8, index: u8) -> Held {
-        Held { encoding: BlobId::of(name), data, parity, index }
+        Held { encoding: BlobId::of(name), data, parity, index, kind: Kind::Content, len: 1 }
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! | [`Connection`] | who says it |
 //! | [`Cluster`] | many peers as one place for blobs |
 //! | [`ClusterBlobs`] | the same for threads, with a window of blobs on their way |
+//! | [`repair`] | what keeps it whole |
 
 mod blobs;
 #[cfg(test)]
@@ -21,15 +22,21 @@ mod code;
 mod collect;
 mod compression;
 mod connection;
+pub(crate) mod follower;
 pub mod fragment;
-mod frames;
+pub(crate) mod frames;
+pub mod heart;
 pub mod identity;
+pub mod keeper;
 mod known;
 mod members;
+pub mod membership;
 mod names;
 pub mod peer;
 pub mod placement;
+mod records;
 mod redundancy;
+pub mod repair;
 #[cfg(test)]
 mod tests;
 mod ways;
@@ -40,4 +47,4 @@ pub use client::{Cluster, Stored};
 pub use compression::Compression;
 pub use connection::Connection;
 pub use members::{Member, MemberState};
-pub use redundancy::{Keep, Kind, Redundancy};
+pub use redundancy::{Keep, Redundancy};

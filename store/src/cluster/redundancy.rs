@@ -72,31 +72,26 @@ pub struct Keep {
     pub redundancy: Redundancy,
     /// Whether it is made smaller before.
     pub compression: Compression,
-    /// What it is.
-    pub kind: Kind,
 }
 
-/// What a blob is, for those who look for one kind only.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// A chunk, or a node of a tree.
-    #[default]
-    Content,
-    /// The record of a snapshot, from which a lost catalog is made again.
-    Record,
+impl Keep {
+    /// For tree nodes and records: see [`Redundancy::of_small_blobs`].
+    pub fn of_small_blobs(&self) -> Keep {
+        Keep { redundancy: self.redundancy.of_small_blobs(), ..*self }
+    }
 }
 
 impl Default for Keep {
     /// One copy, compressed if that pays.
     fn default() -> Keep {
-        Keep { redundancy: Redundancy::NONE, compression: Compression::Auto, kind: Kind::Content }
+        Keep { redundancy: Redundancy::NONE, compression: Compression::Auto }
     }
 }
 
 impl From<Redundancy> for Keep {
     /// Spread like this, and not compressed.
     fn from(redundancy: Redundancy) -> Keep {
-        Keep { redundancy, compression: Compression::None, kind: Kind::Content }
+        Keep { redundancy, compression: Compression::None }
     }
 }
 

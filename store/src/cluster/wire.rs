@@ -15,8 +15,8 @@
 
 use bytes::Bytes;
 
-use super::fragment::{self, Description, Fragment, MAX_CONTENT};
-use super::peer::{Held, Usage};
+use super::fragment::{self, Description, Fragment, Kind, MAX_CONTENT};
+use super::peer::{FragmentId, Held, Usage};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
@@ -34,8 +34,20 @@ pub const MAX_BODY: usize = MAX_CONTENT + 8192;
 /// The most blobs in one question.
 pub const MAX_ASKED: usize = 4096;
 
+/// The most fragments of all those blobs in one answer: what is beyond is left out.
+pub const MAX_HELD: usize = 65536;
+
+/// The most fragments that are deleted at once.
+pub const MAX_DELETED: usize = 1024;
+
+/// The most fragments in one page of a list.
+pub const MAX_LISTED: usize = 4096;
+
+/// Bytes of all fragments in an answer.
+pub(crate) const MAX_FRAGMENTS_LEN: usize = MAX_BODY - 2;
+
 /// The longest reason in words.
-const MAX_TEXT: usize = 4096;
+pub(crate) const MAX_TEXT: usize = 4096;
 
 const MAGIC: &[u8; 4] = b"CRNW";
 
@@ -62,10 +74,15 @@ impl Header {
 
     /// As it was received.
     pub fn from_bytes(bytes: &[u8; HEADER]) -> Result<Header> {
+        Header::within(bytes, MAX_BODY)
+    }
+
+    /// As it was received, where a body has at most `longest` bytes.
+    pub(crate) fn within(bytes: &[u8; HEADER], longest: usize) -> Result<Header> {
         let [a, b, c, d, e, f, zero @ .., _, _, _, _, _, _, _, _] = *bytes;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
-        if len > MAX_BODY || zero != [0; 2] {
-            return Err(wrong("a frame that no peer sends"));
+        if len > longest || zero != [0; 2] {
+            return Err(wrong("a frame that nobody sends"));
         }
         let number = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
         Ok(Header { kind: u16::from_le_bytes([e, f]), number, len })
@@ -91,9 +108,27 @@ pub enum Request {
     /// Give all fragments of this blob.
     Get(BlobId),
     /// What is there of each of these blobs?
-    Have(Vec<BlobId>),
+    Have {
+        /// Whether the age of what is there begins again.
+        renew: bool,
+        /// At most [`MAX_ASKED`].
+        blobs: Vec<BlobId>,
+    },
     /// How much is there?
     Usage,
+    /// Delete fragments.
+    Delete {
+        /// Only those that were not stored or renewed within so many seconds, by the peer's clock.
+        idle: u32,
+        /// At most [`MAX_DELETED`].
+        fragments: Vec<FragmentId>,
+    },
+    /// Give fragments of records, those of the first blobs behind this one.
+    Records(BlobId),
+    /// Which fragments are there of the first blobs behind this one?
+    List(BlobId),
+    /// Keep so many bytes free for what this connection puts, instead of what it has reserved before.
+    Reserve(u64),
 }
 
 /// What a peer answers.
@@ -109,24 +144,37 @@ pub enum Answer {
     Held(Vec<Vec<Held>>),
     /// How much there is.
     Usage(Usage),
+    /// The fragments are deleted, and the disk has so many bytes again.
+    Deleted(u64),
+    /// A page of fragments in the order of their blobs, all of a blob or none. An empty one is the end.
+    Listed(Vec<(BlobId, Held)>),
+    /// The room is reserved.
+    Reserved,
     /// The request was not carried out.
     Failed(ErrorKind, String),
 }
 
-const HELLO: u16 = 1;
+pub(crate) const HELLO: u16 = 1;
 pub(crate) const PUT: u16 = 2;
 pub(crate) const GET: u16 = 3;
-const HAVE: u16 = 4;
+pub(crate) const HAVE: u16 = 4;
 const USAGE: u16 = 5;
+const DELETE: u16 = 6;
+pub(crate) const RECORDS: u16 = 7;
+pub(crate) const LIST: u16 = 8;
+const RESERVE: u16 = 9;
 const WELCOME: u16 = 101;
 const STORED: u16 = 102;
 const FRAGMENTS: u16 = 103;
 const HELD: u16 = 104;
 const USED: u16 = 105;
 const FAILED: u16 = 106;
+const DELETED: u16 = 107;
+const LISTED: u16 = 108;
+const RESERVED: u16 = 109;
 
 /// Kinds of failures, as they are sent.
-const KINDS: [ErrorKind; 5] = [
+pub(crate) const KINDS: [ErrorKind; 5] = [
     ErrorKind::Invalid,
     ErrorKind::NotFound,
     ErrorKind::Conflict,
@@ -152,10 +200,24 @@ impl Request {
                 (PUT, body)
             }
             Request::Get(blob) => (GET, blob.as_bytes().to_vec()),
-            Request::Have(blobs) => {
-                (HAVE, blobs.iter().flat_map(|blob| *blob.as_bytes()).collect())
+            Request::Have { renew, blobs } => {
+                let mut body = vec![u8::from(*renew)];
+                blobs.iter().for_each(|blob| body.extend_from_slice(blob.as_bytes()));
+                (HAVE, body)
             }
             Request::Usage => (USAGE, Vec::new()),
+            Request::Delete { idle, fragments } => {
+                let mut body = idle.to_le_bytes().to_vec();
+                for FragmentId { blob, encoding, index } in fragments {
+                    body.extend_from_slice(blob.as_bytes());
+                    body.extend_from_slice(encoding.as_bytes());
+                    body.push(*index);
+                }
+                (DELETE, body)
+            }
+            Request::Records(after) => (RECORDS, after.as_bytes().to_vec()),
+            Request::List(after) => (LIST, after.as_bytes().to_vec()),
+            Request::Reserve(bytes) => (RESERVE, bytes.to_le_bytes().to_vec()),
         }
     }
 
@@ -187,16 +249,33 @@ impl Request {
                 Request::Hello(Hello { oldest, newest })
             }
             PUT => Request::Put(body.fragment()?),
-            GET => Request::Get(BlobId::from_bytes(body.take()?)),
+            GET => Request::Get(body.blob()?),
             HAVE => {
+                let renew = body.flag()?;
                 let (ids, rest) = body.0.as_chunks::<32>();
                 if ids.len() > MAX_ASKED || !rest.is_empty() {
                     return Err(wrong("a question about too many blobs"));
                 }
                 body.0 = rest;
-                Request::Have(ids.iter().map(|id| BlobId::from_bytes(*id)).collect())
+                let blobs = ids.iter().map(|id| BlobId::from_bytes(*id)).collect();
+                Request::Have { renew, blobs }
             }
             USAGE => Request::Usage,
+            DELETE => {
+                let idle = body.take().map(u32::from_le_bytes)?;
+                let mut fragments = Vec::new();
+                while !body.0.is_empty() {
+                    if fragments.len() == MAX_DELETED {
+                        return Err(wrong("a deletion of too many fragments"));
+                    }
+                    let (blob, encoding, [index]) = (body.blob()?, body.blob()?, body.take()?);
+                    fragments.push(FragmentId { blob, encoding, index });
+                }
+                Request::Delete { idle, fragments }
+            }
+            RECORDS => Request::Records(body.blob()?),
+            LIST => Request::List(body.blob()?),
+            RESERVE => Request::Reserve(body.u64()?),
             _ => return Err(wrong("a request of a kind that is not known here")),
         };
         body.end().map(|()| request)
@@ -227,19 +306,28 @@ impl Answer {
             Answer::Held(all) => {
                 for held in all {
                     body.push(held.len() as u8);
-                    for Held { encoding, data, parity, index } in held {
-                        body.extend_from_slice(encoding.as_bytes());
-                        body.extend_from_slice(&[*data, *parity, *index]);
-                    }
+                    held.iter().for_each(|one| write_held(&mut body, one));
                 }
                 HELD
             }
-            Answer::Usage(Usage { capacity, used, fragments }) => {
-                [capacity, used, fragments]
+            Answer::Usage(Usage { capacity, used, reserved, fragments }) => {
+                [capacity, used, reserved, fragments]
                     .iter()
                     .for_each(|number| body.extend_from_slice(&number.to_le_bytes()));
                 USED
             }
+            Answer::Deleted(bytes) => {
+                body.extend_from_slice(&bytes.to_le_bytes());
+                DELETED
+            }
+            Answer::Listed(all) => {
+                for (blob, held) in all {
+                    body.extend_from_slice(blob.as_bytes());
+                    write_held(&mut body, held);
+                }
+                LISTED
+            }
+            Answer::Reserved => RESERVED,
             Answer::Failed(kind, reason) => {
                 let kind = KINDS.iter().position(|one| one == kind).expect("all are listed");
                 body.push(kind as u8);
@@ -290,9 +378,22 @@ impl Answer {
                 Answer::Held(all)
             }
             USED => {
-                let (capacity, used, fragments) = (body.u64()?, body.u64()?, body.u64()?);
-                Answer::Usage(Usage { capacity, used, fragments })
+                let (capacity, used) = (body.u64()?, body.u64()?);
+                let (reserved, fragments) = (body.u64()?, body.u64()?);
+                Answer::Usage(Usage { capacity, used, reserved, fragments })
             }
+            DELETED => Answer::Deleted(body.u64()?),
+            LISTED => {
+                let mut all = Vec::new();
+                while !body.0.is_empty() {
+                    if all.len() == MAX_LISTED {
+                        return Err(wrong("a page that is too long"));
+                    }
+                    all.push((body.blob()?, body.held()?));
+                }
+                Answer::Listed(all)
+            }
+            RESERVED => Answer::Reserved,
             FAILED => {
                 let [kind] = body.take()?;
                 let kind =
@@ -333,6 +434,18 @@ pub(super) fn block_at(lead: &[u8; LEAD]) -> usize {
     1 + fragment::bytes_of(description)
 }
 
+/// Bytes of a fragment in a body.
+pub(crate) fn fragment_len(description: &Description) -> usize {
+    1 + description.to_bytes().len() + description.block_len()
+}
+
+fn write_held(body: &mut Vec<u8>, held: &Held) {
+    let Held { encoding, data, parity, index, kind, len } = held;
+    body.extend_from_slice(encoding.as_bytes());
+    body.extend_from_slice(&[*data, *parity, *index, *kind as u8]);
+    body.extend_from_slice(&len.to_le_bytes());
+}
+
 /// What is left of a body, and the whole of it.
 struct Body<'a>(&'a [u8], &'a Bytes);
 
@@ -364,9 +477,23 @@ impl Body<'_> {
     }
 
     fn held(&mut self) -> Result<Held> {
-        let encoding = BlobId::from_bytes(self.take()?);
+        let encoding = self.blob()?;
         let [data, parity, index] = self.take()?;
-        Ok(Held { encoding, data, parity, index })
+        let kind = if self.flag()? { Kind::Record } else { Kind::Content };
+        let len = self.take().map(u32::from_le_bytes)?;
+        Ok(Held { encoding, data, parity, index, kind, len })
+    }
+
+    fn blob(&mut self) -> Result<BlobId> {
+        self.take().map(BlobId::from_bytes)
+    }
+
+    fn flag(&mut self) -> Result<bool> {
+        match self.take()? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            _ => Err(wrong("neither yes nor no")),
+        }
     }
 
     /// Nothing may be behind a message.
@@ -382,8 +509,8 @@ mod tests {
 
     use super::{Answer, Fragment, HEADER, Header, Hello, KINDS, Request};
     use crate::cluster::Redundancy;
-    use crate::cluster::fragment::encode;
-    use crate::cluster::peer::{Held, Usage};
+    use crate::cluster::fragment::{Kind, encode, encode_record};
+    use crate::cluster::peer::{FragmentId, Held, Usage};
     use crate::id::{BlobId, PeerId};
 
     fn blob() -> impl Strategy<Value = BlobId> {
@@ -394,11 +521,37 @@ mod tests {
         let redundancy = prop_oneof![Just("none"), Just("rs=2+1"), Just("rs=4+4")];
         (vec(any::<u8>(), 1..300), redundancy, any::<u8>()).prop_map(|(content, code, index)| {
             let code: Redundancy = code.parse().unwrap();
-            let (description, blocks) = encode(&BlobId::of(&content), &content, code);
+            let blob = BlobId::of(&content);
+            let (description, blocks) = match index % 2 {
+                0 => encode(&blob, &content, code),
+                _ => encode_record(&blob, &content, code),
+            };
             let index = index % description.width() as u8;
             let block = blocks.share(index.into());
             Fragment { description, index, block }
         })
+    }
+
+    fn fragment_id() -> impl Strategy<Value = FragmentId> {
+        (blob(), blob(), any::<u8>()).prop_map(|(blob, encoding, index)| FragmentId {
+            blob,
+            encoding,
+            index,
+        })
+    }
+
+    fn held() -> impl Strategy<Value = Held> {
+        let kind = prop_oneof![Just(Kind::Content), Just(Kind::Record)];
+        (blob(), any::<[u8; 3]>(), kind, any::<u32>()).prop_map(
+            |(encoding, [data, parity, index], kind, len)| Held {
+                encoding,
+                data,
+                parity,
+                index,
+                kind,
+                len,
+            },
+        )
     }
 
     fn request() -> impl Strategy<Value = Request> {
@@ -407,27 +560,30 @@ mod tests {
                 .prop_map(|(oldest, newest)| Request::Hello(Hello { oldest, newest })),
             fragment().prop_map(Request::Put),
             blob().prop_map(Request::Get),
-            vec(blob(), 0..20).prop_map(Request::Have),
+            (any::<bool>(), vec(blob(), 0..20))
+                .prop_map(|(renew, blobs)| Request::Have { renew, blobs }),
             Just(Request::Usage),
+            (any::<u32>(), vec(fragment_id(), 0..20))
+                .prop_map(|(idle, fragments)| Request::Delete { idle, fragments }),
+            blob().prop_map(Request::Records),
+            blob().prop_map(Request::List),
+            any::<u64>().prop_map(Request::Reserve),
         ]
     }
 
     fn answer() -> impl Strategy<Value = Answer> {
-        let held = (blob(), any::<[u8; 3]>()).prop_map(|(encoding, [data, parity, index])| Held {
-            encoding,
-            data,
-            parity,
-            index,
-        });
         prop_oneof![
             any::<(u16, [u8; 16])>()
                 .prop_map(|(version, id)| Answer::Welcome(version, PeerId::from_bytes(id))),
             Just(Answer::Stored),
             vec(fragment(), 0..4).prop_map(Answer::Fragments),
-            vec(vec(held, 0..4), 0..8).prop_map(Answer::Held),
-            any::<(u64, u64, u64)>().prop_map(|(capacity, used, fragments)| {
-                Answer::Usage(Usage { capacity, used, fragments })
+            vec(vec(held(), 0..4), 0..8).prop_map(Answer::Held),
+            any::<[u64; 4]>().prop_map(|[capacity, used, reserved, fragments]| {
+                Answer::Usage(Usage { capacity, used, reserved, fragments })
             }),
+            any::<u64>().prop_map(Answer::Deleted),
+            vec((blob(), held()), 0..8).prop_map(Answer::Listed),
+            Just(Answer::Reserved),
             (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(KINDS[kind], text)),
         ]
     }

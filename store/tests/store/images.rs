@@ -179,7 +179,8 @@ fn a_creation_that_was_cut_short_is_finished() {
 #[test]
 fn formats_of_the_future_and_of_the_past_are_refused() {
     let place = Place::new();
-    place.sql("PRAGMA user_version = 99");
+    let catalog = rusqlite::Connection::open(place.dir.path().join("catalog.db")).unwrap();
+    catalog.execute_batch("PRAGMA user_version = 99").unwrap();
     let error = Repository::open(&place.url()).err().unwrap();
     assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
 

@@ -76,7 +76,7 @@ async fn fragments_that_were_stored_are_given_back_after_a_restart() {
         assert_eq!(connection.get(&one.description.blob).await.unwrap(), std::slice::from_ref(one));
     }
     let asked = [all[5].description.blob, BlobId::of(b"another")];
-    let held = connection.have(&asked).await.unwrap();
+    let held = connection.have(&asked, true).await.unwrap();
     assert_eq!((held[0].len(), held[1].len()), (1, 0));
     assert_eq!(connection.usage().await.unwrap().fragments, 200);
     peer.stop().await;

@@ -23,8 +23,11 @@ use tokio::task::JoinSet;
 use super::super::fragment::{Fragment, MAX_CONTENT};
 use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::super::identity::{Role, Security};
-use super::super::wire::{Answer, GET, HEADER, Header, Hello, MAX_BODY, OLDEST, Request, VERSION};
-use super::store::PeerStore;
+use super::super::wire::{
+    Answer, GET, HAVE, HEADER, Header, Hello, LIST, MAX_BODY, MAX_LISTED, OLDEST, RECORDS, Request,
+    VERSION,
+};
+use super::store::{PeerStore, Room};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Memory for requests and answers, in units of a KiB.
@@ -35,6 +38,9 @@ const MAX_CONNECTIONS: usize = 1024;
 
 /// Fragments in one answer: with their descriptions they fit into it.
 const MAX_FRAGMENTS: usize = 6;
+
+/// Memory of an entry of a list.
+const LISTED: usize = 160;
 
 /// How long a connection may be silent.
 const IDLE: Duration = Duration::from_secs(600);
@@ -60,6 +66,8 @@ type Answers = mpsc::UnboundedSender<Outgoing>;
 /// A fragment on its way in.
 struct Put {
     fragment: Fragment,
+    /// What its client has reserved.
+    room: Arc<Room>,
     number: u64,
     answers: Answers,
     memory: OwnedSemaphorePermit,
@@ -94,7 +102,7 @@ pub async fn serve(
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
                     let served = async {
-                        let (reader, writer) = security.accept(stream, &Role::ALL).await?;
+                        let (reader, writer, _) = security.accept(stream, &Role::ALL).await?;
                         connection(reader, writer, &store, &memory, &puts).await
                     };
                     if let Err(error) = served.await {
@@ -130,6 +138,7 @@ async fn connection(
     if !greet(&mut reader, &mut writer, store).await? {
         return Ok(());
     }
+    let room = Arc::new(Room::new(store.clone()));
     let (answers, outgoing) = mpsc::unbounded_channel();
     let mut sending = JoinSet::new();
     sending.spawn(send(writer, outgoing));
@@ -147,15 +156,18 @@ async fn connection(
         match Request::from_bytes(header.kind, &body) {
             Ok(Request::Put(fragment)) => {
                 let (number, answers) = (header.number, answers.clone());
-                let put = Put { fragment, number, answers, memory: held };
+                let room = room.clone();
+                let put = Put { fragment, room, number, answers, memory: held };
                 // It ends after the last connection, unless it has panicked.
                 puts.send(put).map_err(|_| io::Error::other("nothing can be stored"))?;
             }
             Ok(request) => {
-                let (store, answers) = (store.clone(), answers.clone());
+                let (store, room, answers) = (store.clone(), room.clone(), answers.clone());
                 tokio::task::spawn_blocking(move || {
                     let mut held = held;
-                    let answer = answer(&store, request).unwrap_or_else(|e| Answer::failed(&e));
+                    let answer = answer(&store, &room, request);
+                    let answer = answer.unwrap_or_else(|error| Answer::failed(&error));
+                    drop(room);
                     // It may be shorter than it might have been.
                     let excess = held.num_permits().saturating_sub(answer_units(&answer));
                     drop(held.split(excess));
@@ -180,8 +192,13 @@ async fn connection(
 /// The memory of a request and its answer, in units.
 fn units(header: &Header) -> u32 {
     // Its answer may be as long as can be.
-    let bytes = if header.kind == GET { MAX_BODY } else { HEADER + header.len };
-    (bytes.div_ceil(1024) + 1) as u32
+    let bytes = match header.kind {
+        GET | RECORDS => MAX_BODY,
+        HAVE => 4 * header.len,
+        LIST => MAX_LISTED * LISTED,
+        _ => 0,
+    };
+    ((HEADER + header.len).max(bytes).div_ceil(1024) + 1) as u32
 }
 
 /// The memory of an answer, in units.
@@ -191,6 +208,7 @@ fn answer_units(answer: &Answer) -> usize {
             fragments.iter().map(|one| one.block.len().div_ceil(1024) + 2).sum::<usize>() + 1
         }
         Answer::Held(held) => held.iter().map(Vec::len).sum::<usize>() / 16 + held.len() / 256 + 2,
+        Answer::Listed(all) => (all.len() * LISTED).div_ceil(1024) + 1,
         _ => 2,
     }
 }
@@ -250,7 +268,7 @@ async fn send(
     Ok(())
 }
 
-fn answer(store: &PeerStore, request: Request) -> Result<Answer> {
+fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
     Ok(match request {
         Request::Get(blob) => {
             let mut fragments = store.get(&blob)?;
@@ -264,8 +282,15 @@ fn answer(store: &PeerStore, request: Request) -> Result<Answer> {
             fragments.truncate(MAX_FRAGMENTS);
             Answer::Fragments(fragments)
         }
-        Request::Have(blobs) => Answer::Held(store.have(&blobs)?),
+        Request::Have { renew, blobs } => Answer::Held(store.have(&blobs, renew)?),
         Request::Usage => Answer::Usage(store.usage()?),
+        Request::Delete { idle, fragments } => Answer::Deleted(store.delete(&fragments, idle)?),
+        Request::Records(after) => Answer::Fragments(store.records(&after)?),
+        Request::List(after) => Answer::Listed(store.list(&after)?),
+        Request::Reserve(bytes) => {
+            room.reserve(bytes)?;
+            Answer::Reserved
+        }
         Request::Hello(_) | Request::Put(_) => {
             return Err(Error::BadArgument("a connection has one hello".into()));
         }
@@ -309,9 +334,15 @@ fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
 
 /// Writes a batch. What was taken joins the group that is to be synced.
 fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<(u64, Answers, OwnedSemaphorePermit)>) {
-    let (fragments, rest): (Vec<_>, Vec<_>) =
-        batch.into_iter().map(|put| (put.fragment, (put.number, put.answers, put.memory))).unzip();
-    let results = store.put(&fragments);
+    let mut fragments = Vec::with_capacity(batch.len());
+    let mut rooms = Vec::with_capacity(batch.len());
+    let mut rest = Vec::with_capacity(batch.len());
+    for Put { fragment, room, number, answers, memory } in batch {
+        fragments.push(fragment);
+        rooms.push(room);
+        rest.push((number, answers, memory));
+    }
+    let results = store.put_in(&fragments, |at| Some(&*rooms[at]));
     for (at, (number, answers, memory)) in rest.into_iter().enumerate() {
         let error = match &results {
             Ok(results) => results[at].as_ref().err(),

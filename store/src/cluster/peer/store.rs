@@ -9,84 +9,40 @@
 //!
 //! A put is staged; a flush makes everything durable that was put before it, with one sync for all blocks and one
 //! for all descriptions. A fragment is known when both are durable, in this order, so whoever finds one may rely
-//! on it.
+//! on it. A deletion is the other way round: the fragment goes, then its block, if no other fragment has it, then
+//! the bytes. What a crash leaves in between takes space, and no more.
+//!
+//! Two fragments may have one block. So a block that a put is about to rely on is *busy*, from before it is
+//! looked for in the log until its fragment is known, and is not deleted then.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
-use rusqlite::{Connection, TransactionBehavior, params};
-use serde::{Deserialize, Serialize};
-
-use super::super::fragment::{Description, Fragment, MAX_CONTENT};
+use super::super::Keep;
+use super::super::fragment::{Fragment, MAX_CONTENT};
+use super::super::wire::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
+use super::table::{Known, Table};
+use super::{FragmentId, Held, Usage, directory};
 use crate::blobs::{Blobs, LocalBlobs};
-use crate::cluster::Keep;
-use crate::database;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::sys;
 
-const MARKER: &str = "peer.json";
-const DATABASE: &str = "fragments.db";
-const FORMAT: &str = "cairn-peer";
-const VERSION: u64 = 1;
-
-/// What the names in the directory of a peer that is half made begin with.
-const PARTS: [&str; 5] = ["lock", "segments", "index.db", DATABASE, "peer.json.new"];
-
 /// The most fragments of one blob: of all ways to encode it that anybody may try.
 const MAX_FRAGMENTS: usize = 64;
 
-/// `docs/formats.md` explains every column.
-const TABLES: &str = "
-CREATE TABLE fragments (
-    blob        BLOB    NOT NULL CHECK (length(blob) = 32),
-    encoding    BLOB    NOT NULL CHECK (length(encoding) = 32),
-    number      INTEGER NOT NULL,
-    description BLOB    NOT NULL,
-    length      INTEGER NOT NULL,
-    touched     INTEGER NOT NULL,
-    PRIMARY KEY (blob, encoding, number)
-) STRICT, WITHOUT ROWID;
-";
+/// The most fragments of records in one answer.
+const MAX_RECORDS: usize = 1024;
 
-#[derive(Serialize, Deserialize)]
-struct Marker {
-    format: String,
-    version: u64,
-    id: String,
-}
-
-/// One fragment that a peer holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Held {
-    /// The name of its description.
-    pub encoding: BlobId,
-    /// Blocks that are enough.
-    pub data: u8,
-    /// Blocks beside them.
-    pub parity: u8,
-    /// Which block it is.
-    pub index: u8,
-}
-
-/// How much a peer holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    /// Bytes that it may hold.
-    pub capacity: u64,
-    /// Bytes of blocks that it holds.
-    pub used: u64,
-    /// How many fragments.
-    pub fragments: u64,
-}
+/// The most fragments that are staged when a flush fails.
+const MAX_STAGED: usize = 16384;
 
 /// A fragment whose block is written, and that is not known yet.
 struct Staged {
-    description: Description,
-    index: u8,
+    known: Known,
+    block: BlobId,
     /// The space that was taken for it: none if it was there already.
     bytes: u64,
 }
@@ -96,9 +52,31 @@ struct State {
     staged: Vec<Staged>,
     /// Space that was taken for fragments that are not known yet.
     taken: u64,
-    /// Of all fragments that are durable.
-    used: u64,
+    /// Space that clients have reserved and not used.
+    reserved: u64,
+    /// Fragments that are known.
     fragments: u64,
+    /// Blocks that are put and not known yet, and by how many.
+    busy: HashMap<BlobId, usize>,
+}
+
+impl State {
+    fn set_busy(&mut self, staged: &[Staged]) {
+        staged.iter().for_each(|one| *self.busy.entry(one.block).or_default() += 1);
+    }
+
+    /// The put of these has ended, well or badly.
+    fn end(&mut self, staged: &[Staged]) {
+        for Staged { block, bytes, .. } in staged {
+            self.taken -= bytes;
+            if let Some(count) = self.busy.get_mut(block) {
+                *count -= 1;
+                if *count == 0 {
+                    self.busy.remove(block);
+                }
+            }
+        }
+    }
 }
 
 /// The fragments of one peer.
@@ -109,40 +87,74 @@ pub struct PeerStore {
     /// It may be used by one process only.
     _lock: File,
     blocks: LocalBlobs,
-    /// Apart from the writer: to find a fragment must not wait for a sync.
-    reader: Mutex<Connection>,
-    writer: Mutex<Connection>,
+    /// What the disk took for blocks at the start.
+    space: u64,
+    table: Table,
     state: Mutex<State>,
+    /// Held by the one thread that makes fragments durable.
+    flushing: Mutex<()>,
+    /// Shared by those who put blocks into the log, alone for who takes some out.
+    log: RwLock<()>,
+}
+
+/// Room on a peer that one client has reserved. What is left of it is free again when this is dropped.
+pub struct Room {
+    store: Arc<PeerStore>,
+    left: Mutex<u64>,
+}
+
+impl Room {
+    /// Nothing yet.
+    pub fn new(store: Arc<PeerStore>) -> Room {
+        Room { store, left: Mutex::new(0) }
+    }
+
+    /// Reserves so much, instead of what was reserved before. Fails if there is not that much, and then what was
+    /// reserved before stays.
+    pub fn reserve(&self, bytes: u64) -> Result<()> {
+        let capacity = self.store.usage()?.capacity;
+        let mut state = self.store.state();
+        let mut left = self.left();
+        let others = self.store.used(&state) + state.reserved - *left;
+        if others.checked_add(bytes).is_none_or(|all| all > capacity) && bytes > *left {
+            return Err(Error::PeerFull { path: self.store.directory.clone(), capacity });
+        }
+        state.reserved = state.reserved - *left + bytes;
+        *left = bytes;
+        Ok(())
+    }
+
+    fn left(&self) -> MutexGuard<'_, u64> {
+        self.left.lock().expect("no thread panics while it counts")
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let left = *self.left();
+        self.store.state().reserved -= left;
+    }
 }
 
 impl PeerStore {
     /// Opens a data directory, and makes it first if it is empty or not there. Without a capacity the file system
     /// is the limit.
     pub fn open(directory: &Path, capacity: Option<u64>) -> Result<PeerStore> {
-        let failed = |error| Error::io("making", directory, error);
-        fs::create_dir_all(directory).map_err(failed)?;
-        let lock = lock(directory)?;
-        let id = match read_marker(directory)? {
-            Some(id) => id,
-            None => make(directory)?,
-        };
+        let (lock, id) = directory::take(directory)?;
         let blocks = LocalBlobs::open(directory)?;
-        let (writer, reader) = database::open(&directory.join(DATABASE), VERSION)?;
-        let (used, fragments) = reader.query_row(
-            "SELECT coalesce(sum(length), 0), count(*) FROM fragments",
-            [],
-            |row| Ok((row.get(0)?, row.get(1)?)),
-        )?;
-        let state = State { used, fragments, ..State::default() };
+        let table = Table::open(directory)?;
+        let state = State { fragments: table.count()?, ..State::default() };
         Ok(PeerStore {
             id,
             capacity,
             directory: directory.to_owned(),
             _lock: lock,
+            space: blocks.space()?,
             blocks,
-            reader: Mutex::new(reader),
-            writer: Mutex::new(writer),
+            table,
             state: Mutex::new(state),
+            flushing: Mutex::default(),
+            log: RwLock::default(),
         })
     }
 
@@ -154,20 +166,38 @@ impl PeerStore {
     /// Takes fragments: many at once take less space and time. They are durable, and others find them, after the
     /// next [`PeerStore::flush`]. Tells for each whether it was taken; fails if the disk does.
     pub fn put(&self, fragments: &[Fragment]) -> Result<Vec<Result<()>>> {
+        self.put_in(fragments, |_| None)
+    }
+
+    /// As [`PeerStore::put`], into the room that was reserved for each, as long as there is some.
+    pub fn put_in<'a>(
+        &self,
+        fragments: &[Fragment],
+        room: impl Fn(usize) -> Option<&'a Room>,
+    ) -> Result<Vec<Result<()>>> {
+        if self.state().staged.len() >= MAX_STAGED {
+            // The last flush has failed. Without another one there would be no bound.
+            self.flush()?;
+        }
         let capacity = self.usage()?.capacity;
         let mut results = Vec::with_capacity(fragments.len());
         let mut blocks = Vec::new();
         let mut staged = Vec::new();
-        for fragment in fragments {
-            let result = self.admit(fragment, capacity);
-            if let Ok((name, bytes)) = result {
-                blocks.push((name, &fragment.block[..]));
-                let (description, index) = (fragment.description.clone(), fragment.index);
-                staged.push(Staged { description, index, bytes });
+        for (at, fragment) in fragments.iter().enumerate() {
+            let result = self.admit(fragment, capacity, room(at));
+            if let Ok((block, bytes)) = result {
+                blocks.push((block, &fragment.block[..]));
+                let known = (fragment.description.clone(), fragment.index);
+                staged.push(Staged { known, block, bytes });
             }
             results.push(result.map(drop));
         }
-        let put = self.blocks.put(&blocks, &Keep::default());
+        let put = {
+            let _log = self.log.read().expect("no thread panics while it puts");
+            self.state().set_busy(&staged);
+            self.heal(&staged);
+            self.blocks.put(&blocks, &Keep::default())
+        };
         let mut state = self.state();
         match put {
             Ok(_) => {
@@ -175,14 +205,19 @@ impl PeerStore {
                 Ok(results)
             }
             Err(error) => {
-                state.taken -= staged.iter().map(|one| one.bytes).sum::<u64>();
+                state.end(&staged);
                 Err(error)
             }
         }
     }
 
     /// Verifies a fragment and takes space for it, if it is new. Returns its block's name, and that space.
-    fn admit(&self, fragment: &Fragment, capacity: u64) -> Result<(BlobId, u64)> {
+    fn admit(
+        &self,
+        fragment: &Fragment,
+        capacity: u64,
+        room: Option<&Room>,
+    ) -> Result<(BlobId, u64)> {
         let Fragment { description, index, block } = fragment;
         let name = description.block((*index).into());
         let name =
@@ -190,40 +225,53 @@ impl PeerStore {
                 let reason = "it is not the block that its description names";
                 Error::corrupt(format!("a fragment of {}", description.blob), reason)
             })?;
-        let known = self.descriptions(&description.blob)?;
+        let known = self.table.of_blob(&description.blob)?;
         if known.iter().any(|(other, at)| at == index && other == description) {
-            // One that turns out to be damaged is replaced.
-            let _ = self.blocks.get(&name, &mut vec![0; block.len()]);
             return Ok((name, 0));
         }
         if known.len() >= MAX_FRAGMENTS {
             let reason = "there are too many encodings of it";
             return Err(Error::corrupt(format!("blob {}", description.blob), reason));
         }
+        let bytes = LocalBlobs::space_of(block.len());
         let mut state = self.state();
-        let bytes = block.len() as u64;
-        if state.used + state.taken + bytes > capacity {
+        let mut left = room.map(Room::left);
+        let drawn = left.as_ref().map_or(0, |left| bytes.min(**left));
+        if self.used(&state) + state.reserved - drawn + bytes > capacity {
             return Err(Error::PeerFull { path: self.directory.clone(), capacity });
         }
+        if let Some(left) = &mut left {
+            **left -= drawn;
+        }
+        state.reserved -= drawn;
         state.taken += bytes;
         Ok((name, bytes))
+    }
+
+    /// Reads blocks that are there already: one that turns out to be damaged is replaced.
+    fn heal(&self, staged: &[Staged]) {
+        for Staged { known: (description, _), block, .. } in
+            staged.iter().filter(|one| one.bytes == 0)
+        {
+            let _ = self.blocks.get(block, &mut vec![0; description.block_len()]);
+        }
     }
 
     /// Returns when everything put before this call is durable.
     pub fn flush(&self) -> Result<()> {
         // Who waits here finds its fragments durable, or staged again.
-        let mut writer = self.writer.lock().expect("no thread panics while it flushes");
+        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
         let staged = std::mem::take(&mut self.state().staged);
         if staged.is_empty() {
             return Ok(());
         }
-        let result = self.blocks.flush().and_then(|()| insert(&mut writer, &staged));
+        let flushed = self.blocks.flush();
+        let result = flushed.and_then(|()| self.table.insert(staged.iter().map(|one| &one.known)));
         let mut state = self.state();
         match result {
             Ok(new) => {
-                state.taken -= staged.iter().map(|one| one.bytes).sum::<u64>();
-                state.used += new.iter().sum::<u64>();
-                state.fragments += new.len() as u64;
+                state.end(&staged);
+                state.fragments += new;
                 Ok(())
             }
             Err(error) => {
@@ -233,182 +281,122 @@ impl PeerStore {
         }
     }
 
+    /// Deletes fragments that nobody has stored or asked for (with renewal) within so many seconds; the others
+    /// stay. Returns the bytes that the disk has again. That is durable when this returns.
+    pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        let deleted = self.table.delete(fragments, idle)?;
+        let count = deleted.len() as u64;
+        let mut blocks: Vec<BlobId> =
+            deleted.into_iter().filter_map(|(one, index)| one.block(index.into())).collect();
+        let forgotten = {
+            // Nobody begins to rely on a block from here on.
+            let _log = self.log.write().expect("no thread panics while it puts");
+            {
+                let mut state = self.state();
+                state.fragments = state.fragments.saturating_sub(count);
+                blocks.retain(|block| !state.busy.contains_key(block));
+            }
+            // A put that has ended before this is in the table.
+            let mut unused = Vec::with_capacity(blocks.len());
+            for block in blocks {
+                if !self.table.refers_to(&block)? {
+                    unused.push(block);
+                }
+            }
+            self.blocks.forget(&unused)?
+        };
+        Ok(self.blocks.reclaim(forgotten))
+    }
+
     /// All fragments of a blob. One that is damaged is left out, and told in the log: it is as good as lost, and
     /// whoever puts it again replaces it.
     pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        let mut found = Vec::new();
-        for (description, index) in self.descriptions(blob)? {
-            let Some(name) = description.block(index.into()) else { continue };
+        Ok(self.read(self.table.of_blob(blob)?))
+    }
+
+    /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
+    /// if there are no more.
+    pub fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
+        let (mut after, mut page, mut room) = (*after, Vec::new(), MAX_FRAGMENTS_LEN);
+        while let Some((blob, mut known)) = self.table.record(&after)? {
+            if page.is_empty() {
+                // One way to encode it is as good as another, if not even one record fits.
+                let mut own = room;
+                known.retain(|(one, _)| {
+                    let fits = fragment_len(one) <= own;
+                    own -= if fits { fragment_len(one) } else { 0 };
+                    fits
+                });
+            }
+            let len: usize = known.iter().map(|(one, _)| fragment_len(one)).sum();
+            if len > room || page.len() + known.len() > MAX_RECORDS {
+                break;
+            }
+            let found = self.read(known);
+            // What cannot be read must not look like the end.
+            room -= if found.is_empty() { 0 } else { len };
+            page.extend(found);
+            after = blob;
+        }
+        Ok(page)
+    }
+
+    /// The fragments whose blocks can be read.
+    fn read(&self, known: Vec<Known>) -> Vec<Fragment> {
+        let mut found = Vec::with_capacity(known.len());
+        for (description, index) in known {
+            let (blob, name) = (description.blob, description.block(index.into()));
+            let Some(name) = name else { continue };
             let mut block = vec![0; description.block_len().min(MAX_CONTENT)];
             match self.blocks.get(&name, &mut block) {
                 Ok(len) if len == block.len() => {
                     found.push(Fragment { description, index, block: block.into() });
                 }
                 Ok(_) => tracing::error!(%blob, index, "a block has the wrong length"),
+                // It was deleted in this moment.
+                Err(Error::MissingBlob { .. }) => {}
                 Err(error) => tracing::error!(%blob, index, %error, "a fragment cannot be read"),
             }
         }
-        Ok(found)
+        found
     }
 
-    /// What there is of each of these blobs. To ask renews the age of what is there.
-    pub fn have(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+    /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
+    /// deleted for being idle; without, nothing is written.
+    pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
+        let found = self.table.have(blobs, MAX_HELD)?;
         // What nobody has needs no writer, who may be busy with a sync. Most questions are about such.
-        let mut found = Vec::with_capacity(blobs.len());
-        for blob in blobs {
-            found.push(!self.descriptions(blob)?.is_empty());
+        match renew && found.iter().any(|held| !held.is_empty()) {
+            true => self.table.renew(blobs, MAX_HELD),
+            false => Ok(found),
         }
-        if !found.contains(&true) {
-            return Ok(vec![Vec::new(); blobs.len()]);
-        }
-        let mut writer = self.writer.lock().expect("no thread panics while it flushes");
-        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut answers = Vec::with_capacity(blobs.len());
-        {
-            let mut touch = transaction.prepare_cached(
-                "UPDATE fragments SET touched = ?2 WHERE blob = ?1 RETURNING description, number",
-            )?;
-            for blob in blobs {
-                let rows = touch.query_map(params![blob.as_bytes(), now()], row)?;
-                let held = rows.map(|row| held(&row?)).collect::<Result<_>>()?;
-                answers.push(held);
-            }
-        }
-        transaction.commit()?;
-        Ok(answers)
+    }
+
+    /// The fragments of the first blobs behind this one, in the order of the blobs, all fragments of a blob
+    /// together. Nothing if there are no more.
+    pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
+        self.table.list(after, MAX_LISTED)
     }
 
     /// How much there is.
     pub fn usage(&self) -> Result<Usage> {
-        let (used, fragments) = {
+        let (used, reserved, fragments) = {
             let state = self.state();
-            (state.used + state.taken, state.fragments)
+            (self.used(&state), state.reserved, state.fragments)
         };
         let capacity = match self.capacity {
             Some(capacity) => capacity,
             None => used + sys::free_space(&self.directory)?,
         };
-        Ok(Usage { capacity, used, fragments })
+        Ok(Usage { capacity, used, reserved, fragments })
     }
 
-    fn descriptions(&self, blob: &BlobId) -> Result<Vec<(Description, u8)>> {
-        let reader = self.reader.lock().expect("no thread panics while it reads");
-        let mut query =
-            reader.prepare_cached("SELECT description, number FROM fragments WHERE blob = ?")?;
-        let rows = query.query_map([blob.as_bytes()], row)?;
-        rows.map(|row| {
-            let (bytes, index) = row?;
-            Ok((Description::from_bytes(&bytes)?.0, index))
-        })
-        .collect()
+    /// What the disk takes for blocks, those included that are on their way.
+    fn used(&self, state: &State) -> u64 {
+        self.space.saturating_add_signed(self.blocks.balance()) + state.taken
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics while it holds the state")
     }
-}
-
-fn row(row: &rusqlite::Row<'_>) -> rusqlite::Result<(Vec<u8>, u8)> {
-    Ok((row.get(0)?, row.get(1)?))
-}
-
-fn held((bytes, index): &(Vec<u8>, u8)) -> Result<Held> {
-    let (description, _) = Description::from_bytes(bytes)?;
-    let (data, width) = (description.needed() as u8, description.width() as u8);
-    Ok(Held { encoding: description.id(), data, parity: width - data, index: *index })
-}
-
-/// Makes fragments known. Returns the lengths of those that were not.
-fn insert(writer: &mut Connection, staged: &[Staged]) -> Result<Vec<u64>> {
-    let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-    let mut new = Vec::new();
-    {
-        let mut touch = transaction.prepare_cached(
-            "UPDATE fragments SET touched = ?4 WHERE blob = ?1 AND encoding = ?2 AND number = ?3",
-        )?;
-        let mut insert =
-            transaction.prepare_cached("INSERT INTO fragments VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?;
-        for Staged { description, index, .. } in staged {
-            let (blob, encoding) = (description.blob, description.id());
-            if touch.execute(params![blob.as_bytes(), encoding.as_bytes(), index, now()])? == 0 {
-                let len = description.block_len() as u64;
-                insert.execute(params![
-                    blob.as_bytes(),
-                    encoding.as_bytes(),
-                    index,
-                    description.to_bytes(),
-                    len,
-                    now(),
-                ])?;
-                new.push(len);
-            }
-        }
-    }
-    transaction.commit()?;
-    Ok(new)
-}
-
-/// Seconds since 1970.
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// Locks a data directory for this process.
-fn lock(directory: &Path) -> Result<File> {
-    let path = directory.join("lock");
-    let failed = |error| Error::io("locking", &path, error);
-    let file =
-        File::options().write(true).create(true).truncate(false).open(&path).map_err(failed)?;
-    file.try_lock().map_err(|error| failed(error.into()))?;
-    Ok(file)
-}
-
-/// Who the peer of a data directory is; nothing if it is none yet.
-fn read_marker(directory: &Path) -> Result<Option<PeerId>> {
-    let path = directory.join(MARKER);
-    let text = match fs::read(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Error::io("reading", &path, error)),
-    };
-    let corrupt = |reason: String| Error::corrupt(path.display().to_string(), reason);
-    let marker: Marker =
-        serde_json::from_slice(&text).map_err(|error| corrupt(error.to_string()))?;
-    if marker.format != FORMAT {
-        return Err(corrupt("it is not the marker of a peer".into()));
-    }
-    if marker.version != VERSION {
-        let (object, found) = (path.display().to_string(), marker.version);
-        return Err(Error::NewerFormat { object, found, supported: VERSION });
-    }
-    marker.id.parse().map(Some)
-}
-
-/// Makes a new peer. The marker comes last: without it, what is there is half made, and is made again.
-fn make(directory: &Path) -> Result<PeerId> {
-    let path = directory.join(MARKER);
-    let failed = |error| Error::io("writing", &path, error);
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        if !PARTS.iter().any(|part| name.to_string_lossy().starts_with(part)) {
-            let reason = "is not empty and not a peer's; name another directory";
-            return Err(Error::BadArgument(format!("{} {reason}", directory.display())));
-        }
-    }
-    LocalBlobs::create(directory)?;
-    database::make(&directory.join(DATABASE), VERSION, |transaction| {
-        Ok(transaction.execute_batch(TABLES)?)
-    })?;
-    let id = PeerId::from_bytes(sys::random().map_err(failed)?);
-    let marker = Marker { format: FORMAT.into(), version: VERSION, id: id.to_string() };
-    let text = serde_json::to_string_pretty(&marker).expect("a marker is plain") + "\n";
-    let new = directory.join("peer.json.new");
-    let mut file = File::create(&new).map_err(failed)?;
-    file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)?;
-    fs::rename(&new, &path).map_err(failed)?;
-    sys::sync_dir(directory)?;
-    if let Some(parent) = directory.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        sys::sync_dir(parent)?;
-    }
-    Ok(id)
 }

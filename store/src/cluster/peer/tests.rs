@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use super::{Held, PeerStore};
 use crate::cluster::Redundancy;
-use crate::cluster::fragment::{Fragment, encode};
+use crate::cluster::fragment::{Fragment, Kind, encode};
 use crate::error::ErrorKind;
 use crate::id::BlobId;
 
@@ -70,9 +70,10 @@ fn encodings_and_blocks_of_one_blob_are_kept_apart() {
     found.sort_by_key(|one| (one.description.width(), one.index));
     assert_eq!(found, [copy, first.clone(), second]);
     assert_eq!(store.usage().unwrap().fragments, 3, "each is counted once");
-    let held = store.have(&[BlobId::of(b"another"), blob]).unwrap();
+    let held = store.have(&[BlobId::of(b"another"), blob], true).unwrap();
     assert_eq!((held[0].len(), held[1].len()), (0, 3));
-    let wanted = Held { encoding: first.description.id(), data: 4, parity: 4, index: 5 };
+    let (encoding, kind, len) = (first.description.id(), Kind::Content, 16 << 10);
+    let wanted = Held { encoding, data: 4, parity: 4, index: 5, kind, len };
     assert!(held[1].contains(&wanted), "{held:?}");
 }
 

@@ -1,0 +1,26 @@
+//! Repair: every blob at its full redundancy, at the places where the ranking wants it.
+//!
+//! ```text
+//! blobs that must exist ──► ask all peers ──► plan ──► the most endangered first ──► steps
+//!                              ▲               pure                                    │
+//!                              └──────────── until there is nothing left to do ◄───────┘
+//! ```
+
+mod job;
+mod matching;
+mod members;
+mod mend;
+mod pace;
+mod peers;
+mod plan;
+mod report;
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod tests;
+
+pub use job::{How, repair};
+pub use members::{Members, Node, State};
+pub use peers::{Connected, Peers};
+pub use plan::{Holding, Plan, Step, plan};
+pub use report::Report;
