@@ -106,6 +106,8 @@ soak: packages ## Write, checkpoint, kill, cut the power and verify for 40 minut
 	$(call say,simulating)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-store --lib simulation -- --nocapture
 
 bench: packages ## Measure Cairn beside other programs, in about 20 minutes
 	$(call say,measuring; the machine should have nothing else to do)

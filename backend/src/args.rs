@@ -4,6 +4,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cairn_store::Durability;
 use clap::{ArgGroup, Parser};
 
 const EXAMPLES: &str = "\
@@ -28,9 +29,22 @@ Exit codes: 0 stopped in good order, 1 failure, 2 wrong arguments.";
 #[command(name = "cairn-blk", version, after_help = EXAMPLES)]
 #[command(group(ArgGroup::new("socket").args(["socket_path", "fd"]).required(true)))]
 pub struct Args {
-    /// The repository, as dir:PATH.
+    /// The repository: dir:PATH, or cairn://HOST:PORT, the catalog of a cluster.
     #[arg(long, env = "CAIRN_STORE", value_name = "URL")]
     pub store: String,
+
+    /// The keys for a cluster: a directory with ca.pem, client.pem and client.key.
+    #[arg(long, value_name = "DIR", env = "CAIRN_KEYS")]
+    pub keys: Option<PathBuf>,
+
+    /// Speak plain TCP with a cluster, which anybody in the network can read and write.
+    #[arg(long, conflicts_with = "keys")]
+    pub insecure: bool,
+
+    /// When a checkpoint is published: pessimistic waits for its full redundancy; optimistic publishes it as
+    /// `available` once it can be read, and makes it stable in the background.
+    #[arg(long, value_name = "HOW", default_value = "pessimistic", value_parser = durability)]
+    pub durability: Durability,
 
     /// What to serve: an image's newest snapshot, or IMAGE@N, or IMAGE@LABEL.
     #[arg(long, value_name = "IMAGE[@N]")]
@@ -133,6 +147,14 @@ impl Args {
         let spare = (processors / 2).saturating_sub(1);
         let most = if self.poll_us.is_some() { usize::MAX } else { spare };
         (Duration::from_micros(self.poll_us.unwrap_or(DEFAULT).into()), most)
+    }
+}
+
+fn durability(text: &str) -> Result<Durability, String> {
+    match text {
+        "pessimistic" => Ok(Durability::Pessimistic),
+        "optimistic" => Ok(Durability::Optimistic),
+        _ => Err("pessimistic or optimistic".into()),
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use cairn_store::cluster::identity::Access;
 use cairn_store::{
     Attachment, MirrorId, MirrorOwner, MirrorRecord, Mode, Repository, Selector, Snapshot,
     SnapshotRef, SnapshotState,
@@ -124,9 +125,11 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let sockets = Sockets::open(args)?;
     let repository = |source| StartError::Repository { image: args.image.clone(), source };
     let wanted: SnapshotRef = args.image.parse().map_err(repository)?;
-    let store = Repository::open(&args.store).map_err(repository)?;
+    let access = Access::new(args.keys.as_deref(), args.insecure);
+    let store = Repository::open_anywhere(&args.store, &access).map_err(repository)?;
     let snapshot = store.resolve(&wanted).map_err(repository)?;
-    snapshot.require_stable().map_err(repository)?;
+    snapshot.require_content().map_err(repository)?;
+    let store = store.keeping(snapshot.keep).with_durability(args.durability);
     let local = Local::open(args, &snapshot)?;
     let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
     local
@@ -354,7 +357,7 @@ fn commits(
     }
     let labels = snapshots
         .into_iter()
-        .filter(|one| one.state == SnapshotState::Stable)
+        .filter(|one| one.state.has_content())
         .filter_map(|one| one.label)
         .collect();
     Ok(Commits::new(attachment.reserve(RESERVE)?, labels, resumed))

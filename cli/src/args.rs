@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cairn_agent::Wait;
+use cairn_store::cluster::{Compression, Redundancy};
 use cairn_store::{ImageName, MirrorId, SnapshotRef};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -25,9 +26,15 @@ Sizes are bytes, or have a suffix K, M, G or T (powers of 1024).";
 #[derive(Debug, Parser)]
 #[command(name = "cairn", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub(crate) struct Cli {
-    /// The repository, dir:PATH
+    /// The repository: dir:PATH, or cairn://HOST:PORT, the catalog of a cluster
     #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
+    /// The keys for a cluster: a directory with ca.pem and the role's certificate and key
+    #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
+    pub(crate) keys: Option<PathBuf>,
+    /// Speak plain TCP with a cluster, which anybody in the network can read and write
+    #[arg(long, global = true, conflicts_with = "keys")]
+    pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) style: Style,
     #[command(subcommand)]
@@ -56,7 +63,7 @@ pub(crate) enum Command {
         #[arg(value_parser = parse_size)]
         size: u64,
         #[command(flatten)]
-        chunks: ChunkSize,
+        making: Making,
     },
     /// Make an image from a raw disk file
     #[command(after_help = "Examples:\n  cairn import debian.raw debian\n  \
@@ -67,7 +74,7 @@ pub(crate) enum Command {
         /// The image's name
         image: ImageName,
         #[command(flatten)]
-        chunks: ChunkSize,
+        making: Making,
     },
     /// List images, or the snapshots of one
     #[command(after_help = "Examples:\n  cairn ls\n  cairn ls vm1\n  cairn ls vm1 --json")]
@@ -143,38 +150,111 @@ pub(crate) enum Command {
         #[command(flatten)]
         control: Control,
     },
-    /// Keep fragments of blobs for others: be a peer
+    /// Keep fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
     #[command(
         after_help = "So far peers keep what they are given; no repository is made of them yet.\n\n\
-                            Example:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
-                            --capacity 500G --keys /etc/cairn"
+                            Examples:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
+                            --capacity 500G --keys /etc/cairn\n  \
+                            cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
+                            --keys /etc/cairn"
     )]
-    Serve {
-        /// The peer's directory; made if it is not there
-        #[arg(long, value_name = "DIR")]
-        data: PathBuf,
-        /// Where to listen, ADDRESS:PORT; port 0 takes a free one
-        #[arg(long, value_name = "ADDR")]
-        listen: String,
-        /// Hold at most so many bytes [default: as the file system has]
-        #[arg(long, value_name = "BYTES", value_parser = parse_size)]
-        capacity: Option<u64>,
-        /// Speak TLS with these keys: ca.pem, peer.pem and peer.key
-        #[arg(long, value_name = "DIR")]
-        keys: Option<PathBuf>,
-        /// Speak plain TCP, which anybody in the network can read and write
-        #[arg(long, conflicts_with = "keys")]
-        insecure: bool,
-    },
+    Serve(Serve),
     /// Make the keys of a cluster
     #[command(subcommand, after_help = "Example:\n  cairn keys init cluster-keys")]
     Keys(Keys),
+    /// List the peers of a cluster, or empty or remove one
+    #[command(
+        args_conflicts_with_subcommands = true,
+        after_help = "SURVIVES tells how many more losses the worst blob survives, as of the last repair.\n\n\
+                      Examples:\n  cairn --store cairn://10.0.0.1:7400 peers\n  cairn peers drain 3f8a\n  \
+                      cairn peers lose 3f8a"
+    )]
+    Peers {
+        #[command(subcommand)]
+        action: Option<Peers>,
+    },
+    /// Find what has less than its redundancy, and make it again
+    #[command(after_help = "The catalog does the same in the background.\n\n\
+                            Examples:\n  cairn repair\n  cairn repair --rate 100M")]
+    Repair {
+        /// Send at most so many bytes a second
+        #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+        rate: Option<u64>,
+    },
+    /// Restore the names of a cluster from its peers
+    #[command(
+        subcommand,
+        after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild"
+    )]
+    Catalog(Catalog),
     /// Show the counters of a running disk
     #[command(after_help = "Example:\n  cairn stats --control /run/vm1.ctl --json")]
     Stats {
         #[command(flatten)]
         control: Control,
     },
+}
+
+/// What is served, and how.
+#[derive(Debug, Args)]
+pub(crate) struct Serve {
+    /// The peer's or the catalog's directory; made if it is not there
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data: PathBuf,
+    /// Where to listen, ADDRESS:PORT; port 0 takes a free one
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) listen: String,
+    /// Without a value: be the catalog. With one: be a peer of the catalog at HOST:PORT or
+    /// etcd://HOST:PORT[,HOST:PORT...]
+    #[arg(long, value_name = "ADDR", num_args = 0..=1)]
+    pub(crate) catalog: Option<Option<String>>,
+    /// Hold at most so many bytes [default: as the file system has]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    pub(crate) capacity: Option<u64>,
+    /// What the peer fails together with: a rack, a power line [default: its host's name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) domain: Option<String>,
+    /// Where others reach the peer, if it is not where it listens
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) advertise: Option<String>,
+    /// Make up for a peer that has been down for so many seconds
+    #[arg(long, value_name = "SECONDS", default_value = "900", value_parser = parse_seconds)]
+    pub(crate) lost_after: Duration,
+    /// Send at most so many bytes a second in the background to repair [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    pub(crate) repair_rate: Option<u64>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Peers {
+    /// Move everything from a peer to the others
+    #[command(after_help = "Example:\n  cairn peers drain 3f8a")]
+    Drain {
+        /// The beginning of its id, or its address
+        peer: String,
+        /// Let it have its share again
+        #[arg(long)]
+        undo: bool,
+    },
+    /// Give a peer up at once: its disk is gone
+    #[command(after_help = "Example:\n  cairn peers lose 3f8a")]
+    Lose {
+        /// The beginning of its id, or its address
+        peer: String,
+    },
+    /// Remove a peer that is lost or empty from the list
+    #[command(after_help = "Example:\n  cairn peers forget 3f8a")]
+    Forget {
+        /// The beginning of its id, or its address
+        peer: String,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Catalog {
+    /// Make the images again that the peers have records of; those that the catalog has are left alone
+    #[command(after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild")]
+    Rebuild,
 }
 
 #[derive(Debug, Subcommand)]
@@ -187,12 +267,19 @@ pub(crate) enum Keys {
     },
 }
 
-/// The chunk size of an image that is made.
+/// The properties of an image that is made.
 #[derive(Debug, Args)]
-pub(crate) struct ChunkSize {
+pub(crate) struct Making {
     /// The chunk size, a power of two from 64K to 4M
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub(crate) chunk_size: u64,
+    /// How its chunks are kept safe in a cluster: none, replicas=N or rs=K+M [default: by the number of
+    /// peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
+    #[arg(long, value_name = "HOW")]
+    pub(crate) redundancy: Option<Redundancy>,
+    /// How its chunks are made smaller in a cluster: auto, zstd, lz4 or none
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub(crate) compress: Compression,
 }
 
 /// Where a running disk listens.

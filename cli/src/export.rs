@@ -31,7 +31,7 @@ pub(crate) fn export(
 ) -> Outcome {
     let doing = || format!("exporting {name} to {}", path.display());
     let snapshot = repository.resolve(name).doing(doing)?;
-    snapshot.require_stable().doing(doing)?;
+    snapshot.require_content().doing(doing)?;
     if path == Path::new("-") {
         return to_stdout(repository, &snapshot, doing);
     }

@@ -1,9 +1,10 @@
 //! Images and snapshots: `create`, `ls`, `show`, `clone`, `rm`.
 
+use cairn_store::cluster::{Keep, Redundancy};
 use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use serde_json::{Value, json};
 
-use crate::args::Style;
+use crate::args::{Making, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
 use crate::time::utc;
@@ -13,6 +14,31 @@ pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
     // A chunk size beyond 32 bits is as wrong as the largest one.
     let chunk_size = u32::try_from(chunk_size).unwrap_or(u32::MAX);
     Geometry::new(size, chunk_size).doing(|| "checking the sizes".into())
+}
+
+/// The repository, as a new image with these properties uses it. Says what was chosen where nobody did.
+pub(crate) fn keeping(
+    repository: Repository,
+    making: &Making,
+    style: Style,
+) -> Outcome<Repository> {
+    let doing = || "choosing a redundancy".to_owned();
+    let is_cluster = repository.cluster().is_some();
+    let redundancy = match making.redundancy {
+        Some(redundancy) if !is_cluster && redundancy != Redundancy::NONE => {
+            let why = "a repository in a directory has one copy of everything; --redundancy is for clusters";
+            return Err(Failure::new(Exit::Usage, doing(), why));
+        }
+        Some(redundancy) => redundancy,
+        None => {
+            let chosen = repository.default_redundancy().doing(doing)?;
+            if is_cluster && !style.json {
+                eprintln!("redundancy {chosen}, by the number of peers");
+            }
+            chosen
+        }
+    };
+    Ok(repository.keeping(Keep { redundancy, compression: making.compress }))
 }
 
 pub(crate) fn create(
@@ -110,7 +136,7 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
     let doing = || format!("showing {name}");
     let snapshot = repository.resolve(name).doing(doing)?;
     // Only a stable snapshot has chunks to count.
-    let stored = match snapshot.require_stable() {
+    let stored = match snapshot.require_content() {
         Ok(()) => {
             let mut chunks = repository.chunks(&snapshot.root, snapshot.geometry);
             Some(chunks.try_fold(0, |count, chunk| chunk.map(|_| count + 1)).doing(doing)?)
@@ -134,6 +160,8 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
         ("consistency", snapshot.consistency.to_string()),
         ("size", style.size(snapshot.geometry.size())),
         ("chunk size", style.size(snapshot.geometry.chunk_size().into())),
+        ("redundancy", snapshot.keep.redundancy.to_string()),
+        ("compression", snapshot.keep.compression.to_string()),
         ("chunks", snapshot.geometry.chunk_count().to_string()),
         ("stored chunks", or_dash(stored)),
         ("holes", or_dash(holes)),
@@ -178,6 +206,8 @@ fn image_json(image: &Image) -> Value {
         "snapshots": image.snapshots,
         "newest": image.newest,
         "origin": image.origin,
+        "redundancy": image.keep.redundancy.to_string(),
+        "compression": image.keep.compression.to_string(),
     })
 }
 
@@ -191,6 +221,8 @@ fn snapshot_json(snapshot: &Snapshot) -> Value {
         "time": snapshot.time,
         "size": snapshot.geometry.size(),
         "chunk_size": snapshot.geometry.chunk_size(),
+        "redundancy": snapshot.keep.redundancy.to_string(),
+        "compression": snapshot.keep.compression.to_string(),
         "label": snapshot.label,
         "state": snapshot.state.as_str(),
         "consistency": snapshot.consistency.as_str(),

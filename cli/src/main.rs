@@ -14,6 +14,7 @@ mod images;
 mod import;
 mod mirrors;
 mod output;
+mod peers;
 mod progress;
 mod serve;
 mod size;
@@ -23,9 +24,10 @@ mod time;
 use std::process::ExitCode;
 
 use cairn_store::Repository;
+use cairn_store::cluster::identity::Access;
 use clap::Parser;
 
-use crate::args::{Cli, Command, Keys};
+use crate::args::{Catalog, Cli, Command, Keys};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 
 fn main() -> ExitCode {
@@ -46,25 +48,29 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Outcome {
     let style = cli.style;
     let url = || {
-        let why = "no repository is named; use --store dir:PATH or set CAIRN_STORE";
+        let why =
+            "no repository is named; use --store dir:PATH or cairn://HOST:PORT, or set CAIRN_STORE";
         cli.store.as_deref().ok_or_else(|| Failure::new(Exit::Usage, "opening the repository", why))
     };
+    let access = Access::new(cli.keys.as_deref(), cli.insecure);
     let open = || {
         let url = url()?;
-        Repository::open(url).doing(|| format!("opening {url}"))
+        Repository::open_anywhere(url, &access).doing(|| format!("opening {url}"))
     };
     let open_or_create = || {
         let url = url()?;
-        Repository::open_or_create(url).doing(|| format!("opening {url}"))
+        Repository::open_or_create_anywhere(url, &access).doing(|| format!("opening {url}"))
     };
     match cli.command {
-        Command::Create { image, size, chunks } => {
+        Command::Create { image, size, making } => {
             // A wrong size makes no repository.
-            let geometry = images::geometry(size, chunks.chunk_size)?;
-            images::create(&open_or_create()?, &image, geometry, style)
+            let geometry = images::geometry(size, making.chunk_size)?;
+            let repository = images::keeping(open_or_create()?, &making, style)?;
+            images::create(&repository, &image, geometry, style)
         }
-        Command::Import { file, image, chunks } => {
-            import::import(&open_or_create()?, &file, &image, chunks.chunk_size, style)
+        Command::Import { file, image, making } => {
+            let repository = images::keeping(open_or_create()?, &making, style)?;
+            import::import(&repository, &file, &image, making.chunk_size, style)
         }
         Command::Ls { image: None } => images::ls(&open()?, style),
         Command::Ls { image: Some(image) } => images::ls_image(&open()?, &image, style),
@@ -80,10 +86,11 @@ fn run(cli: Cli) -> Outcome {
             control::checkpoint(&control.socket, label, wait.into(), timeout, style)
         }
         Command::Status { control } => control::status(&control.socket, style),
-        Command::Serve { data, listen, capacity, keys, insecure } => {
-            let security = serve::security(keys.as_deref(), insecure)?;
-            serve::serve(&data, &listen, capacity, security, style)
-        }
+        Command::Serve(args) => serve::serve(&args, &access, style),
+        Command::Peers { action: None } => peers::list(&open()?, style),
+        Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
+        Command::Repair { rate } => peers::repair(&open()?, rate, style),
+        Command::Catalog(Catalog::Rebuild) => peers::rebuild(&open()?, style),
         Command::Keys(Keys::Init { directory }) => serve::init_keys(&directory, style),
         Command::Stats { control } => control::stats(&control.socket, style),
     }

@@ -1,17 +1,23 @@
-//! `serve`: a peer that keeps fragments for others; and `keys`, by which it knows them.
+//! `serve`: a peer that keeps fragments for others, or the catalog; and `keys`, by which they know each other.
 
 use std::io::IsTerminal;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use cairn_store::cluster::identity::{self, Role, Security};
+use cairn_store::cluster::heart::Heart;
+use cairn_store::cluster::identity::{self, Access, Role, Security};
+use cairn_store::cluster::keeper::{Keeper, Keeping};
+use cairn_store::cluster::membership::Announcement;
 use cairn_store::cluster::peer::{self, PeerStore};
+use cairn_store::names::{self, CatalogStore, served};
+use cairn_store::{Repository, host_name};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
-use crate::args::Style;
+use crate::args::{Serve, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{print, print_json};
 
@@ -28,57 +34,172 @@ pub(crate) fn init_keys(directory: &Path, style: Style) -> Outcome {
     }
 }
 
-/// How a peer's connections are kept safe. Nobody is insecure by accident.
-pub(crate) fn security(keys: Option<&Path>, insecure: bool) -> Outcome<Security> {
-    match keys {
-        Some(keys) => Security::load(keys, Role::Peer)
-            .doing(|| format!("reading the keys in {}", keys.display())),
-        None if insecure => Ok(Security::INSECURE),
-        None => {
-            let why = "name its keys with --keys (`cairn keys init` makes them), or add --insecure for plain \
-                       TCP, which anybody in the network can read and write";
-            Err(Failure::new(Exit::Usage, "starting a peer", why))
+fn wrong_usage(role: Role, why: &str) -> Failure {
+    Failure::new(Exit::Usage, format!("starting a {}", role.name()), why)
+}
+
+fn security(access: &Access<'_>, role: Role) -> Outcome<Security> {
+    access.security(role).doing(|| format!("starting a {}", role.name()))
+}
+
+/// Serves until a signal ends it.
+pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
+    match &args.catalog {
+        None => serve_peer(args, None, &security(access, Role::Peer)?, style),
+        Some(None) => serve_catalog(args, &security(access, Role::Catalog)?, style),
+        Some(Some(address)) => {
+            names::check_address(address).doing(|| "starting a peer".into())?;
+            serve_peer(args, Some(address), &security(access, Role::Peer)?, style)
         }
     }
 }
 
-pub(crate) fn serve(
-    data: &Path,
-    listen: &str,
-    capacity: Option<u64>,
-    security: Security,
-    style: Style,
-) -> Outcome {
+fn serve_peer(args: &Serve, catalog: Option<&str>, security: &Security, style: Style) -> Outcome {
+    log();
+    let Serve { data, listen, capacity, .. } = args;
+    let store = PeerStore::open(data, *capacity).doing(|| opening(data))?;
+    let store = Arc::new(store);
+    run(Role::Peer, async {
+        let (listener, address) = bind(listen).await?;
+        let stop = signals();
+        let member = match catalog {
+            Some(catalog) => {
+                let who = announcement(args, &store, address)?;
+                let (catalog, keeping) = (catalog.to_owned(), keeping(args));
+                let (store, security) = (store.clone(), security.clone());
+                // It may wait for the catalog, with threads of its own.
+                let join = move || join(&catalog, who, store, &security, keeping);
+                Some(blocking(join).await??)
+            }
+            None => None,
+        };
+        match style.json {
+            true => print_json(&json!({ "peer": store.id().to_string(), "listen": address }))?,
+            false => print(&format!("peer {} listens at {address}\n", store.id()))?,
+        }
+        let served = peer::serve(listener, store, security.clone(), stop).await;
+        // It tells the catalog that the peer goes.
+        blocking(move || drop(member)).await?;
+        served.doing(|| "serving fragments".into())
+    })
+}
+
+/// Runs what waits on a thread of its own.
+async fn blocking<T: Send + 'static>(what: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
+    let ended = tokio::task::spawn_blocking(what).await;
+    ended.map_err(std::io::Error::other).doing(|| "waiting for a thread".into())
+}
+
+/// What makes a peer a member.
+struct Membership {
+    _heart: Heart,
+    _keeper: Option<Keeper>,
+}
+
+fn join(
+    catalog: &str,
+    who: Announcement,
+    store: Arc<PeerStore>,
+    security: &Security,
+    keeping: Keeping,
+) -> Outcome<Membership> {
+    let doing = || format!("joining the catalog at {catalog}");
+    let names = names::open(catalog, security).doing(doing)?;
+    let heart = Heart::start(names.clone(), who, store).doing(doing)?;
+    // Where no process serves the catalog, one of the peers looks after the cluster.
+    let keeper = match catalog.starts_with("etcd://") {
+        true => {
+            let repository = Repository::of_cluster(names, security).doing(doing)?;
+            Some(Keeper::start(repository, keeping).doing(doing)?)
+        }
+        false => None,
+    };
+    Ok(Membership { _heart: heart, _keeper: keeper })
+}
+
+fn keeping(args: &Serve) -> Keeping {
+    Keeping { lost_after: args.lost_after, rate: args.repair_rate }
+}
+
+fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome<Announcement> {
+    let address = match &args.advertise {
+        Some(address) => address.clone(),
+        None if listens.ip().is_unspecified() => {
+            let why = "it listens at all addresses; tell with --advertise HOST:PORT at which others reach it";
+            return Err(wrong_usage(Role::Peer, why));
+        }
+        None => listens.to_string(),
+    };
+    let domain = match &args.domain {
+        Some(domain) => domain.clone(),
+        None => host_name().doing(|| "looking for this host's name".into())?,
+    };
+    Ok(Announcement { id: store.id(), address, domain })
+}
+
+fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
+    if args.capacity.is_some() || args.domain.is_some() || args.advertise.is_some() {
+        let why = "--capacity, --domain and --advertise are for peers; leave them out";
+        return Err(wrong_usage(Role::Catalog, why));
+    }
+    log();
+    let store = CatalogStore::open(&args.data).doing(|| opening(&args.data))?;
+    let store = Arc::new(store);
+    let doing = || "looking after the cluster".to_owned();
+    let repository = Repository::of_cluster(store.names().clone(), security).doing(doing)?;
+    let keeper = Keeper::start(repository, keeping(args)).doing(doing)?;
+    let served = run(Role::Catalog, async {
+        let (listener, address) = bind(&args.listen).await?;
+        let stop = signals();
+        match style.json {
+            true => print_json(&json!({ "catalog": store.id().to_string(), "listen": address }))?,
+            false => print(&format!("catalog {} listens at {address}\n", store.id()))?,
+        }
+        let served = served::serve(listener, store, security.clone(), stop);
+        served.await.doing(|| "serving the catalog".into())
+    });
+    drop(keeper);
+    served
+}
+
+fn opening(data: &Path) -> String {
+    format!("opening {}", data.display())
+}
+
+/// What happens is told on the standard error.
+fn log() {
     let filter = EnvFilter::try_from_env("CAIRN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
-    let store = PeerStore::open(data, capacity).doing(|| format!("opening {}", data.display()))?;
-    let store = Arc::new(store);
+}
+
+fn run(role: Role, serving: impl Future<Output = Outcome>) -> Outcome {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.doing(|| "starting a peer".into())?;
-    runtime.block_on(async {
-        let doing = || format!("listening at {listen}");
-        let listener = TcpListener::bind(listen).await.doing(doing)?;
-        let address = listener.local_addr().doing(doing)?;
-        let mut ends = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
-        let stop = async {
-            let [terminate, interrupt] = &mut ends;
-            if let (Ok(terminate), Ok(interrupt)) = (terminate, interrupt) {
-                tokio::select! {
-                    _ = terminate.recv() => {}
-                    _ = interrupt.recv() => {}
-                }
-            } else {
-                std::future::pending().await
+    runtime.doing(|| format!("starting a {}", role.name()))?.block_on(serving)
+}
+
+async fn bind(listen: &str) -> Outcome<(TcpListener, SocketAddr)> {
+    let doing = || format!("listening at {listen}");
+    let listener = TcpListener::bind(listen).await.doing(doing)?;
+    let address = listener.local_addr().doing(doing)?;
+    Ok((listener, address))
+}
+
+/// Ends with a signal that asks the process to end. They are caught as soon as this returns.
+fn signals() -> impl Future<Output = ()> {
+    let mut ends = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
+    async move {
+        let [terminate, interrupt] = &mut ends;
+        if let (Ok(terminate), Ok(interrupt)) = (terminate, interrupt) {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
             }
-        };
-        match style.json {
-            true => print_json(&json!({ "peer": store.id().to_string(), "listen": address }))?,
-            false => print(&format!("peer {} listens at {address}\n", store.id()))?,
+        } else {
+            std::future::pending().await
         }
-        peer::serve(listener, store, security, stop).await.doing(|| "serving fragments".into())
-    })
+    }
 }

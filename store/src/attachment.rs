@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
-use crate::catalog::Holder;
+use crate::catalog::{Holder, Published};
 use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
 use crate::repository::Repository;
-use crate::snapshot::{NewSnapshot, Snapshot};
+use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// The most numbers that are reserved at once.
@@ -73,14 +73,30 @@ impl Attachment {
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
         self.repository.flush()?;
-        let catalog = self.repository.catalog();
-        let snapshot = catalog.publish(&self.holder, number, root, stored_bytes, dirty_bytes)?;
+        let state = self.repository.published_state();
+        let published = Published { root: *root, state, stored_bytes, dirty_bytes, record: None };
+        let record = self.repository.catalog().record(&self.holder, number, &published)?;
+        let published = Published { record: self.repository.put_record(&record)?, ..published };
+        let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
         let mut parent = self.lock();
         // A repeated publication of an older snapshot does not move the mirror back.
         if snapshot.number > parent.0 {
             *parent = (snapshot.number, snapshot.root);
         }
         Ok(snapshot)
+    }
+
+    /// Waits until a published snapshot has its full redundancy, and makes it stable.
+    pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
+        self.repository.flush_all()?;
+        let published = Published {
+            root: snapshot.root,
+            state: SnapshotState::Stable,
+            stored_bytes: snapshot.stored_bytes,
+            dirty_bytes: snapshot.dirty_bytes,
+            record: None,
+        };
+        self.repository.catalog().publish(&self.holder, snapshot.number, &published)
     }
 
     /// Gives up an announced snapshot.

@@ -236,11 +236,37 @@ pub enum Error {
         /// How many there are.
         peers: usize,
     },
+    /// No such peer ever joined.
+    #[error("there is no peer '{peer}'; `cairn peers` shows them")]
+    NoPeer {
+        /// Its name.
+        peer: String,
+    },
+    /// Blobs that were taken could not be made durable.
+    #[error(
+        "{blobs} blobs are not stored as they should be: {reason}; they are kept, and tried again with the next flush"
+    )]
+    NotStored {
+        /// How many.
+        blobs: usize,
+        /// Why one of them is not.
+        reason: String,
+    },
     /// A peer did not do what it was asked for.
     #[error("peer {peer}: {reason}")]
     Peer {
         /// Its address.
         peer: String,
+        /// What the caller can do about it.
+        kind: ErrorKind,
+        /// Why.
+        reason: String,
+    },
+    /// The catalog did not do what it was asked for.
+    #[error("catalog {address}: {reason}")]
+    Catalog {
+        /// Where it is.
+        address: String,
         /// What the caller can do about it.
         kind: ErrorKind,
         /// Why.
@@ -264,6 +290,9 @@ pub enum Error {
         /// The repository's directory.
         path: PathBuf,
     },
+    /// Others were faster, again and again.
+    #[error("the catalog is changed by many others at once; try again")]
+    Contended,
     /// The database refused.
     #[error("the repository's database failed: {0}")]
     Database(#[from] rusqlite::Error),
@@ -284,6 +313,7 @@ impl Error {
             Error::NoRepository { .. }
             | Error::NoImage { .. }
             | Error::NoSnapshot { .. }
+            | Error::NoPeer { .. }
             | Error::NoMirror { .. } => ErrorKind::NotFound,
             Error::ImageExists { .. }
             | Error::SnapshotExists { .. }
@@ -292,12 +322,14 @@ impl Error {
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
-            Error::Peer { kind, .. } => *kind,
+            Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }
+            | Error::Contended
             | Error::Poisoned { .. } => ErrorKind::Unavailable,
             Error::Database(source) => match source.sqlite_error_code() {
                 Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {

@@ -69,6 +69,10 @@ byte_id!(
     PeerId, 16, "a peer's id", "it has 32 hexadecimal digits"
 );
 byte_id!(
+    /// The name of a catalog that is served: random bytes in its data directory.
+    CatalogId, 16, "a catalog's id", "it has 32 hexadecimal digits"
+);
+byte_id!(
     /// The name of a mirror: random bytes chosen when the mirror is made.
     MirrorId, 16, "a mirror's id", "it has 32 hexadecimal digits"
 );

@@ -16,13 +16,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::blobs::LocalBlobs;
-use crate::catalog::Catalog;
 use crate::error::{Error, Result};
+use crate::names::Embedded;
 use crate::sys;
 
 const MARKER: &str = "repository.json";
 const FORMAT: &str = "cairn-repository";
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// What the names of a repository's parts begin with, but the marker's.
 const PARTS: [&str; 4] = ["segments", "catalog.db", "index.db", "repository.json."];
@@ -63,6 +63,11 @@ pub(crate) fn directory_of(url: &str) -> Result<PathBuf> {
         }
         _ => Err(Error::BadUrl { url: url.into() }),
     }
+}
+
+/// The file with the names.
+pub(crate) fn catalog(path: &Path) -> PathBuf {
+    path.join("catalog.db")
 }
 
 /// Fails unless the directory is a repository that this program understands. Changes nothing.
@@ -111,7 +116,7 @@ pub(crate) fn create(path: &Path) -> Result<()> {
     }
     check_file_system(path)?;
     LocalBlobs::create(path)?;
-    Catalog::create(path)?;
+    Embedded::create(&catalog(path))?;
     write_marker(path)?;
     sys::sync_dir(path)?;
     missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)

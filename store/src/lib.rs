@@ -30,7 +30,9 @@ mod geometry;
 mod id;
 mod layout;
 mod name;
+pub mod names;
 mod process;
+mod repair;
 mod repository;
 mod snapshot;
 mod sys;
@@ -39,15 +41,15 @@ mod zero;
 
 pub use attachment::{Attachment, MAX_RESERVED};
 pub use blobs::{Blobs, NewBlob};
-pub use catalog::LEASE_SECONDS;
+pub use catalog::{LEASE_SECONDS, Rebuilt};
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
 };
-pub use id::{BlobId, ChunkId, MirrorId, NodeId, PeerId};
+pub use id::{BlobId, CatalogId, ChunkId, MirrorId, NodeId, PeerId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
-pub use repository::{PutChunk, Repository};
+pub use repository::{Durability, PutChunk, Repository};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
 };

@@ -5,10 +5,12 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 
 /// A process, told apart from a later one with the same number.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Process {
     /// The boot of the kernel that runs it.
     pub(crate) boot_id: String,

@@ -1,19 +1,26 @@
 //! The repository as one object: blobs, trees and names.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use crate::attachment::Attachment;
 use crate::blobs::{Blobs, LocalBlobs};
-use crate::catalog::{Catalog, FirstSnapshot};
+use crate::catalog::{Catalog, Draft, FirstSnapshot, Rebuilt, Record, Referrer};
+use crate::cluster::Cluster;
+use crate::cluster::follower::{Follower, cluster_address, follow};
+use crate::cluster::identity::{Access, Role, Security};
+use crate::cluster::membership::{self, Health};
+use crate::cluster::{Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{ChunkId, MirrorId};
+use crate::id::{BlobId, ChunkId, MirrorId};
 use crate::layout;
 use crate::name::{ImageName, SnapshotRef};
-use crate::snapshot::{Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot};
-use crate::tree::{Chunks, Root, TreeUpdate, Trees};
+use crate::names::{self, Embedded, Names};
+use crate::snapshot::{
+    Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
+};
+use crate::tree::{Chunks, Referred, Root, TreeUpdate, Trees};
 
 /// The most memory for decoded tree nodes, over all clones of a handle.
 const NODE_CACHE: usize = 16 << 20;
@@ -27,26 +34,41 @@ pub struct PutChunk {
     pub new_bytes: u64,
 }
 
+/// When what was put counts as stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// When it is durable with its full redundancy.
+    #[default]
+    Pessimistic,
+    /// When enough is durable to read it; the rest follows.
+    Optimistic,
+}
+
 /// A handle on a repository. Clones are cheap and share everything.
 #[derive(Clone)]
 pub struct Repository {
     inner: Arc<Inner>,
+    /// How what is put through this handle is kept safe.
+    keep: Keep,
+    durability: Durability,
 }
 
 struct Inner {
-    path: PathBuf,
     blobs: Arc<dyn Blobs>,
     trees: Arc<Trees>,
     catalog: Catalog,
+    names: Arc<dyn Names>,
+    /// Where the blobs are on peers.
+    cluster: Option<Follower>,
 }
 
 impl Repository {
-    /// Opens a repository that exists. Changes nothing if there is none.
+    /// Opens a repository that exists, in a directory of this host. Changes nothing if there is none.
     pub fn open(url: &str) -> Result<Self> {
         Self::open_with(url, |blobs| blobs)
     }
 
-    /// Opens a repository, and makes it first if nothing is there.
+    /// Opens a repository in a directory, and makes it first if nothing is there.
     pub fn open_or_create(url: &str) -> Result<Self> {
         layout::create(&layout::directory_of(url)?)?;
         Self::open(url)
@@ -61,14 +83,77 @@ impl Repository {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
         let blobs = wrap(Arc::new(LocalBlobs::open(&path)?));
-        let catalog = Catalog::open(&path)?;
-        let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
-        Ok(Self { inner: Arc::new(Inner { path, blobs, trees, catalog }) })
+        let names = Arc::new(Embedded::open(&layout::catalog(&path))?);
+        Ok(Self::of(blobs, names, None))
     }
 
-    /// The repository's directory.
-    pub fn path(&self) -> &Path {
-        &self.inner.path
+    /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
+    /// is one.
+    pub fn connect(url: &str, security: &Security) -> Result<Self> {
+        Self::of_cluster(names::open(cluster_address(url)?, security)?, security)
+    }
+
+    /// The repository of the cluster that these documents tell of.
+    pub fn of_cluster(names: Arc<dyn Names>, security: &Security) -> Result<Self> {
+        let (blobs, follower) = follow(&names, security)?;
+        Ok(Self::of(blobs, names, Some(follower)))
+    }
+
+    /// Opens a repository that exists, in a directory or in a cluster.
+    pub fn open_anywhere(url: &str, access: &Access<'_>) -> Result<Self> {
+        match cluster_address(url) {
+            Ok(_) => Self::connect(url, &access.security(Role::Client)?),
+            Err(_) => Self::open(url),
+        }
+    }
+
+    /// As [`Repository::open_anywhere`]; a directory where nothing is becomes a repository first.
+    pub fn open_or_create_anywhere(url: &str, access: &Access<'_>) -> Result<Self> {
+        match cluster_address(url) {
+            Ok(_) => Self::open_anywhere(url, access),
+            Err(_) => Self::open_or_create(url),
+        }
+    }
+
+    fn of(blobs: Arc<dyn Blobs>, names: Arc<dyn Names>, cluster: Option<Follower>) -> Self {
+        let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
+        let catalog = Catalog::new(Arc::clone(&names));
+        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster });
+        Self { inner, keep: Keep::default(), durability: Durability::default() }
+    }
+
+    /// A handle through which what is put is kept like this.
+    pub fn keeping(&self, keep: Keep) -> Self {
+        Self { keep, ..self.clone() }
+    }
+
+    /// A handle through which what is put counts as stored like this.
+    pub fn with_durability(&self, durability: Durability) -> Self {
+        Self { durability, ..self.clone() }
+    }
+
+    /// When what is put through this handle counts as stored.
+    pub fn durability(&self) -> Durability {
+        self.durability
+    }
+
+    /// How a new image is kept if nobody says otherwise: by the peers that there are.
+    pub fn default_redundancy(&self) -> Result<Redundancy> {
+        match &self.inner.cluster {
+            Some(_) => {
+                let (peers, _) = membership::peers(&*self.inner.names)?;
+                let able =
+                    peers.iter().filter(|peer| matches!(peer.health, Health::Up | Health::Down));
+                Ok(Redundancy::for_peers(able.count()))
+            }
+            None => Ok(Redundancy::NONE),
+        }
+    }
+
+    /// The peers that hold the repository, and the documents that tell of them; nothing if it is in a directory.
+    pub fn cluster(&self) -> Option<(&Cluster, &dyn Names)> {
+        let follower = self.inner.cluster.as_ref()?;
+        Some((follower.cluster(), &*self.inner.names))
     }
 
     // Images and snapshots.
@@ -90,9 +175,28 @@ impl Repository {
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
         self.flush()?;
-        let consistency = Consistency::Crash;
-        let first = FirstSnapshot { root: *root, consistency, dirty_bytes, stored_bytes };
-        self.inner.catalog.create_image(name, geometry, &first)
+        let (consistency, state) = (Consistency::Crash, self.published_state());
+        let first = FirstSnapshot { root: *root, state, consistency, dirty_bytes, stored_bytes };
+        self.insert(&Draft::new(name, geometry, self.keep, &first)?)
+    }
+
+    fn insert(&self, draft: &Draft) -> Result<Snapshot> {
+        let record = self.put_record(&draft.record())?;
+        self.inner.catalog.insert(draft, record)
+    }
+
+    /// The state of a snapshot whose content was flushed.
+    pub(crate) fn published_state(&self) -> SnapshotState {
+        match self.durability {
+            Durability::Pessimistic => SnapshotState::Stable,
+            Durability::Optimistic => SnapshotState::Available,
+        }
+    }
+
+    /// Stores a record beside the blobs, where that is needed. It is durable then.
+    pub(crate) fn put_record(&self, record: &Record) -> Result<Option<BlobId>> {
+        let keep = record.keep().of_small_blobs();
+        self.inner.blobs.put_record(&record.to_bytes(), &keep)
     }
 
     /// All images, by name.
@@ -111,26 +215,29 @@ impl Repository {
     }
 
     /// The snapshot that this names. Without a selector it is the newest stable one; one that is named
-    /// may be pending or failed, so callers that need content ask [`Snapshot::require_stable`].
+    /// may be pending or failed, so callers that need content ask [`Snapshot::require_content`].
     pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
         self.inner.catalog.resolve(name)
     }
 
     /// Makes an image whose first snapshot is this one. Nothing is copied.
     pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
-        self.inner.catalog.clone_snapshot(source, name)
+        self.insert(&Draft::clone_of(&self.resolve(source)?, name)?)
     }
 
     /// Removes a snapshot's name, unless it is the last one with content. Its blobs stay until garbage
     /// collection, and mirrors that are based on it keep their content.
     pub fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        self.inner.catalog.remove_snapshot(name)
+        let (snapshot, record) = self.inner.catalog.remove_snapshot(name)?;
+        self.put_record(&record)?;
+        Ok(snapshot)
     }
 
     /// Removes an image and the names of all its snapshots. It is refused while mirrors refer to the
     /// image, unless `force`, and always while a live writer holds it.
     pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
-        self.inner.catalog.remove_image(name, force)
+        let record = self.inner.catalog.remove_image(name, force)?;
+        self.put_record(&record).map(drop)
     }
 
     // Content.
@@ -166,7 +273,7 @@ impl Repository {
             debug_assert_eq!(ChunkId::of(content), *id, "a chunk has the name of its content");
         }
         let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
-        self.inner.blobs.put(&blobs)
+        self.inner.blobs.put(&blobs, &self.keep)
     }
 
     /// Takes one chunk, and names it.
@@ -183,13 +290,51 @@ impl Repository {
         geometry: Geometry,
         changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
     ) -> Result<TreeUpdate> {
-        self.inner.trees.commit(base, geometry, changes)
+        self.inner.trees.commit(base, geometry, changes, &self.keep)
     }
 
-    /// Returns when everything that was put through this handle and its clones is durable, and everybody
-    /// can read it.
+    /// Returns when everything that was put through this handle and its clones is stored, as this handle
+    /// understands it, and everybody can read it.
     pub fn flush(&self) -> Result<()> {
+        match self.durability {
+            Durability::Pessimistic => self.inner.blobs.flush(),
+            Durability::Optimistic => self.inner.blobs.flush_available(),
+        }
+    }
+
+    /// Returns when everything that was put is durable with its full redundancy, whatever this handle says.
+    pub fn flush_all(&self) -> Result<()> {
         self.inner.blobs.flush()
+    }
+
+    /// Tells every blob that a name refers to, with the redundancy that it is to have: some of them several times.
+    /// What is below a node that cannot be read is left out; returns how many such there are.
+    pub(crate) fn references(&self, mut tell: impl FnMut(BlobId, Redundancy)) -> Result<u64> {
+        let mut unreadable = 0;
+        for (keep, roots) in self.inner.catalog.roots()? {
+            let (chunks, small) = (keep.redundancy, keep.redundancy.of_small_blobs());
+            let mut seen = HashSet::new();
+            for Referrer { geometry, root, record } in roots {
+                record.iter().for_each(|record| tell(*record, small));
+                let trees = &self.inner.trees;
+                unreadable += trees.references(&root, geometry, &mut seen, &mut |one| match one {
+                    Referred::Node(id) => tell(id.into(), small),
+                    Referred::Chunk(id) => tell(id.into(), chunks),
+                });
+            }
+        }
+        Ok(unreadable)
+    }
+
+    /// Makes the names again that the peers' records tell of, after the catalog was lost.
+    pub fn rebuild_catalog(&self) -> Result<Rebuilt> {
+        let records = self.inner.blobs.records()?;
+        let records = records.into_iter().filter_map(|bytes| {
+            let record = Record::from_bytes(&bytes);
+            let told = record.inspect_err(|error| tracing::warn!(%error, "a record is left out"));
+            told.ok().map(|record| (BlobId::of(&bytes), record))
+        });
+        self.inner.catalog.rebuild(records.collect())
     }
 
     /// The chunks of a tree that are not holes, in order.
@@ -211,7 +356,7 @@ impl Repository {
         mode: Mode,
     ) -> Result<Attachment> {
         let (holder, parent, root) = self.inner.catalog.attach(owner, snapshot, mode)?;
-        Ok(Attachment::new(self.clone(), holder, parent, root))
+        Ok(Attachment::new(self.keeping(snapshot.keep), holder, parent, root))
     }
 
     /// What is known about a mirror.

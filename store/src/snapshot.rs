@@ -1,7 +1,9 @@
 //! What the catalog knows about images, snapshots and mirrors.
 
 use std::fmt;
+use std::str::FromStr;
 
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::MirrorId;
@@ -26,10 +28,15 @@ macro_rules! word_enum {
                 }
             }
 
-            pub(crate) fn from_word(word: &str) -> Option<Self> {
+        }
+
+        impl FromStr for $name {
+            type Err = String;
+
+            fn from_str(word: &str) -> std::result::Result<Self, String> {
                 match word {
-                    $($word => Some(Self::$variant),)+
-                    _ => None,
+                    $($word => Ok(Self::$variant),)+
+                    _ => Err(format!("'{word}' is not a {}", stringify!($name))),
                 }
             }
         }
@@ -43,11 +50,13 @@ macro_rules! word_enum {
 }
 
 word_enum!(
-    /// How far a snapshot has come. It leaves `Pending` once and for all.
+    /// How far a snapshot has come. It leaves `Pending` once and for all; `Available` becomes `Stable`.
     SnapshotState {
         /// Announced; its content is on the way.
         Pending = "pending",
-        /// Published and durable.
+        /// Published and readable, with less than its redundancy: the rest is on the way.
+        Available = "available",
+        /// Published and durable, with its full redundancy.
         Stable = "stable",
         /// Given up; it has no content.
         Failed = "failed",
@@ -76,6 +85,13 @@ word_enum!(
     }
 );
 
+impl SnapshotState {
+    /// Whether a snapshot in this state can be read.
+    pub fn has_content(self) -> bool {
+        matches!(self, SnapshotState::Available | SnapshotState::Stable)
+    }
+}
+
 /// An immutable state of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
@@ -85,12 +101,14 @@ pub struct Snapshot {
     pub number: u64,
     /// The number of the snapshot that it was derived from.
     pub parent: Option<u64>,
-    /// Its content. Meaningful only when it is stable: see [`Snapshot::require_stable`].
+    /// Its content. Meaningful only when it has some: see [`Snapshot::require_content`].
     pub root: Root,
     /// When it was asked for: seconds since 1970, UTC.
     pub time: u64,
     /// The shape of the disk.
     pub geometry: Geometry,
+    /// How its content is kept safe.
+    pub keep: Keep,
     /// A second name, unique in the image.
     pub label: Option<String>,
     /// How far it has come.
@@ -116,8 +134,8 @@ impl Snapshot {
     }
 
     /// Fails unless the snapshot has content.
-    pub fn require_stable(&self) -> Result<()> {
-        if self.state == SnapshotState::Stable {
+    pub fn require_content(&self) -> Result<()> {
+        if self.state.has_content() {
             return Ok(());
         }
         let (name, state) = (self.name().to_string(), self.state.as_str());
@@ -136,10 +154,12 @@ pub struct Image {
     pub created: u64,
     /// How many snapshots it has, in any state.
     pub snapshots: u64,
-    /// The number of its newest stable snapshot.
+    /// The number of its newest snapshot with content.
     pub newest: Option<u64>,
     /// The snapshot that it was cloned from, as it was named then.
     pub origin: Option<String>,
+    /// How its content is kept safe.
+    pub keep: Keep,
 }
 
 /// A snapshot that a mirror announces.

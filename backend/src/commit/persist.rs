@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-use cairn_store::{ErrorKind, NewSnapshot};
+use cairn_store::{ErrorKind, NewSnapshot, Snapshot, SnapshotState};
 
 use super::store_layer::{arena, store_layer};
 use super::{Commit, CommitState, Next};
@@ -123,12 +123,26 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) -> b
     let result = keep_trying(device, commit, abort, patience);
     let mut is_recorded = true;
     let state = match result {
-        Ok(stored_bytes) => {
+        Ok(snapshot) => {
             device.mirror.cut.publish(&commit.layer);
-            device.stats.stable(1);
-            let elapsed = commit.asked.elapsed();
-            tracing::info!(%name, stored_bytes, ms = elapsed.as_millis() as u64, "stable");
-            CommitState::Stable { stored_bytes, elapsed }
+            // Writes need not wait for its redundancy.
+            device.mirror.events.notify();
+            match complete(device, &snapshot, abort, patience) {
+                Ok(()) => {
+                    device.stats.stable(1);
+                    let (stored_bytes, elapsed) = (snapshot.stored_bytes, commit.asked.elapsed());
+                    tracing::info!(%name, stored_bytes, ms = elapsed.as_millis() as u64, "stable");
+                    CommitState::Stable { stored_bytes, elapsed }
+                }
+                Err(error) => {
+                    let reason = format!(
+                        "it can be read, and is not yet stored with its full redundancy: {error}; \
+                         `cairn repair` completes it"
+                    );
+                    tracing::error!(%name, %reason, "a checkpoint is not stable");
+                    CommitState::Failed(reason)
+                }
+            }
         }
         Err(PersistError::Stopped) => return false,
         Err(error) => {
@@ -146,6 +160,32 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) -> b
     device.mirror.events.notify();
     device.commits.ended(commit, state, is_recorded);
     true
+}
+
+/// Makes a snapshot stable that is published and available. What is not done when the process stops is left
+/// to repair.
+fn complete(
+    device: &Device,
+    snapshot: &Snapshot,
+    abort: &Abort,
+    patience: Duration,
+) -> Result<(), PersistError> {
+    if snapshot.state == SnapshotState::Stable {
+        return Ok(());
+    }
+    let begin = Instant::now();
+    loop {
+        match device.attachment.complete(snapshot).map_err(PersistError::from) {
+            Ok(_) => return Ok(()),
+            Err(error) if error.may_pass() && begin.elapsed() < patience => {
+                let name = snapshot.name();
+                tracing::warn!(%name, %error, "a snapshot is not stable yet");
+            }
+            Err(error) => return Err(error),
+        }
+        abort.check()?;
+        thread::sleep(LOOK);
+    }
 }
 
 /// Tells the catalog of a failure. Returns whether it knows, or need not: it may never have heard of the
@@ -168,7 +208,7 @@ fn keep_trying(
     commit: &Commit,
     abort: &Abort,
     patience: Duration,
-) -> Result<u64, PersistError> {
+) -> Result<Snapshot, PersistError> {
     let mut delay = FIRST_DELAY;
     let mut since: Option<Instant> = None;
     let mut durable = 0;
@@ -230,7 +270,7 @@ fn refill(device: &Device) {
     }
 }
 
-fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, PersistError> {
+fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<Snapshot, PersistError> {
     device.attachment.begin(&commit.new)?;
     let layers = device.mirror.cut.view().layers.clone();
     let mut sources: Vec<_> =
@@ -263,6 +303,6 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<u64, Persi
     let update = device.repository.commit_tree(&base, device.geometry, &changes)?;
     let stored_bytes = stored.load(Ordering::Relaxed) + update.new_bytes;
     let dirty_bytes = changes.len() as u64 * device.mirror.layout().chunk_size() as u64;
-    device.attachment.publish(commit.new.number, &update.root, stored_bytes, dirty_bytes)?;
-    Ok(stored_bytes)
+    let number = commit.new.number;
+    Ok(device.attachment.publish(number, &update.root, stored_bytes, dirty_bytes)?)
 }

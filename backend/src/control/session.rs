@@ -189,6 +189,11 @@ async fn follow(device: &Arc<Device>, number: u64) -> Event {
         SnapshotState::Failed => {
             failed(snapshot.reason.unwrap_or_else(|| "for a reason that is not known".into()))
         }
+        SnapshotState::Available => {
+            let message =
+                format!("{name} is readable, and not yet stored with its full redundancy");
+            refusal(RefusalKind::Unavailable, message)
+        }
         SnapshotState::Pending => {
             let message =
                 format!("{name} is not a checkpoint of this disk; it is another mirror's");

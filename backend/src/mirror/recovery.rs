@@ -45,16 +45,17 @@ pub(crate) fn recover(
         Arc::new(Layer::recover(state, journal, records.as_deref(), layout, places))
     };
     let mut layers: Vec<Arc<Layer>> = accepted.into_iter().map(take_up).collect();
-    let is =
-        |layer: &Layer, state| layer.accepted().and_then(|new| state_of(new.number)) == Some(state);
+    let state = |layer: &Layer| layer.accepted().and_then(|new| state_of(new.number));
     // Published, and with it everything before it.
-    let published = layers.iter().rposition(|layer| is(layer, SnapshotState::Stable));
+    let published =
+        layers.iter().rposition(|layer| state(layer).is_some_and(SnapshotState::has_content));
     layers.drain(..published.map_or(0, |last| last + 1)).for_each(|layer| layer.close());
     // What is lost has to be in the next checkpoint.
     for layer in layers.iter().filter(|layer| layer.failure().is_some()) {
         join(layer.dirty());
     }
-    let may_succeed = |layer: &&Arc<Layer>| !layer.has_ended() && !is(layer, SnapshotState::Failed);
+    let may_succeed =
+        |layer: &&Arc<Layer>| !layer.has_ended() && state(layer) != Some(SnapshotState::Failed);
     let resumed: Vec<_> = layers.iter().filter(may_succeed).cloned().collect();
     // One that has failed is absorbed by a later one, or else by the next.
     let last = resumed.last().map_or(0, |layer| layer.epoch.0);

@@ -52,7 +52,7 @@ pub(crate) fn snapshot(store: &str, name: &str, number: u64) -> Snapshot {
 /// The whole content of a stable snapshot.
 pub(crate) fn export(store: &str, name: &str, number: u64) -> Vec<u8> {
     let snapshot = snapshot(store, name, number);
-    snapshot.require_stable().unwrap_or_else(|e| panic!("export {}: {e}", snapshot.name()));
+    snapshot.require_content().unwrap_or_else(|e| panic!("export {}: {e}", snapshot.name()));
     content(store, &snapshot)
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use cairn_store::BlobId;
 use cairn_store::cluster::fragment::{Fragment, encode};
 use cairn_store::cluster::identity::{Role, Security};
-use cairn_store::cluster::{Cluster, Connection, Member, Redundancy};
+use cairn_store::cluster::{Cluster, Connection, Member, MemberState, Redundancy};
 use serde_json::Value;
 use tokio::task::JoinSet;
 
@@ -57,7 +57,7 @@ fn fragment(number: u64) -> Fragment {
     let redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
     let (description, blocks) = encode(&BlobId::of(&content), &content, redundancy);
     let index = (number % 8) as u8;
-    let block = blocks.get(index.into()).to_vec();
+    let block = blocks.share(index.into());
     Fragment { description, index, block }
 }
 
@@ -104,7 +104,7 @@ fn content(number: u64) -> Vec<u8> {
 
 fn member(peer: &Peer, at: usize) -> Member {
     let (id, address) = (peer.id.parse().unwrap(), peer.address.clone());
-    Member { id, address, weight: 1, domain: at.to_string() }
+    Member { id, address, weight: 1, domain: at.to_string(), state: MemberState::Up }
 }
 
 #[tokio::test]
@@ -124,7 +124,7 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
         for number in 1..30 {
             let content = content(number);
             let blob = BlobId::of(&content);
-            let sent = cluster.put(&blob, &content, redundancy).await.unwrap();
+            let sent = cluster.put(&blob, &content, &redundancy.into()).await.unwrap().sent;
             assert_eq!(sent as usize, content.len() * redundancy.width() / redundancy.needed());
             blobs.push((blob, content));
         }
@@ -135,14 +135,14 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
         let cluster = Cluster::new(all, Security::INSECURE);
         let mut buffer = vec![0; 256 << 10];
         for (blob, content) in &blobs {
-            let len = cluster.get(blob, redundancy, &mut buffer).await.unwrap();
+            let len = cluster.get(blob, &mut buffer).await.unwrap();
             assert!(&buffer[..len] == content, "{text}");
         }
         // A write goes to those who are left, if they are enough.
         let content = content(99);
-        let written = cluster.put(&BlobId::of(&content), &content, redundancy).await;
+        let written = cluster.put(&BlobId::of(&content), &content, &redundancy.into()).await;
         assert_eq!(written.is_ok(), redundancy.width() <= 8 - lost, "{text}: {written:?}");
-        let missing = cluster.get(&BlobId::of(b"another"), redundancy, &mut buffer).await;
+        let missing = cluster.get(&BlobId::of(b"another"), &mut buffer).await;
         assert!(missing.is_err());
         // One more is too many for what was cut into blocks.
         if text == "rs=4+4" {
@@ -150,7 +150,7 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
             next.kill();
             let cluster = Cluster::new(members(&peers), Security::INSECURE);
             for (blob, _) in &blobs {
-                assert!(cluster.get(blob, redundancy, &mut buffer).await.is_err());
+                assert!(cluster.get(blob, &mut buffer).await.is_err());
             }
         }
     }
@@ -168,7 +168,7 @@ async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
     for number in 1..20 {
         let content = content(number);
         let blob = BlobId::of(&content);
-        cluster.put(&blob, &content, redundancy).await.unwrap();
+        cluster.put(&blob, &content, &redundancy.into()).await.unwrap();
         blobs.push((blob, content));
     }
     let signal = |name: &str| {
@@ -179,7 +179,7 @@ async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
     let mut buffer = vec![0; 256 << 10];
     for (blob, content) in &blobs {
         let begin = std::time::Instant::now();
-        let len = cluster.get(blob, redundancy, &mut buffer).await.unwrap();
+        let len = cluster.get(blob, &mut buffer).await.unwrap();
         assert!(&buffer[..len] == content);
         assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     }

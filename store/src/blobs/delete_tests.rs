@@ -11,6 +11,7 @@ use tempfile::TempDir;
 
 use super::segment::SEGMENT_SIZE;
 use super::{Blobs, LocalBlobs};
+use crate::cluster::Keep;
 use crate::error::Error;
 use crate::id::BlobId;
 
@@ -22,7 +23,7 @@ fn content(seed: u32, len: usize) -> Vec<u8> {
 
 fn put(blobs: &LocalBlobs, contents: &[Vec<u8>]) -> Vec<BlobId> {
     let all: Vec<_> = contents.iter().map(|one| (BlobId::of(one), &one[..])).collect();
-    blobs.put(&all).unwrap();
+    blobs.put(&all, &Keep::default()).unwrap();
     all.into_iter().map(|(id, _)| id).collect()
 }
 
@@ -168,12 +169,13 @@ fn an_index_that_keeps_failing_does_not_let_more_and_more_be_written() {
             "CREATE TRIGGER full BEFORE INSERT ON blobs BEGIN SELECT RAISE(FAIL, 'no'); END",
         )
         .unwrap();
-    let refused = all.iter().position(|one| blobs.put(&[(BlobId::of(one), one)]).is_err());
+    let refused =
+        all.iter().position(|one| blobs.put(&[(BlobId::of(one), one)], &Keep::default()).is_err());
     assert_eq!(refused, Some(15), "when 64 MiB wait");
     let written = fs::metadata(dir.path().join("segments/00000001")).unwrap().len();
     for _ in 0..3 {
         let last = &all[16];
-        blobs.put(&[(BlobId::of(last), last)]).unwrap_err();
+        blobs.put(&[(BlobId::of(last), last)], &Keep::default()).unwrap_err();
     }
     assert_eq!(fs::metadata(dir.path().join("segments/00000001")).unwrap().len(), written);
     database.execute_batch("DROP TRIGGER full").unwrap();

@@ -30,6 +30,7 @@ use super::index::{Index, Slot};
 use super::reclaim::{drop_empty, reclaim};
 use super::segment::{ALIGNMENT, Segment, path_of, scan};
 use super::{Blobs, NewBlob};
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
@@ -350,7 +351,7 @@ impl Blobs for LocalBlobs {
         })
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
         let mut added = 0;
         if self.state().is_full() {
             // The last flush has failed. Without another one there would be no bound.

@@ -14,6 +14,7 @@ mod tests;
 
 pub(crate) use local::LocalBlobs;
 
+use crate::cluster::Keep;
 use crate::error::Result;
 use crate::id::BlobId;
 
@@ -29,12 +30,31 @@ pub trait Blobs: Send + Sync {
     /// corrupt: the caller knows how long it can be.
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize>;
 
-    /// Takes blobs and returns how many bytes that adds: those that are there already add none.
+    /// Takes blobs, to be kept like this, and returns how many bytes that adds: those that are there already add
+    /// none. Where there is one copy of everything, `keep` means nothing.
     ///
     /// They can be read at once through this object. After the next [`Blobs::flush`] they are durable,
     /// and everybody can read them. After an error any part of them may have been taken.
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64>;
+    /// A place that finds out later what is there counts what it takes. `keep` is for places on many machines.
+    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64>;
 
-    /// Returns when everything put before this call is durable.
+    /// Returns when everything put before this call is durable, with the redundancy that it was put with.
     fn flush(&self) -> Result<()>;
+
+    /// Returns when everything put before this call can be read by everybody, though it may not have its full
+    /// redundancy.
+    fn flush_available(&self) -> Result<()> {
+        self.flush()
+    }
+
+    /// Takes a snapshot's record, as [`Blobs::put`] does with blobs, and returns its name; nothing where the
+    /// catalog is beside the blobs, and lost with them.
+    fn put_record(&self, _record: &[u8], _keep: &Keep) -> Result<Option<BlobId>> {
+        Ok(None)
+    }
+
+    /// All records that were ever taken.
+    fn records(&self) -> Result<Vec<Vec<u8>>> {
+        Ok(Vec::new())
+    }
 }

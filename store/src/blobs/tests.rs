@@ -7,6 +7,7 @@ use std::thread;
 use tempfile::TempDir;
 
 use super::{Blobs, LocalBlobs};
+use crate::cluster::Keep;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 
@@ -60,7 +61,7 @@ impl Place {
 
 fn put(blobs: &LocalBlobs, content: &[u8]) -> (BlobId, u64) {
     let id = BlobId::of(content);
-    (id, blobs.put(&[(id, content)]).unwrap())
+    (id, blobs.put(&[(id, content)], &Keep::default()).unwrap())
 }
 
 fn get(blobs: &LocalBlobs, id: &BlobId) -> Result<Vec<u8>> {
@@ -97,7 +98,7 @@ fn content_of_any_length_and_alignment_reads_back() {
     let contents = parts.map(|(start, len)| &memory[start..start + len]);
     let blobs = contents.map(|content| (BlobId::of(content), content));
     let total: usize = contents.iter().map(|content| content.len()).sum();
-    assert_eq!(place.blobs.put(&blobs).unwrap(), total as u64);
+    assert_eq!(place.blobs.put(&blobs, &Keep::default()).unwrap(), total as u64);
     for _ in 0..2 {
         for (id, content) in blobs {
             assert!(place.get(&id).unwrap() == content);
@@ -116,7 +117,7 @@ fn equal_content_is_stored_once() {
     assert_eq!(put(&place.other(), b"slate").1, 0, "through another handle");
     let twice =
         [(id, &b"slate"[..]), (BlobId::of(b"chalk"), b"chalk"), (BlobId::of(b"chalk"), b"chalk")];
-    assert_eq!(place.blobs.put(&twice).unwrap(), 5, "within one call");
+    assert_eq!(place.blobs.put(&twice, &Keep::default()).unwrap(), 5, "within one call");
 }
 
 #[test]
@@ -217,7 +218,7 @@ fn a_lost_index_is_made_again_from_the_segments() {
     for first in (0..200).step_by(50) {
         let contents: Vec<_> = (first..first + 50).map(content).collect();
         let group: Vec<_> = contents.iter().map(|c| (BlobId::of(c), &c[..])).collect();
-        blobs.put(&group).unwrap();
+        blobs.put(&group, &Keep::default()).unwrap();
         blobs.flush().unwrap();
     }
     // As a guest could write it: a record of this segment that names a blob with other content.

@@ -1,25 +1,57 @@
-//! What an attached mirror does. Each operation checks the fence in its own transaction.
+//! What an attached mirror does. Each operation relies on the image's fence.
 
 use std::ops::Range;
 
-use rusqlite::{Connection, Transaction, params};
-
-use super::mirrors::{LEASE_SECONDS, find_mirror};
-use super::{Catalog, now, rows};
+use super::Catalog;
+use super::documents::{
+    ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument, image_key, label_key,
+    lease_key, mirror_key, snapshot_key, snapshots, snapshots_of,
+};
+use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
+use super::records::Record;
 use crate::error::{Error, Result};
-use crate::id::MirrorId;
+use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
-use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
+use crate::names::{Change, View, Wanted};
+use crate::process::Process;
+use crate::snapshot::{MirrorOwner, NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// Who an attached mirror is to the catalog.
 #[derive(Clone, Debug)]
 pub(crate) struct Holder {
-    pub(super) image: i64,
+    pub(super) owner: MirrorOwner,
+    pub(super) process: Process,
+    /// Which image it is, whatever is called so later.
+    pub(super) image: MirrorId,
     pub(super) image_name: ImageName,
-    pub(super) mirror: MirrorId,
     /// Of a mirror that may write.
     pub(super) fence: Option<u64>,
+}
+
+/// What was published of a snapshot.
+pub(crate) struct Published {
+    pub(crate) root: Root,
+    pub(crate) state: SnapshotState,
+    pub(crate) stored_bytes: u64,
+    pub(crate) dirty_bytes: u64,
+    /// The name of the snapshot's record, if it has one.
+    pub(crate) record: Option<BlobId>,
+}
+
+impl Published {
+    /// What a snapshot that was announced becomes.
+    fn apply(&self, snapshot: SnapshotDocument, parent: u64) -> SnapshotDocument {
+        SnapshotDocument {
+            parent: Some(parent),
+            root: self.root.0,
+            stored_bytes: self.stored_bytes,
+            dirty_bytes: self.dirty_bytes,
+            state: self.state,
+            record: self.record,
+            ..snapshot
+        }
+    }
 }
 
 impl Holder {
@@ -31,205 +63,247 @@ impl Holder {
         self.fence.is_some()
     }
 
-    /// The fence, if the lease still has it.
-    fn check(&self, tx: &Connection) -> Result<u64> {
+    fn image_key(&self) -> String {
+        image_key(&self.image_name)
+    }
+
+    fn snapshot_key(&self, number: u64) -> String {
+        snapshot_key(&self.image_name, number)
+    }
+
+    /// The image, if this mirror is still its writer.
+    fn check(&self, view: &View) -> Result<ImageDocument> {
         let Some(fence) = self.fence else {
-            let mirror = self.mirror;
+            let mirror = self.owner.id;
             return Err(Error::BadArgument(format!(
                 "mirror {mirror} is attached for reading only"
             )));
         };
-        let mut query = tx.prepare_cached(
-            "SELECT 1 FROM leases WHERE image = ?1 AND mirror = ?2 AND fence = ?3",
-        )?;
-        if query.exists(params![self.image, self.mirror.as_bytes(), fence])? {
-            return Ok(fence);
-        }
-        let (image, mirror) = (self.image_name.to_string(), self.mirror.to_string());
-        Err(Error::Fenced { image, mirror })
+        let image = view.get::<ImageDocument>(&self.image_key())?;
+        let ours = |image: &ImageDocument| {
+            image.id == self.image && image.fence == fence && image.writer == Some(self.owner.id)
+        };
+        image.filter(ours).ok_or_else(|| Error::Fenced {
+            image: self.image_name.to_string(),
+            mirror: self.owner.id.to_string(),
+        })
     }
 
-    fn snapshot(&self, tx: &Transaction<'_>, number: u64) -> Result<Snapshot> {
-        let name = || SnapshotRef::number(&self.image_name, number).to_string();
-        let snapshot = rows::snapshot(tx, self.image, number)?;
-        let snapshot = snapshot.ok_or_else(|| Error::NoSnapshot { name: name() })?;
-        if snapshot.mirror != Some(self.mirror) {
+    /// A snapshot, if there is one.
+    fn find(&self, view: &View, number: u64) -> Result<Option<SnapshotDocument>> {
+        view.get(&self.snapshot_key(number))
+    }
+
+    /// A snapshot that must be there, whoever took it.
+    fn existing(&self, view: &View, number: u64) -> Result<SnapshotDocument> {
+        self.find(view, number)?.ok_or_else(|| Error::NoSnapshot {
+            name: SnapshotRef::number(&self.image_name, number).to_string(),
+        })
+    }
+
+    /// A snapshot that this mirror has announced.
+    fn own(&self, snapshot: SnapshotDocument, number: u64) -> Result<SnapshotDocument> {
+        if snapshot.mirror != Some(self.owner.id) {
             let (image, selector) = (self.image_name.to_string(), number.to_string());
             return Err(Error::SnapshotExists { image, selector });
         }
         Ok(snapshot)
     }
 
-    fn parent(&self, tx: &Transaction<'_>) -> Result<u64> {
-        let mirror = find_mirror(tx, &self.mirror)?;
-        mirror.map(|m| m.parent).ok_or_else(|| Error::NoMirror { id: self.mirror.to_string() })
+    fn mirror(&self, view: &View) -> Result<MirrorDocument> {
+        let mirror = view.get(&mirror_key(&self.owner.id))?;
+        mirror.ok_or_else(|| Error::NoMirror { id: self.owner.id.to_string() })
+    }
+
+    /// What an operation on a snapshot relies on.
+    fn wanted(&self, number: u64) -> Vec<Wanted> {
+        vec![
+            Wanted::Key(self.image_key()),
+            Wanted::Key(self.snapshot_key(number)),
+            Wanted::Key(mirror_key(&self.owner.id)),
+        ]
+    }
+
+    fn wrong_state(&self, number: u64, snapshot: SnapshotDocument) -> Error {
+        let name = SnapshotRef::number(&self.image_name, number).to_string();
+        Error::WrongState { name, state: snapshot.state.as_str(), reason: snapshot.reason }
     }
 }
 
 impl Catalog {
     pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<Range<u64>> {
-        self.write(|tx| {
-            holder.check(tx)?;
-            let end: u64 = tx.query_row(
-                "UPDATE images SET next_number = next_number + ?2 WHERE id = ?1
-                 RETURNING next_number",
-                params![holder.image, count],
-                |row| row.get(0),
-            )?;
-            Ok(end - count..end)
+        self.change(&[Wanted::Key(holder.image_key())], |view| {
+            let mut image = holder.check(view)?;
+            let start = image.next_number;
+            image.next_number += count;
+            let end = image.next_number;
+            Ok((Change::default().put(holder.image_key(), &image), start..end))
         })
     }
 
     pub(crate) fn renew(&self, holder: &Holder) -> Result<()> {
-        self.write(|tx| {
-            let fence = holder.check(tx)?;
-            tx.execute(
-                "UPDATE leases SET expires = ?3 WHERE image = ?1 AND fence = ?2",
-                params![holder.image, fence, now() + LEASE_SECONDS],
-            )?;
-            Ok(())
+        self.change(&[Wanted::Key(holder.image_key())], |view| {
+            holder.check(view)?;
+            let lease = LeaseDocument::new(&holder.owner, holder.process.clone());
+            let key = lease_key(&holder.image_name);
+            Ok((Change::default().put_for(LEASE_SECONDS as u32, key, &lease), ()))
         })
     }
 
     /// Announces a snapshot. Announcing one again that is still pending is fine: a writer that was
     /// restarted cannot know how far it had come.
     pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<()> {
-        self.write(|tx| {
-            holder.check(tx)?;
-            let row = rows::image(tx, &holder.image_name)?;
-            if new.number == 0 || new.number >= row.next_number {
-                let number = new.number;
+        let number = new.number;
+        let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
+        let mut wanted = holder.wanted(number);
+        wanted.extend(label.iter().cloned().map(Wanted::Key));
+        self.change(&wanted, |view| {
+            let image = holder.check(view)?;
+            if number == 0 || number >= image.next_number {
                 return Err(Error::BadArgument(format!(
                     "snapshot number {number} is not reserved"
                 )));
             }
-            if rows::snapshot(tx, holder.image, new.number)?.is_some() {
-                return match holder.snapshot(tx, new.number)?.state {
-                    SnapshotState::Pending => Ok(()),
-                    state => Err(wrong_state(holder, new.number, state, None)),
+            if let Some(known) = holder.find(view, number)? {
+                let known = holder.own(known, number)?;
+                return match known.state {
+                    SnapshotState::Pending => Ok((Change::default(), ())),
+                    _ => Err(holder.wrong_state(number, known)),
                 };
             }
-            let inserted = tx.execute(
-                "INSERT INTO snapshots (image, number, parent, time, label, state, consistency,
-                                        dirty_bytes, stored_bytes, pause_us, mirror)
-                 VALUES (?1, ?2, ?3, ?4, ?5, 'pending', ?6, ?7, 0, ?8, ?9)
-                 ON CONFLICT (image, label) WHERE label IS NOT NULL AND state <> 'failed'
-                 DO NOTHING",
-                params![
-                    holder.image,
-                    new.number,
-                    holder.parent(tx)?,
-                    new.time,
-                    new.label,
-                    new.consistency.as_str(),
-                    new.dirty_bytes,
-                    new.pause_us,
-                    holder.mirror.as_bytes()
-                ],
-            )?;
-            if inserted == 0 {
+            if label.as_ref().is_some_and(|label| view.version(label) != 0) {
                 let image = holder.image_name.to_string();
                 let selector = new.label.clone().unwrap_or_default();
                 return Err(Error::SnapshotExists { image, selector });
             }
-            Ok(())
+            let snapshot = SnapshotDocument {
+                parent: Some(holder.mirror(view)?.parent),
+                root: None,
+                time: new.time,
+                label: new.label.clone(),
+                state: SnapshotState::Pending,
+                consistency: new.consistency,
+                dirty_bytes: new.dirty_bytes,
+                stored_bytes: 0,
+                pause_us: new.pause_us,
+                reason: None,
+                mirror: Some(holder.owner.id),
+                record: None,
+            };
+            let change = Change::default().put(holder.snapshot_key(number), &snapshot);
+            let change = match &label {
+                Some(label) => change.put(label, &number),
+                None => change,
+            };
+            Ok((change, ()))
         })
     }
 
+    /// The record of a snapshot as it will be published.
+    pub(crate) fn record(
+        &self,
+        holder: &Holder,
+        number: u64,
+        published: &Published,
+    ) -> Result<Record> {
+        let view = self.read(&holder.wanted(number))?;
+        let image = holder.check(&view)?;
+        let snapshot = holder.own(holder.existing(&view, number)?, number)?;
+        let snapshot = published.apply(snapshot, holder.mirror(&view)?.parent);
+        Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
+    }
+
     /// Publishes an announced snapshot and makes it the mirror's parent. Publishing the same content
-    /// again is fine, for the same reason as in [`Catalog::begin`].
+    /// again is fine, for the same reason as in [`Catalog::begin`]; that may also make one stable that was
+    /// available.
     pub(crate) fn publish(
         &self,
         holder: &Holder,
         number: u64,
-        root: &Root,
-        stored_bytes: u64,
-        dirty_bytes: u64,
+        published: &Published,
     ) -> Result<Snapshot> {
-        self.write(|tx| {
-            holder.check(tx)?;
-            let snapshot = holder.snapshot(tx, number)?;
-            match snapshot.state {
-                SnapshotState::Pending => {}
-                SnapshotState::Stable if snapshot.root == *root => return Ok(snapshot),
-                state => return Err(wrong_state(holder, number, state, snapshot.reason)),
-            }
-            let root = root.0.as_ref().map(|id| id.as_bytes());
-            tx.execute(
-                "UPDATE snapshots SET state = 'stable', parent = ?3, root = ?4, stored_bytes = ?5,
-                                      dirty_bytes = ?6
-                 WHERE image = ?1 AND number = ?2",
-                params![holder.image, number, holder.parent(tx)?, root, stored_bytes, dirty_bytes],
-            )?;
-            tx.execute(
-                "UPDATE mirrors SET parent = ?2, root = ?3 WHERE id = ?1",
-                params![holder.mirror.as_bytes(), number, root],
-            )?;
-            holder.snapshot(tx, number)
+        self.change(&holder.wanted(number), |view| {
+            let image = holder.check(view)?;
+            let mut snapshot = holder.own(holder.existing(view, number)?, number)?;
+            let same = snapshot.root == published.root.0;
+            let mut mirror = holder.mirror(view)?;
+            let change = match (snapshot.state, published.state) {
+                (SnapshotState::Pending, _) => {
+                    snapshot = published.apply(snapshot, mirror.parent);
+                    (mirror.parent, mirror.root) = (number, published.root.0);
+                    Change::default()
+                        .put(holder.snapshot_key(number), &snapshot)
+                        .put(mirror_key(&holder.owner.id), &mirror)
+                }
+                (SnapshotState::Available, SnapshotState::Stable) if same => {
+                    snapshot.state = SnapshotState::Stable;
+                    snapshot.stored_bytes = published.stored_bytes;
+                    Change::default().put(holder.snapshot_key(number), &snapshot)
+                }
+                (SnapshotState::Stable | SnapshotState::Available, _) if same => Change::default(),
+                _ => return Err(holder.wrong_state(number, snapshot)),
+            };
+            Ok((change, snapshot.snapshot(&holder.image_name, &image, number)?))
         })
     }
 
     /// Gives up an announced snapshot. It may be one of a mirror that is lost: who has the lease is
     /// the image's only writer.
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<()> {
-        self.write(|tx| {
-            holder.check(tx)?;
-            let snapshot =
-                rows::snapshot(tx, holder.image, number)?.ok_or_else(|| Error::NoSnapshot {
-                    name: SnapshotRef::number(&holder.image_name, number).to_string(),
-                })?;
-            let state = snapshot.state;
-            if state == SnapshotState::Stable {
-                return Err(wrong_state(holder, number, state, None));
+        self.change(&holder.wanted(number), |view| {
+            holder.check(view)?;
+            let mut snapshot = holder.existing(view, number)?;
+            if snapshot.state.has_content() {
+                return Err(holder.wrong_state(number, snapshot));
             }
-            tx.execute(
-                "UPDATE snapshots SET state = 'failed', reason = ?3
-                 WHERE image = ?1 AND number = ?2",
-                params![holder.image, number, reason],
-            )?;
-            Ok(())
+            let had_label = snapshot.state == SnapshotState::Pending;
+            snapshot.state = SnapshotState::Failed;
+            snapshot.reason = Some(reason.to_owned());
+            let change = Change::default().put(holder.snapshot_key(number), &snapshot);
+            let change = match snapshot.label.filter(|_| had_label) {
+                // The next attempt may have it.
+                Some(label) => change.remove(Wanted::Key(label_key(&holder.image_name, &label))),
+                None => change,
+            };
+            Ok((change, ()))
         })
     }
 
     /// Frees the lease. Numbers that nobody has used go back if nothing was reserved after them, so
     /// that an orderly stop leaves no gap.
     pub(crate) fn release(&self, holder: &Holder, unused: Option<Range<u64>>) -> Result<()> {
-        self.write(|tx| {
-            let fence = holder.check(tx)?;
-            if let Some(unused) = unused.filter(|range| range.start < range.end && range.start > 0)
+        let wanted =
+            [Wanted::Key(holder.image_key()), Wanted::Prefix(snapshots_of(&holder.image_name))];
+        self.change(&wanted, |view| {
+            let mut image = holder.check(view)?;
+            if let Some(unused) = unused
+                .as_ref()
+                .filter(|range| range.start < range.end && range.start > 0)
+                .filter(|range| range.end == image.next_number)
             {
-                tx.execute(
-                    "UPDATE images SET next_number = ?2 WHERE id = ?1 AND next_number = ?3
-                     AND NOT EXISTS (SELECT 1 FROM snapshots WHERE image = ?1 AND number >= ?2)",
-                    params![holder.image, unused.start, unused.end],
-                )?;
+                let all = snapshots(view, &holder.image_name)?;
+                if all.iter().all(|(number, _)| *number < unused.start) {
+                    image.next_number = unused.start;
+                }
             }
-            tx.execute(
-                "DELETE FROM leases WHERE image = ?1 AND fence = ?2",
-                params![holder.image, fence],
-            )?;
-            Ok(())
+            let holding =
+                Holding { id: &holder.owner.id, name: &holder.image_name, document: Some(image) };
+            Ok((without_writer(Change::default(), &holding), ()))
         })
     }
 
     /// Drops the mirror's reference, and with it its lease.
     pub(crate) fn detach(&self, holder: &Holder) -> Result<()> {
-        self.write(|tx| {
-            if holder.may_write() {
-                holder.check(tx)?;
-            }
-            tx.execute("DELETE FROM mirrors WHERE id = ?1", [holder.mirror.as_bytes()])?;
-            Ok(())
+        let id = &holder.owner.id;
+        let wanted = [Wanted::Key(holder.image_key()), Wanted::Key(mirror_key(id))];
+        self.change(&wanted, |view| {
+            let document = match holder.may_write() {
+                true => Some(holder.check(view)?),
+                false => None,
+            };
+            let change = Change::default().remove(Wanted::Key(mirror_key(id)));
+            let holding = Holding { id, name: &holder.image_name, document };
+            Ok((without_writer(change, &holding), ()))
         })
     }
-}
-
-fn wrong_state(
-    holder: &Holder,
-    number: u64,
-    state: SnapshotState,
-    reason: Option<String>,
-) -> Error {
-    let name = SnapshotRef::number(&holder.image_name, number).to_string();
-    Error::WrongState { name, state: state.as_str(), reason }
 }

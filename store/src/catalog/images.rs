@@ -1,155 +1,326 @@
 //! Making, listing and removing images and snapshots.
 
-use rusqlite::{Transaction, params};
+use std::collections::HashMap;
 
-use super::rows::{self, ImageRow};
+use super::documents::{
+    IMAGES, ImageDocument, LEASES, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, image,
+    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, newest, snapshot_key,
+    snapshots, snapshots_of,
+};
+use super::records::Record;
 use super::{Catalog, now};
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::name::{ImageName, SnapshotRef};
+use crate::id::{BlobId, MirrorId};
+use crate::name::{ImageName, Selector, SnapshotRef};
+use crate::names::{Change, View, Wanted};
 use crate::process::Process;
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
+use crate::sys;
 use crate::tree::Root;
+
+/// The number of an image's first snapshot.
+const FIRST: u64 = 1;
 
 /// The first snapshot of an image that is being made.
 pub(crate) struct FirstSnapshot {
     pub(crate) root: Root,
+    pub(crate) state: SnapshotState,
     pub(crate) consistency: Consistency,
     pub(crate) dirty_bytes: u64,
     pub(crate) stored_bytes: u64,
 }
 
-impl Catalog {
-    pub(crate) fn images(&self) -> Result<Vec<Image>> {
-        self.read(rows::images)
-    }
+/// What a name refers to.
+pub(crate) struct Referrer {
+    pub(crate) geometry: Geometry,
+    pub(crate) root: Root,
+    pub(crate) record: Option<BlobId>,
+}
 
-    pub(crate) fn image(&self, name: &ImageName) -> Result<Image> {
-        self.read(|tx| Ok(rows::image(tx, name)?.image))
-    }
+/// An image that is to be made.
+pub(crate) struct Draft {
+    name: ImageName,
+    image: ImageDocument,
+    snapshot: SnapshotDocument,
+    source: Option<(ImageName, u64)>,
+}
 
-    pub(crate) fn snapshots(&self, name: &ImageName) -> Result<Vec<Snapshot>> {
-        self.read(|tx| rows::snapshots(tx, rows::image(tx, name)?.id))
-    }
-
-    pub(crate) fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        self.read(|tx| rows::resolve(tx, name))
-    }
-
-    pub(crate) fn create_image(
-        &self,
+impl Draft {
+    pub(crate) fn new(
         name: &ImageName,
         geometry: Geometry,
+        keep: Keep,
         first: &FirstSnapshot,
-    ) -> Result<Snapshot> {
-        self.write(|tx| insert_image(tx, name, geometry, None, first))
+    ) -> Result<Draft> {
+        let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
+        let time = now();
+        let image = ImageDocument {
+            id: MirrorId::from_bytes(random),
+            size: geometry.size(),
+            chunk_size: geometry.chunk_size(),
+            created: time,
+            origin: None,
+            redundancy: keep.redundancy,
+            compression: keep.compression,
+            next_number: FIRST + 1,
+            fence: 0,
+            writer: None,
+        };
+        let snapshot = SnapshotDocument {
+            parent: None,
+            root: first.root.0,
+            time,
+            label: None,
+            state: first.state,
+            consistency: first.consistency,
+            dirty_bytes: first.dirty_bytes,
+            stored_bytes: first.stored_bytes,
+            pause_us: 0,
+            reason: None,
+            mirror: None,
+            record: None,
+        };
+        Ok(Draft { name: name.clone(), image, snapshot, source: None })
     }
 
-    pub(crate) fn clone_snapshot(
-        &self,
-        source: &SnapshotRef,
-        name: &ImageName,
-    ) -> Result<Snapshot> {
-        self.write(|tx| {
-            let source = rows::resolve(tx, source)?;
-            source.require_stable()?;
-            let first = FirstSnapshot {
-                root: source.root,
-                consistency: source.consistency,
-                dirty_bytes: 0,
-                stored_bytes: 0,
+    /// One that begins as a snapshot of another.
+    pub(crate) fn clone_of(source: &Snapshot, name: &ImageName) -> Result<Draft> {
+        source.require_content()?;
+        let first = FirstSnapshot {
+            root: source.root,
+            // Less than its redundancy is less for the clone, too.
+            state: source.state,
+            consistency: source.consistency,
+            dirty_bytes: 0,
+            stored_bytes: 0,
+        };
+        let mut draft = Draft::new(name, source.geometry, source.keep, &first)?;
+        draft.image.origin = Some(source.name().to_string());
+        draft.source = Some((source.image.clone(), source.number));
+        Ok(draft)
+    }
+
+    pub(crate) fn record(&self) -> Record {
+        Record::new(&self.name, &self.image, FIRST, Some(self.snapshot.clone()))
+    }
+}
+
+impl Catalog {
+    pub(crate) fn images(&self) -> Result<Vec<Image>> {
+        let view = self.read(&[Wanted::prefix(IMAGES), Wanted::prefix(SNAPSHOTS)])?;
+        let all = view.under::<ImageDocument>(IMAGES)?.into_iter();
+        all.map(|(name, document)| {
+            let name = name.parse()?;
+            document.image(&name, &snapshots(&view, &name)?)
+        })
+        .collect()
+    }
+
+    /// What the names refer to, by how it is to be kept.
+    pub(crate) fn roots(&self) -> Result<HashMap<Keep, Vec<Referrer>>> {
+        let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Wanted::prefix))?;
+        let mut all: HashMap<Keep, Vec<Referrer>> = HashMap::new();
+        let images = view.under::<ImageDocument>(IMAGES)?;
+        for (name, image) in &images {
+            let geometry = image.geometry()?;
+            let known = snapshots(&view, &name.parse()?)?.into_iter();
+            let known = known.filter(|(_, one)| one.state.has_content());
+            all.entry(image.keep()).or_default().extend(known.map(|(_, one)| Referrer {
+                geometry,
+                root: Root(one.root),
+                record: one.record,
+            }));
+        }
+        // A mirror keeps its parent's content, also if that has lost its name.
+        let images: HashMap<_, _> = images.into_iter().collect();
+        for (_, mirror) in view.under::<MirrorDocument>(MIRRORS)? {
+            if let Some(image) = images.get(mirror.image.as_str()) {
+                let (geometry, root) = (image.geometry()?, Root(mirror.root));
+                let referrer = Referrer { geometry, root, record: None };
+                all.entry(image.keep()).or_default().push(referrer);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The snapshots that are published and do not have their full redundancy.
+    pub(crate) fn available(&self) -> Result<Vec<(ImageName, u64)>> {
+        let view = self.read(&[IMAGES, SNAPSHOTS].map(Wanted::prefix))?;
+        let mut found = Vec::new();
+        for (name, _) in view.under::<ImageDocument>(IMAGES)? {
+            let name: ImageName = name.parse()?;
+            let all = snapshots(&view, &name)?.into_iter();
+            let available = all.filter(|(_, one)| one.state == SnapshotState::Available);
+            found.extend(available.map(|(number, _)| (name.clone(), number)));
+        }
+        Ok(found)
+    }
+
+    /// Makes a snapshot stable that is available. One that is gone is no more to be made anything.
+    pub(crate) fn promote(&self, image: &ImageName, number: u64) -> Result<()> {
+        let key = snapshot_key(image, number);
+        self.change(&[Wanted::key(&key)], |view| {
+            let change = match view.get::<SnapshotDocument>(&key)? {
+                Some(one) if one.state == SnapshotState::Available => {
+                    let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
+                    Change::default().put(&key, &stable)
+                }
+                _ => Change::default(),
             };
-            insert_image(tx, name, source.geometry, Some(source.name().to_string()), &first)
+            Ok((change, ()))
         })
     }
 
-    pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
+    pub(crate) fn image(&self, name: &ImageName) -> Result<Image> {
+        let view = self.read(&with_snapshots(name))?;
+        image(&view, name)?.image(name, &snapshots(&view, name)?)
+    }
+
+    pub(crate) fn snapshots(&self, name: &ImageName) -> Result<Vec<Snapshot>> {
+        let view = self.read(&with_snapshots(name))?;
+        let document = image(&view, name)?;
+        let all = snapshots(&view, name)?.into_iter();
+        all.map(|(number, one)| one.snapshot(name, &document, number)).collect()
+    }
+
+    pub(crate) fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
+        let wanted = match name.selector {
+            Selector::Number(number) => {
+                let key = snapshot_key(&name.image, number);
+                [Wanted::Key(image_key(&name.image)), Wanted::Key(key)]
+            }
+            _ => with_snapshots(&name.image),
+        };
+        resolve(&self.read(&wanted)?, name)
+    }
+
+    /// Adds an image that was drafted, with the name of its first snapshot's record. A clone relies on the
+    /// snapshot that it is one of.
+    pub(crate) fn insert(&self, draft: &Draft, record: Option<BlobId>) -> Result<Snapshot> {
+        let Draft { name, image, snapshot, source } = draft;
+        let mut wanted = vec![Wanted::Key(image_key(name))];
+        if let Some((image, number)) = source {
+            wanted.push(Wanted::Key(snapshot_key(image, *number)));
+        }
+        self.change(&wanted, |view| {
+            if view.version(&image_key(name)) != 0 {
+                return Err(Error::ImageExists { name: name.to_string() });
+            }
+            if let Some((image, number)) = source
+                && view.version(&snapshot_key(image, *number)) == 0
+            {
+                let name = SnapshotRef::number(image, *number).to_string();
+                return Err(Error::NoSnapshot { name });
+            }
+            let snapshot = SnapshotDocument { record, ..snapshot.clone() };
+            let change = Change::default()
+                .put(image_key(name), image)
+                .put(snapshot_key(name, FIRST), &snapshot);
+            Ok((change, snapshot.snapshot(name, image, FIRST)?))
+        })
+    }
+
+    /// Also returns the record of the removal.
+    pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
         let observer = Process::current()?;
-        self.write(|tx| {
-            let ImageRow { id, .. } = rows::image(tx, &name.image)?;
-            let snapshot = rows::resolve(tx, name)?;
+        let wanted = [
+            Wanted::Key(image_key(&name.image)),
+            Wanted::Prefix(snapshots_of(&name.image)),
+            Wanted::Key(lease_key(&name.image)),
+        ];
+        self.change(&wanted, |view| {
+            let document = image(view, &name.image)?;
+            let snapshot = resolve(view, name)?;
             match snapshot.state {
                 SnapshotState::Pending => {
                     // A live writer is about to publish it.
-                    let lease = rows::lease(tx, id)?;
-                    if let Some(lease) = lease.filter(|lease| lease.is_live(now(), &observer)) {
+                    if let Some(lease) = live_lease(view, &name.image, &observer)? {
                         return Err(lease.conflict(&name.image));
                     }
                 }
-                SnapshotState::Stable => {
-                    let stable: u64 = tx.query_row(
-                        "SELECT count(*) FROM snapshots WHERE image = ?1 AND state = 'stable'",
-                        [id],
-                        |row| row.get(0),
-                    )?;
-                    if stable == 1 {
+                SnapshotState::Stable | SnapshotState::Available => {
+                    let mut others = snapshots(view, &name.image)?;
+                    others.retain(|(number, _)| *number != snapshot.number);
+                    if newest(&others).is_none() {
                         return Err(Error::OnlyStable { name: snapshot.name().to_string() });
                     }
                 }
                 SnapshotState::Failed => {}
             }
-            tx.execute(
-                "DELETE FROM snapshots WHERE image = ?1 AND number = ?2",
-                params![id, snapshot.number],
-            )?;
-            Ok(snapshot)
+            // The image is written so that of two who remove the last two one begins again.
+            let change = Change::default()
+                .put(image_key(&name.image), &document)
+                .remove(Wanted::Key(snapshot_key(&name.image, snapshot.number)));
+            let label = snapshot.label.as_ref().filter(|_| snapshot.state != SnapshotState::Failed);
+            let change = match label {
+                Some(label) => change.remove(Wanted::Key(label_key(&name.image, label))),
+                None => change,
+            };
+            let record = Record::new(&name.image, &document, snapshot.number, None);
+            Ok((change, (snapshot, record)))
         })
     }
 
-    pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
+    /// Returns the record of the removal.
+    pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<Record> {
         let observer = Process::current()?;
-        self.write(|tx| {
-            let ImageRow { id, .. } = rows::image(tx, name)?;
-            let lease = rows::lease(tx, id)?;
-            if let Some(lease) = lease.filter(|lease| lease.is_live(now(), &observer)) {
+        let wanted = [
+            Wanted::Key(image_key(name)),
+            Wanted::Key(lease_key(name)),
+            Wanted::prefix(MIRRORS),
+            Wanted::prefix(LEASES),
+        ];
+        self.change(&wanted, |view| {
+            let document = image(view, name)?;
+            if let Some(lease) = live_lease(view, name, &observer)? {
                 return Err(lease.conflict(name));
             }
-            let user = super::mirrors::mirrors_of(tx, Some(name))?.into_iter().next();
-            if let Some(mirror) = user.filter(|_| !force) {
+            let mut users = view.under::<MirrorDocument>(MIRRORS)?;
+            users.retain(|(_, mirror)| mirror.image == *name);
+            if let Some((id, mirror)) = users.first().filter(|_| !force) {
                 return Err(Error::Referenced {
                     image: name.to_string(),
-                    mirror: mirror.id.to_string(),
-                    host: mirror.host,
-                    path: mirror.path,
+                    mirror: id.clone(),
+                    host: mirror.host.clone(),
+                    path: mirror.path.clone(),
                 });
             }
-            tx.execute("DELETE FROM images WHERE id = ?1", [id])?;
-            Ok(())
+            let mut change = Change::default()
+                .remove(Wanted::Key(image_key(name)))
+                .remove(Wanted::Key(lease_key(name)))
+                .remove(Wanted::Prefix(snapshots_of(name)))
+                .remove(Wanted::Prefix(labels_of(name)));
+            for (id, _) in users {
+                change = change.remove(Wanted::Key(mirror_key(&id.parse()?)));
+            }
+            // Number 0 stands for all.
+            Ok((change, Record::new(name, &document, 0, None)))
         })
     }
 }
 
-fn insert_image(
-    tx: &Transaction<'_>,
-    name: &ImageName,
-    geometry: Geometry,
-    origin: Option<String>,
-    first: &FirstSnapshot,
-) -> Result<Snapshot> {
-    const NUMBER: u64 = 1;
-    let time = now();
-    let inserted = tx.execute(
-        "INSERT INTO images (name, size, chunk_size, created, origin, next_number)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (name) DO NOTHING",
-        params![name.as_str(), geometry.size(), geometry.chunk_size(), time, origin, NUMBER + 1],
-    )?;
-    if inserted == 0 {
-        return Err(Error::ImageExists { name: name.to_string() });
-    }
-    tx.execute(
-        "INSERT INTO snapshots (image, number, root, time, state, consistency, dirty_bytes,
-                                stored_bytes, pause_us)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, 0)",
-        params![
-            tx.last_insert_rowid(),
-            NUMBER,
-            first.root.0.as_ref().map(|id| id.as_bytes()),
-            time,
-            SnapshotState::Stable.as_str(),
-            first.consistency.as_str(),
-            first.dirty_bytes,
-            first.stored_bytes
-        ],
-    )?;
-    rows::resolve(tx, &SnapshotRef::number(name, NUMBER))
+fn with_snapshots(name: &ImageName) -> [Wanted; 2] {
+    [Wanted::Key(image_key(name)), Wanted::Prefix(snapshots_of(name))]
+}
+
+/// The snapshot that people call this, in a view of the image and of all its snapshots, or of this one.
+fn resolve(view: &View, name: &SnapshotRef) -> Result<Snapshot> {
+    let document = image(view, &name.image)?;
+    let all = snapshots(view, &name.image)?;
+    let wanted = match &name.selector {
+        Selector::Number(number) => Some(*number),
+        Selector::Newest => newest(&all),
+        // Several failed snapshots can have had the label: one that did not fail is meant, if any.
+        Selector::Label(label) => {
+            let named = all.iter().filter(|(_, one)| one.label.as_ref() == Some(label));
+            named
+                .max_by_key(|(number, one)| (one.state != SnapshotState::Failed, *number))
+                .map(|(number, _)| *number)
+        }
+    };
+    let found = all.into_iter().find(|(number, _)| Some(*number) == wanted);
+    let (number, one) = found.ok_or_else(|| Error::NoSnapshot { name: name.to_string() })?;
+    one.snapshot(&name.image, &document, number)
 }

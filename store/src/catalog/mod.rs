@@ -1,71 +1,74 @@
-//! The names: images, snapshots, mirrors and leases, in an embedded database that several processes
-//! use at once.
+//! The names: images, snapshots, mirrors and leases, as documents.
 //!
-//! Every change is one transaction that takes the write lock first, so what it reads is what it
-//! changes. A crash leaves the state before or after it.
+//! Every change reads the documents that it depends on, decides, and is carried out only if they are still the
+//! same; else it begins again. So each is atomic, whoever else is at work and wherever the documents are.
 
 mod attachments;
+mod documents;
 mod images;
 mod mirrors;
-mod rows;
-mod schema;
+mod records;
 
-use std::path::Path;
-use std::sync::{Mutex, MutexGuard};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior};
-
-pub(crate) use self::attachments::Holder;
-pub(crate) use self::images::FirstSnapshot;
+pub(crate) use self::attachments::{Holder, Published};
+pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub use self::mirrors::LEASE_SECONDS;
+pub use self::records::Rebuilt;
+pub(crate) use self::records::Record;
 
-use crate::database::{connect, sync_log, use_write_ahead_log};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::names::{Change, Names, View, Wanted};
 
-const FILE: &str = "catalog.db";
+/// How long a change that others forestall is tried again.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The longest pause between two tries.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) struct Catalog {
-    connection: Mutex<Connection>,
+    names: Arc<dyn Names>,
 }
 
 impl Catalog {
-    /// Makes the database, unless another process has made it.
-    pub(crate) fn create(repository: &Path) -> Result<()> {
-        let mut connection = connect(&repository.join(FILE), OpenFlags::SQLITE_OPEN_CREATE)?;
-        use_write_ahead_log(&connection)?;
-        let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        schema::create(&transaction)?;
-        Ok(transaction.commit()?)
+    pub(crate) fn new(names: Arc<dyn Names>) -> Self {
+        Self { names }
     }
 
-    pub(crate) fn open(repository: &Path) -> Result<Self> {
-        let path = repository.join(FILE);
-        let connection = connect(&path, OpenFlags::empty())?;
-        schema::check(&connection)?;
-        use_write_ahead_log(&connection)?;
-        sync_log(&path)?;
-        connection.pragma_update(None, "foreign_keys", true)?;
-        Ok(Self { connection: Mutex::new(connection) })
+    fn read(&self, wanted: &[Wanted]) -> Result<View> {
+        self.names.read(wanted)
     }
 
-    /// Runs a change, all of it or nothing.
-    fn write<T>(&self, change: impl FnOnce(&Transaction<'_>) -> Result<T>) -> Result<T> {
-        let mut connection = self.connection();
-        let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let value = change(&transaction)?;
-        transaction.commit()?;
-        Ok(value)
-    }
-
-    /// Runs queries on one state of the database.
-    fn read<T>(&self, query: impl FnOnce(&Transaction<'_>) -> Result<T>) -> Result<T> {
-        let mut connection = self.connection();
-        query(&connection.transaction_with_behavior(TransactionBehavior::Deferred)?)
-    }
-
-    fn connection(&self) -> MutexGuard<'_, Connection> {
-        self.connection.lock().expect("no thread panics while it uses the catalog")
+    /// Carries out what is decided on a view of these documents. It relies on those that are asked for by their
+    /// keys, not on those under prefixes.
+    fn change<T>(
+        &self,
+        wanted: &[Wanted],
+        decide: impl Fn(&View) -> Result<(Change, T)>,
+    ) -> Result<T> {
+        let begin = Instant::now();
+        let mut pause = Duration::from_millis(1);
+        loop {
+            let view = self.names.read(wanted)?;
+            let (mut change, value) = decide(&view)?;
+            if change.puts.is_empty() && change.removes.is_empty() {
+                return Ok(value);
+            }
+            change.relies_on.extend(wanted.iter().filter_map(|one| match one {
+                Wanted::Key(key) => Some((key.clone(), view.version(key))),
+                Wanted::Prefix(_) => None,
+            }));
+            if self.names.commit(&change)? {
+                return Ok(value);
+            }
+            if begin.elapsed() > PATIENCE {
+                return Err(Error::Contended);
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
     }
 }
 

@@ -2,16 +2,17 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::io::{AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::BufReader;
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::fragment::{Fragment, Kind};
-use super::frames::{PROGRESS, read_body, read_header, write};
+use super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::identity::{Reader, Role, Security, Writer};
 use super::peer::{FragmentId, Held, Usage};
 use super::wire::{Answer, Hello, MAX_ASKED, MAX_DELETED, OLDEST, Request, VERSION};
@@ -33,6 +34,25 @@ pub struct Connection {
     peer: PeerId,
     requests: mpsc::Sender<(Request, oneshot::Sender<Answer>)>,
     waiting: Waiting,
+    heard: Arc<Heard>,
+}
+
+/// When something came from the peer.
+struct Heard {
+    begin: Instant,
+    /// Milliseconds since then.
+    last: AtomicU64,
+}
+
+impl Heard {
+    fn renew(&self) {
+        self.last.store(self.begin.elapsed().as_millis() as u64, Ordering::Relaxed);
+    }
+
+    fn silence(&self) -> Duration {
+        let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
+        self.begin.elapsed().saturating_sub(last)
+    }
 }
 
 impl Connection {
@@ -43,14 +63,11 @@ impl Connection {
         let stream = stream.map_err(io::Error::from).and_then(|stream| stream).map_err(failed)?;
         stream.set_nodelay(true).map_err(failed)?;
         let (reader, writer) = security.connect(stream, Role::Peer).await.map_err(failed)?;
-        let (mut reader, mut writer) = (BufReader::new(reader), BufWriter::new(writer));
+        let (mut reader, mut writer) = (BufReader::with_capacity(READ_AHEAD, reader), writer);
         let hello = Request::Hello(Hello { oldest: OLDEST, newest: VERSION });
-        write(&mut writer, 0, hello.to_body()).await.map_err(failed)?;
-        timeout(PROGRESS, writer.flush())
-            .await
-            .map_err(io::Error::from)
-            .and_then(|r| r)
-            .map_err(failed)?;
+        let mut frames = Frames::default();
+        frames.push(0, hello.to_parts());
+        frames.send(&mut writer).await.map_err(failed)?;
         let peer = match next(&mut reader, CONNECT).await.map_err(failed)? {
             Some((0, Answer::Welcome(version, peer))) if (OLDEST..=VERSION).contains(&version) => {
                 peer
@@ -62,16 +79,17 @@ impl Connection {
         };
         let waiting = Waiting::new(Mutex::new(Some(HashMap::new())));
         let (requests, queue) = mpsc::channel(QUEUE);
-        let own = waiting.clone();
+        let heard = Arc::new(Heard { begin: Instant::now(), last: AtomicU64::new(0) });
+        let (own, hears) = (waiting.clone(), heard.clone());
         tokio::spawn(async move {
             // Both halves go together: one alone would keep the connection.
             tokio::select! {
                 () = send(writer, queue, &own) => {}
-                () = receive(reader, &own) => {}
+                () = receive(reader, &own, &hears) => {}
             }
             lose(&own);
         });
-        Ok(Connection { address: address.into(), peer, requests, waiting })
+        Ok(Connection { address: address.into(), peer, requests, waiting, heard })
     }
 
     /// Who is at the other end.
@@ -82,6 +100,11 @@ impl Connection {
     /// Whether it is lost.
     pub fn is_lost(&self) -> bool {
         self.waiting.lock().expect("no code panics with this lock held").is_none()
+    }
+
+    /// How long nothing has come from the peer.
+    pub(super) fn silence(&self) -> Duration {
+        self.heard.silence()
     }
 
     async fn ask(&self, request: Request) -> Result<Answer> {
@@ -110,20 +133,21 @@ impl Connection {
 
     /// What the peer has of a blob: fragments whose blocks are what their descriptions say.
     pub async fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
+        let mut fragments = self.fetch(blob).await?;
+        let sent = fragments.len();
+        fragments.retain(|one| one.is_of(blob));
+        if sent > 0 && fragments.is_empty() {
+            let reason = "it has sent something else than the blob that it was asked for";
+            let (peer, kind) = (self.address.clone(), ErrorKind::Corrupt);
+            return Err(Error::Peer { peer, kind, reason: reason.into() });
+        }
+        Ok(fragments)
+    }
+
+    /// The same without looking: see [`Fragment::is_of`].
+    pub async fn fetch(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
         match self.ask(Request::Get(*blob)).await? {
-            Answer::Fragments(mut fragments) => {
-                let sent = fragments.len();
-                fragments.retain(|one| {
-                    one.description.blob == *blob
-                        && one.description.matches(one.index.into(), &one.block)
-                });
-                if sent > 0 && fragments.is_empty() {
-                    let reason = "it has sent something else than the blob that it was asked for";
-                    let (peer, kind) = (self.address.clone(), ErrorKind::Corrupt);
-                    return Err(Error::Peer { peer, kind, reason: reason.into() });
-                }
-                Ok(fragments)
-            }
+            Answer::Fragments(fragments) => Ok(fragments),
             _ => Err(self.unexpected()),
         }
     }
@@ -213,40 +237,49 @@ async fn next(reader: &mut BufReader<Reader>, idle: Duration) -> io::Result<Opti
     let Some(header) = read_header(reader, idle).await? else { return Ok(None) };
     let header = header.map_err(io::Error::other)?;
     let body = read_body(reader, &header).await?;
-    let answer = Answer::from_body(header.kind, &body).map_err(io::Error::other)?;
+    // One that makes no sense is a wrong answer, and the next one may be right.
+    let answer = Answer::from_bytes(header.kind, &body)
+        .unwrap_or_else(|error| Answer::Failed(ErrorKind::Corrupt, error.to_string()));
     Ok(Some((header.number, answer)))
 }
 
-/// Sends requests, as many as there are with one system call, until nobody is left who could ask.
+/// Sends requests, many with one system call, until nobody is left who could ask.
 async fn send(
-    mut writer: BufWriter<Writer>,
+    mut writer: Writer,
     mut queue: mpsc::Receiver<(Request, oneshot::Sender<Answer>)>,
     waiting: &Waiting,
 ) {
     let mut number = 0;
+    let mut frames = Frames::default();
     while let Some(first) = queue.recv().await {
         let mut next = Some(first);
-        while let Some((request, answer)) = next {
+        while let Some((request, answer)) = next.take() {
+            // Who asked may have given up.
+            if answer.is_closed() {
+                next = queue.try_recv().ok();
+                continue;
+            }
             number += 1;
             match &mut *waiting.lock().expect("no code panics with this lock held") {
                 Some(waiting) => drop(waiting.insert(number, answer)),
                 None => return,
             }
-            if write(&mut writer, number, request.to_body()).await.is_err() {
-                return;
+            frames.push(number, request.to_parts());
+            if !frames.are_many() {
+                next = queue.try_recv().ok();
             }
-            next = queue.try_recv().ok();
         }
-        if !matches!(timeout(PROGRESS, writer.flush()).await, Ok(Ok(()))) {
+        if frames.send(&mut writer).await.is_err() {
             return;
         }
     }
 }
 
 /// Hands out answers until the connection ends.
-async fn receive(mut reader: BufReader<Reader>, waiting: &Waiting) {
+async fn receive(mut reader: BufReader<Reader>, waiting: &Waiting, heard: &Heard) {
     const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
     while let Ok(Some((number, answer))) = next(&mut reader, FOREVER).await {
+        heard.renew();
         let asker = match &mut *waiting.lock().expect("no code panics with this lock held") {
             Some(waiting) => waiting.remove(&number),
             None => return,

@@ -17,17 +17,17 @@
 //! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
 //! ```
 //!
-//! The form is the codec in the low four bits and the [`Kind`] in the high ones.
+//! The form is the codec in the low four bits (0 none, 1 zstd, 2 lz4), and the [`Kind`] in the high ones (0 content,
+//! 1 record).
 //!
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
-use std::borrow::Cow;
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex};
+use bytes::Bytes;
 
-use reed_solomon_erasure::galois_8::ReedSolomon;
-
-use super::redundancy::Redundancy;
+use super::buffers::Buffer;
+use super::code::code;
+use super::compression::{Codec, compress, decompress};
+use super::redundancy::{Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
@@ -59,6 +59,7 @@ pub struct Description {
     /// Bytes of what was cut into blocks.
     encoded_len: u32,
     kind: Kind,
+    codec: Codec,
     data: u8,
     parity: u8,
     hashes: Vec<[u8; HASH]>,
@@ -72,88 +73,142 @@ pub struct Fragment {
     /// Which one it is.
     pub index: u8,
     /// Its content.
-    pub block: Vec<u8>,
+    pub block: Bytes,
 }
 
-/// The blocks of a blob, the first ones borrowed from its content where that is possible.
-pub struct Blocks<'a> {
-    data: Vec<Cow<'a, [u8]>>,
-    parity: Vec<Vec<u8>>,
+impl Fragment {
+    /// Whether it is one of this blob, with the block that its description names.
+    pub fn is_of(&self, blob: &BlobId) -> bool {
+        self.description.blob == *blob && self.description.matches(self.index.into(), &self.block)
+    }
 }
 
-impl Blocks<'_> {
+/// A blob's content, copied once to where its first blocks can be cut from it.
+#[derive(Clone)]
+pub(super) struct Plain {
+    /// Padded with zeros to whole blocks.
+    bytes: Bytes,
+    len: usize,
+}
+
+impl Plain {
+    /// # Panics
+    ///
+    /// If the content is empty or longer than [`MAX_CONTENT`].
+    pub(super) fn new(content: &[u8], redundancy: Redundancy) -> Plain {
+        assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
+        let len = content.len();
+        let mut bytes = Buffer::new(len.next_multiple_of(redundancy.needed()), 0);
+        bytes[..len].copy_from_slice(content);
+        bytes[len..].fill(0);
+        Plain { bytes: bytes.share(), len }
+    }
+
+    /// The content.
+    pub(super) fn content(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+/// The blocks of a blob: those that it was cut into, and those that were computed.
+#[derive(Clone)]
+pub struct Blocks {
+    cut: Bytes,
+    parity: Bytes,
+    len: usize,
+}
+
+impl Blocks {
     /// The block with this index.
     pub fn get(&self, index: usize) -> &[u8] {
-        match self.data.get(index) {
-            Some(block) => block,
-            None => &self.parity[index - self.data.len()],
+        let (part, at) = self.place(index);
+        &part[at..at + self.len]
+    }
+
+    /// The same, shared.
+    pub fn share(&self, index: usize) -> Bytes {
+        let (part, at) = self.place(index);
+        part.slice(at..at + self.len)
+    }
+
+    fn place(&self, index: usize) -> (&Bytes, usize) {
+        let at = index * self.len;
+        match at.checked_sub(self.cut.len()) {
+            None => (&self.cut, at),
+            Some(at) => (&self.parity, at),
         }
     }
 }
 
 /// Cuts a blob into blocks, computes parity, and describes them.
 ///
+/// The blob's name is taken for what it is: a copy's block has the same one.
+///
 /// # Panics
 ///
 /// If the content is empty or longer than [`MAX_CONTENT`].
-pub fn encode<'a>(
-    blob: &BlobId,
-    content: &'a [u8],
-    redundancy: Redundancy,
-) -> (Description, Blocks<'a>) {
-    encode_as(Kind::Content, blob, content, redundancy)
+pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Description, Blocks) {
+    let keep = keep.into();
+    cut(Kind::Content, blob, &Plain::new(content, keep.redundancy), &keep)
 }
 
 /// As [`encode`], for the record of a snapshot.
-pub fn encode_record<'a>(
+pub fn encode_record(
     blob: &BlobId,
-    content: &'a [u8],
-    redundancy: Redundancy,
-) -> (Description, Blocks<'a>) {
-    encode_as(Kind::Record, blob, content, redundancy)
+    content: &[u8],
+    keep: impl Into<Keep>,
+) -> (Description, Blocks) {
+    let keep = keep.into();
+    cut(Kind::Record, blob, &Plain::new(content, keep.redundancy), &keep)
 }
 
-fn encode_as<'a>(
-    kind: Kind,
-    blob: &BlobId,
-    content: &'a [u8],
-    redundancy: Redundancy,
-) -> (Description, Blocks<'a>) {
-    assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
-    let (data, parity) = match redundancy {
+/// The same for content that was copied for this redundancy.
+pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Blocks) {
+    let (data, parity) = match keep.redundancy {
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
     };
-    let block = content.len().div_ceil(data.into());
-    let blocks = (0..usize::from(data)).map(|index| {
-        let (from, to) = (index * block, (index + 1) * block);
-        match content.get(from..to) {
-            Some(whole) => Cow::Borrowed(whole),
-            None => {
-                let mut padded = content.get(from..).unwrap_or_default().to_vec();
-                padded.resize(block, 0);
-                Cow::Owned(padded)
-            }
-        }
-    });
-    let mut blocks = Blocks { data: blocks.collect(), parity: Vec::new() };
+    let compressed = compress(plain.content(), keep.compression);
+    let (codec, plain_len) = (compressed.as_ref().map_or(Codec::None, |one| one.0), plain.len);
+    let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, keep.redundancy));
+    let plain = smaller.as_ref().unwrap_or(plain);
+    let cut = plain.bytes.clone();
+    let len = cut.len() / usize::from(data);
+    let mut computed = Buffer::new(len * usize::from(parity), 0);
     if parity > 0 {
-        blocks.parity = vec![vec![0; block]; parity.into()];
+        let cut: Vec<_> = cut.chunks(len).collect();
+        let mut computed: Vec<_> = computed.chunks_mut(len).collect();
         code(data, parity)
-            .encode_sep(&blocks.data, &mut blocks.parity)
+            .encode_sep(&cut, &mut computed)
             .expect("the blocks are as many and as long as the code wants them");
     }
-    let hash = |index| *blake3::hash(blocks.get(index)).as_bytes();
+    let blocks = Blocks { cut, parity: computed.share(), len };
+    let hashes = match parity {
+        0 if codec == Codec::None => vec![*blob.as_bytes()],
+        _ => (0..usize::from(data) + usize::from(parity))
+            .map(|index| *blake3::hash(blocks.get(index)).as_bytes())
+            .collect(),
+    };
     let description = Description {
         blob: *blob,
-        len: content.len() as u32,
-        encoded_len: content.len() as u32,
+        len: plain_len as u32,
+        encoded_len: plain.len as u32,
         kind,
+        codec,
         data,
         parity,
-        hashes: (0..usize::from(data) + usize::from(parity)).map(hash).collect(),
+        hashes,
     };
     (description, blocks)
+}
+
+/// Bytes of a description from which its length is known.
+pub(super) const LEAD: usize = 8;
+
+/// Bytes of the description that begins like this, if it is one.
+pub(super) fn bytes_of(lead: &[u8]) -> usize {
+    let numbers = lead.get(6..LEAD).unwrap_or_default();
+    HEADER + HASH * numbers.iter().copied().map(usize::from).sum::<usize>()
 }
 
 impl Description {
@@ -196,13 +251,20 @@ impl Description {
     /// As it is sent and stored.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER + self.hashes.len() * HASH);
+        self.write(&mut bytes);
+        bytes
+    }
+
+    /// The same, behind what is there.
+    pub(super) fn write(&self, bytes: &mut Vec<u8>) {
+        bytes.reserve_exact(HEADER + self.hashes.len() * HASH);
         bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&[VERSION, (self.kind as u8) << 4, self.data, self.parity]);
+        let form = (self.kind as u8) << 4 | self.codec.number();
+        bytes.extend_from_slice(&[VERSION, form, self.data, self.parity]);
         bytes.extend_from_slice(&self.len.to_le_bytes());
         bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
         bytes.extend_from_slice(self.blob.as_bytes());
         self.hashes.iter().for_each(|hash| bytes.extend_from_slice(hash));
-        bytes
     }
 
     /// Reads the description at the start of `bytes`, and returns what is behind it.
@@ -213,12 +275,13 @@ impl Description {
         if &header[..4] != MAGIC {
             return Err(wrong("it does not begin like one"));
         }
-        let kind = match header[5] {
-            0x00 => Some(Kind::Content),
-            0x10 => Some(Kind::Record),
+        let kind = match header[5] >> 4 {
+            0 => Some(Kind::Content),
+            1 => Some(Kind::Record),
             _ => None,
         };
-        let Some(kind) = kind.filter(|_| header[4] == VERSION) else {
+        let (Some(kind), Some(codec), VERSION) = (kind, Codec::new(header[5] & 15), header[4])
+        else {
             return Err(wrong("it is of a kind that this version does not know"));
         };
         let (data, parity) = (header[6], header[7]);
@@ -227,37 +290,49 @@ impl Description {
         let (len, encoded_len) = (word(8), word(12));
         let width = usize::from(data) + usize::from(parity);
         let is_code = if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= 32 };
-        // Without compression there is nothing that would make them differ.
-        if !is_code || len == 0 || len as usize > MAX_CONTENT || encoded_len != len {
+        // Compressed is what became shorter.
+        let is_encoded = match codec {
+            Codec::None => encoded_len == len,
+            _ => (1..len).contains(&encoded_len),
+        };
+        if !is_code || len == 0 || len as usize > MAX_CONTENT || !is_encoded {
             return Err(wrong("its numbers make no sense"));
         }
         let (hashes, rest) =
             rest.split_at_checked(width * HASH).ok_or_else(|| wrong("it is too short"))?;
         let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
         let hashes = hashes.as_chunks().0.to_vec();
-        Ok((Description { blob, len, encoded_len, kind, data, parity, hashes }, rest))
+        Ok((Description { blob, len, encoded_len, kind, codec, data, parity, hashes }, rest))
     }
 
-    /// Puts the content together from enough blocks, each at its index, and verifies it by its name. The blocks
-    /// that were not there are there afterwards, but for parity.
-    pub fn decode(&self, blocks: &mut [Option<Vec<u8>>], content: &mut [u8]) -> Result<()> {
+    /// Puts the content together from enough blocks, each at its index, and verifies it by its name. The blocks are
+    /// those that the description names: whoever received them has verified that.
+    pub fn decode<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], content: &mut [u8]) -> Result<()> {
         let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
         let data = usize::from(self.data);
         if blocks.len() != self.width() || content.len() != self.len as usize {
             return Err(wrong("the blocks are not those of this blob"));
         }
-        if blocks[..data].iter().any(Option::is_none) {
-            if self.parity == 0 {
-                return Err(wrong("its only block is missing"));
+        let computed;
+        let cut: Vec<&[u8]> = if blocks[..data].iter().all(Option::is_some) {
+            blocks[..data].iter().flatten().map(AsRef::as_ref).collect()
+        } else {
+            computed = self.reconstruct(blocks, true)?;
+            computed[..data].iter().flatten().map(AsRef::as_ref).collect()
+        };
+        let join = |to: &mut [u8]| -> Result<()> {
+            for (to, block) in to.chunks_mut(self.block_len()).zip(cut) {
+                let len = to.len();
+                to.copy_from_slice(block.get(..len).ok_or_else(|| wrong("a block is too short"))?);
             }
-            code(self.data, self.parity)
-                .reconstruct_data(blocks)
-                .map_err(|error| wrong(&format!("it cannot be put together: {error}")))?;
-        }
-        for (to, block) in content.chunks_mut(self.block_len()).zip(blocks[..data].iter().flatten())
-        {
-            let len = to.len();
-            to.copy_from_slice(block.get(..len).ok_or_else(|| wrong("a block is too short"))?);
+            Ok(())
+        };
+        if self.codec == Codec::None {
+            join(content)?;
+        } else {
+            let mut encoded = Buffer::new(self.encoded_len as usize, 0);
+            join(&mut encoded)?;
+            decompress(self.codec, &encoded, content).map_err(|reason| wrong(&reason))?;
         }
         match BlobId::of(content) == self.blob {
             true => Ok(()),
@@ -266,34 +341,46 @@ impl Description {
     }
 
     /// Computes a block that is lost from enough others.
-    pub fn rebuild(&self, blocks: &mut [Option<Vec<u8>>], index: usize) -> Result<Vec<u8>> {
+    pub fn rebuild<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], index: usize) -> Result<Vec<u8>> {
         let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
         if blocks.len() != self.width() || index >= blocks.len() {
             return Err(wrong("the blocks are not those of this blob"));
         }
-        if blocks[index].is_none() {
-            if self.parity == 0 {
-                return Err(wrong("its only block is missing"));
-            }
-            code(self.data, self.parity)
-                .reconstruct(blocks)
-                .map_err(|error| wrong(&format!("a block cannot be computed: {error}")))?;
-        }
-        let block = blocks[index].take().ok_or_else(|| wrong("a block is missing"))?;
+        let block = match &blocks[index] {
+            Some(block) => block.as_ref().to_vec(),
+            None => self.reconstruct(blocks, index < self.data.into())?[index]
+                .take()
+                .ok_or_else(|| wrong("a block is missing"))?,
+        };
         if self.matches(index, &block) { Ok(block) } else { Err(wrong("a block has another hash")) }
     }
-}
 
-/// The code for so many blocks. Making one takes a while, so they are kept.
-fn code(data: u8, parity: u8) -> Arc<ReedSolomon> {
-    type Codes = HashMap<(u8, u8), Arc<ReedSolomon>>;
-    static CODES: LazyLock<Mutex<Codes>> = LazyLock::new(Mutex::default);
-    let mut codes = CODES.lock().expect("no code panics with the codes locked");
-    let code = codes.entry((data, parity)).or_insert_with(|| {
-        let code = ReedSolomon::new(data.into(), parity.into());
-        Arc::new(code.expect("there are 2 to 32 blocks"))
-    });
-    code.clone()
+    /// All blocks, or all but parity, from enough of them.
+    fn reconstruct<B: AsRef<[u8]>>(
+        &self,
+        blocks: &[Option<B>],
+        only_data: bool,
+    ) -> Result<Vec<Option<Vec<u8>>>> {
+        let wrong = |reason: String| Error::corrupt(format!("blob {}", self.blob), reason);
+        if self.parity == 0 {
+            return Err(wrong("its only block is missing".into()));
+        }
+        // More than are needed would be copied in vain.
+        let mut left = self.needed();
+        let mut all: Vec<_> = blocks
+            .iter()
+            .map(|block| {
+                let block = block.as_ref().filter(|_| left > 0)?;
+                left -= 1;
+                Some(block.as_ref().to_vec())
+            })
+            .collect();
+        let code = code(self.data, self.parity);
+        let done =
+            if only_data { code.reconstruct_data(&mut all) } else { code.reconstruct(&mut all) };
+        done.map_err(|error| wrong(format!("it cannot be put together: {error}")))?;
+        Ok(all)
+    }
 }
 
 #[cfg(test)]
@@ -302,7 +389,7 @@ mod tests {
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
     use proptest::sample::subsequence;
 
-    use super::{BlobId, Description, Redundancy, encode};
+    use super::{BlobId, Bytes, Description, Keep, Redundancy, encode, encode_record};
 
     fn redundancies() -> Vec<Redundancy> {
         let texts = ["none", "replicas=3", "rs=2+1", "rs=3+2", "rs=4+4", "rs=8+4"];
@@ -329,27 +416,55 @@ mod tests {
                 }
             }
             let mut found = vec![0; content.len()];
-            description.decode(&mut kept.clone(), &mut found).unwrap();
+            description.decode(&kept, &mut found).unwrap();
             prop_assert_eq!(&found, &content);
             for index in 0..width {
-                let rebuilt = description.rebuild(&mut kept.clone(), index).unwrap();
+                let rebuilt = description.rebuild(&kept, index).unwrap();
                 prop_assert_eq!(&rebuilt[..], blocks.get(index));
                 prop_assert!(description.matches(index, &rebuilt));
             }
             if description.needed() > 1 {
                 let last = kept.iter().rposition(Option::is_some).unwrap();
                 kept[last] = None;
-                prop_assert!(description.decode(&mut kept, &mut found).is_err(), "one too few");
+                prop_assert!(description.decode(&kept, &mut found).is_err(), "one too few");
             }
+        }
+
+        #[test]
+        fn what_shrinks_is_compressed_and_comes_back(
+            pattern in vec(any::<u8>(), 1..9000),
+            repeat in 1usize..20,
+            which in 0usize..6,
+            how in 0usize..4,
+        ) {
+            let content = pattern.repeat(repeat);
+            let compression = ["auto", "zstd", "lz4", "none"][how].parse().unwrap();
+            let keep = Keep { redundancy: redundancies()[which], compression };
+            let (description, blocks) = encode(&BlobId::of(&content), &content, keep);
+            let mut found = vec![0; content.len()];
+            let all: Vec<_> = (0..description.width())
+                .map(|index| (index >= description.width() - description.needed()).then(|| blocks.share(index)))
+                .collect();
+            description.decode(&all, &mut found).unwrap();
+            prop_assert_eq!(&found, &content);
+            prop_assert!(description.encoded_len <= description.len);
+            let shrinks = pattern.len() > 100 && repeat > 3 && how != 3 && pattern.len() < 4000;
+            prop_assert!(!shrinks || description.encoded_len < description.len, "it does shrink");
+            prop_assert_eq!(description.matches(0, blocks.get(0)), true);
         }
 
         #[test]
         fn a_description_is_read_back_or_refused(
             content in vec(any::<u8>(), 1..100),
             which in 0usize..6,
+            record in any::<bool>(),
             flip in any::<(usize, u8)>(),
         ) {
-            let (description, _) = encode(&BlobId::of(&content), &content, redundancies()[which]);
+            let (blob, keep) = (BlobId::of(&content), redundancies()[which]);
+            let (description, _) = match record {
+                true => encode_record(&blob, &content, keep),
+                false => encode(&blob, &content, keep),
+            };
             let mut bytes = description.to_bytes();
             bytes.extend_from_slice(b"behind");
             let (again, rest) = Description::from_bytes(&bytes).unwrap();
@@ -367,12 +482,17 @@ mod tests {
 
     #[test]
     fn blocks_that_are_something_else_together_are_refused() {
-        let (description, blocks) = encode(&BlobId::of(b"another"), b"content", Redundancy::NONE);
-        assert!(description.matches(0, blocks.get(0)));
-        let mut found = [0; 7];
-        description.decode(&mut [Some(blocks.get(0).to_vec())], &mut found).unwrap_err();
-        description.decode(&mut [None], &mut found).unwrap_err();
-        description.rebuild(&mut [None], 0).unwrap_err();
-        assert!(!description.matches(0, b"c0ntent") && !description.matches(1, blocks.get(0)));
+        let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
+        let (description, blocks) = encode(&BlobId::of(b"another"), b"content!", code);
+        let all: Vec<_> = (0..3).map(|index| Some(blocks.share(index))).collect();
+        assert!((0..3).all(|index| description.matches(index, blocks.get(index))));
+        let mut found = [0; 8];
+        description.decode(&all, &mut found).unwrap_err();
+        assert!(!description.matches(0, b"c0nt") && !description.matches(1, blocks.get(0)));
+        assert!(!description.matches(3, blocks.get(0)));
+        let (copy, _) = encode(&BlobId::of(b"content!"), b"content!", Redundancy::NONE);
+        copy.decode(&[Some(b"c0ntent!")], &mut found).unwrap_err();
+        copy.decode(&[None::<Bytes>], &mut found).unwrap_err();
+        copy.rebuild(&[None::<Bytes>], 0).unwrap_err();
     }
 }

@@ -1,43 +1,75 @@
 //! Frames over a stream, with limits of time.
 
-use std::io;
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
 use std::time::Duration;
 
+use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
-use super::wire::{HEADER, Header};
+use super::buffers::Buffer;
+use super::wire::{self, HEADER, Header, MAX_BODY};
 use crate::error::Result;
 
-/// How long a body may take to come, and a frame to go.
-pub(super) const PROGRESS: Duration = Duration::from_secs(30);
+/// How long a body may take to come, and what is sent together to go.
+pub(crate) const PROGRESS: Duration = Duration::from_secs(30);
+
+/// Bytes that are read ahead: the frames of small messages. What is longer goes to its place at once.
+pub(super) const READ_AHEAD: usize = 1024;
+
+/// Bytes that are sent together, about.
+const TOGETHER: usize = 256 << 10;
 
 /// The next header; nothing if the other side has closed, or is silent for longer than `idle`.
-pub(super) async fn read_header(
+pub(crate) async fn read_header(
     reader: &mut (impl AsyncRead + Unpin),
     idle: Duration,
 ) -> io::Result<Option<Result<Header>>> {
+    read_header_within(reader, idle, MAX_BODY).await
+}
+
+/// The next header, of a body of at most `longest` bytes.
+pub(crate) async fn read_header_within(
+    reader: &mut (impl AsyncRead + Unpin),
+    idle: Duration,
+    longest: usize,
+) -> io::Result<Option<Result<Header>>> {
     let mut bytes = [0; HEADER];
     match timeout(idle, reader.read_exact(&mut bytes)).await {
-        Ok(Ok(_)) => Ok(Some(Header::from_bytes(&bytes))),
+        Ok(Ok(_)) => Ok(Some(Header::within(&bytes, longest))),
         Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
         Ok(Err(error)) => Err(error),
         Err(_) => Ok(None),
     }
 }
 
-/// The body behind a header.
-pub(super) async fn read_body(
+/// The body behind a header. The block of a put begins at the start of a page, so that it can go to the disk as it is.
+pub(crate) async fn read_body(
     reader: &mut (impl AsyncRead + Unpin),
     header: &Header,
-) -> io::Result<Vec<u8>> {
-    let mut body = vec![0; header.len];
-    timeout(PROGRESS, reader.read_exact(&mut body)).await??;
-    Ok(body)
+) -> io::Result<Bytes> {
+    let read = async {
+        let mut lead = [0; wire::LEAD];
+        let has_block = header.kind == wire::PUT && header.len >= lead.len();
+        let (at, lead) = match has_block {
+            true => {
+                reader.read_exact(&mut lead).await?;
+                (wire::block_at(&lead), &lead[..])
+            }
+            false => (0, &[][..]),
+        };
+        let mut body = Buffer::new(header.len, at);
+        let (start, rest) = body.split_at_mut(lead.len());
+        start.copy_from_slice(lead);
+        reader.read_exact(rest).await?;
+        Ok(body.share())
+    };
+    timeout(PROGRESS, read).await?
 }
 
-/// Sends a frame. It may stay in the writer's buffer.
-pub(super) async fn write(
+/// Sends one frame. It may stay in the writer's buffer.
+pub(crate) async fn write(
     writer: &mut (impl AsyncWrite + Unpin),
     number: u64,
     (kind, body): (u16, Vec<u8>),
@@ -48,4 +80,102 @@ pub(super) async fn write(
         writer.write_all(&body).await
     })
     .await?
+}
+
+/// Frames on their way out, in parts that are not joined.
+#[derive(Default)]
+pub(super) struct Frames {
+    parts: VecDeque<Bytes>,
+    bytes: usize,
+}
+
+impl Frames {
+    /// Adds one.
+    pub(super) fn push(&mut self, number: u64, (kind, parts): (u16, Vec<Bytes>)) {
+        let header = Header { kind, number, len: parts.iter().map(Bytes::len).sum() };
+        self.bytes += HEADER + header.len;
+        self.parts.push_back(Bytes::copy_from_slice(&header.to_bytes()));
+        self.parts.extend(parts.into_iter().filter(|part| !part.is_empty()));
+    }
+
+    /// Whether they should be sent before more is added.
+    pub(super) fn are_many(&self) -> bool {
+        self.bytes >= TOGETHER
+    }
+
+    /// Sends them all.
+    pub(super) async fn send(&mut self, writer: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+        timeout(PROGRESS, async {
+            writer.write_all_buf(self).await?;
+            writer.flush().await
+        })
+        .await?
+    }
+}
+
+impl Buf for Frames {
+    fn remaining(&self) -> usize {
+        self.bytes
+    }
+
+    fn chunk(&self) -> &[u8] {
+        self.parts.front().map_or(&[], |part| part)
+    }
+
+    fn chunks_vectored<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let pairs = slices.iter_mut().zip(&self.parts);
+        pairs.map(|(slice, part)| *slice = IoSlice::new(part)).count()
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        self.bytes -= count;
+        while let Some(front) = self.parts.front_mut() {
+            if count < front.len() {
+                front.advance(count);
+                return;
+            }
+            count -= front.len();
+            self.parts.pop_front();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::{any, prop_assert_eq, proptest};
+
+    use super::{Buf, Bytes, Frames, HEADER, Header, IoSlice};
+
+    proptest! {
+        #[test]
+        fn what_goes_out_is_what_was_added_however_it_is_taken(
+            frames in vec(vec(vec(any::<u8>(), 0..40), 0..4), 0..6),
+            steps in vec(1usize..60, 1..40),
+        ) {
+            let mut out = Frames::default();
+            let mut expected = Vec::new();
+            for (number, parts) in (0..).zip(&frames) {
+                let body = parts.concat();
+                let header = Header { kind: 3, number, len: body.len() };
+                expected.extend_from_slice(&[&header.to_bytes()[..], &body].concat());
+                out.push(number, (3, parts.iter().map(|part| Bytes::copy_from_slice(part)).collect()));
+            }
+            prop_assert_eq!(out.remaining(), frames.iter().flatten().flatten().count() + HEADER * frames.len());
+            let mut found = Vec::new();
+            for step in steps.iter().cycle() {
+                let mut slices = [IoSlice::new(&[]); 3];
+                let count = out.chunks_vectored(&mut slices);
+                let taken: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.to_vec()).collect();
+                let taken = &taken[..taken.len().min(*step)];
+                found.extend_from_slice(taken);
+                let len = taken.len();
+                out.advance(len);
+                if !out.has_remaining() {
+                    break;
+                }
+            }
+            prop_assert_eq!(found, expected);
+        }
+    }
 }

@@ -105,9 +105,36 @@ fn write(directory: &Path, name: &str, text: &str, mode: u32) -> Result<()> {
 }
 
 /// One direction of a connection.
-pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
+pub(crate) type Reader = Box<dyn AsyncRead + Send + Unpin>;
 /// The other.
-pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
+pub(crate) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// What a user says about keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Access<'a> {
+    keys: Option<&'a Path>,
+    insecure: bool,
+}
+
+impl<'a> Access<'a> {
+    /// With the keys in a directory, or explicitly with none.
+    pub fn new(keys: Option<&'a Path>, insecure: bool) -> Access<'a> {
+        Access { keys, insecure }
+    }
+
+    /// How a process of this role keeps its connections safe. Nobody is insecure by accident.
+    pub fn security(&self, role: Role) -> Result<Security> {
+        match self.keys {
+            Some(keys) => Security::load(keys, role),
+            None if self.insecure => Ok(Security::INSECURE),
+            None => Err(Error::BadArgument(
+                "no keys are named; use --keys DIR (`cairn keys init` makes them), or --insecure for plain TCP, \
+                 which anybody in the network can read and write"
+                    .into(),
+            )),
+        }
+    }
+}
 
 /// How connections are kept safe.
 #[derive(Clone)]
@@ -140,7 +167,7 @@ impl Security {
     }
 
     /// Makes a connection safe, to a server that must have this role.
-    pub(super) async fn connect(
+    pub(crate) async fn connect(
         &self,
         stream: TcpStream,
         role: Role,
@@ -152,13 +179,17 @@ impl Security {
         Ok((Box::new(reader), Box::new(writer)))
     }
 
-    /// Makes a connection safe that a client has made, which must have one of these roles.
-    pub(super) async fn accept(
+    /// Makes a connection safe that a client has made, which must have one of these roles. Returns which; nothing
+    /// if nobody has to prove one.
+    pub(crate) async fn accept(
         &self,
         stream: TcpStream,
         roles: &[Role],
-    ) -> io::Result<(Reader, Writer)> {
-        let Some(tls) = &self.0 else { return Ok(plain(stream)) };
+    ) -> io::Result<(Reader, Writer, Option<Role>)> {
+        let Some(tls) = &self.0 else {
+            let (reader, writer) = plain(stream);
+            return Ok((reader, writer, None));
+        };
         let stream = timeout(HANDSHAKE, tls.acceptor.accept(stream)).await??;
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let certificate = certificate.map(ParsedCertificate::try_from).transpose();
@@ -169,11 +200,11 @@ impl Security {
                 rustls::client::verify_server_name(certificate, &name).is_ok()
             })
         };
-        if !roles.iter().any(has) {
+        let Some(role) = roles.iter().find(|role| has(role)) else {
             return Err(io::Error::other("a certificate of another role"));
-        }
+        };
         let (reader, writer) = tokio::io::split(stream);
-        Ok((Box::new(reader), Box::new(writer)))
+        Ok((Box::new(reader), Box::new(writer), Some(*role)))
     }
 }
 
@@ -236,7 +267,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let serving = tokio::spawn(async move {
             let (stream, _) = listener.accept().await.unwrap();
-            let (mut reader, mut writer) = server.accept(stream, allowed).await?;
+            let (mut reader, mut writer, _) = server.accept(stream, allowed).await?;
             let mut byte = [0];
             reader.read_exact(&mut byte).await?;
             writer.write_all(&byte).await?;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::compression::Compression;
 use crate::error::Error;
 
 /// The most fragments of a blob: no cluster here has more failure domains to put them into.
@@ -61,6 +62,36 @@ impl Redundancy {
     /// as much.
     pub fn of_small_blobs(self) -> Redundancy {
         Redundancy::Replicas(self.survives() as u8 + 1)
+    }
+}
+
+/// How a blob is kept on peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Keep {
+    /// How it is spread.
+    pub redundancy: Redundancy,
+    /// Whether it is made smaller before.
+    pub compression: Compression,
+}
+
+impl Keep {
+    /// For tree nodes and records: see [`Redundancy::of_small_blobs`].
+    pub fn of_small_blobs(&self) -> Keep {
+        Keep { redundancy: self.redundancy.of_small_blobs(), ..*self }
+    }
+}
+
+impl Default for Keep {
+    /// One copy, compressed if that pays.
+    fn default() -> Keep {
+        Keep { redundancy: Redundancy::NONE, compression: Compression::Auto }
+    }
+}
+
+impl From<Redundancy> for Keep {
+    /// Spread like this, and not compressed.
+    fn from(redundancy: Redundancy) -> Keep {
+        Keep { redundancy, compression: Compression::None }
     }
 }
 

@@ -13,7 +13,9 @@
 //! both know and its own id, or refuses in words. Then requests come in any number, and each has one answer with its
 //! number, in any order. Every length is bounded before memory is taken for it.
 
-use super::fragment::{Description, Fragment, Kind, MAX_CONTENT};
+use bytes::Bytes;
+
+use super::fragment::{self, Description, Fragment, Kind, MAX_CONTENT};
 use super::peer::{FragmentId, Held, Usage};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -45,7 +47,7 @@ pub const MAX_LISTED: usize = 4096;
 pub(crate) const MAX_FRAGMENTS_LEN: usize = MAX_BODY - 2;
 
 /// The longest reason in words.
-const MAX_TEXT: usize = 4096;
+pub(crate) const MAX_TEXT: usize = 4096;
 
 const MAGIC: &[u8; 4] = b"CRNW";
 
@@ -72,10 +74,15 @@ impl Header {
 
     /// As it was received.
     pub fn from_bytes(bytes: &[u8; HEADER]) -> Result<Header> {
+        Header::within(bytes, MAX_BODY)
+    }
+
+    /// As it was received, where a body has at most `longest` bytes.
+    pub(crate) fn within(bytes: &[u8; HEADER], longest: usize) -> Result<Header> {
         let [a, b, c, d, e, f, zero @ .., _, _, _, _, _, _, _, _] = *bytes;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
-        if len > MAX_BODY || zero != [0; 2] {
-            return Err(wrong("a frame that no peer sends"));
+        if len > longest || zero != [0; 2] {
+            return Err(wrong("a frame that nobody sends"));
         }
         let number = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
         Ok(Header { kind: u16::from_le_bytes([e, f]), number, len })
@@ -147,8 +154,8 @@ pub enum Answer {
     Failed(ErrorKind, String),
 }
 
-const HELLO: u16 = 1;
-const PUT: u16 = 2;
+pub(crate) const HELLO: u16 = 1;
+pub(crate) const PUT: u16 = 2;
 pub(crate) const GET: u16 = 3;
 pub(crate) const HAVE: u16 = 4;
 const USAGE: u16 = 5;
@@ -167,7 +174,7 @@ const LISTED: u16 = 108;
 const RESERVED: u16 = 109;
 
 /// Kinds of failures, as they are sent.
-const KINDS: [ErrorKind; 5] = [
+pub(crate) const KINDS: [ErrorKind; 5] = [
     ErrorKind::Invalid,
     ErrorKind::NotFound,
     ErrorKind::Conflict,
@@ -214,9 +221,25 @@ impl Request {
         }
     }
 
+    /// The same without joining it: blocks are shared.
+    pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
+        match self {
+            Request::Put(fragment) => (PUT, vec![head_of(fragment).into(), fragment.block.clone()]),
+            request => {
+                let (kind, body) = request.to_body();
+                (kind, vec![body.into()])
+            }
+        }
+    }
+
     /// Reads it back.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
-        let mut body = Body(body);
+        Request::from_bytes(kind, &Bytes::copy_from_slice(body))
+    }
+
+    /// The same; a block is a part of the body, and not copied.
+    pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Request> {
+        let mut body = Body(whole, whole);
         let request = match kind {
             HELLO => {
                 if body.take::<4>()? != *MAGIC {
@@ -315,9 +338,27 @@ impl Answer {
         (kind, body)
     }
 
+    /// The same without joining it: blocks are shared.
+    pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
+        let Answer::Fragments(fragments) = self else {
+            let (kind, body) = self.to_body();
+            return (kind, vec![body.into()]);
+        };
+        let mut parts = vec![Bytes::copy_from_slice(&(fragments.len() as u16).to_le_bytes())];
+        for fragment in fragments {
+            parts.extend([head_of(fragment).into(), fragment.block.clone()]);
+        }
+        (FRAGMENTS, parts)
+    }
+
     /// Reads it back.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
-        let mut body = Body(body);
+        Answer::from_bytes(kind, &Bytes::copy_from_slice(body))
+    }
+
+    /// The same; blocks are parts of the body, and not copied.
+    pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Answer> {
+        let mut body = Body(whole, whole);
         let answer = match kind {
             WELCOME => Answer::Welcome(body.u16()?, PeerId::from_bytes(body.take()?)),
             STORED => Answer::Stored,
@@ -373,9 +414,24 @@ impl Answer {
 
 /// The index, the description, and the block, which is as long as that says.
 fn write_fragment(body: &mut Vec<u8>, fragment: &Fragment) {
-    body.push(fragment.index);
-    body.extend_from_slice(&fragment.description.to_bytes());
+    body.extend_from_slice(&head_of(fragment));
     body.extend_from_slice(&fragment.block);
+}
+
+/// What comes before a fragment's block.
+fn head_of(fragment: &Fragment) -> Vec<u8> {
+    let mut head = vec![fragment.index];
+    fragment.description.write(&mut head);
+    head
+}
+
+/// Bytes of a put from which it is known where its block begins.
+pub(super) const LEAD: usize = 1 + fragment::LEAD;
+
+/// Where the block of a put begins, if it is one.
+pub(super) fn block_at(lead: &[u8; LEAD]) -> usize {
+    let [_, description @ ..] = lead;
+    1 + fragment::bytes_of(description)
 }
 
 /// Bytes of a fragment in a body.
@@ -390,8 +446,8 @@ fn write_held(body: &mut Vec<u8>, held: &Held) {
     body.extend_from_slice(&len.to_le_bytes());
 }
 
-/// What is left of a body.
-struct Body<'a>(&'a [u8]);
+/// What is left of a body, and the whole of it.
+struct Body<'a>(&'a [u8], &'a Bytes);
 
 impl Body<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
@@ -417,7 +473,7 @@ impl Body<'_> {
         if usize::from(index) >= description.width() {
             return Err(wrong("a block that does not exist"));
         }
-        Ok(Fragment { description, index, block: block.to_vec() })
+        Ok(Fragment { description, index, block: self.1.slice_ref(block) })
     }
 
     fn held(&mut self) -> Result<Held> {
@@ -452,6 +508,7 @@ mod tests {
     use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
     use super::{Answer, Fragment, HEADER, Header, Hello, KINDS, Request};
+    use crate::cluster::Redundancy;
     use crate::cluster::fragment::{Kind, encode, encode_record};
     use crate::cluster::peer::{FragmentId, Held, Usage};
     use crate::id::{BlobId, PeerId};
@@ -463,11 +520,14 @@ mod tests {
     fn fragment() -> impl Strategy<Value = Fragment> {
         let redundancy = prop_oneof![Just("none"), Just("rs=2+1"), Just("rs=4+4")];
         (vec(any::<u8>(), 1..300), redundancy, any::<u8>()).prop_map(|(content, code, index)| {
-            let encode = if index % 2 == 0 { encode } else { encode_record };
-            let (description, blocks) =
-                encode(&BlobId::of(&content), &content, code.parse().unwrap());
+            let code: Redundancy = code.parse().unwrap();
+            let blob = BlobId::of(&content);
+            let (description, blocks) = match index % 2 {
+                0 => encode(&blob, &content, code),
+                _ => encode_record(&blob, &content, code),
+            };
             let index = index % description.width() as u8;
-            let block = blocks.get(index.into()).to_vec();
+            let block = blocks.share(index.into());
             Fragment { description, index, block }
         })
     }
@@ -532,8 +592,12 @@ mod tests {
         #[test]
         fn a_message_is_read_back(request in request(), answer in answer()) {
             let (kind, body) = request.to_body();
+            let (same, parts) = request.to_parts();
+            prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
             prop_assert_eq!(Request::from_body(kind, &body).unwrap(), request);
             let (kind, body) = answer.to_body();
+            let (same, parts) = answer.to_parts();
+            prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
             prop_assert_eq!(Answer::from_body(kind, &body).unwrap(), answer);
         }
 

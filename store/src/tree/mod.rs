@@ -25,11 +25,13 @@ use std::sync::Arc;
 use self::cache::NodeCache;
 use self::node::{Child, MAX_NODE, Node};
 use crate::blobs::Blobs;
+use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{BlobId, ChunkId, NodeId};
 
 pub use self::walk::Chunks;
+pub(crate) use self::walk::Referred;
 
 /// The content of a whole disk: the name of its tree's top node, or nothing if every chunk is a hole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -119,12 +121,14 @@ impl Trees {
         base: &Root,
         geometry: Geometry,
         changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
+        keep: &Keep,
     ) -> Result<TreeUpdate> {
         let Some((last, _)) = changes.last_key_value() else {
             return Ok(TreeUpdate { root: *base, new_bytes: 0 });
         };
         geometry.check_index(*last)?;
-        let mut edit = Edit { trees: self, geometry, changes, new_bytes: 0 };
+        let mut edit =
+            Edit { trees: self, geometry, changes, keep: keep.of_small_blobs(), new_bytes: 0 };
         let root = Root(edit.apply(base.0, Place::top(geometry))?);
         Ok(TreeUpdate { root, new_bytes: edit.new_bytes })
     }
@@ -151,10 +155,10 @@ impl Trees {
     }
 
     /// Stores a node and returns its name and the bytes that this adds.
-    fn store(&self, node: Node) -> Result<(NodeId, u64)> {
+    fn store(&self, node: Node, keep: &Keep) -> Result<(NodeId, u64)> {
         let bytes = node.encode();
         let blob = BlobId::of(&bytes);
-        let new_bytes = self.blobs.put(&[(blob, &bytes)])?;
+        let new_bytes = self.blobs.put(&[(blob, &bytes)], keep)?;
         let id = NodeId::from_bytes(*blob.as_bytes());
         self.cache.insert(id, Arc::new(node));
         Ok((id, new_bytes))
@@ -166,6 +170,7 @@ struct Edit<'a> {
     trees: &'a Trees,
     geometry: Geometry,
     changes: &'a BTreeMap<ChunkIndex, Option<ChunkId>>,
+    keep: Keep,
     new_bytes: u64,
 }
 
@@ -198,7 +203,7 @@ impl Edit<'_> {
         if after == *before {
             return Ok(old);
         }
-        let (id, new_bytes) = self.trees.store(after)?;
+        let (id, new_bytes) = self.trees.store(after, &self.keep)?;
         self.new_bytes += new_bytes;
         Ok(Some(id))
     }

@@ -10,6 +10,7 @@ use proptest::prelude::{
 
 use super::{MAX_NODE, Node, Root, Trees};
 use crate::blobs::{Blobs, NewBlob};
+use crate::cluster::Keep;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -33,7 +34,7 @@ impl Blobs for MemoryBlobs {
         Ok(content.len())
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
         let mut all = self.0.lock().unwrap();
         let add = |(id, content): &NewBlob<'_>| match all.insert(*id, content.to_vec()) {
             Some(_) => 0,
@@ -101,7 +102,7 @@ proptest! {
         let mut model = BTreeMap::new();
         let mut root = Root::default();
         for run in &runs {
-            root = trees.commit(&root, geometry, run).unwrap().root;
+            root = trees.commit(&root, geometry, run, &Keep::default()).unwrap().root;
             for (index, chunk) in run {
                 match chunk {
                     Some(chunk) => model.insert(*index, *chunk),
@@ -122,18 +123,18 @@ proptest! {
     fn equal_content_has_one_root_whatever_led_to_it((geometry, runs) in runs_of_changes()) {
         let (_, trees) = trees();
         let root = runs.iter().fold(Root::default(), |root, run| {
-            trees.commit(&root, geometry, run).unwrap().root
+            trees.commit(&root, geometry, run, &Keep::default()).unwrap().root
         });
         let content = trees.chunks(&root, geometry).map(|chunk| {
             let (index, id) = chunk.unwrap();
             (index, Some(id))
         });
         let content = content.collect::<Changes>();
-        let at_once = trees.commit(&Root::default(), geometry, &content).unwrap().root;
+        let at_once = trees.commit(&Root::default(), geometry, &content, &Keep::default()).unwrap().root;
         let mut one_by_one = Root::default();
         for (index, id) in content.iter().rev() {
             let change = Changes::from([(*index, *id)]);
-            one_by_one = trees.commit(&one_by_one, geometry, &change).unwrap().root;
+            one_by_one = trees.commit(&one_by_one, geometry, &change, &Keep::default()).unwrap().root;
         }
         prop_assert_eq!(root, at_once);
         prop_assert_eq!(root, one_by_one);
@@ -157,17 +158,23 @@ fn a_changed_chunk_costs_one_path() {
     let (blobs, trees) = trees();
     let geometry = disk(70_000);
     let full = (0..70_000).map(|index| (ChunkIndex(index), Some(chunk((index % 251) as u8))));
-    let full = trees.commit(&Root::default(), geometry, &full.collect()).unwrap();
+    let full = trees.commit(&Root::default(), geometry, &full.collect(), &Keep::default()).unwrap();
     let before = blobs.count();
 
-    let one = trees.commit(&full.root, geometry, &changes(&[(69_999, Some(252))])).unwrap();
+    let one = trees
+        .commit(&full.root, geometry, &changes(&[(69_999, Some(252))]), &Keep::default())
+        .unwrap();
     assert_eq!(blobs.count() - before, 3);
     assert!(one.new_bytes > 0);
 
-    let near = trees.commit(&one.root, geometry, &changes(&[(0, Some(253)), (1, None)])).unwrap();
+    let near = trees
+        .commit(&one.root, geometry, &changes(&[(0, Some(253)), (1, None)]), &Keep::default())
+        .unwrap();
     assert_eq!(blobs.count() - before, 6, "neighbours share their path");
 
-    let again = trees.commit(&full.root, geometry, &changes(&[(69_999, Some(252))])).unwrap();
+    let again = trees
+        .commit(&full.root, geometry, &changes(&[(69_999, Some(252))]), &Keep::default())
+        .unwrap();
     assert_eq!((again.root, again.new_bytes), (one.root, 0));
     assert_ne!(near.root, one.root);
 }
@@ -175,9 +182,13 @@ fn a_changed_chunk_costs_one_path() {
 #[test]
 fn a_change_to_the_same_chunk_changes_nothing() {
     let (blobs, trees) = trees();
-    let base = trees.commit(&Root::default(), disk(300), &changes(&[(299, Some(1))])).unwrap();
+    let base = trees
+        .commit(&Root::default(), disk(300), &changes(&[(299, Some(1))]), &Keep::default())
+        .unwrap();
     let before = blobs.count();
-    let same = trees.commit(&base.root, disk(300), &changes(&[(299, Some(1)), (7, None)])).unwrap();
+    let same = trees
+        .commit(&base.root, disk(300), &changes(&[(299, Some(1)), (7, None)]), &Keep::default())
+        .unwrap();
     assert_eq!((same.root, same.new_bytes, blobs.count()), (base.root, 0, before));
 }
 
@@ -185,18 +196,25 @@ fn a_change_to_the_same_chunk_changes_nothing() {
 fn a_disk_of_holes_has_no_nodes() {
     let (blobs, trees) = trees();
     let geometry = disk(70_000);
-    let empty = trees.commit(&Root::default(), geometry, &changes(&[(69_000, None)])).unwrap();
+    let empty = trees
+        .commit(&Root::default(), geometry, &changes(&[(69_000, None)]), &Keep::default())
+        .unwrap();
     assert_eq!((empty.root, blobs.count()), (Root(None), 0));
 
-    let one = trees.commit(&Root::default(), geometry, &changes(&[(69_000, Some(1))])).unwrap();
-    let none = trees.commit(&one.root, geometry, &changes(&[(69_000, None)])).unwrap();
+    let one = trees
+        .commit(&Root::default(), geometry, &changes(&[(69_000, Some(1))]), &Keep::default())
+        .unwrap();
+    let none =
+        trees.commit(&one.root, geometry, &changes(&[(69_000, None)]), &Keep::default()).unwrap();
     assert_eq!(none.root, Root(None));
 }
 
 #[test]
 fn chunks_beyond_the_disk_are_refused() {
     let (_, trees) = trees();
-    let error = trees.commit(&Root::default(), disk(10), &changes(&[(10, Some(1))])).unwrap_err();
+    let error = trees
+        .commit(&Root::default(), disk(10), &changes(&[(10, Some(1))]), &Keep::default())
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     let error = trees.chunk_at(&Root::default(), disk(10), ChunkIndex(10)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -207,7 +225,10 @@ fn a_tree_of_another_shape_is_corrupt_not_data() {
     let blobs: Arc<MemoryBlobs> = Arc::default();
     // The cache is on: a node that was read for one place is checked again for another.
     let trees = Arc::new(Trees::new(blobs, 1 << 20));
-    let wide = trees.commit(&Root::default(), disk(256), &changes(&[(255, Some(1))])).unwrap().root;
+    let wide = trees
+        .commit(&Root::default(), disk(256), &changes(&[(255, Some(1))]), &Keep::default())
+        .unwrap()
+        .root;
     for geometry in [disk(255), disk(257)] {
         let error = trees.chunk_at(&wide, geometry, ChunkIndex(0)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt);
@@ -225,7 +246,7 @@ fn a_missing_or_foreign_node_is_corrupt_not_a_hole() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 
     let content = [b'x'; MAX_NODE];
-    blobs.put(&[(BlobId::of(&content), &content)]).unwrap();
+    blobs.put(&[(BlobId::of(&content), &content)], &Keep::default()).unwrap();
     let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
     let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);

@@ -1,5 +1,6 @@
 //! Going through a tree from its first chunk to its last.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::node::Node;
@@ -55,6 +56,52 @@ impl Chunks {
             self.enter(NodeId::from_bytes(child), place.child(slot))?;
         }
         Ok(None)
+    }
+}
+
+/// A blob that a tree refers to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Referred {
+    Node(NodeId),
+    Chunk(ChunkId),
+}
+
+impl Trees {
+    /// Tells every blob that a tree refers to, but for the nodes in `seen` and what is below them; what is told
+    /// is seen from then on. Returns how many nodes cannot be read: what is below them is not told.
+    pub(crate) fn references(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        seen: &mut HashSet<NodeId>,
+        tell: &mut dyn FnMut(Referred),
+    ) -> u64 {
+        let mut unreadable = 0;
+        let mut left: Vec<_> = root.0.map(|id| (id, Place::top(geometry))).into_iter().collect();
+        while let Some((id, place)) = left.pop() {
+            if !seen.insert(id) {
+                continue;
+            }
+            tell(Referred::Node(id));
+            let node = match self.load(id, geometry, place) {
+                Ok(node) => node,
+                Err(error) => {
+                    tracing::error!(%error, "a tree's node cannot be read");
+                    unreadable += 1;
+                    continue;
+                }
+            };
+            let mut next = node.next_present(0);
+            while let Some(slot) = next {
+                let child = *node.get(slot).expect("the slot is present");
+                match place.level {
+                    0 => tell(Referred::Chunk(ChunkId::from_bytes(child))),
+                    _ => left.push((NodeId::from_bytes(child), place.child(slot))),
+                }
+                next = slot.checked_add(1).and_then(|from| node.next_present(from));
+            }
+        }
+        unreadable
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
+use cairn_store::cluster::Keep;
 use cairn_store::{
     BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
     SnapshotState,
@@ -178,7 +179,8 @@ fn a_creation_that_was_cut_short_is_finished() {
 #[test]
 fn formats_of_the_future_and_of_the_past_are_refused() {
     let place = Place::new();
-    place.sql("PRAGMA user_version = 99");
+    let catalog = rusqlite::Connection::open(place.dir.path().join("catalog.db")).unwrap();
+    catalog.execute_batch("PRAGMA user_version = 99").unwrap();
     let error = Repository::open(&place.url()).err().unwrap();
     assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
 
@@ -234,8 +236,8 @@ impl Blobs for Faulty {
         self.inner.get(id, buf)
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
-        self.inner.put(blobs)
+    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64> {
+        self.inner.put(blobs, keep)
     }
 
     fn flush(&self) -> Result<()> {

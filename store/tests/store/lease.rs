@@ -92,7 +92,7 @@ fn a_fenced_writer_can_change_nothing() {
     let old = place.attach(1, &first).unwrap();
     let number = old.reserve(2).unwrap().start;
     old.begin(&new_snapshot(number)).unwrap();
-    place.sql("UPDATE leases SET expires = 1");
+    place.expire_lease();
     let new = place.attach(2, &first).unwrap();
 
     let fenced = |result: Result<()>| {
@@ -114,7 +114,7 @@ fn a_fenced_writer_can_change_nothing() {
 fn an_expired_lease_that_nobody_took_can_be_renewed() {
     let place = Place::new();
     let attachment = place.attach(1, &place.image("a")).unwrap();
-    place.sql("UPDATE leases SET expires = 1");
+    place.expire_lease();
     assert_eq!(place.repository.mirrors().unwrap()[0].writer, None);
     attachment.renew().unwrap();
     assert_eq!(place.repository.mirrors().unwrap()[0].writer, Some(std::process::id()));
@@ -125,7 +125,7 @@ fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once() {
     let place = Place::new();
     let first = place.image("a");
     let old = place.attach(1, &first).unwrap();
-    place.sql("UPDATE leases SET start_time = 1");
+    place.end_holder(None);
     let new = place.attach(2, &first).unwrap();
     assert_eq!(kind(old.renew()), ErrorKind::Conflict);
     new.renew().unwrap();
@@ -136,14 +136,14 @@ fn the_lease_of_another_host_holds_until_it_expires() {
     let place = Place::new();
     let first = place.image("a");
     place.attach(1, &first).unwrap();
-    place.sql("UPDATE leases SET start_time = 1, boot_id = 'elsewhere'");
+    place.end_holder(Some("elsewhere"));
     assert_eq!(kind(place.attach(2, &first)), ErrorKind::Conflict);
     assert_eq!(
         kind(place.attach(1, &first)),
         ErrorKind::Conflict,
         "its own mirror, seen from here"
     );
-    place.sql("UPDATE leases SET expires = 1");
+    place.expire_lease();
     place.attach(1, &first).unwrap();
 }
 

@@ -145,11 +145,11 @@ fn check(root: &Path, marks: &[String]) {
     };
     let added = {
         let repository = open().unwrap_or_else(|error| panic!("it does not open: {error}"));
-        check_content(&repository, &told, None);
+        check_content(&repository, &path, &told, None);
         go_on(&repository)
     };
     let repository = Repository::open(&url).unwrap();
-    check_content(&repository, &told, Some(&added));
+    check_content(&repository, &path, &told, Some(&added));
 }
 
 /// Takes one more snapshot, as a mirror does that comes back.
@@ -176,6 +176,7 @@ fn go_on(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
 
 fn check_content(
     repository: &Repository,
+    path: &Path,
     told: &Told<'_>,
     added: Option<&(Snapshot, Vec<(u64, u64)>)>,
 ) {
@@ -209,11 +210,11 @@ fn check_content(
         let newest = stable.map(|s| (s.number, s.root)).unwrap_or((0, Root::default()));
         assert_eq!((mirror.parent, mirror.root), newest, "what the mirror is based on");
     }
-    check_chunks(repository, &told.all("stored"));
+    check_chunks(repository, path, &told.all("stored"));
 }
 
 /// Every chunk is whole or unknown, and those that were stored are there.
-fn check_chunks(repository: &Repository, stored: &BTreeSet<u64>) {
+fn check_chunks(repository: &Repository, path: &Path, stored: &BTreeSet<u64>) {
     let mut buf = content(0);
     for seed in LOOSE.into_iter().chain(chunks_of(LAST).into_iter().map(|(_, seed)| seed)) {
         match repository.read_chunk(&ChunkId::of(&content(seed)), &mut buf) {
@@ -225,7 +226,7 @@ fn check_chunks(repository: &Repository, stored: &BTreeSet<u64>) {
         }
     }
     // Tree nodes are among them, which are shorter; what there is of a blob has its name in any case.
-    for id in known_blobs(repository.path()) {
+    for id in known_blobs(path) {
         match repository.read_chunk(&ChunkId::from_bytes(id), &mut buf) {
             Ok(()) => {}
             Err(error) if error.to_string().contains("are expected") => {}

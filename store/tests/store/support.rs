@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use cairn_store::names::{Change, Embedded, Names, Wanted};
 use cairn_store::{
     Attachment, ChunkIndex, Consistency, Geometry, ImageName, MIN_CHUNK_SIZE, MirrorId,
     MirrorOwner, Mode, NewSnapshot, Repository, Root, Snapshot,
@@ -40,10 +41,27 @@ impl Place {
         self.repository.attach(&owner(mirror), snapshot, Mode::ReadWrite)
     }
 
-    /// Runs a statement on the catalog, as a damaged or a waiting world would.
-    pub(crate) fn sql(&self, statement: &str) {
-        let catalog = rusqlite::Connection::open(self.dir.path().join("catalog.db")).unwrap();
-        catalog.execute_batch(statement).unwrap();
+    /// The catalog's documents.
+    pub(crate) fn names(&self) -> Embedded {
+        Embedded::open(&self.dir.path().join("catalog.db")).unwrap()
+    }
+
+    /// Lets the lease of image `a` expire.
+    pub(crate) fn expire_lease(&self) {
+        let change = Change::default().remove(Wanted::key("leases/a"));
+        assert!(self.names().commit(&change).unwrap());
+    }
+
+    /// Makes the holder of the lease of image `a` a process that runs no more, of this host or of another.
+    pub(crate) fn end_holder(&self, boot_id: Option<&str>) {
+        let names = self.names();
+        let view = names.read(&[Wanted::key("leases/a")]).unwrap();
+        let mut lease: serde_json::Value = view.get("leases/a").unwrap().unwrap();
+        lease["process"]["start_time"] = 1.into();
+        if let Some(boot_id) = boot_id {
+            lease["process"]["boot_id"] = boot_id.into();
+        }
+        assert!(names.commit(&Change::default().put_for(60, "leases/a", &lease)).unwrap());
     }
 
     /// Everything that the index knows.
@@ -118,7 +136,7 @@ pub(crate) fn new_snapshot(number: u64) -> NewSnapshot {
 
 /// Checks that a snapshot holds exactly these chunks.
 pub(crate) fn assert_holds(repository: &Repository, snapshot: &Snapshot, seeds: &[(u64, u64)]) {
-    snapshot.require_stable().unwrap();
+    snapshot.require_content().unwrap();
     let expected = seeds.iter().copied().collect::<BTreeMap<_, _>>();
     let mut found = 0;
     for chunk in repository.chunks(&snapshot.root, snapshot.geometry) {

@@ -40,14 +40,14 @@ fn sharing(block: u64, seed: u64) -> Fragment {
     let content = [random(block, 5000), random(1000 + seed, 5000)].concat();
     let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
     let (description, blocks) = encode(&BlobId::of(&content), &content, code);
-    let block = blocks.get(0).to_vec();
+    let block = blocks.share(0);
     Fragment { description, index: 0, block }
 }
 
 fn record(seed: u64, len: usize) -> Fragment {
     let content = random(seed, len);
     let (description, blocks) = encode_record(&BlobId::of(&content), &content, Redundancy::NONE);
-    let block = blocks.get(0).to_vec();
+    let block = blocks.share(0);
     Fragment { description, index: 0, block }
 }
 
@@ -196,7 +196,7 @@ fn a_list_has_every_fragment_once_in_the_order_of_the_blobs() {
             .map(move |index| Fragment {
                 description: description.clone(),
                 index,
-                block: blocks.get(index.into()).to_vec(),
+                block: blocks.share(index.into()),
             })
             .collect::<Vec<_>>()
     };
@@ -225,7 +225,7 @@ fn records_are_found_among_content_in_pages() {
     let forged = {
         let content = random(5, 1_500_000);
         let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
-        Fragment { description, index: 0, block: blocks.get(0).to_vec() }
+        Fragment { description, index: 0, block: blocks.share(0) }
     };
     assert_eq!(forged.block, records[5].block);
     put(&store, &[forged, fragment(77, CODE, 1)]);

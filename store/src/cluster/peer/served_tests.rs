@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::tests::{CODE, fragment};
+use super::tests::{CODE, flip, fragment};
 use super::{FragmentId, Held, PeerStore, serve};
 use crate::cluster::fragment::{Fragment, encode};
 use crate::cluster::identity::Security;
@@ -88,7 +88,7 @@ async fn a_failure_is_told_with_its_kind_and_hurts_nobody_else() {
     let peer = Peer::start(&dir, Some(40 << 10)).await;
     let connection = peer.connect().await;
     let mut wrong = fragment(1, CODE, 0);
-    wrong.block[0] ^= 1;
+    wrong.block = flip(&wrong.block, 0);
     assert_eq!(connection.put(wrong).await.unwrap_err().kind(), ErrorKind::Corrupt);
     connection.put(fragment(1, CODE, 0)).await.unwrap();
     connection.put(fragment(2, CODE, 0)).await.unwrap();
@@ -155,7 +155,7 @@ async fn who_does_not_speak_the_protocol_is_told_or_ignored() {
 fn large(number: u8) -> Fragment {
     let content = vec![number; 4 << 20];
     let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
-    let block = blocks.get(0).to_vec();
+    let block = blocks.share(0);
     Fragment { description, index: 0, block }
 }
 

@@ -16,14 +16,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::{AsyncRead, AsyncWrite, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
 
 use super::super::fragment::{Fragment, MAX_CONTENT};
-use super::super::frames::{PROGRESS, read_body, read_header, write};
+use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::super::identity::{Role, Security};
 use super::super::wire::{
     Answer, GET, HAVE, HEADER, Header, Hello, LIST, MAX_BODY, MAX_LISTED, OLDEST, RECORDS, Request,
@@ -139,7 +138,7 @@ async fn client(
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
     let greeted = async {
-        let (mut reader, mut writer) = security.accept(stream, &Role::ALL).await?;
+        let (mut reader, mut writer, _) = security.accept(stream, &Role::ALL).await?;
         let is_welcome = greet(&mut reader, &mut writer, store).await?;
         io::Result::Ok(is_welcome.then_some((reader, writer)))
     };
@@ -164,8 +163,7 @@ async fn connection(
     store: &Arc<PeerStore>,
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
-    let mut reader = BufReader::new(reader);
-    let writer = BufWriter::new(writer);
+    let mut reader = BufReader::with_capacity(READ_AHEAD, reader);
     let room = Arc::new(Room::new(store.clone()));
     let (answers, outgoing) = mpsc::unbounded_channel();
     let mut sending = JoinSet::new();
@@ -181,7 +179,7 @@ async fn connection(
         let mut memory = place.take(units(&header)).await?;
         let body = read_body(&mut reader, &header).await?;
         memory.received();
-        match Request::from_body(header.kind, &body) {
+        match Request::from_bytes(header.kind, &body) {
             Ok(Request::Put(fragment)) => {
                 let (number, answers) = (header.number, answers.clone());
                 let room = room.clone();
@@ -264,23 +262,30 @@ async fn greet(
         Err(error) => Answer::failed(&error),
     };
     let is_welcome = matches!(answer, Answer::Welcome(..));
-    write(writer, header.number, answer.to_body()).await?;
-    timeout(PROGRESS, writer.flush()).await??;
+    let mut frames = Frames::default();
+    frames.push(header.number, answer.to_parts());
+    frames.send(writer).await?;
     Ok(is_welcome)
 }
 
-/// Sends answers, as many as there are with one system call.
+/// Sends answers, many with one system call. Their memory is free when they are sent.
 async fn send(
-    mut writer: BufWriter<impl AsyncWrite + Unpin>,
+    mut writer: impl AsyncWrite + Unpin,
     mut outgoing: mpsc::UnboundedReceiver<Outgoing>,
 ) -> io::Result<()> {
+    let mut frames = Frames::default();
+    let mut held = Vec::new();
     while let Some(first) = outgoing.recv().await {
         let mut next = Some(first);
-        while let Some(Outgoing { number, answer, _memory }) = next {
-            write(&mut writer, number, answer.to_body()).await?;
-            next = outgoing.try_recv().ok();
+        while let Some(Outgoing { number, answer, _memory }) = next.take() {
+            frames.push(number, answer.to_parts());
+            held.push(_memory);
+            if !frames.are_many() {
+                next = outgoing.try_recv().ok();
+            }
         }
-        timeout(PROGRESS, writer.flush()).await??;
+        frames.send(&mut writer).await?;
+        held.clear();
     }
     Ok(())
 }

@@ -20,6 +20,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
+use super::super::Keep;
 use super::super::fragment::{Fragment, MAX_CONTENT};
 use super::super::wire::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
 use super::table::{Known, Table};
@@ -194,7 +195,7 @@ impl PeerStore {
         let put = {
             let _log = self.log.read().expect("no thread panics while it puts");
             self.state().set_busy(&staged);
-            self.blocks.put(&blocks)
+            self.blocks.put(&blocks, &Keep::default())
         };
         let mut state = self.state();
         match put {
@@ -338,7 +339,9 @@ impl PeerStore {
             let Some(name) = name else { continue };
             let mut block = vec![0; description.block_len().min(MAX_CONTENT)];
             match self.blocks.get(&name, &mut block) {
-                Ok(len) if len == block.len() => found.push(Fragment { description, index, block }),
+                Ok(len) if len == block.len() => {
+                    found.push(Fragment { description, index, block: block.into() });
+                }
                 Ok(_) => tracing::error!(%blob, index, "a block has the wrong length"),
                 // It was deleted in this moment.
                 Err(Error::MissingBlob { .. }) => {}
@@ -351,9 +354,11 @@ impl PeerStore {
     /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
     /// deleted for being idle; without, nothing is written.
     pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
-        match renew {
+        let found = self.table.have(blobs, MAX_HELD)?;
+        // What nobody has needs no writer, who may be busy with a sync. Most questions are about such.
+        match renew && found.iter().any(|held| !held.is_empty()) {
             true => self.table.renew(blobs, MAX_HELD),
-            false => self.table.have(blobs, MAX_HELD),
+            false => Ok(found),
         }
     }
 

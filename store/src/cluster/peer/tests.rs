@@ -2,6 +2,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use bytes::Bytes;
 use tempfile::TempDir;
 
 use super::{Held, PeerStore};
@@ -22,8 +23,15 @@ fn content(number: u64) -> Vec<u8> {
 pub(super) fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
     let content = content(number);
     let (description, blocks) = encode(&BlobId::of(&content), &content, redundancy);
-    let block = blocks.get(index.into()).to_vec();
+    let block = blocks.share(index.into());
     Fragment { description, index, block }
+}
+
+/// The block with one bit of this byte changed.
+pub(super) fn flip(block: &[u8], at: usize) -> Bytes {
+    let mut block = block.to_vec();
+    block[at] ^= 1;
+    block.into()
 }
 
 fn put(store: &PeerStore, fragments: &[Fragment]) {
@@ -80,8 +88,8 @@ fn garbage_is_refused() {
     let store = open(dir.path());
     let good = fragment(1, CODE, 2);
     let mut flipped = good.clone();
-    flipped.block[7] ^= 1;
-    let short = Fragment { block: good.block[1..].to_vec(), ..good.clone() };
+    flipped.block = flip(&good.block, 7);
+    let short = Fragment { block: good.block.slice(1..), ..good.clone() };
     for wrong in
         [flipped, short, Fragment { index: 8, ..good.clone() }, Fragment { index: 3, ..good }]
     {

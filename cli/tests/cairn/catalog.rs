@@ -1,0 +1,170 @@
+//! A catalog as a process: it is killed, and what it said to have done is done.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cairn_store::ErrorKind;
+use cairn_store::cluster::identity::{Role, Security};
+use cairn_store::names::{self, Change, Names, Served, Wanted};
+use serde_json::Value;
+
+use crate::support::Place;
+
+struct Catalog {
+    child: Child,
+    address: String,
+    id: String,
+}
+
+impl Catalog {
+    /// A catalog at a port that stays its own while it is away: the system gives the higher ones to anybody.
+    fn start(place: &Place, more: &[&str]) -> Catalog {
+        let first = std::process::id().wrapping_mul(7919);
+        let port = |number: u32| 10_000 + first.wrapping_add(number * 131) % 22_000;
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let tries = (0..50).map(|_| port(NEXT.fetch_add(1, Ordering::Relaxed)));
+        let mut started =
+            tries.filter_map(|port| Catalog::start_at(place, &format!("127.0.0.1:{port}"), more));
+        started.next().expect("a port is free")
+    }
+
+    fn start_at(place: &Place, listen: &str, more: &[&str]) -> Option<Catalog> {
+        let args = ["serve", "--catalog", "--data", "catalog", "--listen", listen, "--json"];
+        let how = if more.contains(&"--keys") { &[][..] } else { &["--insecure"] };
+        let mut command = place.command(&[&args, how, more].concat());
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        if line.is_empty() {
+            child.wait().unwrap();
+            return None;
+        }
+        let told: Value = serde_json::from_str(&line).unwrap();
+        let text = |name: &str| told[name].as_str().unwrap().to_owned();
+        Some(Catalog { address: text("listen"), id: text("catalog"), child })
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn signal(&self, name: &str) {
+        let id = self.child.id().to_string();
+        assert!(std::process::Command::new("kill").args([name, &id]).status().unwrap().success());
+    }
+}
+
+impl Drop for Catalog {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn count(names: &dyn Names) -> u64 {
+    names.read(&[Wanted::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
+}
+
+/// Adds one, if nobody else has meanwhile.
+fn try_increment(names: &dyn Names) -> bool {
+    let view = names.read(&[Wanted::key("count")]).unwrap();
+    let count: u64 = view.get("count").unwrap().unwrap_or(0);
+    let relies_on = vec![("count".into(), view.version("count"))];
+    let change = Change { relies_on, ..Change::default() };
+    names.commit(&change.put("count", &(count + 1))).unwrap()
+}
+
+/// The clients do not notice the deaths: each call is answered, and each change that is said to be carried out
+/// was, once.
+#[test]
+fn a_catalog_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
+    let place = Place::new();
+    let mut catalog = Catalog::start(&place, &[]);
+    let (address, id) = (catalog.address.clone(), catalog.id.clone());
+    let (stop, carried_out) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            let patience = Duration::from_secs(60);
+            let names = Served::with_patience(&address, &Security::INSECURE, patience).unwrap();
+            let (stop, carried_out) = (&stop, &carried_out);
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    carried_out.fetch_add(try_increment(&names).into(), Ordering::Relaxed);
+                }
+            });
+        }
+        for round in 0..6 {
+            // It dies when so much more was done, in the middle of something.
+            let begin = Instant::now();
+            let enough = carried_out.load(Ordering::Relaxed) + 1 + round * 5;
+            while carried_out.load(Ordering::Relaxed) < enough {
+                assert!(begin.elapsed() < Duration::from_secs(60), "nothing goes on");
+                thread::sleep(Duration::from_millis(1));
+            }
+            catalog.kill();
+            catalog = Catalog::start_at(&place, &address, &[]).expect("it starts again");
+            assert_eq!(catalog.id, id, "it is the same catalog");
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let names = names::open(&address, &Security::INSECURE).unwrap();
+    assert_eq!(count(&*names), carried_out.load(Ordering::Relaxed));
+}
+
+#[test]
+fn a_catalog_that_hangs_is_named_in_time() {
+    let place = Place::new();
+    let catalog = Catalog::start(&place, &[]);
+    let patience = Duration::from_secs(2);
+    let names = Served::with_patience(&catalog.address, &Security::INSECURE, patience).unwrap();
+    assert!(try_increment(&names));
+    catalog.signal("-STOP");
+    let begin = Instant::now();
+    let error = names.commit(&Change::default().put("x", &1)).unwrap_err();
+    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains(&catalog.address), "{error}");
+    catalog.signal("-CONT");
+    assert_eq!(count(&names), 1, "it goes on");
+}
+
+#[test]
+fn a_catalog_with_keys_lets_peers_beat_and_clients_name() {
+    let place = Place::new();
+    place.ok(&["keys", "init", "keys"]);
+    let catalog = Catalog::start(&place, &["--keys", "keys"]);
+    let by = |role| {
+        let security = Security::load(&place.path("keys"), role).unwrap();
+        names::open(&catalog.address, &security).unwrap()
+    };
+    assert!(try_increment(&*by(Role::Client)));
+    let peer = by(Role::Peer);
+    assert!(peer.commit(&Change::default().put_for(5, "alive/x", &1)).unwrap());
+    let error = peer.commit(&Change::default().put("count", &9)).unwrap_err().to_string();
+    assert!(error.contains("a peer may not change 'count'"), "{error}");
+    assert_eq!(count(&*peer), 1);
+}
+
+#[test]
+fn the_arguments_of_a_catalog_are_checked() {
+    let place = Place::new();
+    let serve = ["serve", "--data", "catalog", "--listen", "127.0.0.1:0"];
+    let refused = |more: &[&str], text: &str| {
+        let run = place.run(&[&serve, more].concat());
+        assert!(run.code != 0 && run.stderr.contains(text), "{more:?}: {}", run.stderr);
+    };
+    refused(&["--catalog"], "--insecure");
+    refused(&["--catalog", "--insecure", "--capacity", "1G"], "--capacity is for peers");
+    refused(&["--insecure", "--catalog", "nonsense"], "not the address of a catalog");
+    refused(&["--insecure", "--catalog", "10.0.0.1:7400"], "cannot join a catalog yet");
+    refused(&["--insecure", "--catalog", "etcd://a:1,b:2"], "cannot join a catalog yet");
+    assert!(!place.path("catalog").exists());
+    let catalog = Catalog::start(&place, &[]);
+    refused(&["--catalog", "--insecure"], "another process");
+    drop(catalog);
+    refused(&["--insecure"], "not a peer's");
+}

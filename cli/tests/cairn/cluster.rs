@@ -1,0 +1,118 @@
+//! A repository on many machines, as real processes that are killed.
+
+use crate::lab::{Lab, wait_until};
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn a_disk_is_read_back_after_four_of_eight_peers_and_the_catalog_died() {
+    let mut lab = Lab::new(8);
+    let disk = lab.random_disk("disk.raw", 1, 9 * MIB + 4096);
+    let made = lab.json(&["import", "disk.raw", "vm"]);
+    assert_eq!(made["redundancy"], "rs=4+4", "by the number of peers");
+    lab.assert_exports("vm@1", &disk);
+    for at in [1, 3, 4, 6] {
+        lab.kill(at);
+    }
+    lab.assert_exports("vm@1", &disk);
+    drop(lab.catalog.take());
+    let refused = lab.run(&["ls"]);
+    assert_eq!(refused.code, 6, "unavailable: {}", refused.stderr);
+    assert!(refused.stderr.contains(lab.address()), "{}", refused.stderr);
+    lab.start_catalog();
+    lab.assert_exports("vm@1", &disk);
+    // A new image needs eight peers, and there are four.
+    lab.random_disk("other.raw", 2, MIB);
+    let refused = lab.run(&["import", "other.raw", "other", "--redundancy", "rs=4+4"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 1, "nothing is half there");
+    lab.ok(&["import", "other.raw", "other", "--redundancy", "replicas=2"]);
+}
+
+#[test]
+fn a_cluster_speaks_tls_and_a_peer_cannot_change_names() {
+    let lab = Lab::with(3, true, "600");
+    let disk = lab.random_disk("disk.raw", 1, 3 * MIB);
+    assert_eq!(lab.json(&["import", "disk.raw", "vm"])["redundancy"], "replicas=3");
+    lab.assert_exports("vm", &disk);
+    let url = lab.url();
+    let refused = lab.place.run(&["--store", &url, "--insecure", "ls"]);
+    assert_ne!(refused.code, 0, "in the open");
+    let refused = lab.place.run(&["--store", &url, "ls"]);
+    assert_eq!(refused.code, 2, "nobody is insecure by accident: {}", refused.stderr);
+    assert!(refused.stderr.contains("--keys"), "{}", refused.stderr);
+    // Who has a peer's keys can read, and nothing else.
+    let stolen = lab.place.path("stolen");
+    std::fs::create_dir(&stolen).unwrap();
+    for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
+    {
+        std::fs::copy(lab.place.path("keys").join(from), stolen.join(to)).unwrap();
+    }
+    let stolen =
+        |args: &[&str]| lab.place.run(&[&["--store", &url, "--keys", "stolen"], args].concat());
+    assert_eq!(stolen(&["ls"]).code, 0);
+    let refused = stolen(&["create", "mine", "1M"]);
+    assert_ne!(refused.code, 0);
+    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 1, "{}", refused.stderr);
+    assert_ne!(stolen(&["rm", "vm"]).code, 0);
+    lab.assert_exports("vm", &disk);
+}
+
+#[test]
+fn what_a_lost_peer_held_is_made_again_by_itself() {
+    let mut lab = Lab::with(6, false, "3");
+    let disk = lab.random_disk("disk.raw", 1, 6 * MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2"]);
+    let lost = lab.peers[0].as_ref().unwrap().id.clone();
+    lab.kill(0);
+    wait_until("the peer is lost", || lab.peer(&lost)["state"] == "lost");
+    let repaired = || {
+        let told = lab.json(&["peers"]);
+        told["repair"]["under"] == 0 && told["repair"]["survives"] == 2
+    };
+    wait_until("all is repaired", repaired);
+    let (one, other) = (1, 2);
+    lab.kill(one);
+    lab.kill(other);
+    lab.assert_exports("vm", &disk);
+}
+
+#[test]
+fn a_peer_is_emptied_in_good_order() {
+    let lab = Lab::new(6);
+    let disk = lab.random_disk("disk.raw", 1, 4 * MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2"]);
+    let id = lab.peers[2].as_ref().unwrap().id.clone();
+    wait_until("it holds something", || lab.peer(&id)["fragments"].as_u64() > Some(0));
+    let refused = lab.run(&["peers", "forget", &id]);
+    assert_eq!(refused.code, 4, "{}", refused.stderr);
+    lab.ok(&["peers", "drain", &id[..8]]);
+    wait_until("it is empty", || lab.peer(&id)["fragments"] == 0);
+    assert_eq!(lab.peer(&id)["state"], "draining");
+    lab.assert_exports("vm", &disk);
+    lab.ok(&["peers", "forget", &id]);
+}
+
+#[test]
+fn the_names_are_restored_from_the_peers() {
+    let mut lab = Lab::new(4);
+    let disk = lab.random_disk("disk.raw", 1, 3 * MIB);
+    lab.ok(&["import", "disk.raw", "vm"]);
+    lab.ok(&["clone", "vm@1", "twin"]);
+    lab.ok(&["clone", "vm@1", "gone"]);
+    lab.ok(&["rm", "gone"]);
+    let before = lab.json(&["ls"]);
+    // The catalog's machine is lost.
+    drop(lab.catalog.take());
+    std::fs::remove_dir_all(lab.place.path("catalog")).unwrap();
+    lab.start_catalog();
+    lab.wait_for_peers(4);
+    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 0);
+    let rebuilt = lab.json(&["catalog", "rebuild"]);
+    assert_eq!((&rebuilt["images"], &rebuilt["snapshots"]), (&2.into(), &2.into()));
+    assert_eq!(lab.json(&["ls"]), before);
+    lab.assert_exports("vm@1", &disk);
+    lab.assert_exports("twin", &disk);
+    let again = lab.json(&["catalog", "rebuild"]);
+    assert_eq!((&again["images"], &again["left"]), (&0.into(), &serde_json::json!(["twin", "vm"])));
+}

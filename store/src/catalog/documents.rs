@@ -1,0 +1,295 @@
+//! The catalog's documents and their keys. `docs/formats.md` explains every field.
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::cluster::{Compression, Keep, Redundancy};
+use crate::error::{Error, Result};
+use crate::geometry::Geometry;
+use crate::id::{BlobId, MirrorId, NodeId};
+use crate::name::ImageName;
+use crate::names::View;
+use crate::process::Process;
+use crate::snapshot::{
+    Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
+};
+use crate::tree::Root;
+
+pub(super) const IMAGES: &str = "images/";
+pub(super) const SNAPSHOTS: &str = "snapshots/";
+pub(super) const MIRRORS: &str = "mirrors/";
+pub(super) const LEASES: &str = "leases/";
+
+pub(super) fn image_key(image: &ImageName) -> String {
+    format!("{IMAGES}{image}")
+}
+
+/// What the keys of an image's snapshots begin with.
+pub(super) fn snapshots_of(image: &ImageName) -> String {
+    format!("{SNAPSHOTS}{image}/")
+}
+
+/// Sorted by their numbers.
+pub(super) fn snapshot_key(image: &ImageName, number: u64) -> String {
+    format!("{SNAPSHOTS}{image}/{number:016x}")
+}
+
+/// What the keys of an image's labels begin with.
+pub(super) fn labels_of(image: &ImageName) -> String {
+    format!("labels/{image}/")
+}
+
+pub(super) fn label_key(image: &ImageName, label: &str) -> String {
+    format!("labels/{image}/{label}")
+}
+
+pub(super) fn mirror_key(mirror: &MirrorId) -> String {
+    format!("{MIRRORS}{mirror}")
+}
+
+pub(super) fn lease_key(image: &ImageName) -> String {
+    format!("{LEASES}{image}")
+}
+
+/// Writes a value as the text that it prints and reads.
+pub(super) mod text {
+    use super::{Deserialize, Deserializer, Serializer};
+
+    pub(in super::super) fn serialize<T: ToString, S: Serializer>(
+        value: &T,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&value.to_string())
+    }
+
+    pub(in super::super) fn deserialize<'de, T, D>(from: D) -> Result<T, D::Error>
+    where
+        T: std::str::FromStr<Err: std::fmt::Display>,
+        D: Deserializer<'de>,
+    {
+        String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// As [`text`], of a value that may be missing.
+pub(super) mod optional_text {
+    use super::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(in super::super) fn serialize<T: ToString, S: Serializer>(
+        value: &Option<T>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        value.as_ref().map(ToString::to_string).serialize(to)
+    }
+
+    pub(in super::super) fn deserialize<'de, T, D>(from: D) -> Result<Option<T>, D::Error>
+    where
+        T: std::str::FromStr<Err: std::fmt::Display>,
+        D: Deserializer<'de>,
+    {
+        let text = Option::<String>::deserialize(from)?;
+        text.map(|text| text.parse().map_err(serde::de::Error::custom)).transpose()
+    }
+}
+
+/// An image.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct ImageDocument {
+    /// Random: an image that is made again under its name is another.
+    #[serde(with = "text")]
+    pub(super) id: MirrorId,
+    pub(super) size: u64,
+    pub(super) chunk_size: u32,
+    pub(super) created: u64,
+    pub(super) origin: Option<String>,
+    #[serde(with = "text")]
+    pub(super) redundancy: Redundancy,
+    #[serde(with = "text")]
+    pub(super) compression: Compression,
+    pub(super) next_number: u64,
+    /// Raised by every acquisition of the lease.
+    pub(super) fence: u64,
+    /// Who took the lease with this fence, until it gives it back.
+    #[serde(with = "optional_text")]
+    pub(super) writer: Option<MirrorId>,
+}
+
+impl ImageDocument {
+    pub(super) fn geometry(&self) -> Result<Geometry> {
+        Geometry::new(self.size, self.chunk_size)
+            .map_err(|error| Error::corrupt("an image in the catalog", error.to_string()))
+    }
+
+    pub(super) fn keep(&self) -> Keep {
+        Keep { redundancy: self.redundancy, compression: self.compression }
+    }
+
+    /// The image with what its snapshots tell.
+    pub(super) fn image(
+        &self,
+        name: &ImageName,
+        snapshots: &[(u64, SnapshotDocument)],
+    ) -> Result<Image> {
+        Ok(Image {
+            name: name.clone(),
+            geometry: self.geometry()?,
+            created: self.created,
+            snapshots: snapshots.len() as u64,
+            newest: newest(snapshots),
+            origin: self.origin.clone(),
+            keep: self.keep(),
+        })
+    }
+}
+
+/// The number of the newest snapshot with content.
+pub(super) fn newest(snapshots: &[(u64, SnapshotDocument)]) -> Option<u64> {
+    let with_content = snapshots.iter().filter(|(_, one)| one.state.has_content());
+    with_content.map(|(number, _)| *number).max()
+}
+
+/// A snapshot.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct SnapshotDocument {
+    pub(super) parent: Option<u64>,
+    #[serde(with = "optional_text")]
+    pub(super) root: Option<NodeId>,
+    pub(super) time: u64,
+    pub(super) label: Option<String>,
+    #[serde(with = "text")]
+    pub(super) state: SnapshotState,
+    #[serde(with = "text")]
+    pub(super) consistency: Consistency,
+    pub(super) dirty_bytes: u64,
+    pub(super) stored_bytes: u64,
+    pub(super) pause_us: u64,
+    pub(super) reason: Option<String>,
+    #[serde(with = "optional_text")]
+    pub(super) mirror: Option<MirrorId>,
+    /// Its record, where blobs are kept apart from the catalog.
+    #[serde(with = "optional_text")]
+    pub(super) record: Option<BlobId>,
+}
+
+impl SnapshotDocument {
+    pub(super) fn snapshot(
+        self,
+        image: &ImageName,
+        document: &ImageDocument,
+        number: u64,
+    ) -> Result<Snapshot> {
+        Ok(Snapshot {
+            image: image.clone(),
+            number,
+            parent: self.parent,
+            root: Root(self.root),
+            time: self.time,
+            geometry: document.geometry()?,
+            keep: document.keep(),
+            label: self.label,
+            state: self.state,
+            consistency: self.consistency,
+            dirty_bytes: self.dirty_bytes,
+            stored_bytes: self.stored_bytes,
+            pause_us: self.pause_us,
+            reason: self.reason,
+            mirror: self.mirror,
+        })
+    }
+}
+
+/// A mirror that refers to an image.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct MirrorDocument {
+    #[serde(with = "text")]
+    pub(super) image: ImageName,
+    pub(super) host: String,
+    pub(super) path: String,
+    #[serde(with = "text")]
+    pub(super) mode: Mode,
+    pub(super) parent: u64,
+    #[serde(with = "optional_text")]
+    pub(super) root: Option<NodeId>,
+    pub(super) attached: u64,
+}
+
+impl MirrorDocument {
+    /// The mirror, with the process that writes through it as `observer` sees it.
+    pub(super) fn record(
+        self,
+        id: MirrorId,
+        lease: Option<LeaseDocument>,
+        observer: &Process,
+    ) -> MirrorRecord {
+        let lease = lease.filter(|lease| lease.mirror == id && lease.is_live(observer));
+        MirrorRecord {
+            id,
+            image: self.image,
+            host: self.host,
+            path: self.path,
+            mode: self.mode,
+            parent: self.parent,
+            root: Root(self.root),
+            attached: self.attached,
+            writer: lease.map(|lease| lease.process.pid),
+        }
+    }
+}
+
+/// A live writer of an image. Without a renewal it is gone after [`LEASE_SECONDS`](super::LEASE_SECONDS).
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct LeaseDocument {
+    #[serde(with = "text")]
+    pub(super) mirror: MirrorId,
+    host: String,
+    path: String,
+    pub(super) process: Process,
+}
+
+impl LeaseDocument {
+    pub(super) fn new(owner: &MirrorOwner, process: Process) -> LeaseDocument {
+        let (mirror, host, path) = (owner.id, owner.host.clone(), owner.path.clone());
+        LeaseDocument { mirror, host, path, process }
+    }
+
+    /// Whether its holder may still write, as seen by `observer`.
+    pub(super) fn is_live(&self, observer: &Process) -> bool {
+        !self.process.is_dead(observer)
+    }
+
+    /// The error for everybody else.
+    pub(super) fn conflict(&self, image: &ImageName) -> Error {
+        Error::Leased {
+            image: image.to_string(),
+            host: self.host.clone(),
+            path: self.path.clone(),
+            pid: self.process.pid,
+            seconds: super::LEASE_SECONDS,
+        }
+    }
+}
+
+/// The image's document, or that there is none.
+pub(super) fn image(view: &View, name: &ImageName) -> Result<ImageDocument> {
+    view.get(&image_key(name))?.ok_or_else(|| Error::NoImage { name: name.to_string() })
+}
+
+/// The snapshots of an image, by their numbers.
+pub(super) fn snapshots(view: &View, image: &ImageName) -> Result<Vec<(u64, SnapshotDocument)>> {
+    let all = view.under::<SnapshotDocument>(&snapshots_of(image))?;
+    all.into_iter().map(|(key, one)| Ok((number_of(&key)?, one))).collect()
+}
+
+fn number_of(key: &str) -> Result<u64> {
+    u64::from_str_radix(key, 16)
+        .map_err(|_| Error::corrupt("the catalog", format!("'{key}' is no snapshot's number")))
+}
+
+/// The lease on an image, if its holder lives as seen by `observer`.
+pub(super) fn live_lease(
+    view: &View,
+    image: &ImageName,
+    observer: &Process,
+) -> Result<Option<LeaseDocument>> {
+    let lease = view.get::<LeaseDocument>(&lease_key(image))?;
+    Ok(lease.filter(|lease| lease.is_live(observer)))
+}

@@ -1,0 +1,150 @@
+//! A snapshot's record: what the catalog knows of it, as a blob beside its content.
+//!
+//! Records are immutable. One is stored before its snapshot is published, and one more when the snapshot or its
+//! image is removed. If the catalog is lost, the newest record of each snapshot gives its name back.
+
+use std::collections::{BTreeMap, HashSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::documents::{ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text};
+use super::{Catalog, now};
+use crate::cluster::Keep;
+use crate::error::{Error, Result};
+use crate::id::{BlobId, MirrorId};
+use crate::name::ImageName;
+use crate::names::{Change, Wanted};
+
+/// What every record begins with.
+const FORMAT: &str = "cairn-snapshot-record";
+const VERSION: u32 = 1;
+
+/// Documents in one change, so that no engine finds it too large.
+const DOCUMENTS: usize = 50;
+
+/// What is recorded of an image.
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct Record {
+    format: String,
+    version: u32,
+    #[serde(with = "text")]
+    image_name: ImageName,
+    image: ImageDocument,
+    number: u64,
+    /// Nothing if it was removed; of number 0, the image with all its snapshots.
+    snapshot: Option<SnapshotDocument>,
+    /// When this was recorded: seconds since 1970.
+    recorded: u64,
+}
+
+impl Record {
+    pub(super) fn new(
+        image_name: &ImageName,
+        image: &ImageDocument,
+        number: u64,
+        snapshot: Option<SnapshotDocument>,
+    ) -> Record {
+        let (format, version, recorded) = (FORMAT.to_owned(), VERSION, now());
+        let (image_name, image) = (image_name.clone(), image.clone());
+        Record { format, version, image_name, image, number, snapshot, recorded }
+    }
+
+    /// How its image is kept safe.
+    pub(crate) fn keep(&self) -> Keep {
+        self.image.keep()
+    }
+
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("records are plain data")
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Record> {
+        let record: Record = serde_json::from_slice(bytes)
+            .map_err(|error| Error::corrupt("a snapshot's record", error.to_string()))?;
+        if record.format != FORMAT || record.version != VERSION {
+            let (object, found) = ("a snapshot's record".into(), record.version.into());
+            return Err(Error::NewerFormat { object, found, supported: VERSION.into() });
+        }
+        Ok(record)
+    }
+}
+
+/// What a rebuild did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rebuilt {
+    /// Images that were made again.
+    pub images: u64,
+    /// Their snapshots.
+    pub snapshots: u64,
+    /// Images that were left alone, because the catalog has one of that name.
+    pub left: Vec<String>,
+}
+
+impl Catalog {
+    /// Makes the images again that these records tell of, unless the catalog has one of their name.
+    pub(crate) fn rebuild(&self, records: Vec<(BlobId, Record)>) -> Result<Rebuilt> {
+        let mut images: BTreeMap<MirrorId, Vec<Record>> = BTreeMap::new();
+        for (id, mut record) in records {
+            // A record cannot hold its own name.
+            record.snapshot.iter_mut().for_each(|snapshot| snapshot.record = Some(id));
+            images.entry(record.image.id).or_default().push(record);
+        }
+        let mut rebuilt = Rebuilt::default();
+        // Of two images that had one name at different times the newer one has it.
+        let mut images: Vec<_> = images.into_values().collect();
+        images
+            .sort_by_key(|records| std::cmp::Reverse(records.first().map(|one| one.image.created)));
+        images.iter_mut().for_each(|records| {
+            // The newest of each number comes last, and of two of one second the one that removes.
+            records.sort_by_key(|one| (one.recorded, one.snapshot.is_none()));
+        });
+        let mut taken = HashSet::new();
+        for records in &images {
+            let newest = records.iter().map(|record| (record.number, record));
+            let newest: BTreeMap<u64, &Record> = newest.collect();
+            let Some(last) = records.last() else { continue };
+            let stored =
+                newest.iter().filter_map(|(number, one)| Some((*number, one.snapshot.clone()?)));
+            let stored: Vec<_> = stored.filter(|(_, one)| one.state.has_content()).collect();
+            if newest.contains_key(&0) || stored.is_empty() || !taken.insert(&last.image_name) {
+                continue;
+            }
+            match self.restore(last, &stored)? {
+                true => {
+                    rebuilt.images += 1;
+                    rebuilt.snapshots += stored.len() as u64;
+                }
+                false => rebuilt.left.push(last.image_name.to_string()),
+            }
+        }
+        Ok(rebuilt)
+    }
+
+    /// Makes an image again. Returns whether there was none of that name.
+    fn restore(&self, record: &Record, stored: &[(u64, SnapshotDocument)]) -> Result<bool> {
+        let name = &record.image_name;
+        let key = image_key(name);
+        if self.read(&[Wanted::key(&key)])?.version(&key) != 0 {
+            return Ok(false);
+        }
+        // Snapshots first: an image that is seen is whole.
+        for part in stored.chunks(DOCUMENTS) {
+            let change = part.iter().fold(Change::default(), |change, (number, one)| {
+                let change = change.put(snapshot_key(name, *number), one);
+                match &one.label {
+                    Some(label) => change.put(label_key(name, label), number),
+                    None => change,
+                }
+            });
+            self.names.commit(&change)?;
+        }
+        let last = stored.iter().map(|(number, _)| *number).max().unwrap_or(0);
+        let image = ImageDocument {
+            next_number: record.image.next_number.max(last + 1),
+            writer: None,
+            ..record.image.clone()
+        };
+        let change = Change { relies_on: vec![(key.clone(), 0)], ..Change::default() };
+        self.names.commit(&change.put(&key, &image))
+    }
+}

@@ -1,0 +1,498 @@
+//! The peers as a place for blobs that threads use: a sliding window.
+//!
+//! ```text
+//! put ──► window ──► known to the peers? ──► cut, parity, hashes ──► to many peers at once ──► durable: out of the window
+//!           ▲                │ yes: out of the window                        │
+//!           │                                                                └─► failed: stays
+//!           └────────────────────────── flush tries again ◄──────────────────────────┘
+//! ```
+//!
+//! A put copies into the window and returns; when the window is full it waits for room. Blobs of the window
+//! can be read. A flush returns when every blob that was put before it is durable with its full redundancy, and fails
+//! if one cannot be: that one stays, and the next flush tries it again.
+//!
+//! All connections belong to one thread of this object. Cutting and hashing have threads of their own, as many as
+//! there are processors. No thread waits for another with a lock held, and the window moves without its users.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+use super::client::Cluster;
+use super::fragment::{Blocks, Description, Kind, MAX_CONTENT, Plain, cut};
+use super::names::Names;
+use super::redundancy::{Keep, Redundancy};
+use crate::blobs::{Blobs, NewBlob};
+use crate::error::{Error, Result};
+use crate::id::BlobId;
+
+/// Bytes of blocks in the window.
+const WINDOW: usize = 64 << 20;
+
+/// Blobs in one question, and questions at a time.
+const ASKED: usize = 256;
+const QUESTIONS: usize = 4;
+
+/// What went through, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Of content that was put.
+    pub dirty: u64,
+    /// Of blocks that were sent: with the redundancy.
+    pub sent: u64,
+    /// Of content that the peers had already.
+    pub saved: u64,
+}
+
+/// The peers of a cluster as a place for blobs. It must not be used by asynchronous code, which it would block.
+pub struct ClusterBlobs {
+    shared: Arc<Shared>,
+    runtime: Handle,
+    /// Numbers of blobs of the window that are to be stored.
+    queue: Option<mpsc::UnboundedSender<u64>>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+struct Shared {
+    cluster: Cluster,
+    limit: usize,
+    state: Mutex<State>,
+    /// Something has left the window, or failed.
+    changed: Condvar,
+    /// Blobs that are stored, as far as anybody remembers.
+    known: Mutex<Names<(BlobId, Redundancy)>>,
+    /// As many cut and hash at a time.
+    cutters: Semaphore,
+    dirty: AtomicU64,
+    sent: AtomicU64,
+    saved: AtomicU64,
+}
+
+#[derive(Default)]
+struct State {
+    /// By their number, in the order of their puts. One without an entry is just being copied.
+    window: BTreeMap<u64, Option<Entry>>,
+    names: HashMap<(BlobId, Redundancy), u64>,
+    /// Where a blob's content is.
+    contents: HashMap<BlobId, u64>,
+    bytes: usize,
+    next: u64,
+}
+
+/// A blob of the window.
+struct Entry {
+    blob: BlobId,
+    keep: Keep,
+    bytes: usize,
+    content: Content,
+    status: Status,
+    /// Whether it could be read already if this host failed.
+    available: bool,
+}
+
+/// What is there of a blob's content.
+#[derive(Clone)]
+enum Content {
+    Plain(Plain),
+    Cut(Arc<(Description, Blocks)>),
+}
+
+enum Status {
+    UnderWay,
+    Failed(String),
+}
+
+impl State {
+    /// What failed among the blobs before this number, if nothing of them is under way.
+    fn failure(&self, before: u64, counts: impl Fn(&Entry) -> bool) -> Option<Result<()>> {
+        let mut failed = None;
+        let mut blobs = 0;
+        for entry in self.window.range(..before).map(|(_, entry)| entry) {
+            let entry = entry.as_ref()?;
+            match &entry.status {
+                _ if !counts(entry) => {}
+                Status::UnderWay => return None,
+                Status::Failed(reason) => {
+                    blobs += 1;
+                    failed.get_or_insert_with(|| reason.clone());
+                }
+            }
+        }
+        Some(failed.map_or(Ok(()), |reason| Err(Error::NotStored { blobs, reason })))
+    }
+}
+
+impl ClusterBlobs {
+    /// A place on these peers.
+    pub fn new(cluster: Cluster) -> Result<ClusterBlobs> {
+        ClusterBlobs::with_window(cluster, WINDOW)
+    }
+
+    /// The same, with so many bytes on their way at most: a blob that is longer goes alone.
+    pub fn with_window(cluster: Cluster, limit: usize) -> Result<ClusterBlobs> {
+        let failed = |error| Error::io("starting a thread for", "the cluster".as_ref(), error);
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        let shared = Arc::new(Shared {
+            cluster,
+            limit,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            known: Mutex::default(),
+            cutters: Semaphore::new(processors),
+            dirty: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            saved: AtomicU64::new(0),
+        });
+        let handle = runtime.handle().clone();
+        let (queue, waiting) = mpsc::unbounded_channel();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let own = shared.clone();
+        let run = move || {
+            runtime.spawn(drive(own, waiting));
+            // It ends with an error: whoever holds the other end drops it.
+            let _ = runtime.block_on(stopped);
+            runtime.shutdown_background();
+        };
+        let thread = thread::Builder::new().name("cluster".into()).spawn(run).map_err(failed)?;
+        let (queue, stop, thread) = (Some(queue), Some(stop), Some(thread));
+        Ok(ClusterBlobs { shared, runtime: handle, queue, stop, thread })
+    }
+
+    /// The cluster behind it.
+    pub fn cluster(&self) -> &Cluster {
+        &self.shared.cluster
+    }
+
+    /// Where the cluster's connections live: for other work with it.
+    pub fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
+    /// What went through since this object was made.
+    pub fn counters(&self) -> Counters {
+        let Shared { dirty, sent, saved, .. } = &*self.shared;
+        let [dirty, sent, saved] = [dirty, sent, saved].map(|one| one.load(Ordering::Relaxed));
+        Counters { dirty, sent, saved }
+    }
+
+    /// Forgets which blobs are stored: after a garbage collection they may be gone.
+    pub fn void_known(&self) {
+        self.shared.known().clear();
+    }
+
+    /// Tries again what failed.
+    fn try_again(&self, state: &mut State, before: u64) {
+        for (number, entry) in state.window.range_mut(..before) {
+            if let Some(entry) = entry
+                && matches!(entry.status, Status::Failed(_))
+            {
+                entry.status = Status::UnderWay;
+                self.send(*number);
+            }
+        }
+    }
+
+    fn send(&self, number: u64) {
+        // The other end lives as long as the thread does, which ends after this object.
+        if let Some(queue) = &self.queue {
+            let _ = queue.send(number);
+        }
+    }
+
+    /// Takes room in the window. Returns its number; nothing if the same blob is in the window already.
+    fn reserve(&self, name: (BlobId, Redundancy), bytes: usize) -> Result<Option<u64>> {
+        let mut state = self.shared.state();
+        let mut tried = false;
+        loop {
+            if state.names.contains_key(&name) {
+                return Ok(None);
+            }
+            if state.bytes == 0 || state.bytes + bytes <= self.shared.limit {
+                break;
+            }
+            let next = state.next;
+            match state.failure(next, |_| true) {
+                Some(Err(failure)) if tried => return Err(failure),
+                // Only what has failed is in the way: the peers may be back.
+                Some(_) => {
+                    tried = true;
+                    self.try_again(&mut state, next);
+                }
+                None => state = self.shared.wait(state),
+            }
+        }
+        let number = state.next;
+        state.next += 1;
+        state.bytes += bytes;
+        state.window.insert(number, None);
+        state.names.insert(name, number);
+        Ok(Some(number))
+    }
+
+    /// Waits until all that was put before is durable: of each blob, that is, which still counts.
+    fn flush_while(&self, counts: impl Fn(&Entry) -> bool) -> Result<()> {
+        let mut state = self.shared.state();
+        let before = state.next;
+        self.try_again(&mut state, before);
+        loop {
+            match state.failure(before, &counts) {
+                Some(result) => return result,
+                None => state = self.shared.wait(state),
+            }
+        }
+    }
+}
+
+impl Drop for ClusterBlobs {
+    fn drop(&mut self) {
+        drop((self.queue.take(), self.stop.take()));
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Blobs for ClusterBlobs {
+    fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        let content = {
+            let state = self.shared.state();
+            let entry = state.contents.get(id).and_then(|number| state.window.get(number));
+            entry.and_then(|entry| Some(entry.as_ref()?.content.clone()))
+        };
+        match content {
+            None => self.runtime.block_on(self.shared.cluster.get(id, buf)),
+            Some(content) => content.read(buf),
+        }
+    }
+
+    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64> {
+        let mut taken = 0;
+        for (blob, content) in blobs {
+            let len = content.len() as u64;
+            if content.is_empty() || content.len() > MAX_CONTENT {
+                return Err(Error::BadArgument(format!("a blob cannot have {len} bytes")));
+            }
+            self.shared.dirty.fetch_add(len, Ordering::Relaxed);
+            let (name, keep) = ((*blob, keep.redundancy), *keep);
+            let bytes = match keep.redundancy {
+                Redundancy::Replicas(_) => content.len(),
+                code => content.len().div_ceil(code.needed().max(1)) * code.width(),
+            };
+            let is_known = self.shared.known().contains(&name);
+            let number = if is_known { None } else { self.reserve(name, bytes)? };
+            let Some(number) = number else {
+                self.shared.saved.fetch_add(len, Ordering::Relaxed);
+                continue;
+            };
+            let content = Content::Plain(Plain::new(content, keep.redundancy));
+            let (blob, status, available) = (*blob, Status::UnderWay, false);
+            let entry = Entry { blob, keep, bytes, content, status, available };
+            {
+                let mut state = self.shared.state();
+                state.window.insert(number, Some(entry));
+                state.contents.insert(blob, number);
+            }
+            self.send(number);
+            taken += len;
+        }
+        Ok(taken)
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.flush_while(|_| true)
+    }
+
+    fn flush_available(&self) -> Result<()> {
+        self.flush_while(|entry| !entry.available)
+    }
+
+    fn put_record(&self, record: &[u8], keep: &Keep) -> Result<Option<BlobId>> {
+        // At once: it is one for each publication, which waits for it.
+        self.runtime.block_on(self.shared.cluster.put_record(record, keep)).map(Some)
+    }
+
+    fn records(&self) -> Result<Vec<Vec<u8>>> {
+        Ok(self.runtime.block_on(self.shared.cluster.records()))
+    }
+}
+
+impl Content {
+    fn read(&self, buf: &mut [u8]) -> Result<usize> {
+        let too_long = || Error::corrupt("a blob", "it is longer than it should be");
+        match self {
+            Content::Plain(plain) => {
+                let content = plain.content();
+                buf.get_mut(..content.len()).ok_or_else(too_long)?.copy_from_slice(content);
+                Ok(content.len())
+            }
+            Content::Cut(cut) => {
+                let (description, blocks) = &**cut;
+                let len = description.len as usize;
+                let all: Vec<_> =
+                    (0..description.width()).map(|index| Some(blocks.get(index))).collect();
+                description.decode(&all, buf.get_mut(..len).ok_or_else(too_long)?)?;
+                Ok(len)
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn known(&self) -> MutexGuard<'_, Names<(BlobId, Redundancy)>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What came of a blob.
+    fn end(&self, number: u64, result: Result<(), String>) {
+        let mut state = self.state();
+        match result {
+            Ok(()) => {
+                if let Some(Some(entry)) = state.window.remove(&number) {
+                    let name = (entry.blob, entry.keep.redundancy);
+                    state.bytes -= entry.bytes;
+                    state.names.remove(&name);
+                    if state.contents.get(&entry.blob) == Some(&number) {
+                        state.contents.remove(&entry.blob);
+                    }
+                    self.known().insert(name);
+                }
+            }
+            Err(reason) => {
+                if let Some(Some(entry)) = state.window.get_mut(&number) {
+                    entry.status = Status::Failed(reason);
+                }
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Changes a blob of the window.
+    fn change(&self, number: u64, change: impl FnOnce(&mut Entry)) {
+        if let Some(Some(entry)) = self.state().window.get_mut(&number) {
+            change(entry);
+        }
+    }
+}
+
+/// A blob under way. However that ends, those who wait for it learn of it.
+struct UnderWay {
+    shared: Arc<Shared>,
+    number: u64,
+    done: bool,
+}
+
+impl UnderWay {
+    fn end(mut self, result: Result<(), String>) {
+        self.done = true;
+        self.shared.end(self.number, result);
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if !self.done {
+            self.shared.end(self.number, Err("the work on it was given up".into()));
+        }
+    }
+}
+
+/// Takes what is put, asks the peers about it, and sends what they do not have.
+async fn drive(shared: Arc<Shared>, mut queue: mpsc::UnboundedReceiver<u64>) {
+    let questions = Arc::new(Semaphore::new(QUESTIONS));
+    while let Some(first) = queue.recv().await {
+        let permit = questions.clone().acquire_owned().await;
+        let mut batch = vec![first];
+        // What came while the peers were asked about the last ones.
+        while batch.len() < ASKED
+            && let Ok(more) = queue.try_recv()
+        {
+            batch.push(more);
+        }
+        let begin = |number| UnderWay { shared: shared.clone(), number, done: false };
+        let batch: Vec<_> = batch.into_iter().map(begin).collect();
+        let shared = shared.clone();
+        tokio::spawn(async move {
+            let _permit = permit;
+            ask(&shared, batch).await;
+        });
+    }
+}
+
+/// Asks about blobs, and sends those that are not known.
+async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
+    let mut groups: HashMap<Keep, Vec<(BlobId, Content, UnderWay)>> = HashMap::new();
+    {
+        let state = shared.state();
+        for one in batch {
+            if let Some(Some(entry)) = state.window.get(&one.number) {
+                let content = entry.content.clone();
+                groups.entry(entry.keep).or_default().push((entry.blob, content, one));
+            }
+        }
+    }
+    for (keep, blobs) in groups {
+        let names: Vec<_> = blobs.iter().map(|(blob, ..)| *blob).collect();
+        let known = shared.cluster.known(&names, &keep).await;
+        for ((blob, content, one), is_known) in blobs.into_iter().zip(known) {
+            if is_known {
+                shared.saved.fetch_add(content.len() as u64, Ordering::Relaxed);
+                one.end(Ok(()));
+            } else {
+                tokio::spawn(store(shared.clone(), blob, keep, content, one));
+            }
+        }
+    }
+}
+
+impl Content {
+    fn len(&self) -> usize {
+        match self {
+            Content::Plain(plain) => plain.content().len(),
+            Content::Cut(cut) => cut.0.len as usize,
+        }
+    }
+}
+
+/// Cuts a blob and sends it.
+async fn store(shared: Arc<Shared>, blob: BlobId, keep: Keep, content: Content, one: UnderWay) {
+    let number = one.number;
+    let whole = match content {
+        Content::Cut(whole) => whole,
+        Content::Plain(plain) => {
+            let permit = shared.cutters.acquire().await;
+            let cut = tokio::task::spawn_blocking(move || {
+                Arc::new(cut(Kind::Content, &blob, &plain, &keep))
+            });
+            // If it panics or is given up, so is this.
+            let Ok(whole) = cut.await else { return };
+            drop(permit);
+            shared.change(number, |entry| entry.content = Content::Cut(whole.clone()));
+            whole
+        }
+    };
+    let available = || {
+        shared.change(number, |entry| entry.available = true);
+        shared.changed.notify_all();
+    };
+    let stored = shared.cluster.store(&whole.0, &whole.1, keep.redundancy, available).await;
+    drop(whole);
+    if let Ok(stored) = &stored {
+        shared.sent.fetch_add(stored.sent, Ordering::Relaxed);
+    }
+    one.end(stored.map(drop).map_err(|error| error.to_string()));
+}

@@ -1,0 +1,267 @@
+//! The window between threads and peers.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
+
+use super::tests::{Peer, content, keep, members, start};
+use super::{Cluster, ClusterBlobs, Connection, Counters, identity::Security};
+use crate::blobs::Blobs;
+use crate::error::{ErrorKind, Result};
+use crate::id::BlobId;
+
+/// Peers on a thread of their own.
+struct Site {
+    peers: Vec<Peer>,
+    runtime: Handle,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Site {
+    fn new(peers: usize) -> Site {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let thread = thread::spawn(move || drop(runtime.block_on(stopped)));
+        let peers = handle.block_on(async { tokio::spawn(start(peers)).await.unwrap() });
+        Site { peers, runtime: handle, stop: Some(stop), thread: Some(thread) }
+    }
+
+    fn cluster(&self) -> Cluster {
+        Cluster::new(members(&self.peers), Security::INSECURE)
+    }
+
+    fn blobs(&self) -> ClusterBlobs {
+        ClusterBlobs::new(self.cluster()).unwrap()
+    }
+
+    fn stop(&mut self, peer: usize) {
+        self.runtime.block_on(self.peers[peer].stop());
+    }
+
+    fn restart(&mut self, peer: usize) {
+        self.runtime.block_on(self.peers[peer].restart());
+    }
+
+    fn fragments(&self) -> u64 {
+        let usage = async |peer: &Peer| {
+            let connection = Connection::open(&peer.address, &Security::INSECURE).await.unwrap();
+            connection.usage().await.unwrap().fragments
+        };
+        self.peers.iter().map(|peer| self.runtime.block_on(usage(peer))).sum()
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        let _ = self.thread.take().map(thread::JoinHandle::join);
+    }
+}
+
+fn read(blobs: &ClusterBlobs, blob: &BlobId, len: usize) -> Result<Vec<u8>> {
+    let mut buf = vec![0; len];
+    let found = blobs.get(blob, &mut buf)?;
+    buf.truncate(found);
+    Ok(buf)
+}
+
+/// Flushes until it succeeds: a peer that was away is left alone for a while.
+fn flush_in_time(blobs: &ClusterBlobs) {
+    let begin = Instant::now();
+    while let Err(error) = blobs.flush() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{error}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
+    let site = Site::new(4);
+    let blobs = ClusterBlobs::with_window(site.cluster(), 200_000).unwrap();
+    thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let blobs = &blobs;
+            scope.spawn(move || {
+                for number in 0..40u64 {
+                    // A part of them is put by all.
+                    let number = if number % 4 == 0 { number } else { number + 1000 * thread };
+                    let (blob, content) = content(number, 1 + (number as usize * 977) % 60_000);
+                    let how = keep(["rs=2+2", "replicas=2"][number as usize % 2]);
+                    blobs.put(&[(blob, &content)], &how).unwrap();
+                    assert!(read(blobs, &blob, 60_000).unwrap() == content, "at once");
+                    if number % 13 == 0 {
+                        blobs.flush().unwrap();
+                    }
+                }
+            });
+        }
+    });
+    blobs.flush().unwrap();
+    // Another client finds all of it.
+    let other = site.blobs();
+    let (mut dirty, mut different) = (0, HashSet::new());
+    for (thread, number) in (0..4u64).flat_map(|thread| (0..40).map(move |n| (thread, n))) {
+        let number = if number % 4 == 0 { number } else { number + 1000 * thread };
+        let (blob, content) = content(number, 1 + (number as usize * 977) % 60_000);
+        assert!(read(&other, &blob, 60_000).unwrap() == content);
+        dirty += content.len() as u64;
+        different.insert((blob, number % 2));
+    }
+    assert_eq!(blobs.counters().dirty, dirty);
+    let fragments: u64 = different.iter().map(|(_, odd)| if *odd == 0 { 4 } else { 2 }).sum();
+    assert_eq!(site.fragments(), fragments, "each was stored once");
+}
+
+#[test]
+fn what_the_peers_have_is_not_sent() {
+    let site = Site::new(4);
+    let all: Vec<_> = (0..50).map(|number| content(number, 20_000)).collect();
+    let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
+    let first = site.blobs();
+    first.put(&group, &keep("rs=2+2")).unwrap();
+    first.flush().unwrap();
+    assert_eq!(first.counters(), Counters { dirty: 1_000_000, sent: 2_000_000, saved: 0 });
+    let second = site.blobs();
+    for round in 1..3 {
+        second.put(&group, &keep("rs=2+2")).unwrap();
+        second.flush().unwrap();
+        let saved = round * 1_000_000;
+        assert_eq!(second.counters(), Counters { dirty: saved, sent: 0, saved }, "it asks");
+    }
+    // Another redundancy is not there.
+    second.put(&group, &keep("replicas=3")).unwrap();
+    second.flush().unwrap();
+    assert_eq!(second.counters().sent, 3_000_000);
+    assert_eq!(site.fragments(), 50 * 4 + 50 * 3);
+    // One that was lost is noticed by those who ask, and not by those who remember.
+    let mut all = members(&site.peers);
+    all.truncate(3);
+    second.cluster().set_members(all);
+    second.put(&group, &keep("replicas=3")).unwrap();
+    second.flush().unwrap();
+    assert_eq!(second.counters().sent, 3_000_000);
+    second.void_known();
+    second.put(&group, &keep("replicas=3")).unwrap();
+    second.flush().unwrap();
+    assert!(second.counters().sent > 3_000_000, "{:?}", second.counters());
+}
+
+#[test]
+fn what_could_not_be_stored_stays_and_is_tried_again() {
+    let mut site = Site::new(3);
+    let blobs = ClusterBlobs::with_window(site.cluster(), 50_000).unwrap();
+    let (blob, bytes) = content(1, 20_000);
+    site.stop(1);
+    blobs.put(&[(blob, &bytes)], &keep("replicas=3")).unwrap();
+    for _ in 0..2 {
+        let refused = blobs.flush().unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    }
+    blobs.flush_available().expect("two peers have it");
+    assert!(read(&blobs, &blob, 20_000).unwrap() == bytes);
+    // The window is full of what cannot be stored: that is told, and nobody waits for ever.
+    let mut refused = None;
+    for number in 2..5 {
+        let (blob, content) = content(number, 20_000);
+        refused = refused.or(blobs.put(&[(blob, &content)], &keep("replicas=3")).err());
+    }
+    assert_eq!(refused.expect("there is no room").kind(), ErrorKind::Unavailable);
+    site.restart(1);
+    flush_in_time(&blobs);
+    let other = site.blobs();
+    assert!(read(&other, &blob, 20_000).unwrap() == bytes);
+    assert_eq!(site.fragments() % 3, 0);
+    let (blob, bytes) = content(9, 20_000);
+    blobs.put(&[(blob, &bytes)], &keep("replicas=3")).unwrap();
+    blobs.flush().unwrap();
+}
+
+#[test]
+fn available_is_less_than_stable_and_more_than_nothing() {
+    let mut site = Site::new(4);
+    let blobs = site.blobs();
+    let (blob, bytes) = content(1, 20_000);
+    site.stop(0);
+    blobs.put(&[(blob, &bytes)], &keep("rs=2+2")).unwrap();
+    blobs.flush_available().unwrap();
+    let other = site.blobs();
+    assert!(read(&other, &blob, 20_000).unwrap() == bytes, "others can read it");
+    blobs.flush().unwrap_err();
+    site.stop(1);
+    site.stop(2);
+    let (second, bytes) = content(2, 20_000);
+    blobs.put(&[(second, &bytes)], &keep("rs=2+2")).unwrap();
+    blobs.flush_available().unwrap_err();
+    (0..3).for_each(|peer| site.restart(peer));
+    flush_in_time(&blobs);
+    assert_eq!(site.fragments(), 8);
+}
+
+#[test]
+fn a_handle_can_be_dropped_at_any_time() {
+    let site = Site::new(3);
+    for round in 0..10 {
+        let blobs = site.blobs();
+        for number in 0..round * 3 {
+            let (blob, content) = content(1000 + number, 30_000);
+            blobs.put(&[(blob, &content)], &keep("rs=2+1")).unwrap();
+        }
+        drop(blobs);
+    }
+}
+
+#[test]
+fn nobody_waits_for_ever_whatever_the_peers_do() {
+    let mut site = Site::new(4);
+    let blobs = Arc::new(ClusterBlobs::with_window(site.cluster(), 100_000).unwrap());
+    let done = Arc::new(AtomicBool::new(false));
+    let work = |thread: u64| {
+        let (blobs, done) = (blobs.clone(), done.clone());
+        move || {
+            let mut number = thread * 1_000_000;
+            let mut stored = Vec::new();
+            while !done.load(Ordering::Relaxed) {
+                let mut group = Vec::new();
+                for _ in 0..5 {
+                    number += 1;
+                    let (blob, content) = content(number, 10_000);
+                    if blobs.put(&[(blob, &content)], &keep("replicas=3")).is_ok() {
+                        group.push((blob, content));
+                    }
+                }
+                if blobs.flush().is_ok() {
+                    stored.extend(group);
+                }
+            }
+            stored
+        }
+    };
+    let threads: Vec<_> = (0..3).map(|thread| thread::spawn(work(thread))).collect();
+    for round in 0..6 {
+        site.stop(round % 4);
+        thread::sleep(Duration::from_millis(100));
+        site.stop((round + 1) % 4);
+        thread::sleep(Duration::from_millis(100));
+        site.restart(round % 4);
+        site.restart((round + 1) % 4);
+    }
+    done.store(true, Ordering::Relaxed);
+    let stored: Vec<_> = threads.into_iter().flat_map(|one| one.join().unwrap()).collect();
+    assert!(!stored.is_empty());
+    // Any two of the four are gone, and what was flushed is there.
+    for gone in [[0, 1], [2, 3]] {
+        gone.iter().for_each(|peer| site.stop(*peer));
+        let other = site.blobs();
+        for (blob, content) in &stored {
+            assert!(read(&other, blob, 10_000).unwrap() == *content);
+        }
+        gone.iter().for_each(|peer| site.restart(*peer));
+    }
+}

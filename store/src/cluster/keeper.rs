@@ -1,0 +1,225 @@
+//! The one who looks after a cluster: calls peers lost, and has everything repaired.
+//!
+//! Several processes may be able to; the one that holds the document `leader/keeper` does. It loses it when it does
+//! not renew it in time, so there may be two for a moment: what each of them does is right whoever else does it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::follower::now;
+use super::membership::{self, Health};
+use crate::error::{Error, Result};
+use crate::id::PeerId;
+use crate::names::{Change, Names, Wanted};
+use crate::repository::Repository;
+use crate::sys;
+
+const LEADER: &str = "leader/keeper";
+
+/// How long the document lasts, in seconds.
+const TERM: u32 = 10;
+
+/// How often the members are looked at.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// How long the members must be the same before anything is moved: peers of one rack start one after the other.
+const CALM: Duration = Duration::from_secs(6);
+
+/// How often everything is looked at though nothing has changed.
+const DAILY: Duration = Duration::from_secs(24 * 3600);
+
+/// How soon a repair that left something to do is begun again.
+const AGAIN: Duration = Duration::from_secs(30);
+
+/// How a keeper does its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keeping {
+    /// How long a peer may be down before it is lost.
+    pub lost_after: Duration,
+    /// The most bytes a second that repair sends.
+    pub rate: Option<u64>,
+}
+
+/// What decides whether there is something to repair: the members, but for those that are only down.
+type Situation = Vec<(PeerId, u64, String, bool, bool)>;
+
+/// The threads of a keeper. They end with this.
+pub struct Keeper {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    repository: Repository,
+    keeping: Keeping,
+    leads: AtomicBool,
+    stop: AtomicBool,
+    sleep: (Mutex<()>, Condvar),
+}
+
+impl Keeper {
+    /// Starts looking after the cluster of this repository, whenever nobody else does.
+    pub fn start(repository: Repository, keeping: Keeping) -> Result<Keeper> {
+        let failed = |error| Error::io("starting", "a thread".as_ref(), error);
+        let me: [u8; 16] = sys::random().map_err(failed)?;
+        let shared = Arc::new(Shared {
+            repository,
+            keeping,
+            leads: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            sleep: Default::default(),
+        });
+        let (one, other) = (shared.clone(), shared.clone());
+        let watch = thread::Builder::new().name("watch".into());
+        let repair = thread::Builder::new().name("repair".into());
+        let threads = vec![
+            watch.spawn(move || one.watch(&PeerId::from_bytes(me))).map_err(failed)?,
+            repair.spawn(move || other.repair()).map_err(failed)?,
+        ];
+        Ok(Keeper { shared, threads })
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.sleep.1.notify_all();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn names(&self) -> Option<&dyn Names> {
+        self.repository.cluster().map(|(_, names)| names)
+    }
+
+    /// Sleeps, and tells whether to go on.
+    fn pause(&self, time: Duration) -> bool {
+        let (lock, wake) = &self.sleep;
+        let guard = lock.lock().expect("nothing is done with this lock held");
+        let stopped = |_: &mut ()| !self.stop.load(Ordering::SeqCst);
+        let _ = wake.wait_timeout_while(guard, time, stopped);
+        !self.stop.load(Ordering::SeqCst)
+    }
+
+    /// Leads, if nobody else does, and watches over the members.
+    fn watch(&self, me: &PeerId) {
+        while self.pause(LOOK) {
+            let Some(names) = self.names() else { return };
+            let led = lead(names, me);
+            self.leads.store(*led.as_ref().unwrap_or(&false), Ordering::SeqCst);
+            let watched = match led {
+                Ok(true) => membership::watch_over(names, self.keeping.lost_after, now()),
+                Ok(false) => Ok(Vec::new()),
+                Err(error) => Err(error),
+            };
+            match watched {
+                Ok(lost) => lost.iter().for_each(|peer| {
+                    tracing::warn!(%peer, "a peer is lost; what it held is made again");
+                }),
+                Err(error) => tracing::debug!(%error, "the members cannot be watched"),
+            }
+        }
+        if self.leads.load(Ordering::SeqCst)
+            && let Some(names) = self.names()
+        {
+            let _ = names.commit(&Change::default().remove(Wanted::key(LEADER)));
+        }
+    }
+
+    /// Repairs when the members have changed, and then and now in any case.
+    fn repair(&self) {
+        let mut done: Option<(Situation, Instant)> = None;
+        let mut seen: Option<(Situation, Instant)> = None;
+        let mut left = None;
+        while self.pause(LOOK) {
+            if !self.leads.load(Ordering::SeqCst) {
+                (done, seen) = (None, None);
+                continue;
+            }
+            let Some(names) = self.names() else { return };
+            let Ok(situation) = situation(names) else { continue };
+            if seen.as_ref().is_none_or(|(before, _)| *before != situation) {
+                seen = Some((situation.clone(), Instant::now()));
+            }
+            let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= CALM);
+            let new = done
+                .as_ref()
+                .is_none_or(|(before, at)| *before != situation || at.elapsed() >= DAILY);
+            let again = left.is_some_and(|at: Instant| at.elapsed() >= AGAIN)
+                || self.repository.has_available().unwrap_or(false);
+            if !calm || !(new || again) {
+                continue;
+            }
+            match self.repository.repair_while(self.keeping.rate, &|| self.goes_on(), &|_| ()) {
+                Ok(report) => {
+                    tracing::info!(
+                        blobs = report.blobs,
+                        under = report.under,
+                        rebuilt = report.rebuilt,
+                        moved = report.moved,
+                        "repair has ended"
+                    );
+                    left = (report.is_incomplete()).then(Instant::now);
+                    done = Some((situation, Instant::now()));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "repair has failed");
+                    left = Some(Instant::now());
+                    done = Some((situation, Instant::now()));
+                }
+            }
+        }
+    }
+
+    fn goes_on(&self) -> bool {
+        self.leads.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
+    }
+}
+
+/// Takes or keeps the lead. Returns whether it is ours.
+fn lead(names: &dyn Names, me: &PeerId) -> Result<bool> {
+    let view = names.read(&[Wanted::key(LEADER)])?;
+    let leader: Option<String> = view.get(LEADER)?;
+    if leader.is_some_and(|leader| leader != me.to_string()) {
+        return Ok(false);
+    }
+    let relies_on = vec![(LEADER.to_owned(), view.version(LEADER))];
+    let change = Change { relies_on, relaxed: true, ..Change::default() };
+    names.commit(&change.put_for(TERM, LEADER, &me.to_string()))
+}
+
+fn situation(names: &dyn Names) -> Result<Situation> {
+    let (peers, _) = membership::peers(names)?;
+    let one = |peer: membership::Peer| {
+        (peer.id, peer.weight, peer.domain, peer.health == Health::Lost, peer.draining)
+    };
+    Ok(peers.into_iter().map(one).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::{Change, LEADER, PeerId, Wanted, lead};
+    use crate::names::{Embedded, Names};
+
+    #[test]
+    fn one_leads_until_it_is_gone() {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("catalog.db");
+        Embedded::create(&path).unwrap();
+        let names = Embedded::open(&path).unwrap();
+        let [one, other] = [1, 2].map(|n| PeerId::from_bytes([n; 16]));
+        assert!(lead(&names, &one).unwrap());
+        assert!(!lead(&names, &other).unwrap());
+        assert!(lead(&names, &one).unwrap(), "it stays");
+        assert!(names.commit(&Change::default().remove(Wanted::key(LEADER))).unwrap());
+        assert!(lead(&names, &other).unwrap());
+        assert!(!lead(&names, &one).unwrap());
+    }
+}

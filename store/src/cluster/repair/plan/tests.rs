@@ -1,0 +1,310 @@
+use std::collections::BTreeSet;
+
+use super::super::members::{Members, Node, State};
+use super::{Holding, Plan, Step, plan};
+use crate::cluster::Redundancy;
+use crate::cluster::placement::{Candidate, rank};
+use crate::id::{BlobId, PeerId};
+
+const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 2 };
+
+fn id(number: u8) -> PeerId {
+    PeerId::from_bytes([number; 16])
+}
+
+fn node(number: u8) -> Node {
+    let domain = number.to_string();
+    Node { id: id(number), weight: 1, domain, state: State::Up, full: false }
+}
+
+/// Some peers, and a blob.
+struct Scene {
+    nodes: Vec<Node>,
+    blob: BlobId,
+    wanted: Redundancy,
+    holdings: Vec<Holding>,
+}
+
+impl Scene {
+    /// A blob that is at its places.
+    fn new(peers: u8, wanted: Redundancy) -> Scene {
+        let (nodes, blob) = ((0..peers).map(node).collect(), BlobId::of(b"blob"));
+        let mut scene = Scene { nodes, blob, wanted, holdings: Vec::new() };
+        for (index, peer) in scene.ranking().into_iter().take(wanted.width()).enumerate() {
+            scene.add(peer, b"one", index as u8);
+        }
+        scene
+    }
+
+    fn ranking(&self) -> Vec<PeerId> {
+        let candidate = |node: &Node| Candidate {
+            id: node.id,
+            weight: node.weight,
+            domain: node.domain.clone(),
+        };
+        let candidates: Vec<_> = self.nodes.iter().map(candidate).collect();
+        rank(&self.blob, &candidates).into_iter().map(|at| candidates[at].id).collect()
+    }
+
+    fn add(&mut self, peer: PeerId, encoding: &[u8], index: u8) {
+        let (data, parity, index) = match self.wanted {
+            Redundancy::Replicas(_) => (1, 0, 0),
+            Redundancy::ReedSolomon { data, parity } => (data, parity, index),
+        };
+        let encoding = BlobId::of(encoding);
+        self.holdings.push(Holding { peer, encoding, data, parity, index });
+    }
+
+    fn node(&mut self, peer: PeerId) -> &mut Node {
+        self.nodes.iter_mut().find(|node| node.id == peer).unwrap()
+    }
+
+    /// What a peer does not answer is not known.
+    fn set(&mut self, peer: PeerId, state: State) {
+        self.node(peer).state = state;
+        if matches!(state, State::Down | State::Lost) {
+            self.holdings.retain(|one| one.peer != peer);
+        }
+    }
+
+    fn plan(&self) -> Plan {
+        plan(&self.blob, self.wanted, &Members::new(self.nodes.clone()), &self.holdings)
+    }
+
+    /// Does what is planned.
+    fn carry_out(&mut self) -> Vec<Step> {
+        let steps = self.plan().steps;
+        for step in &steps {
+            match step {
+                Step::Rebuild { index, to, .. } | Step::Copy { index, to, .. } => {
+                    self.add(*to, b"one", *index);
+                }
+                Step::Drop { peer, encoding, index, .. } => self.holdings.retain(|one| {
+                    (one.peer, one.encoding, one.index) != (*peer, *encoding, *index)
+                }),
+                Step::Encode { .. } => panic!("nothing is encoded here"),
+            }
+        }
+        steps
+    }
+}
+
+#[test]
+fn what_is_whole_stays_as_it_is() {
+    for wanted in [CODE, Redundancy::Replicas(3), Redundancy::NONE] {
+        let plan = Scene::new(9, wanted).plan();
+        assert_eq!((plan.steps, plan.missing), (Vec::new(), 0), "{wanted}");
+        assert_eq!(plan.survives, wanted.survives() as i32, "{wanted}");
+    }
+}
+
+#[test]
+fn what_a_lost_peer_had_is_rebuilt_at_the_next_place() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    scene.set(ranking[2], State::Lost);
+    let plan = scene.plan();
+    assert_eq!((plan.survives, plan.missing, plan.waiting), (1, 1, 0));
+    let (encoding, to) = (BlobId::of(b"one"), ranking[6]);
+    assert_eq!(plan.steps, [Step::Rebuild { encoding, index: 2, to }]);
+    scene.carry_out();
+    assert_eq!(scene.plan().steps, []);
+}
+
+#[test]
+fn a_copy_that_is_lost_is_made_again() {
+    let mut scene = Scene::new(5, Redundancy::Replicas(3));
+    let ranking = scene.ranking();
+    scene.set(ranking[0], State::Lost);
+    scene.set(ranking[1], State::Lost);
+    assert_eq!(scene.plan().survives, 0);
+    let steps = scene.carry_out();
+    let to: BTreeSet<_> = steps
+        .iter()
+        .map(|step| match step {
+            Step::Copy { from, to, .. } if *from == ranking[2] => *to,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(to, ranking[3..].iter().copied().collect());
+    assert_eq!((scene.plan().steps, scene.plan().survives), (Vec::new(), 2));
+}
+
+#[test]
+fn a_peer_that_is_down_is_awaited() {
+    for wanted in [CODE, Redundancy::Replicas(3)] {
+        let mut scene = Scene::new(9, wanted);
+        let ranking = scene.ranking();
+        (0..3).for_each(|place| scene.set(ranking[place], State::Down));
+        let plan = scene.plan();
+        assert_eq!((plan.steps, plan.missing, plan.waiting), (Vec::new(), 3, 3), "{wanted}");
+        assert_eq!(plan.survives, -1, "it cannot be read now");
+    }
+}
+
+#[test]
+fn beside_a_peer_that_is_down_what_is_missing_is_rebuilt() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    scene.set(ranking[1], State::Down);
+    scene.holdings.retain(|one| one.index != 4);
+    let (encoding, to) = (BlobId::of(b"one"), ranking[4]);
+    assert_eq!(scene.plan().steps, [Step::Rebuild { encoding, index: 4, to }]);
+    assert_eq!((scene.plan().missing, scene.plan().waiting), (2, 1));
+}
+
+#[test]
+fn what_a_peer_is_known_to_have_that_is_down_is_not_rebuilt() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    scene.node(ranking[0]).state = State::Down;
+    scene.holdings.retain(|one| one.index != 5);
+    let (encoding, to) = (BlobId::of(b"one"), ranking[5]);
+    let plan = scene.plan();
+    assert_eq!(plan.steps, [Step::Rebuild { encoding, index: 5, to }]);
+    assert_eq!((plan.missing, plan.waiting, plan.survives), (2, 1, 0));
+}
+
+#[test]
+fn a_peer_that_is_drained_keeps_its_fragment_until_another_has_it() {
+    for wanted in [CODE, Redundancy::Replicas(3)] {
+        let mut scene = Scene::new(9, wanted);
+        let ranking = scene.ranking();
+        let (from, to) = (ranking[1], ranking[wanted.width()]);
+        scene.set(from, State::Draining);
+        assert_eq!(scene.plan().survives, wanted.survives() as i32);
+        let steps = scene.carry_out();
+        assert!(matches!(&steps[..], [Step::Copy { to: place, .. }] if *place == to), "{steps:?}");
+        let steps = scene.carry_out();
+        assert!(matches!(&steps[..], [Step::Drop { peer, .. }] if *peer == from), "{steps:?}");
+        assert_eq!(scene.plan().steps, []);
+    }
+}
+
+#[test]
+fn the_last_peers_are_not_drained_at_the_cost_of_redundancy() {
+    let mut scene = Scene::new(6, CODE);
+    let ranking = scene.ranking();
+    scene.set(ranking[3], State::Draining);
+    assert_eq!((scene.plan().steps, scene.plan().missing), (Vec::new(), 0));
+    scene.nodes.push(node(77));
+    let steps = scene.carry_out();
+    assert!(matches!(steps[..], [Step::Copy { to, .. }] if to == id(77)), "{steps:?}");
+}
+
+#[test]
+fn a_peer_that_joins_gets_one_fragment_and_another_drops_it() {
+    let mut scene = Scene::new(9, CODE);
+    let before = scene.ranking();
+    let new = (10..200).map(node).find(|new| {
+        scene.nodes.push(new.clone());
+        let is_in = scene.ranking()[..6].contains(&new.id);
+        scene.nodes.pop();
+        is_in
+    });
+    scene.nodes.push(new.unwrap());
+    let to = scene.nodes.last().unwrap().id;
+    let steps = scene.carry_out();
+    assert!(matches!(steps[..], [Step::Copy { to: place, .. }] if place == to), "{steps:?}");
+    let steps = scene.carry_out();
+    let (out, keeper) = (before[5], Some(to));
+    assert!(
+        matches!(steps[..], [Step::Drop { peer, kept_by, .. }] if peer == out && kept_by == keeper),
+        "{steps:?}"
+    );
+    assert_eq!(scene.plan().steps, []);
+}
+
+#[test]
+fn a_full_peer_is_passed_over_within_its_domain() {
+    let mut scene = Scene::new(12, CODE);
+    // Two in each domain.
+    scene.nodes.iter_mut().zip(0..).for_each(|(node, n)| node.domain = (n / 2).to_string());
+    scene.holdings.clear();
+    let ranking = scene.ranking();
+    for (index, peer) in ranking.iter().take(6).enumerate().skip(1) {
+        scene.add(*peer, b"one", index as u8);
+    }
+    scene.node(ranking[0]).full = true;
+    let domain = scene.node(ranking[0]).domain.clone();
+    let steps = scene.carry_out();
+    let Step::Rebuild { index: 0, to, .. } = steps[0] else { panic!("{steps:?}") };
+    assert_eq!((scene.node(to).domain.clone(), to == ranking[0]), (domain, false));
+    assert_eq!(scene.plan().steps, []);
+    // One that is full keeps what it has.
+    scene.node(ranking[1]).full = true;
+    assert_eq!(scene.plan().steps, []);
+}
+
+#[test]
+fn with_too_few_peers_each_has_one_and_the_rest_is_told() {
+    let mut scene = Scene::new(6, CODE);
+    let ranking = scene.ranking();
+    scene.set(ranking[0], State::Lost);
+    let plan = scene.plan();
+    assert_eq!((plan.steps, plan.missing, plan.unplaced), (Vec::new(), 1, 1));
+    assert_eq!(plan.survives, 1);
+}
+
+#[test]
+fn fragments_on_one_peer_are_lost_together() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    scene.holdings.clear();
+    (0..6).for_each(|index| scene.add(ranking[0], b"one", index));
+    assert_eq!(scene.plan().survives, 0, "all are there, but with one peer they are gone");
+    assert_eq!(scene.carry_out().len(), 5);
+    assert_eq!(scene.plan().survives, 2);
+    scene.carry_out();
+    assert_eq!((scene.plan().steps, scene.holdings.len()), (Vec::new(), 6));
+}
+
+#[test]
+fn two_encodings_are_not_counted_together() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    scene.holdings.clear();
+    (0..3).for_each(|index| scene.add(ranking[usize::from(index)], b"one", index));
+    (3..6).for_each(|index| scene.add(ranking[usize::from(index)], b"two", index));
+    assert_eq!((scene.plan().survives, scene.plan().steps), (-1, Vec::new()));
+    // One of them can be read: it is completed, and then the other is surplus.
+    scene.add(ranking[3], b"one", 3);
+    assert!(scene.carry_out().iter().all(|step| matches!(step, Step::Rebuild { .. })));
+    let steps = scene.carry_out();
+    let other = BlobId::of(b"two");
+    assert!(steps.iter().all(
+        |step| matches!(step, Step::Drop { encoding, kept_by: None, .. } if *encoding == other)
+    ));
+    assert_eq!((steps.len(), scene.plan().steps.len(), scene.holdings.len()), (3, 0, 6));
+}
+
+#[test]
+fn what_others_want_in_another_way_is_left_alone_and_read_if_there_is_nothing_else() {
+    let mut scene = Scene::new(9, Redundancy::Replicas(2));
+    let copies = scene.holdings.clone();
+    scene.wanted = CODE;
+    let plan = scene.plan();
+    assert_eq!((plan.survives, plan.missing), (1, 6));
+    let (from, to) = (BlobId::of(b"one"), scene.ranking()[..6].to_vec());
+    assert_eq!(plan.steps, [Step::Encode { from, to }]);
+    let mut whole = Scene::new(9, CODE);
+    whole.holdings.extend(copies);
+    assert_eq!(whole.plan().steps, []);
+}
+
+#[test]
+fn what_cannot_be_is_ignored() {
+    let mut scene = Scene::new(9, CODE);
+    let expected = scene.plan();
+    let one = scene.holdings[0];
+    scene.holdings.extend([
+        Holding { index: 6, ..one },
+        Holding { data: 0, ..one },
+        Holding { data: 200, parity: 100, index: 250, ..one },
+        Holding { data: 32, parity: 1, ..one },
+        Holding { peer: id(99), index: 3, ..one },
+    ]);
+    assert_eq!(scene.plan(), expected);
+    scene.holdings.clear();
+    assert_eq!((scene.plan().steps, scene.plan().survives), (Vec::new(), -4));
+}

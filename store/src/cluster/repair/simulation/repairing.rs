@@ -1,0 +1,291 @@
+//! A repair in the simulated world, one half of a step at a time.
+
+use std::collections::VecDeque;
+
+use super::super::members::{Members, Node, State};
+use super::super::plan::{Holding, Plan, Step, plan};
+use super::Plant;
+use super::world::{Peer, World};
+use crate::id::{BlobId, PeerId};
+
+/// What was done.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Done {
+    pub(super) copied: u64,
+    pub(super) rebuilt: u64,
+    pub(super) dropped: u64,
+}
+
+pub(super) struct Repairing {
+    plant: Option<Plant>,
+    /// The blob that is repaired.
+    blob: usize,
+    steps: VecDeque<Step>,
+    /// The first half of the first step is done.
+    is_read: bool,
+    /// Losses, and blobs that clients had stored, when everybody was asked.
+    seen: (u64, u64),
+    done: Done,
+}
+
+impl Repairing {
+    pub(super) fn new(plant: Option<Plant>) -> Repairing {
+        Repairing {
+            plant,
+            blob: 0,
+            steps: VecDeque::new(),
+            is_read: false,
+            seen: (0, 0),
+            done: Done::default(),
+        }
+    }
+
+    /// The process ends, and another begins from the start.
+    pub(super) fn die(&mut self, world: &mut World) {
+        world.counts.deaths += 1;
+        self.give_up(world);
+    }
+
+    fn give_up(&mut self, world: &mut World) {
+        self.steps.clear();
+        world.watched = None;
+        self.is_read = false;
+    }
+
+    pub(super) fn step(&mut self, world: &mut World) {
+        if !world.blobs.contains_key(&self.blob) {
+            self.give_up(world);
+        }
+        match self.steps.front().cloned() {
+            None => {
+                if let Some(number) = world.any_blob() {
+                    self.look(world, number);
+                }
+            }
+            Some(step) => self.go_on(world, &step),
+        }
+    }
+
+    /// Repairs until there is nothing left to do.
+    pub(super) fn come_to_rest(&mut self, world: &mut World) -> Done {
+        self.done = Done::default();
+        for number in world.blobs.keys().copied().collect::<Vec<_>>() {
+            // Two at most for what is missing or misplaced, one for what is surplus, one that finds nothing.
+            let rounds = (0..6).find(|_| {
+                self.look(world, number);
+                let is_done = self.steps.is_empty();
+                while !self.steps.is_empty() {
+                    self.step(world);
+                }
+                is_done
+            });
+            assert!(rounds.is_some_and(|rounds| rounds < 4), "blob {number} finds no rest");
+        }
+        self.done
+    }
+
+    /// Asks everybody and plans.
+    fn look(&mut self, world: &mut World, number: usize) {
+        self.blob = number;
+        let blob = &world.blobs[&number];
+        let mut members = world.members();
+        let mut holdings = world.holdings(number, |peer| peer.answers);
+        match self.plant {
+            Some(Plant::MixedEncodings) => {
+                holdings.iter_mut().for_each(|one| one.encoding = BlobId::of(b"any"));
+            }
+            Some(Plant::DownIsLost) => members = with(world, State::Down, State::Lost),
+            Some(Plant::LostIsUp) => {
+                members = with(world, State::Lost, State::Up);
+                holdings = world.holdings(number, |_| true);
+            }
+            _ => {}
+        }
+        let planned = plan(&blob.id, blob.wanted, &members, &holdings);
+        self.check_plan(world, number, &planned);
+        let steps = planned.steps.into_iter();
+        self.steps = steps.map(|step| self.spoil(world, number, step)).collect();
+        self.is_read = false;
+        self.seen = (world.counts.losses, world.counts.puts);
+        let drops = self.steps.iter().any(|step| matches!(step, Step::Drop { .. }));
+        world.watched = drops.then_some(number);
+    }
+
+    fn check_plan(&self, world: &World, number: usize, planned: &Plan) {
+        let blob = &world.blobs[&number];
+        // Who is down moves nothing that would not be moved if it were up.
+        let has_all_answers = world
+            .peers
+            .iter()
+            .all(|peer| peer.answers || !matches!(peer.node.state, State::Draining));
+        let up = with(world, State::Down, State::Up);
+        let all = world.holdings(number, |peer| peer.node.state != State::Lost);
+        let at_rest = plan(&blob.id, blob.wanted, &up, &all).steps.is_empty();
+        if at_rest && has_all_answers {
+            assert_eq!(planned.steps, [], "blob {number} is moved because a peer is down");
+        }
+        // What is said about its safety is true.
+        let reachable = world.holdings(number, |peer| peer.answers);
+        assert_eq!(planned.survives >= 0, is_enough(&reachable), "blob {number}");
+    }
+
+    /// Makes the mistake that was asked for.
+    fn spoil(&self, world: &World, number: usize, mut step: Step) -> Step {
+        match (&mut step, self.plant) {
+            (Step::Copy { to, .. } | Step::Rebuild { to, .. }, Some(Plant::TwoOnOne)) => {
+                let has_one = world.peers.iter().find(|peer| peer.has.contains_key(&number));
+                *to = has_one.map_or(*to, |peer| peer.node.id);
+            }
+            (
+                Step::Copy { encoding, .. }
+                | Step::Rebuild { encoding, .. }
+                | Step::Drop { encoding, .. },
+                Some(Plant::MixedEncodings),
+            ) => {
+                let all = world.holdings(number, |peer| peer.answers);
+                *encoding = all.first().map_or(*encoding, |one| one.encoding);
+            }
+            _ => {}
+        }
+        step
+    }
+
+    fn go_on(&mut self, world: &mut World, step: &Step) {
+        if !self.is_read {
+            self.is_read = self.read(world, step);
+            if !self.is_read {
+                // Everything is different: look again.
+                self.give_up(world);
+            }
+            return;
+        }
+        if self.write(world, step) {
+            self.steps.pop_front();
+            world.watched = world.watched.filter(|_| !self.steps.is_empty());
+            self.is_read = false;
+        } else {
+            self.give_up(world);
+        }
+        world.check(self.blob);
+    }
+
+    /// The first half: what a step needs is read.
+    fn read(&mut self, world: &mut World, step: &Step) -> bool {
+        let number = self.blob;
+        let answering = world.holdings(number, |peer| peer.answers);
+        let has = |peer: &PeerId, encoding: &BlobId, index: u8| {
+            answering
+                .iter()
+                .any(|one| (&one.peer, &one.encoding, one.index) == (peer, encoding, index))
+        };
+        match step {
+            Step::Rebuild { encoding, .. } => {
+                let mut own = answering;
+                own.retain(|one| one.encoding == *encoding);
+                is_enough(&own)
+            }
+            Step::Copy { encoding, index, from, .. } => {
+                let found = has(from, encoding, *index);
+                if self.plant == Some(Plant::DropTooEarly) && found {
+                    remove(world, number, from, encoding, *index);
+                    world.check(number);
+                }
+                found
+            }
+            Step::Drop { .. } if self.plant == Some(Plant::LostIsUp) => true,
+            Step::Drop { encoding, index, kept_by: Some(keeper), .. } => {
+                has(keeper, encoding, *index)
+            }
+            Step::Drop { encoding, kept_by: None, .. } => {
+                let mut others = answering;
+                others.retain(|one| one.encoding != *encoding);
+                is_enough(&others)
+            }
+            Step::Encode { .. } => unreachable!("all encodings here are as they are wanted"),
+        }
+    }
+
+    /// The second half: what it changes.
+    fn write(&mut self, world: &mut World, step: &Step) -> bool {
+        let number = self.blob;
+        match step {
+            Step::Rebuild { encoding, index, to } | Step::Copy { encoding, index, to, .. } => {
+                let Some(peer) = world.peer(to) else { return false };
+                if !peer.answers || peer.node.full {
+                    return false;
+                }
+                // Another one there is surplus: somebody else has it, too.
+                let all = world.holdings(number, |peer| peer.node.state != State::Lost);
+                let mut others = all.iter().filter(|one| one.peer == *to && one.index != *index);
+                let is_elsewhere = |other: &Holding| {
+                    let same =
+                        |one: &Holding| (one.encoding, one.index) == (other.encoding, other.index);
+                    all.iter().any(|one| one.peer != *to && same(one))
+                };
+                let second = others.find(|one| one.encoding == *encoding && !is_elsewhere(one));
+                let is_same = self.seen == (world.counts.losses, world.counts.puts);
+                assert!(second.is_none() || !is_same, "two fragments of blob {number} on one peer");
+                world.store(number, *encoding, *index, to);
+                match step {
+                    Step::Rebuild { .. } => {
+                        (self.done.rebuilt, world.counts.rebuilt) =
+                            (self.done.rebuilt + 1, world.counts.rebuilt + 1);
+                    }
+                    _ => {
+                        (self.done.copied, world.counts.copied) =
+                            (self.done.copied + 1, world.counts.copied + 1);
+                    }
+                }
+                true
+            }
+            Step::Drop { peer, encoding, index, .. } => {
+                if !world.peer(peer).is_some_and(|peer| peer.answers) {
+                    return false;
+                }
+                let before = world.total(number);
+                remove(world, number, peer, encoding, *index);
+                // Who keeps it may have been lost since: then that was the loss.
+                if world.counts.losses == self.seen.0 {
+                    assert_eq!(world.total(number), before, "a fragment was dropped that counts");
+                }
+                (self.done.dropped, world.counts.dropped) =
+                    (self.done.dropped + 1, world.counts.dropped + 1);
+                true
+            }
+            Step::Encode { .. } => unreachable!("all encodings here are as they are wanted"),
+        }
+    }
+}
+
+fn remove(world: &mut World, number: usize, peer: &PeerId, encoding: &BlobId, index: u8) {
+    let Some(Peer { has, .. }) = world.peer(peer) else { return };
+    if let Some(own) = has.get_mut(&number) {
+        own.remove(&(*encoding, index));
+        if own.is_empty() {
+            has.remove(&number);
+        }
+    }
+}
+
+/// Whether these are enough fragments of one encoding.
+fn is_enough(holdings: &[Holding]) -> bool {
+    holdings.iter().any(|first| {
+        let mut own: Vec<u8> = holdings
+            .iter()
+            .filter(|one| one.encoding == first.encoding)
+            .map(|one| one.index)
+            .collect();
+        own.sort_unstable();
+        own.dedup();
+        own.len() >= first.data.into()
+    })
+}
+
+/// The members, with those that are in one state in another.
+fn with(world: &World, state: State, other: State) -> Members {
+    let changed = |node: &Node| match node.state == state {
+        true => Node { state: other, ..node.clone() },
+        false => node.clone(),
+    };
+    Members::new(world.members().nodes().iter().map(changed))
+}

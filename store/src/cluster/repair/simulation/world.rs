@@ -1,0 +1,424 @@
+//! Peers, what they hold, and what happens to them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::super::placement::{Candidate, rank};
+use super::super::super::redundancy::Redundancy;
+use super::super::matching::size;
+use super::super::members::{Members, Node, State};
+use super::super::plan::Holding;
+use super::{Counts, Rng};
+use crate::id::{BlobId, PeerId};
+
+const MAX_PEERS: usize = 11;
+const MAX_LOST: usize = 3;
+const MAX_BLOBS: usize = 12;
+
+const CODES: [Redundancy; 5] = [
+    Redundancy::Replicas(2),
+    Redundancy::Replicas(3),
+    Redundancy::ReedSolomon { data: 2, parity: 1 },
+    Redundancy::ReedSolomon { data: 2, parity: 2 },
+    Redundancy::ReedSolomon { data: 3, parity: 3 },
+];
+
+pub(super) struct Peer {
+    pub(super) node: Node,
+    /// Whether it answers, whatever the catalog believes.
+    pub(super) answers: bool,
+    /// By blob: encodings and indices.
+    pub(super) has: BTreeMap<usize, BTreeSet<(BlobId, u8)>>,
+}
+
+pub(super) struct Blob {
+    pub(super) id: BlobId,
+    pub(super) wanted: Redundancy,
+    encodings: Vec<BlobId>,
+    /// Had its full redundancy once.
+    was_whole: bool,
+    /// Holders lost since it was whole for the last time.
+    losses: usize,
+}
+
+pub(super) struct World {
+    pub(super) rng: Rng,
+    pub(super) peers: Vec<Peer>,
+    pub(super) blobs: BTreeMap<usize, Blob>,
+    pub(super) counts: Counts,
+    /// The blob that repair has asked about, to drop something of it. A holder that is lost from then on
+    /// counts as lost after the drop.
+    pub(super) watched: Option<usize>,
+    next: u64,
+}
+
+impl World {
+    pub(super) fn new(rng: Rng) -> World {
+        let (peers, blobs) = (Vec::new(), BTreeMap::new());
+        let mut world =
+            World { rng, peers, blobs, counts: Counts::default(), watched: None, next: 0 };
+        (0..7).for_each(|_| world.join());
+        world
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    pub(super) fn event(&mut self) {
+        match self.rng.below(100) {
+            0..10 if self.present() < MAX_PEERS => self.join(),
+            10..40 => self.flap(),
+            40..46 => drop(self.lose_one(State::Up)),
+            46..50 => drop(self.lose_one(State::Down)),
+            50..53 => self.comes_back_from_the_dead(),
+            53..57 => self.drain(),
+            57..65 => self.fill(),
+            65..80 => self.put(),
+            _ => self.read(),
+        }
+    }
+
+    /// Peers that are not lost.
+    fn present(&self) -> usize {
+        self.peers.iter().filter(|peer| peer.node.state != State::Lost).count()
+    }
+
+    /// A peer that joins, maybe one with an empty disk in place of another.
+    pub(super) fn join(&mut self) {
+        self.counts.joins += 1;
+        let number = self.number();
+        let digest = blake3::hash(&(number ^ self.rng.0).to_le_bytes());
+        let id = PeerId::from_bytes(digest.as_bytes()[..16].try_into().expect("16 bytes"));
+        let (weight, domain) = (1 + self.rng.below(3), self.rng.below(6).to_string());
+        let node = Node { id, weight, domain, state: State::Up, full: false };
+        self.peers.push(Peer { node, answers: true, has: BTreeMap::new() });
+        // Those that were lost long ago never return.
+        let mut lost = self.peers.iter().filter(|peer| peer.node.state == State::Lost).count();
+        self.peers.retain(|peer| {
+            let goes = lost > MAX_LOST && peer.node.state == State::Lost;
+            lost -= usize::from(goes);
+            !goes
+        });
+    }
+
+    fn any_peer(&mut self, is: impl Fn(&Peer) -> bool) -> Option<usize> {
+        let all: Vec<usize> = (0..self.peers.len()).filter(|at| is(&self.peers[*at])).collect();
+        (!all.is_empty()).then(|| all[self.rng.below(all.len() as u64) as usize])
+    }
+
+    /// A peer is away for a while. One that is drained stays so for the catalog.
+    fn flap(&mut self) {
+        let is_away = |peer: &Peer| !peer.answers && peer.node.state != State::Lost;
+        let away = self.peers.iter().filter(|peer| is_away(peer)).count();
+        if away > 0 && (away > 2 || self.rng.chance(60)) {
+            let Some(at) = self.any_peer(|one| !one.answers && one.node.state != State::Lost)
+            else {
+                return;
+            };
+            self.counts.flaps += 1;
+            let peer = &mut self.peers[at];
+            peer.answers = true;
+            if peer.node.state == State::Down {
+                peer.node.state = State::Up;
+            }
+        } else if let Some(at) = self.any_peer(|one| one.answers) {
+            let peer = &mut self.peers[at];
+            peer.answers = false;
+            if peer.node.state == State::Up {
+                peer.node.state = State::Down;
+            }
+        }
+    }
+
+    /// A peer is lost, if no blob that was whole is lost with it.
+    pub(super) fn lose_one(&mut self, state: State) -> bool {
+        let Some(at) = self.any_peer(|one| one.node.state == state) else { return false };
+        let held: Vec<usize> = self.peers[at].has.keys().copied().collect();
+        let endures = |number: &usize| {
+            let blob = &self.blobs[number];
+            !blob.was_whole || blob.losses < blob.wanted.survives()
+        };
+        if !held.iter().all(endures) || self.present() <= 4 {
+            return false;
+        }
+        self.counts.losses += 1;
+        let peer = &mut self.peers[at];
+        (peer.node.state, peer.answers) = (State::Lost, false);
+        for number in held {
+            let blob = self.blobs.get_mut(&number).expect("what peers hold is a blob");
+            blob.losses += 1;
+            if !blob.was_whole && !self.is_readable(number) {
+                // Its writer has not waited until it was safe.
+                self.blobs.remove(&number);
+                self.peers.iter_mut().for_each(|peer| drop(peer.has.remove(&number)));
+                continue;
+            }
+            self.check(number);
+        }
+        true
+    }
+
+    /// A peer that was given up returns, with what it had.
+    fn comes_back_from_the_dead(&mut self) {
+        if let Some(at) = self.any_peer(|one| one.node.state == State::Lost) {
+            self.counts.returns += 1;
+            let peer = &mut self.peers[at];
+            (peer.node.state, peer.answers) = (State::Up, true);
+            for number in peer.has.keys().copied().collect::<Vec<_>>() {
+                self.check(number);
+            }
+        }
+    }
+
+    fn drain(&mut self) {
+        if let Some(at) = self.any_peer(|one| one.node.state == State::Draining)
+            && self.rng.chance(70)
+        {
+            let peer = &mut self.peers[at];
+            peer.node.state = if peer.answers { State::Up } else { State::Down };
+        } else if let Some(at) = self.any_peer(|one| one.node.state == State::Up) {
+            self.counts.drains += 1;
+            self.peers[at].node.state = State::Draining;
+        }
+    }
+
+    fn fill(&mut self) {
+        if let Some(at) = self.any_peer(|one| one.node.full) {
+            self.peers[at].node.full = false;
+        } else if let Some(at) = self.any_peer(|one| one.node.state == State::Up) {
+            self.counts.full += 1;
+            self.peers[at].node.full = true;
+        }
+    }
+
+    /// A client stores a blob, or one that is there in another encoding.
+    fn put(&mut self) {
+        let again = self.rng.chance(30).then(|| self.any_blob()).flatten();
+        let number = match again {
+            Some(number) => number,
+            None => {
+                if self.blobs.len() >= MAX_BLOBS {
+                    let oldest = self.blobs.pop_first().map(|(number, _)| number);
+                    let oldest = oldest.expect("there are some");
+                    self.peers.iter_mut().for_each(|peer| drop(peer.has.remove(&oldest)));
+                }
+                let number = self.number();
+                let id = BlobId::of(&(number ^ self.rng.0).to_le_bytes());
+                let wanted = CODES[self.rng.below(CODES.len() as u64) as usize];
+                let (was_whole, losses, encodings) = (false, 0, Vec::new());
+                let blob = Blob { id, wanted, encodings, was_whole, losses };
+                self.blobs.insert(number as usize, blob);
+                number as usize
+            }
+        };
+        let Blob { id, wanted, .. } = self.blobs[&number];
+        let able = |peer: &&Peer| matches!(peer.node.state, State::Up) && !peer.node.full;
+        let able: Vec<Candidate> = self.peers.iter().filter(able).map(candidate).collect();
+        let is_optimistic = self.rng.chance(30);
+        let count = if is_optimistic { wanted.needed() } else { wanted.width() };
+        if able.len() < count {
+            if again.is_none() {
+                self.blobs.remove(&number);
+            }
+            return;
+        }
+        self.counts.puts += 1;
+        let version = self.rng.below(2) as u8;
+        let encoding = BlobId::of(&[&id.as_bytes()[..], &[version]].concat());
+        let mut indices: Vec<usize> = (0..wanted.width()).collect();
+        // Any of them may be the first ones.
+        let turn = self.rng.below(indices.len() as u64) as usize;
+        indices.rotate_left(if is_optimistic { turn } else { 0 });
+        let order = rank(&id, &able);
+        for place in indices.into_iter().take(count) {
+            let peer = able[order[place % order.len()]].id;
+            let index = if wanted.needed() == 1 { 0 } else { place as u8 };
+            self.store(number, encoding, index, &peer);
+        }
+        self.check(number);
+    }
+
+    /// A peer has a fragment from here on.
+    pub(super) fn store(&mut self, number: usize, encoding: BlobId, index: u8, to: &PeerId) {
+        let blob = self.blobs.get_mut(&number).expect("it is a blob");
+        if !blob.encodings.contains(&encoding) {
+            blob.encodings.push(encoding);
+        }
+        let peer = self.peer(to).expect("who takes something is there");
+        peer.has.entry(number).or_default().insert((encoding, index));
+    }
+
+    pub(super) fn peer(&mut self, id: &PeerId) -> Option<&mut Peer> {
+        self.peers.iter_mut().find(|peer| peer.node.id == *id)
+    }
+
+    pub(super) fn any_blob(&mut self) -> Option<usize> {
+        let all: Vec<usize> = self.blobs.keys().copied().collect();
+        (!all.is_empty()).then(|| all[self.rng.below(all.len() as u64) as usize])
+    }
+
+    /// A client reads. What is away may make it wait, but nothing is gone.
+    fn read(&mut self) {
+        if let Some(number) = self.any_blob() {
+            self.counts.reads += 1;
+            assert!(self.is_readable(number), "blob {number} is lost");
+        }
+    }
+
+    /// The fragments of an encoding on each of these peers, as bits.
+    fn holders(&self, number: usize, encoding: &BlobId, is: impl Fn(&Peer) -> bool) -> Vec<u32> {
+        let bits = |peer: &Peer| {
+            let has = peer.has.get(&number)?;
+            let own = has.iter().filter(|(one, _)| one == encoding);
+            Some(own.fold(0u32, |all, (_, index)| all | 1 << index)).filter(|all| *all != 0)
+        };
+        self.peers.iter().filter(|peer| is(peer)).filter_map(bits).collect()
+    }
+
+    /// Fragments of the best encoding, each on a peer of its own.
+    fn strength(&self, number: usize, is: impl Fn(&Peer) -> bool + Copy) -> usize {
+        let blob = &self.blobs[&number];
+        let strength = |encoding: &BlobId| {
+            let holders = self.holders(number, encoding, is);
+            if blob.wanted.needed() == 1 { holders.len() } else { size(&holders) }
+        };
+        blob.encodings.iter().map(strength).max().unwrap_or(0)
+    }
+
+    fn is_readable(&self, number: usize) -> bool {
+        let blob = &self.blobs[&number];
+        blob.encodings.iter().any(|encoding| {
+            let holders = self.holders(number, encoding, |peer| peer.node.state != State::Lost);
+            let found = holders.iter().fold(0, |all, one| all | one).count_ones();
+            found as usize >= blob.wanted.needed()
+        })
+    }
+
+    /// What is there of a blob, if all come back that are not lost. More copies than are wanted do not count.
+    pub(super) fn total(&self, number: usize) -> usize {
+        let all = self.strength(number, |peer| peer.node.state != State::Lost);
+        all.min(self.blobs[&number].wanted.width())
+    }
+
+    /// A blob is as strong as its losses allow.
+    pub(super) fn check(&mut self, number: usize) {
+        let strength = self.total(number);
+        let blob = self.blobs.get_mut(&number).expect("it is a blob");
+        let width = blob.wanted.width();
+        if strength >= width {
+            blob.was_whole = true;
+            if self.watched != Some(number) {
+                blob.losses = 0;
+            }
+        }
+        if blob.was_whole {
+            let losses = blob.losses;
+            assert!(
+                strength + losses >= width,
+                "blob {number}: {strength} of {width} after {losses} losses"
+            );
+        }
+    }
+
+    pub(super) fn members(&self) -> Members {
+        Members::new(self.peers.iter().map(|peer| peer.node.clone()))
+    }
+
+    /// What the peers say that they have.
+    pub(super) fn holdings(&self, number: usize, is: impl Fn(&Peer) -> bool) -> Vec<Holding> {
+        let blob = &self.blobs[&number];
+        let data = blob.wanted.needed() as u8;
+        let parity = if data == 1 { 0 } else { blob.wanted.survives() as u8 };
+        let all = self.peers.iter().filter(|peer| is(peer));
+        all.flat_map(|peer| {
+            let has = peer.has.get(&number).into_iter().flatten();
+            let peer = peer.node.id;
+            has.map(move |(encoding, index)| Holding {
+                peer,
+                encoding: *encoding,
+                data,
+                parity,
+                index: *index,
+            })
+        })
+        .collect()
+    }
+
+    /// Everybody who is not lost is up from here on, or is drained, and nobody is full.
+    pub(super) fn calm_down(&mut self) {
+        self.all_come_back();
+        self.peers.iter_mut().for_each(|peer| peer.node.full = false);
+    }
+
+    pub(super) fn many_go_down(&mut self) {
+        for at in 0..self.peers.len() {
+            let goes = self.rng.chance(40);
+            let peer = &mut self.peers[at];
+            if goes && peer.node.state == State::Up {
+                (peer.node.state, peer.answers) = (State::Down, false);
+            }
+        }
+    }
+
+    pub(super) fn all_come_back(&mut self) {
+        for peer in self.peers.iter_mut().filter(|peer| peer.node.state != State::Lost) {
+            peer.answers = true;
+            if peer.node.state == State::Down {
+                peer.node.state = State::Up;
+            }
+        }
+    }
+
+    /// The peers that are to hold each blob.
+    pub(super) fn places(&self) -> BTreeMap<usize, BTreeSet<PeerId>> {
+        let up = self.peers.iter().filter(|peer| peer.node.state == State::Up);
+        let up: Vec<Candidate> = up.map(candidate).collect();
+        let places = |blob: &Blob| {
+            let order = rank(&blob.id, &up).into_iter().take(blob.wanted.width());
+            order.map(|at| up[at].id).collect()
+        };
+        self.blobs.iter().map(|(number, blob)| (*number, places(blob))).collect()
+    }
+
+    /// Whether each blob can be at its full redundancy.
+    pub(super) fn has_enough_peers(&self) -> bool {
+        self.places()
+            .iter()
+            .all(|(number, places)| places.len() == self.blobs[number].wanted.width())
+    }
+
+    /// How many places there are that were none before.
+    pub(super) fn changed_places(&self, before: &BTreeMap<usize, BTreeSet<PeerId>>) -> u64 {
+        let new = |(number, places): (usize, BTreeSet<PeerId>)| {
+            let new = places.difference(&before[&number]).count();
+            assert!(new <= 1, "one peer more or less has moved {new} fragments of a blob");
+            new as u64
+        };
+        self.places().into_iter().map(new).sum()
+    }
+
+    /// At rest everything is at its place and nowhere else.
+    pub(super) fn check_places(&self) {
+        for (number, places) in self.places() {
+            let blob = &self.blobs[&number];
+            let width = blob.wanted.width();
+            let strength = self.strength(number, |peer| peer.answers);
+            if places.len() < width {
+                assert!(strength >= places.len(), "blob {number} could be on more peers");
+                continue;
+            }
+            assert_eq!(strength, width, "blob {number} lacks fragments");
+            for peer in self.peers.iter().filter(|peer| peer.answers) {
+                let held = peer.has.get(&number).map_or(0, BTreeSet::len);
+                let wanted = usize::from(places.contains(&peer.node.id));
+                assert_eq!(held, wanted, "fragments of blob {number} on {:?}", peer.node);
+            }
+        }
+    }
+}
+
+fn candidate(peer: &Peer) -> Candidate {
+    let Node { id, weight, ref domain, .. } = peer.node;
+    Candidate { id, weight, domain: domain.clone() }
+}
