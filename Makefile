@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:
-.PHONY: help build setup packages kernel vsock-device test lint unit-test vm-test demo soak bench fuzz deny \
+.PHONY: help build setup packages build-packages kernel vsock-device test lint unit-test vm-test demo soak bench fuzz deny \
         clean distclean FORCE
 
 CARGO     ?= cargo
@@ -25,7 +25,7 @@ say = @echo "==> $(1)"
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-build: $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent, optimised (default)
+build: build-packages $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent, optimised (default)
 	$(call say,building the workspace with optimisation)
 	@$(CARGO) build --locked --release --workspace
 
@@ -48,6 +48,10 @@ setup: packages kernel vsock-device $(INITRAMFS) ## Obtain what the guests need,
 packages:
 	$(call say,checking Debian packages)
 	@scripts/install-packages
+
+build-packages:
+	$(call say,checking Debian packages for the build)
+	@scripts/install-packages build
 
 kernel: packages
 	$(call say,checking the guest kernel)

@@ -31,7 +31,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     pub(crate) scratch: Option<PathBuf>,
 
-    /// Only measure what has this in its name: a workload of `disk`, a contender of `checkpoint`. For
+    /// Only measure what has this in its name: a workload of `disk`, a contender of `checkpoint` or
+    /// `redundancy`. For
     /// work on one figure; bars that lack a contender are left out.
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
@@ -49,6 +50,10 @@ pub(crate) enum Case {
     Checkpoint,
     /// A checkpoint's price for images of different sizes.
     Cost,
+    /// Persisting to peers with copies and with Reed-Solomon codes, beside a copy over TCP.
+    Redundancy,
+    /// Eight clients that persist to peers at once, beside one.
+    Clients,
     /// All of them.
     All,
 }
@@ -59,13 +64,17 @@ impl Case {
             Case::Disk => "disk",
             Case::Checkpoint => "checkpoint",
             Case::Cost => "cost",
+            Case::Redundancy => "redundancy",
+            Case::Clients => "clients",
             Case::All => "all",
         }
     }
 
     pub(crate) fn each(&self) -> &[Case] {
         match self {
-            Case::All => &[Case::Disk, Case::Checkpoint, Case::Cost],
+            Case::All => {
+                &[Case::Disk, Case::Checkpoint, Case::Cost, Case::Redundancy, Case::Clients]
+            }
             one => std::slice::from_ref(one),
         }
     }

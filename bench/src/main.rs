@@ -4,7 +4,9 @@
 //!   args ─► disk ───────┐   site     where files and sockets are, and which programs
 //!           checkpoint ─┤   server   starts and stops cairn-blk and qemu-storage-daemon
 //!           cost ───────┤   io       a queue: of a vhost-user disk, or of a raw file
-//!             │         │   load     what the guest does, and what it sees
+//!           redundancy ─┤   load     what the guest does, and what it sees
+//!           clients ────┤   cluster  peers as processes, links, and what is persisted to them
+//!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, bars
 //! ```
@@ -14,11 +16,14 @@
 
 mod args;
 mod checkpoint;
+mod clients;
+mod cluster;
 mod cost;
 mod disk;
 mod io;
 mod load;
 mod proc;
+mod redundancy;
 mod report;
 mod rng;
 mod server;
@@ -44,6 +49,8 @@ fn main() -> Result<()> {
             Case::Disk => disk::run(&site, &args)?,
             Case::Checkpoint => checkpoint::run(&site, &args)?,
             Case::Cost => cost::run(&site, &args)?,
+            Case::Redundancy => redundancy::run(&site, &args)?,
+            Case::Clients => clients::run(&site, &args)?,
             Case::All => unreachable!("it is split into its cases"),
         };
         look_around()?;

@@ -189,6 +189,8 @@ fn report_json(report: &Report) -> Value {
     json!({
         "blobs": report.blobs,
         "under": report.under,
+        "left": report.left,
+        "waiting": report.waiting,
         "rebuilt": report.rebuilt,
         "moved": report.moved,
         "dropped": report.dropped,

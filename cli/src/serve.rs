@@ -105,7 +105,9 @@ fn join(
 ) -> Outcome<Membership> {
     let doing = || format!("joining the catalog at {catalog}");
     let names = names::open(catalog, security).doing(doing)?;
-    let heart = Heart::start(names.clone(), who, store).doing(doing)?;
+    let (address, own) = (catalog.to_owned(), security.clone());
+    let open = move || names::open(&address, &own);
+    let heart = Heart::start(names.clone(), open, who, store).doing(doing)?;
     // Where no process serves the catalog, one of the peers looks after the cluster.
     let keeper = match catalog.starts_with("etcd://") {
         true => {

@@ -290,6 +290,9 @@ pub enum Error {
         /// The repository's directory.
         path: PathBuf,
     },
+    /// One at a time repairs a cluster.
+    #[error("another repair is under way; `cairn peers` shows what it has done when it has ended")]
+    RepairRuns,
     /// Others were faster, again and again.
     #[error("the catalog is changed by many others at once; try again")]
     Contended,
@@ -321,6 +324,7 @@ impl Error {
             | Error::Fenced { .. }
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
+            | Error::RepairRuns
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,

@@ -7,6 +7,7 @@ use std::fs::File;
 
 use crate::blobs;
 use crate::cluster::wire::{Answer, Header, MAX_BODY, Request};
+use crate::names::served::wire as catalog;
 use crate::tree::node::Node;
 
 /// Takes `data` for a tree node.
@@ -50,6 +51,19 @@ pub fn wire(data: &[u8]) {
     }
 }
 
+/// Takes `data` for a frame of the catalog's protocol: two bytes that say which kind of message, and its body.
+pub fn catalog(data: &[u8]) {
+    let Some((kind, body)) = data.split_first_chunk() else { return };
+    // Requests have numbers from 200, answers from 300.
+    let kind = 200 + u16::from_le_bytes(*kind) % 128;
+    if let Ok(request) = catalog::Request::from_body(kind, body) {
+        assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one form");
+    }
+    if let Ok(answer) = catalog::Answer::from_body(kind, body) {
+        assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one form");
+    }
+}
+
 /// Takes `data` for groups of blobs and flips in them, and scans them in `file`, which is an empty one.
 pub fn segment(data: &[u8], file: &File) {
     blobs::fuzzing::segment(data, file);
@@ -58,7 +72,7 @@ pub fn segment(data: &[u8], file: &File) {
 #[cfg(test)]
 mod tests {
     use proptest::collection::{btree_set, vec};
-    use proptest::prelude::{ProptestConfig, any, proptest};
+    use proptest::prelude::{ProptestConfig, any, prop_oneof, proptest};
 
     use super::Node;
 
@@ -89,6 +103,15 @@ mod tests {
                 let body = data.get(2..).unwrap_or_default();
                 super::wire(&[&[kind, 0], body].concat());
             }
+        }
+
+        #[test]
+        fn catalog(
+            kind in prop_oneof![1u16..5, 101u16..106],
+            // Small numbers, so that counts and lengths fit now and then.
+            body in vec(0u8..4, 0..60),
+        ) {
+            super::catalog(&[&kind.to_le_bytes()[..], &body].concat());
         }
 
         #[test]

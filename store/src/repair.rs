@@ -1,23 +1,246 @@
 //! The repair of everything that a cluster's names refer to.
 
-use crate::cluster::repair::Report;
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Builder;
+use tokio::sync::mpsc;
+
+use crate::catalog::now;
+use crate::cluster::identity::Security;
+use crate::cluster::membership::{self, Health, LastRepair, Peer};
+use crate::cluster::peer::FragmentId;
+use crate::cluster::repair::{Connected, How, Members, Node, Report, State, repair};
+use crate::cluster::{Connection, Redundancy};
 use crate::error::{Error, Result};
+use crate::id::{BlobId, PeerId};
+use crate::names::{Change, Names, Wanted};
 use crate::repository::Repository;
+use crate::sys;
+
+/// The document of the one who repairs.
+const REPAIRS: &str = "leader/repair";
+
+/// How long it lasts, in seconds, and how often it is renewed.
+const TERM: u32 = 60;
+const RENEWAL: Duration = Duration::from_secs(10);
+
+/// How old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
+/// to may be a part of a snapshot that is being stored.
+const GARBAGE_AGE: u32 = 3600;
+
+/// Blobs on their way to being looked at.
+const QUEUE: usize = 4096;
+
+/// Blobs that are wanted, by how many blocks they are cut into.
+type WantedBlobs = HashMap<(BlobId, usize, usize), Redundancy>;
 
 impl Repository {
+    /// Whether a snapshot is published that has not its full redundancy.
     pub fn has_available(&self) -> Result<bool> {
         Ok(!self.catalog().available()?.is_empty())
     }
+
+    /// Brings everything that a name refers to back to its redundancy, and to the peers where it belongs; sends at
+    /// most `rate` bytes a second. `progress` is told the bytes that were sent so far.
     pub fn repair(&self, rate: Option<u64>, progress: &dyn Fn(u64)) -> Result<Report> {
         self.repair_while(rate, &|| true, progress)
     }
+
+    /// The same, as long as `goes_on` says so.
     pub fn repair_while(
         &self,
-        _: Option<u64>,
-        _: &dyn Fn() -> bool,
-        _: &dyn Fn(u64),
+        rate: Option<u64>,
+        goes_on: &dyn Fn() -> bool,
+        progress: &dyn Fn(u64),
     ) -> Result<Report> {
-        let _ = self.references(|_, _| ());
-        Err(Error::BadArgument("soon".into()))
+        let (Some((_, names)), Some(security)) = (self.cluster(), self.security()) else {
+            return Err(Error::BadArgument("a repository in a directory has no peers".into()));
+        };
+        let turn = Turn::take(names)?;
+        let goes_on = || goes_on() && turn.keep();
+        // Before the blobs are looked at: what becomes available meanwhile is for the next time.
+        let available = self.catalog().available()?;
+        let (peers, _) = membership::peers(names)?;
+        let mut wanted = WantedBlobs::new();
+        let unread = self.references(|blob, redundancy| want(&mut wanted, blob, redundancy))?;
+        let told = |report: &Report| progress(report.bytes);
+        let report = run(&peers, security, &wanted, rate, &goes_on, &told)?;
+        if unread == 0 && !report.is_incomplete() && report.waiting == 0 {
+            for (image, number) in available {
+                self.catalog().promote(&image, number)?;
+            }
+        }
+        if !report.is_stopped {
+            let unreadable = (report.unreadable.len() as u64).max(unread);
+            let (time, blobs, under) = (now(), report.blobs, report.left);
+            let survives = report.survives;
+            let last = LastRepair { time, blobs, under, unreadable, survives };
+            membership::note_repair(names, &last)?;
+        }
+        Ok(report)
+    }
+}
+
+/// Once for each number of blocks; of copies, the greatest number that somebody wants.
+fn want(wanted: &mut WantedBlobs, blob: BlobId, redundancy: Redundancy) {
+    let shape = match redundancy {
+        Redundancy::Replicas(_) => (1, 0),
+        code => (code.needed(), code.survives()),
+    };
+    let known = wanted.entry((blob, shape.0, shape.1)).or_insert(redundancy);
+    if redundancy.width() > known.width() {
+        *known = redundancy;
+    }
+}
+
+fn run(
+    peers: &[Peer],
+    security: &Security,
+    wanted: &WantedBlobs,
+    rate: Option<u64>,
+    goes_on: &dyn Fn() -> bool,
+    progress: &dyn Fn(&Report),
+) -> Result<Report> {
+    let members: Vec<_> = peers.iter().filter_map(Peer::member).collect();
+    let nodes = peers.iter().map(|peer| Node {
+        id: peer.id,
+        weight: peer.weight,
+        domain: peer.domain.clone(),
+        state: match peer.health {
+            Health::Up => State::Up,
+            Health::Down => State::Down,
+            Health::Draining => State::Draining,
+            Health::Lost => State::Lost,
+        },
+        full: false,
+    });
+    let nodes = Members::new(nodes);
+    let failed = |error| Error::io("starting", "a thread".as_ref(), error);
+    let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    runtime.block_on(async {
+        let connected = Arc::new(Connected::new(members, security.clone()));
+        let (give, blobs) = mpsc::channel(QUEUE);
+        let feed = async move {
+            for ((blob, ..), redundancy) in wanted {
+                if give.send((*blob, *redundancy)).await.is_err() {
+                    return;
+                }
+            }
+        };
+        let how = How { rate, ..How::default() };
+        let ((), report) = tokio::join!(feed, repair(connected, nodes, blobs, how, goes_on, progress));
+        if !report.is_stopped {
+            let wanted: HashSet<&BlobId> = wanted.keys().map(|(blob, ..)| blob).collect();
+            for peer in peers.iter().filter(|peer| peer.health == Health::Draining) {
+                if let Err(error) = sweep(peer, security, &wanted).await {
+                    tracing::warn!(peer = %peer.id, %error, "garbage stays on a peer that is drained");
+                }
+            }
+        }
+        Ok(report)
+    })
+}
+
+/// Deletes what nothing refers to from a peer that is drained: it would never become empty.
+async fn sweep(peer: &Peer, security: &Security, wanted: &HashSet<&BlobId>) -> Result<()> {
+    let connection = Connection::open(&peer.address, security).await?;
+    let mut after = BlobId::from_bytes([0; 32]);
+    loop {
+        let page = connection.list(&after).await?;
+        let Some((last, _)) = page.last() else { return Ok(()) };
+        after = *last;
+        let garbage = page.iter().filter(|(blob, _)| !wanted.contains(blob));
+        let garbage: Vec<FragmentId> = garbage
+            .map(|(blob, held)| FragmentId {
+                blob: *blob,
+                encoding: held.encoding,
+                index: held.index,
+            })
+            .collect();
+        for part in garbage.chunks(crate::cluster::wire::MAX_DELETED) {
+            connection.delete(part, GARBAGE_AGE).await?;
+        }
+    }
+}
+
+/// That nobody else repairs: two who see different members might each drop what the other one keeps.
+struct Turn<'a> {
+    names: &'a dyn Names,
+    me: String,
+    renewed: Cell<Instant>,
+}
+
+impl Turn<'_> {
+    fn take(names: &dyn Names) -> Result<Turn<'_>> {
+        let me = sys::random().map(PeerId::from_bytes);
+        let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
+        let turn = Turn { names, me, renewed: Cell::new(Instant::now()) };
+        match turn.renew()? {
+            true => Ok(turn),
+            false => Err(Error::RepairRuns),
+        }
+    }
+
+    /// Whether it is still ours.
+    fn renew(&self) -> Result<bool> {
+        let view = self.names.read(&[Wanted::key(REPAIRS)])?;
+        let holder: Option<String> = view.get(REPAIRS)?;
+        if holder.is_some_and(|holder| holder != self.me) {
+            return Ok(false);
+        }
+        let relies_on = vec![(REPAIRS.to_owned(), view.version(REPAIRS))];
+        let change = Change { relies_on, relaxed: true, ..Change::default() };
+        self.renewed.set(Instant::now());
+        self.names.commit(&change.put_for(TERM, REPAIRS, &self.me))
+    }
+
+    /// Keeps it. Returns whether that was possible.
+    fn keep(&self) -> bool {
+        self.renewed.get().elapsed() < RENEWAL || self.renew().unwrap_or(false)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if self.renew().unwrap_or(false) {
+            let _ = self.names.commit(&Change::default().remove(Wanted::key(REPAIRS)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::{Error, Redundancy, Turn, WantedBlobs, want};
+    use crate::id::BlobId;
+    use crate::names::Embedded;
+
+    #[test]
+    fn one_repairs_at_a_time() {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("catalog.db");
+        Embedded::create(&path).unwrap();
+        let names = Embedded::open(&path).unwrap();
+        let turn = Turn::take(&names).unwrap();
+        assert!(matches!(Turn::take(&names), Err(Error::RepairRuns)));
+        assert!(turn.renew().unwrap() && turn.keep());
+        drop(turn);
+        drop(Turn::take(&names).unwrap());
+    }
+
+    #[test]
+    fn a_blob_is_wanted_once_for_each_way_to_cut_it() {
+        let mut wanted = WantedBlobs::new();
+        let blob = BlobId::of(b"one");
+        for text in ["replicas=2", "rs=4+4", "replicas=3", "none", "rs=2+2", "rs=4+4"] {
+            want(&mut wanted, blob, text.parse().unwrap());
+        }
+        let mut all: Vec<String> = wanted.values().map(Redundancy::to_string).collect();
+        all.sort();
+        assert_eq!(all, ["replicas=3", "rs=2+2", "rs=4+4"]);
     }
 }

@@ -374,6 +374,10 @@ impl Repository {
         self.inner.catalog.forget_mirror(id)
     }
 
+    pub(crate) fn security(&self) -> Option<&Security> {
+        self.inner.cluster.as_ref().map(Follower::security)
+    }
+
     pub(crate) fn catalog(&self) -> &Catalog {
         &self.inner.catalog
     }

@@ -2,6 +2,7 @@
 
 pub(crate) mod cairn;
 pub(crate) mod control;
+pub(crate) mod peer;
 mod qmp;
 pub(crate) mod storage_daemon;
 

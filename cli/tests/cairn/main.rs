@@ -6,5 +6,6 @@ mod control;
 mod files;
 mod images;
 mod lab;
+mod repair;
 mod serve;
 mod support;

@@ -32,12 +32,18 @@ pub(crate) fn cluster_address(url: &str) -> Result<&str> {
 /// A thread that tells a cluster who its members are, and the catalog whom it suspects. It ends with this.
 pub(crate) struct Follower {
     cluster: Cluster,
+    security: Security,
     stop: Arc<AtomicBool>,
 }
 
 impl Follower {
     pub(crate) fn cluster(&self) -> &Cluster {
         &self.cluster
+    }
+
+    /// How its connections are kept safe.
+    pub(crate) fn security(&self) -> &Security {
+        &self.security
     }
 }
 
@@ -76,7 +82,7 @@ pub(crate) fn follow(
         .name("members".into())
         .spawn(run)
         .map_err(|error| Error::io("starting", "a thread".as_ref(), error))?;
-    Ok((blobs, Follower { cluster, stop }))
+    Ok((blobs, Follower { cluster, security: security.clone(), stop }))
 }
 
 fn step(

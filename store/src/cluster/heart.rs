@@ -17,8 +17,14 @@ pub struct Heart {
 }
 
 impl Heart {
-    /// Makes the peer a member, and keeps it one. While the catalog is away nothing is wrong with the peer.
-    pub fn start(names: Arc<dyn Names>, who: Announcement, store: Arc<PeerStore>) -> Result<Heart> {
+    /// Makes the peer a member, and keeps it one. While the catalog is away nothing is wrong with the peer; if
+    /// another one is there in its place, which `open` finds, it is a member of that.
+    pub fn start(
+        mut names: Arc<dyn Names>,
+        open: impl Fn() -> Result<Arc<dyn Names>> + Send + 'static,
+        who: Announcement,
+        store: Arc<PeerStore>,
+    ) -> Result<Heart> {
         let (stop, stopped) = channel();
         let run = move || {
             let mut was_well = true;
@@ -30,6 +36,9 @@ impl Heart {
                     _ => {}
                 }
                 was_well = told.is_ok();
+                if !was_well && let Ok(new) = open() {
+                    names = new;
+                }
                 if stopped.recv_timeout(BEAT) != Err(RecvTimeoutError::Timeout) {
                     break;
                 }

@@ -5,6 +5,7 @@
 //! peer.pem, peer.key        for the machines of a role: ca.pem and these two
 //! catalog.pem, catalog.key
 //! client.pem, client.key
+//! etcd-ca.pem, etcd.pem, etcd.key   if the catalog is in an etcd: its authority, and a client's keys there
 //! ```
 //!
 //! A certificate names its role as a host, `peer.cairn` and so on. A client that connects to a peer accepts nobody
@@ -144,6 +145,14 @@ pub struct Security(Option<Tls>);
 struct Tls {
     connector: TlsConnector,
     acceptor: TlsAcceptor,
+    etcd: Option<Arc<EtcdKeys>>,
+}
+
+/// What makes connections to an etcd safe. It has an authority of its own.
+pub(crate) struct EtcdKeys {
+    pub(crate) authority: Vec<u8>,
+    pub(crate) certificate: Vec<u8>,
+    pub(crate) key: Vec<u8>,
 }
 
 impl Security {
@@ -159,11 +168,31 @@ impl Security {
         let authority = read("ca.pem".into())?;
         let certificate = read(format!("{}.pem", role.name()))?;
         let key = read(format!("{}.key", role.name()))?;
+        let etcd = match fs::exists(directory.join("etcd-ca.pem")) {
+            Ok(true) => Some(Arc::new(EtcdKeys {
+                authority: read("etcd-ca.pem".into())?,
+                certificate: read("etcd.pem".into())?,
+                key: read("etcd.key".into())?,
+            })),
+            _ => None,
+        };
         let tls = tls(&authority, &certificate, &key).map_err(|error| {
             let (name, path) = (role.name(), directory.display());
             Error::BadArgument(format!("the {name}'s keys in {path} cannot be used: {error}"))
         })?;
-        Ok(Security(Some(tls)))
+        Ok(Security(Some(Tls { etcd, ..tls })))
+    }
+
+    /// The keys for an etcd, if there are any; fails unless plain connections are allowed instead.
+    pub(crate) fn etcd(&self) -> Result<Option<Arc<EtcdKeys>>> {
+        match &self.0 {
+            None => Ok(None),
+            Some(Tls { etcd: Some(keys), .. }) => Ok(Some(keys.clone())),
+            Some(_) => {
+                let why = "there are no keys for etcd; put etcd-ca.pem, etcd.pem and etcd.key beside the others";
+                Err(Error::BadArgument(why.into()))
+            }
+        }
     }
 
     /// Makes a connection safe, to a server that must have this role.
@@ -237,7 +266,7 @@ fn tls(
         .with_protocol_versions(&[&TLS13])?
         .with_root_certificates(roots)
         .with_client_auth_cert(chain, key)?;
-    Ok(Tls { connector: Arc::new(client).into(), acceptor: Arc::new(server).into() })
+    Ok(Tls { connector: Arc::new(client).into(), acceptor: Arc::new(server).into(), etcd: None })
 }
 
 #[cfg(test)]

@@ -4,11 +4,16 @@
 
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::error::{Error, ErrorKind, Result};
+
+/// The bounds of the time between two tries.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
 
 /// The thread. It ends, with all that it does, when this is dropped.
 pub(super) struct Background {
@@ -47,4 +52,50 @@ impl Background {
 pub(super) fn unavailable(address: &str, reason: &str) -> Error {
     let kind = ErrorKind::Unavailable;
     Error::Catalog { address: address.into(), kind, reason: reason.into() }
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum Trouble {
+    /// It may pass.
+    Passing(String),
+    /// To try again does not help.
+    Lasting(ErrorKind, String),
+}
+
+impl Trouble {
+    pub(super) fn late() -> Trouble {
+        Trouble::Passing("it does not answer in time".into())
+    }
+}
+
+/// Tries again and again as long as the catalog is away, within a time. Who `waits` for long has that time from the
+/// first trouble on.
+pub(super) async fn insist<T, F: Future<Output = Result<T, Trouble>>>(
+    address: &str,
+    patience: Duration,
+    waits: bool,
+    attempt: impl Fn() -> F,
+) -> Result<T> {
+    let mut end = (!waits).then(|| Instant::now() + patience);
+    let mut pause = PAUSE.0;
+    loop {
+        let tried = match end.filter(|_| !waits) {
+            None => attempt().await,
+            Some(end) => timeout_at(end, attempt()).await.unwrap_or_else(|_| Err(Trouble::late())),
+        };
+        let reason = match tried {
+            Ok(answer) => return Ok(answer),
+            Err(Trouble::Lasting(kind, reason)) => {
+                return Err(Error::Catalog { address: address.into(), kind, reason });
+            }
+            Err(Trouble::Passing(reason)) => reason,
+        };
+        let end = *end.get_or_insert(Instant::now() + patience);
+        if Instant::now() + pause >= end {
+            return Err(unavailable(address, &format!("it is away: {reason}")));
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(PAUSE.1);
+    }
 }

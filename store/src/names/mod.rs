@@ -13,21 +13,25 @@
 
 mod background;
 mod embedded;
+mod etcd;
 pub mod served;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub use embedded::Embedded;
+pub use etcd::Etcd;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 pub use served::{CatalogStore, Served};
 
 use crate::cluster::identity::Security;
 use crate::error::{Error, Result};
+use crate::sys;
 
 /// A document as it was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,16 +165,36 @@ pub trait Names: Send + Sync {
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()>;
 }
 
-/// The documents at an address: `host:port` of a catalog that is served. Nobody is asked yet.
+/// How long a call goes on trying while the catalog is away.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The longest wait at a stretch. To return early does no harm.
+const WAIT: Duration = Duration::from_secs(25);
+
+/// The documents at an address: `host:port` of a catalog that is served, or `etcd://host:port` of an etcd, where
+/// more of its members may follow behind commas. Nobody is asked yet.
 pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Names>> {
     check_address(address)?;
-    Ok(Arc::new(Served::new(address, security)?))
+    Ok(match address.starts_with(ETCD) {
+        true => Arc::new(Etcd::new(address, security)?),
+        false => Arc::new(Served::new(address, security)?),
+    })
+}
+
+/// What the address of an etcd begins with.
+const ETCD: &str = "etcd://";
+
+/// A random token, by which it is known whether a change was carried out when its answer is lost. A heartbeat has
+/// none: it may well be heard twice.
+fn new_token(change: &Change) -> io::Result<Option<[u8; 16]>> {
+    let is_beat = change.relaxed && change.relies_on.is_empty();
+    if is_beat { Ok(None) } else { sys::random().map(Some) }
 }
 
 /// Fails if no catalog can have this address: `host:port`, or `etcd://host:port`, where there may be more of them
 /// behind commas.
 pub fn check_address(address: &str) -> Result<()> {
-    let is_good = match address.strip_prefix("etcd://") {
+    let is_good = match address.strip_prefix(ETCD) {
         Some(all) => all.split(',').all(is_host_and_port),
         None => is_host_and_port(address),
     };

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tempfile::TempDir;
 
+use super::etcd::tests::Process;
 use super::served::tests::Catalog;
 use super::{Change, Embedded, Names, View, Wanted};
 
@@ -24,6 +25,12 @@ impl Place for TempDir {
 }
 
 impl Place for Catalog {
+    fn open(&self) -> Arc<dyn Names> {
+        Arc::new(self.client())
+    }
+}
+
+impl Place for Process {
     fn open(&self) -> Arc<dyn Names> {
         Arc::new(self.client())
     }
@@ -58,6 +65,7 @@ macro_rules! conformance {
 
 conformance!(embedded, tempfile::TempDir::new().unwrap());
 conformance!(served, crate::names::served::tests::Catalog::start());
+conformance!(etcd, crate::names::etcd::tests::Process::start());
 
 fn read(names: &dyn Names, key: &str) -> View {
     names.read(&[Wanted::key(key)]).unwrap()
@@ -153,12 +161,12 @@ fn a_prefix_is_not_a_folder_and_a_folder_is_not_its_neighbour(place: &dyn Place)
 
 fn a_document_with_a_time_to_live_ends(place: &dyn Place) {
     let names = place.open();
-    let beat = || Change { relaxed: true, ..Change::default() }.put_for(2, "alive/x", &json!({}));
+    let beat = || Change { relaxed: true, ..Change::default() }.put_for(3, "alive/x", &json!({}));
     assert!(names.commit(&beat()).unwrap());
     let first = Instant::now();
     put(&*names, "alive/y", 1);
     let there = || names.read(&[Wanted::prefix("alive/")]).unwrap().documents.len();
-    while first.elapsed() < Duration::from_secs(3) {
+    while first.elapsed() < Duration::from_secs(4) {
         // It stays as long as it is written.
         assert!(names.commit(&beat()).unwrap());
         assert_eq!(there(), 2, "after {:?}", first.elapsed());

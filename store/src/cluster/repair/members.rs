@@ -1,5 +1,6 @@
 //! The peers, as repair sees them.
 
+use super::super::members::{Member, MemberState};
 use super::super::placement::{Candidate, rank};
 use crate::id::{BlobId, PeerId};
 
@@ -46,6 +47,18 @@ impl Node {
         // One that is drained keeps a part only if there is nobody else.
         let weight = if self.state == State::Draining { 0 } else { self.weight };
         Candidate { id: self.id, weight, domain: self.domain.clone() }
+    }
+}
+
+impl From<&Member> for Node {
+    fn from(member: &Member) -> Node {
+        let state = match member.state {
+            MemberState::Up => State::Up,
+            MemberState::Down => State::Down,
+            MemberState::Draining => State::Draining,
+        };
+        let Member { id, weight, ref domain, .. } = *member;
+        Node { id, weight, domain: domain.clone(), state, full: false }
     }
 }
 

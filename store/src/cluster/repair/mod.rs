@@ -6,27 +6,21 @@
 //!                              └──────────── until there is nothing left to do ◄───────┘
 //! ```
 
+mod job;
 mod matching;
 mod members;
+mod mend;
+mod pace;
+mod peers;
 mod plan;
+mod report;
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod tests;
 
+pub use job::{How, repair};
 pub use members::{Members, Node, State};
-pub use plan::{Holding, Plan, Step, plan};
-pub struct Report {
-    pub blobs: u64,
-    pub under: u64,
-    pub rebuilt: u64,
-    pub moved: u64,
-    pub dropped: u64,
-    pub bytes: u64,
-    pub survives: Option<i64>,
-    pub unreadable: Vec<crate::id::BlobId>,
-    pub failures: Vec<crate::error::Error>,
-}
-impl Report {
-    pub fn is_incomplete(&self) -> bool {
-        true
-    }
-}
+pub use peers::{Connected, Peers};
+pub use plan::{Holding, Place, Plan, Step, plan};
+pub use report::Report;

@@ -41,6 +41,19 @@ pub struct Holding {
     pub parity: u8,
     /// Which block it is.
     pub index: u8,
+    /// Bytes of the block, as its holder says.
+    pub len: u32,
+}
+
+/// A fragment of a blob, and where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Place {
+    /// Who has it.
+    pub peer: PeerId,
+    /// The encoding.
+    pub encoding: BlobId,
+    /// The fragment.
+    pub index: u8,
 }
 
 /// Something to do for a blob.
@@ -81,8 +94,8 @@ pub enum Step {
         encoding: BlobId,
         /// The fragment.
         index: u8,
-        /// Who keeps the same fragment; nobody if another encoding is kept.
-        kept_by: Option<PeerId>,
+        /// What must be there, and be what it should be, for this one to be surplus.
+        kept: Vec<Place>,
     },
 }
 
@@ -153,7 +166,7 @@ impl Layout {
 /// Sorts what was found. What cannot be is left out.
 fn layouts(members: &Members, holdings: &[Holding]) -> Vec<Layout> {
     let mut found: BTreeMap<(BlobId, u8, u8), Layout> = BTreeMap::new();
-    for Holding { peer, encoding, data, parity, index } in holdings {
+    for Holding { peer, encoding, data, parity, index, .. } in holdings {
         let width = usize::from(*data) + usize::from(*parity);
         let Some(at) = members.find(peer) else { continue };
         if *data == 0 || width > MAX_WIDTH || usize::from(*index) >= width {
@@ -297,6 +310,16 @@ impl<'a> Work<'a> {
         self.kept.iter().flatten().count() == self.width
     }
 
+    /// The fragments that are at their places.
+    fn all_kept(&self) -> Vec<Place> {
+        let encoding = self.layout.encoding;
+        let kept = self.places.iter().zip(&self.kept);
+        kept.filter_map(|(at, index)| {
+            Some(Place { peer: self.id(*at), encoding, index: (*index)? })
+        })
+        .collect()
+    }
+
     /// Places that are to get a fragment, by rank.
     fn vacant(&self) -> Vec<usize> {
         let takes = |place: &usize| self.members.nodes()[self.places[*place]].takes();
@@ -324,10 +347,11 @@ impl<'a> Work<'a> {
             self.steps.push(Step::Copy { encoding, index, from, to });
         }
         if self.is_complete() {
-            let kept_by = Some(self.id(self.places[0]));
+            // One more copy makes up for any that turns out to be bad.
+            let kept = self.all_kept();
             for holder in holders.into_iter().filter(|at| !self.places.contains(at)) {
-                let peer = self.id(holder);
-                self.steps.push(Step::Drop { peer, encoding, index, kept_by });
+                let (peer, kept) = (self.id(holder), kept.clone());
+                self.steps.push(Step::Drop { peer, encoding, index, kept });
             }
         }
     }
@@ -384,8 +408,9 @@ impl<'a> Work<'a> {
                 let place = self.kept.iter().position(|kept| *kept == Some(index));
                 let keeper = self.places[place.expect("all are at their places")];
                 if keeper != *holder {
-                    let (peer, kept_by) = (self.id(*holder), Some(self.id(keeper)));
-                    self.steps.push(Step::Drop { peer, encoding, index, kept_by });
+                    let kept = vec![Place { peer: self.id(keeper), encoding, index }];
+                    let peer = self.id(*holder);
+                    self.steps.push(Step::Drop { peer, encoding, index, kept });
                 }
             }
         }
@@ -393,10 +418,11 @@ impl<'a> Work<'a> {
 
     /// Drops another encoding.
     fn drop_all(&mut self, other: &Layout) {
+        let kept = self.all_kept();
         for (holder, has) in &other.live {
             for index in bits(*has) {
-                let (peer, encoding) = (self.id(*holder), other.encoding);
-                self.steps.push(Step::Drop { peer, encoding, index, kept_by: None });
+                let (peer, encoding, kept) = (self.id(*holder), other.encoding, kept.clone());
+                self.steps.push(Step::Drop { peer, encoding, index, kept });
             }
         }
     }

@@ -4,25 +4,15 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::sync::Mutex;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::timeout;
 
-use super::super::background::{Background, unavailable};
-use super::super::{Change, Names, View, Wanted};
-use super::connection::{Connection, Trouble};
+use super::super::background::{Background, Trouble, insist, unavailable};
+use super::super::{Change, Names, PATIENCE, View, WAIT, Wanted, new_token};
+use super::connection::Connection;
 use super::wire::{Answer, MAX_REQUEST, MAX_WANTED, Request, check_key};
 use crate::cluster::identity::Security;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CatalogId;
-use crate::sys;
-
-/// How long a call goes on trying while the catalog is away.
-const PATIENCE: Duration = Duration::from_secs(10);
-
-/// The bounds of the time between two tries.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
-
-/// The longest wait in one question.
-const WAIT: Duration = Duration::from_secs(25);
 
 /// Documents of a catalog elsewhere. It connects when it is first used, and again whenever that is needed.
 pub struct Served {
@@ -66,7 +56,10 @@ impl Served {
             return Err(Error::BadArgument(why));
         }
         let way = self.way.clone();
-        self.background.run(async move { way.ask(body, longer).await })
+        self.background.run(async move {
+            let ask = || way.ask(&body, longer);
+            insist(&way.address, way.patience, !longer.is_zero(), ask).await
+        })
     }
 
     fn unexpected(&self) -> Error {
@@ -92,14 +85,8 @@ impl Names for Served {
         let put = change.puts.iter().map(|put| &put.key);
         let relied_on = change.relies_on.iter().map(|(key, _)| key);
         removed.chain(put).chain(relied_on).try_for_each(|key| check_key(key))?;
-        // A heartbeat may well be heard twice.
-        let is_beat = change.relaxed && change.relies_on.is_empty();
-        let token = match is_beat {
-            true => None,
-            false => Some(sys::random().map_err(|error| {
-                unavailable(&self.way.address, &format!("no random numbers: {error}"))
-            })?),
-        };
+        let token = new_token(change)
+            .map_err(|error| unavailable(&self.way.address, &format!("no random: {error}")))?;
         match self.ask(&Request::Commit(token, change.clone()), Duration::ZERO)? {
             Answer::Committed(carried_out) => Ok(carried_out),
             _ => Err(self.unexpected()),
@@ -117,36 +104,8 @@ impl Names for Served {
 }
 
 impl Way {
-    /// Asks, again and again as long as the catalog is away, within a time. An answer may take `longer` than
-    /// usual.
-    async fn ask(&self, body: (u16, Vec<u8>), longer: Duration) -> Result<Answer> {
-        // Who waits for long has patience from the first trouble on.
-        let mut end = longer.is_zero().then(|| Instant::now() + self.patience);
-        let mut pause = PAUSE.0;
-        loop {
-            let asked = self.try_ask(&body, longer);
-            let asked = match end.filter(|_| longer.is_zero()) {
-                None => asked.await,
-                Some(end) => timeout_at(end, asked).await.unwrap_or_else(|_| Err(Trouble::late())),
-            };
-            let reason = match asked {
-                Ok(answer) => return Ok(answer),
-                Err(Trouble::Lasting(kind, reason)) => {
-                    return Err(Error::Catalog { address: self.address.clone(), kind, reason });
-                }
-                Err(Trouble::Passing(reason)) => reason,
-            };
-            let end = *end.get_or_insert(Instant::now() + self.patience);
-            if Instant::now() + pause >= end {
-                return Err(unavailable(&self.address, &format!("it is away: {reason}")));
-            }
-            sleep(pause).await;
-            pause = (pause * 2).min(PAUSE.1);
-        }
-    }
-
     /// Asks once. A third of the time is for each try, so that a connection which leads nowhere is tried anew.
-    async fn try_ask(&self, body: &(u16, Vec<u8>), longer: Duration) -> Result<Answer, Trouble> {
+    async fn ask(&self, body: &(u16, Vec<u8>), longer: Duration) -> Result<Answer, Trouble> {
         let connection = match timeout(self.patience / 3, self.connection()).await {
             Ok(connection) => connection?,
             Err(_) => return Err(Trouble::Passing("it cannot be reached in time".into())),

@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
+use super::super::background::Trouble;
 use super::wire::{Answer, MAX_ANSWER, OLDEST, Request, VERSION};
 use crate::cluster::frames::{PROGRESS, read_body, read_header_within, write};
 use crate::cluster::identity::{Reader, Role, Security, Writer};
@@ -24,21 +25,6 @@ const GREETING: Duration = Duration::from_secs(10);
 
 /// Requests that wait to be sent.
 const QUEUE: usize = 16;
-
-/// Why there is no answer.
-#[derive(Debug)]
-pub(super) enum Trouble {
-    /// It may pass.
-    Passing(String),
-    /// To try again does not help.
-    Lasting(ErrorKind, String),
-}
-
-impl Trouble {
-    pub(super) fn late() -> Trouble {
-        Trouble::Passing("it does not answer in time".into())
-    }
-}
 
 impl From<io::Error> for Trouble {
     fn from(error: io::Error) -> Trouble {

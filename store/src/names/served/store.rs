@@ -14,7 +14,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::super::Embedded;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::CatalogId;
 use crate::sys;
 
@@ -78,8 +78,9 @@ fn lock(directory: &Path) -> Result<File> {
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(fs::TryLockError::WouldBlock) => {
-            let reason = "is served by another process; stop that one, or name another directory";
-            Err(Error::BadArgument(format!("{} {reason}", directory.display())))
+            let reason = "another process serves it; stop that one, or name another directory";
+            let (address, kind) = (directory.display().to_string(), ErrorKind::Conflict);
+            Err(Error::Catalog { address, kind, reason: reason.into() })
         }
         Err(fs::TryLockError::Error(error)) => Err(failed(error)),
     }

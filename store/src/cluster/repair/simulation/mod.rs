@@ -10,6 +10,7 @@
 //! that repair does makes it weaker, not even for a moment, and as long as no more are lost than its
 //! redundancy survives, it can be read. When everything has come to rest, all is at its place and nowhere else.
 
+mod memory;
 mod repairing;
 mod world;
 

@@ -113,20 +113,25 @@ impl Repairing {
 
     fn check_plan(&self, world: &World, number: usize, planned: &Plan) {
         let blob = &world.blobs[&number];
+        // What is said about its safety is true.
+        let reachable = world.holdings(number, |peer| peer.answers);
+        assert_eq!(planned.survives >= 0, is_enough(&reachable), "blob {number}");
         // Who is down moves nothing that would not be moved if it were up.
         let has_all_answers = world
             .peers
             .iter()
             .all(|peer| peer.answers || !matches!(peer.node.state, State::Draining));
+        if world.peers.iter().all(|peer| peer.node.state != State::Down) {
+            return;
+        }
         let up = with(world, State::Down, State::Up);
         let all = world.holdings(number, |peer| peer.node.state != State::Lost);
         let at_rest = plan(&blob.id, blob.wanted, &up, &all).steps.is_empty();
-        if at_rest && has_all_answers {
+        // Of two encodings another one may be the better one meanwhile.
+        let is_one = all.iter().all(|one| one.encoding == all[0].encoding);
+        if at_rest && has_all_answers && is_one {
             assert_eq!(planned.steps, [], "blob {number} is moved because a peer is down");
         }
-        // What is said about its safety is true.
-        let reachable = world.holdings(number, |peer| peer.answers);
-        assert_eq!(planned.survives >= 0, is_enough(&reachable), "blob {number}");
     }
 
     /// Makes the mistake that was asked for.
@@ -193,13 +198,8 @@ impl Repairing {
                 found
             }
             Step::Drop { .. } if self.plant == Some(Plant::LostIsUp) => true,
-            Step::Drop { encoding, index, kept_by: Some(keeper), .. } => {
-                has(keeper, encoding, *index)
-            }
-            Step::Drop { encoding, kept_by: None, .. } => {
-                let mut others = answering;
-                others.retain(|one| one.encoding != *encoding);
-                is_enough(&others)
+            Step::Drop { kept, .. } => {
+                kept.iter().all(|one| has(&one.peer, &one.encoding, one.index))
             }
             Step::Encode { .. } => unreachable!("all encodings here are as they are wanted"),
         }

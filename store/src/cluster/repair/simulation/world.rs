@@ -340,6 +340,7 @@ impl World {
                 data,
                 parity,
                 index: *index,
+                len: 1,
             })
         })
         .collect()

@@ -1,0 +1,82 @@
+//! `clients`: eight clients that persist at once, beside one.
+
+use std::thread;
+
+use anyhow::{Context, Result, anyhow};
+use cairn_store::cluster::{Keep, Redundancy};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::args::Args;
+use crate::cluster::Bed;
+use crate::cluster::data::Data;
+use crate::cluster::persist::persist;
+use crate::report::bars::Bar;
+use crate::report::{Report, table::Table};
+use crate::site::Site;
+use crate::stats::median;
+
+const MIB: f64 = (1 << 20) as f64;
+const CLIENTS: usize = 8;
+const REDUNDANCY: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
+
+#[derive(Clone, Debug, Serialize)]
+struct Figure {
+    /// MiB in a second, together.
+    rate: f64,
+    /// The slowest client's share of what would be fair.
+    least: f64,
+}
+
+pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
+    let mut data = Data::new(if args.quick { 256 << 20 } else { 1 << 30 });
+    let mut rounds: [Vec<Figure>; 2] = Default::default();
+    let mut turn = 0;
+    for round in 0..args.rounds() {
+        for (clients, figures) in [1, CLIENTS].into_iter().zip(&mut rounds) {
+            eprintln!("round {}: {clients} clients", round + 1);
+            turn += 1;
+            data.turn(turn);
+            let figure = measure(site, &data, clients)?;
+            eprintln!("  {:.0} MiB/s, the least {:.2}", figure.rate, figure.least);
+            figures.push(figure);
+        }
+    }
+    let [one, many] = rounds.each_ref().map(|figures| median(figures.iter().map(|one| one.rate)));
+    let least = median(rounds[1].iter().map(|one| one.least));
+    let mut table = Table::new("rs=4+4, chunks of 256 KiB", &["clients", "MiB/s", "least of fair"]);
+    table.row(["1".into(), format!("{one:.0}"), "-".into()]);
+    table.row([CLIENTS.to_string(), format!("{many:.0}"), format!("{least:.2} x")]);
+    let bars = vec![
+        Bar::at_least("eight clients of one, rate together", many / one, 0.9),
+        Bar::at_least("the slowest client of its fair share", least, 0.5),
+    ];
+    let data = json!({ "rounds": rounds });
+    Ok(Report { tables: vec![table], bars, data, charts: Vec::new() })
+}
+
+fn measure(site: &Site, data: &Data, clients: usize) -> Result<Figure> {
+    let bed = Bed::start(site, None, false)?;
+    let keep: Keep = REDUNDANCY.into();
+    let handles = (0..clients).map(|_| bed.client()).collect::<Result<Vec<_>>>()?;
+    let seconds: Vec<f64> = thread::scope(|scope| {
+        let running: Vec<_> = handles
+            .iter()
+            .zip(data.parts(clients))
+            .map(|(client, part)| scope.spawn(move || persist(client, part, &keep)))
+            .collect();
+        let join = |one: thread::ScopedJoinHandle<'_, Result<f64>>| {
+            one.join().map_err(|_| anyhow!("a client has panicked")).and_then(|result| result)
+        };
+        running.into_iter().map(join).collect::<Result<_>>()
+    })
+    .with_context(|| format!("{clients} clients"))?;
+    // All have the same to do: the last one's time is that of all.
+    let longest = seconds.iter().copied().fold(0.0, f64::max);
+    let rate = data.bytes().len() as f64 / MIB / longest;
+    // What the slowest one got, of the mean of what all got.
+    let rates: Vec<f64> = seconds.iter().map(|seconds| 1.0 / seconds).collect();
+    let mean = rates.iter().sum::<f64>() / rates.len() as f64;
+    let least = rates.iter().copied().fold(f64::MAX, f64::min) / mean;
+    Ok(Figure { rate, least })
+}

@@ -1,0 +1,87 @@
+//! Peers as processes, and clients that persist to them.
+
+pub(crate) mod copy;
+pub(crate) mod data;
+pub(crate) mod link;
+pub(crate) mod persist;
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use cairn_store::cluster::identity::{Role, Security};
+use cairn_store::cluster::{Cluster, ClusterBlobs, Connection};
+
+use crate::proc;
+use crate::server::peer::Peer;
+use crate::site::{Area, Site};
+use link::Link;
+
+/// Peers of each measurement.
+pub(crate) const PEERS: usize = 8;
+
+/// Eight empty peers.
+pub(crate) struct Bed {
+    peers: Vec<Peer>,
+    security: Security,
+    // After the servers.
+    _area: Area,
+}
+
+impl Bed {
+    /// On loopback, or behind a link; with TLS or without.
+    pub(crate) fn start(site: &Site, link: Option<&Link>, tls: bool) -> Result<Bed> {
+        let area = site.area()?;
+        let keys = area.path("keys");
+        let keys = tls.then_some(&*keys);
+        if let Some(keys) = keys {
+            make_keys(site, keys)?;
+        }
+        let at = link.map_or((None, "127.0.0.1"), |link| (Some(link.namespace()), link::FAR));
+        let peers = (0..PEERS).map(|number| Peer::start(site, &area, number, at, keys));
+        let peers = peers.collect::<Result<_>>()?;
+        let security = match keys {
+            Some(keys) => Security::load(keys, Role::Client).context("read the client's keys")?,
+            None => Security::INSECURE,
+        };
+        Ok(Bed { peers, security, _area: area })
+    }
+
+    /// A client of its own connections.
+    pub(crate) fn client(&self) -> Result<ClusterBlobs> {
+        let members = self.peers.iter().map(|peer| peer.member.clone()).collect();
+        let cluster = Cluster::new(members, self.security.clone());
+        ClusterBlobs::new(cluster).context("start a client")
+    }
+
+    /// CPU time of this process and all peers.
+    pub(crate) fn cpu_time(&self) -> Result<(Duration, Duration)> {
+        let peers: Result<Vec<_>> =
+            self.peers.iter().map(|peer| proc::cpu_time(peer.pid())).collect();
+        Ok((proc::cpu_time(std::process::id())?, peers?.iter().sum()))
+    }
+
+    /// Bytes of blocks that the peers hold.
+    pub(crate) fn used(&self, client: &ClusterBlobs) -> Result<u64> {
+        let mut used = 0;
+        for peer in &self.peers {
+            let usage = async {
+                Connection::open(&peer.member.address, &self.security).await?.usage().await
+            };
+            used += client.runtime().block_on(usage).context("ask a peer")?.used;
+        }
+        Ok(used)
+    }
+}
+
+fn make_keys(site: &Site, directory: &Path) -> Result<()> {
+    let made = std::process::Command::new(&site.cairn)
+        .args(["keys", "init"])
+        .arg(directory)
+        .output()
+        .context("start cairn")?;
+    match made.status.success() {
+        true => Ok(()),
+        false => bail!("cairn keys failed: {}", String::from_utf8_lossy(&made.stderr)),
+    }
+}

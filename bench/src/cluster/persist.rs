@@ -1,0 +1,23 @@
+//! A client that persists what it has in memory: named, put, and flushed.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use cairn_store::cluster::{ClusterBlobs, Keep};
+use cairn_store::{BlobId, Blobs};
+
+use super::data::CHUNK;
+
+/// Chunks that are put with one call.
+const GROUP: usize = 8;
+
+/// Persists chunks, and returns how many seconds it took until they were durable.
+pub(crate) fn persist(client: &ClusterBlobs, bytes: &[u8], keep: &Keep) -> Result<f64> {
+    let begin = Instant::now();
+    for group in bytes.chunks(GROUP * CHUNK) {
+        let blobs: Vec<_> = group.chunks(CHUNK).map(|chunk| (BlobId::of(chunk), chunk)).collect();
+        client.put(&blobs, keep).context("put chunks")?;
+    }
+    client.flush().context("flush")?;
+    Ok(begin.elapsed().as_secs_f64())
+}

@@ -1,0 +1,43 @@
+//! A cluster of real processes after losses: what is repaired survives the next ones.
+
+use crate::lab::{Lab, random, wait_until};
+
+const MIB: usize = 1 << 20;
+const PEERS: usize = 10;
+
+/// `CAIRN_SEED` repeats the choice of those that are killed.
+#[test]
+fn after_two_lost_peers_and_a_repair_any_four_others_may_die() {
+    let seed = std::env::var("CAIRN_SEED").ok().map(|text| text.parse().expect("a number"));
+    let seed: u64 = seed.unwrap_or_else(|| std::process::id().into());
+    println!("CAIRN_SEED={seed}");
+    let mut draws = random(seed, 1000).into_iter();
+    // So many of these, in any order.
+    let mut choose = |from: &[usize], count: usize| -> Vec<usize> {
+        let mut left = from.to_vec();
+        let mut draw = || usize::from(draws.next().expect("there are enough"));
+        (0..count).map(|_| left.remove(draw() % left.len())).collect()
+    };
+    let mut lab = Lab::new(PEERS);
+    let disk = lab.random_disk("disk.raw", seed, 12 * MIB + 4096);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=4+4"]);
+    let all: Vec<usize> = (0..PEERS).collect();
+    let lost = choose(&all, 2);
+    for at in &lost {
+        let id = lab.peers[*at].as_ref().expect("it runs").id.clone();
+        lab.kill(*at);
+        lab.ok(&["peers", "lose", &id]);
+    }
+    // The catalog repairs, too: one at a time does.
+    wait_until("all is repaired", || lab.run(&["repair"]).code == 0);
+    let told = lab.json(&["peers"]);
+    assert_eq!((&told["repair"]["under"], &told["repair"]["survives"]), (&0.into(), &4.into()));
+    let rest: Vec<usize> = all.into_iter().filter(|at| !lost.contains(at)).collect();
+    for _ in 0..2 {
+        let dead = choose(&rest, 4);
+        dead.iter().for_each(|at| lab.kill(*at));
+        lab.assert_exports("vm@1", &disk);
+        dead.iter().for_each(|at| lab.start_peer(*at, &[]));
+        lab.wait_for_peers(PEERS - 2);
+    }
+}

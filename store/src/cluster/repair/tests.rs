@@ -1,0 +1,220 @@
+//! Repair of real peers, over sockets.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+
+use super::{Connected, How, Members, Node, Report, State, repair};
+use crate::cluster::identity::Security;
+use crate::cluster::tests::{Peer, content, keep, members, start};
+use crate::cluster::{Cluster, Member, MemberState, Redundancy};
+use crate::id::{BlobId, PeerId};
+
+const LEN: usize = 40_000;
+
+/// Blobs that are stored in a cluster.
+struct Stored {
+    redundancy: Redundancy,
+    blobs: Vec<(BlobId, Vec<u8>)>,
+}
+
+impl Stored {
+    async fn put(cluster: &Cluster, text: &str, count: u64) -> Stored {
+        let blobs: Vec<_> = (0..count).map(|number| content(number, LEN)).collect();
+        for (blob, content) in &blobs {
+            cluster.put(blob, content, &keep(text)).await.unwrap();
+        }
+        Stored { redundancy: text.parse().unwrap(), blobs }
+    }
+
+    fn feed(&self) -> mpsc::Receiver<(BlobId, Redundancy)> {
+        let (sender, receiver) = mpsc::channel(self.blobs.len());
+        for (blob, _) in &self.blobs {
+            sender.try_send((*blob, self.redundancy)).unwrap();
+        }
+        receiver
+    }
+
+    /// All of them are read back from these peers.
+    async fn check(&self, members: Vec<Member>) {
+        let cluster = Cluster::new(members, Security::INSECURE);
+        let mut buffer = vec![0; LEN];
+        for (blob, content) in &self.blobs {
+            let len = cluster.get(blob, &mut buffer).await.unwrap();
+            assert!(&buffer[..len] == content);
+        }
+    }
+
+    async fn repair(&self, members: &[Member], lost: &[PeerId]) -> Report {
+        self.repair_with(members, lost, How::default()).await
+    }
+
+    async fn repair_with(&self, members: &[Member], lost: &[PeerId], how: How) -> Report {
+        let nodes = members.iter().map(|member| {
+            let node = Node::from(member);
+            let state = if lost.contains(&member.id) { State::Lost } else { node.state };
+            Node { state, ..node }
+        });
+        let peers = Arc::new(Connected::new(members.to_vec(), Security::INSECURE));
+        repair(peers, Members::new(nodes), self.feed(), how, &|| true, &|_| ()).await
+    }
+}
+
+async fn fragments(peer: &Peer) -> u64 {
+    let connection = crate::cluster::Connection::open(&peer.address, &Security::INSECURE).await;
+    connection.unwrap().usage().await.unwrap().fragments
+}
+
+#[tokio::test]
+async fn what_two_lost_peers_held_is_made_again_and_any_four_others_may_go() {
+    for (text, spare) in [("rs=4+4", 4), ("replicas=3", 2)] {
+        let mut peers = start(10).await;
+        let all = members(&peers);
+        let cluster = Cluster::new(all.clone(), Security::INSECURE);
+        let stored = Stored::put(&cluster, text, 60).await;
+        let mut before = 0;
+        for peer in &peers[..2] {
+            before += fragments(peer).await;
+        }
+        for peer in &mut peers[..2] {
+            peer.stop().await;
+        }
+        let lost = [peers[0].id, peers[1].id];
+        let report = stored.repair(&all, &lost).await;
+        assert_eq!((report.blobs, report.left), (60, 0), "{report:?}");
+        assert_eq!(report.rebuilt + report.moved, before, "{report:?}");
+        assert_eq!(report.survives, Some(spare as i64), "{report:?}");
+        assert!(!report.is_incomplete() && report.dropped == 0, "{report:?}");
+        // There is nothing left to do.
+        let again = stored.repair(&all, &lost).await;
+        assert_eq!((again.under, again.bytes, again.survives), (0, 0, Some(spare as i64)));
+        for turn in 0..4 {
+            let live: Vec<Member> = (2..10)
+                .filter(|at| (at + turn * 3) % 8 >= spare)
+                .map(|at| all[at].clone())
+                .collect();
+            assert_eq!(live.len(), 8 - spare);
+            stored.check(live).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_peer_that_is_down_moves_nothing_and_is_told() {
+    let mut peers = start(9).await;
+    let all = members(&peers);
+    let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 20).await;
+    let held = fragments(&peers[3]).await;
+    peers[3].stop().await;
+    // Whether the catalog knows it or not.
+    let mut known = all.clone();
+    known[3].state = MemberState::Down;
+    for members in [all, known] {
+        let report = stored.repair(&members, &[]).await;
+        assert_eq!((report.rebuilt, report.moved, report.dropped), (0, 0, 0), "{report:?}");
+        assert_eq!((report.under, report.left, report.survives), (held, held, Some(1)));
+    }
+}
+
+#[tokio::test]
+async fn one_that_is_drained_ends_empty_and_one_that_joins_gets_its_share() {
+    let mut peers = start(6).await;
+    let all = members(&peers);
+    let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 40).await;
+    let held = fragments(&peers[2]).await;
+    let mut draining = all.clone();
+    draining[2].state = MemberState::Draining;
+    let report = stored.repair(&draining, &[]).await;
+    assert_eq!((report.moved, report.dropped, report.rebuilt), (held, held, 0), "{report:?}");
+    assert_eq!(fragments(&peers[2]).await, 0);
+    assert!(held > 0 && !report.is_incomplete());
+    // It takes part again, and another one, too.
+    peers.push(Peer::start(None).await);
+    let all = members(&peers);
+    let report = stored.repair(&all, &[]).await;
+    let new = fragments(&peers[2]).await + fragments(&peers[6]).await;
+    assert_eq!((report.moved, report.dropped, report.under), (new, new, 0), "{report:?}");
+    let mut total = 0;
+    for peer in &peers {
+        total += fragments(peer).await;
+    }
+    assert_eq!(total, 40 * 4);
+    stored.check(all).await;
+}
+
+#[tokio::test]
+async fn what_does_not_fit_goes_to_another() {
+    let mut peers = start(5).await;
+    peers.push(Peer::start(Some(100_000)).await);
+    let first = members(&peers[..5]);
+    let stored = Stored::put(&Cluster::new(first, Security::INSECURE), "replicas=3", 30).await;
+    let all = members(&peers);
+    let report = stored.repair(&all, &[]).await;
+    assert!(report.moved <= 4 && report.left == 0, "{report:?}");
+    peers[0].stop().await;
+    let report = stored.repair(&all, &[peers[0].id]).await;
+    assert_eq!((report.left, report.survives), (0, Some(2)), "{report:?}");
+    assert!(report.moved > 5, "{report:?}");
+}
+
+#[tokio::test]
+async fn a_blob_that_is_there_in_another_way_only_is_encoded() {
+    let peers = start(5).await;
+    let all = members(&peers);
+    let mut stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "none", 10).await;
+    stored.redundancy = "rs=2+2".parse().unwrap();
+    let report = stored.repair(&all, &[]).await;
+    assert_eq!((report.under, report.rebuilt, report.left), (10, 40, 0), "{report:?}");
+    // Even without the copies.
+    stored.check(members(&peers[1..])).await;
+}
+
+#[tokio::test]
+async fn it_stops_when_it_is_told_to_and_goes_not_faster() {
+    let mut peers = start(6).await;
+    let all = members(&peers);
+    let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 30).await;
+    peers[0].stop().await;
+    let (lost, rate) = ([peers[0].id], 2_000_000);
+    let nodes = || {
+        all.iter().map(|member| Node {
+            state: if member.id == lost[0] { State::Lost } else { State::Up },
+            ..Node::from(member)
+        })
+    };
+    let connected = || Arc::new(Connected::new(all.clone(), Security::INSECURE));
+    let told = AtomicU64::new(0);
+    let goes_on = || told.load(Ordering::SeqCst) == 0;
+    let progress = |_: &Report| {
+        told.fetch_add(1, Ordering::SeqCst);
+    };
+    let members = Members::new(nodes());
+    let report =
+        repair(connected(), members, stored.feed(), How::default(), &goes_on, &progress).await;
+    assert!(report.is_stopped && report.is_incomplete(), "{report:?}");
+    let begin = Instant::now();
+    let how = How { rate: Some(rate), memory: 1 };
+    let report = stored.repair_with(&all, &lost, how).await;
+    assert!(report.rebuilt > 5 && report.left == 0, "{report:?}");
+    let least = Duration::from_secs_f64(report.bytes as f64 / rate as f64 / 2.0);
+    assert!(begin.elapsed() > least, "{report:?} in {:?}", begin.elapsed());
+}
+
+#[tokio::test]
+async fn what_cannot_be_read_is_named() {
+    let mut peers = start(5).await;
+    let all = members(&peers);
+    let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "none", 60).await;
+    peers[0].stop().await;
+    let report = stored.repair(&all, &[peers[0].id]).await;
+    let gone: BTreeSet<BlobId> = report.unreadable.iter().copied().collect();
+    assert_eq!((report.survives, gone.len() as u64), (Some(-1), report.left), "{report:?}");
+    let cluster = Cluster::new(members(&peers[1..]), Security::INSECURE);
+    for (blob, _) in &stored.blobs {
+        let read = cluster.get(blob, &mut vec![0; LEN]).await;
+        assert_eq!(read.is_err(), gone.contains(blob));
+    }
+}
