@@ -6,13 +6,16 @@
 
 use std::collections::BTreeMap;
 use std::env;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use cairn_store::BlobId;
 use cairn_store::cluster::Redundancy;
 use cairn_store::cluster::fragment::{Fragment, encode};
 use cairn_store::cluster::peer::{FragmentId, PeerStore};
+use cairn_store::{BlobId, Error};
 use crash_images::{Draw, cut_the_power, leave_out_syncs, mark, record, recorded_root};
 
 const PEER: &str = "peer";
@@ -31,12 +34,24 @@ fn fragment(number: u64) -> Fragment {
     let content = [random(number / 2), random(1000 + number)].concat();
     let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
     let (description, blocks) = encode(&BlobId::of(&content), &content, code);
-    let block = blocks.get(0).to_vec();
-    Fragment { description, index: 0, block: block.into() }
+    let block = blocks.share(0);
+    Fragment { description, index: 0, block }
 }
 
+/// Opens the peer. A process that another test has just forked has its lock, too, until it becomes another program.
 fn open(root: &Path) -> PeerStore {
-    PeerStore::open(&root.join(PEER), None).unwrap()
+    let start = Instant::now();
+    loop {
+        match PeerStore::open(&root.join(PEER), None) {
+            Err(Error::Io { source, .. })
+                if source.kind() == ErrorKind::WouldBlock
+                    && start.elapsed() < Duration::from_secs(20) =>
+            {
+                thread::sleep(Duration::from_millis(1));
+            }
+            opened => return opened.unwrap(),
+        }
+    }
 }
 
 fn tell(word: &str, numbers: &[u64]) {

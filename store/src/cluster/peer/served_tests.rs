@@ -155,8 +155,8 @@ async fn who_does_not_speak_the_protocol_is_told_or_ignored() {
 fn large(number: u8) -> Fragment {
     let content = vec![number; 4 << 20];
     let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
-    let block = blocks.get(0).to_vec();
-    Fragment { description, index: 0, block: block.into() }
+    let block = blocks.share(0);
+    Fragment { description, index: 0, block }
 }
 
 /// A client that says hello and something more, and then nothing; it takes no answers.
