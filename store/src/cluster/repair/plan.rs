@@ -403,12 +403,19 @@ impl<'a> Work<'a> {
     /// Drops what is not where it is kept. Every fragment is kept by somebody.
     fn drop_surplus(&mut self) {
         let encoding = self.layout.encoding;
+        // What a peer has beside the fragment that it keeps makes up for any that turns out to be bad.
+        let has_one =
+            |at: &usize| self.layout.live.get(at).is_some_and(|has| has.count_ones() == 1);
+        let is_plain = self.places.iter().all(has_one);
         for (holder, has) in &self.layout.live {
             for index in bits(*has) {
                 let place = self.kept.iter().position(|kept| *kept == Some(index));
                 let keeper = self.places[place.expect("all are at their places")];
                 if keeper != *holder {
-                    let kept = vec![Place { peer: self.id(keeper), encoding, index }];
+                    let kept = match is_plain {
+                        true => vec![Place { peer: self.id(keeper), encoding, index }],
+                        false => self.all_kept(),
+                    };
                     let peer = self.id(*holder);
                     self.steps.push(Step::Drop { peer, encoding, index, kept });
                 }

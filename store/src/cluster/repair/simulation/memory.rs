@@ -368,6 +368,20 @@ async fn run_once(memory: &Arc<Memory>) -> Option<Report> {
     }
 }
 
+/// What was under way when the repair died comes to its end: the tasks of a process end with it.
+async fn bury(memory: &Memory) {
+    memory.world().left = Some(0);
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    // Others may have told of the same death.
+    tokio::select! {
+        biased;
+        () = memory.dead.notified() => {}
+        () = std::future::ready(()) => {}
+    }
+}
+
 async fn run(seed: u64, plant: bool) -> (Report, u64, u64) {
     let world = World::new(Rng(seed), plant);
     let memory = Arc::new(Memory { world: Mutex::new(world), dead: Notify::new() });
@@ -375,7 +389,7 @@ async fn run(seed: u64, plant: bool) -> (Report, u64, u64) {
     for _ in 0..REPAIRS {
         {
             let mut world = memory.world();
-            world.left = Some(20 + world.rng.below(200));
+            world.left = Some(20 + world.rng.below(80));
             world.most_come_back();
             world.count_anew();
             (0..world.rng.below(8)).for_each(|_| world.event());
@@ -387,7 +401,10 @@ async fn run(seed: u64, plant: bool) -> (Report, u64, u64) {
                 assert_eq!(report.blobs, BLOBS);
                 all.add(report);
             }
-            None => deaths += 1,
+            None => {
+                deaths += 1;
+                bury(&memory).await;
+            }
         }
     }
     memory.world().calm_down();
