@@ -38,9 +38,9 @@ const fn contender(
 }
 
 const ALL: [Contender; 7] = [
-    contender("replicas=4", "replicas=4", false, false),
-    contender("replicas=2", "replicas=2", false, false),
-    contender("rs=4+4", "rs=4+4", false, false),
+    contender("replicas=4, loopback", "replicas=4", false, false),
+    contender("replicas=2, loopback", "replicas=2", false, false),
+    contender("rs=4+4, loopback", "rs=4+4", false, false),
     contender("rs=4+4, TLS", "rs=4+4", false, true),
     contender("replicas=4, 1 Gbit/s", "replicas=4", true, false),
     contender("replicas=2, 1 Gbit/s", "replicas=2", true, false),

@@ -97,8 +97,10 @@ impl Index {
         &self,
         ids: impl IntoIterator<Item = &'a BlobId>,
     ) -> Result<Vec<Option<Slot>>> {
-        let reader = lock(&self.reader);
-        ids.into_iter().map(|id| find(&reader, id)).collect()
+        let mut reader = lock(&self.reader);
+        // One look for all of them.
+        let transaction = reader.transaction()?;
+        ids.into_iter().map(|id| find(&transaction, id)).collect()
     }
 
     /// Segments that have room, the oldest first.

@@ -37,6 +37,9 @@ const WINDOW: usize = 64 << 20;
 const ASKED: usize = 256;
 const QUESTIONS: usize = 4;
 
+/// Blobs that are cut by one thread, and then sent, together: a peer gets several of their blocks with one call.
+const TOGETHER: usize = 8;
+
 /// What went through, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -448,13 +451,19 @@ async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
     for (keep, blobs) in groups {
         let names: Vec<_> = blobs.iter().map(|(blob, ..)| *blob).collect();
         let known = shared.cluster.known(&names, &keep).await;
+        let mut unknown = Vec::new();
         for ((blob, content, one), is_known) in blobs.into_iter().zip(known) {
             if is_known {
                 shared.saved.fetch_add(content.len() as u64, Ordering::Relaxed);
                 one.end(Ok(()));
             } else {
-                tokio::spawn(store(shared.clone(), blob, keep, content, one));
+                unknown.push((blob, content, one));
             }
+        }
+        while !unknown.is_empty() {
+            let rest = unknown.split_off(unknown.len().min(TOGETHER));
+            tokio::spawn(cut_all(shared.clone(), keep, unknown));
+            unknown = rest;
         }
     }
 }
@@ -468,28 +477,38 @@ impl Content {
     }
 }
 
-/// Cuts a blob and sends it.
-async fn store(shared: Arc<Shared>, blob: BlobId, keep: Keep, content: Content, one: UnderWay) {
+/// Cuts blobs, and has each of them sent.
+async fn cut_all(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Content, UnderWay)>) {
+    let permit = shared.cutters.acquire().await;
+    let cutting = tokio::task::spawn_blocking(move || {
+        let cut = |(blob, content, one)| match content {
+            Content::Cut(whole) => (whole, one),
+            Content::Plain(plain) => (Arc::new(cut(Kind::Content, &blob, &plain, &keep)), one),
+        };
+        blobs.into_iter().map(cut).collect::<Vec<_>>()
+    });
+    // If it panics or is given up, so are they.
+    let Ok(all) = cutting.await else { return };
+    drop(permit);
+    for (whole, one) in all {
+        shared.change(one.number, |entry| entry.content = Content::Cut(whole.clone()));
+        tokio::spawn(store(shared.clone(), keep.redundancy, whole, one));
+    }
+}
+
+/// Sends a blob to its peers.
+async fn store(
+    shared: Arc<Shared>,
+    redundancy: Redundancy,
+    whole: Arc<(Description, Blocks)>,
+    one: UnderWay,
+) {
     let number = one.number;
-    let whole = match content {
-        Content::Cut(whole) => whole,
-        Content::Plain(plain) => {
-            let permit = shared.cutters.acquire().await;
-            let cut = tokio::task::spawn_blocking(move || {
-                Arc::new(cut(Kind::Content, &blob, &plain, &keep))
-            });
-            // If it panics or is given up, so is this.
-            let Ok(whole) = cut.await else { return };
-            drop(permit);
-            shared.change(number, |entry| entry.content = Content::Cut(whole.clone()));
-            whole
-        }
-    };
     let available = || {
         shared.change(number, |entry| entry.available = true);
         shared.changed.notify_all();
     };
-    let stored = shared.cluster.store(&whole.0, &whole.1, keep.redundancy, available).await;
+    let stored = shared.cluster.store(&whole.0, &whole.1, redundancy, available).await;
     drop(whole);
     if let Ok(stored) = &stored {
         shared.sent.fetch_add(stored.sent, Ordering::Relaxed);

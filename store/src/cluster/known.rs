@@ -7,12 +7,16 @@ use tokio::task::JoinSet;
 
 use super::client::Cluster;
 use super::connection::Connection;
+use super::members::Members;
 use super::peer::Held;
 use super::redundancy::{Keep, Redundancy};
 use crate::id::BlobId;
 
 /// Blobs in one question: the answer must fit into a message.
 const ASKED: usize = 1024;
+
+/// For each member, the places of the blobs that it is asked about.
+type Questions = BTreeMap<usize, Vec<usize>>;
 
 impl Cluster {
     /// For each blob, whether it is stored already with this redundancy. The peers that would get its fragments are
@@ -26,13 +30,36 @@ impl Cluster {
         if width == 0 || width > members.all.len() {
             return vec![false; blobs.len()];
         }
-        let mut questions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        for (number, blob) in blobs.iter().enumerate() {
-            let places = members.places(blob, width);
-            for place in (0..width).filter_map(|place| places.first(place)) {
-                questions.entry(places.member(place)).or_default().push(number);
-            }
+        let places: Vec<Vec<usize>> = blobs
+            .iter()
+            .map(|blob| {
+                let places = members.places(blob, width);
+                let live = (0..width).filter_map(|place| places.first(place));
+                live.map(|place| places.member(place)).collect()
+            })
+            .collect();
+        // Most blobs are unknown, and then one peer knows that as well as all of them.
+        let mut questions = Questions::new();
+        for (number, places) in places.iter().enumerate() {
+            places.iter().take(1).for_each(|at| questions.entry(*at).or_default().push(number));
         }
+        let first = self.held(&members, blobs, questions, false).await;
+        let mut questions = Questions::new();
+        for (number, places) in places.iter().enumerate().filter(|(n, _)| !first[*n].is_empty()) {
+            places.iter().for_each(|at| questions.entry(*at).or_default().push(number));
+        }
+        let held = self.held(&members, blobs, questions, true).await;
+        held.iter().map(|held| is_whole(held, keep.redundancy)).collect()
+    }
+
+    /// For each blob, which members hold what of it, as far as they are asked. With `renew` that is to stay.
+    async fn held(
+        &self,
+        members: &Arc<Members>,
+        blobs: &[BlobId],
+        questions: Questions,
+        renew: bool,
+    ) -> Vec<Vec<(usize, Held)>> {
         let mut asked = JoinSet::new();
         for (at, numbers) in questions {
             for numbers in numbers.chunks(ASKED) {
@@ -42,7 +69,7 @@ impl Cluster {
                 asked.spawn(async move {
                     let have = |connection: Arc<Connection>| {
                         let names = names.clone();
-                        async move { connection.have(&names, true).await }
+                        async move { connection.have(&names, renew).await }
                     };
                     (at, numbers, inner.ways.ask(&members.all[at], have).await)
                 });
@@ -62,7 +89,7 @@ impl Cluster {
                 Err(error) => tracing::warn!(%error, "a question ends without an answer"),
             }
         }
-        held.iter().map(|held| is_whole(held, keep.redundancy)).collect()
+        held
     }
 }
 

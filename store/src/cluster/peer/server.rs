@@ -47,6 +47,11 @@ const IDLE: Duration = Duration::from_secs(600);
 /// How long a client may take for its first words.
 const GREETING: Duration = Duration::from_secs(10);
 
+/// More fragments are waited for while some come within this time, so many times, and until there are so many.
+const GATHER: Duration = Duration::from_millis(5);
+const TIMES: usize = 8;
+const MANY: usize = 64;
+
 /// Bytes of fragments that are written together.
 const BATCH: usize = 8 << 20;
 
@@ -322,7 +327,12 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
 /// Stores what comes, until nobody is left who could send more.
 fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
     let mut next = waiting.blocking_recv();
+    let mut last = 0;
     while next.is_some() {
+        // To sync costs the same for one and for many. One that comes alone does not wait.
+        if last > 1 {
+            gather(&waiting);
+        }
         let mut group = Vec::new();
         let mut bytes = 0;
         while let Some(first) = next.take() {
@@ -342,6 +352,7 @@ fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
             }
         }
         let flushed = store.flush();
+        last = group.len();
         for (number, answers, memory) in group {
             let answer = match &flushed {
                 Ok(()) => Answer::Stored,
@@ -351,6 +362,22 @@ fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
             let _ = answers.send(Outgoing::new(number, answer, memory));
         }
         next = waiting.blocking_recv();
+    }
+}
+
+/// Waits for more while it comes.
+fn gather(waiting: &mpsc::UnboundedReceiver<Put>) {
+    let mut before = waiting.len();
+    for _ in 0..TIMES {
+        if before >= MANY {
+            return;
+        }
+        thread::sleep(GATHER);
+        let now = waiting.len();
+        if now == before {
+            return;
+        }
+        before = now;
     }
 }
 

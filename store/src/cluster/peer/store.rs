@@ -183,8 +183,9 @@ impl PeerStore {
         let mut results = Vec::with_capacity(fragments.len());
         let mut blocks = Vec::new();
         let mut staged = Vec::new();
-        for (at, fragment) in fragments.iter().enumerate() {
-            let result = self.admit(fragment, capacity, room(at));
+        let known = self.table.of_blobs(fragments.iter().map(|one| &one.description.blob))?;
+        for (at, (fragment, known)) in fragments.iter().zip(known).enumerate() {
+            let result = self.admit(fragment, &known, capacity, room(at));
             if let Ok((block, bytes)) = result {
                 blocks.push((block, &fragment.block[..]));
                 let known = (fragment.description.clone(), fragment.index);
@@ -214,6 +215,7 @@ impl PeerStore {
     fn admit(
         &self,
         fragment: &Fragment,
+        known: &[Known],
         capacity: u64,
         room: Option<&Room>,
     ) -> Result<(BlobId, u64)> {
@@ -224,7 +226,6 @@ impl PeerStore {
                 let reason = "it is not the block that its description names";
                 Error::corrupt(format!("a fragment of {}", description.blob), reason)
             })?;
-        let known = self.table.of_blob(&description.blob)?;
         if known.iter().any(|(other, at)| at == index && other == description) {
             return Ok((name, 0));
         }

@@ -74,6 +74,18 @@ impl Table {
         collect(query.query([blob.as_bytes()])?, known)
     }
 
+    /// The same for many blobs, with one look at the database.
+    pub(super) fn of_blobs<'a>(
+        &self,
+        blobs: impl Iterator<Item = &'a BlobId>,
+    ) -> Result<Vec<Vec<Known>>> {
+        let mut reader = lock(&self.reader);
+        let transaction = reader.transaction()?;
+        let mut query = transaction
+            .prepare_cached("SELECT description, number FROM fragments WHERE blob = ?")?;
+        blobs.map(|blob| collect(query.query([blob.as_bytes()])?, known)).collect()
+    }
+
     /// Makes fragments known, or renews their age. Returns how many were not known.
     pub(super) fn insert<'a>(&self, all: impl Iterator<Item = &'a Known>) -> Result<u64> {
         let mut writer = lock(&self.writer);
@@ -151,8 +163,9 @@ impl Table {
 
     /// What there is of each of these blobs, `room` fragments in all at most.
     pub(super) fn have(&self, blobs: &[BlobId], mut room: usize) -> Result<Vec<Vec<Held>>> {
-        let reader = lock(&self.reader);
-        let mut query = reader
+        let mut reader = lock(&self.reader);
+        let transaction = reader.transaction()?;
+        let mut query = transaction
             .prepare_cached("SELECT description, number, encoding FROM fragments WHERE blob = ?")?;
         let mut held = |blob: &BlobId| collect(query.query([blob.as_bytes()])?, held);
         blobs.iter().map(|blob| Ok(within(held(blob)?, &mut room))).collect()
