@@ -32,8 +32,7 @@ pub(crate) struct Args {
     pub(crate) scratch: Option<PathBuf>,
 
     /// Only measure what has this in its name: a workload of `disk`, a contender of `checkpoint` or
-    /// `redundancy`. For
-    /// work on one figure; bars that lack a contender are left out.
+    /// `redundancy`. For work on one figure; bars that lack a contender are left out.
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
 
@@ -54,6 +53,8 @@ pub(crate) enum Case {
     Redundancy,
     /// Eight clients that persist to peers at once, beside one.
     Clients,
+    /// Making again what a lost peer held, over a limited link.
+    Rebuild,
     /// All of them.
     All,
 }
@@ -66,15 +67,21 @@ impl Case {
             Case::Cost => "cost",
             Case::Redundancy => "redundancy",
             Case::Clients => "clients",
+            Case::Rebuild => "rebuild",
             Case::All => "all",
         }
     }
 
     pub(crate) fn each(&self) -> &[Case] {
         match self {
-            Case::All => {
-                &[Case::Disk, Case::Checkpoint, Case::Cost, Case::Redundancy, Case::Clients]
-            }
+            Case::All => &[
+                Case::Disk,
+                Case::Checkpoint,
+                Case::Cost,
+                Case::Redundancy,
+                Case::Clients,
+                Case::Rebuild,
+            ],
             one => std::slice::from_ref(one),
         }
     }

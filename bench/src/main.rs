@@ -6,6 +6,7 @@
 //!           cost ───────┤   io       a queue: of a vhost-user disk, or of a raw file
 //!           redundancy ─┤   load     what the guest does, and what it sees
 //!           clients ────┤   cluster  peers as processes, links, and what is persisted to them
+//!           rebuild ────┤
 //!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, bars
@@ -23,6 +24,7 @@ mod disk;
 mod io;
 mod load;
 mod proc;
+mod rebuild;
 mod redundancy;
 mod report;
 mod rng;
@@ -51,6 +53,7 @@ fn main() -> Result<()> {
             Case::Cost => cost::run(&site, &args)?,
             Case::Redundancy => redundancy::run(&site, &args)?,
             Case::Clients => clients::run(&site, &args)?,
+            Case::Rebuild => rebuild::run(&site, &args)?,
             Case::All => unreachable!("it is split into its cases"),
         };
         look_around()?;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use cairn_store::cluster::identity::{Role, Security};
-use cairn_store::cluster::{Cluster, ClusterBlobs, Connection};
+use cairn_store::cluster::{Cluster, ClusterBlobs, Connection, Member};
 
 use crate::proc;
 use crate::server::peer::Peer;
@@ -31,6 +31,16 @@ pub(crate) struct Bed {
 impl Bed {
     /// On loopback, or behind a link; with TLS or without.
     pub(crate) fn start(site: &Site, link: Option<&Link>, tls: bool) -> Result<Bed> {
+        Bed::with_peers(PEERS, site, link, tls)
+    }
+
+    /// The same with another number of peers.
+    pub(crate) fn with_peers(
+        count: usize,
+        site: &Site,
+        link: Option<&Link>,
+        tls: bool,
+    ) -> Result<Bed> {
         let area = site.area()?;
         let keys = area.path("keys");
         let keys = tls.then_some(&*keys);
@@ -38,7 +48,7 @@ impl Bed {
             make_keys(site, keys)?;
         }
         let at = link.map_or((None, "127.0.0.1"), |link| (Some(link.namespace()), link::FAR));
-        let peers = (0..PEERS).map(|number| Peer::start(site, &area, number, at, keys));
+        let peers = (0..count).map(|number| Peer::start(site, &area, number, at, keys));
         let peers = peers.collect::<Result<_>>()?;
         let security = match keys {
             Some(keys) => Security::load(keys, Role::Client).context("read the client's keys")?,
@@ -52,6 +62,17 @@ impl Bed {
         let members = self.peers.iter().map(|peer| peer.member.clone()).collect();
         let cluster = Cluster::new(members, self.security.clone());
         ClusterBlobs::new(cluster).context("start a client")
+    }
+
+    /// Kills a peer for good. Returns who it was, and those that are left.
+    pub(crate) fn lose(&mut self) -> (Member, Vec<Member>) {
+        let lost = self.peers.remove(0).member.clone();
+        (lost, self.peers.iter().map(|peer| peer.member.clone()).collect())
+    }
+
+    /// How connections are kept safe.
+    pub(crate) fn security(&self) -> &Security {
+        &self.security
     }
 
     /// CPU time of this process and all peers.

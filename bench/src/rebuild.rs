@@ -1,0 +1,122 @@
+//! `rebuild`: making again what a lost peer held. One process reads what is left and writes what was lost, over a
+//! limited link.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use cairn_store::BlobId;
+use cairn_store::cluster::repair::{
+    Connected, How, Members, Node, Report as Repaired, State, repair,
+};
+use cairn_store::cluster::{Keep, Redundancy};
+use serde::Serialize;
+use serde_json::json;
+use tokio::sync::mpsc;
+
+use crate::args::Args;
+use crate::cluster::data::{CHUNK, Data};
+use crate::cluster::link::{Link, RATE};
+use crate::cluster::persist::persist;
+use crate::cluster::{Bed, PEERS};
+use crate::report::bars::Bar;
+use crate::report::{Report, table::Table};
+use crate::site::Site;
+use crate::stats::median;
+
+const MIB: f64 = (1 << 20) as f64;
+
+/// How blobs were stored before the loss.
+const ALL: [&str; 2] = ["rs=4+4", "replicas=3"];
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Figure {
+    seconds: f64,
+    /// Bytes of fragments that were lost and made again.
+    rebuilt: f64,
+    /// Bytes that came over the link, and those that went.
+    received: f64,
+    sent: f64,
+}
+
+impl Figure {
+    fn rate(&self) -> f64 {
+        self.rebuilt / MIB / self.seconds
+    }
+
+    /// Of the direction with more to carry.
+    fn busy(&self) -> f64 {
+        self.received.max(self.sent) * 8.0 / self.seconds / RATE
+    }
+}
+
+pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
+    let mut data = Data::new(if args.quick { 64 << 20 } else { 256 << 20 });
+    let link = Link::new().context("make a limited link; that needs root, ip and tc")?;
+    let mut rounds: [Vec<Figure>; ALL.len()] = Default::default();
+    let mut turn = 0;
+    for round in 0..args.rounds() {
+        for (name, figures) in ALL.into_iter().zip(&mut rounds) {
+            eprintln!("round {}: {name}", round + 1);
+            turn += 1;
+            data.turn(turn);
+            let figure = measure(site, name, &data, &link).context(name)?;
+            eprintln!("  {:.0} MiB/s, the link {:.2} busy", figure.rate(), figure.busy());
+            figures.push(figure);
+        }
+    }
+    let head = ["stored as", "rebuilt MiB", "MiB/s", "received MiB", "sent MiB", "link busy"];
+    let mut table = Table::new("One of nine peers is lost; 1 Gbit/s both ways", &head);
+    let mut bars = Vec::new();
+    for (name, figures) in ALL.into_iter().zip(&rounds) {
+        let of = |value: fn(&Figure) -> f64| median(figures.iter().map(value));
+        table.row([
+            name.to_string(),
+            format!("{:.0}", of(|one| one.rebuilt / MIB)),
+            format!("{:.0}", of(Figure::rate)),
+            format!("{:.0}", of(|one| one.received / MIB)),
+            format!("{:.0}", of(|one| one.sent / MIB)),
+            format!("{:.1} %", 100.0 * of(Figure::busy)),
+        ]);
+        bars.push(Bar::at_least(&format!("{name}: the link is busy"), of(Figure::busy), 0.8));
+    }
+    let data = json!({ "rounds": rounds });
+    Ok(Report { tables: vec![table], bars, data, charts: Vec::new() })
+}
+
+fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> {
+    let mut bed = Bed::with_peers(PEERS + 1, site, Some(link), false)?;
+    let redundancy: Redundancy = name.parse()?;
+    let keep: Keep = redundancy.into();
+    let client = bed.client()?;
+    persist(&client, data.bytes(), &keep)?;
+    let (lost, left) = bed.lose();
+    let nodes = left.iter().map(Node::from);
+    let gone = Node { state: State::Lost, ..Node::from(&lost) };
+    let nodes = Members::new(nodes.chain([gone]));
+    let connected = Arc::new(Connected::new(left, bed.security().clone()));
+    let names: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
+    let (before, begin) = (link.traffic()?, Instant::now());
+    let repaired: Repaired = client.runtime().block_on(async {
+        let (give, blobs) = mpsc::channel(1024);
+        let feed = async move {
+            for name in names {
+                if give.send((name, redundancy)).await.is_err() {
+                    return;
+                }
+            }
+        };
+        let work = repair(connected, nodes, blobs, How::default(), &|| true, &|_| ());
+        tokio::join!(feed, work).1
+    });
+    let (seconds, after) = (begin.elapsed().as_secs_f64(), link.traffic()?);
+    let made = repaired.rebuilt + repaired.moved;
+    ensure!(!repaired.is_incomplete() && made > 0, "not repaired: {repaired:?}");
+    let block = CHUNK / redundancy.needed();
+    Ok(Figure {
+        seconds,
+        rebuilt: (made * block as u64) as f64,
+        received: (after.received - before.received) as f64,
+        sent: (after.sent - before.sent) as f64,
+    })
+}
