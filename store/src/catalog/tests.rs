@@ -106,16 +106,15 @@ fn a_snapshot_that_is_published_while_it_is_removed_as_pending_is_decided_upon_a
     // Its lease has expired, and it goes on.
     let expired = Change::default().remove(Wanted::Key(lease_key(&place.image)));
     assert!(place.names.commit(&expired).unwrap());
-    let (catalog, image) = (place.catalog.clone(), place.image.clone());
+    let catalog = place.catalog.clone();
     let meanwhile = move || {
         catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
-        // There is no other one with content.
-        catalog.remove_snapshot(&SnapshotRef::number(&image, 1)).unwrap();
     };
     let meanwhile = Mutex::new(Some(Box::new(meanwhile) as Meanwhile));
     let between = Catalog::new(Arc::new(Between { names: place.names.clone(), meanwhile }));
-    between.remove_snapshot(&SnapshotRef::number(&place.image, number)).map(drop).unwrap_err();
-    assert_eq!(place.state(number), Some(SnapshotState::Stable));
+    let (removed, _) = between.remove_snapshot(&SnapshotRef::number(&place.image, number)).unwrap();
+    assert_eq!(removed.state, SnapshotState::Stable, "as it was when it was removed");
+    assert_eq!(place.state(number), None);
 }
 
 #[test]
