@@ -57,7 +57,8 @@ impl Attachment {
         if self.holder.may_write() { self.repository.catalog().renew(&self.holder) } else { Ok(()) }
     }
 
-    /// Announces a snapshot. To announce one again that is still pending is fine.
+    /// Announces a snapshot. To announce one again that has not failed is fine: its publication may have been carried
+    /// out though nobody was told.
     pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
         self.repository.catalog().begin(&self.holder, new)

@@ -5,15 +5,16 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::runtime::Builder;
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
 use crate::catalog::now;
+use crate::cluster::Redundancy;
 use crate::cluster::identity::Security;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
 use crate::cluster::peer::FragmentId;
 use crate::cluster::repair::{Connected, How, Members, Node, Report, State, repair};
-use crate::cluster::{Connection, Redundancy};
+use crate::cluster::wire::MAX_DELETED;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::names::{Change, Names, Wanted};
@@ -28,8 +29,8 @@ const TERM: u32 = 60;
 const RENEWAL: Duration = Duration::from_secs(10);
 
 /// How old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
-/// to may be a part of a snapshot that is being stored.
-const GARBAGE_AGE: u32 = 3600;
+/// to may be a part of a snapshot that is being stored, and a large image takes hours.
+const GARBAGE_AGE: u32 = 24 * 3600;
 
 /// Blobs on their way to being looked at.
 const QUEUE: usize = 4096;
@@ -65,13 +66,20 @@ impl Repository {
         let available = self.catalog().available()?;
         let (peers, _) = membership::peers(names)?;
         let mut wanted = WantedBlobs::new();
-        let unread = self.references(|blob, redundancy| want(&mut wanted, blob, redundancy))?;
+        let unread = self.references(|blob, redundancy| {
+            // To read all nodes may take longer than a turn lasts. Whether it is lost is asked before anything is done.
+            turn.keep();
+            want(&mut wanted, blob, redundancy);
+        })?;
         let told = |report: &Report| progress(report.bytes);
         let report = run(&peers, security, &wanted, rate, &goes_on, &told)?;
         if unread == 0 && !report.is_incomplete() && report.waiting == 0 {
-            for (image, number) in available {
-                self.catalog().promote(&image, number)?;
+            for snapshot in available {
+                self.catalog().promote(&snapshot)?;
             }
+        }
+        if !report.is_stopped {
+            self.sweep_drained(&peers, security, &goes_on)?;
         }
         if !report.is_stopped {
             let unreadable = (report.unreadable.len() as u64).max(unread);
@@ -82,6 +90,47 @@ impl Repository {
         }
         Ok(report)
     }
+
+    /// Deletes what nothing refers to from peers that are drained: they would never become empty.
+    ///
+    /// What is referred to is asked again. What was published while the repair was at work is not garbage, however old
+    /// its blobs are by now. Nothing is deleted if anything that has to be known for this cannot be read.
+    fn sweep_drained(
+        &self,
+        peers: &[Peer],
+        security: &Security,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let drained: Vec<_> = peers.iter().filter(|peer| peer.health == Health::Draining).collect();
+        if drained.is_empty() {
+            return Ok(());
+        }
+        let mut wanted = HashSet::new();
+        let unread = self.references(|blob, _| {
+            goes_on();
+            wanted.insert(blob);
+        })?;
+        if unread > 0 {
+            tracing::warn!(
+                unread,
+                "garbage stays on peers that are drained: what is none is not known"
+            );
+            return Ok(());
+        }
+        let runtime = runtime()?;
+        for peer in drained {
+            let swept = runtime.block_on(sweep(peer, security, &wanted, goes_on));
+            if let Err(error) = swept {
+                tracing::warn!(peer = %peer.id, %error, "garbage stays on a peer that is drained");
+            }
+        }
+        Ok(())
+    }
+}
+
+fn runtime() -> Result<Runtime> {
+    let failed = |error| Error::io("starting", "a thread".as_ref(), error);
+    Builder::new_current_thread().enable_all().build().map_err(failed)
 }
 
 /// Once for each number of blocks; of copies, the greatest number that somebody wants.
@@ -118,9 +167,7 @@ fn run(
         full: false,
     });
     let nodes = Members::new(nodes);
-    let failed = |error| Error::io("starting", "a thread".as_ref(), error);
-    let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    runtime.block_on(async {
+    runtime()?.block_on(async {
         let connected = Arc::new(Connected::new(members, security.clone()));
         let (give, blobs) = mpsc::channel(QUEUE);
         let feed = async move {
@@ -131,25 +178,24 @@ fn run(
             }
         };
         let how = How { rate, ..How::default() };
-        let ((), report) = tokio::join!(feed, repair(connected, nodes, blobs, how, goes_on, progress));
-        if !report.is_stopped {
-            let wanted: HashSet<&BlobId> = wanted.keys().map(|(blob, ..)| blob).collect();
-            for peer in peers.iter().filter(|peer| peer.health == Health::Draining) {
-                if let Err(error) = sweep(peer, security, &wanted).await {
-                    tracing::warn!(peer = %peer.id, %error, "garbage stays on a peer that is drained");
-                }
-            }
-        }
+        let ((), report) =
+            tokio::join!(feed, repair(connected, nodes, blobs, how, goes_on, progress));
         Ok(report)
     })
 }
 
-/// Deletes what nothing refers to from a peer that is drained: it would never become empty.
-async fn sweep(peer: &Peer, security: &Security, wanted: &HashSet<&BlobId>) -> Result<()> {
-    let connection = Connection::open(&peer.address, security).await?;
+/// Deletes from a peer what is not wanted.
+async fn sweep(
+    peer: &Peer,
+    security: &Security,
+    wanted: &HashSet<BlobId>,
+    goes_on: &dyn Fn() -> bool,
+) -> Result<()> {
+    // As all repair does: within a time, and of nobody else who is at its address.
+    let connected = Connected::new(peer.member(), security.clone());
     let mut after = BlobId::from_bytes([0; 32]);
     loop {
-        let page = connection.list(&after).await?;
+        let page = connected.list(&peer.id, after).await?;
         let Some((last, _)) = page.last() else { return Ok(()) };
         after = *last;
         let garbage = page.iter().filter(|(blob, _)| !wanted.contains(blob));
@@ -160,8 +206,11 @@ async fn sweep(peer: &Peer, security: &Security, wanted: &HashSet<&BlobId>) -> R
                 index: held.index,
             })
             .collect();
-        for part in garbage.chunks(crate::cluster::wire::MAX_DELETED) {
-            connection.delete(part, GARBAGE_AGE).await?;
+        for part in garbage.chunks(MAX_DELETED) {
+            if !goes_on() {
+                return Ok(());
+            }
+            connected.delete_idle(&peer.id, part, GARBAGE_AGE).await?;
         }
     }
 }
@@ -171,13 +220,15 @@ struct Turn<'a> {
     names: &'a dyn Names,
     me: String,
     renewed: Cell<Instant>,
+    /// It could not be renewed, and is given up.
+    lost: Cell<bool>,
 }
 
 impl Turn<'_> {
     fn take(names: &dyn Names) -> Result<Turn<'_>> {
         let me = sys::random().map(PeerId::from_bytes);
         let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
-        let turn = Turn { names, me, renewed: Cell::new(Instant::now()) };
+        let turn = Turn { names, me, renewed: Cell::new(Instant::now()), lost: Cell::new(false) };
         match turn.renew()? {
             true => Ok(turn),
             false => Err(Error::RepairRuns),
@@ -199,7 +250,10 @@ impl Turn<'_> {
 
     /// Keeps it. Returns whether that was possible.
     fn keep(&self) -> bool {
-        self.renewed.get().elapsed() < RENEWAL || self.renew().unwrap_or(false)
+        if !self.lost.get() && self.renewed.get().elapsed() >= RENEWAL {
+            self.lost.set(!self.renew().unwrap_or(false));
+        }
+        !self.lost.get()
     }
 }
 

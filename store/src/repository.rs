@@ -181,8 +181,17 @@ impl Repository {
     }
 
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
+        // Before its record is stored: a catalog that is rebuilt must not take it for the image of this name.
+        self.inner.catalog.check_free(draft)?;
         let record = self.put_record(&draft.record())?;
-        self.inner.catalog.insert(draft, record)
+        let inserted = self.inner.catalog.insert(draft, record);
+        // Somebody else was faster. If the catalog was away, it may be there.
+        if let Err(error) = &inserted
+            && matches!(error, Error::ImageExists { .. } | Error::NoSnapshot { .. })
+        {
+            self.put_record(&draft.removal())?;
+        }
+        inserted
     }
 
     /// The state of a snapshot whose content was flushed.

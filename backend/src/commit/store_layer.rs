@@ -51,6 +51,7 @@ pub(super) fn store_layer(
     abort: &Abort,
 ) -> Result<(), PersistError> {
     let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
+    put_again(device, source, needed, abort)?;
     let work = Work {
         device,
         source,
@@ -91,6 +92,30 @@ pub(super) fn store_layer(
         Some(chunk) => Err(PersistError::Incomplete(chunk)),
         None => Ok(()),
     }
+}
+
+/// Puts the chunks again that a process stored which is gone. It may have been content with less than their full
+/// redundancy, and what it had under way is gone with it: nobody else knows of that, and the snapshot would be
+/// called stable. Peers are asked first, and get only what they lack.
+fn put_again(
+    device: &Device,
+    source: &Layer,
+    needed: impl Fn(u64) -> bool,
+    abort: &Abort,
+) -> Result<(), PersistError> {
+    if device.repository.cluster().is_none() {
+        return Ok(());
+    }
+    let inherited = source.inherited().clone();
+    let mut content = vec![0; device.mirror.layout().chunk_size()];
+    for (_, id) in inherited.iter().filter(|(chunk, _)| needed(chunk.0)) {
+        abort.check()?;
+        device.repository.read_chunk(id, &mut content)?;
+        device.repository.put_chunks(&[(*id, &content)])?;
+    }
+    // They are on their way by now: whoever flushes waits for them.
+    source.inherited().clear();
+    Ok(())
 }
 
 /// A chunk on its way to being durable.

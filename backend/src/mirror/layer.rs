@@ -78,6 +78,8 @@ pub(crate) struct Layer {
     done: AtomicU64,
     /// Chunks whose blob is durable (`None`: the chunk is a hole).
     stored: Mutex<BTreeMap<ChunkIndex, Option<ChunkId>>>,
+    /// Those of them that a process stored which is gone, perhaps with less than their full redundancy.
+    inherited: Mutex<Vec<(ChunkIndex, ChunkId)>>,
 }
 
 impl Layer {
@@ -92,6 +94,7 @@ impl Layer {
             touched: (0..SHARDS).map(|_| Mutex::default()).collect(),
             done: AtomicU64::new(0),
             stored: Mutex::default(),
+            inherited: Mutex::default(),
         }
     }
 
@@ -133,6 +136,7 @@ impl Layer {
         for Record { chunk, what, .. } in own() {
             if let What::Stored(id) = what {
                 self.stored().insert(*chunk, *id);
+                self.inherited().extend(id.map(|id| (*chunk, id)));
                 self.finish(*chunk);
             }
         }
@@ -194,6 +198,12 @@ impl Layer {
     /// The durable chunks so far.
     pub(crate) fn stored(&self) -> MutexGuard<'_, BTreeMap<ChunkIndex, Option<ChunkId>>> {
         self.stored.lock().expect("no code panics with a layer locked")
+    }
+
+    /// The chunks that a process stored which is gone, until somebody has seen to it that they have their full
+    /// redundancy.
+    pub(crate) fn inherited(&self) -> MutexGuard<'_, Vec<(ChunkIndex, ChunkId)>> {
+        self.inherited.lock().expect("no code panics with a layer locked")
     }
 
     pub(crate) fn is_settled(&self) -> bool {
@@ -525,6 +535,13 @@ mod tests {
         let again = bench.recover();
         assert!(again.is_stored(CHUNK) && !again.guards(CHUNK));
         assert!(bench.shelf.take_at(0, 4096).is_some(), "the copy is not needed");
+        assert!(again.inherited().is_empty(), "a hole is nowhere");
+
+        let bench = Bench::new();
+        let id = ChunkId::of(b"stored");
+        bench.layer.store(&[(CHUNK, Some(id))]).unwrap();
+        assert!(bench.layer.inherited().is_empty(), "it is its own");
+        assert_eq!(*bench.recover().inherited(), [(CHUNK, id)]);
 
         let bench = Bench::new();
         bench.layer.set_failure("no room");

@@ -150,8 +150,8 @@ impl Catalog {
         })
     }
 
-    /// Announces a snapshot. Announcing one again that is still pending is fine: a writer that was
-    /// restarted cannot know how far it had come.
+    /// Announces a snapshot. Announcing one again is fine, even if it is published: a writer that was restarted, or
+    /// whose catalog was away, cannot know how far it had come. It may not have failed.
     pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<()> {
         let number = new.number;
         let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
@@ -167,8 +167,8 @@ impl Catalog {
             if let Some(known) = holder.find(view, number)? {
                 let known = holder.own(known, number)?;
                 return match known.state {
-                    SnapshotState::Pending => Ok((Change::default(), ())),
-                    _ => Err(holder.wrong_state(number, known)),
+                    SnapshotState::Failed => Err(holder.wrong_state(number, known)),
+                    _ => Ok((Change::default(), ())),
                 };
             }
             if label.as_ref().is_some_and(|label| view.version(label) != 0) {

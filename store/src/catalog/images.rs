@@ -39,6 +39,12 @@ pub(crate) struct Referrer {
     pub(crate) record: Option<BlobId>,
 }
 
+/// A snapshot as it was found available.
+pub(crate) struct Available {
+    key: String,
+    version: u64,
+}
+
 /// An image that is to be made.
 pub(crate) struct Draft {
     name: ImageName,
@@ -105,6 +111,11 @@ impl Draft {
     pub(crate) fn record(&self) -> Record {
         Record::new(&self.name, &self.image, FIRST, Some(self.snapshot.clone()))
     }
+
+    /// The record that it was not made.
+    pub(crate) fn removal(&self) -> Record {
+        Record::new(&self.name, &self.image, 0, None)
+    }
 }
 
 impl Catalog {
@@ -146,26 +157,31 @@ impl Catalog {
     }
 
     /// The snapshots that are published and do not have their full redundancy.
-    pub(crate) fn available(&self) -> Result<Vec<(ImageName, u64)>> {
+    pub(crate) fn available(&self) -> Result<Vec<Available>> {
         let view = self.read(&[IMAGES, SNAPSHOTS].map(Wanted::prefix))?;
         let mut found = Vec::new();
         for (name, _) in view.under::<ImageDocument>(IMAGES)? {
             let name: ImageName = name.parse()?;
             let all = snapshots(&view, &name)?.into_iter();
             let available = all.filter(|(_, one)| one.state == SnapshotState::Available);
-            found.extend(available.map(|(number, _)| (name.clone(), number)));
+            found.extend(available.map(|(number, _)| {
+                let key = snapshot_key(&name, number);
+                let version = view.version(&key);
+                Available { key, version }
+            }));
         }
         Ok(found)
     }
 
-    /// Makes a snapshot stable that is available. One that is gone is no more to be made anything.
-    pub(crate) fn promote(&self, image: &ImageName, number: u64) -> Result<()> {
-        let key = snapshot_key(image, number);
-        self.change(&[Wanted::key(&key)], |view| {
-            let change = match view.get::<SnapshotDocument>(&key)? {
-                Some(one) if one.state == SnapshotState::Available => {
+    /// Makes a snapshot stable that was found available. One that is gone or has changed since is left as it is: its
+    /// name may be another's by now.
+    pub(crate) fn promote(&self, available: &Available) -> Result<()> {
+        let Available { key, version } = available;
+        self.change(&[Wanted::key(key)], |view| {
+            let change = match view.get::<SnapshotDocument>(key)? {
+                Some(one) if view.version(key) == *version => {
                     let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
-                    Change::default().put(&key, &stable)
+                    Change::default().put(key, &stable)
                 }
                 _ => Change::default(),
             };
@@ -194,6 +210,15 @@ impl Catalog {
             _ => with_snapshots(&name.image),
         };
         resolve(&self.read(&wanted)?, name)
+    }
+
+    /// Fails if there is an image of the name that a draft has.
+    pub(crate) fn check_free(&self, draft: &Draft) -> Result<()> {
+        let key = image_key(&draft.name);
+        match self.read(&[Wanted::key(&key)])?.version(&key) {
+            0 => Ok(()),
+            _ => Err(Error::ImageExists { name: draft.name.to_string() }),
+        }
     }
 
     /// Adds an image that was drafted, with the name of its first snapshot's record. A clone relies on the
@@ -249,10 +274,13 @@ impl Catalog {
                 }
                 SnapshotState::Failed => {}
             }
+            let key = snapshot_key(&name.image, snapshot.number);
+            // A writer whose lease has expired may publish it just now.
+            let relies_on = vec![(key.clone(), view.version(&key))];
             // The image is written so that of two who remove the last two one begins again.
-            let change = Change::default()
+            let change = Change { relies_on, ..Change::default() }
                 .put(image_key(&name.image), &document)
-                .remove(Wanted::Key(snapshot_key(&name.image, snapshot.number)));
+                .remove(Wanted::Key(key));
             let label = snapshot.label.as_ref().filter(|_| snapshot.state != SnapshotState::Failed);
             let change = match label {
                 Some(label) => change.remove(Wanted::Key(label_key(&name.image, label))),

@@ -8,6 +8,8 @@ mod documents;
 mod images;
 mod mirrors;
 mod records;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::thread;

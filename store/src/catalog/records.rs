@@ -95,8 +95,9 @@ impl Catalog {
         images
             .sort_by_key(|records| std::cmp::Reverse(records.first().map(|one| one.image.created)));
         images.iter_mut().for_each(|records| {
-            // The newest of each number comes last, and of two of one second the one that removes.
-            records.sort_by_key(|one| (one.recorded, one.snapshot.is_none()));
+            // The newest of each number comes last. A removal counts whatever its time is: clocks of two hosts differ, and
+            // no number is used twice.
+            records.sort_by_key(|one| (one.snapshot.is_none(), one.recorded));
         });
         let mut taken = HashSet::new();
         for records in &images {
@@ -109,7 +110,8 @@ impl Catalog {
             if newest.contains_key(&0) || stored.is_empty() || !taken.insert(&last.image_name) {
                 continue;
             }
-            match self.restore(last, &stored)? {
+            let next = records.iter().map(|one| one.image.next_number).max().unwrap_or(0);
+            match self.restore(last, next, &stored)? {
                 true => {
                     rebuilt.images += 1;
                     rebuilt.snapshots += stored.len() as u64;
@@ -121,7 +123,12 @@ impl Catalog {
     }
 
     /// Makes an image again. Returns whether there was none of that name.
-    fn restore(&self, record: &Record, stored: &[(u64, SnapshotDocument)]) -> Result<bool> {
+    fn restore(
+        &self,
+        record: &Record,
+        next: u64,
+        stored: &[(u64, SnapshotDocument)],
+    ) -> Result<bool> {
         let name = &record.image_name;
         let key = image_key(name);
         if self.read(&[Wanted::key(&key)])?.version(&key) != 0 {
@@ -139,12 +146,66 @@ impl Catalog {
             self.names.commit(&change)?;
         }
         let last = stored.iter().map(|(number, _)| *number).max().unwrap_or(0);
-        let image = ImageDocument {
-            next_number: record.image.next_number.max(last + 1),
-            writer: None,
-            ..record.image.clone()
-        };
+        let image =
+            ImageDocument { next_number: next.max(last + 1), writer: None, ..record.image.clone() };
         let change = Change { relies_on: vec![(key.clone(), 0)], ..Change::default() };
         self.names.commit(&change.put(&key, &image))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tempfile::TempDir;
+
+    use super::super::{Draft, FirstSnapshot};
+    use super::{BlobId, Catalog, Keep, Record};
+    use crate::geometry::Geometry;
+    use crate::names::Embedded;
+    use crate::snapshot::{Consistency, SnapshotState};
+    use crate::tree::Root;
+
+    #[test]
+    fn what_was_removed_stays_so_and_no_number_comes_twice_whatever_the_clocks_say() {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("catalog.db");
+        Embedded::create(&path).unwrap();
+        let catalog = Catalog::new(Arc::new(Embedded::open(&path).unwrap()));
+        let first = FirstSnapshot {
+            root: Root(None),
+            state: SnapshotState::Stable,
+            consistency: Consistency::Crash,
+            dirty_bytes: 0,
+            stored_bytes: 0,
+        };
+        let geometry = Geometry::new(1 << 20, 65536).unwrap();
+        let name = "a".parse().unwrap();
+        let draft = Draft::new(&name, geometry, Keep::default(), &first).unwrap();
+        let of = |number: u64, recorded: u64, is_removal: bool, next_number: u64| {
+            let mut record = draft.record();
+            (record.number, record.recorded) = (number, recorded);
+            record.image.next_number = next_number;
+            record.snapshot = record.snapshot.filter(|_| !is_removal);
+            (BlobId::of(&record.to_bytes()), record)
+        };
+        let records: Vec<(BlobId, Record)> = vec![
+            of(1, 100, false, 2),
+            of(2, 200, false, 70),
+            // By a host whose clock is late.
+            of(2, 150, true, 70),
+            of(3, 300, false, 4),
+        ];
+        let rebuilt = catalog.rebuild(records).unwrap();
+        assert_eq!((rebuilt.images, rebuilt.snapshots), (1, 2));
+        let all = catalog.snapshots(&name).unwrap();
+        assert_eq!(all.iter().map(|one| one.number).collect::<Vec<_>>(), [1, 3]);
+        let owner = crate::snapshot::MirrorOwner::this_process(
+            crate::id::MirrorId::from_bytes([7; 16]),
+            "/m",
+        );
+        let mode = crate::snapshot::Mode::ReadWrite;
+        let (holder, ..) = catalog.attach(&owner.unwrap(), &all[0], mode).unwrap();
+        assert_eq!(catalog.reserve(&holder, 1).unwrap().start, 70);
     }
 }

@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -39,6 +40,9 @@ const QUESTIONS: usize = 4;
 
 /// Blobs that are cut by one thread, and then sent, together: a peer gets several of their blocks with one call.
 const TOGETHER: usize = 8;
+/// How long it is remembered what is stored. Then the peers are asked again, which renews its age: what nothing refers
+/// to is deleted when nobody has asked for it for longer.
+const MEMORY: Duration = Duration::from_secs(600);
 
 /// What went through, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -67,13 +71,21 @@ struct Shared {
     state: Mutex<State>,
     /// Something has left the window, or failed.
     changed: Condvar,
-    /// Blobs that are stored, as far as anybody remembers.
-    known: Mutex<Names<(BlobId, Redundancy)>>,
+    known: Mutex<Known>,
     /// As many cut and hash at a time.
     cutters: Semaphore,
     dirty: AtomicU64,
     sent: AtomicU64,
     saved: AtomicU64,
+}
+
+/// Blobs that are stored, as far as anybody remembers. All is forgotten when a peer goes away: some of
+/// them have less than their redundancy then.
+struct Known {
+    names: Names<(BlobId, Redundancy)>,
+    /// See [`Cluster::losses`].
+    losses: u64,
+    since: Instant,
 }
 
 #[derive(Default)]
@@ -94,6 +106,8 @@ struct Entry {
     bytes: usize,
     content: Content,
     status: Status,
+    /// See [`Cluster::losses`]: as it was when it was last sent.
+    losses: u64,
     /// Whether it could be read already if this host failed.
     available: bool,
 }
@@ -146,7 +160,7 @@ impl ClusterBlobs {
             limit,
             state: Mutex::default(),
             changed: Condvar::new(),
-            known: Mutex::default(),
+            known: Mutex::new(Known { names: Names::default(), losses: 0, since: Instant::now() }),
             cutters: Semaphore::new(processors),
             dirty: AtomicU64::new(0),
             sent: AtomicU64::new(0),
@@ -186,7 +200,7 @@ impl ClusterBlobs {
 
     /// Forgets which blobs are stored: after a garbage collection they may be gone.
     pub fn void_known(&self) {
-        self.shared.known().clear();
+        self.shared.known().names.clear();
     }
 
     /// Tries again what failed.
@@ -196,6 +210,7 @@ impl ClusterBlobs {
                 && matches!(entry.status, Status::Failed(_))
             {
                 entry.status = Status::UnderWay;
+                entry.losses = self.shared.cluster.losses();
                 self.send(*number);
             }
         }
@@ -287,7 +302,7 @@ impl Blobs for ClusterBlobs {
                 Redundancy::Replicas(_) => content.len(),
                 code => content.len().div_ceil(code.needed().max(1)) * code.width(),
             };
-            let is_known = self.shared.known().contains(&name);
+            let is_known = self.shared.known().names.contains(&name);
             let number = if is_known { None } else { self.reserve(name, bytes)? };
             let Some(number) = number else {
                 self.shared.saved.fetch_add(len, Ordering::Relaxed);
@@ -295,7 +310,8 @@ impl Blobs for ClusterBlobs {
             };
             let content = Content::Plain(Plain::new(content, keep.redundancy));
             let (blob, status, available) = (*blob, Status::UnderWay, false);
-            let entry = Entry { blob, keep, bytes, content, status, available };
+            let losses = self.shared.cluster.losses();
+            let entry = Entry { blob, keep, bytes, content, status, losses, available };
             {
                 let mut state = self.shared.state();
                 state.window.insert(number, Some(entry));
@@ -351,8 +367,13 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn known(&self) -> MutexGuard<'_, Names<(BlobId, Redundancy)>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known(&self) -> MutexGuard<'_, Known> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let losses = self.cluster.losses();
+        if known.losses != losses || known.since.elapsed() >= MEMORY {
+            *known = Known { names: Names::default(), losses, since: Instant::now() };
+        }
+        known
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
@@ -371,7 +392,11 @@ impl Shared {
                     if state.contents.get(&entry.blob) == Some(&number) {
                         state.contents.remove(&entry.blob);
                     }
-                    self.known().insert(name);
+                    // If a peer went away meanwhile, nobody knows whether it was one that has it.
+                    let mut known = self.known();
+                    if known.losses == entry.losses {
+                        known.names.insert(name);
+                    }
                 }
             }
             Err(reason) => {

@@ -10,21 +10,21 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
 use super::tests::{Peer, content, keep, members, start};
-use super::{Cluster, ClusterBlobs, Connection, Counters, identity::Security};
+use super::{Cluster, ClusterBlobs, Connection, Counters, MemberState, identity::Security};
 use crate::blobs::Blobs;
 use crate::error::{ErrorKind, Result};
 use crate::id::BlobId;
 
 /// Peers on a thread of their own.
-struct Site {
-    peers: Vec<Peer>,
+pub(super) struct Site {
+    pub(super) peers: Vec<Peer>,
     runtime: Handle,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
 impl Site {
-    fn new(peers: usize) -> Site {
+    pub(super) fn new(peers: usize) -> Site {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
@@ -41,20 +41,24 @@ impl Site {
         ClusterBlobs::new(self.cluster()).unwrap()
     }
 
-    fn stop(&mut self, peer: usize) {
+    pub(super) fn stop(&mut self, peer: usize) {
         self.runtime.block_on(self.peers[peer].stop());
     }
 
-    fn restart(&mut self, peer: usize) {
+    pub(super) fn restart(&mut self, peer: usize) {
         self.runtime.block_on(self.peers[peer].restart());
     }
 
     fn fragments(&self) -> u64 {
-        let usage = async |peer: &Peer| {
-            let connection = Connection::open(&peer.address, &Security::INSECURE).await.unwrap();
+        (0..self.peers.len()).map(|peer| self.fragments_of(peer)).sum()
+    }
+
+    pub(super) fn fragments_of(&self, peer: usize) -> u64 {
+        self.runtime.block_on(async {
+            let address = &self.peers[peer].address;
+            let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
             connection.usage().await.unwrap().fragments
-        };
-        self.peers.iter().map(|peer| self.runtime.block_on(usage(peer))).sum()
+        })
     }
 }
 
@@ -140,17 +144,39 @@ fn what_the_peers_have_is_not_sent() {
     second.flush().unwrap();
     assert_eq!(second.counters().sent, 3_000_000);
     assert_eq!(site.fragments(), 50 * 4 + 50 * 3);
-    // One that was lost is noticed by those who ask, and not by those who remember.
-    let mut all = members(&site.peers);
-    all.truncate(3);
-    second.cluster().set_members(all);
-    second.put(&group, &keep("replicas=3")).unwrap();
-    second.flush().unwrap();
-    assert_eq!(second.counters().sent, 3_000_000);
-    second.void_known();
-    second.put(&group, &keep("replicas=3")).unwrap();
-    second.flush().unwrap();
-    assert!(second.counters().sent > 3_000_000, "{:?}", second.counters());
+}
+
+#[test]
+fn what_is_remembered_is_forgotten_when_a_peer_goes_away() {
+    let site = Site::new(4);
+    let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
+    let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
+    let keep = keep("replicas=3");
+    let blobs = site.blobs();
+    let mut sent = 0;
+    let mut put = || {
+        blobs.put(&group, &keep).unwrap();
+        blobs.flush().unwrap();
+        let more = blobs.counters().sent - sent;
+        sent += more;
+        more
+    };
+    assert_eq!((put(), put()), (1_200_000, 0));
+    // It is down, or lost: what it had is sent to another one before anybody relies on it.
+    let mut down = members(&site.peers);
+    down[3].state = MemberState::Down;
+    blobs.cluster().set_members(down.clone());
+    assert!(put() > 0, "those that it had");
+    let have = async || {
+        blobs.cluster().known(&all.iter().map(|(blob, _)| *blob).collect::<Vec<_>>(), &keep).await
+    };
+    assert!(blobs.runtime().block_on(have()).into_iter().all(|is_known| is_known));
+    // One that comes back takes nothing away.
+    blobs.cluster().set_members(members(&site.peers));
+    assert_eq!(put(), 0);
+    down.truncate(3);
+    blobs.cluster().set_members(down);
+    assert_eq!(put(), 0, "the others have all by now");
 }
 
 #[test]

@@ -7,7 +7,8 @@
 //!
 //! A wrong block is counted, and when the blob was put together the right one is given to the peer that sent it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use super::collect::{Collected, Partial};
 use super::connection::Connection;
 use super::fragment::{Blocks, Description, Fragment, encode};
 use super::identity::Security;
-use super::members::{Member, Members, Places};
+use super::members::{Member, MemberState, Members, Places};
 use super::redundancy::{Keep, Redundancy};
 use super::ways::Ways;
 use crate::error::{Error, ErrorKind, Result};
@@ -79,6 +80,8 @@ pub(super) struct Inner {
     /// Answers of each peer that were wrong.
     suspects: Mutex<HashMap<PeerId, u64>>,
     mending: Arc<Semaphore>,
+    /// How often a peer was there and is not any more.
+    losses: AtomicU64,
 }
 
 /// Nothing is half changed when a thread panics with one of these locks held.
@@ -96,6 +99,7 @@ impl Cluster {
             needed: Mutex::default(),
             suspects: Mutex::default(),
             mending: Arc::new(Semaphore::new(MENDED)),
+            losses: AtomicU64::new(0),
         };
         Cluster { inner: Arc::new(inner) }
     }
@@ -105,7 +109,18 @@ impl Cluster {
         let members = Arc::new(Members::new(members));
         let mut current = self.inner.members.write().unwrap_or_else(PoisonError::into_inner);
         self.inner.ways.update(&current.all, &members.all);
+        let is_there = |member: &&Member| member.state != MemberState::Down;
+        let there: HashSet<PeerId> =
+            members.all.iter().filter(is_there).map(|one| one.id).collect();
+        if current.all.iter().filter(is_there).any(|one| !there.contains(&one.id)) {
+            self.inner.losses.fetch_add(1, Ordering::SeqCst);
+        }
         *current = members;
+    }
+
+    /// How often a peer was there and is not any more: what was stored before may have less than its redundancy.
+    pub(super) fn losses(&self) -> u64 {
+        self.inner.losses.load(Ordering::SeqCst)
     }
 
     /// The members.

@@ -38,6 +38,8 @@ mod records;
 mod redundancy;
 pub mod repair;
 #[cfg(test)]
+mod sweep_tests;
+#[cfg(test)]
 mod tests;
 mod ways;
 pub mod wire;

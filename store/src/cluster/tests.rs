@@ -58,6 +58,14 @@ impl Peer {
         }
     }
 
+    /// All that it has becomes older by so many seconds.
+    pub(super) fn age(&self, seconds: u32) {
+        let path = self.dir.path().join("fragments.db");
+        let database = rusqlite::Connection::open(path).unwrap();
+        database.busy_timeout(Duration::from_secs(10)).unwrap();
+        database.execute("UPDATE fragments SET touched = touched - ?", [seconds]).unwrap();
+    }
+
     pub(super) fn member(&self) -> Member {
         Member {
             id: self.id,

@@ -123,7 +123,10 @@ impl Ways {
                 Err(_) if begin.elapsed() < ANSWER && is_heard(&way) => {}
                 Err(_) => {
                     let reason = "it does not answer in time";
-                    if let Ok(mut state) = way.state.try_lock() {
+                    // Many are asked at once and fail together: that is one failure.
+                    if let Ok(mut state) = way.state.try_lock()
+                        && !matches!(*state, State::Away(..))
+                    {
                         *state = way.away(reason);
                     }
                     return Err(unavailable(member, reason));

@@ -267,9 +267,9 @@ impl<P: Peers> Shared<P> {
                 let holdings = entry.sift(holdings);
                 let plan = plan(&entry.blob, entry.wanted, &members, &holdings);
                 let is_over = round == ROUNDS || self.is_stopped();
-                if plan.steps.is_empty() || is_over {
+                if entry.is_idle(&plan) || is_over {
                     report.settle(&entry.blob, &plan);
-                    if let Some(reason) = entry.reason.filter(|_| !plan.steps.is_empty()) {
+                    if let Some(reason) = entry.reason.clone().filter(|_| !entry.is_idle(&plan)) {
                         report.fail(format!("blob {}: {reason}", entry.blob));
                     }
                     continue;

@@ -20,6 +20,10 @@ use super::report::Report;
 use crate::error::{Error, ErrorKind};
 use crate::id::{BlobId, PeerId};
 
+/// How long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
+/// more copies than any name wants so far relies on it, and a large image takes hours.
+const SURPLUS_AGE: u32 = 24 * 3600;
+
 /// A blob that is worked on.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
@@ -29,14 +33,28 @@ pub(super) struct Entry {
     pub(super) damaged: HashSet<Place>,
     /// Fragments that were read or stored in this repair.
     pub(super) good: HashSet<Place>,
+    /// Copies that were stored in this repair, and not dropped elsewhere since: nobody else relies on so many.
+    stored: usize,
+    /// Copies that stay as long as somebody may rely on them.
+    spared: HashSet<Place>,
     /// Why the last step failed.
     pub(super) reason: Option<String>,
 }
 
 impl Entry {
     pub(super) fn new(blob: BlobId, wanted: Redundancy) -> Entry {
-        let (damaged, good) = (HashSet::new(), HashSet::new());
-        Entry { blob, wanted, damaged, good, reason: None }
+        let (damaged, good, spared) = (HashSet::new(), HashSet::new(), HashSet::new());
+        Entry { blob, wanted, damaged, good, stored: 0, spared, reason: None }
+    }
+
+    /// Whether nothing of a plan can be done at this time.
+    pub(super) fn is_idle(&self, plan: &Plan) -> bool {
+        plan.steps.iter().all(|step| match *step {
+            Step::Drop { peer, encoding, index, .. } => {
+                self.spared.contains(&Place { peer, encoding, index })
+            }
+            _ => false,
+        })
     }
 
     /// Only what is not known to be damaged.
@@ -170,8 +188,10 @@ impl<'a, P: Peers> Mending<'a, P> {
     async fn put(&mut self, to: &PeerId, encoding: BlobId, fragment: Fragment) -> bool {
         let (len, index) = (fragment.block.len() as u64, fragment.index);
         self.shared.pace.take(len).await;
+        let is_copy = fragment.description.width() == 1;
         match self.shared.peers.put(*to, fragment).await {
             Ok(()) => {
+                self.entry.stored += usize::from(is_copy);
                 self.done.bytes += len;
                 let place = Place { peer: *to, encoding, index };
                 self.entry.good.insert(place);
@@ -187,10 +207,21 @@ impl<'a, P: Peers> Mending<'a, P> {
         }
     }
 
+    /// Deletes what is surplus. Of fragments all that are needed are kept. Of copies nobody knows how many a client
+    /// wants that has not published yet: so there are never less of them, unless they are old.
     async fn delete(&mut self, peer: &PeerId, encoding: BlobId, index: u8) {
         let fragment = FragmentId { blob: self.entry.blob, encoding, index };
-        match self.shared.peers.delete(*peer, fragment).await {
-            Ok(()) => self.done.dropped += 1,
+        let is_moved =
+            self.entry.stored > 0 || !matches!(self.entry.wanted, Redundancy::Replicas(_));
+        let idle = if is_moved { 0 } else { SURPLUS_AGE };
+        match self.shared.peers.delete(*peer, fragment, idle).await {
+            Ok(is_gone) => {
+                self.done.dropped += u64::from(is_gone || is_moved);
+                self.entry.stored = self.entry.stored.saturating_sub(1);
+                if !is_moved {
+                    self.entry.spared.insert(Place { peer: *peer, encoding, index });
+                }
+            }
             Err(error) => self.fail(peer, &error),
         }
     }

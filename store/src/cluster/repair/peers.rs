@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::super::connection::Connection;
 use super::super::fragment::Fragment;
 use super::super::identity::Security;
 use super::super::members::Member;
@@ -27,9 +28,14 @@ pub trait Peers: Send + Sync + 'static {
     /// Gives a peer a fragment. It is durable there when this returns.
     fn put(&self, peer: PeerId, fragment: Fragment) -> impl Future<Output = Result<()>> + Send;
 
-    /// Deletes a fragment.
-    fn delete(&self, peer: PeerId, fragment: FragmentId)
-    -> impl Future<Output = Result<()>> + Send;
+    /// Deletes a fragment, unless somebody has stored or asked for it (with renewal) within so many seconds. Returns
+    /// whether that gave space back.
+    fn delete(
+        &self,
+        peer: PeerId,
+        fragment: FragmentId,
+        idle: u32,
+    ) -> impl Future<Output = Result<bool>> + Send;
 }
 
 /// Peers over the network.
@@ -43,6 +49,24 @@ impl Connected {
     pub fn new(members: impl IntoIterator<Item = Member>, security: Security) -> Connected {
         let members = members.into_iter().map(|member| (member.id, member)).collect();
         Connected { ways: Ways::new(security), members }
+    }
+
+    /// The fragments of the first blobs behind this one: see [`Connection::list`].
+    pub(crate) async fn list(&self, peer: &PeerId, after: BlobId) -> Result<Vec<(BlobId, Held)>> {
+        let list = |connection: Arc<Connection>| async move { connection.list(&after).await };
+        self.ways.ask(self.member(peer)?, list).await
+    }
+
+    /// Deletes fragments that nobody has stored or asked for within so many seconds: see [`Connection::delete`].
+    pub(crate) async fn delete_idle(
+        &self,
+        peer: &PeerId,
+        fragments: &[FragmentId],
+        idle: u32,
+    ) -> Result<u64> {
+        let delete =
+            |connection: Arc<Connection>| async move { connection.delete(fragments, idle).await };
+        self.ways.ask(self.member(peer)?, delete).await
     }
 
     fn member(&self, peer: &PeerId) -> Result<&Member> {
@@ -67,18 +91,14 @@ impl Peers for Connected {
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
         let member = self.member(&peer)?;
-        let put = |connection: Arc<super::super::Connection>| {
+        let put = |connection: Arc<Connection>| {
             let fragment = fragment.clone();
             async move { connection.put(fragment).await }
         };
         self.ways.ask(member, put).await
     }
 
-    async fn delete(&self, peer: PeerId, fragment: FragmentId) -> Result<()> {
-        let member = self.member(&peer)?;
-        let delete = |connection: Arc<super::super::Connection>| async move {
-            connection.delete(&[fragment], 0).await.map(drop)
-        };
-        self.ways.ask(member, delete).await
+    async fn delete(&self, peer: PeerId, fragment: FragmentId, idle: u32) -> Result<bool> {
+        self.delete_idle(&peer, &[fragment], idle).await.map(|bytes| bytes > 0)
     }
 }

@@ -218,3 +218,42 @@ async fn what_cannot_be_read_is_named() {
         assert_eq!(read.is_err(), gone.contains(blob));
     }
 }
+
+#[tokio::test]
+async fn a_copy_that_somebody_may_rely_on_stays() {
+    let peers = start(5).await;
+    let all = members(&peers);
+    let cluster = Cluster::new(all.clone(), Security::INSECURE);
+    // A client stores with three copies what the names want two of so far.
+    let mut stored = Stored::put(&cluster, "replicas=3", 10).await;
+    stored.redundancy = "replicas=2".parse().unwrap();
+    let report = stored.repair(&all, &[]).await;
+    assert_eq!((report.dropped, report.left, report.under), (0, 0, 0), "{report:?}");
+    let blobs: Vec<BlobId> = stored.blobs.iter().map(|(blob, _)| *blob).collect();
+    let known = cluster.known(&blobs, &keep("replicas=3")).await;
+    assert!(known.into_iter().all(|is_known| is_known));
+    // When nobody has asked for so long, they go.
+    for peer in &peers {
+        peer.age(25 * 3600);
+    }
+    let report = stored.repair(&all, &[]).await;
+    assert_eq!((report.dropped, report.left, report.under), (10, 0, 0), "{report:?}");
+    assert!(!report.is_incomplete(), "{report:?}");
+}
+
+#[tokio::test]
+async fn copies_that_are_moved_are_not_kept_twice() {
+    let mut peers = start(4).await;
+    let cluster = Cluster::new(members(&peers), Security::INSECURE);
+    let stored = Stored::put(&cluster, "replicas=2", 30).await;
+    peers.push(Peer::start(None).await);
+    let report = stored.repair(&members(&peers), &[]).await;
+    let new = fragments(&peers[4]).await;
+    assert!(new > 0 && !report.is_incomplete(), "{report:?}");
+    assert_eq!((report.moved, report.dropped), (new, new), "{report:?}");
+    let mut total = 0;
+    for peer in &peers {
+        total += fragments(peer).await;
+    }
+    assert_eq!(total, 60);
+}

@@ -334,14 +334,14 @@ impl Peers for Memory {
         Ok(())
     }
 
-    async fn delete(&self, peer: PeerId, fragment: FragmentId) -> Result<()> {
+    async fn delete(&self, peer: PeerId, fragment: FragmentId, _idle: u32) -> Result<bool> {
         let mut world = self.turn(peer).await?;
         let key = (fragment.blob, fragment.encoding, fragment.index);
         let own = world.peers.get_mut(&peer).unwrap();
         own.fragments.remove(&key);
         own.bad.remove(&key);
         world.check();
-        Ok(())
+        Ok(true)
     }
 }
 
