@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:
-.PHONY: help build setup packages build-packages kernel vsock-device test lint unit-test vm-test demo soak bench fuzz deny \
+.PHONY: help build setup packages build-packages kernel vsock-device test lint unit-test vm-test demo demo-cluster soak bench fuzz deny \
         clean distclean FORCE
 
 CARGO     ?= cargo
@@ -23,7 +23,7 @@ VSOCK_VERSION := 0.3.0
 say = @echo "==> $(1)"
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 build: build-packages $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent, optimised (default)
 	$(call say,building the workspace with optimisation)
@@ -95,6 +95,9 @@ vm-test: setup ## Run the tests that boot guests
 
 demo: setup build ## Show a checkpoint and a restart, from import to the checked result
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo
+
+demo-cluster: setup build ## The same on eight peers with TLS, of which four are destroyed
+	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo cluster
 
 # SOAK_SECONDS is the length of each part. All but the first run with assertions, as in `make test`.
 soak: packages ## Write, checkpoint, kill, cut the power and verify for 40 minutes

@@ -152,11 +152,10 @@ pub(crate) enum Command {
     },
     /// Keep fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
     #[command(
-        after_help = "So far peers keep what they are given; no repository is made of them yet.\n\n\
-                            Examples:\n  cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
-                            --capacity 500G --keys /etc/cairn\n  \
-                            cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
-                            --keys /etc/cairn"
+        after_help = "Examples:\n  cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
+                            --keys /etc/cairn\n  \
+                            cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
+                            --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
     /// Make the keys of a cluster
@@ -165,7 +164,7 @@ pub(crate) enum Command {
     /// List the peers of a cluster, or empty or remove one
     #[command(
         args_conflicts_with_subcommands = true,
-        after_help = "SURVIVES tells how many more losses the worst blob survives, as of the last repair.\n\n\
+        after_help = "The last line tells how many more losses the worst blob survives, as of the last repair.\n\n\
                       Examples:\n  cairn --store cairn://10.0.0.1:7400 peers\n  cairn peers drain 3f8a\n  \
                       cairn peers lose 3f8a"
     )]

@@ -61,9 +61,8 @@ impl Backend {
         lab.remove(&socket)?;
         lab.remove(&control)?;
 
-        let mut arguments: Vec<String> = Vec::new();
+        let mut arguments = lab.store().arguments();
         let mut option = |name: &str, value: String| arguments.extend([format!("--{name}"), value]);
-        option("store", lab.store());
         option("image", disk.image.clone());
         option("mirror", mirror.display().to_string());
         option("live", lab.path("live").display().to_string());

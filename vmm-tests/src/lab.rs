@@ -10,22 +10,55 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
+use crate::cluster::Cluster;
 use crate::image;
 use crate::tools::Tools;
+
+/// A repository, as the programs take it.
+#[derive(Clone, Debug)]
+pub(crate) enum Store {
+    Directory(PathBuf),
+    Cluster { catalog: String, keys: PathBuf },
+}
+
+impl Store {
+    /// The options that name it.
+    pub(crate) fn arguments(&self) -> Vec<String> {
+        match self {
+            Store::Directory(path) => vec!["--store".into(), format!("dir:{}", path.display())],
+            Store::Cluster { catalog, keys } => vec![
+                "--store".into(),
+                format!("cairn://{catalog}"),
+                "--keys".into(),
+                keys.display().to_string(),
+            ],
+        }
+    }
+}
 
 /// A repository, and room for mirrors, sockets, images and logs.
 #[derive(Debug)]
 pub struct Lab {
     directory: TempDir,
     tools: Tools,
+    store: Store,
 }
 
 impl Lab {
-    /// A lab that is removed when it is dropped.
+    /// A lab with a repository in its directory. It is removed when it is dropped.
     pub fn new(name: &str) -> Result<Lab> {
         let tools = Tools::find()?;
         let directory = tempfile::Builder::new().prefix(&format!("cairn-{name}-")).tempdir()?;
-        Ok(Lab { directory, tools })
+        let store = Store::Directory(directory.path().join("repository"));
+        Ok(Lab { directory, tools, store })
+    }
+
+    /// A lab whose repository is on so many peers.
+    pub fn with_cluster(name: &str, peers: usize) -> Result<(Lab, Cluster)> {
+        let mut lab = Lab::new(name)?;
+        let cluster = Cluster::start(&lab, peers)?;
+        lab.store = cluster.store();
+        Ok((lab, cluster))
     }
 
     /// A file of this lab.
@@ -33,15 +66,15 @@ impl Lab {
         self.directory.path().join(name)
     }
 
-    /// The repository, as `--store` takes it.
-    pub fn store(&self) -> String {
-        format!("dir:{}", self.path("repository").display())
-    }
-
     /// Runs `cairn` on the lab's repository; it must succeed.
     pub fn cairn(&self, arguments: &[&str]) -> Result<String> {
+        self.cairn_at(&self.store, arguments)
+    }
+
+    /// The same on another repository.
+    pub(crate) fn cairn_at(&self, store: &Store, arguments: &[&str]) -> Result<String> {
         let output = Command::new(&self.tools.cairn)
-            .args(["--store", &self.store()])
+            .args(store.arguments())
             .args(arguments)
             .output()
             .with_context(|| format!("cannot start {}", self.tools.cairn.display()))?;
@@ -71,14 +104,14 @@ impl Lab {
         Ok(())
     }
 
-    /// Writes a snapshot to a raw file and returns its path.
+    /// Writes a snapshot to a raw file, whatever was there, and returns its path.
     pub fn export(&self, snapshot: &str) -> Result<PathBuf> {
         let file = self.path(&format!("{snapshot}.raw"));
-        self.cairn(&["export", snapshot, &file.display().to_string()])?;
+        self.cairn(&["export", "--force", snapshot, &file.display().to_string()])?;
         Ok(file)
     }
 
-    /// Bytes that the repository takes up on the host's disk.
+    /// Bytes that a repository in the lab's directory takes up on the host's disk.
     pub fn repository_bytes(&self) -> Result<u64> {
         disk_usage(&self.path("repository"))
     }
@@ -92,6 +125,10 @@ impl Lab {
     pub fn keep(mut self) -> PathBuf {
         self.directory.disable_cleanup(true);
         self.directory.path().to_path_buf()
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
     }
 
     pub(crate) fn tools(&self) -> &Tools {
@@ -117,6 +154,17 @@ impl Lab {
 /// Runs a test in a lab of its own, which is kept, logs and all, when the test fails.
 pub fn in_lab(name: &str, test: impl FnOnce(&Lab) -> Result<()>) {
     let lab = Lab::new(name).unwrap_or_else(|e| panic!("{e:#}"));
+    play(name, lab, test);
+}
+
+/// The same with a repository on so many peers.
+pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster) -> Result<()>) {
+    let made = Lab::with_cluster(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
+    let (lab, mut cluster) = made;
+    play(name, lab, |lab| test(lab, &mut cluster));
+}
+
+fn play(name: &str, lab: Lab, test: impl FnOnce(&Lab) -> Result<()>) {
     let outcome = panic::catch_unwind(AssertUnwindSafe(|| test(&lab)));
     if !matches!(outcome, Ok(Ok(()))) {
         eprintln!("{name}: logs, images and the repository are in {}", lab.keep().display());

@@ -3,6 +3,7 @@
 //! ```text
 //!  Lab ───── a directory for one test: repository, mirrors, sockets, logs
 //!   ├─ cairn()      the operator's command line
+//!   ├─ Cluster      a catalog and peers, if the repository is on those
 //!   ├─ Backend      one cairn-blk ◄── vhost-user-blk ──┐
 //!   └─ Guest        one QEMU ─────────────────────────┘  with its vsock device,
 //!        ├─ Console   commands in, exit codes and output back
@@ -17,6 +18,7 @@
 
 mod accel;
 mod backend;
+mod cluster;
 mod console;
 mod control;
 mod guest;
@@ -29,9 +31,10 @@ mod qemu;
 mod tools;
 
 pub use backend::{Backend, Disk};
+pub use cluster::Cluster;
 pub use console::Output;
 pub use guest::Guest;
-pub use lab::{Lab, in_lab};
+pub use lab::{Lab, in_cluster, in_lab};
 pub use migration::Migration;
 pub use process::Process;
 pub use tools::Tools;

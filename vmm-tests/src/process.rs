@@ -17,6 +17,8 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
+    /// Where this program's part of the log begins.
+    log_start: u64,
 }
 
 impl Process {
@@ -29,6 +31,7 @@ impl Process {
     ) -> Result<Process> {
         // A test may start a program again under the same name: its log goes on.
         let output = File::options().create(true).append(true).open(&log)?;
+        let log_start = output.metadata()?.len();
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
             .arg(program)
@@ -38,7 +41,7 @@ impl Process {
             .stderr(output)
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        Ok(Process { name: name.to_owned(), child, log })
+        Ok(Process { name: name.to_owned(), child, log, log_start })
     }
 
     /// Waits until someone listens on the unix socket `path`.
@@ -56,6 +59,26 @@ impl Process {
             thread::sleep(POLL);
         }
         Ok(())
+    }
+
+    /// Waits until the program has printed a whole line with this in it, and returns that.
+    pub fn wait_for_line(&mut self, part: &str, limit: Duration) -> Result<String> {
+        let end = Instant::now() + limit;
+        loop {
+            let text = fs::read(&self.log)?;
+            let text = String::from_utf8_lossy(text.get(self.log_start as usize..).unwrap_or(&[]));
+            let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+            if let Some(line) = whole.into_iter().find(|line| line.contains(part)) {
+                return Ok(line.to_owned());
+            }
+            if let Some(status) = self.child.try_wait()? {
+                bail!("{} ended with {status}:\n{}", self.name, self.log_tail());
+            }
+            if Instant::now() > end {
+                bail!("{} does not say \"{part}\" in time:\n{}", self.name, self.log_tail());
+            }
+            thread::sleep(POLL);
+        }
     }
 
     /// Asks the program to end, and fails when it does not.
@@ -118,7 +141,24 @@ fn is_listening(table: &str, path: &Path) -> bool {
 mod tests {
     use std::os::unix::net::UnixListener;
 
-    use super::{Path, fs, is_listening};
+    use std::time::Duration;
+
+    use super::{Path, Process, fs, is_listening};
+
+    #[test]
+    fn a_line_counts_once_it_is_whole_and_of_this_program() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        fs::write(&log, "said before\n").unwrap();
+        let say = |what: &str| {
+            let arguments = ["-c", what];
+            Process::start("a shell", Path::new("/bin/sh"), arguments, log.clone()).unwrap()
+        };
+        let limit = Duration::from_secs(10);
+        let mut shell = say("printf 'sa'; printf 'id at last\\n'; sleep 60");
+        assert_eq!(shell.wait_for_line("said", limit).unwrap(), "said at last");
+        assert!(say("printf 'said without an end'").wait_for_line("without", limit).is_err());
+    }
 
     #[test]
     fn a_socket_counts_once_it_listens() {

@@ -5,6 +5,7 @@
 mod agent;
 mod checkpoint;
 mod clone;
+mod cluster;
 mod disk;
 mod kills;
 mod migration;

@@ -1,5 +1,6 @@
 //! Cairn in one terminal: a checkpoint asked from inside a guest, the loss of the machine, and a
-//! restart that fetches only what it touches.
+//! restart that fetches only what it touches. `demo cluster` has the repository on eight peers, and
+//! loses four of them, too.
 
 use std::fs;
 use std::process::ExitCode;
@@ -8,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use cairn_agent::{Accepted, Stable};
 use serde_json::Value;
-use vmm_tests::{Backend, Disk, Guest, Lab};
+use vmm_tests::{Backend, Cluster, Disk, Guest, Lab};
 
 use stage::{Stage, bytes, milliseconds, seconds};
 
@@ -18,7 +19,13 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 256 * MIB;
 const DATA_FILES: u64 = 40;
 
+const PEERS: usize = 8;
+/// Those that are destroyed.
+const LOST: [usize; 4] = [0, 2, 3, 6];
+
 const STABLE: &str = "the checkpoint became stable";
+const SPREAD: &str = "each blob survives the loss of four peers";
+const DOWN: &str = "four of the eight peers are gone, with all that they held";
 const EMPTY: &str = "the second guest began on an empty mirror";
 const KEPT: &str = "the file is as it was at the checkpoint";
 const ROLLED_BACK: &str = "what was appended later is rolled back";
@@ -28,15 +35,43 @@ const INTACT: &str = "all other data reads back as it was";
 
 fn main() -> ExitCode {
     let checks = [STABLE, EMPTY, KEPT, ROLLED_BACK, LAZY, CLEAN, INTACT];
-    let mut stage = Stage::open("A checkpoint from inside a guest, and a restart", &checks);
-    let lab = match Lab::new("demo") {
-        Ok(lab) => lab,
+    match std::env::args().nth(1).as_deref() {
+        None => {
+            let title = "A checkpoint from inside a guest, and a restart";
+            let stage = Stage::open(title, &checks);
+            perform(stage, |_| Lab::new("demo").map(|lab| (lab, None)))
+        }
+        Some("cluster") => {
+            let title = "A checkpoint on eight machines, the loss of five, and a restart";
+            let [stable, rest @ ..] = checks;
+            let checks: Vec<_> = [stable, SPREAD, DOWN].into_iter().chain(rest).collect();
+            let stage = Stage::open(title, &checks);
+            perform(stage, |stage| {
+                let text = "make keys, start a catalog and eight peers that speak TLS";
+                let start = || Lab::with_cluster("demo", PEERS);
+                stage.step(text, start).map(|(lab, cluster)| (lab, Some(cluster)))
+            })
+        }
+        Some(other) => {
+            eprintln!("there is no demo of '{other}': say nothing, or cluster");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Plays the story in a lab that is made for it, and tells how it went.
+fn perform(
+    mut stage: Stage,
+    prepare: impl FnOnce(&mut Stage) -> Result<(Lab, Option<Cluster>)>,
+) -> ExitCode {
+    let (lab, mut cluster) = match prepare(&mut stage) {
+        Ok(prepared) => prepared,
         Err(error) => {
-            eprintln!("{error:#}");
+            stage.interrupt(&format!("{error:#}"));
             return ExitCode::FAILURE;
         }
     };
-    let outcome = play(&lab, &mut stage);
+    let outcome = play(&lab, cluster.as_mut(), &mut stage);
     if let Err(error) = &outcome {
         stage.interrupt(&format!("{error:#}"));
     }
@@ -48,7 +83,7 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-fn play(lab: &Lab, stage: &mut Stage) -> Result<()> {
+fn play(lab: &Lab, cluster: Option<&mut Cluster>, stage: &mut Stage) -> Result<()> {
     stage
         .step("import an ext4 image of 256 MiB, with 40 MiB of data, into a repository", || {
             lab.import_ext4("vm", SIZE, DATA_FILES)
@@ -82,6 +117,9 @@ fn play(lab: &Lab, stage: &mut Stage) -> Result<()> {
         fs::remove_dir_all(&mirror).with_context(|| format!("deleting {}", mirror.display()))
     })?;
     stage.check(EMPTY, !mirror.exists());
+    if let Some(cluster) = cluster {
+        lose_peers(lab, cluster, stage)?;
+    }
 
     // The second life.
     let begin = Instant::now();
@@ -115,6 +153,21 @@ fn play(lab: &Lab, stage: &mut Stage) -> Result<()> {
     stage.measure("boot of the second guest", seconds(guest.boot_time()));
     stage.measure("from nothing to the file's content", seconds(restart));
     stage.measure("fetched for that", format!("{} of {}", bytes(fetched), bytes(SIZE)));
+    Ok(())
+}
+
+/// Half of the machines burn down.
+fn lose_peers(lab: &Lab, cluster: &mut Cluster, stage: &mut Stage) -> Result<()> {
+    let told = stage.step("cairn repair: nothing is to be done", || cluster.repair(lab))?;
+    stage.check(SPREAD, told["survives"] == 4 && told["under"] == 0);
+    stage.step("kill four of the eight peers, delete their data", || {
+        LOST.iter().try_for_each(|at| cluster.destroy(*at))
+    })?;
+    stage.step("wait until the catalog misses them", || cluster.wait_down(lab, LOST.len()))?;
+    let told: Value = serde_json::from_str(&lab.cairn(&["--json", "peers"])?)?;
+    let down = told["peers"].as_array().into_iter().flatten().filter(|one| one["state"] == "down");
+    stage.check(DOWN, down.count() == LOST.len());
+    stage.show("cairn peers", &lab.cairn(&["peers"])?);
     Ok(())
 }
 

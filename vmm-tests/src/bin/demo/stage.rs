@@ -49,6 +49,13 @@ impl Stage {
         outcome
     }
 
+    /// What a command printed.
+    pub(crate) fn show(&self, command: &str, text: &str) {
+        println!("\n      {}", self.paint(Ink::Bold, &format!("$ {command}")));
+        text.lines().for_each(|line| println!("      {line}"));
+        println!();
+    }
+
     pub(crate) fn measure(&mut self, name: &str, value: String) {
         self.measurements.push((name.to_owned(), value));
     }

@@ -1,0 +1,103 @@
+//! A guest whose checkpoints are on many machines, of which half are lost.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use vmm_tests::{Backend, Disk, Guest, Lab, image, in_cluster};
+
+use crate::MIB;
+
+/// With `rs=4+4`, four are enough and four may be lost.
+const PEERS: usize = 8;
+
+#[test]
+fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
+    in_cluster("cluster", PEERS, |lab, cluster| {
+        lab.import_ext4("vm", 64 * MIB, 8)?;
+        let shown: Value = serde_json::from_str(&lab.cairn(&["--json", "show", "vm"])?)?;
+        assert_eq!(shown["redundancy"], "rs=4+4", "by the number of peers");
+        let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        guest.run("mount /dev/vda /mnt")?;
+        guest.run("dd if=/dev/urandom of=/mnt/noise bs=64k count=64")?;
+        let files = guest.run(FILES)?;
+        let first = checkpoint(&mut guest)?;
+        let before = sum(&lab.export(&first)?)?;
+        guest.run("echo rolled back > /mnt/later && rm /mnt/data/03 && sync")?;
+
+        // The host and half of the peers burn down together.
+        guest.kill()?;
+        lose_host(lab, backend)?;
+        let (lost, rest) = ([0, 2, 3, 6], [1, 4, 5, 7]);
+        let ids = lost.iter().map(|at| cluster.id(*at)).collect::<Result<Vec<_>>>()?;
+        for at in lost {
+            cluster.destroy(at)?;
+        }
+
+        // Elsewhere: a mirror that holds nothing.
+        let elsewhere = Disk { name: "elsewhere".to_owned(), ..Disk::of("vm", &first) };
+        let backend = Backend::start(lab, &elsewhere)?;
+        let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
+        let disk = guest.run("sha256sum < /dev/vda")?;
+        assert_eq!(disk.split(' ').next(), Some(before.as_str()), "the disk, byte for byte");
+        ensure!(backend.stats()?.fetched_bytes > 0, "an empty mirror has to fetch");
+        guest.run("e2fsck -fn /dev/vda && mount /dev/vda /mnt")?;
+        assert_eq!(guest.run(FILES)?, files);
+        assert_ne!(guest.attempt("cat /mnt/later")?.code, 0, "it was written after the checkpoint");
+
+        // Others take the place of the lost ones, and the guest goes on.
+        for id in &ids {
+            cluster.give_up(lab, id)?;
+        }
+        cluster.refill(lab, PEERS)?;
+        let told = cluster.repair(lab)?;
+        assert_eq!((&told["left"], &told["survives"]), (&0.into(), &4.into()), "{told}");
+        guest.run("dd if=/dev/urandom of=/mnt/more bs=64k count=32")?;
+        let files = guest.run(FILES)?;
+        let second = checkpoint(&mut guest)?;
+        guest.kill()?;
+        lose_host(lab, backend)?;
+
+        // The rest of the first eight is lost, too: what is left are the new ones alone.
+        for at in rest {
+            cluster.destroy(at)?;
+        }
+        assert_eq!(sum(&lab.export(&first)?)?, before);
+        let file = lab.export(&second)?;
+        image::check_clean(&file)?;
+        let more = image::read(&file, "/more")?;
+        let copy = lab.path("more");
+        fs::write(&copy, more)?;
+        ensure!(files.contains(&sum(&copy)?), "{second} lacks what was written last:\n{files}");
+        Ok(())
+    });
+}
+
+/// Sums of all files of the disk.
+const FILES: &str = "cd /mnt && find . -type f | sort | xargs sha256sum; cd /";
+
+fn checkpoint(guest: &mut Guest) -> Result<String> {
+    let answer = guest.run("cairn-agent checkpoint --freeze /mnt --wait stable")?;
+    Ok(answer.trim().to_owned())
+}
+
+/// The process dies, and all that the host has of the disk is gone.
+fn lose_host(lab: &Lab, backend: Backend) -> Result<()> {
+    let mirror = backend.mirror().to_path_buf();
+    backend.kill()?;
+    for gone in [mirror, lab.path("live")] {
+        fs::remove_dir_all(&gone).with_context(|| format!("deleting {}", gone.display()))?;
+    }
+    Ok(())
+}
+
+/// The SHA-256 of a file, as the guest's tool prints it.
+fn sum(file: &Path) -> Result<String> {
+    let output = Command::new("sha256sum").arg("--").arg(file).output()?;
+    ensure!(output.status.success(), "sha256sum ended with {}", output.status);
+    let text = String::from_utf8(output.stdout)?;
+    Ok(text.split(' ').next().unwrap_or_default().to_owned())
+}
