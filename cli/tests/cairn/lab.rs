@@ -65,6 +65,8 @@ pub(crate) struct Lab {
     pub(crate) catalog: Option<Server>,
     catalog_address: String,
     pub(crate) peers: Vec<Option<Server>>,
+    /// Where each peer listens, whenever it runs.
+    addresses: Vec<String>,
     keys: bool,
     /// More arguments of the catalog.
     pub(crate) lost_after: &'static str,
@@ -83,12 +85,18 @@ impl Lab {
             place.ok(&["keys", "init", "keys"]);
         }
         let catalog_address = free_address();
-        let mut lab =
-            Lab { place, catalog: None, catalog_address, peers: Vec::new(), keys, lost_after };
+        let mut lab = Lab {
+            place,
+            catalog: None,
+            catalog_address,
+            peers: Vec::new(),
+            addresses: Vec::new(),
+            keys,
+            lost_after,
+        };
         lab.start_catalog();
-        for at in 0..peers {
-            lab.peers.push(None);
-            lab.start_peer(at, &[]);
+        for _ in 0..peers {
+            lab.add_peer(&[]);
         }
         lab.wait_for_peers(peers);
         lab
@@ -106,10 +114,19 @@ impl Lab {
         self.catalog = Some(Server::start(&self.place, &args, "catalog.log"));
     }
 
+    /// Starts one more peer.
+    pub(crate) fn add_peer(&mut self, more: &[&str]) -> usize {
+        self.peers.push(None);
+        self.addresses.push(free_address());
+        self.start_peer(self.peers.len() - 1, more);
+        self.peers.len() - 1
+    }
+
+    /// Starts a peer again, at its address and with what is in its directory.
     pub(crate) fn start_peer(&mut self, at: usize, more: &[&str]) {
         let (data, domain) = (format!("peer{at}"), format!("rack{at}"));
-        let address = self.catalog_address.clone();
-        let args = ["serve", "--data", &data, "--listen", "127.0.0.1:0", "--domain", &domain];
+        let (address, listen) = (self.catalog_address.clone(), self.addresses[at].clone());
+        let args = ["serve", "--data", &data, "--listen", &listen, "--domain", &domain];
         let args = [&args, &["--catalog", &address][..], self.security(), more].concat();
         self.peers[at] = Some(Server::start(&self.place, &args, &format!("peer{at}.log")));
     }
@@ -137,24 +154,25 @@ impl Lab {
         &self.catalog_address
     }
 
-    fn args<'a>(&self, url: &'a str, args: &[&'a str]) -> Vec<&'a str> {
-        [&["--store", url], self.security(), args].concat()
+    /// Somebody who runs `cairn` on this cluster, whatever becomes of its servers.
+    pub(crate) fn operator(&self) -> Operator {
+        let directory = self.place.dir.path().to_owned();
+        Operator { directory, url: self.url(), security: self.security() }
     }
 
     /// Runs `cairn` on this cluster.
     pub(crate) fn run(&self, args: &[&str]) -> Run {
-        let url = self.url();
-        self.place.run(&self.args(&url, args))
+        self.operator().run(args)
     }
 
     pub(crate) fn ok(&self, args: &[&str]) -> String {
-        let url = self.url();
-        self.place.ok(&self.args(&url, args))
+        let run = self.run(args);
+        assert_eq!(run.code, 0, "{args:?}: {}", run.stderr);
+        String::from_utf8(run.stdout).unwrap()
     }
 
     pub(crate) fn json(&self, args: &[&str]) -> Value {
-        let url = self.url();
-        self.place.json(&self.args(&url, args))
+        serde_json::from_str(&self.ok(&[args, &["--json"]].concat())).unwrap()
     }
 
     /// The cluster as a repository of this process.
@@ -194,6 +212,65 @@ impl Lab {
         self.ok(&["export", snapshot, "exported.raw", "--force"]);
         let found = std::fs::read(self.place.path("exported.raw")).unwrap();
         assert!(found == expected, "{snapshot} is something else");
+    }
+}
+
+/// Somebody at a command line.
+#[derive(Clone)]
+pub(crate) struct Operator {
+    pub(crate) directory: PathBuf,
+    url: String,
+    security: &'static [&'static str],
+}
+
+impl Operator {
+    /// Runs `cairn` on the cluster.
+    pub(crate) fn run(&self, args: &[&str]) -> Run {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_cairn"));
+        command.args(["--store", &self.url]).args(self.security).args(args);
+        command.current_dir(&self.directory).output().unwrap().into()
+    }
+}
+
+/// Choices that follow from a seed.
+pub(crate) struct Dice(blake3::OutputReader);
+
+impl Dice {
+    pub(crate) fn new(seed: u64) -> Dice {
+        Dice(blake3::Hasher::new().update(b"dice").update(&seed.to_le_bytes()).finalize_xof())
+    }
+
+    /// A number below this one.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        let mut bytes = [0; 8];
+        self.0.fill(&mut bytes);
+        u64::from_le_bytes(bytes) % limit
+    }
+
+    /// One of these, if there is one.
+    pub(crate) fn choose(&mut self, from: &[usize]) -> Option<usize> {
+        let count = from.len() as u64;
+        (count > 0).then(|| from[self.below(count) as usize])
+    }
+}
+
+/// Runs a test with a seed, which is printed: `CAIRN_SEED` repeats one, `CAIRN_SOAK_SECONDS` goes on with others
+/// for that long.
+pub(crate) fn with_seeds(test: impl Fn(u64)) {
+    let number = |name: &str| -> Option<u64> {
+        std::env::var(name).ok().map(|text| text.parse().expect("a number"))
+    };
+    let begin = Instant::now();
+    let soak = Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let mut seed = number("CAIRN_SEED").unwrap_or(now.as_nanos() as u64 % 1_000_000_000);
+    loop {
+        println!("CAIRN_SEED={seed}");
+        test(seed);
+        seed += 1;
+        if begin.elapsed() >= soak {
+            return;
+        }
     }
 }
 

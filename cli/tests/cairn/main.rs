@@ -2,10 +2,13 @@
 
 mod catalog;
 mod cluster;
+mod cluster_kills;
+mod cluster_lies;
 mod control;
 mod files;
 mod images;
 mod lab;
+mod proxy;
 mod repair;
 mod serve;
 mod support;

@@ -180,11 +180,21 @@ impl Cluster {
         (0..guess).for_each(|_| ask(&mut asked, ranks.next()));
         let mut found = Collected::new(*blob);
         let (mut reasons, mut wrong) = (Vec::new(), Vec::new());
+        let (mut away, mut last) = (Vec::new(), false);
         loop {
             let late = lock(&self.inner.pace).late();
             let (at, answer) = match timeout(late, asked.join_next()).await {
                 Err(_) => {
                     ask(&mut asked, ranks.next());
+                    continue;
+                }
+                // Nobody is left alone before a read fails: those who were away may be back.
+                Ok(None) if !last && !away.is_empty() => {
+                    (last, reasons) = (true, Vec::new());
+                    for at in away.drain(..) {
+                        self.inner.ways.wake(&members.all[at]);
+                        ask(&mut asked, Some(at));
+                    }
                     continue;
                 }
                 Ok(None) => break,
@@ -198,8 +208,10 @@ impl Cluster {
                     found.add(one).err().map(|one| (at, one.description, one.index))
                 })),
                 Err(error) => {
-                    if error.kind() == ErrorKind::Corrupt {
-                        self.inner.suspect(&members.all[at], blob);
+                    match error.kind() {
+                        ErrorKind::Corrupt => self.inner.suspect(&members.all[at], blob),
+                        ErrorKind::Unavailable => away.push(at),
+                        _ => {}
                     }
                     reasons.push(error);
                 }
