@@ -87,6 +87,14 @@ impl Repository {
         Ok(Self::of(blobs, names, None))
     }
 
+    /// As [`Repository::open`], with the names elsewhere: what they promise does not depend on where the blobs are.
+    #[doc(hidden)]
+    pub fn with_names(url: &str, names: Arc<dyn Names>) -> Result<Self> {
+        let path = layout::directory_of(url)?;
+        layout::check(&path)?;
+        Ok(Self::of(Arc::new(LocalBlobs::open(&path)?), names, None))
+    }
+
     /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
     /// is one.
     pub fn connect(url: &str, security: &Security) -> Result<Self> {
