@@ -1,5 +1,6 @@
 //! A mirror's hold on its image.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
@@ -26,11 +27,13 @@ pub struct Attachment {
     repository: Repository,
     holder: Holder,
     parent: Mutex<(u64, Root)>,
+    /// How many peers had been lost when a snapshot was announced first, until it is stable.
+    losses: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Attachment {
     pub(crate) fn new(repository: Repository, holder: Holder, parent: u64, root: Root) -> Self {
-        Self { repository, holder, parent: Mutex::new((parent, root)) }
+        Self { repository, holder, parent: Mutex::new((parent, root)), losses: Mutex::default() }
     }
 
     /// The image.
@@ -60,11 +63,18 @@ impl Attachment {
     /// Announces a snapshot. To announce one again that is still pending is fine.
     pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
-        self.repository.catalog().begin(&self.holder, new)
+        let losses = self.repository.catalog().begin(&self.holder, new)?;
+        // Before anything of it is put, or put again.
+        self.repository.note_losses(losses);
+        self.losses().entry(new.number).or_insert(losses);
+        Ok(())
     }
 
     /// Makes the content durable, and then, in one transaction, publishes the snapshot and moves the
     /// mirror's reference to it. To publish the same content again is fine.
+    ///
+    /// If a peer was lost since the snapshot was announced, a part of the content may have been lost with it. Then it is
+    /// only available, and the next repair makes it stable.
     pub fn publish(
         &self,
         number: u64,
@@ -74,7 +84,9 @@ impl Attachment {
     ) -> Result<Snapshot> {
         self.repository.flush()?;
         let state = self.repository.published_state();
-        let published = Published { root: *root, state, stored_bytes, dirty_bytes, record: None };
+        let losses = self.losses_at(number);
+        let published =
+            Published { root: *root, state, stored_bytes, dirty_bytes, losses, record: None };
         let record = self.repository.catalog().record(&self.holder, number, &published)?;
         let published = Published { record: self.repository.put_record(&record)?, ..published };
         let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
@@ -83,10 +95,14 @@ impl Attachment {
         if snapshot.number > parent.0 {
             *parent = (snapshot.number, snapshot.root);
         }
+        if snapshot.state == SnapshotState::Stable {
+            self.losses().remove(&number);
+        }
         Ok(snapshot)
     }
 
-    /// Waits until a published snapshot has its full redundancy, and makes it stable.
+    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a peer was lost meanwhile, as
+    /// long as no repair has looked at it.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
         let published = Published {
@@ -94,15 +110,24 @@ impl Attachment {
             state: SnapshotState::Stable,
             stored_bytes: snapshot.stored_bytes,
             dirty_bytes: snapshot.dirty_bytes,
+            losses: self.losses_at(snapshot.number),
             record: None,
         };
-        self.repository.catalog().publish(&self.holder, snapshot.number, &published)
+        let catalog = self.repository.catalog();
+        let completed = catalog.publish(&self.holder, snapshot.number, &published)?;
+        if completed.state != SnapshotState::Stable {
+            return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
+        }
+        self.losses().remove(&snapshot.number);
+        Ok(completed)
     }
 
     /// Gives up an announced snapshot.
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
         let reason = reason.chars().take(MAX_REASON).collect::<String>();
-        self.repository.catalog().fail(&self.holder, number, &reason)
+        self.repository.catalog().fail(&self.holder, number, &reason)?;
+        self.losses().remove(&number);
+        Ok(())
     }
 
     /// Ends the lease and gives back reserved numbers that were not used, if they are still the
@@ -117,6 +142,15 @@ impl Attachment {
     /// Ends the lease and drops the reference: the mirror is no more.
     pub fn detach(&self) -> Result<()> {
         self.repository.catalog().detach(&self.holder)
+    }
+
+    /// How many peers had been lost when this was announced. Of one that nobody announced here nothing is known.
+    fn losses_at(&self, number: u64) -> u64 {
+        self.losses().get(&number).copied().unwrap_or(0)
+    }
+
+    fn losses(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.losses.lock().expect("no thread panics while it holds the losses")
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Root)> {

@@ -236,6 +236,14 @@ pub enum Error {
         /// How many there are.
         peers: usize,
     },
+    /// A snapshot that nobody can vouch for.
+    #[error(
+        "snapshot {name} can be read, but a peer was lost while it was stored; it is stable after the next repair"
+    )]
+    LostMeanwhile {
+        /// `image@number`.
+        name: String,
+    },
     /// No such peer ever joined.
     #[error("there is no peer '{peer}'; `cairn peers` shows them")]
     NoPeer {
@@ -330,6 +338,7 @@ impl Error {
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::LostMeanwhile { .. }
             | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }

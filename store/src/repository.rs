@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::attachment::Attachment;
 use crate::blobs::{Blobs, LocalBlobs};
@@ -60,6 +61,10 @@ struct Inner {
     names: Arc<dyn Names>,
     /// Where the blobs are on peers.
     cluster: Option<Follower>,
+    /// How many peers had been lost when it was opened,
+    losses: u64,
+    /// and when what is known of the blobs was last forgotten for that.
+    voided: AtomicU64,
 }
 
 impl Repository {
@@ -103,8 +108,9 @@ impl Repository {
 
     /// The repository of the cluster that these documents tell of.
     pub fn of_cluster(names: Arc<dyn Names>, security: &Security) -> Result<Self> {
+        let losses = Catalog::new(Arc::clone(&names)).losses()?;
         let (blobs, follower) = follow(&names, security)?;
-        Ok(Self::of(blobs, names, Some(follower)))
+        Ok(Self::with_losses(blobs, names, Some(follower), losses))
     }
 
     /// Opens a repository that exists, in a directory or in a cluster.
@@ -124,9 +130,19 @@ impl Repository {
     }
 
     fn of(blobs: Arc<dyn Blobs>, names: Arc<dyn Names>, cluster: Option<Follower>) -> Self {
+        Self::with_losses(blobs, names, cluster, 0)
+    }
+
+    fn with_losses(
+        blobs: Arc<dyn Blobs>,
+        names: Arc<dyn Names>,
+        cluster: Option<Follower>,
+        losses: u64,
+    ) -> Self {
+        let voided = AtomicU64::new(losses);
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
         let catalog = Catalog::new(Arc::clone(&names));
-        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster });
+        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster, losses, voided });
         Self { inner, keep: Keep::default(), durability: Durability::default() }
     }
 
@@ -185,12 +201,19 @@ impl Repository {
         self.flush()?;
         let (consistency, state) = (Consistency::Crash, self.published_state());
         let first = FirstSnapshot { root: *root, state, consistency, dirty_bytes, stored_bytes };
-        self.insert(&Draft::new(name, geometry, self.keep, &first)?)
+        self.insert(&Draft::new(name, geometry, self.keep, &first)?.since(self.inner.losses))
     }
 
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
         let record = self.put_record(&draft.record())?;
         self.inner.catalog.insert(draft, record)
+    }
+
+    /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.
+    pub(crate) fn note_losses(&self, losses: u64) {
+        if self.inner.voided.fetch_max(losses, Ordering::SeqCst) < losses {
+            self.inner.blobs.void_known();
+        }
     }
 
     /// The state of a snapshot whose content was flushed.

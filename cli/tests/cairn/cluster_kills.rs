@@ -97,6 +97,8 @@ struct Writer<'a> {
     attachment: Attachment,
     first: Snapshot,
     disk: Disk,
+    /// Snapshots that are not stable, as a peer was lost while they were stored.
+    available: Vec<(Snapshot, Disk)>,
 }
 
 impl<'a> Writer<'a> {
@@ -107,7 +109,16 @@ impl<'a> Writer<'a> {
         let first = repository.create_image(&name, geometry).unwrap();
         let attachment = attach(&repository, me, &first).unwrap();
         let dice = Dice::new(seed + u64::from(me));
-        Writer { world, me, dice, repository, attachment, first, disk: Disk::new() }
+        Writer {
+            world,
+            me,
+            dice,
+            repository,
+            attachment,
+            first,
+            disk: Disk::new(),
+            available: Vec::new(),
+        }
     }
 
     fn run(mut self) {
@@ -118,6 +129,11 @@ impl<'a> Writer<'a> {
                 self.attachment = patiently(|| attach(&self.repository, self.me, &self.first));
             }
             self.commit();
+        }
+        for (snapshot, disk) in std::mem::take(&mut self.available) {
+            // Not until a repair has looked.
+            let snapshot = patiently(|| self.attachment.complete(&snapshot));
+            self.world.stable.lock().unwrap().push((snapshot, disk));
         }
     }
 
@@ -135,10 +151,7 @@ impl<'a> Writer<'a> {
         let begin = Instant::now();
         loop {
             let error = match self.publish(number, &changes) {
-                Ok(snapshot) => {
-                    assert_eq!(snapshot.state, SnapshotState::Stable);
-                    return self.is_stable(snapshot, disk);
-                }
+                Ok(snapshot) => return self.is_published(snapshot, disk),
                 Err(error) => error,
             };
             assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
@@ -148,7 +161,7 @@ impl<'a> Writer<'a> {
                 match self.give_up(number) {
                     None => return,
                     // Its answer was lost, and nothing else.
-                    Some(snapshot) => return self.is_stable(snapshot, disk),
+                    Some(snapshot) => return self.is_published(snapshot, disk),
                 }
             }
             thread::sleep(Duration::from_millis(200));
@@ -159,7 +172,7 @@ impl<'a> Writer<'a> {
         self.attachment.renew()?;
         match self.attachment.begin(&new_snapshot(number)) {
             // It was published before, and the answer was lost.
-            Ok(()) | Err(Error::WrongState { state: "stable", .. }) => {}
+            Ok(()) | Err(Error::WrongState { state: "stable" | "available", .. }) => {}
             Err(error) => return Err(error),
         }
         let chunks: Vec<_> = changes.values().map(|seed| content(*seed)).collect();
@@ -183,7 +196,7 @@ impl<'a> Writer<'a> {
     /// Gives a checkpoint up, unless it turns out to be there.
     fn give_up(&self, number: u64) -> Option<Snapshot> {
         let reason = || match self.attachment.fail(number, "too many peers are away") {
-            Err(Error::WrongState { state: "stable", .. }) => Ok(true),
+            Err(Error::WrongState { state: "stable" | "available", .. }) => Ok(true),
             Err(Error::NoSnapshot { .. }) => Ok(false),
             other => other.map(|()| false),
         };
@@ -193,9 +206,12 @@ impl<'a> Writer<'a> {
         })
     }
 
-    fn is_stable(&mut self, snapshot: Snapshot, disk: Disk) {
+    fn is_published(&mut self, snapshot: Snapshot, disk: Disk) {
         self.disk = disk.clone();
-        self.world.stable.lock().unwrap().push((snapshot, disk));
+        match snapshot.state {
+            SnapshotState::Stable => self.world.stable.lock().unwrap().push((snapshot, disk)),
+            _ => self.available.push((snapshot, disk)),
+        }
     }
 }
 
@@ -408,6 +424,8 @@ impl Storm {
     /// Everything that was stable is there, whoever is away.
     fn verify(self, lab: &mut Lab, world: &World, mut dice: Dice) {
         lab.wait_for_peers(self.peers);
+        let repository = world.connect();
+        wait_until("all is stable", || !repository.has_available().unwrap());
         let stable = world.stable.lock().unwrap();
         assert!(stable.len() > 5, "{} snapshots", stable.len());
         for _ in 0..2 {

@@ -2,6 +2,8 @@
 
 mod catalog;
 mod cluster;
+mod cluster_commits;
+mod cluster_faults;
 mod cluster_kills;
 mod cluster_lies;
 mod control;
@@ -12,3 +14,4 @@ mod proxy;
 mod repair;
 mod serve;
 mod support;
+mod writer;

@@ -53,6 +53,9 @@ pub trait Blobs: Send + Sync {
         Ok(None)
     }
 
+    /// Forgets what is known to be there without asking: it may be gone.
+    fn void_known(&self) {}
+
     /// All records that were ever taken.
     fn records(&self) -> Result<Vec<Vec<u8>>> {
         Ok(Vec::new())

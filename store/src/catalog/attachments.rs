@@ -9,6 +9,7 @@ use super::documents::{
 };
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
+use crate::cluster::membership::{LOSSES, losses};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
@@ -35,11 +36,20 @@ pub(crate) struct Published {
     pub(crate) state: SnapshotState,
     pub(crate) stored_bytes: u64,
     pub(crate) dirty_bytes: u64,
+    /// How many peers had been lost when it was announced.
+    pub(crate) losses: u64,
     /// The name of the snapshot's record, if it has one.
     pub(crate) record: Option<BlobId>,
 }
 
 impl Published {
+    /// Less, if a peer was lost since: a repair before the publication did not know of what it held.
+    fn as_of(&self, view: &View) -> Result<Published> {
+        let is_whole = losses(view)? == self.losses || self.root.0.is_none();
+        let state = if is_whole { self.state } else { SnapshotState::Available };
+        Ok(Published { state, ..*self })
+    }
+
     /// What a snapshot that was announced becomes.
     fn apply(&self, snapshot: SnapshotDocument, parent: u64) -> SnapshotDocument {
         SnapshotDocument {
@@ -121,6 +131,7 @@ impl Holder {
             Wanted::Key(self.image_key()),
             Wanted::Key(self.snapshot_key(number)),
             Wanted::Key(mirror_key(&self.owner.id)),
+            Wanted::key(LOSSES),
         ]
     }
 
@@ -151,8 +162,8 @@ impl Catalog {
     }
 
     /// Announces a snapshot. Announcing one again that is still pending is fine: a writer that was
-    /// restarted cannot know how far it had come.
-    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<()> {
+    /// restarted cannot know how far it had come. Returns how many peers have been lost so far.
+    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<u64> {
         let number = new.number;
         let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
         let mut wanted = holder.wanted(number);
@@ -167,7 +178,7 @@ impl Catalog {
             if let Some(known) = holder.find(view, number)? {
                 let known = holder.own(known, number)?;
                 return match known.state {
-                    SnapshotState::Pending => Ok((Change::default(), ())),
+                    SnapshotState::Pending => Ok((Change::default(), losses(view)?)),
                     _ => Err(holder.wrong_state(number, known)),
                 };
             }
@@ -195,7 +206,7 @@ impl Catalog {
                 Some(label) => change.put(label, &number),
                 None => change,
             };
-            Ok((change, ()))
+            Ok((change, losses(view)?))
         })
     }
 
@@ -209,6 +220,7 @@ impl Catalog {
         let view = self.read(&holder.wanted(number))?;
         let image = holder.check(&view)?;
         let snapshot = holder.own(holder.existing(&view, number)?, number)?;
+        let published = published.as_of(&view)?;
         let snapshot = published.apply(snapshot, holder.mirror(&view)?.parent);
         Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
     }
@@ -224,6 +236,7 @@ impl Catalog {
     ) -> Result<Snapshot> {
         self.change(&holder.wanted(number), |view| {
             let image = holder.check(view)?;
+            let published = published.as_of(view)?;
             let mut snapshot = holder.own(holder.existing(view, number)?, number)?;
             let same = snapshot.root == published.root.0;
             let mut mirror = holder.mirror(view)?;

@@ -181,11 +181,6 @@ impl ClusterBlobs {
         Counters { dirty, sent, saved }
     }
 
-    /// Forgets which blobs are stored: after a garbage collection they may be gone.
-    pub fn void_known(&self) {
-        self.shared.known().clear();
-    }
-
     /// Tries again what failed.
     fn try_again(&self, state: &mut State, before: u64) {
         for (number, entry) in state.window.range_mut(..before) {
@@ -315,6 +310,11 @@ impl Blobs for ClusterBlobs {
     fn put_record(&self, record: &[u8], keep: &Keep) -> Result<Option<BlobId>> {
         // At once: it is one for each publication, which waits for it.
         self.runtime.block_on(self.shared.cluster.put_record(record, keep)).map(Some)
+    }
+
+    /// After a garbage collection, or the loss of a peer, blobs that no name refers to may be gone.
+    fn void_known(&self) {
+        self.shared.known().clear();
     }
 
     fn records(&self) -> Result<Vec<Vec<u8>>> {
