@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use crate::catalog::{Holder, Published};
+use crate::cluster::Counters;
 use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
 use crate::repository::Repository;
@@ -27,13 +28,22 @@ pub struct Attachment {
     repository: Repository,
     holder: Holder,
     parent: Mutex<(u64, Root)>,
-    /// How many peers had been lost when a snapshot was announced first, until it is stable.
-    losses: Mutex<BTreeMap<u64, u64>>,
+    /// The snapshots that were announced and are not stable.
+    announced: Mutex<BTreeMap<u64, Announced>>,
+}
+
+/// How it was when a snapshot was announced first.
+#[derive(Clone, Copy, Default)]
+struct Announced {
+    /// How many peers had been lost.
+    losses: u64,
+    /// What had gone to the peers. If several are announced at once, all count what each of them sends.
+    counters: Counters,
 }
 
 impl Attachment {
     pub(crate) fn new(repository: Repository, holder: Holder, parent: u64, root: Root) -> Self {
-        Self { repository, holder, parent: Mutex::new((parent, root)), losses: Mutex::default() }
+        Self { repository, holder, parent: Mutex::new((parent, root)), announced: Mutex::default() }
     }
 
     /// The image.
@@ -66,7 +76,8 @@ impl Attachment {
         let losses = self.repository.catalog().begin(&self.holder, new)?;
         // Before anything of it is put, or put again.
         self.repository.note_losses(losses);
-        self.losses().entry(new.number).or_insert(losses);
+        let counters = self.repository.counters();
+        self.all_announced().entry(new.number).or_insert(Announced { losses, counters });
         Ok(())
     }
 
@@ -84,9 +95,19 @@ impl Attachment {
     ) -> Result<Snapshot> {
         self.repository.flush()?;
         let state = self.repository.published_state();
-        let losses = self.losses_at(number);
-        let published =
-            Published { root: *root, state, stored_bytes, dirty_bytes, losses, record: None };
+        let Announced { losses, counters } = self.announced(number);
+        let (sent_bytes, saved_bytes) =
+            self.repository.traffic_since(&counters, stored_bytes, dirty_bytes);
+        let published = Published {
+            root: *root,
+            state,
+            stored_bytes,
+            dirty_bytes,
+            sent_bytes,
+            saved_bytes,
+            losses,
+            record: None,
+        };
         let record = self.repository.catalog().record(&self.holder, number, &published)?;
         let published = Published { record: self.repository.put_record(&record)?, ..published };
         let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
@@ -96,7 +117,7 @@ impl Attachment {
             *parent = (snapshot.number, snapshot.root);
         }
         if snapshot.state == SnapshotState::Stable {
-            self.losses().remove(&number);
+            self.all_announced().remove(&number);
         }
         Ok(snapshot)
     }
@@ -105,12 +126,17 @@ impl Attachment {
     /// long as no repair has looked at it.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
+        let Announced { losses, counters } = self.announced(snapshot.number);
+        let (stored, dirty) = (snapshot.stored_bytes, snapshot.dirty_bytes);
+        let (sent_bytes, saved_bytes) = self.repository.traffic_since(&counters, stored, dirty);
         let published = Published {
             root: snapshot.root,
             state: SnapshotState::Stable,
             stored_bytes: snapshot.stored_bytes,
             dirty_bytes: snapshot.dirty_bytes,
-            losses: self.losses_at(snapshot.number),
+            sent_bytes,
+            saved_bytes,
+            losses,
             record: None,
         };
         let catalog = self.repository.catalog();
@@ -118,7 +144,7 @@ impl Attachment {
         if completed.state != SnapshotState::Stable {
             return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
         }
-        self.losses().remove(&snapshot.number);
+        self.all_announced().remove(&snapshot.number);
         Ok(completed)
     }
 
@@ -126,7 +152,7 @@ impl Attachment {
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
         let reason = reason.chars().take(MAX_REASON).collect::<String>();
         self.repository.catalog().fail(&self.holder, number, &reason)?;
-        self.losses().remove(&number);
+        self.all_announced().remove(&number);
         Ok(())
     }
 
@@ -144,13 +170,13 @@ impl Attachment {
         self.repository.catalog().detach(&self.holder)
     }
 
-    /// How many peers had been lost when this was announced. Of one that nobody announced here nothing is known.
-    fn losses_at(&self, number: u64) -> u64 {
-        self.losses().get(&number).copied().unwrap_or(0)
+    /// How it was when this was announced. Of one that nobody announced here nothing is known.
+    fn announced(&self, number: u64) -> Announced {
+        self.all_announced().get(&number).copied().unwrap_or_default()
     }
 
-    fn losses(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
-        self.losses.lock().expect("no thread panics while it holds the losses")
+    fn all_announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {
+        self.announced.lock().expect("no thread panics while it holds what was announced")
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Root)> {

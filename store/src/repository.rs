@@ -11,7 +11,7 @@ use crate::cluster::Cluster;
 use crate::cluster::follower::{Follower, cluster_address, follow};
 use crate::cluster::identity::{Access, Role, Security};
 use crate::cluster::membership::{self, Health};
-use crate::cluster::{Keep, Redundancy};
+use crate::cluster::{Counters, Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId, MirrorId};
@@ -189,7 +189,8 @@ impl Repository {
 
     /// Makes an image whose first snapshot has this content, and makes the content durable before.
     ///
-    /// `stored_bytes` of the image's `dirty_bytes` were not in the repository before.
+    /// `stored_bytes` of the image's `dirty_bytes` were not in the repository before. All that went to the peers since the
+    /// repository was opened counts as sent for it.
     pub fn publish_image(
         &self,
         name: &ImageName,
@@ -200,13 +201,38 @@ impl Repository {
     ) -> Result<Snapshot> {
         self.flush()?;
         let (consistency, state) = (Consistency::Crash, self.published_state());
-        let first = FirstSnapshot { root: *root, state, consistency, dirty_bytes, stored_bytes };
+        let (sent_bytes, saved_bytes) =
+            self.traffic_since(&Counters::default(), stored_bytes, dirty_bytes);
+        let first = FirstSnapshot {
+            root: *root,
+            state,
+            consistency,
+            dirty_bytes,
+            stored_bytes,
+            sent_bytes,
+            saved_bytes,
+        };
         self.insert(&Draft::new(name, geometry, self.keep, &first)?.since(self.inner.losses))
     }
 
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
         let record = self.put_record(&draft.record())?;
         self.inner.catalog.insert(draft, record)
+    }
+
+    /// What went to the peers through this handle and its clones so far; nothing if there are no peers.
+    pub fn counters(&self) -> Counters {
+        self.inner.blobs.counters().unwrap_or_default()
+    }
+
+    /// Bytes that were sent and saved since then. In a directory that follows from what was stored of the changes.
+    pub(crate) fn traffic_since(&self, before: &Counters, stored: u64, dirty: u64) -> (u64, u64) {
+        match self.inner.blobs.counters() {
+            Some(now) => {
+                (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
+            }
+            None => (stored, dirty.saturating_sub(stored)),
+        }
     }
 
     /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.

@@ -8,7 +8,8 @@ use cairn_store::names::{Change, Wanted};
 use cairn_store::{Durability, Error, ErrorKind, SnapshotState};
 
 use crate::lab::{Lab, wait_until};
-use crate::writer::{Disk, Writer, assert_holds, chunks};
+use crate::proxy::Proxy;
+use crate::writer::{CHUNK, Disk, Writer, assert_holds, chunks};
 
 const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
 
@@ -143,4 +144,45 @@ fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
     lab.kill(0);
     lab.kill(1);
     assert_holds(&lab.repository(), &resolve(), &chunks(3, 4));
+}
+
+#[test]
+fn what_the_peers_have_is_not_sent_again() {
+    let mut lab = Lab::new(3);
+    let proxy = Proxy::start(0);
+    let at = lab.add_peer(&["--advertise", &proxy.address]);
+    proxy.leads_to(&lab.peers[at].as_ref().unwrap().address);
+    lab.wait_for_peers(4);
+    let disk = lab.random_disk("disk.raw", 1, 8 << 20);
+    let len = disk.len() as u64;
+    let import = |name: &str| {
+        let before = proxy.received();
+        lab.ok(&["import", "disk.raw", name, "--redundancy", "rs=2+2"]);
+        let shown = lab.json(&["show", name]);
+        let figure = |field: &str| shown[field].as_u64().unwrap();
+        let figures = ["dirty_bytes", "sent_bytes", "saved_bytes"].map(figure);
+        (figures, proxy.received() - before)
+    };
+    let ([dirty, sent, saved], received) = import("one");
+    assert_eq!((dirty, saved), (len, 0));
+    assert!(
+        (2 * len..2 * len + len / 20).contains(&sent),
+        "{sent}: twice, and a little for the tree"
+    );
+    assert!(received > len / 2, "each of four has a half: {received}");
+    let ([dirty, sent, saved], received) = import("other");
+    assert_eq!(dirty, len);
+    assert!(saved >= len && sent < len / 100, "{sent} sent, {saved} saved");
+    assert!(received < len / 200, "{received} bytes came to a peer that has half of the disk");
+    lab.assert_exports("other", &disk);
+    // A commit of a client that has not stored them itself, and of one that has.
+    let repository = lab.repository();
+    for (image, is_first) in [("live", true), ("twin", false)] {
+        let writer = Writer::create(&repository, image, TWO_AND_TWO);
+        let snapshot = writer.commit(&chunks(1, 20)).unwrap();
+        let len = 20 * CHUNK as u64;
+        let (least, most) = if is_first { (2 * len, 3 * len) } else { (0, len / 100) };
+        assert!((least..=most).contains(&snapshot.sent_bytes), "{snapshot:?}");
+        assert_eq!(snapshot.saved_bytes >= len, !is_first, "{snapshot:?}");
+    }
 }

@@ -73,7 +73,7 @@ fn what_full_peers_cannot_take_goes_to_others() {
     let refused = lab.run(&["import", "large.raw", "large", "--redundancy", "rs=2+2"]);
     assert_eq!(refused.code, 6, "{}", refused.stderr);
     assert!(refused.stderr.contains("full"), "{}", refused.stderr);
-    assert!(lab.json(&["ls"]).as_array().unwrap().iter().all(|one| one["image"] != "large"));
+    assert!(lab.json(&["ls"]).as_array().unwrap().iter().all(|one| one["name"] != "large"));
     lab.assert_exports("vm", &disk);
 }
 

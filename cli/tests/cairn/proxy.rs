@@ -24,6 +24,8 @@ struct Shared {
     /// Of a thousand bodies, so many get a flipped bit.
     permille: AtomicU64,
     flipped: AtomicU64,
+    /// Bytes that came from clients.
+    received: AtomicU64,
     dice: Mutex<Dice>,
 }
 
@@ -35,6 +37,7 @@ impl Proxy {
             target: Mutex::default(),
             permille: AtomicU64::new(0),
             flipped: AtomicU64::new(0),
+            received: AtomicU64::new(0),
             dice: Mutex::new(Dice::new(seed)),
         });
         let own = shared.clone();
@@ -57,6 +60,11 @@ impl Proxy {
         self.shared.permille.store(permille, Ordering::SeqCst);
     }
 
+    /// Bytes that came from clients so far.
+    pub(crate) fn received(&self) -> u64 {
+        self.shared.received.load(Ordering::SeqCst)
+    }
+
     /// Bodies with a flipped bit so far.
     pub(crate) fn flipped(&self) -> u64 {
         self.shared.flipped.load(Ordering::SeqCst)
@@ -69,12 +77,24 @@ impl Shared {
         let Some(Ok(peer)) = target.map(TcpStream::connect) else { return };
         thread::scope(|scope| {
             scope.spawn(|| {
-                let _ = io::copy(&mut &client, &mut &peer);
+                let _ = self.requests(&client, &peer);
                 let _ = peer.shutdown(Shutdown::Both);
             });
             let _ = self.answers(&peer, &client);
             let _ = client.shutdown(Shutdown::Both);
         });
+    }
+
+    fn requests(&self, mut client: &TcpStream, mut peer: &TcpStream) -> io::Result<()> {
+        let mut buf = vec![0; 1 << 16];
+        loop {
+            let len = client.read(&mut buf)?;
+            if len == 0 {
+                return Ok(());
+            }
+            self.received.fetch_add(len as u64, Ordering::SeqCst);
+            peer.write_all(&buf[..len])?;
+        }
     }
 
     fn answers(&self, mut peer: &TcpStream, mut client: &TcpStream) -> io::Result<()> {

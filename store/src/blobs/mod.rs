@@ -14,7 +14,7 @@ mod tests;
 
 pub(crate) use local::LocalBlobs;
 
-use crate::cluster::Keep;
+use crate::cluster::{Counters, Keep};
 use crate::error::Result;
 use crate::id::BlobId;
 
@@ -51,6 +51,11 @@ pub trait Blobs: Send + Sync {
     /// catalog is beside the blobs, and lost with them.
     fn put_record(&self, _record: &[u8], _keep: &Keep) -> Result<Option<BlobId>> {
         Ok(None)
+    }
+
+    /// What went to other machines through this object so far; nothing where there are none.
+    fn counters(&self) -> Option<Counters> {
+        None
     }
 
     /// Forgets what is known to be there without asking: it may be gone.

@@ -36,6 +36,8 @@ pub(crate) struct Published {
     pub(crate) state: SnapshotState,
     pub(crate) stored_bytes: u64,
     pub(crate) dirty_bytes: u64,
+    pub(crate) sent_bytes: u64,
+    pub(crate) saved_bytes: u64,
     /// How many peers had been lost when it was announced.
     pub(crate) losses: u64,
     /// The name of the snapshot's record, if it has one.
@@ -56,6 +58,8 @@ impl Published {
             parent: Some(parent),
             root: self.root.0,
             stored_bytes: self.stored_bytes,
+            sent_bytes: self.sent_bytes,
+            saved_bytes: self.saved_bytes,
             dirty_bytes: self.dirty_bytes,
             state: self.state,
             record: self.record,
@@ -196,6 +200,8 @@ impl Catalog {
                 consistency: new.consistency,
                 dirty_bytes: new.dirty_bytes,
                 stored_bytes: 0,
+                sent_bytes: 0,
+                saved_bytes: 0,
                 pause_us: new.pause_us,
                 reason: None,
                 mirror: Some(holder.owner.id),
@@ -251,6 +257,8 @@ impl Catalog {
                 (SnapshotState::Available, SnapshotState::Stable) if same => {
                     snapshot.state = SnapshotState::Stable;
                     snapshot.stored_bytes = published.stored_bytes;
+                    snapshot.sent_bytes = published.sent_bytes;
+                    snapshot.saved_bytes = published.saved_bytes;
                     Change::default().put(holder.snapshot_key(number), &snapshot)
                 }
                 (SnapshotState::Stable | SnapshotState::Available, _) if same => Change::default(),

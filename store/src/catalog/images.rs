@@ -31,6 +31,8 @@ pub(crate) struct FirstSnapshot {
     pub(crate) consistency: Consistency,
     pub(crate) dirty_bytes: u64,
     pub(crate) stored_bytes: u64,
+    pub(crate) sent_bytes: u64,
+    pub(crate) saved_bytes: u64,
 }
 
 /// What a name refers to.
@@ -80,6 +82,8 @@ impl Draft {
             consistency: first.consistency,
             dirty_bytes: first.dirty_bytes,
             stored_bytes: first.stored_bytes,
+            sent_bytes: first.sent_bytes,
+            saved_bytes: first.saved_bytes,
             pause_us: 0,
             reason: None,
             mirror: None,
@@ -103,6 +107,8 @@ impl Draft {
             consistency: source.consistency,
             dirty_bytes: 0,
             stored_bytes: 0,
+            sent_bytes: 0,
+            saved_bytes: 0,
         };
         let mut draft = Draft::new(name, source.geometry, source.keep, &first)?;
         draft.image.origin = Some(source.name().to_string());

@@ -312,6 +312,10 @@ impl Blobs for ClusterBlobs {
         self.runtime.block_on(self.shared.cluster.put_record(record, keep)).map(Some)
     }
 
+    fn counters(&self) -> Option<Counters> {
+        Some(ClusterBlobs::counters(self))
+    }
+
     /// After a garbage collection, or the loss of a peer, blobs that no name refers to may be gone.
     fn void_known(&self) {
         self.shared.known().clear();
