@@ -244,6 +244,16 @@ pub enum Error {
         /// `image@number`.
         name: String,
     },
+    /// What is to be stored does not fit.
+    #[error(
+        "the peers lack {lacking} bytes of room for {bytes} bytes with their redundancy; add peers, or remove snapshots"
+    )]
+    NoRoom {
+        /// How much it takes, with the redundancy.
+        bytes: u64,
+        /// How much of that, and of what is kept beside it for the spread, they do not have.
+        lacking: u64,
+    },
     /// No such peer ever joined.
     #[error("there is no peer '{peer}'; `cairn peers` shows them")]
     NoPeer {
@@ -339,6 +349,7 @@ impl Error {
             Error::Full { .. }
             | Error::TooFewPeers { .. }
             | Error::LostMeanwhile { .. }
+            | Error::NoRoom { .. }
             | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }

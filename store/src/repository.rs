@@ -35,6 +35,18 @@ pub struct PutChunk {
     pub new_bytes: u64,
 }
 
+/// Room that is reserved until this is dropped.
+pub struct Space {
+    blobs: Arc<dyn Blobs>,
+    number: u64,
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.blobs.release_space(self.number);
+    }
+}
+
 /// When what was put counts as stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
@@ -218,6 +230,13 @@ impl Repository {
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
         let record = self.put_record(&draft.record())?;
         self.inner.catalog.insert(draft, record)
+    }
+
+    /// Reserves room on the peers for so many bytes of chunks that are put through this handle. Fails at once, and says
+    /// so, if they do not have it. What is not used is free again when the result is dropped.
+    pub fn reserve_space(&self, bytes: u64) -> Result<Space> {
+        let number = self.inner.blobs.reserve_space(bytes, &self.keep)?;
+        Ok(Space { blobs: Arc::clone(&self.inner.blobs), number })
     }
 
     /// What went to the peers through this handle and its clones so far; nothing if there are no peers.

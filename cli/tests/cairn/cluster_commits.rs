@@ -1,5 +1,6 @@
 //! What a commit to a cluster promises, and when.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -185,4 +186,63 @@ fn what_the_peers_have_is_not_sent_again() {
         assert!((least..=most).contains(&snapshot.sent_bytes), "{snapshot:?}");
         assert_eq!(snapshot.saved_bytes >= len, !is_first, "{snapshot:?}");
     }
+}
+
+#[test]
+fn of_ten_commits_at_once_those_that_have_room_succeed_and_the_others_fail_at_once() {
+    const EACH: u64 = 32;
+    let mut lab = Lab::new(0);
+    // Room for four: each takes 4 MiB, and a fifth more for the spread.
+    for _ in 0..6 {
+        lab.add_peer(&["--capacity", "4M"]);
+    }
+    lab.wait_for_peers(6);
+    let writers: Vec<_> = (0..10u8)
+        .map(|me| {
+            let image = format!("{}vm", char::from(b'a' + me));
+            Writer::create(&lab.repository(), &image, TWO_AND_TWO)
+        })
+        .collect();
+    let barrier = Barrier::new(writers.len());
+    let results = thread::scope(|scope| {
+        let commits: Vec<_> = (0..)
+            .zip(&writers)
+            .map(|(me, writer)| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    barrier.wait();
+                    let space = writer.repository.reserve_space(EACH * CHUNK as u64);
+                    // Nobody gives back what another one might have had meanwhile.
+                    barrier.wait();
+                    let space = space?;
+                    let snapshot = writer.commit(&chunks(me, EACH));
+                    drop(space);
+                    // Room was promised: it does not fail any more.
+                    Ok(snapshot.unwrap())
+                })
+            })
+            .collect();
+        commits.into_iter().map(|commit| commit.join().unwrap()).collect::<Vec<_>>()
+    });
+    let refused: Vec<&Error> = results.iter().filter_map(|one| one.as_ref().err()).collect();
+    println!("{} of {} are refused", refused.len(), results.len());
+    assert!((4..=8).contains(&refused.len()), "{refused:?}");
+    for error in &refused {
+        assert!(matches!(error, Error::NoRoom { .. }), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+    }
+    let repository = lab.repository();
+    for (me, snapshot) in (0..).zip(&results) {
+        if let Ok(snapshot) = snapshot {
+            assert_eq!(snapshot.state, SnapshotState::Stable);
+            assert_holds(&repository, snapshot, &chunks(me, EACH));
+        }
+    }
+    // What was reserved and not used is free again.
+    let reserved = || {
+        let told = lab.json(&["peers"]);
+        let peers = told["peers"].as_array().unwrap().clone();
+        peers.iter().map(|peer| peer["reserved"].as_u64().unwrap()).sum::<u64>()
+    };
+    wait_until("it is given back", || reserved() == 0);
 }

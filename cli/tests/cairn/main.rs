@@ -6,6 +6,7 @@ mod cluster_commits;
 mod cluster_faults;
 mod cluster_kills;
 mod cluster_lies;
+mod cluster_partition;
 mod control;
 mod files;
 mod images;

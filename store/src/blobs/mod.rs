@@ -58,6 +58,15 @@ pub trait Blobs: Send + Sync {
         None
     }
 
+    /// Reserves room for so many bytes of content that are kept like this, until it is released under the number that
+    /// this returns. Fails if there is no room. Where one disk is the limit, nothing is reserved.
+    fn reserve_space(&self, _bytes: u64, _keep: &Keep) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// Releases what was reserved under this number.
+    fn release_space(&self, _number: u64) {}
+
     /// Forgets what is known to be there without asking: it may be gone.
     fn void_known(&self) {}
 

@@ -21,6 +21,7 @@ use super::fragment::{Blocks, Description, Fragment, encode};
 use super::identity::Security;
 use super::members::{Member, Members, Places};
 use super::redundancy::{Keep, Redundancy};
+use super::space::Reserved;
 use super::ways::Ways;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -79,6 +80,7 @@ pub(super) struct Inner {
     /// Answers of each peer that were wrong.
     suspects: Mutex<HashMap<PeerId, u64>>,
     mending: Arc<Semaphore>,
+    pub(super) reserved: Reserved,
 }
 
 /// Nothing is half changed when a thread panics with one of these locks held.
@@ -96,6 +98,7 @@ impl Cluster {
             needed: Mutex::default(),
             suspects: Mutex::default(),
             mending: Arc::new(Semaphore::new(MENDED)),
+            reserved: Reserved::default(),
         };
         Cluster { inner: Arc::new(inner) }
     }
