@@ -100,7 +100,7 @@ demo-cluster: setup build ## The same on eight peers with TLS, of which four are
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo cluster
 
 # SOAK_SECONDS is the length of each part. All but the first run with assertions, as in `make test`.
-soak: packages ## Write, checkpoint, kill, cut the power and verify for 40 minutes
+soak: packages ## Write, checkpoint, kill, cut the power and verify for about an hour
 	$(call say,running the stamped writer)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
@@ -115,6 +115,9 @@ soak: packages ## Write, checkpoint, kill, cut the power and verify for 40 minut
 	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-store --lib simulation -- --nocapture
+	$(call say,killing peers and the catalog of a cluster)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2
 
 bench: packages ## Measure Cairn beside other programs, in about 20 minutes
 	$(call say,measuring; the machine should have nothing else to do)

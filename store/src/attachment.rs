@@ -1,9 +1,11 @@
 //! A mirror's hold on its image.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use crate::catalog::{Holder, Published};
+use crate::cluster::Counters;
 use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
 use crate::repository::Repository;
@@ -26,11 +28,22 @@ pub struct Attachment {
     repository: Repository,
     holder: Holder,
     parent: Mutex<(u64, Root)>,
+    /// The snapshots that were announced and are not stable.
+    announced: Mutex<BTreeMap<u64, Announced>>,
+}
+
+/// How it was when a snapshot was announced first.
+#[derive(Clone, Copy, Default)]
+struct Announced {
+    /// How many peers had been lost.
+    losses: u64,
+    /// What had gone to the peers. If several are announced at once, all count what each of them sends.
+    counters: Counters,
 }
 
 impl Attachment {
     pub(crate) fn new(repository: Repository, holder: Holder, parent: u64, root: Root) -> Self {
-        Self { repository, holder, parent: Mutex::new((parent, root)) }
+        Self { repository, holder, parent: Mutex::new((parent, root)), announced: Mutex::default() }
     }
 
     /// The image.
@@ -61,11 +74,19 @@ impl Attachment {
     /// out though nobody was told.
     pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
-        self.repository.catalog().begin(&self.holder, new)
+        let losses = self.repository.catalog().begin(&self.holder, new)?;
+        // Before anything of it is put, or put again.
+        self.repository.note_losses(losses);
+        let counters = self.repository.counters();
+        self.all_announced().entry(new.number).or_insert(Announced { losses, counters });
+        Ok(())
     }
 
     /// Makes the content durable, and then, in one transaction, publishes the snapshot and moves the
     /// mirror's reference to it. To publish the same content again is fine.
+    ///
+    /// If a peer was lost since the snapshot was announced, a part of the content may have been lost with it. Then it is
+    /// only available, and the next repair makes it stable.
     pub fn publish(
         &self,
         number: u64,
@@ -75,7 +96,19 @@ impl Attachment {
     ) -> Result<Snapshot> {
         self.repository.flush()?;
         let state = self.repository.published_state();
-        let published = Published { root: *root, state, stored_bytes, dirty_bytes, record: None };
+        let Announced { losses, counters } = self.announced(number);
+        let (sent_bytes, saved_bytes) =
+            self.repository.traffic_since(&counters, stored_bytes, dirty_bytes);
+        let published = Published {
+            root: *root,
+            state,
+            stored_bytes,
+            dirty_bytes,
+            sent_bytes,
+            saved_bytes,
+            losses,
+            record: None,
+        };
         let record = self.repository.catalog().record(&self.holder, number, &published)?;
         let published = Published { record: self.repository.put_record(&record)?, ..published };
         let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
@@ -84,26 +117,44 @@ impl Attachment {
         if snapshot.number > parent.0 {
             *parent = (snapshot.number, snapshot.root);
         }
+        if snapshot.state == SnapshotState::Stable {
+            self.all_announced().remove(&number);
+        }
         Ok(snapshot)
     }
 
-    /// Waits until a published snapshot has its full redundancy, and makes it stable.
+    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a peer was lost meanwhile, as
+    /// long as no repair has looked at it.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
+        let Announced { losses, counters } = self.announced(snapshot.number);
+        let (stored, dirty) = (snapshot.stored_bytes, snapshot.dirty_bytes);
+        let (sent_bytes, saved_bytes) = self.repository.traffic_since(&counters, stored, dirty);
         let published = Published {
             root: snapshot.root,
             state: SnapshotState::Stable,
             stored_bytes: snapshot.stored_bytes,
             dirty_bytes: snapshot.dirty_bytes,
+            sent_bytes,
+            saved_bytes,
+            losses,
             record: None,
         };
-        self.repository.catalog().publish(&self.holder, snapshot.number, &published)
+        let catalog = self.repository.catalog();
+        let completed = catalog.publish(&self.holder, snapshot.number, &published)?;
+        if completed.state != SnapshotState::Stable {
+            return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
+        }
+        self.all_announced().remove(&snapshot.number);
+        Ok(completed)
     }
 
     /// Gives up an announced snapshot.
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
         let reason = reason.chars().take(MAX_REASON).collect::<String>();
-        self.repository.catalog().fail(&self.holder, number, &reason)
+        self.repository.catalog().fail(&self.holder, number, &reason)?;
+        self.all_announced().remove(&number);
+        Ok(())
     }
 
     /// Ends the lease and gives back reserved numbers that were not used, if they are still the
@@ -118,6 +169,15 @@ impl Attachment {
     /// Ends the lease and drops the reference: the mirror is no more.
     pub fn detach(&self) -> Result<()> {
         self.repository.catalog().detach(&self.holder)
+    }
+
+    /// How it was when this was announced. Of one that nobody announced here nothing is known.
+    fn announced(&self, number: u64) -> Announced {
+        self.all_announced().get(&number).copied().unwrap_or_default()
+    }
+
+    fn all_announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {
+        self.announced.lock().expect("no thread panics while it holds what was announced")
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Root)> {

@@ -236,6 +236,24 @@ pub enum Error {
         /// How many there are.
         peers: usize,
     },
+    /// A snapshot that nobody can vouch for.
+    #[error(
+        "snapshot {name} can be read, but a peer was lost while it was stored; it is stable after the next repair"
+    )]
+    LostMeanwhile {
+        /// `image@number`.
+        name: String,
+    },
+    /// What is to be stored does not fit.
+    #[error(
+        "the peers lack {lacking} bytes of room for {bytes} bytes with their redundancy; add peers, or remove snapshots"
+    )]
+    NoRoom {
+        /// How much it takes, with the redundancy.
+        bytes: u64,
+        /// How much of that, and of what is kept beside it for the spread, they do not have.
+        lacking: u64,
+    },
     /// No such peer ever joined.
     #[error("there is no peer '{peer}'; `cairn peers` shows them")]
     NoPeer {
@@ -330,6 +348,8 @@ impl Error {
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::LostMeanwhile { .. }
+            | Error::NoRoom { .. }
             | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }

@@ -49,7 +49,7 @@ pub use geometry::{
 pub use id::{BlobId, CatalogId, ChunkId, MirrorId, NodeId, PeerId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
-pub use repository::{Durability, PutChunk, Repository};
+pub use repository::{Durability, PutChunk, Repository, Space};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
 };

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::attachment::Attachment;
 use crate::blobs::{Blobs, LocalBlobs};
@@ -10,7 +11,7 @@ use crate::cluster::Cluster;
 use crate::cluster::follower::{Follower, cluster_address, follow};
 use crate::cluster::identity::{Access, Role, Security};
 use crate::cluster::membership::{self, Health};
-use crate::cluster::{Keep, Redundancy};
+use crate::cluster::{Counters, Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId, MirrorId};
@@ -32,6 +33,18 @@ pub struct PutChunk {
     pub id: ChunkId,
     /// Bytes that the repository did not have: 0 if it had the chunk.
     pub new_bytes: u64,
+}
+
+/// Room that is reserved until this is dropped.
+pub struct Space {
+    blobs: Arc<dyn Blobs>,
+    number: u64,
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.blobs.release_space(self.number);
+    }
 }
 
 /// When what was put counts as stored.
@@ -60,6 +73,10 @@ struct Inner {
     names: Arc<dyn Names>,
     /// Where the blobs are on peers.
     cluster: Option<Follower>,
+    /// How many peers had been lost when it was opened,
+    losses: u64,
+    /// and when what is known of the blobs was last forgotten for that.
+    voided: AtomicU64,
 }
 
 impl Repository {
@@ -87,6 +104,14 @@ impl Repository {
         Ok(Self::of(blobs, names, None))
     }
 
+    /// As [`Repository::open`], with the names elsewhere: what they promise does not depend on where the blobs are.
+    #[doc(hidden)]
+    pub fn with_names(url: &str, names: Arc<dyn Names>) -> Result<Self> {
+        let path = layout::directory_of(url)?;
+        layout::check(&path)?;
+        Ok(Self::of(Arc::new(LocalBlobs::open(&path)?), names, None))
+    }
+
     /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
     /// is one.
     pub fn connect(url: &str, security: &Security) -> Result<Self> {
@@ -95,8 +120,9 @@ impl Repository {
 
     /// The repository of the cluster that these documents tell of.
     pub fn of_cluster(names: Arc<dyn Names>, security: &Security) -> Result<Self> {
+        let losses = Catalog::new(Arc::clone(&names)).losses()?;
         let (blobs, follower) = follow(&names, security)?;
-        Ok(Self::of(blobs, names, Some(follower)))
+        Ok(Self::with_losses(blobs, names, Some(follower), losses))
     }
 
     /// Opens a repository that exists, in a directory or in a cluster.
@@ -116,9 +142,19 @@ impl Repository {
     }
 
     fn of(blobs: Arc<dyn Blobs>, names: Arc<dyn Names>, cluster: Option<Follower>) -> Self {
+        Self::with_losses(blobs, names, cluster, 0)
+    }
+
+    fn with_losses(
+        blobs: Arc<dyn Blobs>,
+        names: Arc<dyn Names>,
+        cluster: Option<Follower>,
+        losses: u64,
+    ) -> Self {
+        let voided = AtomicU64::new(losses);
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
         let catalog = Catalog::new(Arc::clone(&names));
-        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster });
+        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster, losses, voided });
         Self { inner, keep: Keep::default(), durability: Durability::default() }
     }
 
@@ -165,7 +201,8 @@ impl Repository {
 
     /// Makes an image whose first snapshot has this content, and makes the content durable before.
     ///
-    /// `stored_bytes` of the image's `dirty_bytes` were not in the repository before.
+    /// `stored_bytes` of the image's `dirty_bytes` were not in the repository before. All that went to the peers since the
+    /// repository was opened counts as sent for it.
     pub fn publish_image(
         &self,
         name: &ImageName,
@@ -176,8 +213,18 @@ impl Repository {
     ) -> Result<Snapshot> {
         self.flush()?;
         let (consistency, state) = (Consistency::Crash, self.published_state());
-        let first = FirstSnapshot { root: *root, state, consistency, dirty_bytes, stored_bytes };
-        self.insert(&Draft::new(name, geometry, self.keep, &first)?)
+        let (sent_bytes, saved_bytes) =
+            self.traffic_since(&Counters::default(), stored_bytes, dirty_bytes);
+        let first = FirstSnapshot {
+            root: *root,
+            state,
+            consistency,
+            dirty_bytes,
+            stored_bytes,
+            sent_bytes,
+            saved_bytes,
+        };
+        self.insert(&Draft::new(name, geometry, self.keep, &first)?.since(self.inner.losses))
     }
 
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
@@ -192,6 +239,35 @@ impl Repository {
             self.put_record(&draft.removal())?;
         }
         inserted
+    }
+
+    /// Reserves room on the peers for so many bytes of chunks that are put through this handle. Fails at once, and says
+    /// so, if they do not have it. What is not used is free again when the result is dropped.
+    pub fn reserve_space(&self, bytes: u64) -> Result<Space> {
+        let number = self.inner.blobs.reserve_space(bytes, &self.keep)?;
+        Ok(Space { blobs: Arc::clone(&self.inner.blobs), number })
+    }
+
+    /// What went to the peers through this handle and its clones so far; nothing if there are no peers.
+    pub fn counters(&self) -> Counters {
+        self.inner.blobs.counters().unwrap_or_default()
+    }
+
+    /// Bytes that were sent and saved since then. In a directory that follows from what was stored of the changes.
+    pub(crate) fn traffic_since(&self, before: &Counters, stored: u64, dirty: u64) -> (u64, u64) {
+        match self.inner.blobs.counters() {
+            Some(now) => {
+                (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
+            }
+            None => (stored, dirty.saturating_sub(stored)),
+        }
+    }
+
+    /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.
+    pub(crate) fn note_losses(&self, losses: u64) {
+        if self.inner.voided.fetch_max(losses, Ordering::SeqCst) < losses {
+            self.inner.blobs.void_known();
+        }
     }
 
     /// The state of a snapshot whose content was flushed.

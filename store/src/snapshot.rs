@@ -119,6 +119,10 @@ pub struct Snapshot {
     pub dirty_bytes: u64,
     /// Bytes that the repository did not have before.
     pub stored_bytes: u64,
+    /// Bytes that were sent for it, with the redundancy.
+    pub sent_bytes: u64,
+    /// Bytes of its chunks that were not sent: the repository had them.
+    pub saved_bytes: u64,
     /// How long the guest waited for the cut, in microseconds.
     pub pause_us: u64,
     /// Why it failed.

@@ -272,6 +272,8 @@ fn refill(device: &Device) {
 
 fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<Snapshot, PersistError> {
     device.attachment.begin(&commit.new)?;
+    // Before anything is stored: it fails at once where there is no room for it, and not when it is nearly done.
+    let _space = device.repository.reserve_space(commit.new.dirty_bytes)?;
     let layers = device.mirror.cut.view().layers.clone();
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();

@@ -1,9 +1,10 @@
 //! A cluster of real processes.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,9 +27,12 @@ pub(crate) struct Server {
 
 impl Server {
     /// Starts `cairn` with these arguments, and waits until it listens.
-    fn start(place: &Place, args: &[&str], log: &str) -> Server {
+    fn start(place: &Place, space: Option<&str>, args: &[&str], log: &str) -> Server {
         let log = std::fs::File::options().create(true).append(true).open(place.path(log)).unwrap();
         let mut command = place.command(&[args, &["--json"]].concat());
+        if let Some(space) = space {
+            command = inside(space, &command);
+        }
         let mut child = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -43,6 +47,14 @@ impl Server {
         let pid = self.child.id().cast_signed();
         assert_eq!(unsafe_free_kill(pid, signal), 0);
     }
+}
+
+/// The same command in a network namespace.
+fn inside(space: &str, command: &Command) -> Command {
+    let mut all = Command::new("ip");
+    all.args(["netns", "exec", space]).arg(command.get_program()).args(command.get_args());
+    all.current_dir(command.get_current_dir().unwrap());
+    all
 }
 
 /// By the program of that name: this crate has no unsafe code.
@@ -65,6 +77,10 @@ pub(crate) struct Lab {
     pub(crate) catalog: Option<Server>,
     catalog_address: String,
     pub(crate) peers: Vec<Option<Server>>,
+    /// Where each peer listens, whenever it runs.
+    addresses: Vec<String>,
+    /// Peers that are in a network namespace.
+    spaces: HashMap<usize, String>,
     keys: bool,
     /// More arguments of the catalog.
     pub(crate) lost_after: &'static str,
@@ -82,13 +98,29 @@ impl Lab {
         if keys {
             place.ok(&["keys", "init", "keys"]);
         }
-        let catalog_address = free_address();
-        let mut lab =
-            Lab { place, catalog: None, catalog_address, peers: Vec::new(), keys, lost_after };
+        Lab::at("127.0.0.1", place, peers, keys, lost_after)
+    }
+
+    /// At an address of this host, without keys.
+    pub(crate) fn on(host: &str, peers: usize) -> Lab {
+        Lab::at(host, Place::new(), peers, false, "600")
+    }
+
+    fn at(host: &str, place: Place, peers: usize, keys: bool, lost_after: &'static str) -> Lab {
+        let catalog_address = free_address_on(host);
+        let mut lab = Lab {
+            place,
+            catalog: None,
+            catalog_address,
+            peers: Vec::new(),
+            addresses: Vec::new(),
+            spaces: HashMap::new(),
+            keys,
+            lost_after,
+        };
         lab.start_catalog();
-        for at in 0..peers {
-            lab.peers.push(None);
-            lab.start_peer(at, &[]);
+        for _ in 0..peers {
+            lab.add_peer_on(host, None, &[]);
         }
         lab.wait_for_peers(peers);
         lab
@@ -103,15 +135,36 @@ impl Lab {
         let args = ["serve", "--data", "catalog", "--listen", &address];
         let more = ["--lost-after", self.lost_after, "--catalog"];
         let args = [&args, &more[..], self.security()].concat();
-        self.catalog = Some(Server::start(&self.place, &args, "catalog.log"));
+        self.catalog = Some(Server::start(&self.place, None, &args, "catalog.log"));
     }
 
+    /// Starts one more peer.
+    pub(crate) fn add_peer(&mut self, more: &[&str]) -> usize {
+        self.add_peer_on("127.0.0.1", None, more)
+    }
+
+    /// The same, at this address, which may be one of a network namespace.
+    pub(crate) fn add_peer_on(&mut self, host: &str, space: Option<&str>, more: &[&str]) -> usize {
+        if let Some(space) = space {
+            self.spaces.insert(self.peers.len(), space.to_owned());
+            // Nobody else is in there.
+            self.addresses.push(format!("{host}:20000"));
+        } else {
+            self.addresses.push(free_address_on(host));
+        }
+        self.peers.push(None);
+        self.start_peer(self.peers.len() - 1, more);
+        self.peers.len() - 1
+    }
+
+    /// Starts a peer again, at its address and with what is in its directory.
     pub(crate) fn start_peer(&mut self, at: usize, more: &[&str]) {
         let (data, domain) = (format!("peer{at}"), format!("rack{at}"));
-        let address = self.catalog_address.clone();
-        let args = ["serve", "--data", &data, "--listen", "127.0.0.1:0", "--domain", &domain];
+        let (address, listen) = (self.catalog_address.clone(), self.addresses[at].clone());
+        let args = ["serve", "--data", &data, "--listen", &listen, "--domain", &domain];
         let args = [&args, &["--catalog", &address][..], self.security(), more].concat();
-        self.peers[at] = Some(Server::start(&self.place, &args, &format!("peer{at}.log")));
+        let (space, log) = (self.spaces.get(&at).map(String::as_str), format!("peer{at}.log"));
+        self.peers[at] = Some(Server::start(&self.place, space, &args, &log));
     }
 
     /// Kills a peer.
@@ -137,24 +190,25 @@ impl Lab {
         &self.catalog_address
     }
 
-    fn args<'a>(&self, url: &'a str, args: &[&'a str]) -> Vec<&'a str> {
-        [&["--store", url], self.security(), args].concat()
+    /// Somebody who runs `cairn` on this cluster, whatever becomes of its servers.
+    pub(crate) fn operator(&self) -> Operator {
+        let directory = self.place.dir.path().to_owned();
+        Operator { directory, url: self.url(), security: self.security(), space: None }
     }
 
     /// Runs `cairn` on this cluster.
     pub(crate) fn run(&self, args: &[&str]) -> Run {
-        let url = self.url();
-        self.place.run(&self.args(&url, args))
+        self.operator().run(args)
     }
 
     pub(crate) fn ok(&self, args: &[&str]) -> String {
-        let url = self.url();
-        self.place.ok(&self.args(&url, args))
+        let run = self.run(args);
+        assert_eq!(run.code, 0, "{args:?}: {}", run.stderr);
+        String::from_utf8(run.stdout).unwrap()
     }
 
     pub(crate) fn json(&self, args: &[&str]) -> Value {
-        let url = self.url();
-        self.place.json(&self.args(&url, args))
+        serde_json::from_str(&self.ok(&[args, &["--json"]].concat())).unwrap()
     }
 
     /// The cluster as a repository of this process.
@@ -197,6 +251,71 @@ impl Lab {
     }
 }
 
+/// Somebody at a command line.
+#[derive(Clone)]
+pub(crate) struct Operator {
+    pub(crate) directory: PathBuf,
+    url: String,
+    security: &'static [&'static str],
+    /// The network namespace that it is in.
+    pub(crate) space: Option<String>,
+}
+
+impl Operator {
+    /// Runs `cairn` on the cluster.
+    pub(crate) fn run(&self, args: &[&str]) -> Run {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cairn"));
+        command.args(["--store", &self.url]).args(self.security).args(args);
+        command.current_dir(&self.directory);
+        if let Some(space) = &self.space {
+            command = inside(space, &command);
+        }
+        command.output().unwrap().into()
+    }
+}
+
+/// Choices that follow from a seed.
+pub(crate) struct Dice(blake3::OutputReader);
+
+impl Dice {
+    pub(crate) fn new(seed: u64) -> Dice {
+        Dice(blake3::Hasher::new().update(b"dice").update(&seed.to_le_bytes()).finalize_xof())
+    }
+
+    /// A number below this one.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        let mut bytes = [0; 8];
+        self.0.fill(&mut bytes);
+        u64::from_le_bytes(bytes) % limit
+    }
+
+    /// One of these, if there is one.
+    pub(crate) fn choose(&mut self, from: &[usize]) -> Option<usize> {
+        let count = from.len() as u64;
+        (count > 0).then(|| from[self.below(count) as usize])
+    }
+}
+
+/// Runs a test with a seed, which is printed: `CAIRN_SEED` repeats one, `CAIRN_SOAK_SECONDS` goes on with others
+/// for that long.
+pub(crate) fn with_seeds(test: impl Fn(u64)) {
+    let number = |name: &str| -> Option<u64> {
+        std::env::var(name).ok().map(|text| text.parse().expect("a number"))
+    };
+    let begin = Instant::now();
+    let soak = Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let mut seed = number("CAIRN_SEED").unwrap_or(now.as_nanos() as u64 % 1_000_000_000);
+    loop {
+        println!("CAIRN_SEED={seed}");
+        test(seed);
+        seed += 1;
+        if begin.elapsed() >= soak {
+            return;
+        }
+    }
+}
+
 /// Bytes that follow from a seed.
 pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
     let mut hasher = blake3::Hasher::new();
@@ -214,13 +333,13 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// An address that nobody uses, and that no outgoing connection takes: below the ports of those.
-pub(crate) fn free_address() -> String {
+/// An address at this host that nobody uses, and that no outgoing connection takes: below the ports of those.
+fn free_address_on(host: &str) -> String {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let own = (std::process::id() % 400) as u16 * 30;
     loop {
         let port = 20_000 + (own + NEXT.fetch_add(1, Ordering::Relaxed)) % 12_000;
-        let address = format!("127.0.0.1:{port}");
+        let address = format!("{host}:{port}");
         if TcpListener::bind(&address).is_ok() {
             return address;
         }

@@ -2,10 +2,17 @@
 
 mod catalog;
 mod cluster;
+mod cluster_commits;
+mod cluster_faults;
+mod cluster_kills;
+mod cluster_lies;
+mod cluster_partition;
 mod control;
 mod files;
 mod images;
 mod lab;
+mod proxy;
 mod repair;
 mod serve;
 mod support;
+mod writer;

@@ -14,7 +14,7 @@ mod tests;
 
 pub(crate) use local::LocalBlobs;
 
-use crate::cluster::Keep;
+use crate::cluster::{Counters, Keep};
 use crate::error::Result;
 use crate::id::BlobId;
 
@@ -52,6 +52,23 @@ pub trait Blobs: Send + Sync {
     fn put_record(&self, _record: &[u8], _keep: &Keep) -> Result<Option<BlobId>> {
         Ok(None)
     }
+
+    /// What went to other machines through this object so far; nothing where there are none.
+    fn counters(&self) -> Option<Counters> {
+        None
+    }
+
+    /// Reserves room for so many bytes of content that are kept like this, until it is released under the number that
+    /// this returns. Fails if there is no room. Where one disk is the limit, nothing is reserved.
+    fn reserve_space(&self, _bytes: u64, _keep: &Keep) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// Releases what was reserved under this number.
+    fn release_space(&self, _number: u64) {}
+
+    /// Forgets what is known to be there without asking: it may be gone.
+    fn void_known(&self) {}
 
     /// All records that were ever taken.
     fn records(&self) -> Result<Vec<Vec<u8>>> {

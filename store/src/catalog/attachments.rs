@@ -9,6 +9,7 @@ use super::documents::{
 };
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
+use crate::cluster::membership::{LOSSES, losses};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
@@ -35,17 +36,30 @@ pub(crate) struct Published {
     pub(crate) state: SnapshotState,
     pub(crate) stored_bytes: u64,
     pub(crate) dirty_bytes: u64,
+    pub(crate) sent_bytes: u64,
+    pub(crate) saved_bytes: u64,
+    /// How many peers had been lost when it was announced.
+    pub(crate) losses: u64,
     /// The name of the snapshot's record, if it has one.
     pub(crate) record: Option<BlobId>,
 }
 
 impl Published {
+    /// Less, if a peer was lost since: a repair before the publication did not know of what it held.
+    fn as_of(&self, view: &View) -> Result<Published> {
+        let is_whole = losses(view)? == self.losses || self.root.0.is_none();
+        let state = if is_whole { self.state } else { SnapshotState::Available };
+        Ok(Published { state, ..*self })
+    }
+
     /// What a snapshot that was announced becomes.
     fn apply(&self, snapshot: SnapshotDocument, parent: u64) -> SnapshotDocument {
         SnapshotDocument {
             parent: Some(parent),
             root: self.root.0,
             stored_bytes: self.stored_bytes,
+            sent_bytes: self.sent_bytes,
+            saved_bytes: self.saved_bytes,
             dirty_bytes: self.dirty_bytes,
             state: self.state,
             record: self.record,
@@ -121,6 +135,7 @@ impl Holder {
             Wanted::Key(self.image_key()),
             Wanted::Key(self.snapshot_key(number)),
             Wanted::Key(mirror_key(&self.owner.id)),
+            Wanted::key(LOSSES),
         ]
     }
 
@@ -151,8 +166,9 @@ impl Catalog {
     }
 
     /// Announces a snapshot. Announcing one again is fine, even if it is published: a writer that was restarted, or
-    /// whose catalog was away, cannot know how far it had come. It may not have failed.
-    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<()> {
+    /// whose catalog was away, cannot know how far it had come. It may not have failed. Returns how many peers have
+    /// been lost so far.
+    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<u64> {
         let number = new.number;
         let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
         let mut wanted = holder.wanted(number);
@@ -168,7 +184,7 @@ impl Catalog {
                 let known = holder.own(known, number)?;
                 return match known.state {
                     SnapshotState::Failed => Err(holder.wrong_state(number, known)),
-                    _ => Ok((Change::default(), ())),
+                    _ => Ok((Change::default(), losses(view)?)),
                 };
             }
             if label.as_ref().is_some_and(|label| view.version(label) != 0) {
@@ -185,6 +201,8 @@ impl Catalog {
                 consistency: new.consistency,
                 dirty_bytes: new.dirty_bytes,
                 stored_bytes: 0,
+                sent_bytes: 0,
+                saved_bytes: 0,
                 pause_us: new.pause_us,
                 reason: None,
                 mirror: Some(holder.owner.id),
@@ -195,7 +213,7 @@ impl Catalog {
                 Some(label) => change.put(label, &number),
                 None => change,
             };
-            Ok((change, ()))
+            Ok((change, losses(view)?))
         })
     }
 
@@ -209,6 +227,7 @@ impl Catalog {
         let view = self.read(&holder.wanted(number))?;
         let image = holder.check(&view)?;
         let snapshot = holder.own(holder.existing(&view, number)?, number)?;
+        let published = published.as_of(&view)?;
         let snapshot = published.apply(snapshot, holder.mirror(&view)?.parent);
         Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
     }
@@ -224,6 +243,7 @@ impl Catalog {
     ) -> Result<Snapshot> {
         self.change(&holder.wanted(number), |view| {
             let image = holder.check(view)?;
+            let published = published.as_of(view)?;
             let mut snapshot = holder.own(holder.existing(view, number)?, number)?;
             let same = snapshot.root == published.root.0;
             let mut mirror = holder.mirror(view)?;
@@ -238,6 +258,8 @@ impl Catalog {
                 (SnapshotState::Available, SnapshotState::Stable) if same => {
                     snapshot.state = SnapshotState::Stable;
                     snapshot.stored_bytes = published.stored_bytes;
+                    snapshot.sent_bytes = published.sent_bytes;
+                    snapshot.saved_bytes = published.saved_bytes;
                     Change::default().put(holder.snapshot_key(number), &snapshot)
                 }
                 (SnapshotState::Stable | SnapshotState::Available, _) if same => Change::default(),

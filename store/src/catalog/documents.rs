@@ -161,6 +161,11 @@ pub(super) struct SnapshotDocument {
     pub(super) consistency: Consistency,
     pub(super) dirty_bytes: u64,
     pub(super) stored_bytes: u64,
+    // Nobody counted this before.
+    #[serde(default)]
+    pub(super) sent_bytes: u64,
+    #[serde(default)]
+    pub(super) saved_bytes: u64,
     pub(super) pause_us: u64,
     pub(super) reason: Option<String>,
     #[serde(with = "optional_text")]
@@ -190,6 +195,8 @@ impl SnapshotDocument {
             consistency: self.consistency,
             dirty_bytes: self.dirty_bytes,
             stored_bytes: self.stored_bytes,
+            sent_bytes: self.sent_bytes,
+            saved_bytes: self.saved_bytes,
             pause_us: self.pause_us,
             reason: self.reason,
             mirror: self.mirror,

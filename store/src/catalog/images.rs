@@ -10,6 +10,7 @@ use super::documents::{
 use super::records::Record;
 use super::{Catalog, now};
 use crate::cluster::Keep;
+use crate::cluster::membership::{LOSSES, losses};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId};
@@ -30,6 +31,8 @@ pub(crate) struct FirstSnapshot {
     pub(crate) consistency: Consistency,
     pub(crate) dirty_bytes: u64,
     pub(crate) stored_bytes: u64,
+    pub(crate) sent_bytes: u64,
+    pub(crate) saved_bytes: u64,
 }
 
 /// What a name refers to.
@@ -51,6 +54,8 @@ pub(crate) struct Draft {
     image: ImageDocument,
     snapshot: SnapshotDocument,
     source: Option<(ImageName, u64)>,
+    /// How many peers had been lost when its content was stored, if that matters.
+    losses: Option<u64>,
 }
 
 impl Draft {
@@ -83,12 +88,19 @@ impl Draft {
             consistency: first.consistency,
             dirty_bytes: first.dirty_bytes,
             stored_bytes: first.stored_bytes,
+            sent_bytes: first.sent_bytes,
+            saved_bytes: first.saved_bytes,
             pause_us: 0,
             reason: None,
             mirror: None,
             record: None,
         };
-        Ok(Draft { name: name.clone(), image, snapshot, source: None })
+        Ok(Draft { name: name.clone(), image, snapshot, source: None, losses: None })
+    }
+
+    /// Its content was stored since so many peers had been lost.
+    pub(crate) fn since(self, losses: u64) -> Draft {
+        Draft { losses: self.snapshot.root.map(|_| losses), ..self }
     }
 
     /// One that begins as a snapshot of another.
@@ -101,6 +113,8 @@ impl Draft {
             consistency: source.consistency,
             dirty_bytes: 0,
             stored_bytes: 0,
+            sent_bytes: 0,
+            saved_bytes: 0,
         };
         let mut draft = Draft::new(name, source.geometry, source.keep, &first)?;
         draft.image.origin = Some(source.name().to_string());
@@ -224,8 +238,8 @@ impl Catalog {
     /// Adds an image that was drafted, with the name of its first snapshot's record. A clone relies on the
     /// snapshot that it is one of.
     pub(crate) fn insert(&self, draft: &Draft, record: Option<BlobId>) -> Result<Snapshot> {
-        let Draft { name, image, snapshot, source } = draft;
-        let mut wanted = vec![Wanted::Key(image_key(name))];
+        let Draft { name, image, snapshot, source, .. } = draft;
+        let mut wanted = vec![Wanted::Key(image_key(name)), Wanted::key(LOSSES)];
         if let Some((image, number)) = source {
             wanted.push(Wanted::Key(snapshot_key(image, *number)));
         }
@@ -239,12 +253,22 @@ impl Catalog {
                 let name = SnapshotRef::number(image, *number).to_string();
                 return Err(Error::NoSnapshot { name });
             }
-            let snapshot = SnapshotDocument { record, ..snapshot.clone() };
+            let mut snapshot = SnapshotDocument { record, ..snapshot.clone() };
+            let losses = losses(view)?;
+            if draft.losses.is_some_and(|before| before != losses) {
+                // A repair before this moment did not know of what the lost peer held.
+                snapshot.state = SnapshotState::Available;
+            }
             let change = Change::default()
                 .put(image_key(name), image)
                 .put(snapshot_key(name, FIRST), &snapshot);
             Ok((change, snapshot.snapshot(name, image, FIRST)?))
         })
+    }
+
+    /// How many peers have been lost so far.
+    pub(crate) fn losses(&self) -> Result<u64> {
+        losses(&self.read(&[Wanted::key(LOSSES)])?)
     }
 
     /// Also returns the record of the removal.

@@ -178,6 +178,8 @@ mod tests {
             consistency: Consistency::Crash,
             dirty_bytes: 0,
             stored_bytes: 0,
+            sent_bytes: 0,
+            saved_bytes: 0,
         };
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let name = "a".parse().unwrap();

@@ -65,6 +65,8 @@ impl Place {
             consistency: Consistency::Crash,
             dirty_bytes: 0,
             stored_bytes: 0,
+            sent_bytes: 0,
+            saved_bytes: 0,
         };
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let draft =
@@ -95,7 +97,16 @@ fn new(number: u64) -> NewSnapshot {
 
 fn published(state: SnapshotState) -> Published {
     let root = Root(Some(NodeId::from_bytes([9; 32])));
-    Published { root, state, stored_bytes: 0, dirty_bytes: 0, record: None }
+    Published {
+        root,
+        state,
+        stored_bytes: 0,
+        dirty_bytes: 0,
+        sent_bytes: 0,
+        saved_bytes: 0,
+        losses: 0,
+        record: None,
+    }
 }
 
 #[test]

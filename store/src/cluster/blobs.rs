@@ -29,7 +29,7 @@ use super::names::Names;
 use super::redundancy::{Keep, Redundancy};
 use crate::blobs::{Blobs, NewBlob};
 use crate::error::{Error, Result};
-use crate::id::BlobId;
+use crate::id::{BlobId, PeerId};
 
 /// Bytes of blocks in the window.
 const WINDOW: usize = 64 << 20;
@@ -97,6 +97,9 @@ struct State {
     contents: HashMap<BlobId, u64>,
     bytes: usize,
     next: u64,
+    /// Room that is reserved, by number.
+    spaces: HashMap<u64, Vec<(PeerId, u64)>>,
+    next_space: u64,
 }
 
 /// A blob of the window.
@@ -198,11 +201,6 @@ impl ClusterBlobs {
         Counters { dirty, sent, saved }
     }
 
-    /// Forgets which blobs are stored: after a garbage collection they may be gone.
-    pub fn void_known(&self) {
-        self.shared.known().names.clear();
-    }
-
     /// Tries again what failed.
     fn try_again(&self, state: &mut State, before: u64) {
         for (number, entry) in state.window.range_mut(..before) {
@@ -228,8 +226,13 @@ impl ClusterBlobs {
         let mut state = self.shared.state();
         let mut tried = false;
         loop {
-            if state.names.contains_key(&name) {
-                return Ok(None);
+            if let Some(number) = state.names.get(&name) {
+                if matches!(state.window.get(number), Some(Some(_))) {
+                    return Ok(None);
+                }
+                // Another thread is just copying it. Who was told that it is taken may read it.
+                state = self.shared.wait(state);
+                continue;
             }
             if state.bytes == 0 || state.bytes + bytes <= self.shared.limit {
                 break;
@@ -317,6 +320,7 @@ impl Blobs for ClusterBlobs {
                 state.window.insert(number, Some(entry));
                 state.contents.insert(blob, number);
             }
+            self.shared.changed.notify_all();
             self.send(number);
             taken += len;
         }
@@ -334,6 +338,33 @@ impl Blobs for ClusterBlobs {
     fn put_record(&self, record: &[u8], keep: &Keep) -> Result<Option<BlobId>> {
         // At once: it is one for each publication, which waits for it.
         self.runtime.block_on(self.shared.cluster.put_record(record, keep)).map(Some)
+    }
+
+    fn counters(&self) -> Option<Counters> {
+        Some(ClusterBlobs::counters(self))
+    }
+
+    fn reserve_space(&self, bytes: u64, keep: &Keep) -> Result<u64> {
+        let (width, needed) = (keep.redundancy.width() as u64, keep.redundancy.needed() as u64);
+        let bytes = bytes.saturating_mul(width).div_ceil(needed.max(1));
+        let taken = self.runtime.block_on(self.shared.cluster.reserve(bytes))?;
+        let mut state = self.shared.state();
+        let number = state.next_space;
+        state.next_space += 1;
+        state.spaces.insert(number, taken);
+        Ok(number)
+    }
+
+    fn release_space(&self, number: u64) {
+        let taken = self.shared.state().spaces.remove(&number);
+        if let Some(taken) = taken {
+            self.runtime.block_on(self.shared.cluster.release(&taken));
+        }
+    }
+
+    /// After a garbage collection, or the loss of a peer, blobs that no name refers to may be gone.
+    fn void_known(&self) {
+        self.shared.known().names.clear();
     }
 
     fn records(&self) -> Result<Vec<Vec<u8>>> {

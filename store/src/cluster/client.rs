@@ -22,6 +22,7 @@ use super::fragment::{Blocks, Description, Fragment, encode};
 use super::identity::Security;
 use super::members::{Member, MemberState, Members, Places};
 use super::redundancy::{Keep, Redundancy};
+use super::space::Reserved;
 use super::ways::Ways;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -82,6 +83,7 @@ pub(super) struct Inner {
     mending: Arc<Semaphore>,
     /// How often a peer was there and is not any more.
     losses: AtomicU64,
+    pub(super) reserved: Reserved,
 }
 
 /// Nothing is half changed when a thread panics with one of these locks held.
@@ -100,6 +102,7 @@ impl Cluster {
             suspects: Mutex::default(),
             mending: Arc::new(Semaphore::new(MENDED)),
             losses: AtomicU64::new(0),
+            reserved: Reserved::default(),
         };
         Cluster { inner: Arc::new(inner) }
     }
@@ -195,11 +198,21 @@ impl Cluster {
         (0..guess).for_each(|_| ask(&mut asked, ranks.next()));
         let mut found = Collected::new(*blob);
         let (mut reasons, mut wrong) = (Vec::new(), Vec::new());
+        let (mut away, mut last) = (Vec::new(), false);
         loop {
             let late = lock(&self.inner.pace).late();
             let (at, answer) = match timeout(late, asked.join_next()).await {
                 Err(_) => {
                     ask(&mut asked, ranks.next());
+                    continue;
+                }
+                // Nobody is left alone before a read fails: those who were away may be back.
+                Ok(None) if !last && !away.is_empty() => {
+                    (last, reasons) = (true, Vec::new());
+                    for at in away.drain(..) {
+                        self.inner.ways.wake(&members.all[at]);
+                        ask(&mut asked, Some(at));
+                    }
                     continue;
                 }
                 Ok(None) => break,
@@ -213,8 +226,10 @@ impl Cluster {
                     found.add(one).err().map(|one| (at, one.description, one.index))
                 })),
                 Err(error) => {
-                    if error.kind() == ErrorKind::Corrupt {
-                        self.inner.suspect(&members.all[at], blob);
+                    match error.kind() {
+                        ErrorKind::Corrupt => self.inner.suspect(&members.all[at], blob),
+                        ErrorKind::Unavailable => away.push(at),
+                        _ => {}
                     }
                     reasons.push(error);
                 }

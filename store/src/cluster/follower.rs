@@ -1,7 +1,7 @@
 //! Keeps a client's view of the members up to date.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -33,8 +33,13 @@ pub(crate) fn cluster_address(url: &str) -> Result<&str> {
 pub(crate) struct Follower {
     cluster: Cluster,
     security: Security,
+    names: Arc<dyn Names>,
+    noted: Arc<Noted>,
     stop: Arc<AtomicBool>,
 }
+
+/// How often each peer was wrong, as far as the catalog was told.
+type Noted = Mutex<HashMap<PeerId, u64>>;
 
 impl Follower {
     pub(crate) fn cluster(&self) -> &Cluster {
@@ -50,6 +55,10 @@ impl Follower {
 impl Drop for Follower {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+        // A program that exports one disk ends before the thread looks.
+        if let Err(error) = tell(&*self.names, &self.cluster, &self.noted) {
+            tracing::debug!(%error, "the catalog does not learn who was wrong");
+        }
     }
 }
 
@@ -64,12 +73,13 @@ pub(crate) fn follow(
     let blobs = Arc::new(ClusterBlobs::new(cluster.clone())?);
     let stop = Arc::new(AtomicBool::new(false));
     let (stopped, cluster_, weak) = (stop.clone(), cluster.clone(), Arc::downgrade(names));
-    let mut noted = HashMap::new();
+    let noted = Arc::new(Noted::default());
+    let told = noted.clone();
     let run = move || {
         while !stopped.load(Ordering::Relaxed)
             && let Some(names) = Weak::upgrade(&weak)
         {
-            match step(&*names, &cluster_, &mut noted, &mut revision) {
+            match step(&*names, &cluster_, &told, &mut revision) {
                 Ok(()) => {}
                 Err(error) => {
                     tracing::debug!(%error, "the members are not known at the moment");
@@ -82,19 +92,21 @@ pub(crate) fn follow(
         .name("members".into())
         .spawn(run)
         .map_err(|error| Error::io("starting", "a thread".as_ref(), error))?;
-    Ok((blobs, Follower { cluster, security: security.clone(), stop }))
+    let (security, names) = (security.clone(), names.clone());
+    Ok((blobs, Follower { cluster, security, names, noted, stop }))
 }
 
-fn step(
-    names: &dyn Names,
-    cluster: &Cluster,
-    noted: &mut HashMap<PeerId, u64>,
-    revision: &mut u64,
-) -> Result<()> {
+fn step(names: &dyn Names, cluster: &Cluster, noted: &Noted, revision: &mut u64) -> Result<()> {
     names.wait("members", *revision, LOOK)?;
     let (peers, seen) = membership::peers(names)?;
     *revision = seen;
     cluster.set_members(peers.iter().filter_map(membership::Peer::member).collect());
+    tell(names, cluster, noted)
+}
+
+/// Tells the catalog who was wrong since it was told the last time.
+fn tell(names: &dyn Names, cluster: &Cluster, noted: &Noted) -> Result<()> {
+    let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
     for (peer, count) in cluster.suspects() {
         let before = noted.get(&peer).copied().unwrap_or(0);
         if count > before {

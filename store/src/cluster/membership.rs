@@ -4,6 +4,7 @@
 //! members/ID    where it listens, its domain and weight      written when it joins or changes
 //! alive/ID      how full it is                               with a time to live, renewed by its heartbeat
 //! suspects/ID   how often others have had wrong bytes of it
+//! health/losses how many peers were ever called lost
 //! ```
 //!
 //! A peer that stops beating is *down* after [`BEAT_LIFE`]: it keeps its rank, so that nothing moves because of a
@@ -28,6 +29,15 @@ pub const BEAT_LIFE: u32 = 7;
 const MEMBERS: &str = "members/";
 const ALIVE: &str = "alive/";
 const SUSPECTS: &str = "suspects/";
+
+/// How many peers were ever called lost. What is stored and has no name yet is not seen by a repair, so who publishes
+/// it looks whether one was lost since.
+pub(crate) const LOSSES: &str = "health/losses";
+
+/// What the document says, as far as it is there.
+pub(crate) fn losses(view: &View) -> Result<u64> {
+    Ok(view.get(LOSSES)?.unwrap_or(0))
+}
 
 /// A new capacity changes a peer's weight, and with it what it is to hold, only if it differs by more than
 /// one part in so many.
@@ -237,7 +247,7 @@ fn update(
 ) -> Result<()> {
     let key = member_key(id);
     loop {
-        let view = names.read(&[Wanted::key(&key)])?;
+        let view = names.read(&[Wanted::key(&key), Wanted::key(LOSSES)])?;
         let Some(document) = view.get::<MemberDocument>(&key)? else {
             return Err(Error::NoPeer { peer: id.to_string() });
         };
@@ -245,8 +255,13 @@ fn update(
         if edited == document {
             return Ok(());
         }
-        let relies_on = vec![(key.clone(), view.version(&key))];
-        if names.commit(&Change { relies_on, ..Change::default() }.put(&key, &edited))? {
+        let relies_on = [key.as_str(), LOSSES].map(|key| (key.to_owned(), view.version(key)));
+        let change = Change { relies_on: relies_on.into(), ..Change::default() };
+        let change = match edited.lost && !document.lost {
+            true => change.put(LOSSES, &(losses(&view)? + 1)),
+            false => change,
+        };
+        if names.commit(&change.put(&key, &edited))? {
             return Ok(());
         }
     }

@@ -37,6 +37,7 @@ pub mod placement;
 mod records;
 mod redundancy;
 pub mod repair;
+mod space;
 #[cfg(test)]
 mod sweep_tests;
 #[cfg(test)]

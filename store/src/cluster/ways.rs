@@ -92,6 +92,16 @@ impl Ways {
         }
     }
 
+    /// A member is not left alone any longer.
+    pub(super) fn wake(&self, member: &Member) {
+        // Who holds it tries to connect just now.
+        if let Ok(mut state) = self.way(member.id).state.try_lock()
+            && matches!(*state, State::Away(..))
+        {
+            *state = State::Unknown;
+        }
+    }
+
     /// Asks a member, within a time. A connection that was there before may have ended since: then it is made
     /// again, once.
     pub(super) async fn ask<T, F: Future<Output = Result<T>>>(

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use crate::names::wherever_names_are;
 use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
 use cairn_store::cluster::Keep;
 use cairn_store::{
@@ -12,6 +13,15 @@ use cairn_store::{
     SnapshotState,
 };
 use tempfile::TempDir;
+
+wherever_names_are!(
+    an_image_begins_with_an_empty_stable_snapshot,
+    an_imported_image_reads_back,
+    what_does_not_exist_is_not_found,
+    a_clone_shares_content_and_goes_its_own_way,
+    snapshots_without_content_cannot_be_cloned_and_say_why,
+    the_last_snapshot_with_content_is_not_removed_alone,
+);
 
 fn at(text: &str) -> SnapshotRef {
     text.parse().unwrap()
@@ -21,9 +31,7 @@ fn kind<T>(result: Result<T>) -> ErrorKind {
     result.err().expect("it is refused").kind()
 }
 
-#[test]
-fn an_image_begins_with_an_empty_stable_snapshot() {
-    let place = Place::new();
+fn an_image_begins_with_an_empty_stable_snapshot(place: &Place) {
     let first = place.image("vm1");
     assert_eq!(first.name().to_string(), "vm1@1");
     assert_eq!((first.root, first.state), (Root(None), SnapshotState::Stable));
@@ -38,19 +46,15 @@ fn an_image_begins_with_an_empty_stable_snapshot() {
     assert_eq!(kind(place.repository.create_image(&name("vm1"), disk(1))), ErrorKind::Conflict);
 }
 
-#[test]
-fn an_imported_image_reads_back() {
-    let place = Place::new();
+fn an_imported_image_reads_back(place: &Place) {
     let seeds = [(0, 7), (1, 8), (999, 7)];
     let root = write(&place.repository, &Root::default(), &seeds);
     let snapshot = place.repository.publish_image(&name("a"), disk(1000), &root, 10, 20).unwrap();
     assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes), (10, 20));
-    assert_holds(&Repository::open(&place.url()).unwrap(), &snapshot, &seeds);
+    assert_holds(&place.again(), &snapshot, &seeds);
 }
 
-#[test]
-fn what_does_not_exist_is_not_found() {
-    let place = Place::new();
+fn what_does_not_exist_is_not_found(place: &Place) {
     place.image("vm1");
     for missing in ["vm2", "vm1@2", "vm1@label"] {
         assert_eq!(kind(place.repository.resolve(&at(missing))), ErrorKind::NotFound, "{missing}");
@@ -60,9 +64,7 @@ fn what_does_not_exist_is_not_found() {
     assert_eq!(kind(place.repository.remove_image(&name("vm2"), true)), ErrorKind::NotFound);
 }
 
-#[test]
-fn a_clone_shares_content_and_goes_its_own_way() {
-    let place = Place::new();
+fn a_clone_shares_content_and_goes_its_own_way(place: &Place) {
     let repository = &place.repository;
     let root = write(repository, &Root::default(), &[(3, 3)]);
     repository.publish_image(&name("a"), disk(1000), &root, 0, 0).unwrap();
@@ -75,9 +77,7 @@ fn a_clone_shares_content_and_goes_its_own_way() {
     assert_holds(repository, &clone, &[(3, 3)]);
 }
 
-#[test]
-fn snapshots_without_content_cannot_be_cloned_and_say_why() {
-    let place = Place::new();
+fn snapshots_without_content_cannot_be_cloned_and_say_why(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
@@ -88,9 +88,7 @@ fn snapshots_without_content_cannot_be_cloned_and_say_why() {
     assert_eq!(place.repository.resolve(&at("a")).unwrap().number, 1, "the newest stable one");
 }
 
-#[test]
-fn the_last_snapshot_with_content_is_not_removed_alone() {
-    let place = Place::new();
+fn the_last_snapshot_with_content_is_not_removed_alone(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     assert!(matches!(place.repository.remove_snapshot(&at("a@1")), Err(Error::OnlyStable { .. })));
     let number = attachment.reserve(1).unwrap().start;
@@ -167,7 +165,7 @@ fn opening_what_is_no_repository_creates_nothing() {
 #[test]
 fn a_creation_that_was_cut_short_is_finished() {
     let place = Place::new();
-    let Place { dir, repository } = place;
+    let Place { dir, repository, .. } = place;
     drop(repository);
     fs::remove_file(dir.path().join("repository.json")).unwrap();
     fs::remove_dir_all(dir.path().join("segments")).unwrap();
@@ -203,7 +201,7 @@ fn a_damaged_marker_or_catalog_is_corrupt() {
     fs::write(place.dir.path().join("repository.json"), "{").unwrap();
     assert_eq!(kind(Repository::open(&place.url())), ErrorKind::Corrupt);
 
-    let Place { dir, repository } = Place::new();
+    let Place { dir, repository, .. } = Place::new();
     drop(repository);
     fs::write(dir.path().join("catalog.db"), "x".repeat(8192)).unwrap();
     assert_eq!(kind(Repository::open(&crate::support::url(&dir))), ErrorKind::Corrupt);

@@ -2,11 +2,33 @@
 
 use std::process::{Command, Stdio};
 
+use crate::names::wherever_names_are;
 use crate::support::{Place, name, new_snapshot, owner, write};
 use cairn_store::{
     Attachment, Error, ErrorKind, MAX_RESERVED, MirrorId, Mode, NewSnapshot, Result, Root,
     SnapshotRef, SnapshotState, boot_id,
 };
+
+wherever_names_are!(
+    a_checkpoint_is_pending_then_stable_and_becomes_the_parent,
+    the_parent_of_a_published_snapshot_is_the_one_published_before_it,
+    a_second_writer_is_refused_and_told_who_holds_the_image,
+    readers_do_not_need_the_lease,
+    a_fenced_writer_can_change_nothing,
+    an_expired_lease_that_nobody_took_can_be_renewed,
+    the_lease_of_a_dead_process_of_this_boot_is_free_at_once,
+    the_lease_of_another_host_holds_until_it_expires,
+    a_mirror_that_comes_back_keeps_its_own_parent,
+    an_orderly_stop_leaves_no_gap_in_the_numbers,
+    numbers_that_were_used_or_passed_are_not_given_back,
+    only_reserved_numbers_and_free_labels_can_be_announced,
+    what_a_writer_asks_for_is_bounded,
+    a_restarted_writer_may_repeat_its_last_steps,
+    an_image_in_use_is_not_removed,
+    a_forgotten_mirror_frees_its_image,
+    a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it,
+    a_mirror_is_attached_by_a_process_of_this_boot,
+);
 
 fn kind<T>(result: Result<T>) -> ErrorKind {
     result.err().expect("it is refused").kind()
@@ -18,9 +40,7 @@ fn publish(attachment: &Attachment, root: &Root) -> u64 {
     attachment.publish(number, root, 0, 0).unwrap().number
 }
 
-#[test]
-fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent() {
-    let place = Place::new();
+fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent(place: &Place) {
     let first = place.image("a");
     let attachment = place.attach(1, &first).unwrap();
     assert_eq!(attachment.parent(), (1, Root(None)));
@@ -42,9 +62,7 @@ fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent() {
     assert_eq!((mirror.parent, mirror.root, mirror.mode), (2, root, Mode::ReadWrite));
 }
 
-#[test]
-fn the_parent_of_a_published_snapshot_is_the_one_published_before_it() {
-    let place = Place::new();
+fn the_parent_of_a_published_snapshot_is_the_one_published_before_it(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     attachment.reserve(2).unwrap();
     attachment.begin(&new_snapshot(2)).unwrap();
@@ -53,9 +71,7 @@ fn the_parent_of_a_published_snapshot_is_the_one_published_before_it() {
     assert_eq!(attachment.publish(3, &Root::default(), 0, 0).unwrap().parent, Some(2));
 }
 
-#[test]
-fn a_second_writer_is_refused_and_told_who_holds_the_image() {
-    let place = Place::new();
+fn a_second_writer_is_refused_and_told_who_holds_the_image(place: &Place) {
     let first = place.image("a");
     let _holder = place.attach(1, &first).unwrap();
     // The other mirror's process is another one, which lives.
@@ -71,9 +87,7 @@ fn a_second_writer_is_refused_and_told_who_holds_the_image() {
     }
 }
 
-#[test]
-fn readers_do_not_need_the_lease() {
-    let place = Place::new();
+fn readers_do_not_need_the_lease(place: &Place) {
     let first = place.image("a");
     let _writer = place.attach(1, &first).unwrap();
     let reader = place.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
@@ -85,9 +99,7 @@ fn readers_do_not_need_the_lease() {
     assert!(place.repository.mirror(&owner(2).id).unwrap().is_none());
 }
 
-#[test]
-fn a_fenced_writer_can_change_nothing() {
-    let place = Place::new();
+fn a_fenced_writer_can_change_nothing(place: &Place) {
     let first = place.image("a");
     let old = place.attach(1, &first).unwrap();
     let number = old.reserve(2).unwrap().start;
@@ -110,9 +122,7 @@ fn a_fenced_writer_can_change_nothing() {
     assert_eq!(publish(&new, &Root::default()), 4);
 }
 
-#[test]
-fn an_expired_lease_that_nobody_took_can_be_renewed() {
-    let place = Place::new();
+fn an_expired_lease_that_nobody_took_can_be_renewed(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     place.expire_lease();
     assert_eq!(place.repository.mirrors().unwrap()[0].writer, None);
@@ -120,9 +130,7 @@ fn an_expired_lease_that_nobody_took_can_be_renewed() {
     assert_eq!(place.repository.mirrors().unwrap()[0].writer, Some(std::process::id()));
 }
 
-#[test]
-fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once() {
-    let place = Place::new();
+fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once(place: &Place) {
     let first = place.image("a");
     let old = place.attach(1, &first).unwrap();
     place.end_holder(None);
@@ -131,9 +139,7 @@ fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once() {
     new.renew().unwrap();
 }
 
-#[test]
-fn the_lease_of_another_host_holds_until_it_expires() {
-    let place = Place::new();
+fn the_lease_of_another_host_holds_until_it_expires(place: &Place) {
     let first = place.image("a");
     place.attach(1, &first).unwrap();
     place.end_holder(Some("elsewhere"));
@@ -147,9 +153,7 @@ fn the_lease_of_another_host_holds_until_it_expires() {
     place.attach(1, &first).unwrap();
 }
 
-#[test]
-fn a_mirror_that_comes_back_keeps_its_own_parent() {
-    let place = Place::new();
+fn a_mirror_that_comes_back_keeps_its_own_parent(place: &Place) {
     let first = place.image("a");
     let attachment = place.attach(1, &first).unwrap();
     let root = write(&place.repository, &first.root, &[(1, 1)]);
@@ -163,9 +167,7 @@ fn a_mirror_that_comes_back_keeps_its_own_parent() {
     assert_eq!(kind(place.attach(1, &other)), ErrorKind::Invalid, "a mirror has one image");
 }
 
-#[test]
-fn an_orderly_stop_leaves_no_gap_in_the_numbers() {
-    let place = Place::new();
+fn an_orderly_stop_leaves_no_gap_in_the_numbers(place: &Place) {
     let first = place.image("a");
     let attachment = place.attach(1, &first).unwrap();
     assert_eq!(attachment.reserve(16).unwrap(), 2..18);
@@ -178,9 +180,7 @@ fn an_orderly_stop_leaves_no_gap_in_the_numbers() {
     assert_eq!(other.reserve(1).unwrap(), 3..4);
 }
 
-#[test]
-fn numbers_that_were_used_or_passed_are_not_given_back() {
-    let place = Place::new();
+fn numbers_that_were_used_or_passed_are_not_given_back(place: &Place) {
     let first = place.image("a");
     let attachment = place.attach(1, &first).unwrap();
     attachment.reserve(4).unwrap();
@@ -192,9 +192,7 @@ fn numbers_that_were_used_or_passed_are_not_given_back() {
     assert_eq!(place.attach(1, &first).unwrap().reserve(1).unwrap(), 10..11);
 }
 
-#[test]
-fn only_reserved_numbers_and_free_labels_can_be_announced() {
-    let place = Place::new();
+fn only_reserved_numbers_and_free_labels_can_be_announced(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     assert_eq!(kind(attachment.begin(&new_snapshot(2))), ErrorKind::Invalid);
     attachment.reserve(4).unwrap();
@@ -210,9 +208,7 @@ fn only_reserved_numbers_and_free_labels_can_be_announced() {
     assert_eq!(found.number, 3, "a failed snapshot gives its label free");
 }
 
-#[test]
-fn what_a_writer_asks_for_is_bounded() {
-    let place = Place::new();
+fn what_a_writer_asks_for_is_bounded(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     for count in [0, MAX_RESERVED + 1, u64::MAX] {
         assert_eq!(kind(attachment.reserve(count)), ErrorKind::Invalid, "{count}");
@@ -224,9 +220,7 @@ fn what_a_writer_asks_for_is_bounded() {
     assert_eq!(failed.reason.unwrap().chars().count(), 1000);
 }
 
-#[test]
-fn a_restarted_writer_may_repeat_its_last_steps() {
-    let place = Place::new();
+fn a_restarted_writer_may_repeat_its_last_steps(place: &Place) {
     let first = place.image("a");
     let root = write(&place.repository, &first.root, &[(1, 1)]);
     let attachment = place.attach(1, &first).unwrap();
@@ -245,9 +239,7 @@ fn a_restarted_writer_may_repeat_its_last_steps() {
     assert_eq!(kind(attachment.publish(3, &root, 0, 0)), ErrorKind::NotFound);
 }
 
-#[test]
-fn an_image_in_use_is_not_removed() {
-    let place = Place::new();
+fn an_image_in_use_is_not_removed(place: &Place) {
     let first = place.image("a");
     let attachment = place.attach(1, &first).unwrap();
     let remove = |force| place.repository.remove_image(&name("a"), force);
@@ -262,9 +254,7 @@ fn an_image_in_use_is_not_removed() {
     assert!(place.repository.mirrors().unwrap().is_empty());
 }
 
-#[test]
-fn a_forgotten_mirror_frees_its_image() {
-    let place = Place::new();
+fn a_forgotten_mirror_frees_its_image(place: &Place) {
     place.attach(1, &place.image("a")).unwrap().release(None).unwrap();
     place.repository.forget_mirror(&owner(1).id).unwrap();
     place.repository.remove_image(&name("a"), false).unwrap();
@@ -272,9 +262,7 @@ fn a_forgotten_mirror_frees_its_image() {
     assert_eq!(kind(place.repository.forget_mirror(&unknown)), ErrorKind::NotFound);
 }
 
-#[test]
-fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it() {
-    let place = Place::new();
+fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it(place: &Place) {
     let first = place.image("a");
     let attachment = place.attach(1, &first).unwrap();
     publish(&attachment, &Root::default());
@@ -284,9 +272,7 @@ fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it() {
     place.attach(1, &first).unwrap();
 }
 
-#[test]
-fn a_mirror_is_attached_by_a_process_of_this_boot() {
-    let place = Place::new();
+fn a_mirror_is_attached_by_a_process_of_this_boot(place: &Place) {
     let first = place.image("a");
     let stranger = cairn_store::MirrorOwner { boot_id: "elsewhere".into(), ..owner(1) };
     assert_eq!(

@@ -3,6 +3,7 @@
 mod full_disk;
 mod images;
 mod lease;
+mod names;
 mod peer_power_cut;
 mod power_cut;
 mod processes;

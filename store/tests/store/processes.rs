@@ -9,15 +9,31 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use crate::support::{Place, assert_holds, content, disk, name, new_snapshot, owner, write};
+use crate::names::wherever_names_are;
+use crate::support::{Place, assert_holds, content, disk, name, new_snapshot, open, owner, write};
 use cairn_store::{ChunkId, ErrorKind, Mode, Repository, Root, SnapshotState};
 
 const ROLE: &str = "CAIRN_TEST_ROLE";
 const STORE: &str = "CAIRN_TEST_STORE";
+/// Where the names are, if they are not in the directory.
+const NAMES: &str = "CAIRN_TEST_NAMES";
 const SEED: &str = "CAIRN_TEST_SEED";
 
+wherever_names_are!(
+    processes_that_want_one_image_take_turns,
+    a_kill_at_any_moment_leaves_every_published_snapshot_readable,
+);
+
 fn start(role: &str, url: &str, seed: u64) -> Child {
-    Command::new(env::current_exe().unwrap())
+    start_with(role, url, None, seed)
+}
+
+fn start_with(role: &str, url: &str, names: Option<&str>, seed: u64) -> Child {
+    let mut command = Command::new(env::current_exe().unwrap());
+    if let Some(names) = names {
+        command.env(NAMES, names);
+    }
+    command
         .args(["--exact", "processes::role", "--nocapture", "--test-threads=1"])
         .env(ROLE, role)
         .env(STORE, url)
@@ -94,7 +110,7 @@ fn processes_that_fill_one_repository_do_not_disturb_each_other() {
 
 /// Takes the image whenever it is free, publishes one snapshot, and lets it go.
 fn contend(url: &str, seed: u64) {
-    let repository = Repository::open(url).unwrap();
+    let repository = open(url, env::var(NAMES).ok().as_deref());
     let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
     let mut published = 0;
     while published < 5 {
@@ -116,11 +132,11 @@ fn contend(url: &str, seed: u64) {
     }
 }
 
-#[test]
-fn processes_that_want_one_image_take_turns() {
-    let place = Place::new();
+fn processes_that_want_one_image_take_turns(place: &Place) {
     place.image("vm");
-    let writers = (1..=4).map(|seed| start("contend", &place.url(), seed)).collect::<Vec<_>>();
+    let writers = (1..=4)
+        .map(|seed| start_with("contend", &place.url(), place.keeper_address(), seed))
+        .collect::<Vec<_>>();
     for writer in writers {
         assert!(writer.wait_with_output().unwrap().status.success());
     }
@@ -146,7 +162,7 @@ fn step(number: u64) -> (u64, u64) {
 
 /// Publishes snapshot after snapshot until it is killed, and tells each.
 fn checkpoint_forever(url: &str, seed: u64) {
-    let repository = Repository::open(url).unwrap();
+    let repository = open(url, env::var(NAMES).ok().as_deref());
     let newest = repository.resolve(&"vm".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner(seed as u8), &newest, Mode::ReadWrite).unwrap();
     let (_, mut root) = attachment.parent();
@@ -159,14 +175,12 @@ fn checkpoint_forever(url: &str, seed: u64) {
     }
 }
 
-#[test]
-fn a_kill_at_any_moment_leaves_every_published_snapshot_readable() {
+fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) {
     const ROUNDS: u64 = 20;
-    let place = Place::new();
     place.image("vm");
     let mut told = Vec::new();
     for round in 0..ROUNDS {
-        let mut writer = start("checkpoint", &place.url(), 1);
+        let mut writer = start_with("checkpoint", &place.url(), place.keeper_address(), 1);
         let lines = BufReader::new(writer.stdout.take().unwrap()).lines();
         // Killed after a few publications and a part of the next one that differs each round.
         let mut published = lines
@@ -179,7 +193,7 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable() {
         writer.wait().unwrap();
     }
 
-    let repository = Repository::open(&place.url()).unwrap();
+    let repository = place.again();
     let snapshots = repository.snapshots(&name("vm")).unwrap();
     let stable = snapshots.iter().filter(|s| s.state == SnapshotState::Stable).collect::<Vec<_>>();
     let mut chunks = Vec::new();

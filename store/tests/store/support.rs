@@ -4,25 +4,49 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use cairn_store::names::{Change, Embedded, Names, Wanted};
+use std::sync::Arc;
+
+use cairn_store::cluster::identity::Security;
+use cairn_store::names::{self, Change, Embedded, Names, Wanted};
 use cairn_store::{
     Attachment, ChunkIndex, Consistency, Geometry, ImageName, MIN_CHUNK_SIZE, MirrorId,
     MirrorOwner, Mode, NewSnapshot, Repository, Root, Snapshot,
 };
 use tempfile::TempDir;
 
+use crate::names::Keeper;
+
 pub(crate) const CHUNK: usize = MIN_CHUNK_SIZE as usize;
 
 pub(crate) struct Place {
     pub(crate) dir: TempDir,
     pub(crate) repository: Repository,
+    /// What keeps the names; the directory does without.
+    keeper: Option<Keeper>,
 }
 
 impl Place {
     pub(crate) fn new() -> Self {
         let dir = TempDir::new().unwrap();
         let repository = Repository::open_or_create(&url(&dir)).unwrap();
-        Self { dir, repository }
+        Self { dir, repository, keeper: None }
+    }
+
+    /// A place whose names are kept by something else.
+    pub(crate) fn with(keeper: Keeper) -> Self {
+        let Place { dir, .. } = Place::new();
+        let repository = Repository::with_names(&url(&dir), keeper.names()).unwrap();
+        Self { dir, repository, keeper: Some(keeper) }
+    }
+
+    /// What another process opens.
+    pub(crate) fn again(&self) -> Repository {
+        open(&self.url(), self.keeper_address())
+    }
+
+    /// Where the names are, if they are not in the directory.
+    pub(crate) fn keeper_address(&self) -> Option<&str> {
+        self.keeper.as_ref().map(Keeper::address)
     }
 
     pub(crate) fn url(&self) -> String {
@@ -42,8 +66,11 @@ impl Place {
     }
 
     /// The catalog's documents.
-    pub(crate) fn names(&self) -> Embedded {
-        Embedded::open(&self.dir.path().join("catalog.db")).unwrap()
+    pub(crate) fn names(&self) -> Arc<dyn Names> {
+        match &self.keeper {
+            Some(keeper) => keeper.names(),
+            None => Arc::new(Embedded::open(&self.dir.path().join("catalog.db")).unwrap()),
+        }
     }
 
     /// Lets the lease of image `a` expire.
@@ -87,6 +114,17 @@ pub(crate) fn known_blobs(repository: &Path) -> Vec<[u8; 32]> {
     let mut query = index.prepare("SELECT id FROM blobs").unwrap();
     let rows = query.query_map([], |row| row.get(0)).unwrap();
     rows.map(Result::unwrap).collect()
+}
+
+/// A repository whose names are in its directory, or at this address.
+pub(crate) fn open(url: &str, names: Option<&str>) -> Repository {
+    match names {
+        Some(address) => {
+            let names = names::open(address, &Security::INSECURE).unwrap();
+            Repository::with_names(url, names).unwrap()
+        }
+        None => Repository::open(url).unwrap(),
+    }
 }
 
 pub(crate) fn url(dir: &TempDir) -> String {

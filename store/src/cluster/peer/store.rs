@@ -299,10 +299,10 @@ impl PeerStore {
         Ok(self.blocks.reclaim(forgotten))
     }
 
-    /// All fragments of a blob. One that is damaged is left out, and told in the log: it is as good as lost, and
-    /// whoever puts it again replaces it.
+    /// All fragments of a blob. One that is damaged has zeros instead of its block, and is told in the log: it is as
+    /// good as lost, whoever reads it sees that, and whoever puts it again replaces it.
     pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        Ok(self.read(self.table.of_blob(blob)?))
+        Ok(self.read(self.table.of_blob(blob)?, true))
     }
 
     /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
@@ -323,7 +323,7 @@ impl PeerStore {
             if len > room || page.len() + known.len() > MAX_RECORDS {
                 break;
             }
-            let found = self.read(known);
+            let found = self.read(known, false);
             // What cannot be read must not look like the end.
             room -= if found.is_empty() { 0 } else { len };
             page.extend(found);
@@ -332,8 +332,8 @@ impl PeerStore {
         Ok(page)
     }
 
-    /// The fragments whose blocks can be read.
-    fn read(&self, known: Vec<Known>) -> Vec<Fragment> {
+    /// The fragments whose blocks can be read, and those that are damaged, with zeros, if they are wanted.
+    fn read(&self, known: Vec<Known>, damaged: bool) -> Vec<Fragment> {
         let mut found = Vec::with_capacity(known.len());
         for (description, index) in known {
             let (blob, name) = (description.blob, description.block(index.into()));
@@ -346,7 +346,13 @@ impl PeerStore {
                 Ok(_) => tracing::error!(%blob, index, "a block has the wrong length"),
                 // It was deleted in this moment.
                 Err(Error::MissingBlob { .. }) => {}
-                Err(error) => tracing::error!(%blob, index, %error, "a fragment cannot be read"),
+                Err(error) => {
+                    tracing::error!(%blob, index, %error, "a fragment cannot be read");
+                    if damaged {
+                        block.fill(0);
+                        found.push(Fragment { description, index, block: block.into() });
+                    }
+                }
             }
         }
         found

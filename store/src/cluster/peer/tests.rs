@@ -115,7 +115,9 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
     let file = fs::File::options().write(true).open(&segment).unwrap();
     file.write_all_at(&[one.block[9] ^ 4], at as u64 + 9).unwrap();
     let store = open(dir.path());
-    assert_eq!(store.get(&one.description.blob).unwrap(), []);
+    let damaged = store.get(&one.description.blob).unwrap();
+    assert!(damaged.len() == 1 && !damaged[0].is_of(&one.description.blob), "anybody sees it");
+    assert_eq!(damaged[0].description, one.description, "and what it should be");
     assert_eq!(store.get(&other.description.blob).unwrap().len(), 1);
     // Neither the fragment nor another one with the same block relies on it.
     let (description, _) = encode_record(&one.description.blob, &content(1), CODE);

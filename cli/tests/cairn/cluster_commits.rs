@@ -1,0 +1,248 @@
+//! What a commit to a cluster promises, and when.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use cairn_store::cluster::Redundancy;
+use cairn_store::names::{Change, Wanted};
+use cairn_store::{Durability, Error, ErrorKind, SnapshotState};
+
+use crate::lab::{Lab, wait_until};
+use crate::proxy::Proxy;
+use crate::writer::{CHUNK, Disk, Writer, assert_holds, chunks};
+
+const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
+
+#[test]
+fn of_two_clients_that_commit_to_one_image_one_wins_and_the_other_is_told() {
+    let lab = Lab::new(3);
+    let (one, other) = (lab.repository(), lab.repository());
+    let writer = Writer::create(&one, "vm", Redundancy::Replicas(3));
+    let first = one.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let told = Writer::attach(&other, &first, 2).err().unwrap();
+    assert!(matches!(told, Error::Leased { .. }), "{told}");
+    assert!(told.to_string().contains("/mirrors/v"), "{told}");
+    // Its host is thought to be dead, while it stores a snapshot.
+    let number = writer.begin().unwrap();
+    let root = writer.store(&chunks(1, 3)).unwrap();
+    let names = one.cluster().unwrap().1;
+    assert!(names.commit(&Change::default().remove(Wanted::key("leases/vm"))).unwrap());
+    let second = Writer::attach(&other, &first, 2).unwrap();
+    let (lost, won) = thread::scope(|scope| {
+        let lost = scope.spawn(|| writer.publish(number, &root));
+        let won = second.commit(&chunks(2, 3)).unwrap();
+        (lost.join().unwrap().unwrap_err(), won)
+    });
+    assert!(matches!(lost, Error::Fenced { .. }), "{lost}");
+    assert_holds(&one, &won, &chunks(2, 3));
+    let old = one.resolve(&format!("vm@{number}").parse().unwrap()).unwrap();
+    assert!(!old.state.has_content(), "{old:?}");
+}
+
+/// Nobody waits for anybody: all try at once, and who is refused tries again.
+#[test]
+fn clients_that_want_one_image_take_turns_and_lose_nothing() {
+    const CLIENTS: u8 = 4;
+    const EACH: u64 = 3;
+    let lab = Lab::new(3);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", Redundancy::Replicas(2));
+    writer.attachment.release(None).unwrap();
+    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let refused = AtomicU64::new(0);
+    let snapshots = thread::scope(|scope| {
+        let clients: Vec<_> = (1..=CLIENTS)
+            .map(|me| {
+                let (repository, first, refused) = (lab.repository(), &first, &refused);
+                scope.spawn(move || {
+                    let mut published = Vec::new();
+                    while (published.len() as u64) < EACH {
+                        let writer = match Writer::attach(&repository, first, 10 + me) {
+                            Ok(writer) => writer,
+                            Err(error) => {
+                                assert!(matches!(error, Error::Leased { .. }), "{error}");
+                                refused.fetch_add(1, Ordering::Relaxed);
+                                continue;
+                            }
+                        };
+                        let step = published.len() as u64;
+                        let own = Disk::from([(step, u64::from(me) * 100 + step)]);
+                        published.push(writer.commit(&own).unwrap());
+                        writer.attachment.release(None).unwrap();
+                    }
+                    (me, published)
+                })
+            })
+            .collect();
+        clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
+    });
+    println!("{refused:?} times somebody was refused");
+    let mut numbers = Vec::new();
+    for (me, published) in snapshots {
+        for (step, snapshot) in published.iter().enumerate() {
+            let own = (0..=step as u64).map(|n| (n, u64::from(me) * 100 + n)).collect();
+            assert_holds(&repository, snapshot, &own);
+            numbers.push(snapshot.number);
+        }
+    }
+    numbers.sort_unstable();
+    assert_eq!(numbers, (2..2 + u64::from(CLIENTS) * EACH).collect::<Vec<_>>());
+}
+
+#[test]
+fn an_optimistic_commit_is_available_at_once_and_stable_when_it_is_whole() {
+    let mut lab = Lab::new(4);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
+    let pessimist = lab.repository();
+    let other = Writer::create(&pessimist, "other", TWO_AND_TWO);
+    writer.attachment.release(None).unwrap();
+    let optimist = repository.with_durability(Durability::Optimistic);
+    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let writer = Writer::attach(&optimist, &first, b'v').unwrap();
+    lab.kill(1);
+    let refused = other.commit(&chunks(1, 4)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    let available = writer.commit(&chunks(2, 4)).unwrap();
+    assert_eq!(available.state, SnapshotState::Available);
+    let state = |lab: &Lab, name: &str| lab.json(&["show", name])["state"].clone();
+    assert_eq!(state(&lab, "vm@2"), "available");
+    assert_holds(&lab.repository(), &available, &chunks(2, 4));
+    let early = writer.attachment.complete(&available).unwrap_err();
+    assert_eq!(early.kind(), ErrorKind::Unavailable, "{early}");
+    // Nor does a repair call it stable, as long as a peer is down.
+    let repaired = lab.run(&["repair", "--json"]);
+    assert_eq!(state(&lab, "vm@2"), "available", "{}", repaired.stderr);
+    lab.start_peer(1, &[]);
+    lab.wait_for_peers(4);
+    let stable = || writer.attachment.complete(&available).is_ok();
+    wait_until("it has all its blocks", stable);
+    assert_eq!(state(&lab, "vm@2"), "stable");
+    lab.kill(0);
+    lab.kill(3);
+    assert_holds(&lab.repository(), &available, &chunks(2, 4));
+}
+
+#[test]
+fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
+    let mut lab = Lab::new(4);
+    {
+        let repository = lab.repository();
+        Writer::create(&repository, "vm", TWO_AND_TWO).attachment.release(None).unwrap();
+        let optimist = repository.with_durability(Durability::Optimistic);
+        let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+        lab.kill(2);
+        let writer = Writer::attach(&optimist, &first, b'v').unwrap();
+        let available = writer.commit(&chunks(3, 4)).unwrap();
+        assert_eq!(available.state, SnapshotState::Available);
+        // And its host dies.
+    }
+    lab.start_peer(2, &[]);
+    let repository = lab.repository();
+    let resolve = || repository.resolve(&"vm@2".parse().unwrap()).unwrap();
+    wait_until("it is repaired", || resolve().state == SnapshotState::Stable);
+    lab.kill(0);
+    lab.kill(1);
+    assert_holds(&lab.repository(), &resolve(), &chunks(3, 4));
+}
+
+#[test]
+fn what_the_peers_have_is_not_sent_again() {
+    let mut lab = Lab::new(3);
+    let proxy = Proxy::start(0);
+    let at = lab.add_peer(&["--advertise", &proxy.address]);
+    proxy.leads_to(&lab.peers[at].as_ref().unwrap().address);
+    lab.wait_for_peers(4);
+    let disk = lab.random_disk("disk.raw", 1, 8 << 20);
+    let len = disk.len() as u64;
+    let import = |name: &str| {
+        let before = proxy.received();
+        lab.ok(&["import", "disk.raw", name, "--redundancy", "rs=2+2"]);
+        let shown = lab.json(&["show", name]);
+        let figure = |field: &str| shown[field].as_u64().unwrap();
+        let figures = ["dirty_bytes", "sent_bytes", "saved_bytes"].map(figure);
+        (figures, proxy.received() - before)
+    };
+    let ([dirty, sent, saved], received) = import("one");
+    assert_eq!((dirty, saved), (len, 0));
+    assert!(
+        (2 * len..2 * len + len / 20).contains(&sent),
+        "{sent}: twice, and a little for the tree"
+    );
+    assert!(received > len / 2, "each of four has a half: {received}");
+    let ([dirty, sent, saved], received) = import("other");
+    assert_eq!(dirty, len);
+    assert!(saved >= len && sent < len / 100, "{sent} sent, {saved} saved");
+    assert!(received < len / 200, "{received} bytes came to a peer that has half of the disk");
+    lab.assert_exports("other", &disk);
+    // A commit of a client that has not stored them itself, and of one that has.
+    let repository = lab.repository();
+    for (image, is_first) in [("live", true), ("twin", false)] {
+        let writer = Writer::create(&repository, image, TWO_AND_TWO);
+        let snapshot = writer.commit(&chunks(1, 20)).unwrap();
+        let len = 20 * CHUNK as u64;
+        let (least, most) = if is_first { (2 * len, 3 * len) } else { (0, len / 100) };
+        assert!((least..=most).contains(&snapshot.sent_bytes), "{snapshot:?}");
+        assert_eq!(snapshot.saved_bytes >= len, !is_first, "{snapshot:?}");
+    }
+}
+
+#[test]
+fn of_ten_commits_at_once_those_that_have_room_succeed_and_the_others_fail_at_once() {
+    const EACH: u64 = 32;
+    let mut lab = Lab::new(0);
+    // Room for four: each takes 4 MiB, and a fifth more for the spread.
+    for _ in 0..6 {
+        lab.add_peer(&["--capacity", "4M"]);
+    }
+    lab.wait_for_peers(6);
+    let writers: Vec<_> = (0..10u8)
+        .map(|me| {
+            let image = format!("{}vm", char::from(b'a' + me));
+            Writer::create(&lab.repository(), &image, TWO_AND_TWO)
+        })
+        .collect();
+    let barrier = Barrier::new(writers.len());
+    let results = thread::scope(|scope| {
+        let commits: Vec<_> = (0..)
+            .zip(&writers)
+            .map(|(me, writer)| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    barrier.wait();
+                    let space = writer.repository.reserve_space(EACH * CHUNK as u64);
+                    // Nobody gives back what another one might have had meanwhile.
+                    barrier.wait();
+                    let space = space?;
+                    let snapshot = writer.commit(&chunks(me, EACH));
+                    drop(space);
+                    // Room was promised: it does not fail any more.
+                    Ok(snapshot.unwrap())
+                })
+            })
+            .collect();
+        commits.into_iter().map(|commit| commit.join().unwrap()).collect::<Vec<_>>()
+    });
+    let refused: Vec<&Error> = results.iter().filter_map(|one| one.as_ref().err()).collect();
+    println!("{} of {} are refused", refused.len(), results.len());
+    assert!((4..=8).contains(&refused.len()), "{refused:?}");
+    for error in &refused {
+        assert!(matches!(error, Error::NoRoom { .. }), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+    }
+    let repository = lab.repository();
+    for (me, snapshot) in (0..).zip(&results) {
+        if let Ok(snapshot) = snapshot {
+            assert_eq!(snapshot.state, SnapshotState::Stable);
+            assert_holds(&repository, snapshot, &chunks(me, EACH));
+        }
+    }
+    // What was reserved and not used is free again.
+    let reserved = || {
+        let told = lab.json(&["peers"]);
+        let peers = told["peers"].as_array().unwrap().clone();
+        peers.iter().map(|peer| peer["reserved"].as_u64().unwrap()).sum::<u64>()
+    };
+    wait_until("it is given back", || reserved() == 0);
+}

@@ -1,0 +1,184 @@
+//! Peers that are full, that stand still, and that are lost at the wrong moment.
+
+use std::time::{Duration, Instant};
+
+use cairn_store::cluster::fragment::{Fragment, encode};
+use cairn_store::cluster::identity::Security;
+use cairn_store::cluster::{Connection, Redundancy};
+use cairn_store::{BlobId, SnapshotState};
+
+use crate::lab::{Lab, PATIENCE, random, wait_until};
+use crate::writer::{Writer, assert_holds, chunks};
+
+const MIB: usize = 1 << 20;
+const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
+
+const STOP: i32 = 19;
+const CONTINUE: i32 = 18;
+
+/// Gives a peer blobs that nobody wants until it takes no more.
+fn fill(lab: &Lab, at: usize) {
+    let address = lab.peers[at].as_ref().unwrap().address.clone();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let peer = Connection::open(&address, &Security::INSECURE).await.unwrap();
+        for len in [MIB, 4096] {
+            for seed in 0.. {
+                let content = random(seed + len as u64, len);
+                let (description, blocks) =
+                    encode(&BlobId::of(&content), &content, Redundancy::NONE);
+                let fragment = Fragment { description, index: 0, block: blocks.share(0) };
+                if peer.put(fragment).await.is_err() {
+                    break;
+                }
+                assert!(seed < 10_000, "it is never full");
+            }
+        }
+    });
+}
+
+#[test]
+fn what_full_peers_cannot_take_goes_to_others() {
+    const CAPACITY: &str = "12M";
+    let mut lab = Lab::new(0);
+    for _ in 0..6 {
+        lab.add_peer(&["--capacity", CAPACITY]);
+    }
+    lab.wait_for_peers(6);
+    fill(&lab, 1);
+    fill(&lab, 4);
+    let id = |lab: &Lab, at: usize| lab.peers[at].as_ref().unwrap().id.clone();
+    let full = [id(&lab, 1), id(&lab, 4)];
+    let fragments = |lab: &Lab, id: &str| lab.peer(id)["fragments"].as_u64();
+    wait_until("it tells that it is full", || full.iter().all(|id| fragments(&lab, id) > Some(11)));
+    let before = full.clone().map(|id| fragments(&lab, &id));
+    let disk = lab.random_disk("disk.raw", 1, 6 * MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2", "--chunk-size", "64K"]);
+    let writer = Writer::create(&lab.repository(), "live", TWO_AND_TWO);
+    let snapshot = writer.commit(&chunks(1, 20)).unwrap();
+    assert_eq!(snapshot.state, SnapshotState::Stable);
+    // All of it is on the four others: any two of them may go, and those that are full with them.
+    assert_eq!(full.clone().map(|id| fragments(&lab, &id)), before);
+    for at in [1, 4, 0, 5] {
+        lab.kill(at);
+    }
+    lab.assert_exports("vm", &disk);
+    assert_holds(&lab.repository(), &snapshot, &chunks(1, 20));
+    for at in [0, 1, 4, 5] {
+        lab.start_peer(at, &["--capacity", CAPACITY]);
+    }
+    lab.wait_for_peers(6);
+    // And when nobody has room any more, that is what is said, and nothing is half there.
+    lab.random_disk("large.raw", 2, 24 * MIB);
+    let refused = lab.run(&["import", "large.raw", "large", "--redundancy", "rs=2+2"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert!(refused.stderr.contains("full"), "{}", refused.stderr);
+    assert!(lab.json(&["ls"]).as_array().unwrap().iter().all(|one| one["name"] != "large"));
+    lab.assert_exports("vm", &disk);
+}
+
+/// `CAIRN_SOAK_SECONDS` makes the time longer: a minute.
+#[test]
+fn commits_go_on_while_a_peer_stands_still() {
+    let soak = std::env::var("CAIRN_SOAK_SECONDS").is_ok();
+    let time = Duration::from_secs(if soak { 60 } else { 25 });
+    let lab = Lab::new(6);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
+    let mut snapshots = vec![(writer.commit(&chunks(0, 8)).unwrap(), chunks(0, 8))];
+    let stopped = lab.peers[2].as_ref().unwrap();
+    let begin = Instant::now();
+    let mut longest = Duration::ZERO;
+    std::thread::scope(|scope| {
+        // In the middle of a commit.
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            stopped.signal(STOP);
+        });
+        while begin.elapsed() < time {
+            let disk = chunks(snapshots.len() as u64, 8);
+            let before = Instant::now();
+            writer.attachment.renew().unwrap();
+            let snapshot = writer.commit(&disk).unwrap();
+            assert!(before.elapsed() < PATIENCE, "a commit takes {:?}", before.elapsed());
+            longest = longest.max(before.elapsed());
+            assert_eq!(snapshot.state, SnapshotState::Stable);
+            snapshots.push((snapshot, disk));
+        }
+    });
+    println!("{} commits in {:?}, the longest {longest:?}", snapshots.len(), begin.elapsed());
+    // One commit waits for its silence to be too long, the others do not.
+    assert!(snapshots.len() > 5, "only {} commits in {time:?}", snapshots.len());
+
+    let (last, disk) = snapshots.last().unwrap();
+    assert_holds(&lab.repository(), last, disk);
+    stopped.signal(CONTINUE);
+    lab.wait_for_peers(6);
+    writer.commit(&chunks(1000, 8)).unwrap();
+    for (snapshot, disk) in &snapshots {
+        assert_holds(&repository, snapshot, disk);
+    }
+}
+
+/// What is stored and has no name yet is not seen by a repair: a snapshot with such parts must not be called stable
+/// when a peer was lost meanwhile.
+#[test]
+fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
+    let mut lab = Lab::new(5);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
+    let number = writer.begin().unwrap();
+    let root = writer.store(&chunks(1, 40)).unwrap();
+    repository.flush().unwrap();
+    for at in [0, 3] {
+        let id = lab.peers[at].as_ref().unwrap().id.clone();
+        lab.kill(at);
+        lab.wipe(at);
+        lab.ok(&["peers", "lose", &id]);
+        lab.start_peer(at, &[]);
+    }
+    lab.wait_for_peers(5);
+    let repaired = |lab: &Lab| {
+        let run = lab.run(&["repair", "--json"]);
+        let told: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
+        run.code == 0 && told["left"] == 0 && told["waiting"] == 0
+    };
+    wait_until("it is repaired", || repaired(&lab));
+    let snapshot = writer.publish(number, &root).unwrap();
+    assert_eq!(snapshot.state, SnapshotState::Available, "half of its blocks may be gone");
+    assert_holds(&repository, &snapshot, &chunks(1, 40));
+    let state = || repository.resolve(&snapshot.name()).unwrap().state;
+    wait_until("it is stable", || repaired(&lab) && state() == SnapshotState::Stable);
+    lab.kill(1);
+    lab.kill(2);
+    assert_holds(&lab.repository(), &snapshot, &chunks(1, 40));
+    // The next one is not concerned.
+    lab.start_peer(1, &[]);
+    lab.start_peer(2, &[]);
+    lab.wait_for_peers(5);
+    assert_eq!(writer.commit(&chunks(2, 4)).unwrap().state, SnapshotState::Stable);
+}
+
+/// A client that remembers what it has stored must not rely on that when a peer was lost.
+#[test]
+fn what_was_stored_before_a_loss_is_asked_for_again() {
+    let mut lab = Lab::new(5);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
+    // No name refers to it.
+    writer.store(&chunks(1, 40)).unwrap();
+    repository.flush().unwrap();
+    for at in [0, 3] {
+        let id = lab.peers[at].as_ref().unwrap().id.clone();
+        lab.kill(at);
+        lab.wipe(at);
+        lab.ok(&["peers", "lose", &id]);
+        lab.start_peer(at, &[]);
+    }
+    lab.wait_for_peers(5);
+    let snapshot = writer.commit(&chunks(1, 40)).unwrap();
+    assert_eq!(snapshot.state, SnapshotState::Stable);
+    lab.kill(1);
+    lab.kill(2);
+    assert_holds(&lab.repository(), &snapshot, &chunks(1, 40));
+}

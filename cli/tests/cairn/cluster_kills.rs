@@ -1,0 +1,499 @@
+//! Nothing that was stable is lost: clients commit, read and export while peers and the catalog are killed at any
+//! moment, and return with their disks or with empty ones.
+//!
+//! So many peers are away at a time as the redundancy allows. One that returns with an empty disk is a loss until a
+//! repair has ended; nobody else is killed until then. In the end as many are killed as may be, and all that ever was
+//! stable is read.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cairn_store::cluster::identity::Security;
+use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::{
+    Attachment, ChunkId, ChunkIndex, Consistency, Error, ErrorKind, Geometry, MIN_CHUNK_SIZE,
+    MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Root, Snapshot, SnapshotState,
+};
+
+use crate::lab::{Dice, Lab, Operator, PATIENCE, random, wait_until, with_seeds};
+
+const CHUNK: usize = MIN_CHUNK_SIZE as usize;
+const CHUNKS: u64 = 300;
+const WRITERS: u8 = 3;
+
+/// What is done to a cluster.
+#[derive(Clone, Copy)]
+struct Storm {
+    redundancy: Redundancy,
+    peers: usize,
+    /// How many may be away.
+    losses: usize,
+    time: Duration,
+}
+
+/// The seeds of a disk's chunks.
+type Disk = BTreeMap<u64, u64>;
+
+/// What all clients know.
+struct World {
+    operator: Operator,
+    url: String,
+    /// How messages call the catalog.
+    catalog: String,
+    keep: Keep,
+    stable: Mutex<Vec<(Snapshot, Disk)>>,
+    imported: Mutex<Vec<(String, u64)>>,
+    stop: AtomicBool,
+    retries: AtomicU64,
+    reads: AtomicU64,
+}
+
+impl World {
+    fn connect(&self) -> Repository {
+        // The catalog may be away just now.
+        patiently(|| Repository::connect(&self.url, &Security::INSECURE)).keeping(self.keep)
+    }
+
+    fn goes_on(&self) -> bool {
+        !self.stop.load(Ordering::Relaxed)
+    }
+
+    /// One of the snapshots that must be readable.
+    fn any_stable(&self, dice: &mut Dice) -> Option<(Snapshot, Disk)> {
+        let all = self.stable.lock().unwrap();
+        (!all.is_empty()).then(|| all[dice.below(all.len() as u64) as usize].clone())
+    }
+}
+
+/// Repeats what is unavailable. Nothing else may go wrong.
+fn patiently<T>(what: impl Fn() -> Result<T>) -> T {
+    let begin = Instant::now();
+    loop {
+        match what() {
+            Ok(done) => return done,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+                assert!(begin.elapsed() < PATIENCE, "{error}");
+                thread::sleep(Duration::from_millis(100));
+            }
+        }
+    }
+}
+
+fn content(seed: u64) -> Vec<u8> {
+    random(seed, CHUNK)
+}
+
+/// A client that takes checkpoints of an image of its own, as a backend does.
+struct Writer<'a> {
+    world: &'a World,
+    me: u8,
+    dice: Dice,
+    repository: Repository,
+    attachment: Attachment,
+    first: Snapshot,
+    disk: Disk,
+    /// Snapshots that are not stable, as a peer was lost while they were stored.
+    available: Vec<(Snapshot, Disk)>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(world: &'a World, me: u8, seed: u64) -> Writer<'a> {
+        let repository = world.connect();
+        let geometry = Geometry::new(CHUNKS * CHUNK as u64, MIN_CHUNK_SIZE).unwrap();
+        let name = format!("vm{me}").parse().unwrap();
+        let first = repository.create_image(&name, geometry).unwrap();
+        let attachment = attach(&repository, me, &first).unwrap();
+        let dice = Dice::new(seed + u64::from(me));
+        Writer {
+            world,
+            me,
+            dice,
+            repository,
+            attachment,
+            first,
+            disk: Disk::new(),
+            available: Vec::new(),
+        }
+    }
+
+    fn run(mut self) {
+        while self.world.goes_on() {
+            if self.dice.below(4) == 0 {
+                // Another process, which knows nothing.
+                self.repository = self.world.connect();
+                self.attachment = patiently(|| attach(&self.repository, self.me, &self.first));
+            }
+            self.commit();
+        }
+        for (snapshot, disk) in std::mem::take(&mut self.available) {
+            // Not until a repair has looked.
+            let snapshot = patiently(|| self.attachment.complete(&snapshot));
+            self.world.stable.lock().unwrap().push((snapshot, disk));
+        }
+    }
+
+    /// Takes one checkpoint, until it is stable or given up.
+    fn commit(&mut self) {
+        let mut disk = self.disk.clone();
+        let mut changes = BTreeMap::new();
+        for _ in 0..=self.dice.below(8) {
+            let (at, seed) = (self.dice.below(CHUNKS), self.dice.below(u64::MAX));
+            let seed = if self.dice.below(8) == 0 { at } else { seed };
+            disk.insert(at, seed);
+            changes.insert(at, seed);
+        }
+        let number = patiently(|| self.attachment.reserve(1)).start;
+        let begin = Instant::now();
+        loop {
+            let error = match self.publish(number, &changes) {
+                Ok(snapshot) => return self.is_published(snapshot, disk),
+                Err(error) => error,
+            };
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            assert!(begin.elapsed() < PATIENCE * 2, "vm{} cannot commit: {error}", self.me);
+            self.world.retries.fetch_add(1, Ordering::Relaxed);
+            if self.dice.below(6) == 0 {
+                match self.give_up(number) {
+                    None => return,
+                    // Its answer was lost, and nothing else.
+                    Some(snapshot) => return self.is_published(snapshot, disk),
+                }
+            }
+            thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    fn publish(&self, number: u64, changes: &Disk) -> Result<Snapshot> {
+        self.attachment.renew()?;
+        match self.attachment.begin(&new_snapshot(number)) {
+            // It was published before, and the answer was lost.
+            Ok(()) | Err(Error::WrongState { state: "stable" | "available", .. }) => {}
+            Err(error) => return Err(error),
+        }
+        let chunks: Vec<_> = changes.values().map(|seed| content(*seed)).collect();
+        let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+        let stored = self.repository.put_chunks(&chunks)?;
+        let tree = changes.keys().zip(&chunks);
+        let tree = tree.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect();
+        let base = self.base(number)?;
+        let update = self.repository.commit_tree(&base, self.first.geometry, &tree)?;
+        let dirty = (chunks.len() * CHUNK) as u64;
+        self.attachment.publish(number, &update.root, stored + update.new_bytes, dirty)
+    }
+
+    /// What the snapshot with this number is derived from.
+    fn base(&self, number: u64) -> Result<Root> {
+        let all = self.repository.snapshots(&self.first.image)?;
+        let before = all.iter().rev().find(|one| one.number < number && one.state.has_content());
+        Ok(before.expect("the first one is there").root)
+    }
+
+    /// Gives a checkpoint up, unless it turns out to be there.
+    fn give_up(&self, number: u64) -> Option<Snapshot> {
+        let reason = || match self.attachment.fail(number, "too many peers are away") {
+            Err(Error::WrongState { state: "stable" | "available", .. }) => Ok(true),
+            Err(Error::NoSnapshot { .. }) => Ok(false),
+            other => other.map(|()| false),
+        };
+        patiently(reason).then(|| {
+            let all = patiently(|| self.repository.snapshots(&self.first.image));
+            all.into_iter().find(|one| one.number == number).unwrap()
+        })
+    }
+
+    fn is_published(&mut self, snapshot: Snapshot, disk: Disk) {
+        self.disk = disk.clone();
+        match snapshot.state {
+            SnapshotState::Stable => self.world.stable.lock().unwrap().push((snapshot, disk)),
+            _ => self.available.push((snapshot, disk)),
+        }
+    }
+}
+
+fn attach(repository: &Repository, me: u8, first: &Snapshot) -> Result<Attachment> {
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([me; 16]), format!("/mirrors/{me}"));
+    repository.attach(&owner?, first, Mode::ReadWrite)
+}
+
+fn new_snapshot(number: u64) -> NewSnapshot {
+    let consistency = Consistency::Crash;
+    NewSnapshot { number, label: None, consistency, time: 0, dirty_bytes: 0, pause_us: 0 }
+}
+
+/// Imports disks with the program, again and again.
+fn import(world: &World, seed: u64) {
+    let redundancy = world.keep.redundancy.to_string();
+    for n in 0.. {
+        let (name, seed) = (format!("imported{n}"), seed + n);
+        std::fs::write(world.operator.directory.join("in.raw"), imported(seed)).unwrap();
+        let begin = Instant::now();
+        loop {
+            if !world.goes_on() && begin.elapsed() > PATIENCE {
+                panic!("{name} cannot be imported");
+            }
+            let run = world.operator.run(&["import", "in.raw", &name, "--redundancy", &redundancy]);
+            match run.code {
+                0 => break,
+                6 => world.retries.fetch_add(1, Ordering::Relaxed),
+                // The answer to an earlier try was lost, and it is there.
+                4 if run.stderr.contains("exists already") => break,
+                _ => panic!("{}", run.stderr),
+            };
+        }
+        world.imported.lock().unwrap().push((name, seed));
+        if !world.goes_on() {
+            return;
+        }
+    }
+}
+
+fn imported(seed: u64) -> Vec<u8> {
+    random(seed, (1 << 20) + 4096)
+}
+
+/// Reads what is stable: that never fails.
+fn read(world: &World, mut dice: Dice) {
+    let mut repository = world.connect();
+    while world.goes_on() {
+        if let Some((snapshot, disk)) = world.any_stable(&mut dice) {
+            assert_holds(&repository, &snapshot, &disk);
+            world.reads.fetch_add(1, Ordering::Relaxed);
+        }
+        if dice.below(20) == 0 {
+            repository = world.connect();
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn assert_holds(repository: &Repository, snapshot: &Snapshot, disk: &Disk) {
+    assert_holds_beside(repository, snapshot, disk, &mut HashMap::new());
+}
+
+/// The same; what was read already needs not be read again.
+fn assert_holds_beside(
+    repository: &Repository,
+    snapshot: &Snapshot,
+    disk: &Disk,
+    known: &mut HashMap<ChunkId, u64>,
+) {
+    let mut found = Vec::new();
+    let mut buf = vec![0; CHUNK];
+    for chunk in repository.chunks(&snapshot.root, snapshot.geometry) {
+        let (at, id) = chunk.unwrap_or_else(|error| panic!("{}: {error}", snapshot.name()));
+        let seed = disk.get(&at.0).copied().unwrap_or_default();
+        found.push(at.0);
+        if known.get(&id) == Some(&seed) {
+            continue;
+        }
+        let result = repository.read_chunk(&id, &mut buf);
+        result.unwrap_or_else(|error| panic!("{} of {}: {error}", at.0, snapshot.name()));
+        assert!(buf == content(seed), "{} of {} is something else", at.0, snapshot.name());
+        known.insert(id, seed);
+    }
+    assert!(found.iter().eq(disk.keys()), "{} has other chunks", snapshot.name());
+}
+
+fn whole(disk: &Disk) -> Vec<u8> {
+    let mut all = vec![0; CHUNKS as usize * CHUNK];
+    for (at, seed) in disk {
+        all[*at as usize * CHUNK..][..CHUNK].copy_from_slice(&content(*seed));
+    }
+    all
+}
+
+/// Exports what is stable with the program, which needs the catalog.
+fn export(world: &World, mut dice: Dice) {
+    while world.goes_on() {
+        let Some((snapshot, disk)) = world.any_stable(&mut dice) else { continue };
+        let run =
+            world.operator.run(&["export", &snapshot.name().to_string(), "out.raw", "--force"]);
+        match run.code {
+            0 => assert_file(&world.operator.directory.join("out.raw"), &whole(&disk), &snapshot),
+            _ => {
+                assert_eq!(run.code, 6, "{}", run.stderr);
+                assert!(run.stderr.contains(&world.catalog), "not for the peers: {}", run.stderr);
+            }
+        }
+    }
+}
+
+fn assert_file(path: &Path, expected: &[u8], snapshot: &Snapshot) {
+    assert!(std::fs::read(path).unwrap() == expected, "{} is something else", snapshot.name());
+}
+
+impl Storm {
+    fn run(self, seed: u64) {
+        let mut lab = Lab::new(self.peers);
+        let world = World {
+            operator: lab.operator(),
+            url: lab.url(),
+            catalog: lab.address().to_owned(),
+            keep: self.redundancy.into(),
+            stable: Mutex::default(),
+            imported: Mutex::default(),
+            stop: AtomicBool::new(false),
+            retries: AtomicU64::new(0),
+            reads: AtomicU64::new(0),
+        };
+        let world = &world;
+        let writers: Vec<_> = (0..WRITERS).map(|me| Writer::new(world, me, seed)).collect();
+        thread::scope(|scope| {
+            for writer in writers {
+                scope.spawn(move || stop_if_it_fails(world, || writer.run()));
+            }
+            scope.spawn(|| stop_if_it_fails(world, || import(world, seed)));
+            scope.spawn(|| stop_if_it_fails(world, || read(world, Dice::new(seed + 100))));
+            scope.spawn(|| stop_if_it_fails(world, || export(world, Dice::new(seed + 101))));
+            stop_if_it_fails(world, || self.rage(&mut lab, world, Dice::new(seed + 102)));
+            world.stop.store(true, Ordering::Relaxed);
+        });
+        self.verify(&mut lab, world, Dice::new(seed + 103));
+    }
+
+    /// Kills and restarts.
+    fn rage(self, lab: &mut Lab, world: &World, mut dice: Dice) {
+        let begin = Instant::now();
+        let (mut kills, mut wipes, mut catalogs) = (0, 0, 0);
+        while begin.elapsed() < self.time && world.goes_on() {
+            let (up, down): (Vec<_>, Vec<_>) =
+                (0..self.peers).partition(|at| lab.peers[*at].is_some());
+            match (dice.below(11), dice.choose(&up), dice.choose(&down)) {
+                (0..5, Some(one), _) if down.len() < self.losses => {
+                    lab.kill(one);
+                    kills += 1;
+                }
+                (5..9, _, Some(one)) => lab.start_peer(one, &[]),
+                (9, ..) => {
+                    drop(lab.catalog.take());
+                    thread::sleep(Duration::from_millis(dice.below(1500)));
+                    lab.start_catalog();
+                    catalogs += 1;
+                }
+                (10, _, Some(one)) if wipes < 1 + begin.elapsed().as_secs() / 10 => {
+                    self.replace(lab, one, &down);
+                    wipes += 1;
+                }
+                _ => {}
+            }
+            thread::sleep(Duration::from_millis(dice.below(300)));
+        }
+        // Whatever the choices were, one is replaced.
+        if wipes == 0 && world.goes_on() {
+            let down: Vec<_> = (0..self.peers).filter(|at| lab.peers[*at].is_none()).collect();
+            let one = down.first().copied().unwrap_or(0);
+            lab.kill(one);
+            self.replace(lab, one, &down);
+            wipes += 1;
+        }
+        start_all(lab);
+        let (reads, retries) = (&world.reads, &world.retries);
+        println!(
+            "{}: {kills} kills, {wipes} empty disks, {catalogs} times the catalog; {} snapshots, {} disks, \
+             {reads:?} reads, {retries:?} retries",
+            self.redundancy,
+            world.stable.lock().unwrap().len(),
+            world.imported.lock().unwrap().len(),
+        );
+    }
+
+    /// A peer returns with an empty disk; all others return, and what it had is made again.
+    fn replace(self, lab: &mut Lab, one: usize, down: &[usize]) {
+        let id = std::fs::read_to_string(lab.data(one).join("peer.json")).unwrap();
+        let id: serde_json::Value = serde_json::from_str(&id).unwrap();
+        lab.wipe(one);
+        for at in down.iter().filter(|at| **at != one) {
+            lab.start_peer(*at, &[]);
+        }
+        lab.start_peer(one, &[]);
+        lab.ok(&["peers", "lose", id["id"].as_str().unwrap()]);
+        lab.wait_for_peers(self.peers);
+        let is_whole = || {
+            let run = lab.run(&["repair", "--json"]);
+            let told: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
+            run.code == 0 && told["left"] == 0 && told["waiting"] == 0
+        };
+        wait_until("what was lost is made again", is_whole);
+    }
+
+    /// Everything that was stable is there, whoever is away.
+    fn verify(self, lab: &mut Lab, world: &World, mut dice: Dice) {
+        lab.wait_for_peers(self.peers);
+        let repository = world.connect();
+        wait_until("all is stable", || !repository.has_available().unwrap());
+        let stable = world.stable.lock().unwrap();
+        assert!(stable.len() > 5, "{} snapshots", stable.len());
+        for _ in 0..2 {
+            for _ in 0..self.losses {
+                let up: Vec<_> = (0..self.peers).filter(|at| lab.peers[*at].is_some()).collect();
+                lab.kill(dice.choose(&up).unwrap());
+            }
+            let repository = world.connect();
+            let mut known = HashMap::new();
+            for (snapshot, disk) in &*stable {
+                assert_holds_beside(&repository, snapshot, disk, &mut known);
+            }
+            for (name, seed) in &*world.imported.lock().unwrap() {
+                lab.assert_exports(name, &imported(*seed));
+            }
+            for me in 0..WRITERS {
+                let of_it =
+                    |(one, _): &&(Snapshot, Disk)| one.image.to_string() == format!("vm{me}");
+                if let Some((last, disk)) = stable.iter().filter(of_it).last() {
+                    lab.assert_exports(&last.name().to_string(), &whole(disk));
+                }
+            }
+            start_all(lab);
+            lab.wait_for_peers(self.peers);
+        }
+        // Nothing else is called stable.
+        let repository = world.connect();
+        for image in repository.images().unwrap() {
+            for one in repository.snapshots(&image.name).unwrap() {
+                let known = one.number == 1 || stable.iter().any(|(other, _)| *other == one);
+                assert!(known || !one.state.has_content(), "nobody knows {}", one.name());
+            }
+        }
+    }
+}
+
+fn start_all(lab: &mut Lab) {
+    for at in 0..lab.peers.len() {
+        if lab.peers[at].is_none() {
+            lab.start_peer(at, &[]);
+        }
+    }
+}
+
+/// The others end when one has failed: its panic is what the test tells.
+fn stop_if_it_fails(world: &World, what: impl FnOnce()) {
+    struct Stop<'a>(&'a AtomicBool);
+    impl Drop for Stop<'_> {
+        fn drop(&mut self) {
+            if thread::panicking() {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+    let _stop = Stop(&world.stop);
+    what();
+}
+
+#[test]
+fn nothing_stable_is_lost_while_four_of_twelve_peers_die_at_any_moment() {
+    let redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
+    let time = Duration::from_secs(15);
+    with_seeds(|seed| Storm { redundancy, peers: 12, losses: 4, time }.run(seed));
+}
+
+#[test]
+fn nothing_stable_is_lost_while_two_of_five_peers_die_at_any_moment() {
+    let redundancy = Redundancy::Replicas(3);
+    let time = Duration::from_secs(15);
+    with_seeds(|seed| Storm { redundancy, peers: 5, losses: 2, time }.run(seed));
+}

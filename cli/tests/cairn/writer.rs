@@ -1,0 +1,95 @@
+//! A client that commits as a backend does, in this process.
+
+use std::collections::BTreeMap;
+
+use cairn_store::cluster::Redundancy;
+use cairn_store::{
+    Attachment, ChunkId, ChunkIndex, Consistency, Geometry, MIN_CHUNK_SIZE, MirrorId, MirrorOwner,
+    Mode, NewSnapshot, Repository, Result, Root, Snapshot,
+};
+
+use crate::lab::random;
+
+pub(crate) const CHUNK: usize = MIN_CHUNK_SIZE as usize;
+const CHUNKS: u64 = 300;
+
+/// The seeds of a disk's chunks.
+pub(crate) type Disk = BTreeMap<u64, u64>;
+
+/// Somebody with an image's lease.
+pub(crate) struct Writer {
+    pub(crate) repository: Repository,
+    pub(crate) attachment: Attachment,
+    geometry: Geometry,
+}
+
+impl Writer {
+    /// Makes an image, and takes it.
+    pub(crate) fn create(repository: &Repository, image: &str, redundancy: Redundancy) -> Writer {
+        let repository = repository.keeping(redundancy.into());
+        let geometry = Geometry::new(CHUNKS * CHUNK as u64, MIN_CHUNK_SIZE).unwrap();
+        let first = repository.create_image(&image.parse().unwrap(), geometry).unwrap();
+        Writer::attach(&repository, &first, image.as_bytes()[0]).unwrap()
+    }
+
+    /// Takes an image that is there.
+    pub(crate) fn attach(repository: &Repository, first: &Snapshot, me: u8) -> Result<Writer> {
+        let id = MirrorId::from_bytes([me; 16]);
+        let owner = MirrorOwner::this_process(id, format!("/mirrors/{}", char::from(me)))?;
+        let attachment = repository.attach(&owner, first, Mode::ReadWrite)?;
+        let repository = repository.keeping(first.keep);
+        Ok(Writer { repository, attachment, geometry: first.geometry })
+    }
+
+    /// Announces a snapshot.
+    pub(crate) fn begin(&self) -> Result<u64> {
+        let number = self.attachment.reserve(1)?.start;
+        let (label, consistency) = (None, Consistency::Crash);
+        let new = NewSnapshot { number, label, consistency, time: 0, dirty_bytes: 0, pause_us: 0 };
+        self.attachment.begin(&new)?;
+        Ok(number)
+    }
+
+    /// Stores these chunks over the parent.
+    pub(crate) fn store(&self, chunks: &Disk) -> Result<Root> {
+        let contents: Vec<_> = chunks.values().map(|seed| content(*seed)).collect();
+        let contents: Vec<_> = contents.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+        self.repository.put_chunks(&contents)?;
+        let changes = chunks.keys().zip(&contents);
+        let changes = changes.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect();
+        let (_, base) = self.attachment.parent();
+        Ok(self.repository.commit_tree(&base, self.geometry, &changes)?.root)
+    }
+
+    pub(crate) fn publish(&self, number: u64, root: &Root) -> Result<Snapshot> {
+        self.attachment.publish(number, root, 0, 0)
+    }
+
+    /// All of it.
+    pub(crate) fn commit(&self, chunks: &Disk) -> Result<Snapshot> {
+        let number = self.begin()?;
+        self.publish(number, &self.store(chunks)?)
+    }
+}
+
+/// Chunks of which no other has the content.
+pub(crate) fn chunks(seed: u64, count: u64) -> Disk {
+    (0..count).map(|at| (at, seed * 1_000_000 + at)).collect()
+}
+
+fn content(seed: u64) -> Vec<u8> {
+    random(seed, CHUNK)
+}
+
+/// Fails unless a snapshot holds exactly these chunks.
+pub(crate) fn assert_holds(repository: &Repository, snapshot: &Snapshot, disk: &Disk) {
+    let mut found = Vec::new();
+    let mut buf = vec![0; CHUNK];
+    for chunk in repository.chunks(&snapshot.root, snapshot.geometry) {
+        let (at, id) = chunk.unwrap();
+        repository.read_chunk(&id, &mut buf).unwrap();
+        assert!(buf == content(disk[&at.0]), "{} of {} is something else", at.0, snapshot.name());
+        found.push(at.0);
+    }
+    assert!(found.iter().eq(disk.keys()), "{} has other chunks", snapshot.name());
+}

@@ -1,0 +1,122 @@
+//! What keeps the names of a repository: real servers, each with nothing in it.
+
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cairn_store::cluster::identity::Security;
+use cairn_store::names::{self, CatalogStore, Names, served};
+use tempfile::TempDir;
+
+/// How long a server may take to start.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server of names. It ends with this.
+pub(crate) struct Keeper {
+    address: String,
+    child: Option<Child>,
+    _dir: TempDir,
+}
+
+impl Keeper {
+    /// A catalog as `cairn serve --catalog` serves it.
+    pub(crate) fn served() -> Keeper {
+        let dir = TempDir::new().unwrap();
+        let store = Arc::new(CatalogStore::open(dir.path()).unwrap());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        listener.set_nonblocking(true).unwrap();
+        // It ends with the process.
+        thread::spawn(move || {
+            runtime.block_on(async {
+                let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+                let never = std::future::pending();
+                served::serve(listener, store, Security::INSECURE, never).await.unwrap();
+            });
+        });
+        Keeper { address, child: None, _dir: dir }
+    }
+
+    /// An etcd of one member.
+    pub(crate) fn etcd() -> Keeper {
+        for _ in 0..20 {
+            let dir = TempDir::new().unwrap();
+            let [own, other] = [(), ()].map(|()| format!("127.0.0.1:{}", free_port()));
+            let mut child = spawn_etcd(&dir, &format!("http://{own}"), &format!("http://{other}"));
+            let begin = Instant::now();
+            // It ends if somebody else has one of its ports.
+            while child.try_wait().unwrap().is_none() {
+                if TcpStream::connect(&own).is_ok() {
+                    let address = format!("etcd://{own}");
+                    return Keeper { address, child: Some(child), _dir: dir };
+                }
+                assert!(begin.elapsed() < PATIENCE, "etcd does not listen");
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
+        panic!("etcd does not start");
+    }
+
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// One more way to them.
+    pub(crate) fn names(&self) -> Arc<dyn Names> {
+        names::open(&self.address, &Security::INSECURE).unwrap()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// A port that nobody has, of those that the system gives to nobody by itself.
+fn free_port() -> u16 {
+    use std::hash::{BuildHasher, RandomState};
+    let random = || 10_000 + (RandomState::new().hash_one(0) % 22_000) as u16;
+    let is_free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    (0..100).map(|_| random()).find(is_free).expect("a port is free")
+}
+
+fn spawn_etcd(dir: &TempDir, own: &str, other: &str) -> Child {
+    let spawned = Command::new("etcd")
+        .arg("--data-dir")
+        .arg(dir.path().join("data"))
+        .args(["--listen-client-urls", own, "--advertise-client-urls", own])
+        .args(["--listen-peer-urls", other, "--initial-advertise-peer-urls", other])
+        .args(["--initial-cluster", &format!("default={other}")])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn();
+    spawned.expect("etcd cannot be started; `make setup` installs it")
+}
+
+/// Makes tests of functions that take a place, for each way to keep names.
+macro_rules! wherever_names_are {
+    ($($test:ident),+ $(,)?) => {
+        mod embedded {
+            $(#[test] fn $test() { super::$test(&crate::support::Place::new()); })+
+        }
+        mod served {
+            $(#[test] fn $test() {
+                super::$test(&crate::support::Place::with(crate::names::Keeper::served()));
+            })+
+        }
+        mod etcd {
+            $(#[test] fn $test() {
+                super::$test(&crate::support::Place::with(crate::names::Keeper::etcd()));
+            })+
+        }
+    };
+}
+pub(crate) use wherever_names_are;
