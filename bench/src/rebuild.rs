@@ -78,7 +78,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
             format!("{:.0}", of(|one| one.sent / MIB)),
             format!("{:.1} %", 100.0 * of(Figure::busy)),
         ]);
-        bars.push(Bar::at_least(&format!("{name}: the link is busy"), of(Figure::busy), 0.8));
+        bars.push(Bar::at_least(format!("{name}: the link is busy"), of(Figure::busy), 0.8));
     }
     let data = json!({ "rounds": rounds });
     Ok(Report { tables: vec![table], bars, data, charts: Vec::new() })

@@ -45,16 +45,19 @@ fn security(access: &Access<'_>, role: Role) -> Outcome<Security> {
 /// Serves until a signal ends it.
 pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
     match &args.catalog {
-        None => serve_peer(args, None, &security(access, Role::Peer)?, style),
+        None => serve_peer(args, None, access, style),
         Some(None) => serve_catalog(args, &security(access, Role::Catalog)?, style),
         Some(Some(address)) => {
             names::check_address(address).doing(|| "starting a peer".into())?;
-            serve_peer(args, Some(address), &security(access, Role::Peer)?, style)
+            serve_peer(args, Some(address), access, style)
         }
     }
 }
 
-fn serve_peer(args: &Serve, catalog: Option<&str>, security: &Security, style: Style) -> Outcome {
+fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: Style) -> Outcome {
+    let security = security(access, Role::Peer)?;
+    // A peer's keys do not allow to delete on others, which belongs to looking after a cluster.
+    let keeper = access.security(Role::Client).unwrap_or_else(|_| security.clone());
     log();
     let Serve { data, listen, capacity, .. } = args;
     let store = PeerStore::open(data, *capacity).doing(|| opening(data))?;
@@ -68,7 +71,7 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, security: &Security, style: S
                 let (catalog, keeping) = (catalog.to_owned(), keeping(args));
                 let (store, security) = (store.clone(), security.clone());
                 // It may wait for the catalog, with threads of its own.
-                let join = move || join(&catalog, who, store, &security, keeping);
+                let join = move || join(&catalog, who, store, &security, &keeper, keeping);
                 Some(blocking(join).await??)
             }
             None => None,
@@ -101,6 +104,7 @@ fn join(
     who: Announcement,
     store: Arc<PeerStore>,
     security: &Security,
+    keeper: &Security,
     keeping: Keeping,
 ) -> Outcome<Membership> {
     let doing = || format!("joining the catalog at {catalog}");
@@ -111,7 +115,7 @@ fn join(
     // Where no process serves the catalog, one of the peers looks after the cluster.
     let keeper = match catalog.starts_with("etcd://") {
         true => {
-            let repository = Repository::of_cluster(names, security).doing(doing)?;
+            let repository = Repository::of_cluster(names, keeper).doing(doing)?;
             Some(Keeper::start(repository, keeping).doing(doing)?)
         }
         false => None,

@@ -152,7 +152,9 @@ impl Attachment {
     /// Gives up an announced snapshot.
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
         let reason = reason.chars().take(MAX_REASON).collect::<String>();
-        self.repository.catalog().fail(&self.holder, number, &reason)?;
+        let record = self.repository.catalog().fail(&self.holder, number, &reason)?;
+        // One may have been stored for its publication.
+        self.repository.put_removal(&record);
         self.all_announced().remove(&number);
         Ok(())
     }

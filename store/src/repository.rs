@@ -236,7 +236,7 @@ impl Repository {
         if let Err(error) = &inserted
             && matches!(error, Error::ImageExists { .. } | Error::NoSnapshot { .. })
         {
-            self.put_record(&draft.removal())?;
+            self.put_removal(&draft.removal());
         }
         inserted
     }
@@ -281,7 +281,16 @@ impl Repository {
     /// Stores a record beside the blobs, where that is needed. It is durable then.
     pub(crate) fn put_record(&self, record: &Record) -> Result<Option<BlobId>> {
         let keep = record.keep().of_small_blobs();
-        self.inner.blobs.put_record(&record.to_bytes(), &keep)
+        let lenient = self.durability == Durability::Optimistic;
+        self.inner.blobs.put_record(&record.to_bytes(), &keep, lenient)
+    }
+
+    /// Records that a name is gone. That has happened, whether it can be recorded or not.
+    pub(crate) fn put_removal(&self, record: &Record) {
+        let keep = record.keep().of_small_blobs();
+        if let Err(error) = self.inner.blobs.put_record(&record.to_bytes(), &keep, true) {
+            tracing::warn!(%error, "a catalog that is rebuilt may have a name again that is gone");
+        }
     }
 
     /// All images, by name.
@@ -314,7 +323,7 @@ impl Repository {
     /// collection, and mirrors that are based on it keep their content.
     pub fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
         let (snapshot, record) = self.inner.catalog.remove_snapshot(name)?;
-        self.put_record(&record)?;
+        self.put_removal(&record);
         Ok(snapshot)
     }
 
@@ -322,7 +331,8 @@ impl Repository {
     /// image, unless `force`, and always while a live writer holds it.
     pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
         let record = self.inner.catalog.remove_image(name, force)?;
-        self.put_record(&record).map(drop)
+        self.put_removal(&record);
+        Ok(())
     }
 
     // Content.

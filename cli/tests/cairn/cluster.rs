@@ -1,5 +1,8 @@
 //! A repository on many machines, as real processes that are killed.
 
+use cairn_store::cluster::Connection;
+use cairn_store::cluster::identity::{Role, Security};
+
 use crate::lab::{Lab, wait_until};
 
 const MIB: usize = 1 << 20;
@@ -54,6 +57,17 @@ fn a_cluster_speaks_tls_and_a_peer_cannot_change_names() {
     let refused = stolen(&["create", "mine", "1M"]);
     assert_ne!(refused.code, 0);
     assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 1, "{}", refused.stderr);
+    let peer = lab.peers[0].as_ref().unwrap().address.clone();
+    let deleted = |role| {
+        let security = Security::load(&lab.place.path("keys"), role).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            Connection::open(&peer, &security).await.unwrap().delete(&[], 0).await
+        })
+    };
+    let refused = deleted(Role::Peer).unwrap_err().to_string();
+    assert!(refused.contains("may not delete"), "{refused}");
+    assert_eq!(deleted(Role::Client).unwrap(), 0);
     assert_ne!(stolen(&["rm", "vm"]).code, 0);
     lab.assert_exports("vm", &disk);
 }

@@ -47,9 +47,9 @@ pub trait Blobs: Send + Sync {
         self.flush()
     }
 
-    /// Takes a snapshot's record, as [`Blobs::put`] does with blobs, and returns its name; nothing where the
-    /// catalog is beside the blobs, and lost with them.
-    fn put_record(&self, _record: &[u8], _keep: &Keep) -> Result<Option<BlobId>> {
+    /// Stores a snapshot's record, durably, and returns its name; nothing where the catalog is beside the blobs,
+    /// and lost with them. If `lenient`, it may have less than its redundancy.
+    fn put_record(&self, _record: &[u8], _keep: &Keep, _lenient: bool) -> Result<Option<BlobId>> {
         Ok(None)
     }
 

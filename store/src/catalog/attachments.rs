@@ -271,9 +271,10 @@ impl Catalog {
 
     /// Gives up an announced snapshot. It may be one of a mirror that is lost: who has the lease is
     /// the image's only writer.
-    pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<()> {
+    /// Returns the record of that.
+    pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<Record> {
         self.change(&holder.wanted(number), |view| {
-            holder.check(view)?;
+            let image = holder.check(view)?;
             let mut snapshot = holder.existing(view, number)?;
             if snapshot.state.has_content() {
                 return Err(holder.wrong_state(number, snapshot));
@@ -287,7 +288,7 @@ impl Catalog {
                 Some(label) => change.remove(Wanted::Key(label_key(&holder.image_name, &label))),
                 None => change,
             };
-            Ok((change, ()))
+            Ok((change, Record::new(&holder.image_name, &image, number, None)))
         })
     }
 

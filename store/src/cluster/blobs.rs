@@ -9,12 +9,13 @@
 //!
 //! A put copies into the window and returns; when the window is full it waits for room. Blobs of the window
 //! can be read. A flush returns when every blob that was put before it is durable with its full redundancy, and fails
-//! if one cannot be: that one stays, and the next flush tries it again.
+//! if one cannot be: that one stays, and the next flush tries it again. Only if the window is full of blobs that
+//! failed, those leave it that can be read already; until they have their redundancy every flush fails.
 //!
 //! All connections belong to one thread of this object. Cutting and hashing have threads of their own, as many as
 //! there are processors. No thread waits for another with a lock held, and the window moves without its users.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -27,9 +28,10 @@ use super::client::Cluster;
 use super::fragment::{Blocks, Description, Kind, MAX_CONTENT, Plain, cut};
 use super::names::Names;
 use super::redundancy::{Keep, Redundancy};
+use super::window::{Content, Entry, State, Status};
 use crate::blobs::{Blobs, NewBlob};
 use crate::error::{Error, Result};
-use crate::id::{BlobId, PeerId};
+use crate::id::BlobId;
 
 /// Bytes of blocks in the window.
 const WINDOW: usize = 64 << 20;
@@ -86,65 +88,6 @@ struct Known {
     /// See [`Cluster::losses`].
     losses: u64,
     since: Instant,
-}
-
-#[derive(Default)]
-struct State {
-    /// By their number, in the order of their puts. One without an entry is just being copied.
-    window: BTreeMap<u64, Option<Entry>>,
-    names: HashMap<(BlobId, Redundancy), u64>,
-    /// Where a blob's content is.
-    contents: HashMap<BlobId, u64>,
-    bytes: usize,
-    next: u64,
-    /// Room that is reserved, by number.
-    spaces: HashMap<u64, Vec<(PeerId, u64)>>,
-    next_space: u64,
-}
-
-/// A blob of the window.
-struct Entry {
-    blob: BlobId,
-    keep: Keep,
-    bytes: usize,
-    content: Content,
-    status: Status,
-    /// See [`Cluster::losses`]: as it was when it was last sent.
-    losses: u64,
-    /// Whether it could be read already if this host failed.
-    available: bool,
-}
-
-/// What is there of a blob's content.
-#[derive(Clone)]
-enum Content {
-    Plain(Plain),
-    Cut(Arc<(Description, Blocks)>),
-}
-
-enum Status {
-    UnderWay,
-    Failed(String),
-}
-
-impl State {
-    /// What failed among the blobs before this number, if nothing of them is under way.
-    fn failure(&self, before: u64, counts: impl Fn(&Entry) -> bool) -> Option<Result<()>> {
-        let mut failed = None;
-        let mut blobs = 0;
-        for entry in self.window.range(..before).map(|(_, entry)| entry) {
-            let entry = entry.as_ref()?;
-            match &entry.status {
-                _ if !counts(entry) => {}
-                Status::UnderWay => return None,
-                Status::Failed(reason) => {
-                    blobs += 1;
-                    failed.get_or_insert_with(|| reason.clone());
-                }
-            }
-        }
-        Some(failed.map_or(Ok(()), |reason| Err(Error::NotStored { blobs, reason })))
-    }
 }
 
 impl ClusterBlobs {
@@ -239,7 +182,11 @@ impl ClusterBlobs {
             }
             let next = state.next;
             match state.failure(next, |_| true) {
-                Some(Err(failure)) if tried => return Err(failure),
+                Some(Err(failure)) if tried => {
+                    if !state.let_go() {
+                        return Err(failure);
+                    }
+                }
                 // Only what has failed is in the way: the peers may be back.
                 Some(_) => {
                     tried = true;
@@ -265,6 +212,31 @@ impl ClusterBlobs {
             match state.failure(before, &counts) {
                 Some(result) => return result,
                 None => state = self.shared.wait(state),
+            }
+        }
+    }
+}
+
+impl ClusterBlobs {
+    /// Fails unless what left the window with less than its redundancy has all of it by now: a repair may have seen
+    /// to that.
+    fn check_degraded(&self) -> Result<()> {
+        let mut groups: HashMap<Keep, Vec<BlobId>> = HashMap::new();
+        for (blob, keep) in &self.shared.state().degraded {
+            groups.entry(*keep).or_default().push(*blob);
+        }
+        for (keep, blobs) in groups {
+            let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &keep));
+            let mut state = self.shared.state();
+            for (blob, _) in blobs.into_iter().zip(known).filter(|(_, is_known)| *is_known) {
+                state.degraded.remove(&(blob, keep));
+            }
+        }
+        match self.shared.state().degraded.len() {
+            0 => Ok(()),
+            blobs => {
+                let reason = "they can be read, and have less than their redundancy".into();
+                Err(Error::NotStored { blobs, reason })
             }
         }
     }
@@ -328,16 +300,17 @@ impl Blobs for ClusterBlobs {
     }
 
     fn flush(&self) -> Result<()> {
-        self.flush_while(|_| true)
+        self.flush_while(|_| true)?;
+        self.check_degraded()
     }
 
     fn flush_available(&self) -> Result<()> {
         self.flush_while(|entry| !entry.available)
     }
 
-    fn put_record(&self, record: &[u8], keep: &Keep) -> Result<Option<BlobId>> {
+    fn put_record(&self, record: &[u8], keep: &Keep, lenient: bool) -> Result<Option<BlobId>> {
         // At once: it is one for each publication, which waits for it.
-        self.runtime.block_on(self.shared.cluster.put_record(record, keep)).map(Some)
+        self.runtime.block_on(self.shared.cluster.put_record(record, keep, lenient)).map(Some)
     }
 
     fn counters(&self) -> Option<Counters> {
@@ -372,27 +345,6 @@ impl Blobs for ClusterBlobs {
     }
 }
 
-impl Content {
-    fn read(&self, buf: &mut [u8]) -> Result<usize> {
-        let too_long = || Error::corrupt("a blob", "it is longer than it should be");
-        match self {
-            Content::Plain(plain) => {
-                let content = plain.content();
-                buf.get_mut(..content.len()).ok_or_else(too_long)?.copy_from_slice(content);
-                Ok(content.len())
-            }
-            Content::Cut(cut) => {
-                let (description, blocks) = &**cut;
-                let len = description.len as usize;
-                let all: Vec<_> =
-                    (0..description.width()).map(|index| Some(blocks.get(index))).collect();
-                description.decode(&all, buf.get_mut(..len).ok_or_else(too_long)?)?;
-                Ok(len)
-            }
-        }
-    }
-}
-
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -416,13 +368,9 @@ impl Shared {
         let mut state = self.state();
         match result {
             Ok(()) => {
-                if let Some(Some(entry)) = state.window.remove(&number) {
+                if let Some(entry) = state.remove(number) {
                     let name = (entry.blob, entry.keep.redundancy);
-                    state.bytes -= entry.bytes;
-                    state.names.remove(&name);
-                    if state.contents.get(&entry.blob) == Some(&number) {
-                        state.contents.remove(&entry.blob);
-                    }
+                    state.degraded.remove(&(entry.blob, entry.keep));
                     // If a peer went away meanwhile, nobody knows whether it was one that has it.
                     let mut known = self.known();
                     if known.losses == entry.losses {
@@ -520,15 +468,6 @@ async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
             let rest = unknown.split_off(unknown.len().min(TOGETHER));
             tokio::spawn(cut_all(shared.clone(), keep, unknown));
             unknown = rest;
-        }
-    }
-}
-
-impl Content {
-    fn len(&self) -> usize {
-        match self {
-            Content::Plain(plain) => plain.content().len(),
-            Content::Cut(cut) => cut.0.len as usize,
         }
     }
 }

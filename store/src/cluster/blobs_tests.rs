@@ -192,14 +192,21 @@ fn what_could_not_be_stored_stays_and_is_tried_again() {
     }
     blobs.flush_available().expect("two peers have it");
     assert!(read(&blobs, &blob, 20_000).unwrap() == bytes);
-    // The window is full of what cannot be stored: that is told, and nobody waits for ever.
+    // The window is full of what cannot be stored at all: that is told, and nobody waits for ever.
+    (0..3).for_each(|peer| site.stop(peer));
     let mut refused = None;
-    for number in 2..5 {
+    for number in 2..6 {
         let (blob, content) = content(number, 20_000);
         refused = refused.or(blobs.put(&[(blob, &content)], &keep("replicas=3")).err());
     }
     assert_eq!(refused.expect("there is no room").kind(), ErrorKind::Unavailable);
-    site.restart(1);
+    (0..3).for_each(|peer| site.restart(peer));
+    // The first one could be read already, and had to make room.
+    let begin = Instant::now();
+    while let Err(error) = blobs.put(&[(blob, &bytes)], &keep("replicas=3")) {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{error}");
+        thread::sleep(Duration::from_millis(20));
+    }
     flush_in_time(&blobs);
     let other = site.blobs();
     assert!(read(&other, &blob, 20_000).unwrap() == bytes);
@@ -290,4 +297,37 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
         }
         gone.iter().for_each(|peer| site.restart(*peer));
     }
+}
+
+#[test]
+fn more_than_a_window_can_be_available_while_a_peer_is_away() {
+    let mut site = Site::new(4);
+    let blobs = ClusterBlobs::with_window(site.cluster(), 100_000).unwrap();
+    let how = keep("rs=2+2");
+    site.stop(1);
+    let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
+    for (blob, content) in &all {
+        blobs.put(&[(*blob, content)], &how).unwrap();
+    }
+    blobs.flush_available().unwrap();
+    let error = blobs.flush().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "never claimed early: {error}");
+    let other = site.blobs();
+    for (blob, content) in &all {
+        assert!(read(&other, blob, 20_000).unwrap() == *content, "it can be read");
+    }
+    // Those that have left the window lack a fragment until somebody puts them again, or repairs them.
+    site.restart(1);
+    let begin = Instant::now();
+    let put_again = || {
+        for (blob, content) in &all {
+            blobs.put(&[(*blob, content)], &how)?;
+        }
+        blobs.flush()
+    };
+    while let Err(error) = put_again() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{error}");
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert!(site.fragments() >= 80, "{}", site.fragments());
 }

@@ -30,8 +30,11 @@ const CALM: Duration = Duration::from_secs(6);
 /// How often everything is looked at though nothing has changed.
 const DAILY: Duration = Duration::from_secs(24 * 3600);
 
-/// How soon a repair that left something to do is begun again.
-const AGAIN: Duration = Duration::from_secs(30);
+/// How soon a repair that left something to do is begun again; then twice as long each time,
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// up to this.
+const LONGEST: Duration = Duration::from_secs(600);
 
 /// How a keeper does its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,31 +134,37 @@ impl Shared {
         }
     }
 
-    /// Repairs when the members have changed, and then and now in any case.
+    /// Repairs when the members have changed, and then and now in any case; again while something is left to do,
+    /// and soon when a peer is back.
     fn repair(&self) {
         let mut done: Option<(Situation, Instant)> = None;
         let mut seen: Option<(Situation, Instant)> = None;
-        let mut left = None;
+        let (mut left, mut wait, mut down) = (false, AGAIN, 0);
         while self.pause(LOOK) {
             if !self.leads.load(Ordering::SeqCst) {
                 (done, seen) = (None, None);
                 continue;
             }
             let Some(names) = self.names() else { return };
-            let Ok(situation) = situation(names) else { continue };
+            let Ok((situation, now_down)) = situation(names) else { continue };
+            if now_down < std::mem::replace(&mut down, now_down) {
+                wait = AGAIN;
+            }
             if seen.as_ref().is_none_or(|(before, _)| *before != situation) {
                 seen = Some((situation.clone(), Instant::now()));
+                wait = AGAIN;
             }
             let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= CALM);
-            let new = done
-                .as_ref()
-                .is_none_or(|(before, at)| *before != situation || at.elapsed() >= DAILY);
-            let again = left.is_some_and(|at: Instant| at.elapsed() >= AGAIN)
-                || self.repository.has_available().unwrap_or(false);
-            if !calm || !(new || again) {
+            let due = done.as_ref().is_none_or(|(before, at)| {
+                let again = left || self.repository.has_available().unwrap_or(false);
+                *before != situation || at.elapsed() >= DAILY || (at.elapsed() >= wait && again)
+            });
+            if !calm || !due {
                 continue;
             }
-            match self.repository.repair_while(self.keeping.rate, &|| self.goes_on(), &|_| ()) {
+            let repaired =
+                self.repository.repair_while(self.keeping.rate, &|| self.goes_on(), &|_| ());
+            left = match repaired {
                 Ok(report) => {
                     tracing::info!(
                         blobs = report.blobs,
@@ -164,15 +173,15 @@ impl Shared {
                         moved = report.moved,
                         "repair has ended"
                     );
-                    left = (report.is_incomplete()).then(Instant::now);
-                    done = Some((situation, Instant::now()));
+                    report.is_incomplete()
                 }
                 Err(error) => {
                     tracing::warn!(%error, "repair has failed");
-                    left = Some(Instant::now());
-                    done = Some((situation, Instant::now()));
+                    true
                 }
-            }
+            };
+            done = Some((situation, Instant::now()));
+            wait = (wait * 2).min(LONGEST);
         }
     }
 
@@ -193,12 +202,14 @@ fn lead(names: &dyn Names, me: &PeerId) -> Result<bool> {
     names.commit(&change.put_for(TERM, LEADER, &me.to_string()))
 }
 
-fn situation(names: &dyn Names) -> Result<Situation> {
+/// The situation, and how many peers are down.
+fn situation(names: &dyn Names) -> Result<(Situation, usize)> {
     let (peers, _) = membership::peers(names)?;
+    let down = peers.iter().filter(|peer| peer.health == Health::Down).count();
     let one = |peer: membership::Peer| {
         (peer.id, peer.weight, peer.domain, peer.health == Health::Lost, peer.draining)
     };
-    Ok(peers.into_iter().map(one).collect())
+    Ok((peers.into_iter().map(one).collect(), down))
 }
 
 #[cfg(test)]

@@ -43,6 +43,7 @@ mod sweep_tests;
 #[cfg(test)]
 mod tests;
 mod ways;
+mod window;
 pub mod wire;
 
 pub use blobs::{ClusterBlobs, Counters};

@@ -1,5 +1,6 @@
 //! The records of snapshots on the peers: what is left of the names when the catalog is lost.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -13,13 +14,24 @@ use crate::error::Result;
 use crate::id::BlobId;
 
 impl Cluster {
-    /// Stores a record with its full redundancy, durably.
-    pub(super) async fn put_record(&self, record: &[u8], keep: &Keep) -> Result<BlobId> {
+    /// Stores a record with its full redundancy, durably; or, if `lenient`, so that it can be read.
+    pub(super) async fn put_record(
+        &self,
+        record: &[u8],
+        keep: &Keep,
+        lenient: bool,
+    ) -> Result<BlobId> {
         let blob = BlobId::of(record);
         // As it is, so that whoever finds it can read it.
         let keep = Keep { compression: Compression::None, ..*keep };
         let (description, blocks) = encode_record(&blob, record, keep);
-        self.store(&description, &blocks, keep.redundancy, || ()).await.map(|_| blob)
+        let available = Cell::new(false);
+        let stored =
+            self.store(&description, &blocks, keep.redundancy, || available.set(true)).await;
+        match stored {
+            Err(error) if !(lenient && available.get()) => Err(error),
+            _ => Ok(blob),
+        }
     }
 
     /// All records that the peers have. A peer that does not answer is left out: others have what it has, unless

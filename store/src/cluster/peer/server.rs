@@ -143,19 +143,19 @@ async fn client(
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
     let greeted = async {
-        let (mut reader, mut writer, _) = security.accept(stream, &Role::ALL).await?;
+        let (mut reader, mut writer, role) = security.accept(stream, &Role::ALL).await?;
         let is_welcome = greet(&mut reader, &mut writer, store).await?;
-        io::Result::Ok(is_welcome.then_some((reader, writer)))
+        io::Result::Ok(is_welcome.then_some((reader, writer, role)))
     };
     let greeted = tokio::select! {
         greeted = greeted => greeted?,
         () = stranger.ended() => return Err(io::Error::other("it has not said who it is")),
     };
-    let Some((reader, writer)) = greeted else { return Ok(()) };
+    let Some((reader, writer, role)) = greeted else { return Ok(()) };
     let place = stranger.into_place();
     let (reader, writer) = (place.count(reader), place.count(writer));
     tokio::select! {
-        served = connection(reader, writer, &place, store, puts) => served,
+        served = connection(reader, writer, role, &place, store, puts) => served,
         () = place.ended() => Err(io::Error::other("it keeps memory from others")),
     }
 }
@@ -164,6 +164,7 @@ async fn client(
 async fn connection(
     reader: impl AsyncRead + Unpin,
     writer: impl AsyncWrite + Unpin + Send + 'static,
+    role: Option<Role>,
     place: &Place,
     store: &Arc<PeerStore>,
     puts: &mpsc::UnboundedSender<Put>,
@@ -195,7 +196,8 @@ async fn connection(
             Ok(request) => {
                 let (store, room, answers) = (store.clone(), room.clone(), answers.clone());
                 tokio::task::spawn_blocking(move || {
-                    let answer = answer(&store, &room, request);
+                    let answer =
+                        allow(role, &request).and_then(|()| answer(&store, &room, request));
                     let answer = answer.unwrap_or_else(|error| Answer::failed(&error));
                     drop(room);
                     // The client may have gone.
@@ -214,6 +216,16 @@ async fn connection(
     // What was asked before is answered, as long as the client listens.
     while sending.join_next().await.is_some() {}
     Ok(())
+}
+
+/// Whether this role may ask for that. Whoever has got hold of a peer's keys must not delete what others hold.
+fn allow(role: Option<Role>, request: &Request) -> Result<()> {
+    match (role, request) {
+        (Some(Role::Peer), Request::Delete { .. }) => {
+            Err(Error::BadArgument("a peer may not delete what another peer holds".into()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The memory of a request and its answer, in units.
