@@ -444,7 +444,7 @@ impl Storm {
             for me in 0..WRITERS {
                 let of_it =
                     |(one, _): &&(Snapshot, Disk)| one.image.to_string() == format!("vm{me}");
-                if let Some((last, disk)) = stable.iter().filter(of_it).last() {
+                if let Some((last, disk)) = stable.iter().rfind(of_it) {
                     lab.assert_exports(&last.name().to_string(), &whole(disk));
                 }
             }
