@@ -72,11 +72,13 @@ pub(crate) fn import(
     let size = |bytes| style.size(bytes);
     if !style.json {
         eprintln!(
-            "size {}, data {}, sent {}, deduplicated {}, {:.1} s",
+            "size {}, data {}, stored {}, deduplicated {}, sent {}, {:.1} s",
             size(geometry.size()),
             size(data_bytes),
+            size(stored_bytes + tree_bytes),
+            // In a cluster it is known when all is flushed, and not before.
+            size(snapshot.saved_bytes.max(data_bytes - stored_bytes)),
             size(snapshot.sent_bytes),
-            size(snapshot.saved_bytes),
             start.elapsed().as_secs_f64()
         );
     }

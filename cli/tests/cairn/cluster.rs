@@ -24,6 +24,7 @@ fn a_disk_is_read_back_after_four_of_eight_peers_and_the_catalog_died() {
     assert!(refused.stderr.contains(lab.address()), "{}", refused.stderr);
     lab.start_catalog();
     lab.assert_exports("vm@1", &disk);
+    lab.wait_for_peers(4);
     // A new image needs eight peers, and there are four.
     lab.random_disk("other.raw", 2, MIB);
     let refused = lab.run(&["import", "other.raw", "other", "--redundancy", "rs=4+4"]);

@@ -119,6 +119,7 @@ impl Catalog {
                 false => rebuilt.left.push(last.image_name.to_string()),
             }
         }
+        rebuilt.left.sort_unstable();
         Ok(rebuilt)
     }
 
