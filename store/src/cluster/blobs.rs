@@ -10,7 +10,7 @@
 //! A put copies into the window and returns; when the window is full it waits for room. Blobs of the window
 //! can be read. A flush returns when every blob that was put before it is durable with its full redundancy, and fails
 //! if one cannot be: that one stays, and the next flush tries it again. Only if the window is full of blobs that
-//! failed, those leave it that can be read already; until they have their redundancy every flush fails.
+//! failed, those leave it that can be read already; the next flush reads them again and sends what is missing.
 //!
 //! All connections belong to one thread of this object. Cutting and hashing have threads of their own, as many as
 //! there are processors. No thread waits for another with a lock held, and the window moves without its users.
@@ -218,20 +218,29 @@ impl ClusterBlobs {
 }
 
 impl ClusterBlobs {
-    /// Fails unless what left the window with less than its redundancy has all of it by now: a repair may have seen
-    /// to that.
-    fn check_degraded(&self) -> Result<()> {
+    /// Gives what left the window with less than its redundancy the rest of it, unless a repair has seen to that.
+    fn complete_degraded(&self) -> Result<()> {
         let mut groups: HashMap<Keep, Vec<BlobId>> = HashMap::new();
         for (blob, keep) in &self.shared.state().degraded {
             groups.entry(*keep).or_default().push(*blob);
         }
+        if groups.is_empty() {
+            return Ok(());
+        }
+        let mut buf = vec![0; MAX_CONTENT];
         for (keep, blobs) in groups {
             let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &keep));
-            let mut state = self.shared.state();
-            for (blob, _) in blobs.into_iter().zip(known).filter(|(_, is_known)| *is_known) {
-                state.degraded.remove(&(blob, keep));
+            for (blob, is_known) in blobs.into_iter().zip(known) {
+                if !is_known {
+                    let len = self.runtime.block_on(self.shared.cluster.get(&blob, &mut buf))?;
+                    self.shared.known().names.clear();
+                    self.put(&[(blob, &buf[..len])], &keep)?;
+                }
+                // If it has to leave again, it comes back here.
+                self.shared.state().degraded.remove(&(blob, keep));
             }
         }
+        self.flush_while(|_| true)?;
         match self.shared.state().degraded.len() {
             0 => Ok(()),
             blobs => {
@@ -301,7 +310,7 @@ impl Blobs for ClusterBlobs {
 
     fn flush(&self) -> Result<()> {
         self.flush_while(|_| true)?;
-        self.check_degraded()
+        self.complete_degraded()
     }
 
     fn flush_available(&self) -> Result<()> {
@@ -370,7 +379,6 @@ impl Shared {
             Ok(()) => {
                 if let Some(entry) = state.remove(number) {
                     let name = (entry.blob, entry.keep.redundancy);
-                    state.degraded.remove(&(entry.blob, entry.keep));
                     // If a peer went away meanwhile, nobody knows whether it was one that has it.
                     let mut known = self.known();
                     if known.losses == entry.losses {
