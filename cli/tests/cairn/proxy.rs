@@ -11,6 +11,9 @@ use crate::lab::Dice;
 /// Bytes of a frame before its body; the first four of them are the body's length.
 const HEADER: usize = 16;
 
+/// The kind of the first answer: who gets a wrong one leaves the peer alone, and asks it nothing.
+const WELCOME: u16 = 101;
+
 /// Hands on what clients and a peer tell each other, and flips a bit in some of the peer's answers.
 pub(crate) struct Proxy {
     /// Where the clients come.
@@ -104,7 +107,8 @@ impl Shared {
             let len = u32::from_le_bytes([frame[0], frame[1], frame[2], frame[3]]) as usize;
             frame.resize(HEADER + len, 0);
             peer.read_exact(&mut frame[HEADER..])?;
-            if len > 0 {
+            let kind = u16::from_le_bytes([frame[4], frame[5]]);
+            if len > 0 && kind != WELCOME {
                 let mut dice = self.dice.lock().unwrap();
                 if dice.below(1000) < self.permille.load(Ordering::SeqCst) {
                     let bit = dice.below(len as u64 * 8) as usize;
