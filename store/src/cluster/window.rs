@@ -31,7 +31,7 @@ pub(super) struct Entry {
     pub(super) bytes: usize,
     pub(super) content: Content,
     pub(super) status: Status,
-    /// See [`Cluster::losses`]: as it was when it was last sent.
+    /// See [`Cluster::losses`](super::Cluster::losses): as it was when it was last sent.
     pub(super) losses: u64,
     /// Whether it could be read already if this host failed.
     pub(super) available: bool,
