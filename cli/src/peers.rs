@@ -114,12 +114,8 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
             }
         }
         Peers::Lose { .. } => {
-            if found.pulse.is_some() {
-                let why = "it answers; stop it first if its disk is to be given up, or drain it";
-                return Err(Failure::new(Exit::Conflict, doing(), why));
-            }
             membership::lose(names, &found.id).doing(doing)?;
-            "is given up; repair makes up for what it held"
+            "is given up, and repair makes up for what it held; it is back if it is started, or still runs"
         }
         Peers::Forget { .. } => {
             let is_empty = found.pulse.is_some_and(|pulse| pulse.fragments == 0);
