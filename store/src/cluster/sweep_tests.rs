@@ -109,7 +109,9 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     heartbeats(&site, &*names);
     // Another client, which remembers no node.
     let report = open().repair(None, &|_| ()).unwrap();
-    assert_eq!((report.dropped, site.fragments_of(drained)), (0, before), "{report:?}");
+    // The record can be read, and is moved if it was there.
+    assert!(report.moved <= 1 && report.dropped == report.moved, "{report:?}");
+    assert_eq!(site.fragments_of(drained), before - report.moved, "{report:?}");
 
     site.restart(holder);
     heartbeats(&site, &*names);
