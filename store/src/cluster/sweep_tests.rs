@@ -103,7 +103,7 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let holder = (0..3).find(holds).unwrap();
     let drained = (holder + 1) % 3;
     let before = site.fragments_of(drained);
-    assert!(before > 10);
+    assert!(before > 2, "{before} of 60 chunks");
     drain(&*names, &site.peers[drained].id, true).unwrap();
     site.stop(holder);
     heartbeats(&site, &*names);
