@@ -308,6 +308,14 @@ pub enum Error {
         /// The repository's directory.
         path: PathBuf,
     },
+    /// One process at a time uses a server's directory.
+    #[error(
+        "{} is in use by another process; stop that one, or name another directory", path.display()
+    )]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+    },
     /// One at a time repairs a cluster.
     #[error("another repair is under way; `cairn peers` shows what it has done when it has ended")]
     RepairRuns,
@@ -343,6 +351,7 @@ impl Error {
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
             | Error::RepairRuns
+            | Error::InUse { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,

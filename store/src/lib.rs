@@ -22,6 +22,7 @@ mod attachment;
 mod blobs;
 mod catalog;
 pub mod cluster;
+mod data_directory;
 mod database;
 mod error;
 #[cfg(any(test, fuzzing))]

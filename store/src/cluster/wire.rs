@@ -47,7 +47,7 @@ pub const MAX_LISTED: usize = 4096;
 pub(crate) const MAX_FRAGMENTS_LEN: usize = MAX_BODY - 2;
 
 /// The longest reason in words.
-pub(crate) const MAX_TEXT: usize = 4096;
+const MAX_TEXT: usize = 4096;
 
 const MAGIC: &[u8; 4] = b"CRNW";
 
@@ -285,7 +285,7 @@ impl Request {
 impl Answer {
     /// The answer that tells why a request failed.
     pub fn failed(error: &Error) -> Answer {
-        Answer::Failed(error.kind(), error.to_string().chars().take(MAX_TEXT / 4).collect())
+        Answer::Failed(error.kind(), reason_of(error))
     }
 
     /// Its kind and its body.
@@ -329,9 +329,7 @@ impl Answer {
             }
             Answer::Reserved => RESERVED,
             Answer::Failed(kind, reason) => {
-                let kind = KINDS.iter().position(|one| one == kind).expect("all are listed");
-                body.push(kind as u8);
-                body.extend_from_slice(reason.as_bytes());
+                body = failure_body(*kind, reason);
                 FAILED
             }
         };
@@ -395,21 +393,35 @@ impl Answer {
             }
             RESERVED => Answer::Reserved,
             FAILED => {
-                let [kind] = body.take()?;
-                let kind =
-                    KINDS.get(usize::from(kind)).ok_or_else(|| wrong("an unknown failure"))?;
-                let text =
-                    std::str::from_utf8(body.0).map_err(|_| wrong("a reason without words"))?;
-                if text.len() > MAX_TEXT {
-                    return Err(wrong("a reason of too many words"));
-                }
-                body.0 = &[];
-                Answer::Failed(*kind, text.to_owned())
+                let (kind, reason) = read_failure(std::mem::take(&mut body.0))?;
+                Answer::Failed(kind, reason)
             }
             _ => return Err(wrong("an answer of a kind that is not known here")),
         };
         body.end().map(|()| answer)
     }
+}
+
+/// Why something failed, in as many words as are sent at most.
+pub(crate) fn reason_of(error: &Error) -> String {
+    error.to_string().chars().take(MAX_TEXT / 4).collect()
+}
+
+/// A failure as peers and catalogs send it.
+pub(crate) fn failure_body(kind: ErrorKind, reason: &str) -> Vec<u8> {
+    let kind = KINDS.iter().position(|one| *one == kind).expect("all are listed");
+    [&[kind as u8], reason.as_bytes()].concat()
+}
+
+/// Reads it back.
+pub(crate) fn read_failure(body: &[u8]) -> Result<(ErrorKind, String)> {
+    let (kind, text) = body.split_first().ok_or_else(|| wrong("it is cut off"))?;
+    let kind = KINDS.get(usize::from(*kind)).ok_or_else(|| wrong("an unknown failure"))?;
+    if text.len() > MAX_TEXT {
+        return Err(wrong("a reason of too many words"));
+    }
+    let text = std::str::from_utf8(text).map_err(|_| wrong("a reason without words"))?;
+    Ok((*kind, text.to_owned()))
 }
 
 /// The index, the description, and the block, which is as long as that says.

@@ -2,7 +2,6 @@
 
 #[cfg(test)]
 mod delete_tests;
-mod directory;
 mod limits;
 #[cfg(test)]
 mod served_tests;

@@ -23,12 +23,22 @@ use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use super::super::Keep;
 use super::super::fragment::{Fragment, MAX_CONTENT};
 use super::super::wire::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
-use super::table::{Known, Table};
-use super::{FragmentId, Held, Usage, directory};
+use super::table::{self, DATABASE, Known, Table};
+use super::{FragmentId, Held, Usage};
 use crate::blobs::{Blobs, LocalBlobs};
+use crate::data_directory::DataDirectory;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::sys;
+
+/// Version 1 was never released.
+const DIRECTORY: DataDirectory = DataDirectory {
+    server: "peer",
+    marker: "peer.json",
+    format: "cairn-peer",
+    version: 2,
+    parts: &["segments", "index.db", DATABASE],
+};
 
 /// The most fragments of one blob: of all ways to encode it that anybody may try.
 const MAX_FRAGMENTS: usize = 64;
@@ -140,7 +150,9 @@ impl PeerStore {
     /// Opens a data directory, and makes it first if it is empty or not there. Without a capacity the file system
     /// is the limit.
     pub fn open(directory: &Path, capacity: Option<u64>) -> Result<PeerStore> {
-        let (lock, id) = directory::take(directory)?;
+        let make = || LocalBlobs::create(directory).and_then(|()| table::make(directory));
+        let (lock, id) = DIRECTORY.take(directory, make)?;
+        let id = id.parse()?;
         let blocks = LocalBlobs::open_careful(directory)?;
         let table = Table::open(directory)?;
         let state = State { fragments: table.count()?, ..State::default() };

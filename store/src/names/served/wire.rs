@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::super::{Change, Document, Put, View, Wanted};
-use crate::cluster::wire::{KINDS, MAX_TEXT};
+use crate::cluster::wire::{failure_body, read_failure, reason_of};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CatalogId;
 
@@ -154,7 +154,7 @@ impl Request {
 impl Answer {
     /// The answer that tells why a request failed.
     pub fn failed(error: &Error) -> Answer {
-        Answer::Failed(error.kind(), error.to_string().chars().take(MAX_TEXT / 4).collect())
+        Answer::Failed(error.kind(), reason_of(error))
     }
 
     /// Its kind and its body.
@@ -182,9 +182,7 @@ impl Answer {
             }
             Answer::Waited => WAITED,
             Answer::Failed(kind, reason) => {
-                let kind = KINDS.iter().position(|one| one == kind).expect("all are listed");
-                body.push(kind as u8);
-                body.extend_from_slice(reason.as_bytes());
+                body = failure_body(*kind, reason);
                 FAILED
             }
         };
@@ -212,14 +210,8 @@ impl Answer {
             COMMITTED => Answer::Committed(body.flag()?),
             WAITED => Answer::Waited,
             FAILED => {
-                let [kind] = body.take()?;
-                let kind =
-                    KINDS.get(usize::from(kind)).ok_or_else(|| wrong("an unknown failure"))?;
-                if body.0.len() > MAX_TEXT {
-                    return Err(wrong("a reason of too many words"));
-                }
-                let text = utf8(std::mem::take(&mut body.0))?;
-                Answer::Failed(*kind, text)
+                let (kind, reason) = read_failure(std::mem::take(&mut body.0))?;
+                Answer::Failed(kind, reason)
             }
             _ => return Err(wrong("an answer of a kind that is not known here")),
         };
@@ -350,7 +342,8 @@ mod tests {
     use proptest::option;
     use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
-    use super::{Answer, Change, Document, KINDS, Put, Request, View, Wanted};
+    use super::{Answer, Change, Document, Put, Request, View, Wanted};
+    use crate::cluster::wire::KINDS;
     use crate::id::CatalogId;
 
     fn wanted() -> impl Strategy<Value = Wanted> {
