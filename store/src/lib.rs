@@ -35,6 +35,7 @@ pub mod names;
 mod process;
 mod repair;
 mod repository;
+mod segment;
 mod snapshot;
 mod sys;
 mod tree;

@@ -6,8 +6,9 @@ use std::path::Path;
 
 use super::group::{decode, encode, place};
 use super::index::{Found, Slot};
-use super::segment::{ALIGNMENT, scan_file};
+use super::scan::scan_file;
 use crate::id::BlobId;
+use crate::segment::ALIGNMENT;
 
 /// The number of the segment.
 const NUMBER: u64 = 1;

@@ -15,9 +15,9 @@
 use std::sync::Arc;
 
 use super::index::Slot;
-use super::segment::{ALIGNMENT, Segment};
 use crate::geometry::MAX_CHUNK_SIZE;
 use crate::id::BlobId;
+use crate::segment::{self, ALIGNMENT, Segment};
 
 const MAGIC: &[u8; 8] = b"CRNGROUP";
 const VERSION: u32 = 1;
@@ -47,13 +47,13 @@ pub(super) struct Entry {
 /// Where the blobs of a group are: right behind its record, each at the start of a block. And where the
 /// group ends.
 pub(super) fn place(segment: u64, start: u64, lens: &[usize]) -> (Vec<Slot>, u64) {
-    let mut offset = start + record_len(lens.len()) as u64;
-    let mut slots = Vec::with_capacity(lens.len());
-    for len in lens {
-        slots.push(Slot { segment, offset, len: u32::try_from(*len).expect("a blob is small") });
-        offset += len.next_multiple_of(ALIGNMENT) as u64;
-    }
-    (slots, offset)
+    let first = start + record_len(lens.len()) as u64;
+    let (offsets, end) = segment::place(first, lens.iter().copied());
+    let slot = |(offset, len): (u64, &usize)| {
+        let len = u32::try_from(*len).expect("a blob is small");
+        Slot { segment, offset, len }
+    };
+    (offsets.into_iter().zip(lens).map(slot).collect(), end)
 }
 
 /// The record of a group.

@@ -5,17 +5,16 @@
 //! when the file is missing.
 
 use std::collections::HashSet;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
 use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior};
 
 use super::group::Entry;
-use super::segment::{ALIGNMENT, SEGMENT_SIZE};
 use crate::database;
 use crate::error::Result;
 use crate::id::BlobId;
+use crate::segment::{ALIGNMENT, SEGMENT_SIZE};
 
 const FILE: &str = "index.db";
 
@@ -38,9 +37,6 @@ CREATE TABLE blobs (
 ) STRICT, WITHOUT ROWID;
 ";
 
-/// To find neighbours, and whether a segment holds anything. A database of before is given it when it is opened.
-const BY_PLACE: &str = "CREATE INDEX IF NOT EXISTS blobs_by_place ON blobs (segment, offset)";
-
 /// Segments to look at for one that can be continued.
 const CANDIDATES: u32 = 64;
 
@@ -56,11 +52,6 @@ impl Slot {
     /// The end of its last block.
     pub(super) fn end(&self) -> u64 {
         (self.offset + u64::from(self.len)).next_multiple_of(ALIGNMENT as u64)
-    }
-
-    /// The bytes that the disk takes for it.
-    pub(super) fn space(&self) -> u64 {
-        self.end() - self.offset
     }
 }
 
@@ -79,11 +70,9 @@ impl Index {
         let path = repository.join(FILE);
         database::make(&path, VERSION, |transaction| {
             transaction.execute_batch(TABLES)?;
-            transaction.execute_batch(BY_PLACE)?;
             recover(&mut |found| add_found(transaction, found))
         })?;
         let (writer, reader) = database::open(&path, VERSION)?;
-        writer.execute_batch(BY_PLACE)?;
         Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 
@@ -139,121 +128,30 @@ impl Index {
     }
 
     /// Makes durable blobs known, and where their segments end now. If another process was faster with a
-    /// blob, its own counts, unless it is `damaged`. Returns the bytes that the disk takes for those that were
-    /// not known before.
+    /// blob, its own counts, unless it is `damaged`.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
         damaged: &HashSet<BlobId>,
         ends: impl Iterator<Item = (u64, u64)>,
-    ) -> Result<u64> {
+    ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut added = 0;
         for entry in entries {
             let Slot { segment, offset, len } = entry.slot;
-            let known =
-                damaged.contains(&entry.id).then(|| find(&transaction, &entry.id)).transpose()?;
-            let insert = match known {
-                Some(_) => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
-                None => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)",
+            let insert = match damaged.contains(&entry.id) {
+                true => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
+                false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)",
             };
-            let changed = transaction.prepare_cached(insert)?.execute((
-                entry.id.as_bytes(),
-                segment,
-                offset,
-                len,
-            ))?;
-            if changed > 0 && known.flatten().is_none() {
-                added += entry.slot.space();
-            }
+            let row = (entry.id.as_bytes(), segment, offset, len);
+            transaction.prepare_cached(insert)?.execute(row)?;
         }
         for (segment, end) in ends {
             transaction
                 .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?
                 .execute((end, segment))?;
         }
-        transaction.commit()?;
-        Ok(added)
-    }
-
-    /// Takes blobs out, and returns where they were: that is durable when this returns.
-    pub(super) fn delete<'a>(
-        &self,
-        ids: impl IntoIterator<Item = &'a BlobId>,
-    ) -> Result<Vec<Slot>> {
-        let mut writer = lock(&self.writer);
-        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut slots = Vec::new();
-        for id in ids {
-            let slot = transaction
-                .prepare_cached("DELETE FROM blobs WHERE id = ? RETURNING segment, offset, length")?
-                .query_row([id.as_bytes()], slot_of)
-                .optional()?;
-            slots.extend(slot);
-        }
-        transaction.commit()?;
-        Ok(slots)
-    }
-
-    /// The bytes that the disk takes for all blobs.
-    pub(super) fn space(&self) -> Result<u64> {
-        let reader = lock(&self.reader);
-        let query = "SELECT coalesce(sum((length + ?1 - 1) / ?1 * ?1), 0) FROM blobs";
-        Ok(reader.query_row(query, [ALIGNMENT as u64], |row| row.get(0))?)
-    }
-
-    /// The part around a deleted blob in which nothing is known: from the end of the blob before it to the
-    /// start of the one behind it. Nothing if none is behind it: what is at the end of a segment may be known
-    /// in a moment.
-    pub(super) fn gap(&self, deleted: &Slot) -> Result<Option<Range<u64>>> {
-        let reader = lock(&self.reader);
-        // An empty blob lies where the next one begins.
-        let mut behind = reader.prepare_cached(
-            "SELECT offset FROM blobs WHERE segment = ? AND offset >= ? ORDER BY offset LIMIT 1",
-        )?;
-        let place = (deleted.segment, deleted.offset);
-        let end: Option<u64> = behind.query_row(place, |row| row.get(0)).optional()?;
-        let Some(end) = end else { return Ok(None) };
-        let mut before = reader.prepare_cached(
-            "SELECT segment, offset, length FROM blobs WHERE segment = ? AND offset < ? AND length > 0
-             ORDER BY offset DESC LIMIT 1",
-        )?;
-        let before = before.query_row(place, slot_of).optional()?;
-        Ok(Some(before.map_or(0, |slot| slot.end())..end))
-    }
-
-    /// Segments that have held something and hold nothing.
-    pub(super) fn empty_segments(&self) -> Result<Vec<u64>> {
-        let reader = lock(&self.reader);
-        let mut query = reader.prepare_cached(
-            "SELECT number FROM segments WHERE length > 0
-             AND NOT EXISTS (SELECT 1 FROM blobs WHERE segment = number)",
-        )?;
-        let rows = query.query_map([], |row| row.get(0))?;
-        Ok(rows.collect::<rusqlite::Result<_>>()?)
-    }
-
-    /// As [`Index::take`], if the segment holds nothing.
-    pub(super) fn take_empty(&self, segment: u64) -> Result<Option<u64>> {
-        let mut writer = lock(&self.writer);
-        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let end = transaction
-            .prepare_cached(
-                "UPDATE segments SET taken = taken + 1 WHERE number = ?1
-                 AND NOT EXISTS (SELECT 1 FROM blobs WHERE segment = ?1) RETURNING length",
-            )?
-            .query_row([segment], |row| row.get(0))
-            .optional()?;
-        transaction.commit()?;
-        Ok(end)
-    }
-
-    /// Forgets a segment that holds nothing. Its number is never used again.
-    pub(super) fn forget_segment(&self, segment: u64) -> Result<()> {
-        let writer = lock(&self.writer);
-        writer.prepare_cached("DELETE FROM segments WHERE number = ?")?.execute([segment])?;
-        Ok(())
+        Ok(transaction.commit()?)
     }
 }
 

@@ -12,8 +12,6 @@
 //! already returned, and the kernel tells only once: the handle is poisoned, and fails every put and
 //! flush from then on, so that nothing that relies on a lost blob is published.
 //!
-//! To delete is the other way round: the index forgets a blob, durably, and then its bytes are given back.
-//!
 //! A crash leaves bytes at the end of a segment that nothing refers to; the next process that appends
 //! to the segment overwrites them.
 
@@ -22,17 +20,16 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::group::{Entry, MAX_BLOBS};
+use super::group::{Entry, MAX_BLOBS, encode, place, record_len};
 use super::index::{Index, Slot};
-use super::reclaim::{drop_empty, reclaim};
-use super::segment::{ALIGNMENT, Segment, path_of, scan};
+use super::scan::scan;
 use super::{Blobs, NewBlob};
 use crate::cluster::Keep;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
+use crate::segment::{Segment, path_of, segments_in};
 use crate::sys;
 
 /// What is staged is flushed when it has this many bytes,
@@ -55,21 +52,6 @@ pub(crate) struct LocalBlobs {
     files: Mutex<HashMap<u64, Arc<File>>>,
     /// Blobs that were found damaged: who puts one again replaces it.
     damaged: Mutex<HashSet<BlobId>>,
-    /// The bytes that the disk takes for what this handle has added, less what it has deleted.
-    balance: AtomicI64,
-    /// Whether what is there is read before it counts as put.
-    careful: bool,
-}
-
-/// Blobs that the index has forgotten, and whose bytes are still there.
-#[must_use = "their space is not given back"]
-pub(crate) struct Forgotten(Vec<Slot>);
-
-impl Forgotten {
-    /// The bytes that the disk takes for them.
-    pub(crate) fn space(&self) -> u64 {
-        self.0.iter().map(Slot::space).sum()
-    }
 }
 
 #[derive(Default)]
@@ -110,73 +92,8 @@ impl LocalBlobs {
                 scan(&directory, number, tell)
             })
         })?;
-        let (state, current, flushing, files, damaged, balance) = Default::default();
-        Ok(Self {
-            directory,
-            index,
-            state,
-            current,
-            flushing,
-            files,
-            damaged,
-            balance,
-            careful: false,
-        })
-    }
-
-    /// As [`LocalBlobs::open`]; what is there already is read before it counts as put, and is written again if it is
-    /// damaged.
-    pub(crate) fn open_careful(repository: &Path) -> Result<Self> {
-        Ok(Self { careful: true, ..Self::open(repository)? })
-    }
-
-    /// The bytes that the disk takes for all blobs that are known.
-    pub(crate) fn space(&self) -> Result<u64> {
-        self.index.space()
-    }
-
-    /// By how much this handle has changed [`LocalBlobs::space`].
-    pub(crate) fn balance(&self) -> i64 {
-        self.balance.load(Ordering::Relaxed)
-    }
-
-    /// The bytes that the disk takes for a blob of this length.
-    pub(crate) fn space_of(len: usize) -> u64 {
-        len.next_multiple_of(ALIGNMENT) as u64
-    }
-
-    /// Deletes blobs, durably. Those that are not there, or not flushed yet, stay as they are. Their space comes
-    /// back with [`LocalBlobs::reclaim`].
-    ///
-    /// Nobody may put one of them from before this call until after it: who puts what is there relies on it.
-    pub(crate) fn forget(&self, ids: &[BlobId]) -> Result<Forgotten> {
-        let mut flushed = Vec::with_capacity(ids.len());
-        {
-            let state = self.state();
-            self.check(&state)?;
-            flushed.extend(ids.iter().filter(|id| !state.staged.contains_key(id)));
-        }
-        let forgotten = Forgotten(self.index.delete(flushed.iter().copied())?);
-        self.balance.fetch_sub(forgotten.space() as i64, Ordering::Relaxed);
-        let mut damaged = self.damaged();
-        flushed.into_iter().for_each(|id| {
-            damaged.remove(id);
-        });
-        Ok(forgotten)
-    }
-
-    /// Gives the space of deleted blobs back to the file system, and returns how much. What fails is told in the
-    /// log.
-    pub(crate) fn reclaim(&self, forgotten: Forgotten) -> u64 {
-        let freed = reclaim(&self.directory, &self.index, &forgotten.0);
-        match drop_empty(&self.directory, &self.index) {
-            Ok(gone) => {
-                let mut files = self.files.lock().expect("no thread panics with the files locked");
-                gone.iter().for_each(|number| drop(files.remove(number)));
-            }
-            Err(error) => tracing::warn!(%error, "segments that hold nothing stay"),
-        }
-        freed
+        let (state, current, flushing, files, damaged) = Default::default();
+        Ok(Self { directory, index, state, current, flushing, files, damaged })
     }
 
     /// The segment to append to.
@@ -237,7 +154,7 @@ impl LocalBlobs {
         }
         let slots = self.index.find_all(unstaged.iter().map(|(id, _)| id))?;
         let is_there = |(id, content): &NewBlob<'_>, slot| {
-            let trusted = !self.careful && !self.damaged().contains(id);
+            let trusted = !self.damaged().contains(id);
             trusted || self.read(id, slot, &mut vec![0; content.len()]).is_ok()
         };
         let all = unstaged.into_iter().zip(slots);
@@ -263,8 +180,7 @@ impl LocalBlobs {
         }
         let damaged = self.damaged().clone();
         let ends = ends.into_values().map(|(segment, end)| (segment.number, end));
-        let added = self.index.insert(entries, &damaged, ends)?;
-        self.balance.fetch_add(added as i64, Ordering::Relaxed);
+        self.index.insert(entries, &damaged, ends)?;
         let mut still = self.damaged();
         entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
             still.remove(&entry.id);
@@ -341,11 +257,7 @@ impl Blobs for LocalBlobs {
         };
         let Some(slot) = slot else { return Err(Error::MissingBlob { id: *id }) };
         self.read(id, slot, buf).or_else(|error| match self.index.find(id)? {
-            // It was deleted meanwhile, or is somewhere else.
-            None if staged.is_none() => {
-                self.damaged().remove(id);
-                Err(Error::MissingBlob { id: *id })
-            }
+            // Another process has replaced it meanwhile.
             Some(other) if other != slot => self.read(id, other, buf),
             _ => Err(error),
         })
@@ -359,7 +271,7 @@ impl Blobs for LocalBlobs {
         }
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             let segment = self.current()?;
-            let slots = segment.append(missing)?;
+            let slots = append(&segment, missing)?;
             let mut state = self.state();
             self.check(&state)?;
             for ((id, _), slot) in missing.iter().copied().zip(slots) {
@@ -413,16 +325,15 @@ fn directory_in(repository: &Path) -> PathBuf {
     repository.join("segments")
 }
 
-/// The numbers of the segments that have files, in order.
-fn segments_in(directory: &Path) -> Result<Vec<u64>> {
-    let failed = |error| Error::io("reading", directory, error);
-    let mut numbers = Vec::new();
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let number = name.to_str().and_then(|name| name.parse::<u64>().ok());
-        // Another spelling of a number is no segment's name.
-        numbers.extend(number.filter(|number| path_of(directory, *number).ends_with(&name)));
-    }
-    numbers.sort_unstable();
-    Ok(numbers)
+/// Appends a group, and returns where its blobs are. Nothing is synced.
+fn append(segment: &Segment, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
+    let contents: Vec<_> = blobs.iter().map(|(_, content)| *content).collect();
+    let lens: Vec<_> = contents.iter().map(|content| content.len()).collect();
+    let mut slots = Vec::new();
+    segment.append(record_len(blobs.len()), &contents, |start| {
+        (slots, _) = place(segment.number, start, &lens);
+        let ids = blobs.iter().map(|(id, _)| *id);
+        encode(segment.number, ids.zip(slots.iter().copied()))
+    })?;
+    Ok(slots)
 }

@@ -1,14 +1,11 @@
 //! Where immutable bytes are kept under the name of their content.
 
-#[cfg(test)]
-mod delete_tests;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod group;
 mod index;
 mod local;
-mod reclaim;
-mod segment;
+mod scan;
 #[cfg(test)]
 mod tests;
 

@@ -309,3 +309,26 @@ fn many_threads_put_the_same_and_different_blobs() {
     assert!(new_bytes >= u64::from((THREADS + 1) * BLOBS * 200));
     assert_eq!(place.segment_count(), 1);
 }
+
+#[test]
+fn an_index_that_keeps_failing_does_not_let_more_and_more_be_written() {
+    let place = Place::new();
+    let database = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    let fail = "CREATE TRIGGER full BEFORE INSERT ON blobs BEGIN SELECT RAISE(FAIL, 'no'); END";
+    database.execute_batch(fail).unwrap();
+    let all: Vec<_> = (0..18u8).map(|seed| vec![seed; 4 << 20]).collect();
+    let give = |one: &[u8]| place.blobs.put(&[(BlobId::of(one), one)], &Keep::default());
+    assert_eq!(all.iter().position(|one| give(one).is_err()), Some(15), "when 64 MiB wait");
+    let written = fs::metadata(place.segment(1)).unwrap().len();
+    for _ in 0..3 {
+        give(&all[17]).unwrap_err();
+    }
+    assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), written);
+    database.execute_batch("DROP TRIGGER full").unwrap();
+    give(&all[17]).unwrap();
+    place.blobs.flush().unwrap();
+    let (other, mut buf) = (place.other(), vec![0; 4 << 20]);
+    for one in all[..16].iter().chain(&all[17..]) {
+        assert_eq!(other.get(&BlobId::of(one), &mut buf).unwrap(), one.len());
+    }
+}

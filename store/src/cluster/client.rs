@@ -16,7 +16,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::collect::{Collected, Partial};
+use super::collect::{Collected, Partial, Whole};
 use super::connection::Connection;
 use super::fragment::{Blocks, Description, Fragment, encode};
 use super::identity::Security;
@@ -223,7 +223,7 @@ impl Cluster {
             let before = wrong.len();
             match answer {
                 Ok(fragments) => wrong.extend(fragments.into_iter().filter_map(|one| {
-                    found.add(one).err().map(|one| (at, one.description, one.index))
+                    found.add(at, one).err().map(|one| (at, one.description, one.index))
                 })),
                 Err(error) => {
                     match error.kind() {
@@ -237,10 +237,15 @@ impl Cluster {
             if wrong.len() > before {
                 self.inner.suspect(&members.all[at], blob);
             }
-            if let Some(whole) = found.decode(buf, &mut reasons) {
-                self.inner.remember(buf.len(), whole.description.needed());
-                let len = whole.description.len as usize;
-                self.inner.mend(&members, wrong, whole);
+            if let Some(Whole { partial, wrong: forged }) = found.decode(buf, &mut reasons) {
+                let description = &partial.description;
+                self.inner.remember(buf.len(), description.needed());
+                for (at, index) in forged {
+                    self.inner.suspect(&members.all[at], blob);
+                    wrong.push((at, description.clone(), index));
+                }
+                let len = description.len as usize;
+                self.inner.mend(&members, wrong, partial);
                 return Ok(len);
             }
             // As many as may be missing.
@@ -314,7 +319,7 @@ impl Inner {
     }
 
     /// Gives the right fragments to those who have sent wrong ones, in the background.
-    fn mend(&self, members: &Members, wrong: Vec<(usize, Description, u8)>, whole: Partial) {
+    fn mend(&self, members: &Members, wrong: Vec<(usize, Description, u8)>, whole: Partial<usize>) {
         let whole = Arc::new(whole);
         for (at, description, index) in wrong {
             if description != whole.description {

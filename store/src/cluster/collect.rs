@@ -1,4 +1,8 @@
 //! What was received of a blob.
+//!
+//! A block that is damaged is told by its checksum. One that was forged is not: it shows when the blob is put together,
+//! and is something else. Then one more block is asked for, and each choice of as many as are enough is tried that has
+//! not been, until one is the blob. The blocks outside of it that differ from it are the wrong ones.
 
 use std::collections::HashMap;
 
@@ -8,47 +12,153 @@ use super::fragment::{Description, Fragment};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
-/// Fragments of one encoding of a blob.
-pub(super) struct Partial {
+/// Choices of blocks that are tried for one encoding at most.
+const TRIES: usize = 256;
+
+/// Fragments of one encoding of a blob, and from whom each is.
+pub(super) struct Partial<T> {
     pub(super) description: Description,
-    blocks: Vec<Option<Bytes>>,
+    blocks: Vec<Option<(T, Bytes)>>,
+    /// The index of a block that has come since the last try. Choices without it were tried.
+    new: Option<usize>,
+    tries: usize,
+    /// Copies that were something else.
+    wrong: Vec<(T, u8)>,
 }
 
-impl Partial {
-    /// How many it lacks.
-    fn missing(&self) -> usize {
-        self.description.needed().saturating_sub(self.blocks.iter().flatten().count())
+impl<T: Copy> Partial<T> {
+    pub(super) fn new(description: Description) -> Partial<T> {
+        let blocks = (0..description.width()).map(|_| None).collect();
+        Partial { description, blocks, new: None, tries: 0, wrong: Vec::new() }
+    }
+
+    /// Takes a block, unless there is one with this index.
+    pub(super) fn add(&mut self, index: u8, from: T, block: Bytes) {
+        if let Some(free @ None) = self.blocks.get_mut(usize::from(index)) {
+            *free = Some((from, block));
+            self.new = Some(index.into());
+        }
+    }
+
+    fn present(&self) -> usize {
+        self.blocks.iter().flatten().count()
+    }
+
+    /// How many it lacks. If it was something else, one more may help.
+    pub(super) fn missing(&self) -> usize {
+        let (needed, present) = (self.description.needed(), self.present());
+        needed.saturating_sub(present).max(usize::from(self.tries > 0))
+    }
+
+    /// Whether no more blocks can help.
+    fn is_hopeless(&self) -> bool {
+        self.tries >= TRIES || self.tries > 0 && self.present() == self.blocks.len()
+    }
+
+    /// Puts the blob together, if there are enough blocks and one of them is new, and returns from whom the wrong ones
+    /// were, which are taken out.
+    pub(super) fn decode(&mut self, content: &mut [u8]) -> Option<Result<Vec<(T, u8)>>> {
+        let needed = self.description.needed();
+        if self.present() < needed {
+            return None;
+        }
+        let new = self.new.take()?;
+        let is_other = |index: &usize| *index != new && self.blocks[*index].is_some();
+        let others: Vec<_> = (0..self.blocks.len()).filter(is_other).collect();
+        let mut failure = None;
+        for choice in choices(others.len(), needed - 1) {
+            if self.tries >= TRIES {
+                break;
+            }
+            let mut chosen = vec![None; self.blocks.len()];
+            for index in choice.iter().map(|at| others[*at]).chain([new]) {
+                chosen[index] = self.blocks[index].as_ref().map(|(_, block)| block);
+            }
+            match self.description.decode(&chosen, content) {
+                Ok(()) => {
+                    let wrong = if self.tries > 0 { self.differing(&chosen) } else { Ok(vec![]) };
+                    return Some(wrong.map(|wrong| self.take(&wrong)));
+                }
+                Err(error) => failure = Some(error),
+            }
+            self.tries += 1;
+        }
+        if needed == 1 {
+            // It is the only one, so it is the wrong one. Another copy may be right.
+            let wrong = self.take(&[new]);
+            (self.wrong, self.tries) = (wrong, 0);
+        }
+        failure.map(Err)
+    }
+
+    /// The blocks that are others than those that belong to these.
+    fn differing(&self, right: &[Option<&Bytes>]) -> Result<Vec<usize>> {
+        let mut wrong = Vec::new();
+        for (index, block) in self.blocks.iter().enumerate() {
+            if let Some((_, block)) = block
+                && right[index].is_none()
+                && self.description.rebuild(right, index)? != **block
+            {
+                wrong.push(index);
+            }
+        }
+        Ok(wrong)
+    }
+
+    fn take(&mut self, wrong: &[usize]) -> Vec<(T, u8)> {
+        let mut all = std::mem::take(&mut self.wrong);
+        let taken = |index: &usize| Some((self.blocks[*index].take()?.0, *index as u8));
+        all.extend(wrong.iter().filter_map(taken));
+        all
     }
 
     /// The fragment that somebody should have had.
     pub(super) fn rebuild(&self, index: u8) -> Result<Fragment> {
-        let block = self.description.rebuild(&self.blocks, index.into())?.into();
+        let blocks: Vec<_> =
+            self.blocks.iter().map(|block| block.as_ref().map(|(_, block)| block)).collect();
+        let block = self.description.rebuild(&blocks, index.into())?.into();
         Ok(Fragment { description: self.description.clone(), index, block })
     }
 }
 
-/// Fragments of a blob, by the name of their encoding.
-pub(super) struct Collected {
-    blob: BlobId,
-    all: HashMap<BlobId, Partial>,
+/// All ways to choose so many of the numbers below `count`.
+fn choices(count: usize, chosen: usize) -> impl Iterator<Item = Vec<usize>> {
+    let first = (chosen <= count).then(|| (0..chosen).collect::<Vec<_>>());
+    std::iter::successors(first, move |before| {
+        // The last one that can go on does, and those behind it follow it.
+        let at = (0..chosen).rfind(|at| before[*at] < count - chosen + at)?;
+        let mut next = before.clone();
+        (at..chosen).for_each(|later| next[later] = before[at] + 1 + later - at);
+        Some(next)
+    })
 }
 
-impl Collected {
-    pub(super) fn new(blob: BlobId) -> Collected {
+/// Fragments of a blob, by the name of their encoding.
+pub(super) struct Collected<T> {
+    blob: BlobId,
+    all: HashMap<BlobId, Partial<T>>,
+}
+
+/// A blob that was put together.
+pub(super) struct Whole<T> {
+    pub(super) partial: Partial<T>,
+    /// From whom blocks were that are forged, and which.
+    pub(super) wrong: Vec<(T, u8)>,
+}
+
+impl<T: Copy> Collected<T> {
+    pub(super) fn new(blob: BlobId) -> Collected<T> {
         Collected { blob, all: HashMap::new() }
     }
 
     /// Takes a fragment, unless it is not what it says: then it counts for nothing, and comes back.
-    pub(super) fn add(&mut self, fragment: Fragment) -> Result<(), Box<Fragment>> {
+    pub(super) fn add(&mut self, from: T, fragment: Fragment) -> Result<(), Box<Fragment>> {
         if !fragment.is_of(&self.blob) {
             return Err(Box::new(fragment));
         }
         let Fragment { description, index, block } = fragment;
-        let partial = self.all.entry(description.id()).or_insert_with(|| {
-            let blocks = vec![None; description.width()];
-            Partial { description, blocks }
-        });
-        partial.blocks[usize::from(index)] = Some(block);
+        let partial = self.all.entry(description.id()).or_insert_with(|| Partial::new(description));
+        partial.add(index, from, block);
         Ok(())
     }
 
@@ -57,21 +167,31 @@ impl Collected {
         self.all.values().map(Partial::missing).min().unwrap_or(needed)
     }
 
-    /// Puts the blob together at the start of `buf`, if an encoding is whole. One that is something else is dropped,
-    /// and told.
-    pub(super) fn decode(&mut self, buf: &mut [u8], reasons: &mut Vec<Error>) -> Option<Partial> {
-        let whole = self.all.extract_if(|_, partial| partial.missing() == 0);
-        for (_, partial) in whole {
-            let Partial { description, blocks } = &partial;
-            let decoded = match buf.get_mut(..description.len as usize) {
-                Some(content) => description.decode(blocks, content),
-                None => Err(Error::corrupt(format!("blob {}", description.blob), "it is too long")),
+    /// Puts the blob together at the start of `buf`, if an encoding is whole. What is something else is told.
+    pub(super) fn decode(&mut self, buf: &mut [u8], reasons: &mut Vec<Error>) -> Option<Whole<T>> {
+        let mut whole = None;
+        for (encoding, partial) in &mut self.all {
+            let decoded = match buf.get_mut(..partial.description.len as usize) {
+                Some(content) => partial.decode(content),
+                None => {
+                    partial.tries = TRIES;
+                    Some(Err(Error::corrupt(format!("blob {}", self.blob), "it is too long")))
+                }
             };
             match decoded {
-                Ok(()) => return Some(partial),
-                Err(error) => reasons.push(error),
+                Some(Ok(wrong)) => {
+                    whole = Some((*encoding, wrong));
+                    break;
+                }
+                Some(Err(error)) => reasons.push(error),
+                None => {}
             }
         }
+        if let Some((encoding, wrong)) = whole {
+            let partial = self.all.remove(&encoding)?;
+            return Some(Whole { partial, wrong });
+        }
+        self.all.retain(|_, partial| !partial.is_hopeless());
         None
     }
 }
@@ -81,7 +201,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
 
-    use super::{BlobId, Collected, Fragment};
+    use super::{BlobId, Collected, Fragment, choices};
     use crate::cluster::Redundancy;
     use crate::cluster::fragment::encode;
 
@@ -118,21 +238,81 @@ mod tests {
             for (at, one) in all.into_iter().enumerate() {
                 prop_assert!(good < 4, "four are enough");
                 let index = one.index;
-                let taken = collected.add(one);
+                let taken = collected.add(at, one);
                 prop_assert_eq!(taken.is_err(), spoilt.contains(&at));
                 good += usize::from(taken.is_ok());
                 let whole = collected.decode(&mut buf, &mut reasons);
                 prop_assert_eq!(whole.is_some(), good == 4);
                 if let Some(whole) = whole {
                     prop_assert_eq!(&buf[..content.len()], &content[..]);
-                    prop_assert_eq!(whole.rebuild(index).unwrap(), fragment(index));
-                    prop_assert_eq!(whole.rebuild(index ^ 4).unwrap(), fragment(index ^ 4));
+                    prop_assert_eq!(whole.partial.rebuild(index).unwrap(), fragment(index));
+                    prop_assert_eq!(whole.partial.rebuild(index ^ 4).unwrap(), fragment(index ^ 4));
                     break;
                 }
                 prop_assert_eq!(collected.missing(4), 4 - good);
             }
             prop_assert_eq!(good == 4, spoilt.len() <= 4);
             prop_assert!(reasons.is_empty());
+        }
+
+        /// Peers that lie so that the checksums are right.
+        #[test]
+        fn forged_blocks_are_found_as_long_as_enough_others_come(
+            content in vec(any::<u8>(), 8..500),
+            which in 0usize..4,
+            forged in vec(0u8..8, 0..8),
+            turn in 0u8..8,
+        ) {
+            let redundancy: Redundancy =
+                ["rs=4+4", "rs=2+3", "rs=3+1", "replicas=3"][which].parse().unwrap();
+            let blob = BlobId::of(&content);
+            let (description, blocks) = encode(&blob, &content, redundancy);
+            let width = redundancy.width() as u8;
+            let is_forged = |place: u8| forged.contains(&place);
+            // A description whose checksums are those of the forged blocks: as if they were the same.
+            let mut other = content.clone();
+            other.iter_mut().for_each(|byte| *byte ^= 0x55);
+            let lies = encode(&blob, &other, redundancy).1;
+            let mut collected = Collected::new(blob);
+            let mut buf = vec![0; content.len()];
+            let mut good = 0;
+            for place in (0..width).map(|place| (place + turn) % width) {
+                let index = place % description.width() as u8;
+                let from = if is_forged(place) { &lies } else { &blocks };
+                let partial = collected.all.entry(description.id());
+                let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
+                partial.add(index, place, from.share(index.into()));
+                good += usize::from(!is_forged(place));
+                let mut reasons = Vec::new();
+                let whole = collected.decode(&mut buf, &mut reasons);
+                prop_assert_eq!(whole.is_some(), good == description.needed());
+                if let Some(whole) = whole {
+                    prop_assert_eq!(&buf, &content);
+                    let mut wrong: Vec<_> = whole.wrong.iter().map(|(place, _)| *place).collect();
+                    wrong.sort_unstable();
+                    let asked = (0..width).map(|place| (place + turn) % width);
+                    let asked = asked.take_while(|other| *other != place);
+                    let mut lied: Vec<_> = asked.filter(|place| is_forged(*place)).collect();
+                    lied.sort_unstable();
+                    prop_assert_eq!(wrong, lied);
+                    for index in 0..description.width() as u8 {
+                        let right = whole.partial.rebuild(index).unwrap();
+                        prop_assert_eq!(right.block, blocks.share(index.into()));
+                    }
+                    break;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_choice_comes_once() {
+        for (count, chosen, all) in [(0, 0, 1), (5, 0, 1), (7, 3, 35), (4, 4, 1), (3, 4, 0)] {
+            let mut found: Vec<_> = choices(count, chosen).collect();
+            assert!(found.iter().all(|one| one.is_sorted() && one.len() == chosen));
+            found.sort();
+            found.dedup();
+            assert_eq!(found.len(), all, "{chosen} of {count}");
         }
     }
 }

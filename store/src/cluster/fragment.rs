@@ -3,19 +3,23 @@
 //! ```text
 //! content ──► encoded (compressed, where that pays) ──► cut into k blocks ──► m parity blocks
 //!                                                            └──────┬───────────────┘
-//!                         description: k, m, lengths, the content's name, the hash of each block
+//!                        description: k, m, lengths, the content's name, the checksum of each block
 //! ```
 //!
-//! Each fragment carries the whole description. So whoever has one knows what belongs to it, can tell a wrong
-//! block by its hash, and never mixes the blocks of two encodings of one blob: their descriptions have different
-//! names. That all blocks together are the content is for the reader to verify, by the content's name.
+//! Each fragment carries the whole description. So whoever has one knows what belongs to it, can tell a damaged
+//! block by its checksum, and never mixes the blocks of two encodings of one blob: their descriptions have different
+//! names. That all blocks together are the content is for the reader to verify, by the content's name: a checksum
+//! is no proof against who forges a block, a name is. A checksum costs a tenth of what a name costs, and blocks are
+//! checked by everybody they pass.
 //!
 //! ```text
 //! 0        4         5       6   7   8           12              16             48
 //! ┌────────┬─────────┬───────┬───┬───┬───────────┬───────────────┬──────────────┬──────────────────────┐
-//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m hashes of 32   │
+//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m checksums of 8 │
 //! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
 //! ```
+//!
+//! A checksum is the 64 bits of XXH3 without a seed.
 //!
 //! The form is the codec in the low four bits (0 none, 1 zstd, 2 lz4), and the [`Kind`] in the high ones (0 content,
 //! 1 record).
@@ -23,18 +27,20 @@
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
 use bytes::Bytes;
+use twox_hash::XxHash3_64;
 
 use super::buffers::Buffer;
 use super::code::code;
 use super::compression::{Codec, compress, decompress};
-use super::redundancy::{Keep, Redundancy};
+use super::redundancy::{Keep, MAX_WIDTH, Redundancy};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
 const MAGIC: &[u8; 4] = b"CRNF";
-const VERSION: u8 = 1;
+/// Version 1 was never released.
+const VERSION: u8 = 2;
 const HEADER: usize = 48;
-const HASH: usize = 32;
+const CHECKSUM: usize = 8;
 
 /// The longest content of a blob.
 pub const MAX_CONTENT: usize = 4 << 20;
@@ -62,7 +68,7 @@ pub struct Description {
     codec: Codec,
     data: u8,
     parity: u8,
-    hashes: Vec<[u8; HASH]>,
+    checksums: Vec<[u8; CHECKSUM]>,
 }
 
 /// What a peer holds of a blob: one block, and the description of all.
@@ -142,8 +148,6 @@ impl Blocks {
 
 /// Cuts a blob into blocks, computes parity, and describes them.
 ///
-/// The blob's name is taken for what it is: a copy's block has the same one.
-///
 /// # Panics
 ///
 /// If the content is empty or longer than [`MAX_CONTENT`].
@@ -183,12 +187,8 @@ pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Des
             .expect("the blocks are as many and as long as the code wants them");
     }
     let blocks = Blocks { cut, parity: computed.share(), len };
-    let hashes = match parity {
-        0 if codec == Codec::None => vec![*blob.as_bytes()],
-        _ => (0..usize::from(data) + usize::from(parity))
-            .map(|index| *blake3::hash(blocks.get(index)).as_bytes())
-            .collect(),
-    };
+    let width = usize::from(data) + usize::from(parity);
+    let checksums = (0..width).map(|index| checksum(blocks.get(index))).collect();
     let description = Description {
         blob: *blob,
         len: plain_len as u32,
@@ -197,9 +197,13 @@ pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Des
         codec,
         data,
         parity,
-        hashes,
+        checksums,
     };
     (description, blocks)
+}
+
+fn checksum(block: &[u8]) -> [u8; CHECKSUM] {
+    XxHash3_64::oneshot(block).to_le_bytes()
 }
 
 /// Bytes of a description from which its length is known.
@@ -208,10 +212,13 @@ pub(super) const LEAD: usize = 8;
 /// Bytes of the description that begins like this, if it is one.
 pub(super) fn bytes_of(lead: &[u8]) -> usize {
     let numbers = lead.get(6..LEAD).unwrap_or_default();
-    HEADER + HASH * numbers.iter().copied().map(usize::from).sum::<usize>()
+    HEADER + CHECKSUM * numbers.iter().copied().map(usize::from).sum::<usize>()
 }
 
 impl Description {
+    /// Bytes of the longest one.
+    pub(super) const LONGEST: usize = HEADER + MAX_WIDTH * CHECKSUM;
+
     /// What the blob is for.
     pub fn kind(&self) -> Kind {
         self.kind
@@ -219,7 +226,7 @@ impl Description {
 
     /// How many blocks there are.
     pub fn width(&self) -> usize {
-        self.hashes.len()
+        self.checksums.len()
     }
 
     /// How many are enough.
@@ -235,12 +242,7 @@ impl Description {
     /// Whether these are the bytes of a block.
     pub fn matches(&self, index: usize, block: &[u8]) -> bool {
         block.len() == self.block_len()
-            && self.hashes.get(index).is_some_and(|hash| blake3::hash(block).as_bytes() == hash)
-    }
-
-    /// The name of a block: the hash of its content.
-    pub fn block(&self, index: usize) -> Option<BlobId> {
-        self.hashes.get(index).map(|hash| BlobId::from_bytes(*hash))
+            && self.checksums.get(index).is_some_and(|wanted| checksum(block) == *wanted)
     }
 
     /// The description's own name: equal for fragments that belong together.
@@ -250,21 +252,21 @@ impl Description {
 
     /// As it is sent and stored.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(HEADER + self.hashes.len() * HASH);
+        let mut bytes = Vec::with_capacity(HEADER + self.checksums.len() * CHECKSUM);
         self.write(&mut bytes);
         bytes
     }
 
     /// The same, behind what is there.
     pub(super) fn write(&self, bytes: &mut Vec<u8>) {
-        bytes.reserve_exact(HEADER + self.hashes.len() * HASH);
+        bytes.reserve_exact(HEADER + self.checksums.len() * CHECKSUM);
         bytes.extend_from_slice(MAGIC);
         let form = (self.kind as u8) << 4 | self.codec.number();
         bytes.extend_from_slice(&[VERSION, form, self.data, self.parity]);
         bytes.extend_from_slice(&self.len.to_le_bytes());
         bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
         bytes.extend_from_slice(self.blob.as_bytes());
-        self.hashes.iter().for_each(|hash| bytes.extend_from_slice(hash));
+        bytes.extend_from_slice(self.checksums.as_flattened());
     }
 
     /// Reads the description at the start of `bytes`, and returns what is behind it.
@@ -289,7 +291,8 @@ impl Description {
             |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
         let (len, encoded_len) = (word(8), word(12));
         let width = usize::from(data) + usize::from(parity);
-        let is_code = if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= 32 };
+        let is_code =
+            if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= MAX_WIDTH };
         // Compressed is what became shorter.
         let is_encoded = match codec {
             Codec::None => encoded_len == len,
@@ -298,15 +301,15 @@ impl Description {
         if !is_code || len == 0 || len as usize > MAX_CONTENT || !is_encoded {
             return Err(wrong("its numbers make no sense"));
         }
-        let (hashes, rest) =
-            rest.split_at_checked(width * HASH).ok_or_else(|| wrong("it is too short"))?;
+        let (checksums, rest) =
+            rest.split_at_checked(width * CHECKSUM).ok_or_else(|| wrong("it is too short"))?;
         let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
-        let hashes = hashes.as_chunks().0.to_vec();
-        Ok((Description { blob, len, encoded_len, kind, codec, data, parity, hashes }, rest))
+        let checksums = checksums.as_chunks().0.to_vec();
+        Ok((Description { blob, len, encoded_len, kind, codec, data, parity, checksums }, rest))
     }
 
-    /// Puts the content together from enough blocks, each at its index, and verifies it by its name. The blocks are
-    /// those that the description names: whoever received them has verified that.
+    /// Puts the content together from enough blocks, each at its index, and verifies it by its name. It fails if one of
+    /// the blocks that it takes, which are the first ones that are enough, is another than it was.
     pub fn decode<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], content: &mut [u8]) -> Result<()> {
         let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
         let data = usize::from(self.data);
@@ -352,7 +355,11 @@ impl Description {
                 .take()
                 .ok_or_else(|| wrong("a block is missing"))?,
         };
-        if self.matches(index, &block) { Ok(block) } else { Err(wrong("a block has another hash")) }
+        if self.matches(index, &block) {
+            Ok(block)
+        } else {
+            Err(wrong("a block has another checksum"))
+        }
     }
 
     /// All blocks, or all but parity, from enough of them.

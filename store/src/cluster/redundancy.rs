@@ -7,7 +7,7 @@ use super::compression::Compression;
 use crate::error::Error;
 
 /// The most fragments of a blob: no cluster here has more failure domains to put them into.
-const MAX_WIDTH: u8 = 32;
+pub(super) const MAX_WIDTH: usize = 32;
 
 /// How a blob is spread over peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -120,7 +120,7 @@ impl FromStr for Redundancy {
             }),
             _ => None,
         };
-        parsed.filter(|one| one.width() <= MAX_WIDTH.into()).ok_or_else(|| Error::BadName {
+        parsed.filter(|one| one.width() <= MAX_WIDTH).ok_or_else(|| Error::BadName {
             what: "a redundancy",
             name: text.into(),
             rule: "it is none, replicas=N or rs=K+M, for up to 32 peers, with K at least 2",

@@ -1,7 +1,7 @@
 //! Clients and peers in one process, with something between them that lies.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tempfile::TempDir;
@@ -27,14 +27,22 @@ pub(super) struct Peer {
     served: Option<JoinHandle<std::io::Result<()>>>,
     dir: TempDir,
     capacity: Option<u64>,
+    store: Weak<PeerStore>,
 }
 
 impl Peer {
     pub(super) async fn start(capacity: Option<u64>) -> Peer {
         let dir = TempDir::new().unwrap();
         let (stop, served, address) = (None, None, "127.0.0.1:0".into());
-        let mut peer =
-            Peer { id: PeerId::from_bytes([0; 16]), address, stop, served, dir, capacity };
+        let mut peer = Peer {
+            id: PeerId::from_bytes([0; 16]),
+            address,
+            stop,
+            served,
+            dir,
+            capacity,
+            store: Weak::new(),
+        };
         peer.restart().await;
         peer
     }
@@ -43,6 +51,7 @@ impl Peer {
     pub(super) async fn restart(&mut self) {
         let store = Arc::new(PeerStore::open(self.dir.path(), self.capacity).unwrap());
         self.id = store.id();
+        self.store = Arc::downgrade(&store);
         let listener = TcpListener::bind(&self.address).await.unwrap();
         self.address = listener.local_addr().unwrap().to_string();
         let (stop, stopped) = oneshot::channel();
@@ -60,6 +69,7 @@ impl Peer {
 
     /// All that it has becomes older by so many seconds.
     pub(super) fn age(&self, seconds: u32) {
+        self.store.upgrade().expect("it runs").settle(false).unwrap();
         let path = self.dir.path().join("fragments.db");
         let database = rusqlite::Connection::open(path).unwrap();
         database.busy_timeout(Duration::from_secs(10)).unwrap();

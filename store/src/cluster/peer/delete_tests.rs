@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use tempfile::TempDir;
@@ -33,15 +32,6 @@ fn random(seed: u64, len: usize) -> Vec<u8> {
     let mut content = vec![0; len];
     blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut content);
     content
-}
-
-/// A fragment of a blob of its own, whose block other blobs have too.
-fn sharing(block: u64, seed: u64) -> Fragment {
-    let content = [random(block, 5000), random(1000 + seed, 5000)].concat();
-    let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
-    let (description, blocks) = encode(&BlobId::of(&content), &content, code);
-    let block = blocks.share(0);
-    Fragment { description, index: 0, block }
 }
 
 fn record(seed: u64, len: usize) -> Fragment {
@@ -82,49 +72,50 @@ fn deleted_fragments_give_their_space_back() {
 }
 
 #[test]
-fn a_block_stays_as_long_as_a_fragment_has_it() {
+fn what_a_put_relies_on_is_not_deleted_before_it_has_ended() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
-    let (one, other) = (sharing(1, 1), sharing(1, 2));
-    put(&store, &[one.clone(), other.clone()]);
-    assert_eq!(store.usage().unwrap().used, 8192, "5000 bytes, once");
-    assert_eq!(store.delete(&[id(&one)], 0).unwrap(), 0);
+    let one = fragment(1, CODE, 0);
+    put(&store, std::slice::from_ref(&one));
+    for round in 0..2 {
+        // It is there, so nothing is written.
+        store.put(std::slice::from_ref(&one)).unwrap();
+        assert_eq!(store.delete(&[id(&one)], 0).unwrap(), 0, "{round}");
+        store.flush().unwrap();
+        assert_eq!(store.get(&one.description.blob).unwrap(), std::slice::from_ref(&one));
+    }
+    assert_eq!(store.usage().unwrap().used, 16 << 10);
+    assert_eq!(store.delete(&[id(&one)], 0).unwrap(), 16 << 10);
     assert_eq!(store.get(&one.description.blob).unwrap(), []);
-    assert_eq!(store.get(&other.description.blob).unwrap(), std::slice::from_ref(&other));
-    // One that is put and not known yet has it, too.
-    store.put(std::slice::from_ref(&one)).unwrap();
-    assert_eq!(store.delete(&[id(&other)], 0).unwrap(), 0);
-    store.flush().unwrap();
-    assert_eq!(store.get(&one.description.blob).unwrap(), std::slice::from_ref(&one));
-    assert_eq!(store.delete(&[id(&one)], 0).unwrap(), 8192);
 }
 
 #[test]
-fn what_is_put_while_others_delete_its_block_is_there() {
+fn many_put_and_delete_at_once() {
     const THREADS: u64 = 4;
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
-    let gone = AtomicU64::new(0);
+    // All of them want this one, and none deletes it unless it is old.
+    let shared = fragment(9999, CODE, 0);
     thread::scope(|scope| {
         for thread in 0..THREADS {
-            let (store, gone) = (&store, &gone);
+            let (store, shared) = (&store, &shared);
             scope.spawn(move || {
                 for round in 0..60 {
-                    // All of them have one of two blocks.
-                    let own = sharing(round % 2, thread);
-                    put(store, std::slice::from_ref(&own));
-                    assert_eq!(
-                        store.get(&own.description.blob).unwrap(),
-                        std::slice::from_ref(&own)
-                    );
-                    gone.fetch_add(store.delete(&[id(&own)], 0).unwrap(), Ordering::Relaxed);
+                    let own = fragment(1000 * thread + round, CODE, 0);
+                    put(store, &[own.clone(), shared.clone()]);
+                    for one in [&own, shared] {
+                        let found = store.get(&one.description.blob).unwrap();
+                        assert_eq!(found, std::slice::from_ref(one));
+                    }
+                    assert_eq!(store.delete(&[id(shared)], 3600).unwrap(), 0);
+                    assert_eq!(store.delete(&[id(&own)], 0).unwrap(), 16 << 10);
                     assert_eq!(store.get(&own.description.blob).unwrap(), []);
                 }
             });
         }
     });
-    assert!(gone.into_inner() > 0, "at times nobody has the block");
-    assert_eq!(store.usage().unwrap().fragments, 0);
+    let usage = store.usage().unwrap();
+    assert_eq!((usage.fragments, usage.used), (1, 16 << 10));
 }
 
 #[test]
@@ -135,6 +126,7 @@ fn what_was_asked_for_with_renewal_is_not_idle() {
     put(&store, &all);
     let ids: Vec<_> = all.iter().map(id).collect();
     assert_eq!(store.delete(&ids, 3600).unwrap(), 0, "they are new");
+    store.settle(false).unwrap();
     let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     let touched = |blob: &BlobId| -> i64 {
         let query = "SELECT touched FROM fragments WHERE blob = ?";
@@ -160,6 +152,7 @@ fn a_question_without_renewal_does_not_wait_for_a_writer() {
     let store = PeerStore::open(dir.path(), None).unwrap();
     let one = fragment(1, CODE, 0);
     put(&store, std::slice::from_ref(&one));
+    store.settle(false).unwrap();
     let writer = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     writer.execute_batch("BEGIN IMMEDIATE; UPDATE fragments SET touched = 1").unwrap();
     assert_eq!(store.have(&[one.description.blob], false).unwrap()[0].len(), 1);
@@ -172,6 +165,7 @@ fn a_row_that_makes_no_sense_is_left_out() {
     let store = PeerStore::open(dir.path(), None).unwrap();
     let (one, other) = (fragment(1, CODE, 0), fragment(1, CODE, 1));
     put(&store, &[one.clone(), other.clone(), fragment(2, CODE, 0)]);
+    store.settle(false).unwrap();
     let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     database.execute("UPDATE fragments SET description = x'00' WHERE number = 1", []).unwrap();
     let blob = one.description.blob;
@@ -201,7 +195,13 @@ fn a_list_has_every_fragment_once_in_the_order_of_the_blobs() {
             .collect::<Vec<_>>()
     };
     let all: Vec<_> = (0..2000).flat_map(small).collect();
-    all.chunks(500).for_each(|some| put(&store, some));
+    // Some of them are pending, others are in the table, and it makes no difference.
+    all.chunks(500).enumerate().for_each(|(at, some)| {
+        put(&store, some);
+        if at % 5 == 3 {
+            store.settle(false).unwrap();
+        }
+    });
     let mut wanted: Vec<_> = all.iter().map(|one| (one.description.blob, one.index)).collect();
     wanted.sort();
     let (mut found, mut after, mut pages) = (Vec::new(), NO_BLOB, 0);
@@ -230,7 +230,9 @@ fn records_are_found_among_content_in_pages() {
     assert_eq!(forged.block, records[5].block);
     put(&store, &[forged, fragment(77, CODE, 1)]);
     assert_eq!(store.records(&NO_BLOB).unwrap(), []);
-    put(&store, &records);
+    put(&store, &records[..4]);
+    store.settle(false).unwrap();
+    put(&store, &records[4..]);
     let collect = || {
         let (mut found, mut after, mut pages) = (Vec::new(), NO_BLOB, 0);
         loop {
@@ -247,11 +249,11 @@ fn records_are_found_among_content_in_pages() {
     let names = |all: &[Fragment]| all.iter().map(id).map(|id| id.blob).collect::<BTreeSet<_>>();
     assert_eq!(names(&found), names(&records));
     // A record whose block is lost does not look like the end.
-    let first = &found[0].description;
-    let index = rusqlite::Connection::open(dir.path().join("index.db")).unwrap();
-    let deleted =
-        index.execute("DELETE FROM blobs WHERE id = ?", [first.block(0).unwrap().as_bytes()]);
-    assert_eq!(deleted.unwrap(), 1);
+    let segment = dir.path().join("segments/00000001");
+    let bytes = fs::read(&segment).unwrap();
+    let at = bytes.windows(64).rposition(|window| window == &found[0].block[..64]).unwrap();
+    let file = fs::File::options().write(true).open(&segment).unwrap();
+    file.write_all_at(&[found[0].block[9] ^ 4], at as u64 + 9).unwrap();
     assert_eq!(collect().0.len(), 8);
 }
 
@@ -288,7 +290,7 @@ fn reserved_room_is_kept_for_who_has_reserved_it() {
 }
 
 #[test]
-fn a_table_that_keeps_failing_does_not_let_more_and_more_be_staged() {
+fn a_table_that_keeps_failing_does_not_let_more_and_more_be_pending() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
@@ -297,19 +299,25 @@ fn a_table_that_keeps_failing_does_not_let_more_and_more_be_staged() {
             "CREATE TRIGGER full BEFORE INSERT ON fragments BEGIN SELECT RAISE(FAIL, 'no'); END",
         )
         .unwrap();
-    let batch: Vec<_> = (0..1024).map(|n| record(n, 10)).collect();
+    let batch = |at: u64| (0..1024).map(|n| record(1024 * at + n, 10)).collect::<Vec<_>>();
     let mut taken = 0;
     let refused = loop {
-        match store.put(&batch) {
-            Ok(_) => taken += batch.len(),
+        let all = batch(taken);
+        match store.put(&all) {
+            Ok(_) => taken += 1,
             Err(error) => break error,
         }
-        assert!(taken <= 20_000, "there is no bound");
-        store.flush().unwrap_err();
+        store.flush().unwrap();
+        store.settle(true).unwrap_err();
+        // They are durable, so they are there.
+        assert_eq!(store.get(&all[7].description.blob).unwrap(), std::slice::from_ref(&all[7]));
+        assert!(taken <= 20, "there is no bound");
     };
-    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    assert_eq!((taken, refused.kind()), (16, ErrorKind::Unavailable), "{refused}");
     database.execute_batch("DROP TRIGGER full").unwrap();
-    put(&store, &batch);
+    put(&store, &batch(taken));
     let usage = store.usage().unwrap();
-    assert_eq!((usage.fragments, usage.used), (1024, 1024 * 4096));
+    assert_eq!((usage.fragments, usage.used), (17 * 1024, 17 * 1024 * 4096));
+    drop(store);
+    assert_eq!(PeerStore::open(dir.path(), None).unwrap().usage().unwrap().fragments, 17 * 1024);
 }

@@ -2,7 +2,13 @@
 
 #[cfg(test)]
 mod delete_tests;
+mod group;
 mod limits;
+mod log;
+#[cfg(test)]
+mod model_tests;
+mod pending;
+mod reclaim;
 #[cfg(test)]
 mod served_tests;
 mod server;

@@ -18,8 +18,10 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, BufReader};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use super::super::fragment::{Fragment, MAX_CONTENT};
 use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
@@ -51,6 +53,9 @@ const GREETING: Duration = Duration::from_secs(10);
 const GATHER: Duration = Duration::from_millis(5);
 const TIMES: usize = 8;
 const MANY: usize = 64;
+
+/// How long nothing comes before the table is told of little.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// Bytes of fragments that are written together.
 const BATCH: usize = 8 << 20;
@@ -94,8 +99,9 @@ pub async fn serve(
     let limits = Limits::new();
     // Bounded by the memory that each of them holds.
     let (puts, waiting) = mpsc::unbounded_channel();
-    let own = store.clone();
-    let storing = thread::Builder::new().name("store".into()).spawn(move || keep(&own, waiting))?;
+    let (own, runtime) = (store.clone(), Handle::current());
+    let storing = move || keep(&own, waiting, &runtime);
+    let storing = thread::Builder::new().name("store".into()).spawn(storing)?;
     let mut watching = JoinSet::new();
     watching.spawn(limits.clone().watch());
     let mut connections = JoinSet::new();
@@ -336,8 +342,30 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
     })
 }
 
+/// Waits for something to store. The table is told meanwhile what is durable: of much at once, of little when nothing
+/// comes for a while.
+fn next_put(
+    store: &PeerStore,
+    waiting: &mut mpsc::UnboundedReceiver<Put>,
+    runtime: &Handle,
+) -> Option<Put> {
+    let settle = |much| {
+        if let Err(error) = store.settle(much) {
+            tracing::warn!(%error, "the table of fragments cannot be written; it is tried again");
+        }
+    };
+    settle(true);
+    match runtime.block_on(async { timeout(QUIET, waiting.recv()).await }) {
+        Ok(next) => next,
+        Err(_) => {
+            settle(false);
+            waiting.blocking_recv()
+        }
+    }
+}
+
 /// Stores what comes, until nobody is left who could send more.
-fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
+fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>, runtime: &Handle) {
     let mut next = waiting.blocking_recv();
     let mut last = 0;
     while next.is_some() {
@@ -373,7 +401,7 @@ fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>) {
             // The client may have gone.
             let _ = answers.send(Outgoing::new(number, answer, memory));
         }
-        next = waiting.blocking_recv();
+        next = next_put(store, &mut waiting, runtime);
     }
 }
 

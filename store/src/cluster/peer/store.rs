@@ -2,42 +2,51 @@
 //!
 //! ```text
 //! DIR/peer.json      the marker: who this peer is
-//! DIR/segments/      blocks, appended to a log
-//! DIR/index.db       where each block is
-//! DIR/fragments.db   of which blob it is a block, and what the others are
+//! DIR/segments/      fragments, appended to a log
+//! DIR/fragments.db   which fragments there are, and where
 //! ```
 //!
-//! A put is staged; a flush makes everything durable that was put before it, with one sync for all blocks and one
-//! for all descriptions. A fragment is known when both are durable, in this order, so whoever finds one may rely
-//! on it. A deletion is the other way round: the fragment goes, then its block, if no other fragment has it, then
-//! the bytes. What a crash leaves in between takes space, and no more.
+//! ```text
+//! put ──► verified, appended to the log ──► staged ──(flush: one sync)──► pending ──(many at once)──► in the table
+//!                                              │                            │ durable and known
+//!                                              └─► sync failed: poisoned    └─► found again in the log after a crash
+//! ```
 //!
-//! Two fragments may have one block. So a block that a put is about to rely on is *busy*, from before it is
-//! looked for in the log until its fragment is known, and is not deleted then.
+//! A fragment is known when it is durable in the log; until the table knows it, it is *pending*, in memory. A
+//! failed sync may have lost fragments whose put has returned, and the kernel tells only once: the store is poisoned, and
+//! fails every put and flush from then on.
+//!
+//! A deletion is the other way round: the row goes, durably, then the block. What a crash leaves in between takes space,
+//! and no more. A fragment that a put relies on, since it was there, is not deleted before that put has ended.
+//!
+//! Locks are taken in the order `flushing`, `log`, `settling`, `state`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::super::Keep;
-use super::super::fragment::{Fragment, MAX_CONTENT};
+use super::super::fragment::{Fragment, Kind, MAX_CONTENT};
 use super::super::wire::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
-use super::table::{self, DATABASE, Known, Table};
+use super::group::{Key, Known, MAX_GROUP};
+use super::log::{self, Files, Log};
+use super::pending::Pending;
+use super::reclaim::reclaim;
+use super::table::{self, DATABASE, Table};
 use super::{FragmentId, Held, Usage};
-use crate::blobs::{Blobs, LocalBlobs};
 use crate::data_directory::DataDirectory;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
+use crate::segment::{ALIGNMENT, Segment};
 use crate::sys;
 
-/// Version 1 was never released.
+/// Versions 1 and 2 were never released.
 const DIRECTORY: DataDirectory = DataDirectory {
     server: "peer",
     marker: "peer.json",
     format: "cairn-peer",
-    version: 2,
-    parts: &["segments", "index.db", DATABASE],
+    version: 3,
+    parts: &["segments", DATABASE],
 };
 
 /// The most fragments of one blob: of all ways to encode it that anybody may try.
@@ -46,47 +55,42 @@ const MAX_FRAGMENTS: usize = 64;
 /// The most fragments of records in one answer.
 const MAX_RECORDS: usize = 1024;
 
-/// The most fragments that are staged when a flush fails.
-const MAX_STAGED: usize = 16384;
+/// The table is told when so many fragments are pending, or so many bytes of them.
+const MANY: (usize, u64) = (1024, 256 << 20);
 
-/// A fragment whose block is written, and that is not known yet.
+/// Without that, no more than so many times as much is taken.
+const BOUND: usize = 16;
+
+/// A fragment whose put has not ended.
 struct Staged {
+    id: FragmentId,
     known: Known,
-    block: BlobId,
-    /// The space that was taken for it: none if it was there already.
-    bytes: u64,
+    how: How,
+}
+
+enum How {
+    /// It is new, and takes so much space.
+    New(u64, Arc<Segment>),
+    /// It replaces one that is damaged.
+    Instead(Known, Arc<Segment>),
+    /// It was there: its age begins again.
+    Again,
 }
 
 #[derive(Default)]
 struct State {
     staged: Vec<Staged>,
-    /// Space that was taken for fragments that are not known yet.
+    /// Fragments whose put has not ended, those included that are just flushed.
+    busy: HashSet<FragmentId>,
+    pending: Pending,
+    /// Space of fragments that are known, and that was taken for those that are not yet.
+    used: u64,
     taken: u64,
     /// Space that clients have reserved and not used.
     reserved: u64,
     /// Fragments that are known.
     fragments: u64,
-    /// Blocks that are put and not known yet, and by how many.
-    busy: HashMap<BlobId, usize>,
-}
-
-impl State {
-    fn set_busy(&mut self, staged: &[Staged]) {
-        staged.iter().for_each(|one| *self.busy.entry(one.block).or_default() += 1);
-    }
-
-    /// The put of these has ended, well or badly.
-    fn end(&mut self, staged: &[Staged]) {
-        for Staged { block, bytes, .. } in staged {
-            self.taken -= bytes;
-            if let Some(count) = self.busy.get_mut(block) {
-                *count -= 1;
-                if *count == 0 {
-                    self.busy.remove(block);
-                }
-            }
-        }
-    }
+    poisoned: bool,
 }
 
 /// The fragments of one peer.
@@ -96,15 +100,16 @@ pub struct PeerStore {
     directory: PathBuf,
     /// It may be used by one process only.
     _lock: File,
-    blocks: LocalBlobs,
-    /// What the disk took for blocks at the start.
-    space: u64,
     table: Table,
-    state: Mutex<State>,
+    files: Files,
+    key: Key,
     /// Held by the one thread that makes fragments durable.
     flushing: Mutex<()>,
-    /// Shared by those who put blocks into the log, alone for who takes some out.
-    log: RwLock<()>,
+    /// Held by who puts fragments, and by who deletes some.
+    log: Mutex<Log>,
+    /// Held by the one thread that tells the table.
+    settling: Mutex<()>,
+    state: Mutex<State>,
 }
 
 /// Room on a peer that one client has reserved. What is left of it is free again when this is dropped.
@@ -125,7 +130,7 @@ impl Room {
         let capacity = self.store.usage()?.capacity;
         let mut state = self.store.state();
         let mut left = self.left();
-        let others = self.store.used(&state) + state.reserved - *left;
+        let others = state.used + state.taken + state.reserved - *left;
         if others.checked_add(bytes).is_none_or(|all| all > capacity) && bytes > *left {
             return Err(Error::PeerFull { path: self.store.directory.clone(), capacity });
         }
@@ -146,27 +151,42 @@ impl Drop for Room {
     }
 }
 
+/// What comes of a fragment that is put.
+enum Admitted {
+    /// It is new, and space was taken for it.
+    New(u64),
+    /// It is there, but damaged.
+    Damaged(Known),
+    /// It is there.
+    There(Known),
+    /// Another put of it has not ended.
+    Busy,
+}
+
 impl PeerStore {
     /// Opens a data directory, and makes it first if it is empty or not there. Without a capacity the file system
     /// is the limit.
     pub fn open(directory: &Path, capacity: Option<u64>) -> Result<PeerStore> {
-        let make = || LocalBlobs::create(directory).and_then(|()| table::make(directory));
+        let make = || log::make(directory).and_then(|()| table::make(directory));
         let (lock, id) = DIRECTORY.take(directory, make)?;
         let id = id.parse()?;
-        let blocks = LocalBlobs::open_careful(directory)?;
+        // A table that is lost is made again from the log.
+        make()?;
         let table = Table::open(directory)?;
-        let state = State { fragments: table.count()?, ..State::default() };
+        let log = Log::open(directory, &id, &table)?;
+        let (fragments, used) = table.count()?;
         Ok(PeerStore {
             id,
             capacity,
             directory: directory.to_owned(),
             _lock: lock,
-            space: blocks.space()?,
-            blocks,
             table,
-            state: Mutex::new(state),
+            files: Files::new(directory),
+            key: Key::of(&id),
             flushing: Mutex::default(),
-            log: RwLock::default(),
+            log: Mutex::new(log),
+            settling: Mutex::default(),
+            state: Mutex::new(State { fragments, used, ..State::default() }),
         })
     }
 
@@ -187,69 +207,102 @@ impl PeerStore {
         fragments: &[Fragment],
         room: impl Fn(usize) -> Option<&'a Room>,
     ) -> Result<Vec<Result<()>>> {
-        if self.state().staged.len() >= MAX_STAGED {
-            // The last flush has failed. Without another one there would be no bound.
-            self.flush()?;
+        let mut log = self.log();
+        self.check()?;
+        if self.is_pending(BOUND) {
+            // The table could not be told. Without another try there would be no bound.
+            self.settle(false)?;
         }
         let capacity = self.usage()?.capacity;
+        let blobs: Vec<_> = fragments.iter().map(|one| one.description.blob).collect();
+        let known = self.known(&blobs, false)?;
         let mut results = Vec::with_capacity(fragments.len());
-        let mut blocks = Vec::new();
-        let mut staged = Vec::new();
-        let known = self.table.of_blobs(fragments.iter().map(|one| &one.description.blob))?;
+        let (mut again, mut new) = (Vec::new(), Vec::new());
+        let mut own = HashSet::new();
         for (at, (fragment, known)) in fragments.iter().zip(known).enumerate() {
-            let result = self.admit(fragment, &known, capacity, room(at));
-            if let Ok((block, bytes)) = result {
-                blocks.push((block, &fragment.block[..]));
-                let known = (fragment.description.clone(), fragment.index);
-                staged.push(Staged { known, block, bytes });
-            }
-            results.push(result.map(drop));
+            let Fragment { description, index, .. } = fragment;
+            let id =
+                FragmentId { blob: description.blob, encoding: description.id(), index: *index };
+            let admitted = match own.contains(&id) {
+                true => Ok(Admitted::Busy),
+                false => self.admit(fragment, &id, known, capacity, room(at)),
+            };
+            results.push(match admitted {
+                Ok(Admitted::Busy) => Ok(()),
+                Ok(Admitted::There(known)) => {
+                    own.insert(id);
+                    again.push(Staged { id, known, how: How::Again });
+                    Ok(())
+                }
+                Ok(Admitted::New(bytes)) => {
+                    own.insert(id);
+                    new.push((fragment, id, None, bytes));
+                    Ok(())
+                }
+                Ok(Admitted::Damaged(old)) => {
+                    own.insert(id);
+                    new.push((fragment, id, Some(old), 0));
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            });
         }
-        let put = {
-            let _log = self.log.read().expect("no thread panics while it puts");
-            self.state().set_busy(&staged);
-            self.blocks.put(&blocks, &Keep::default())
-        };
+        let bytes = new.iter().map(|(.., bytes)| bytes).sum::<u64>();
+        let mut staged = again;
+        for group in new.chunks_mut(MAX_GROUP) {
+            let fragments: Vec<_> = group.iter().map(|(fragment, ..)| *fragment).collect();
+            let (segment, all) = log.append(&self.table, &fragments).inspect_err(|_| {
+                // What was appended before, nothing refers to.
+                self.state().taken -= bytes;
+            })?;
+            for ((_, id, old, bytes), known) in group.iter_mut().zip(all) {
+                let segment = segment.clone();
+                let how = match old.take() {
+                    Some(old) => How::Instead(old, segment),
+                    None => How::New(*bytes, segment),
+                };
+                staged.push(Staged { id: *id, known, how });
+            }
+        }
         let mut state = self.state();
-        match put {
-            Ok(_) => {
-                state.staged.extend(staged);
-                Ok(results)
-            }
-            Err(error) => {
-                state.end(&staged);
-                Err(error)
-            }
-        }
+        state.busy.extend(staged.iter().map(|one| one.id));
+        state.staged.extend(staged);
+        Ok(results)
     }
 
-    /// Verifies a fragment and takes space for it, if it is new. Returns its block's name, and that space.
+    /// Verifies a fragment and takes space for it, if it is new.
     fn admit(
         &self,
         fragment: &Fragment,
-        known: &[Known],
+        id: &FragmentId,
+        known: Vec<Known>,
         capacity: u64,
         room: Option<&Room>,
-    ) -> Result<(BlobId, u64)> {
+    ) -> Result<Admitted> {
         let Fragment { description, index, block } = fragment;
-        let name = description.block((*index).into());
-        let name =
-            name.filter(|_| description.matches((*index).into(), block)).ok_or_else(|| {
-                let reason = "it is not the block that its description names";
-                Error::corrupt(format!("a fragment of {}", description.blob), reason)
-            })?;
-        if known.iter().any(|(other, at)| at == index && other == description) {
-            return Ok((name, 0));
+        if !description.matches((*index).into(), block) {
+            let reason = "it is not the block that its description names";
+            return Err(Error::corrupt(format!("a fragment of {}", description.blob), reason));
         }
-        if known.len() >= MAX_FRAGMENTS {
+        if self.state().busy.contains(id) {
+            return Ok(Admitted::Busy);
+        }
+        let count = known.len();
+        let is_it = |one: &Known| one.index == *index && one.description == *description;
+        if let Some(known) = known.into_iter().find(is_it) {
+            let mut there = vec![0; block.len()];
+            let is_whole = matches!(self.files.read(&known, &mut there), Ok(true));
+            return Ok(if is_whole { Admitted::There(known) } else { Admitted::Damaged(known) });
+        }
+        if count >= MAX_FRAGMENTS {
             let reason = "there are too many encodings of it";
             return Err(Error::corrupt(format!("blob {}", description.blob), reason));
         }
-        let bytes = LocalBlobs::space_of(block.len());
+        let bytes = block.len().next_multiple_of(ALIGNMENT) as u64;
         let mut state = self.state();
         let mut left = room.map(Room::left);
         let drawn = left.as_ref().map_or(0, |left| bytes.min(**left));
-        if self.used(&state) + state.reserved - drawn + bytes > capacity {
+        if state.used + state.taken + state.reserved - drawn + bytes > capacity {
             return Err(Error::PeerFull { path: self.directory.clone(), capacity });
         }
         if let Some(left) = &mut left {
@@ -257,85 +310,144 @@ impl PeerStore {
         }
         state.reserved -= drawn;
         state.taken += bytes;
-        Ok((name, bytes))
+        Ok(Admitted::New(bytes))
     }
 
     /// Returns when everything put before this call is durable.
     pub fn flush(&self) -> Result<()> {
-        // Who waits here finds its fragments durable, or staged again.
+        // Who waits here finds its fragments durable, or the store poisoned.
         let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        self.check()?;
         let staged = std::mem::take(&mut self.state().staged);
-        if staged.is_empty() {
+        let mut segments = BTreeMap::new();
+        for Staged { known, how, .. } in &staged {
+            if let How::New(_, segment) | How::Instead(_, segment) = how {
+                let (_, end) = segments.entry(segment.number).or_insert((segment, 0));
+                *end = known.end().max(*end);
+            }
+        }
+        for (segment, end) in segments.values() {
+            segment.set_known(*end);
+            segment.sync().map_err(|error| {
+                tracing::error!(%error, "fragments may be lost");
+                self.state().poisoned = true;
+                Error::Poisoned { path: self.directory.clone() }
+            })?;
+        }
+        let again = staged.iter().filter(|one| matches!(one.how, How::Again));
+        let again: Vec<_> = again.map(|one| one.known.place).collect();
+        let touched = if again.is_empty() { Ok(()) } else { self.table.touch(&again) };
+        let mut state = self.state();
+        for Staged { id, known, how } in staged {
+            state.busy.remove(&id);
+            match how {
+                How::New(bytes, _) => {
+                    state.taken -= bytes;
+                    state.used += bytes;
+                    state.fragments += 1;
+                    state.pending.push(known, None);
+                }
+                How::Instead(old, _) => state.pending.push(known, Some(old)),
+                How::Again => {}
+            }
+        }
+        touched
+    }
+
+    /// Whether so many times as much is pending as should be.
+    fn is_pending(&self, times: usize) -> bool {
+        let pending = &self.state().pending;
+        pending.len() >= MANY.0 * times || pending.bytes() >= MANY.1 * times as u64
+    }
+
+    /// Tells the table what is pending, if it is `much`, or however much it is. It is for who has time: nobody need wait
+    /// for it.
+    pub fn settle(&self, much: bool) -> Result<()> {
+        if much && !self.is_pending(1) {
             return Ok(());
         }
-        let flushed = self.blocks.flush();
-        let result = flushed.and_then(|()| self.table.insert(staged.iter().map(|one| &one.known)));
-        let mut state = self.state();
-        match result {
-            Ok(new) => {
-                state.end(&staged);
-                state.fragments += new;
-                Ok(())
-            }
-            Err(error) => {
-                state.staged.extend(staged);
-                Err(error)
-            }
+        let _settling = self.settling.lock().expect("no thread panics while it tells the table");
+        let batch = self.state().pending.batch();
+        if batch.all.is_empty() {
+            return Ok(());
         }
+        self.table.insert(&batch.all, &batch.ends, &batch.replaced_places())?;
+        self.state().pending.remove(&batch);
+        if !batch.replaced.is_empty() {
+            let old: Vec<_> = batch.replaced.iter().map(|one| Known::clone(one)).collect();
+            reclaim(&self.files, &self.key, &self.table, &old, false);
+        }
+        Ok(())
     }
 
     /// Deletes fragments that nobody has stored or asked for (with renewal) within so many seconds; the others
     /// stay. Returns the bytes that the disk has again. That is durable when this returns.
     pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        let deleted = self.table.delete(fragments, idle)?;
-        let count = deleted.len() as u64;
-        let mut blocks: Vec<BlobId> =
-            deleted.into_iter().filter_map(|(one, index)| one.block(index.into())).collect();
-        let forgotten = {
-            // Nobody begins to rely on a block from here on.
-            let _log = self.log.write().expect("no thread panics while it puts");
-            {
-                let mut state = self.state();
-                state.fragments = state.fragments.saturating_sub(count);
-                blocks.retain(|block| !state.busy.contains_key(block));
-            }
-            // A put that has ended before this is in the table.
-            let mut unused = Vec::with_capacity(blocks.len());
-            for block in blocks {
-                if !self.table.refers_to(&block)? {
-                    unused.push(block);
-                }
-            }
-            self.blocks.forget(&unused)?
+        // Nothing becomes known meanwhile, and nobody begins to rely on anything.
+        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        let log = self.log();
+        self.settle(false)?;
+        let (unused, used, quiet) = {
+            let state = self.state();
+            let is_unused = |id: &&FragmentId| {
+                let FragmentId { blob, encoding, index } = id;
+                !state.busy.contains(id) && !state.pending.contains(blob, encoding, *index)
+            };
+            let unused: Vec<_> = fragments.iter().filter(is_unused).copied().collect();
+            let staged = state.staged.iter().map(|one| one.known.place.segment);
+            let used: HashSet<_> = staged.chain(log.current()).collect();
+            (unused, used, state.staged.is_empty())
         };
-        Ok(self.blocks.reclaim(forgotten))
+        let deleted = self.table.delete(&unused, idle)?;
+        {
+            let mut state = self.state();
+            state.fragments = state.fragments.saturating_sub(deleted.len() as u64);
+            let space = deleted.iter().map(Known::space).sum();
+            state.used = state.used.saturating_sub(space);
+        }
+        let freed = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
+        let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
+        for number in segments.difference(&used) {
+            if self.table.is_empty(*number)? {
+                // Without a row, what is left of its file would be read again.
+                self.files.remove(*number)?;
+                self.table.forget_segment(*number)?;
+            }
+        }
+        Ok(freed)
     }
 
     /// All fragments of a blob. One that is damaged has zeros instead of its block, and is told in the log: it is as
     /// good as lost, whoever reads it sees that, and whoever puts it again replaces it.
     pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        Ok(self.read(self.table.of_blob(blob)?, true))
+        self.read(self.of_blob(blob)?, true)
     }
 
     /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
     /// if there are no more.
     pub fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
         let (mut after, mut page, mut room) = (*after, Vec::new(), MAX_FRAGMENTS_LEN);
-        while let Some((blob, mut known)) = self.table.record(&after)? {
+        loop {
+            // What is no more pending after this is in the table.
+            let pending = self.state().pending.record(&after);
+            let next = [pending, self.table.record(&after)?].into_iter().flatten().min();
+            let Some(blob) = next else { break };
+            let mut known = self.of_blob(&blob)?;
+            known.retain(|one| one.description.kind() == Kind::Record);
             if page.is_empty() {
                 // One way to encode it is as good as another, if not even one record fits.
                 let mut own = room;
-                known.retain(|(one, _)| {
-                    let fits = fragment_len(one) <= own;
-                    own -= if fits { fragment_len(one) } else { 0 };
+                known.retain(|one| {
+                    let fits = fragment_len(&one.description) <= own;
+                    own -= if fits { fragment_len(&one.description) } else { 0 };
                     fits
                 });
             }
-            let len: usize = known.iter().map(|(one, _)| fragment_len(one)).sum();
+            let len: usize = known.iter().map(|one| fragment_len(&one.description)).sum();
             if len > room || page.len() + known.len() > MAX_RECORDS {
                 break;
             }
-            let found = self.read(known, false);
+            let found = self.read(known, false)?;
             // What cannot be read must not look like the end.
             room -= if found.is_empty() { 0 } else { len };
             page.extend(found);
@@ -345,53 +457,83 @@ impl PeerStore {
     }
 
     /// The fragments whose blocks can be read, and those that are damaged, with zeros, if they are wanted.
-    fn read(&self, known: Vec<Known>, damaged: bool) -> Vec<Fragment> {
+    fn read(&self, known: Vec<Known>, damaged: bool) -> Result<Vec<Fragment>> {
         let mut found = Vec::with_capacity(known.len());
-        for (description, index) in known {
-            let (blob, name) = (description.blob, description.block(index.into()));
-            let Some(name) = name else { continue };
-            let mut block = vec![0; description.block_len().min(MAX_CONTENT)];
-            match self.blocks.get(&name, &mut block) {
-                Ok(len) if len == block.len() => {
-                    found.push(Fragment { description, index, block: block.into() });
-                }
-                Ok(_) => tracing::error!(%blob, index, "a block has the wrong length"),
-                // It was deleted in this moment.
-                Err(Error::MissingBlob { .. }) => {}
-                Err(error) => {
-                    tracing::error!(%blob, index, %error, "a fragment cannot be read");
-                    if damaged {
-                        block.fill(0);
-                        found.push(Fragment { description, index, block: block.into() });
-                    }
+        for mut one in known {
+            let mut block = vec![0; one.description.block_len().min(MAX_CONTENT)];
+            let mut read = self.files.read(&one, &mut block);
+            if !matches!(read, Ok(true)) {
+                // It was deleted in this moment, or is somewhere else.
+                let all = self.of_blob(&one.description.blob)?;
+                let Some(new) = all.into_iter().find(|new| new.is_like(&one)) else { continue };
+                if new.place != one.place {
+                    one = new;
+                    read = self.files.read(&one, &mut block);
                 }
             }
+            if !matches!(read, Ok(true)) {
+                let (blob, place) = (one.description.blob, one.place);
+                let reason = read.map_or_else(|error| error.to_string(), |_| "it is wrong".into());
+                tracing::error!(%blob, index = one.index, ?place, reason, "a block is damaged");
+                if !damaged {
+                    continue;
+                }
+                block.fill(0);
+            }
+            let Known { description, index, .. } = one;
+            found.push(Fragment { description, index, block: block.into() });
         }
-        found
+        Ok(found)
     }
 
     /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
     /// deleted for being idle; without, nothing is written.
     pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
-        let found = self.table.have(blobs, MAX_HELD)?;
+        let mut found = self.known(blobs, false)?;
         // What nobody has needs no writer, who may be busy with a sync. Most questions are about such.
-        match renew && found.iter().any(|held| !held.is_empty()) {
-            true => self.table.renew(blobs, MAX_HELD),
-            false => Ok(found),
+        if renew && found.iter().any(|known| !known.is_empty()) {
+            found = self.known(blobs, true)?;
         }
+        let mut room = MAX_HELD;
+        let within = |known: Vec<Known>| {
+            let held: Vec<_> = known.iter().map(held).take(room).collect();
+            room -= held.len();
+            held
+        };
+        Ok(found.into_iter().map(within).collect())
     }
 
     /// The fragments of the first blobs behind this one, in the order of the blobs, all fragments of a blob
     /// together. Nothing if there are no more.
     pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
-        self.table.list(after, MAX_LISTED)
+        let pending = self.state().pending.blobs(after, MAX_LISTED);
+        let page = self.table.list(after, MAX_LISTED)?;
+        let mut all: BTreeMap<BlobId, Vec<Known>> = BTreeMap::new();
+        for one in page.all {
+            all.entry(one.description.blob).or_default().push(one);
+        }
+        // Behind a page that is full there is more that is not pending.
+        let is_in = |blob: &&BlobId| page.until.is_none_or(|until| **blob <= until);
+        for blob in pending.iter().filter(is_in) {
+            all.insert(*blob, self.of_blob(blob)?);
+        }
+        let mut listed = Vec::new();
+        for (blob, known) in all {
+            if !listed.is_empty() && listed.len() + known.len() > MAX_LISTED {
+                break;
+            }
+            let mut held: Vec<_> = known.iter().map(held).collect();
+            held.sort_unstable_by_key(|one| (one.encoding, one.index));
+            listed.extend(held.into_iter().map(|one| (blob, one)));
+        }
+        Ok(listed)
     }
 
     /// How much there is.
     pub fn usage(&self) -> Result<Usage> {
         let (used, reserved, fragments) = {
             let state = self.state();
-            (self.used(&state), state.reserved, state.fragments)
+            (state.used + state.taken, state.reserved, state.fragments)
         };
         let capacity = match self.capacity {
             Some(capacity) => capacity,
@@ -400,12 +542,58 @@ impl PeerStore {
         Ok(Usage { capacity, used, reserved, fragments })
     }
 
-    /// What the disk takes for blocks, those included that are on their way.
-    fn used(&self, state: &State) -> u64 {
-        self.space.saturating_add_signed(self.blocks.balance()) + state.taken
+    /// What is known of a blob.
+    fn of_blob(&self, blob: &BlobId) -> Result<Vec<Known>> {
+        Ok(self.known(std::slice::from_ref(blob), false)?.pop().unwrap_or_default())
+    }
+
+    /// What is known of each of these blobs. With `renew` its age begins again.
+    fn known(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Known>>> {
+        // Before the table: what is no more pending is there. And what comes there has a new age.
+        let pending: Vec<_> = {
+            let state = self.state();
+            blobs.iter().map(|blob| state.pending.of_blob(blob)).collect()
+        };
+        let mut found = match renew {
+            true => self.table.renew(blobs)?,
+            false => self.table.of_blobs(blobs)?,
+        };
+        for (found, pending) in found.iter_mut().zip(pending) {
+            // What is pending may replace what is there.
+            found.retain(|old| !pending.iter().any(|new| new.is_like(old)));
+            found.extend(pending);
+        }
+        Ok(found)
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.state().poisoned {
+            true => Err(Error::Poisoned { path: self.directory.clone() }),
+            false => Ok(()),
+        }
+    }
+
+    fn log(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().expect("no thread panics while it puts")
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics while it holds the state")
     }
+}
+
+impl Drop for PeerStore {
+    /// The next start has less to read then.
+    fn drop(&mut self) {
+        if let Err(error) = self.settle(false) {
+            tracing::warn!(%error, "the table could not be told; the log is read again at the next start");
+        }
+    }
+}
+
+fn held(known: &Known) -> Held {
+    let Known { description, index, .. } = known;
+    let (data, width) = (description.needed() as u8, description.width() as u8);
+    let (len, kind) = (description.block_len() as u32, description.kind());
+    Held { encoding: description.id(), data, parity: width - data, index: *index, kind, len }
 }

@@ -1,50 +1,62 @@
-//! Which fragments a peer has: a database beside the log of their blocks.
+//! Which fragments a peer has, and where: a database beside the log.
 //!
-//! A row is inserted when its block is durable, and is deleted before its block is. So whoever finds a row may rely
-//! on the block.
+//! It is behind the log: a fragment is durable when it is in the log, and gets here later, with many others. Up to where
+//! the table knows each segment is in the table too, and what is behind that is read again from the segment when the
+//! peer starts. So the fragments that are known are, in each segment, all up to some place, less those deleted.
+//!
+//! A row is deleted before its block is.
 
+use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, OptionalExtension, Row, TransactionBehavior, params};
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
 
 use super::super::fragment::Description;
-use super::{FragmentId, Held};
+use super::FragmentId;
+use super::group::{Known, Place};
 use crate::database;
 use crate::error::Result;
 use crate::id::BlobId;
 
 pub(super) const DATABASE: &str = "fragments.db";
 
-/// The version of the tables. Version 1 was never released.
-const VERSION: u64 = 2;
+/// The version of the tables. Versions 1 and 2 were never released.
+const VERSION: u64 = 3;
 
 /// `docs/formats.md` explains every column. Rows are appended, and only what they are found by is scattered.
 const TABLES: &str = "
+CREATE TABLE segments (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    length INTEGER NOT NULL
+) STRICT;
+
 CREATE TABLE fragments (
-    id          INTEGER PRIMARY KEY,
+    place       INTEGER PRIMARY KEY,
     blob        BLOB    NOT NULL CHECK (length(blob) = 32),
-    encoding    BLOB    NOT NULL CHECK (length(encoding) = 32),
     number      INTEGER NOT NULL,
     kind        INTEGER NOT NULL,
-    block       INTEGER NOT NULL,
+    space       INTEGER NOT NULL,
     description BLOB    NOT NULL,
     touched     INTEGER NOT NULL
 ) STRICT;
 
-CREATE UNIQUE INDEX fragments_by_blob ON fragments (blob, encoding, number);
-CREATE INDEX fragments_by_block ON fragments (block);
+CREATE INDEX fragments_by_blob ON fragments (blob);
 CREATE INDEX records ON fragments (blob) WHERE kind = 1;
 ";
-
-/// A fragment, as it is found: what it belongs to, and which block it is.
-pub(super) type Known = (Description, u8);
 
 pub(super) struct Table {
     /// Apart from the writer: to find a fragment must not wait for a sync.
     reader: Mutex<Connection>,
     writer: Mutex<Connection>,
+}
+
+/// Fragments in the order of their blobs.
+pub(super) struct Page {
+    pub(super) all: Vec<Known>,
+    /// The last blob whose fragments are all there; nothing if the page is the last one.
+    pub(super) until: Option<BlobId>,
 }
 
 /// Makes the database, unless it is there.
@@ -60,65 +72,112 @@ impl Table {
         Ok(Table { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 
-    /// How many fragments there are.
-    pub(super) fn count(&self) -> Result<u64> {
-        let reader = lock(&self.reader);
-        Ok(reader.query_row("SELECT count(*) FROM fragments", [], |row| row.get(0))?)
+    /// How many fragments there are, and the bytes that the disk takes for them.
+    pub(super) fn count(&self) -> Result<(u64, u64)> {
+        let query = "SELECT count(*), coalesce(sum(space), 0) FROM fragments";
+        Ok(lock(&self.reader).query_row(query, [], |row| Ok((row.get(0)?, row.get(1)?)))?)
     }
 
-    /// The fragments of a blob.
-    pub(super) fn of_blob(&self, blob: &BlobId) -> Result<Vec<Known>> {
+    /// Up to where a segment is known.
+    pub(super) fn segment_end(&self, number: u64) -> Result<u64> {
         let reader = lock(&self.reader);
-        let mut query =
-            reader.prepare_cached("SELECT description, number FROM fragments WHERE blob = ?")?;
-        collect(query.query([blob.as_bytes()])?, known)
+        let mut query = reader.prepare_cached("SELECT length FROM segments WHERE number = ?")?;
+        Ok(query.query_row([number], |row| row.get(0)).optional()?.unwrap_or(0))
     }
 
-    /// The same for many blobs, with one look at the database.
-    pub(super) fn of_blobs<'a>(
-        &self,
-        blobs: impl Iterator<Item = &'a BlobId>,
-    ) -> Result<Vec<Vec<Known>>> {
+    /// Announces an empty segment. Its number was never used.
+    pub(super) fn new_segment(&self) -> Result<u64> {
+        let writer = lock(&self.writer);
+        writer.prepare_cached("INSERT INTO segments (length) VALUES (0)")?.execute([])?;
+        Ok(writer.last_insert_rowid().unsigned_abs())
+    }
+
+    /// The fragments of each of these blobs.
+    pub(super) fn of_blobs(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Known>>> {
         let mut reader = lock(&self.reader);
         let transaction = reader.transaction()?;
         let mut query = transaction
-            .prepare_cached("SELECT description, number FROM fragments WHERE blob = ?")?;
-        blobs.map(|blob| collect(query.query([blob.as_bytes()])?, known)).collect()
+            .prepare_cached("SELECT place, number, description FROM fragments WHERE blob = ?")?;
+        blobs.iter().map(|blob| collect(query.query([blob.as_bytes()])?)).collect()
     }
 
-    /// Makes fragments known, or renews their age. Returns how many were not known.
-    pub(super) fn insert<'a>(&self, all: impl Iterator<Item = &'a Known>) -> Result<u64> {
+    /// Whether a fragment is known at this place.
+    pub(super) fn is_at(&self, place: Place) -> Result<bool> {
+        let reader = lock(&self.reader);
+        let mut query = reader.prepare_cached("SELECT 1 FROM fragments WHERE place = ?")?;
+        Ok(query.exists([place.number()])?)
+    }
+
+    /// Makes fragments of the log known, and up to where each segment is known now. Those at the places in `replaced`
+    /// are not known any more.
+    pub(super) fn insert(
+        &self,
+        all: &[Arc<Known>],
+        ends: &BTreeMap<u64, u64>,
+        replaced: &[Place],
+    ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut new = 0;
+        for place in replaced {
+            remove(&transaction, *place)?;
+        }
+        insert(&transaction, all.iter().map(|one| &**one))?;
+        ends.iter().try_for_each(|(number, end)| set_end(&transaction, *number, *end))?;
+        Ok(transaction.commit()?)
+    }
+
+    /// Makes what was found at the end of a segment known. What is newer replaces what is older.
+    pub(super) fn recover(&self, found: &[Known], number: u64, end: u64) -> Result<()> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        for one in found {
+            let others = {
+                let mut query = transaction.prepare_cached(
+                    "SELECT place, number, description FROM fragments WHERE blob = ?",
+                )?;
+                collect(query.query([one.description.blob.as_bytes()])?)?
+            };
+            for other in others {
+                if other.is_like(one) {
+                    remove(&transaction, other.place)?;
+                }
+            }
+            insert(&transaction, std::iter::once(one))?;
+        }
+        set_end(&transaction, number, end)?;
+        Ok(transaction.commit()?)
+    }
+
+    /// The age of these begins again.
+    pub(super) fn touch(&self, places: &[Place]) -> Result<()> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        {
+            let mut touch =
+                transaction.prepare_cached("UPDATE fragments SET touched = ? WHERE place = ?")?;
+            for place in places {
+                touch.execute(params![now(), place.number()])?;
+            }
+        }
+        Ok(transaction.commit()?)
+    }
+
+    /// The same for all fragments of these blobs, which it returns.
+    pub(super) fn renew(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Known>>> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let mut answers = Vec::with_capacity(blobs.len());
         {
             let mut touch = transaction.prepare_cached(
-                "UPDATE fragments SET touched = ?4 WHERE blob = ?1 AND encoding = ?2 AND number = ?3",
+                "UPDATE fragments SET touched = ?2 WHERE blob = ?1
+                 RETURNING place, number, description",
             )?;
-            let mut insert = transaction.prepare_cached(
-                "INSERT INTO fragments (blob, encoding, number, kind, block, description, touched)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
-            )?;
-            for (description, index) in all {
-                let (blob, encoding) = (description.blob, description.id());
-                if touch.execute(params![blob.as_bytes(), encoding.as_bytes(), index, now()])? > 0 {
-                    continue;
-                }
-                let Some(block) = description.block((*index).into()) else { continue };
-                insert.execute(params![
-                    blob.as_bytes(),
-                    encoding.as_bytes(),
-                    index,
-                    description.kind() as u8,
-                    short(&block),
-                    description.to_bytes(),
-                    now(),
-                ])?;
-                new += 1;
+            for blob in blobs {
+                answers.push(collect(touch.query(params![blob.as_bytes(), now()])?)?);
             }
         }
         transaction.commit()?;
-        Ok(new)
+        Ok(answers)
     }
 
     /// Takes fragments out that nobody has stored or asked for within so many seconds. Returns those that were
@@ -131,147 +190,160 @@ impl Table {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let mut deleted = Vec::new();
-        {
-            let mut delete = transaction.prepare_cached(
-                "DELETE FROM fragments WHERE blob = ?1 AND encoding = ?2 AND number = ?3
-                 AND touched <= ?4 RETURNING description, number",
-            )?;
-            for FragmentId { blob, encoding, index } in all {
-                let row = params![blob.as_bytes(), encoding.as_bytes(), index, until];
-                deleted.extend(collect(delete.query(row)?, known)?);
+        for FragmentId { blob, encoding, index } in all {
+            let found = {
+                let mut query = transaction.prepare_cached(
+                    "SELECT place, number, description FROM fragments
+                     WHERE blob = ? AND number = ? AND touched <= ?",
+                )?;
+                collect(query.query(params![blob.as_bytes(), index, until])?)?
+            };
+            for one in found {
+                if one.description.id() == *encoding {
+                    remove(&transaction, one.place)?;
+                    deleted.push(one);
+                }
             }
         }
         transaction.commit()?;
         Ok(deleted)
     }
 
-    /// Whether a fragment has this block.
-    pub(super) fn refers_to(&self, block: &BlobId) -> Result<bool> {
-        let reader = lock(&self.reader);
-        let mut query =
-            reader.prepare_cached("SELECT description, number FROM fragments WHERE block = ?")?;
-        let mut rows = query.query([short(block)])?;
-        while let Some(row) = rows.next()? {
-            // What cannot be read may be the one.
-            let Some((description, index)) = known(row)? else { return Ok(true) };
-            if description.block(index.into()).as_ref() == Some(block) {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
-    /// What there is of each of these blobs, `room` fragments in all at most.
-    pub(super) fn have(&self, blobs: &[BlobId], mut room: usize) -> Result<Vec<Vec<Held>>> {
-        let mut reader = lock(&self.reader);
-        let transaction = reader.transaction()?;
-        let mut query = transaction
-            .prepare_cached("SELECT description, number, encoding FROM fragments WHERE blob = ?")?;
-        let mut held = |blob: &BlobId| collect(query.query([blob.as_bytes()])?, held);
-        blobs.iter().map(|blob| Ok(within(held(blob)?, &mut room))).collect()
-    }
-
-    /// As [`Table::have`], and the age of what is there begins again.
-    pub(super) fn renew(&self, blobs: &[BlobId], mut room: usize) -> Result<Vec<Vec<Held>>> {
-        let mut writer = lock(&self.writer);
-        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut answers = Vec::with_capacity(blobs.len());
-        {
-            let mut touch = transaction.prepare_cached(
-                "UPDATE fragments SET touched = ?2 WHERE blob = ?1
-                 RETURNING description, number, encoding",
-            )?;
-            for blob in blobs {
-                let rows = touch.query(params![blob.as_bytes(), now()])?;
-                answers.push(within(collect(rows, held)?, &mut room));
-            }
-        }
-        transaction.commit()?;
-        Ok(answers)
-    }
-
     /// The fragments of the first blobs behind this one, in their order: all of a blob or none, and no more than
     /// `most`.
-    pub(super) fn list(&self, after: &BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+    pub(super) fn list(&self, after: &BlobId, most: usize) -> Result<Page> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
-            "SELECT description, number, encoding, blob FROM fragments WHERE blob > ?
-             ORDER BY blob, encoding, number LIMIT ?",
+            "SELECT place, number, description, blob FROM fragments WHERE blob > ?
+             ORDER BY blob LIMIT ?",
         )?;
         let mut rows = query.query(params![after.as_bytes(), most + 1])?;
-        let (mut all, mut read, mut last) = (Vec::new(), 0, None);
+        let (mut all, mut read, mut before, mut last) = (Vec::new(), 0, None, None);
         while let Some(row) = rows.next()? {
             let blob = BlobId::from_bytes(row.get(3)?);
-            (read, last) = (read + 1, Some(blob));
-            all.extend(held(row)?.map(|held| (blob, held)));
+            if last != Some(blob) {
+                (before, last) = (last, Some(blob));
+            }
+            read += 1;
+            all.extend(known(row)?);
         }
-        if read > most {
-            // There may be more of the last one.
-            all.retain(|(blob, _)| Some(*blob) != last);
+        if read <= most {
+            return Ok(Page { all, until: None });
         }
-        Ok(all)
+        // There may be more of the last one.
+        all.retain(|one| Some(one.description.blob) != last);
+        Ok(Page { all, until: before })
     }
 
-    /// The fragments of the first record behind this one; nothing if there is none.
-    pub(super) fn record(&self, after: &BlobId) -> Result<Option<(BlobId, Vec<Known>)>> {
+    /// The first blob behind this one that is a record; nothing if there is none.
+    pub(super) fn record(&self, after: &BlobId) -> Result<Option<BlobId>> {
         let reader = lock(&self.reader);
-        let next: Option<[u8; 32]> = reader
-            .prepare_cached(
-                "SELECT blob FROM fragments WHERE kind = 1 AND blob > ? ORDER BY blob LIMIT 1",
-            )?
-            .query_row([after.as_bytes()], |row| row.get(0))
-            .optional()?;
-        let Some(blob) = next else { return Ok(None) };
         let mut query = reader.prepare_cached(
-            "SELECT description, number FROM fragments WHERE kind = 1 AND blob = ?",
+            "SELECT blob FROM fragments WHERE kind = 1 AND blob > ? ORDER BY blob LIMIT 1",
         )?;
-        Ok(Some((BlobId::from_bytes(blob), collect(query.query([blob])?, known)?)))
+        let next = query.query_row([after.as_bytes()], |row| row.get(0)).optional()?;
+        Ok(next.map(BlobId::from_bytes))
+    }
+
+    /// The part around a place in which nothing is known: from the end of the block before it to the start of the
+    /// one behind it, if there is one.
+    pub(super) fn gap(&self, place: Place) -> Result<(u64, Option<u64>)> {
+        let reader = lock(&self.reader);
+        let (first, behind) = (Place { offset: 0, ..place }, segment_behind(place.segment));
+        let mut next = reader.prepare_cached(
+            "SELECT place FROM fragments WHERE place > ? AND place < ? ORDER BY place LIMIT 1",
+        )?;
+        let next = next.query_row([place.number(), behind], |row| row.get(0)).optional()?;
+        let next = next.map(|number| Place::from_number(number).offset);
+        let mut before = reader.prepare_cached(
+            "SELECT place, space FROM fragments WHERE place < ? AND place >= ?
+             ORDER BY place DESC LIMIT 1",
+        )?;
+        let end = |row: &Row<'_>| {
+            let space: usize = row.get(1)?;
+            Ok(Place::from_number(row.get(0)?).behind(space))
+        };
+        let before = before.query_row([place.number(), first.number()], end).optional()?;
+        Ok((before.unwrap_or(0), next))
+    }
+
+    /// Whether a segment holds nothing.
+    pub(super) fn is_empty(&self, segment: u64) -> Result<bool> {
+        let reader = lock(&self.reader);
+        let (first, behind) = (Place { segment, offset: 0 }, segment_behind(segment));
+        let mut query = reader
+            .prepare_cached("SELECT 1 FROM fragments WHERE place >= ? AND place < ? LIMIT 1")?;
+        Ok(!query.exists([first.number(), behind])?)
+    }
+
+    /// Forgets a segment that holds nothing. Its number is never used again.
+    pub(super) fn forget_segment(&self, segment: u64) -> Result<()> {
+        let writer = lock(&self.writer);
+        writer.prepare_cached("DELETE FROM segments WHERE number = ?")?.execute([segment])?;
+        Ok(())
     }
 }
 
+/// The number of the first place behind a segment.
+fn segment_behind(segment: u64) -> i64 {
+    Place { segment: segment + 1, offset: 0 }.number()
+}
+
+fn insert<'a>(transaction: &Transaction<'_>, all: impl Iterator<Item = &'a Known>) -> Result<()> {
+    let mut insert = transaction.prepare_cached(
+        "INSERT OR REPLACE INTO fragments (place, blob, number, kind, space, description, touched)
+         VALUES (?, ?, ?, ?, ?, ?, ?)",
+    )?;
+    let (now, mut bytes) = (now(), Vec::new());
+    for one in all {
+        bytes.clear();
+        one.description.write(&mut bytes);
+        insert.execute(params![
+            one.place.number(),
+            one.description.blob.as_bytes(),
+            one.index,
+            one.description.kind() as u8,
+            one.space(),
+            bytes,
+            now,
+        ])?;
+    }
+    Ok(())
+}
+
+fn remove(transaction: &Transaction<'_>, place: Place) -> Result<()> {
+    let mut delete = transaction.prepare_cached("DELETE FROM fragments WHERE place = ?")?;
+    delete.execute([place.number()])?;
+    Ok(())
+}
+
+fn set_end(transaction: &Transaction<'_>, number: u64, end: u64) -> Result<()> {
+    let mut update = transaction.prepare_cached(
+        "INSERT INTO segments (number, length) VALUES (?1, ?2)
+         ON CONFLICT (number) DO UPDATE SET length = max(length, ?2)",
+    )?;
+    update.execute([number, end])?;
+    Ok(())
+}
+
 /// Reads rows. One that makes no sense is told in the log, and left out: it is no reason to do without the others.
-fn collect<T>(
-    mut rows: rusqlite::Rows<'_>,
-    read: impl Fn(&Row<'_>) -> rusqlite::Result<Option<T>>,
-) -> Result<Vec<T>> {
+fn collect(mut rows: rusqlite::Rows<'_>) -> Result<Vec<Known>> {
     let mut all = Vec::new();
     while let Some(row) = rows.next()? {
-        all.extend(read(row)?);
+        all.extend(known(row)?);
     }
     Ok(all)
 }
 
 fn known(row: &Row<'_>) -> rusqlite::Result<Option<Known>> {
-    let (bytes, index): (Vec<u8>, _) = (row.get(0)?, row.get(1)?);
-    match Description::from_bytes(&bytes) {
-        Ok((description, _)) => Ok(Some((description, index))),
+    let (place, index) = (Place::from_number(row.get(0)?), row.get(1)?);
+    match Description::from_bytes(row.get_ref(2)?.as_blob()?) {
+        Ok((description, _)) => Ok(Some(Known { description, index, place })),
         Err(error) => {
             tracing::error!(%error, "a fragment is not known any more");
             Ok(None)
         }
     }
-}
-
-fn held(row: &Row<'_>) -> rusqlite::Result<Option<Held>> {
-    let encoding = BlobId::from_bytes(row.get(2)?);
-    Ok(known(row)?.map(|(description, index)| {
-        let (data, width) = (description.needed() as u8, description.width() as u8);
-        let (len, kind) = (description.block_len() as u32, description.kind());
-        Held { encoding, data, parity: width - data, index, kind, len }
-    }))
-}
-
-/// As many as there is room for.
-fn within(mut held: Vec<Held>, room: &mut usize) -> Vec<Held> {
-    held.truncate(*room);
-    *room -= held.len();
-    held
-}
-
-/// What a block is found by: the start of its name. It is short, and hardly ever that of two.
-fn short(block: &BlobId) -> i64 {
-    let (start, _) = block.as_bytes().split_first_chunk().expect("a name has 32 bytes");
-    i64::from_le_bytes(*start)
 }
 
 /// Seconds since 1970.

@@ -1,19 +1,18 @@
 //! Carrying out what is planned for one blob.
 //!
-//! What is read is verified by its hash. A fragment that is not what it should be, or not there though its holder
+//! What is read is verified by its checksum, and by the blob's name before anything is made of it. A fragment that is not what it should be, or not there though its holder
 //! said so, is noted as damaged: the next plan does without it, and has it rebuilt. Nothing is dropped unless
 //! what is kept in its place was read, or written, a moment ago.
 
 use std::collections::HashSet;
 
-use bytes::Bytes;
 use tokio::task::JoinSet;
 
-use super::super::fragment::{Description, Fragment, Kind, encode, encode_record};
+use super::super::collect::Partial;
+use super::super::fragment::{Fragment, Kind, encode, encode_record};
 use super::super::peer::FragmentId;
-use super::super::redundancy::Redundancy;
+use super::super::redundancy::{MAX_WIDTH, Redundancy};
 use super::job::Shared;
-use super::matching::MAX_WIDTH;
 use super::peers::Peers;
 use super::plan::{Holding, Place, Plan, Step};
 use super::report::Report;
@@ -69,12 +68,6 @@ fn place(holding: &Holding) -> Place {
     Place { peer, encoding, index }
 }
 
-/// Blocks of one encoding, each at its index.
-struct Gathered {
-    description: Description,
-    blocks: Vec<Option<Bytes>>,
-}
-
 /// The work on one blob.
 pub(super) struct Mending<'a, P> {
     shared: &'a Shared<P>,
@@ -115,11 +108,8 @@ impl<'a, P: Peers> Mending<'a, P> {
                     }
                     // With too few of them nothing else can be done, either.
                     let Some(gathered) = &gathered else { return };
-                    match gathered.description.rebuild(&gathered.blocks, (*index).into()) {
-                        Ok(block) => {
-                            let description = gathered.description.clone();
-                            let fragment =
-                                Fragment { description, index: *index, block: block.into() };
+                    match gathered.0.rebuild(*index) {
+                        Ok(fragment) => {
                             let is_done = self.put(to, *encoding, fragment).await;
                             self.done.rebuilt += u64::from(is_done);
                         }
@@ -173,15 +163,18 @@ impl<'a, P: Peers> Mending<'a, P> {
                 return Some(fragment);
             }
             Err(error) if error.kind() != ErrorKind::Corrupt => self.fail(&place.peer, &error),
-            Ok(None) | Err(_) => {
-                let blob = self.entry.blob;
-                tracing::warn!(%blob, peer = %place.peer, index = place.index, "a fragment is damaged");
-                self.done.damaged += 1;
-                self.entry.damaged.insert(*place);
-                self.entry.good.remove(place);
-            }
+            Ok(None) | Err(_) => self.note_damaged(place),
         }
         None
+    }
+
+    /// A fragment is not what it should be.
+    fn note_damaged(&mut self, place: &Place) {
+        let blob = self.entry.blob;
+        tracing::warn!(%blob, peer = %place.peer, index = place.index, "a fragment is damaged");
+        self.done.damaged += 1;
+        self.entry.damaged.insert(*place);
+        self.entry.good.remove(place);
     }
 
     /// Stores a fragment. Whether it is durable.
@@ -227,8 +220,8 @@ impl<'a, P: Peers> Mending<'a, P> {
     }
 
     /// Reads as many fragments of an encoding as are enough, all at once, and another one for each that is not
-    /// what it should be.
-    async fn gather(&mut self, encoding: &BlobId) -> Option<Gathered> {
+    /// what it should be, until they are the blob. Returns them, and its content.
+    async fn gather(&mut self, encoding: &BlobId) -> Option<(Partial<Place>, Vec<u8>)> {
         let mut places: Vec<Place> = Vec::new();
         let mut more: Vec<Place> = Vec::new();
         let own: Vec<_> = self.holdings.iter().filter(|one| one.encoding == *encoding).collect();
@@ -240,11 +233,13 @@ impl<'a, P: Peers> Mending<'a, P> {
                 places.len() < needed && places.iter().all(|other| other.index != one.index);
             if is_new { places.push(place(one)) } else { more.push(place(one)) }
         }
-        let mut gathered: Option<Gathered> = None;
+        let mut gathered: Option<Partial<Place>> = None;
+        let mut content = Vec::new();
         let mut asked = JoinSet::new();
-        let (mut next, mut found) = (places.into_iter().chain(more), 0);
-        while found < needed {
-            while asked.len() + found < needed
+        let mut next = places.into_iter().chain(more);
+        loop {
+            let missing = gathered.as_ref().map_or(needed, Partial::missing);
+            while asked.len() < missing
                 && let Some(place) = next.next()
             {
                 let (shared, blob) = (self.shared.clone(), self.entry.blob);
@@ -253,25 +248,24 @@ impl<'a, P: Peers> Mending<'a, P> {
             let (place, result) = asked.join_next().await?.ok()?;
             let Some(fragment) = self.accept(&place, result) else { continue };
             let Fragment { description, index, block } = fragment;
-            let gathered = gathered.get_or_insert_with(|| {
-                let blocks = vec![None; description.width()];
-                Gathered { description, blocks }
-            });
-            let free = &mut gathered.blocks[usize::from(index)];
-            found += usize::from(free.is_none());
-            *free = Some(block);
+            content.resize(description.len as usize, 0);
+            let gathered = gathered.get_or_insert_with(|| Partial::new(description));
+            gathered.add(index, place, block);
+            match gathered.decode(&mut content) {
+                Some(Ok(wrong)) => {
+                    wrong.iter().for_each(|(place, _)| self.note_damaged(place));
+                    break;
+                }
+                Some(Err(error)) => self.entry.reason = Some(error.to_string()),
+                None => {}
+            }
         }
-        gathered
+        Some((gathered?, content))
     }
 
     /// Encodes a blob as it is wanted.
     async fn encode(&mut self, from: &BlobId, to: &[PeerId]) {
-        let Some(Gathered { description, blocks }) = self.gather(from).await else { return };
-        let mut content = vec![0; description.len as usize];
-        if let Err(error) = description.decode(&blocks, &mut content) {
-            self.entry.reason = Some(error.to_string());
-            return;
-        }
+        let Some((Partial { description, .. }, content)) = self.gather(from).await else { return };
         let (blob, wanted) = (self.entry.blob, self.entry.wanted);
         let (description, blocks) = match description.kind() {
             Kind::Content => encode(&blob, &content, wanted),

@@ -23,8 +23,8 @@
 
 use std::collections::BTreeMap;
 
-use super::super::redundancy::Redundancy;
-use super::matching::{MAX_WIDTH, bits, matching, size};
+use super::super::redundancy::{MAX_WIDTH, Redundancy};
+use super::matching::{bits, matching, size};
 use super::members::{Members, State};
 use crate::id::{BlobId, PeerId};
 

@@ -1,28 +1,25 @@
-//! A segment: a file that blobs are appended to, by one process at a time.
+//! A segment: a file that groups of contents are appended to, by one process at a time.
 //!
-//! Blobs begin at multiples of 4 KiB, so that they go to the disk without a copy in the page cache,
-//! and so that each can give its space back alone. The process that appends holds a lock on the file;
-//! when it is gone, another may continue where the index says that the content ends.
+//! A group is a record, which tells what it holds, and the contents behind it. All begin at multiples of 4 KiB, so that
+//! they go to the disk without a copy in the page cache, and so that each can give its space back alone. The
+//! process that appends holds a lock on the file; when it is gone, another may continue where the content ends, which is
+//! known to an index beside the segments.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use super::NewBlob;
-use super::group::{self, MAX_RECORD};
-use super::index::{Found, Slot};
 use crate::error::{Error, Result};
-use crate::id::BlobId;
 use crate::sys;
 
 /// What direct I/O needs of addresses and lengths, on any usual disk.
-pub(super) const ALIGNMENT: usize = 4096;
+pub(crate) const ALIGNMENT: usize = 4096;
 
 /// A segment that is this long is not continued.
-pub(super) const SEGMENT_SIZE: u64 = 4 << 30;
+pub(crate) const SEGMENT_SIZE: u64 = 4 << 30;
 
 /// Space is allocated ahead: this part of what there is, within bounds. A process that ends without
 /// giving it back leaves it to the next one.
@@ -30,8 +27,8 @@ const AHEAD: u64 = 8;
 const MIN_STEP: u64 = 1 << 20;
 const MAX_STEP: u64 = 64 << 20;
 
-pub(super) struct Segment {
-    pub(super) number: u64,
+pub(crate) struct Segment {
+    pub(crate) number: u64,
     path: PathBuf,
     file: File,
     tail: Mutex<Tail>,
@@ -48,7 +45,7 @@ struct Tail {
 impl Segment {
     /// Opens a segment to append to it, and makes its file if there is none. Nothing if another process
     /// has it.
-    pub(super) fn lock(directory: &Path, number: u64) -> Result<Option<Segment>> {
+    pub(crate) fn lock(directory: &Path, number: u64) -> Result<Option<Segment>> {
         let path = path_of(directory, number);
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false);
@@ -71,7 +68,7 @@ impl Segment {
     }
 
     /// Continues at `end`. What is behind it was never made known.
-    pub(super) fn continue_at(&self, end: u64) -> Result<()> {
+    pub(crate) fn continue_at(&self, end: u64) -> Result<()> {
         let metadata = self.file.metadata().map_err(|e| Error::io("examining", &self.path, e))?;
         self.known.store(end, Ordering::Relaxed);
         *self.tail() = Tail { end, allocated: metadata.len().max(end) };
@@ -79,24 +76,28 @@ impl Segment {
     }
 
     /// Whether the next blobs should go elsewhere.
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.tail().end >= SEGMENT_SIZE
     }
 
-    /// Writes a group: its record and its blobs. Returns where they are. Nothing is synced.
-    pub(super) fn append(&self, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
-        let lens: Vec<_> = blobs.iter().map(|(_, content)| content.len()).collect();
-        let (_, len) = group::place(self.number, 0, &lens);
+    /// Writes a group: its record, of this length, and the contents. The record is made when it is known where the group
+    /// starts, which this returns. Nothing is synced.
+    pub(crate) fn append(
+        &self,
+        record_len: usize,
+        contents: &[&[u8]],
+        record: impl FnOnce(u64) -> Vec<u8>,
+    ) -> Result<u64> {
+        let (_, len) = place(record_len as u64, contents.iter().map(|content| content.len()));
         let start = self.reserve(len)?;
-        let (slots, _) = group::place(self.number, start, &lens);
-        let ids = blobs.iter().map(|(id, _)| *id);
-        let record = Padded::new(&group::encode(self.number, ids.zip(slots.iter().copied())));
-        let padded: Vec<_> = blobs
+        let record = Padded::new(&record(start));
+        debug_assert_eq!(record.len, record_len);
+        let padded: Vec<_> = contents
             .iter()
-            .map(|(_, content)| (!is_aligned(content)).then(|| Padded::new(content)))
+            .map(|content| (!is_aligned(content)).then(|| Padded::new(content)))
             .collect();
         let mut slices = vec![record.bytes()];
-        slices.extend(blobs.iter().zip(&padded).map(|((_, content), padded)| match padded {
+        slices.extend(contents.iter().zip(&padded).map(|(content, padded)| match padded {
             Some(padded) => padded.bytes(),
             None => content,
         }));
@@ -104,7 +105,7 @@ impl Segment {
             self.give_back(start, len);
             Error::io("writing", &self.path, error)
         })?;
-        Ok(slots)
+        Ok(start)
     }
 
     fn write_at(&self, slices: &[&[u8]], start: u64) -> io::Result<()> {
@@ -155,12 +156,12 @@ impl Segment {
     }
 
     /// Returns when everything that was written is durable.
-    pub(super) fn sync(&self) -> Result<()> {
+    pub(crate) fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|e| Error::io("syncing", &self.path, e))
     }
 
     /// The index knows content up to here, or is about to.
-    pub(super) fn set_known(&self, end: u64) {
+    pub(crate) fn set_known(&self, end: u64) {
         self.known.fetch_max(end, Ordering::Relaxed);
     }
 
@@ -180,76 +181,38 @@ impl Drop for Segment {
     }
 }
 
+/// Where contents of these lengths are that lie one behind the other from `start` on, and where they end.
+pub(crate) fn place(start: u64, lens: impl Iterator<Item = usize>) -> (Vec<u64>, u64) {
+    let mut end = start;
+    let offsets = lens.map(|len| {
+        let offset = end;
+        end += len.next_multiple_of(ALIGNMENT) as u64;
+        offset
+    });
+    (offsets.collect(), end)
+}
+
+/// The numbers of the segments that have files in a directory, in order.
+pub(crate) fn segments_in(directory: &Path) -> Result<Vec<u64>> {
+    let failed = |error| Error::io("reading", directory, error);
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let number = name.to_str().and_then(|name| name.parse::<u64>().ok());
+        // Another spelling of a number is no segment's name.
+        numbers.extend(number.filter(|number| path_of(directory, *number).ends_with(&name)));
+    }
+    numbers.sort_unstable();
+    Ok(numbers)
+}
+
 /// The file of a segment.
-pub(super) fn path_of(directory: &Path, number: u64) -> PathBuf {
+pub(crate) fn path_of(directory: &Path, number: u64) -> PathBuf {
     directory.join(format!("{number:08}"))
 }
 
-/// Tells what a segment's file holds, by its records. Each blob's content is checked, and all of it is
-/// made durable first. What cannot be read is left out.
-pub(super) fn scan(
-    directory: &Path,
-    number: u64,
-    tell: &mut dyn FnMut(Found) -> Result<()>,
-) -> Result<()> {
-    let path = path_of(directory, number);
-    let file = File::open(&path).map_err(|error| Error::io("reading", &path, error))?;
-    file.sync_all().map_err(|error| Error::io("syncing", &path, error))?;
-    scan_file(&file, &path, number, tell)
-}
-
-/// As [`scan`], for the file alone.
-pub(super) fn scan_file(
-    file: &File,
-    path: &Path,
-    number: u64,
-    tell: &mut dyn FnMut(Found) -> Result<()>,
-) -> Result<()> {
-    let len = file.metadata().map_err(|error| Error::io("reading", path, error))?.len();
-    // What the lost index said about the end is not known; this is behind all of it.
-    tell(Found::Segment { number, end: len.next_multiple_of(ALIGNMENT as u64) })?;
-    let mut record = vec![0; MAX_RECORD];
-    let mut content = Vec::new();
-    let mut at = 0;
-    while at < len {
-        let start = at;
-        at += ALIGNMENT as u64;
-        let filled = match fill(file, &mut record, start) {
-            Ok(filled) => filled,
-            Err(error) => {
-                tracing::warn!(path = %path.display(), offset = start, %error, "a block is lost");
-                continue;
-            }
-        };
-        for (id, slot) in group::decode(number, start, &record[..filled]).into_iter().flatten() {
-            content.resize(slot.len as usize, 0);
-            let whole = file.read_exact_at(&mut content, slot.offset).is_ok();
-            if whole && BlobId::of(&content) == id {
-                tell(Found::Blob { id, slot })?;
-                // A blob that is whole holds no records of ours.
-                at = at.max(slot.end());
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Opens a segment that nobody appends to, and keeps it so. Nothing if somebody does, or if it has no file.
-pub(super) fn hold(directory: &Path, number: u64) -> Result<Option<File>> {
-    let path = path_of(directory, number);
-    let file = match File::options().read(true).write(true).open(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        opened => opened.map_err(|error| Error::io("opening", &path, error))?,
-    };
-    match file.try_lock() {
-        Ok(()) => Ok(Some(file)),
-        Err(std::fs::TryLockError::WouldBlock) => Ok(None),
-        Err(std::fs::TryLockError::Error(error)) => Err(Error::io("locking", &path, error)),
-    }
-}
-
 /// Reads as much as there is.
-pub(super) fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+pub(crate) fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buf.len() {
         match file.read_at(&mut buf[filled..], offset + filled as u64)? {
