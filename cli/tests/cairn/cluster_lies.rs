@@ -75,7 +75,8 @@ fn a_block_that_is_damaged_on_a_peers_disk_is_replaced_when_it_is_read() {
         let disk = lab.random_disk("disk.raw", seed, 6 * MIB);
         lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2", "--chunk-size", "64K"]);
         let id = lab.peers[1].as_ref().unwrap().id.clone();
-        lab.kill(1);
+        // What its table did not know would not be found again.
+        lab.stop(1);
         damage(&lab, 1);
         lab.start_peer(1, &[]);
         lab.wait_for_peers(4);

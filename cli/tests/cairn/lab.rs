@@ -172,6 +172,13 @@ impl Lab {
         drop(self.peers[at].take());
     }
 
+    /// Stops a peer in good order.
+    pub(crate) fn stop(&mut self, at: usize) {
+        let mut peer = self.peers[at].take().unwrap();
+        peer.signal(15);
+        assert!(peer.child.wait().unwrap().success());
+    }
+
     /// Removes what a dead peer had.
     pub(crate) fn wipe(&self, at: usize) {
         assert!(self.peers[at].is_none());

@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::env;
-use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
@@ -43,10 +42,7 @@ fn open(root: &Path) -> PeerStore {
     let start = Instant::now();
     loop {
         match PeerStore::open(&root.join(PEER), None) {
-            Err(Error::Io { source, .. })
-                if source.kind() == ErrorKind::WouldBlock
-                    && start.elapsed() < Duration::from_secs(20) =>
-            {
+            Err(Error::InUse { .. }) if start.elapsed() < Duration::from_secs(20) => {
                 thread::sleep(Duration::from_millis(1));
             }
             opened => return opened.unwrap(),

@@ -45,7 +45,7 @@ pub(super) struct Place {
 impl Place {
     /// One number for both, in the order of the log.
     pub(super) fn number(self) -> i64 {
-        (self.segment << PAGES | self.offset / ALIGNMENT as u64) as i64
+        ((self.segment << PAGES) | (self.offset / ALIGNMENT as u64)) as i64
     }
 
     /// The place with this number.
