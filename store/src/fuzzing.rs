@@ -5,10 +5,10 @@
 
 use std::fs::File;
 
-use crate::blobs;
 use crate::cluster::wire::{Answer, Header, MAX_BODY, Request};
 use crate::names::served::wire as catalog;
 use crate::tree::node::Node;
+use crate::{blobs, cluster};
 
 /// Takes `data` for a tree node.
 pub fn node(data: &[u8]) {
@@ -69,6 +69,11 @@ pub fn segment(data: &[u8], file: &File) {
     blobs::fuzzing::segment(data, file);
 }
 
+/// Takes `data` for groups of a peer's fragments and flips in them, and scans them in `file`, which is an empty one.
+pub fn peer_segment(data: &[u8], file: &File) {
+    cluster::peer::fuzzing::segment(data, file);
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::collection::{btree_set, vec};
@@ -117,6 +122,16 @@ mod tests {
         #[test]
         fn segment(data in vec(any::<u8>(), 0..200)) {
             super::segment(&data, &tempfile::tempfile().unwrap());
+        }
+
+        #[test]
+        fn peer_segment(data in vec(any::<u8>(), 0..60)) {
+            super::peer_segment(&data, &tempfile::tempfile().unwrap());
+            // Without flips.
+            let [groups, rest @ ..] = &data[..] else { return Ok(()) };
+            let mut whole = vec![groups % 5];
+            whole.extend(rest.iter().take(2));
+            super::peer_segment(&whole, &tempfile::tempfile().unwrap());
         }
     }
 }

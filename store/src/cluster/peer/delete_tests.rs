@@ -105,7 +105,8 @@ fn many_put_and_delete_at_once() {
                     put(store, &[own.clone(), shared.clone()]);
                     for one in [&own, shared] {
                         let found = store.get(&one.description.blob).unwrap();
-                        assert_eq!(found, std::slice::from_ref(one));
+                        let right = found.iter().filter(|found| *found == one).count();
+                        assert_eq!((found.len(), right), (1, 1));
                     }
                     assert_eq!(store.delete(&[id(shared)], 3600).unwrap(), 0);
                     assert_eq!(store.delete(&[id(&own)], 0).unwrap(), 16 << 10);

@@ -2,12 +2,15 @@
 
 #[cfg(test)]
 mod delete_tests;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod group;
 mod limits;
 mod log;
 #[cfg(test)]
 mod model_tests;
 mod pending;
+mod reading;
 mod reclaim;
 #[cfg(test)]
 mod served_tests;

@@ -26,17 +26,16 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::super::fragment::{Fragment, Kind, MAX_CONTENT};
-use super::super::wire::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
+use super::super::fragment::Fragment;
 use super::group::{Key, Known, MAX_GROUP};
 use super::log::{self, Files, Log};
 use super::pending::Pending;
 use super::reclaim::reclaim;
 use super::table::{self, DATABASE, Table};
-use super::{FragmentId, Held, Usage};
+use super::{FragmentId, Usage};
 use crate::data_directory::DataDirectory;
 use crate::error::{Error, Result};
-use crate::id::{BlobId, PeerId};
+use crate::id::PeerId;
 use crate::segment::{ALIGNMENT, Segment};
 use crate::sys;
 
@@ -51,9 +50,6 @@ const DIRECTORY: DataDirectory = DataDirectory {
 
 /// The most fragments of one blob: of all ways to encode it that anybody may try.
 const MAX_FRAGMENTS: usize = 64;
-
-/// The most fragments of records in one answer.
-const MAX_RECORDS: usize = 1024;
 
 /// The table is told when so many fragments are pending, or so many bytes of them.
 const MANY: (usize, u64) = (1024, 256 << 20);
@@ -78,11 +74,11 @@ enum How {
 }
 
 #[derive(Default)]
-struct State {
+pub(super) struct State {
     staged: Vec<Staged>,
     /// Fragments whose put has not ended, those included that are just flushed.
     busy: HashSet<FragmentId>,
-    pending: Pending,
+    pub(super) pending: Pending,
     /// Space of fragments that are known, and that was taken for those that are not yet.
     used: u64,
     taken: u64,
@@ -100,8 +96,8 @@ pub struct PeerStore {
     directory: PathBuf,
     /// It may be used by one process only.
     _lock: File,
-    table: Table,
-    files: Files,
+    pub(super) table: Table,
+    pub(super) files: Files,
     key: Key,
     /// Held by the one thread that makes fragments durable.
     flushing: Mutex<()>,
@@ -214,33 +210,34 @@ impl PeerStore {
             self.settle(false)?;
         }
         let capacity = self.usage()?.capacity;
-        let blobs: Vec<_> = fragments.iter().map(|one| one.description.blob).collect();
-        let known = self.known(&blobs, false)?;
+        let ids: Vec<_> = fragments.iter().map(id).collect();
+        // Before what is known: what is no more on its way is.
+        let mut busy: HashSet<_> = {
+            let state = self.state();
+            ids.iter().filter(|id| state.busy.contains(id)).copied().collect()
+        };
+        let blobs: Vec<_> = ids.iter().map(|id| id.blob).collect();
+        let known = self.known(&blobs)?;
         let mut results = Vec::with_capacity(fragments.len());
         let (mut again, mut new) = (Vec::new(), Vec::new());
-        let mut own = HashSet::new();
-        for (at, (fragment, known)) in fragments.iter().zip(known).enumerate() {
-            let Fragment { description, index, .. } = fragment;
-            let id =
-                FragmentId { blob: description.blob, encoding: description.id(), index: *index };
-            let admitted = match own.contains(&id) {
-                true => Ok(Admitted::Busy),
-                false => self.admit(fragment, &id, known, capacity, room(at)),
-            };
+        for (at, (fragment, found)) in fragments.iter().zip(known).enumerate() {
+            let id = ids[at];
+            let admitted =
+                self.admit(fragment, found.known, capacity, room(at), busy.contains(&id));
+            if admitted.is_ok() {
+                busy.insert(id);
+            }
             results.push(match admitted {
                 Ok(Admitted::Busy) => Ok(()),
                 Ok(Admitted::There(known)) => {
-                    own.insert(id);
                     again.push(Staged { id, known, how: How::Again });
                     Ok(())
                 }
                 Ok(Admitted::New(bytes)) => {
-                    own.insert(id);
                     new.push((fragment, id, None, bytes));
                     Ok(())
                 }
                 Ok(Admitted::Damaged(old)) => {
-                    own.insert(id);
                     new.push((fragment, id, Some(old), 0));
                     Ok(())
                 }
@@ -274,17 +271,17 @@ impl PeerStore {
     fn admit(
         &self,
         fragment: &Fragment,
-        id: &FragmentId,
         known: Vec<Known>,
         capacity: u64,
         room: Option<&Room>,
+        is_busy: bool,
     ) -> Result<Admitted> {
         let Fragment { description, index, block } = fragment;
         if !description.matches((*index).into(), block) {
             let reason = "it is not the block that its description names";
             return Err(Error::corrupt(format!("a fragment of {}", description.blob), reason));
         }
-        if self.state().busy.contains(id) {
+        if is_busy {
             return Ok(Admitted::Busy);
         }
         let count = known.len();
@@ -417,118 +414,6 @@ impl PeerStore {
         Ok(freed)
     }
 
-    /// All fragments of a blob. One that is damaged has zeros instead of its block, and is told in the log: it is as
-    /// good as lost, whoever reads it sees that, and whoever puts it again replaces it.
-    pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        self.read(self.of_blob(blob)?, true)
-    }
-
-    /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
-    /// if there are no more.
-    pub fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
-        let (mut after, mut page, mut room) = (*after, Vec::new(), MAX_FRAGMENTS_LEN);
-        loop {
-            // What is no more pending after this is in the table.
-            let pending = self.state().pending.record(&after);
-            let next = [pending, self.table.record(&after)?].into_iter().flatten().min();
-            let Some(blob) = next else { break };
-            let mut known = self.of_blob(&blob)?;
-            known.retain(|one| one.description.kind() == Kind::Record);
-            if page.is_empty() {
-                // One way to encode it is as good as another, if not even one record fits.
-                let mut own = room;
-                known.retain(|one| {
-                    let fits = fragment_len(&one.description) <= own;
-                    own -= if fits { fragment_len(&one.description) } else { 0 };
-                    fits
-                });
-            }
-            let len: usize = known.iter().map(|one| fragment_len(&one.description)).sum();
-            if len > room || page.len() + known.len() > MAX_RECORDS {
-                break;
-            }
-            let found = self.read(known, false)?;
-            // What cannot be read must not look like the end.
-            room -= if found.is_empty() { 0 } else { len };
-            page.extend(found);
-            after = blob;
-        }
-        Ok(page)
-    }
-
-    /// The fragments whose blocks can be read, and those that are damaged, with zeros, if they are wanted.
-    fn read(&self, known: Vec<Known>, damaged: bool) -> Result<Vec<Fragment>> {
-        let mut found = Vec::with_capacity(known.len());
-        for mut one in known {
-            let mut block = vec![0; one.description.block_len().min(MAX_CONTENT)];
-            let mut read = self.files.read(&one, &mut block);
-            if !matches!(read, Ok(true)) {
-                // It was deleted in this moment, or is somewhere else.
-                let all = self.of_blob(&one.description.blob)?;
-                let Some(new) = all.into_iter().find(|new| new.is_like(&one)) else { continue };
-                if new.place != one.place {
-                    one = new;
-                    read = self.files.read(&one, &mut block);
-                }
-            }
-            if !matches!(read, Ok(true)) {
-                let (blob, place) = (one.description.blob, one.place);
-                let reason = read.map_or_else(|error| error.to_string(), |_| "it is wrong".into());
-                tracing::error!(%blob, index = one.index, ?place, reason, "a block is damaged");
-                if !damaged {
-                    continue;
-                }
-                block.fill(0);
-            }
-            let Known { description, index, .. } = one;
-            found.push(Fragment { description, index, block: block.into() });
-        }
-        Ok(found)
-    }
-
-    /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
-    /// deleted for being idle; without, nothing is written.
-    pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
-        let mut found = self.known(blobs, false)?;
-        // What nobody has needs no writer, who may be busy with a sync. Most questions are about such.
-        if renew && found.iter().any(|known| !known.is_empty()) {
-            found = self.known(blobs, true)?;
-        }
-        let mut room = MAX_HELD;
-        let within = |known: Vec<Known>| {
-            let held: Vec<_> = known.iter().map(held).take(room).collect();
-            room -= held.len();
-            held
-        };
-        Ok(found.into_iter().map(within).collect())
-    }
-
-    /// The fragments of the first blobs behind this one, in the order of the blobs, all fragments of a blob
-    /// together. Nothing if there are no more.
-    pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
-        let pending = self.state().pending.blobs(after, MAX_LISTED);
-        let page = self.table.list(after, MAX_LISTED)?;
-        let mut all: BTreeMap<BlobId, Vec<Known>> = BTreeMap::new();
-        for one in page.all {
-            all.entry(one.description.blob).or_default().push(one);
-        }
-        // Behind a page that is full there is more that is not pending.
-        let is_in = |blob: &&BlobId| page.until.is_none_or(|until| **blob <= until);
-        for blob in pending.iter().filter(is_in) {
-            all.insert(*blob, self.of_blob(blob)?);
-        }
-        let mut listed = Vec::new();
-        for (blob, known) in all {
-            if !listed.is_empty() && listed.len() + known.len() > MAX_LISTED {
-                break;
-            }
-            let mut held: Vec<_> = known.iter().map(held).collect();
-            held.sort_unstable_by_key(|one| (one.encoding, one.index));
-            listed.extend(held.into_iter().map(|one| (blob, one)));
-        }
-        Ok(listed)
-    }
-
     /// How much there is.
     pub fn usage(&self) -> Result<Usage> {
         let (used, reserved, fragments) = {
@@ -542,30 +427,6 @@ impl PeerStore {
         Ok(Usage { capacity, used, reserved, fragments })
     }
 
-    /// What is known of a blob.
-    fn of_blob(&self, blob: &BlobId) -> Result<Vec<Known>> {
-        Ok(self.known(std::slice::from_ref(blob), false)?.pop().unwrap_or_default())
-    }
-
-    /// What is known of each of these blobs. With `renew` its age begins again.
-    fn known(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Known>>> {
-        // Before the table: what is no more pending is there. And what comes there has a new age.
-        let pending: Vec<_> = {
-            let state = self.state();
-            blobs.iter().map(|blob| state.pending.of_blob(blob)).collect()
-        };
-        let mut found = match renew {
-            true => self.table.renew(blobs)?,
-            false => self.table.of_blobs(blobs)?,
-        };
-        for (found, pending) in found.iter_mut().zip(pending) {
-            // What is pending may replace what is there.
-            found.retain(|old| !pending.iter().any(|new| new.is_like(old)));
-            found.extend(pending);
-        }
-        Ok(found)
-    }
-
     fn check(&self) -> Result<()> {
         match self.state().poisoned {
             true => Err(Error::Poisoned { path: self.directory.clone() }),
@@ -577,7 +438,7 @@ impl PeerStore {
         self.log.lock().expect("no thread panics while it puts")
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics while it holds the state")
     }
 }
@@ -591,9 +452,7 @@ impl Drop for PeerStore {
     }
 }
 
-fn held(known: &Known) -> Held {
-    let Known { description, index, .. } = known;
-    let (data, width) = (description.needed() as u8, description.width() as u8);
-    let (len, kind) = (description.block_len() as u32, description.kind());
-    Held { encoding: description.id(), data, parity: width - data, index: *index, kind, len }
+fn id(fragment: &Fragment) -> FragmentId {
+    let Fragment { description, index, .. } = fragment;
+    FragmentId { blob: description.blob, encoding: description.id(), index: *index }
 }

@@ -25,6 +25,10 @@ pub(super) const DATABASE: &str = "fragments.db";
 /// The version of the tables. Versions 1 and 2 were never released.
 const VERSION: u64 = 3;
 
+/// The age of a fragment is not renewed before it is so many seconds: most are asked for again and again, and a look is
+/// cheaper than a change. Everything may be idle for so much longer.
+const GRAIN: i64 = 300;
+
 /// `docs/formats.md` explains every column. Rows are appended, and only what they are found by is scattered.
 const TABLES: &str = "
 CREATE TABLE segments (
@@ -50,6 +54,14 @@ pub(super) struct Table {
     /// Apart from the writer: to find a fragment must not wait for a sync.
     reader: Mutex<Connection>,
     writer: Mutex<Connection>,
+}
+
+/// The fragments of a blob.
+#[derive(Default)]
+pub(super) struct Found {
+    pub(super) known: Vec<Known>,
+    /// Whether the age of one of them should be renewed, if somebody asks for that.
+    pub(super) is_old: bool,
 }
 
 /// Fragments in the order of their blobs.
@@ -93,12 +105,23 @@ impl Table {
     }
 
     /// The fragments of each of these blobs.
-    pub(super) fn of_blobs(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Known>>> {
+    pub(super) fn of_blobs(&self, blobs: &[BlobId]) -> Result<Vec<Found>> {
         let mut reader = lock(&self.reader);
         let transaction = reader.transaction()?;
-        let mut query = transaction
-            .prepare_cached("SELECT place, number, description FROM fragments WHERE blob = ?")?;
-        blobs.iter().map(|blob| collect(query.query([blob.as_bytes()])?)).collect()
+        let mut query = transaction.prepare_cached(
+            "SELECT place, number, description, touched FROM fragments WHERE blob = ?",
+        )?;
+        let old = now() - GRAIN;
+        let mut of_blob = |blob: &BlobId| {
+            let mut rows = query.query([blob.as_bytes()])?;
+            let mut found = Found::default();
+            while let Some(row) = rows.next()? {
+                found.known.extend(known(row)?);
+                found.is_old |= row.get::<_, i64>(3)? < old;
+            }
+            Ok(found)
+        };
+        blobs.iter().map(&mut of_blob).collect()
     }
 
     /// Whether a fragment is known at this place.
@@ -162,22 +185,18 @@ impl Table {
         Ok(transaction.commit()?)
     }
 
-    /// The same for all fragments of these blobs, which it returns.
-    pub(super) fn renew(&self, blobs: &[BlobId]) -> Result<Vec<Vec<Known>>> {
+    /// The same for all fragments of these blobs.
+    pub(super) fn renew(&self, blobs: &[BlobId]) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut answers = Vec::with_capacity(blobs.len());
         {
-            let mut touch = transaction.prepare_cached(
-                "UPDATE fragments SET touched = ?2 WHERE blob = ?1
-                 RETURNING place, number, description",
-            )?;
+            let mut touch =
+                transaction.prepare_cached("UPDATE fragments SET touched = ? WHERE blob = ?")?;
             for blob in blobs {
-                answers.push(collect(touch.query(params![blob.as_bytes(), now()])?)?);
+                touch.execute(params![now(), blob.as_bytes()])?;
             }
         }
-        transaction.commit()?;
-        Ok(answers)
+        Ok(transaction.commit()?)
     }
 
     /// Takes fragments out that nobody has stored or asked for within so many seconds. Returns those that were
@@ -185,7 +204,7 @@ impl Table {
     pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Vec<Known>> {
         let until = match idle {
             0 => i64::MAX,
-            seconds => now() - i64::from(seconds),
+            seconds => now() - i64::from(seconds) - GRAIN,
         };
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;

@@ -1,0 +1,162 @@
+//! What a peer tells of its fragments.
+
+use std::collections::BTreeMap;
+
+use super::super::fragment::{Fragment, Kind, MAX_CONTENT};
+use super::super::wire::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
+use super::Held;
+use super::group::Known;
+use super::store::PeerStore;
+use super::table::Found;
+use crate::error::Result;
+use crate::id::BlobId;
+
+/// The most fragments of records in one answer.
+const MAX_RECORDS: usize = 1024;
+
+impl PeerStore {
+    /// All fragments of a blob. One that is damaged has zeros instead of its block, and is told in the log: it is as
+    /// good as lost, whoever reads it sees that, and whoever puts it again replaces it.
+    pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
+        self.read(self.of_blob(blob)?, true)
+    }
+
+    /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
+    /// if there are no more.
+    pub fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
+        let (mut after, mut page, mut room) = (*after, Vec::new(), MAX_FRAGMENTS_LEN);
+        loop {
+            // What is no more pending after this is in the table.
+            let pending = self.state().pending.record(&after);
+            let next = [pending, self.table.record(&after)?].into_iter().flatten().min();
+            let Some(blob) = next else { break };
+            let mut known = self.of_blob(&blob)?;
+            known.retain(|one| one.description.kind() == Kind::Record);
+            if page.is_empty() {
+                // One way to encode it is as good as another, if not even one record fits.
+                let mut own = room;
+                known.retain(|one| {
+                    let fits = fragment_len(&one.description) <= own;
+                    own -= if fits { fragment_len(&one.description) } else { 0 };
+                    fits
+                });
+            }
+            let len: usize = known.iter().map(|one| fragment_len(&one.description)).sum();
+            if len > room || page.len() + known.len() > MAX_RECORDS {
+                break;
+            }
+            let found = self.read(known, false)?;
+            // What cannot be read must not look like the end.
+            room -= if found.is_empty() { 0 } else { len };
+            page.extend(found);
+            after = blob;
+        }
+        Ok(page)
+    }
+
+    /// The fragments whose blocks can be read, and those that are damaged, with zeros, if they are wanted.
+    fn read(&self, known: Vec<Known>, damaged: bool) -> Result<Vec<Fragment>> {
+        let mut found = Vec::with_capacity(known.len());
+        for mut one in known {
+            let mut block = vec![0; one.description.block_len().min(MAX_CONTENT)];
+            let mut read = self.files.read(&one, &mut block);
+            if !matches!(read, Ok(true)) {
+                // It was deleted in this moment, or is somewhere else.
+                let all = self.of_blob(&one.description.blob)?;
+                let Some(new) = all.into_iter().find(|new| new.is_like(&one)) else { continue };
+                if new.place != one.place {
+                    one = new;
+                    read = self.files.read(&one, &mut block);
+                }
+            }
+            if !matches!(read, Ok(true)) {
+                let (blob, place) = (one.description.blob, one.place);
+                let reason = read.map_or_else(|error| error.to_string(), |_| "it is wrong".into());
+                tracing::error!(%blob, index = one.index, ?place, reason, "a block is damaged");
+                if !damaged {
+                    continue;
+                }
+                block.fill(0);
+            }
+            let Known { description, index, .. } = one;
+            found.push(Fragment { description, index, block: block.into() });
+        }
+        Ok(found)
+    }
+
+    /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
+    /// deleted for being idle; without, nothing is written.
+    pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
+        let mut found = self.known(blobs)?;
+        let old: Vec<usize> = (0..blobs.len()).filter(|at| renew && found[*at].is_old).collect();
+        // What nobody has, or has asked for a moment ago, needs no writer, who may be busy with a sync.
+        if !old.is_empty() {
+            let own: Vec<_> = old.iter().map(|at| blobs[*at]).collect();
+            self.table.renew(&own)?;
+            // They may have been deleted before.
+            old.into_iter().zip(self.known(&own)?).for_each(|(at, again)| found[at] = again);
+        }
+        let mut room = MAX_HELD;
+        let within = |found: Found| {
+            let held: Vec<_> = found.known.iter().map(held).take(room).collect();
+            room -= held.len();
+            held
+        };
+        Ok(found.into_iter().map(within).collect())
+    }
+
+    /// The fragments of the first blobs behind this one, in the order of the blobs, all fragments of a blob
+    /// together. Nothing if there are no more.
+    pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
+        let pending = self.state().pending.blobs(after, MAX_LISTED);
+        let page = self.table.list(after, MAX_LISTED)?;
+        let mut all: BTreeMap<BlobId, Vec<Known>> = BTreeMap::new();
+        for one in page.all {
+            all.entry(one.description.blob).or_default().push(one);
+        }
+        // Behind a page that is full there is more that is not pending.
+        let is_in = |blob: &&BlobId| page.until.is_none_or(|until| **blob <= until);
+        for blob in pending.iter().filter(is_in) {
+            all.insert(*blob, self.of_blob(blob)?);
+        }
+        let mut listed = Vec::new();
+        for (blob, known) in all {
+            if !listed.is_empty() && listed.len() + known.len() > MAX_LISTED {
+                break;
+            }
+            let mut held: Vec<_> = known.iter().map(held).collect();
+            held.sort_unstable_by_key(|one| (one.encoding, one.index));
+            listed.extend(held.into_iter().map(|one| (blob, one)));
+        }
+        Ok(listed)
+    }
+
+    /// What is known of a blob.
+    fn of_blob(&self, blob: &BlobId) -> Result<Vec<Known>> {
+        let found = self.known(std::slice::from_ref(blob))?.pop();
+        Ok(found.unwrap_or_default().known)
+    }
+
+    /// What is known of each of these blobs.
+    pub(super) fn known(&self, blobs: &[BlobId]) -> Result<Vec<Found>> {
+        // Before the table: what is no more pending is there. And what comes there has a new age.
+        let pending: Vec<_> = {
+            let state = self.state();
+            blobs.iter().map(|blob| state.pending.of_blob(blob)).collect()
+        };
+        let mut found = self.table.of_blobs(blobs)?;
+        for (Found { known, .. }, pending) in found.iter_mut().zip(pending) {
+            // What is pending may replace what is there.
+            known.retain(|old| !pending.iter().any(|new| new.is_like(old)));
+            known.extend(pending);
+        }
+        Ok(found)
+    }
+}
+
+fn held(known: &Known) -> Held {
+    let Known { description, index, .. } = known;
+    let (data, width) = (description.needed() as u8, description.width() as u8);
+    let (len, kind) = (description.block_len() as u32, description.kind());
+    Held { encoding: description.id(), data, parity: width - data, index: *index, kind, len }
+}
