@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-use super::client::Cluster;
-use super::fragment::{Blocks, Description, Kind, MAX_CONTENT, Plain, cut};
+use super::client::{Cluster, Progress};
+use super::fragment::{Kind, MAX_CONTENT, Plain, cut};
 use super::names::Names;
 use super::redundancy::{Keep, Redundancy};
 use super::window::{Content, Entry, State, Status};
@@ -42,6 +42,10 @@ const QUESTIONS: usize = 4;
 
 /// Blobs that are cut by one thread, and then sent, together: a peer gets several of their blocks with one call.
 const TOGETHER: usize = 8;
+
+/// The part of the window that has to be free before those are woken who wait for room.
+const WORTH: usize = 8;
+
 /// How long it is remembered what is stored. Then the peers are asked again, which renews its age: what nothing refers
 /// to is deleted when nobody has asked for it for longer.
 const MEMORY: Duration = Duration::from_secs(600);
@@ -62,7 +66,7 @@ pub struct ClusterBlobs {
     shared: Arc<Shared>,
     runtime: Handle,
     /// Numbers of blobs of the window that are to be stored.
-    queue: Option<mpsc::UnboundedSender<u64>>,
+    queue: Option<mpsc::UnboundedSender<Vec<u64>>>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
 }
@@ -146,26 +150,37 @@ impl ClusterBlobs {
 
     /// Tries again what failed.
     fn try_again(&self, state: &mut State, before: u64) {
+        let mut again = Vec::new();
         for (number, entry) in state.window.range_mut(..before) {
             if let Some(entry) = entry
                 && matches!(entry.status, Status::Failed(_))
             {
                 entry.status = Status::UnderWay;
                 entry.losses = self.shared.cluster.losses();
-                self.send(*number);
+                again.push(*number);
             }
         }
+        self.send(&mut again);
     }
 
-    fn send(&self, number: u64) {
+    /// Has blobs of the window stored: with one word for many, since that wakes a thread.
+    fn send(&self, numbers: &mut Vec<u64>) {
         // The other end lives as long as the thread does, which ends after this object.
-        if let Some(queue) = &self.queue {
-            let _ = queue.send(number);
+        if let Some(queue) = &self.queue
+            && !numbers.is_empty()
+        {
+            let _ = queue.send(std::mem::take(numbers));
         }
     }
 
-    /// Takes room in the window. Returns its number; nothing if the same blob is in the window already.
-    fn reserve(&self, name: (BlobId, Redundancy), bytes: usize) -> Result<Option<u64>> {
+    /// Takes room in the window. Returns its number; nothing if the same blob is in the window already. Before it waits,
+    /// those are sent that are not yet.
+    fn reserve(
+        &self,
+        name: (BlobId, Redundancy),
+        bytes: usize,
+        unsent: &mut Vec<u64>,
+    ) -> Result<Option<u64>> {
         let mut state = self.shared.state();
         let mut tried = false;
         loop {
@@ -174,12 +189,16 @@ impl ClusterBlobs {
                     return Ok(None);
                 }
                 // Another thread is just copying it. Who was told that it is taken may read it.
+                self.send(unsent);
+                state.copying += 1;
                 state = self.shared.wait(state);
+                state.copying -= 1;
                 continue;
             }
             if state.bytes == 0 || state.bytes + bytes <= self.shared.limit {
                 break;
             }
+            self.send(unsent);
             let next = state.next;
             match state.failure(next, |_| true) {
                 Some(Err(failure)) if tried => {
@@ -208,12 +227,15 @@ impl ClusterBlobs {
         let mut state = self.shared.state();
         let before = state.next;
         self.try_again(&mut state, before);
-        loop {
+        state.flushing += 1;
+        let flushed = loop {
             match state.failure(before, &counts) {
-                Some(result) => return result,
+                Some(result) => break result,
                 None => state = self.shared.wait(state),
             }
-        }
+        };
+        state.flushing -= 1;
+        flushed
     }
 }
 
@@ -251,6 +273,18 @@ impl ClusterBlobs {
     }
 }
 
+/// Blobs of the window that wait to be sent together. However the put ends, they are.
+struct Unsent<'a> {
+    blobs: &'a ClusterBlobs,
+    numbers: Vec<u64>,
+}
+
+impl Drop for Unsent<'_> {
+    fn drop(&mut self) {
+        self.blobs.send(&mut self.numbers);
+    }
+}
+
 impl Drop for ClusterBlobs {
     fn drop(&mut self) {
         drop((self.queue.take(), self.stop.take()));
@@ -274,7 +308,7 @@ impl Blobs for ClusterBlobs {
     }
 
     fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64> {
-        let mut taken = 0;
+        let (mut taken, mut unsent) = (0, Unsent { blobs: self, numbers: Vec::new() });
         for (blob, content) in blobs {
             let len = content.len() as u64;
             if content.is_empty() || content.len() > MAX_CONTENT {
@@ -287,7 +321,10 @@ impl Blobs for ClusterBlobs {
                 code => content.len().div_ceil(code.needed().max(1)) * code.width(),
             };
             let is_known = self.shared.known().names.contains(&name);
-            let number = if is_known { None } else { self.reserve(name, bytes)? };
+            let number = match is_known {
+                true => None,
+                false => self.reserve(name, bytes, &mut unsent.numbers)?,
+            };
             let Some(number) = number else {
                 self.shared.saved.fetch_add(len, Ordering::Relaxed);
                 continue;
@@ -300,9 +337,11 @@ impl Blobs for ClusterBlobs {
                 let mut state = self.shared.state();
                 state.window.insert(number, Some(entry));
                 state.contents.insert(blob, number);
+                if state.copying > 0 {
+                    self.shared.changed.notify_all();
+                }
             }
-            self.shared.changed.notify_all();
-            self.send(number);
+            unsent.numbers.push(number);
             taken += len;
         }
         Ok(taken)
@@ -314,7 +353,10 @@ impl Blobs for ClusterBlobs {
     }
 
     fn flush_available(&self) -> Result<()> {
-        self.flush_while(|entry| !entry.available)
+        self.shared.state().optimists += 1;
+        let flushed = self.flush_while(|entry| !entry.available);
+        self.shared.state().optimists -= 1;
+        flushed
     }
 
     fn put_record(&self, record: &[u8], keep: &Keep, lenient: bool) -> Result<Option<BlobId>> {
@@ -372,34 +414,48 @@ impl Shared {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What came of a blob.
-    fn end(&self, number: u64, result: Result<(), String>) {
+    /// What came of blobs.
+    fn end(&self, all: impl IntoIterator<Item = (u64, Result<(), String>)>) {
         let mut state = self.state();
-        match result {
-            Ok(()) => {
-                if let Some(entry) = state.remove(number) {
-                    let name = (entry.blob, entry.keep.redundancy);
-                    // If a peer went away meanwhile, nobody knows whether it was one that has it.
-                    let mut known = self.known();
-                    if known.losses == entry.losses {
-                        known.names.insert(name);
+        for (number, result) in all {
+            match result {
+                Ok(()) => {
+                    if let Some(entry) = state.remove(number) {
+                        let name = (entry.blob, entry.keep.redundancy);
+                        // If a peer went away meanwhile, nobody knows whether it was one that has it.
+                        let mut known = self.known();
+                        if known.losses == entry.losses {
+                            known.names.insert(name);
+                        }
+                    }
+                }
+                Err(reason) => {
+                    if let Some(Some(entry)) = state.window.get_mut(&number) {
+                        entry.status = Status::Failed(reason);
                     }
                 }
             }
-            Err(reason) => {
-                if let Some(Some(entry)) = state.window.get_mut(&number) {
-                    entry.status = Status::Failed(reason);
-                }
-            }
         }
+        // Who waits for room is woken when there is some worth it: to wake a thread costs as much as to copy a chunk. What
+        // has failed keeps its room, and then there may never be that much.
+        let is_room = state.bytes <= self.limit - self.limit / WORTH;
+        let worth = is_room || state.flushing > 0 || state.has_failed();
         drop(state);
-        self.changed.notify_all();
+        if worth {
+            self.changed.notify_all();
+        }
     }
 
-    /// Changes a blob of the window.
-    fn change(&self, number: u64, change: impl FnOnce(&mut Entry)) {
-        if let Some(Some(entry)) = self.state().window.get_mut(&number) {
-            change(entry);
+    /// These can be read already.
+    fn set_available(&self, numbers: impl Iterator<Item = u64>) {
+        let mut state = self.state();
+        for number in numbers {
+            if let Some(Some(entry)) = state.window.get_mut(&number) {
+                entry.available = true;
+            }
+        }
+        if state.optimists > 0 {
+            self.changed.notify_all();
         }
     }
 }
@@ -412,39 +468,44 @@ struct UnderWay {
 }
 
 impl UnderWay {
-    fn end(mut self, result: Result<(), String>) {
-        self.done = true;
-        self.shared.end(self.number, result);
+    fn end_all(shared: &Shared, all: Vec<(UnderWay, Result<(), String>)>) {
+        shared.end(all.into_iter().map(|(mut one, result)| {
+            one.done = true;
+            (one.number, result)
+        }));
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
         if !self.done {
-            self.shared.end(self.number, Err("the work on it was given up".into()));
+            self.shared.end([(self.number, Err("the work on it was given up".into()))]);
         }
     }
 }
 
 /// Takes what is put, asks the peers about it, and sends what they do not have.
-async fn drive(shared: Arc<Shared>, mut queue: mpsc::UnboundedReceiver<u64>) {
+async fn drive(shared: Arc<Shared>, mut queue: mpsc::UnboundedReceiver<Vec<u64>>) {
     let questions = Arc::new(Semaphore::new(QUESTIONS));
+    let mut waiting = Vec::new();
     while let Some(first) = queue.recv().await {
-        let permit = questions.clone().acquire_owned().await;
-        let mut batch = vec![first];
-        // What came while the peers were asked about the last ones.
-        while batch.len() < ASKED
-            && let Ok(more) = queue.try_recv()
-        {
-            batch.push(more);
+        waiting.extend(first);
+        while !waiting.is_empty() {
+            let permit = questions.clone().acquire_owned().await;
+            // What came while the peers were asked about the last ones.
+            while waiting.len() < ASKED
+                && let Ok(more) = queue.try_recv()
+            {
+                waiting.extend(more);
+            }
+            let begin = |number| UnderWay { shared: shared.clone(), number, done: false };
+            let batch = waiting.drain(..waiting.len().min(ASKED)).map(begin).collect();
+            let shared = shared.clone();
+            tokio::spawn(async move {
+                let _permit = permit;
+                ask(&shared, batch).await;
+            });
         }
-        let begin = |number| UnderWay { shared: shared.clone(), number, done: false };
-        let batch: Vec<_> = batch.into_iter().map(begin).collect();
-        let shared = shared.clone();
-        tokio::spawn(async move {
-            let _permit = permit;
-            ask(&shared, batch).await;
-        });
     }
 }
 
@@ -463,25 +524,26 @@ async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
     for (keep, blobs) in groups {
         let names: Vec<_> = blobs.iter().map(|(blob, ..)| *blob).collect();
         let known = shared.cluster.known(&names, &keep).await;
-        let mut unknown = Vec::new();
+        let (mut unknown, mut ended) = (Vec::new(), Vec::new());
         for ((blob, content, one), is_known) in blobs.into_iter().zip(known) {
             if is_known {
                 shared.saved.fetch_add(content.len() as u64, Ordering::Relaxed);
-                one.end(Ok(()));
+                ended.push((one, Ok(())));
             } else {
                 unknown.push((blob, content, one));
             }
         }
+        UnderWay::end_all(shared, ended);
         while !unknown.is_empty() {
             let rest = unknown.split_off(unknown.len().min(TOGETHER));
-            tokio::spawn(cut_all(shared.clone(), keep, unknown));
+            tokio::spawn(cut_and_store(shared.clone(), keep, unknown));
             unknown = rest;
         }
     }
 }
 
-/// Cuts blobs, and has each of them sent.
-async fn cut_all(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Content, UnderWay)>) {
+/// Cuts blobs, and sends them to their peers.
+async fn cut_and_store(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Content, UnderWay)>) {
     let permit = shared.cutters.acquire().await;
     let cutting = tokio::task::spawn_blocking(move || {
         let cut = |(blob, content, one)| match content {
@@ -493,28 +555,34 @@ async fn cut_all(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Content, U
     // If it panics or is given up, so are they.
     let Ok(all) = cutting.await else { return };
     drop(permit);
-    for (whole, one) in all {
-        shared.change(one.number, |entry| entry.content = Content::Cut(whole.clone()));
-        tokio::spawn(store(shared.clone(), keep.redundancy, whole, one));
+    let (mut wholes, mut under_way) = (Vec::new(), Vec::new());
+    {
+        let mut state = shared.state();
+        for (whole, one) in all {
+            if let Some(Some(entry)) = state.window.get_mut(&one.number) {
+                entry.content = Content::Cut(whole.clone());
+            }
+            wholes.push(whole);
+            under_way.push(Some(one));
+        }
     }
-}
-
-/// Sends a blob to its peers.
-async fn store(
-    shared: Arc<Shared>,
-    redundancy: Redundancy,
-    whole: Arc<(Description, Blocks)>,
-    one: UnderWay,
-) {
-    let number = one.number;
-    let available = || {
-        shared.change(number, |entry| entry.available = true);
-        shared.changed.notify_all();
+    let tell = |news: Vec<(usize, Progress)>| {
+        let (mut available, mut ended) = (Vec::new(), Vec::new());
+        for (blob, progress) in news {
+            match progress {
+                Progress::Available => {
+                    available.extend(under_way[blob].as_ref().map(|one| one.number));
+                }
+                Progress::Ended(stored) => {
+                    let sent = stored.as_ref().map_or(0, |stored| stored.sent);
+                    shared.sent.fetch_add(sent, Ordering::Relaxed);
+                    let result = stored.map(drop).map_err(|error| error.to_string());
+                    ended.extend(under_way[blob].take().map(|one| (one, result)));
+                }
+            }
+        }
+        shared.set_available(available.into_iter());
+        UnderWay::end_all(&shared, ended);
     };
-    let stored = shared.cluster.store(&whole.0, &whole.1, redundancy, available).await;
-    drop(whole);
-    if let Ok(stored) = &stored {
-        shared.sent.fetch_add(stored.sent, Ordering::Relaxed);
-    }
-    one.end(stored.map(drop).map_err(|error| error.to_string()));
+    shared.cluster.store(wholes, keep.redundancy, tell).await;
 }

@@ -18,12 +18,13 @@ use tokio::time::timeout;
 
 use super::collect::{Collected, Partial, Whole};
 use super::connection::Connection;
-use super::fragment::{Blocks, Description, Fragment, encode};
+use super::fragment::{Blocks, Description, Fragment, MAX_CONTENT, encode};
 use super::identity::Security;
 use super::members::{Member, MemberState, Members, Places};
 use super::redundancy::{Keep, Redundancy};
 use super::space::Reserved;
 use super::ways::Ways;
+use super::wire::MAX_PUT;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
@@ -64,6 +65,84 @@ pub struct Stored {
     pub sent: u64,
     /// Fragments that are durable, each on a peer of its own: all of them.
     pub durable: usize,
+}
+
+/// How a blob that is stored goes on.
+pub(super) enum Progress {
+    /// What is durable is enough to read it.
+    Available,
+    /// It is stored, or cannot be.
+    Ended(Result<Stored>),
+}
+
+/// What came of a blob's fragments so far.
+struct Tally {
+    /// Fragments that are durable, and of which nothing is known yet.
+    durable: usize,
+    left: usize,
+    /// As many are enough to read it.
+    needed: usize,
+    /// Bytes of all its blocks.
+    bytes: u64,
+    failed: Option<Error>,
+}
+
+impl Tally {
+    fn new(description: &Description, width: usize) -> Tally {
+        let (needed, bytes) = (description.needed(), (width * description.block_len()) as u64);
+        Tally { durable: 0, left: width, needed, bytes, failed: None }
+    }
+
+    /// What came of one more.
+    fn add(&mut self, result: Result<()>, blob: usize, news: &mut Vec<(usize, Progress)>) {
+        self.left -= 1;
+        match result {
+            Ok(()) => {
+                self.durable += 1;
+                if self.durable == self.needed {
+                    news.push((blob, Progress::Available));
+                }
+            }
+            Err(error) => self.failed = Some(error),
+        }
+        if self.left == 0 {
+            let stored = Stored { sent: self.bytes, durable: self.durable };
+            news.push((blob, Progress::Ended(self.failed.take().map_or(Ok(stored), Err))));
+        }
+    }
+}
+
+/// A fragment on its way to a peer.
+struct Giving {
+    /// The blob's number among those that are stored together.
+    blob: usize,
+    fragment: Fragment,
+    place: usize,
+    places: Arc<Places>,
+}
+
+/// The fragments for each member, as many together as one message can have.
+fn groups(mut all: Vec<Giving>) -> Vec<(usize, Vec<Giving>)> {
+    // In the order of the blobs for each.
+    all.sort_by_key(|one| one.places.member(one.place));
+    let mut groups: Vec<(usize, Vec<Giving>)> = Vec::new();
+    let mut bytes = 0;
+    for one in all {
+        let (member, len) = (one.places.member(one.place), one.fragment.block.len());
+        match groups.last_mut() {
+            Some((last, group))
+                if *last == member && group.len() < MAX_PUT && bytes + len <= MAX_CONTENT =>
+            {
+                bytes += len;
+                group.push(one);
+            }
+            _ => {
+                bytes = len;
+                groups.push((member, vec![one]));
+            }
+        }
+    }
+    groups
 }
 
 /// The peers of a cluster, as one place for blobs. Clones are the same.
@@ -140,46 +219,91 @@ impl Cluster {
 
     /// Stores a blob with its full redundancy, durably. After an error some of its fragments may be there.
     pub async fn put(&self, blob: &BlobId, content: &[u8], keep: &Keep) -> Result<Stored> {
-        let (description, blocks) = encode(blob, content, *keep);
-        self.store(&description, &blocks, keep.redundancy, || ()).await
+        let whole = Arc::new(encode(blob, content, *keep));
+        self.store_one(whole, keep.redundancy, || ()).await
     }
 
     /// Stores a blob that is cut already. `available` is called when what is durable is enough to read it.
+    pub(super) async fn store_one(
+        &self,
+        whole: Arc<(Description, Blocks)>,
+        redundancy: Redundancy,
+        mut available: impl FnMut(),
+    ) -> Result<Stored> {
+        let mut stored = None;
+        let tell = |news: Vec<(usize, Progress)>| {
+            for (_, progress) in news {
+                match progress {
+                    Progress::Available => available(),
+                    Progress::Ended(result) => stored = Some(result),
+                }
+            }
+        };
+        self.store(vec![whole], redundancy, tell).await;
+        stored.unwrap_or(Err(Error::TooFewPeers { peers: 0 }))
+    }
+
+    /// Stores blobs that are cut already, and tells of each, by its number among them, how it goes on: of many at once,
+    /// since each peer gets its fragments of all of them together.
     pub(super) async fn store(
         &self,
-        description: &Description,
-        blocks: &Blocks,
+        all: Vec<Arc<(Description, Blocks)>>,
         redundancy: Redundancy,
-        available: impl FnOnce(),
-    ) -> Result<Stored> {
-        let width = redundancy.width();
+        mut tell: impl FnMut(Vec<(usize, Progress)>),
+    ) {
         let members = self.inner.members();
-        if width == 0 || redundancy.needed() == 0 || width > members.all.len() {
-            return Err(Error::TooFewPeers { peers: members.all.len() });
+        let width = redundancy.width();
+        let peers = members.all.len();
+        if width == 0 || redundancy.needed() == 0 || width > peers {
+            let failed = |blob| (blob, Progress::Ended(Err(Error::TooFewPeers { peers })));
+            return tell((0..all.len()).map(failed).collect());
         }
-        let places = Arc::new(members.places(&description.blob, width));
+        let mut tallies: Vec<_> = all.iter().map(|whole| Tally::new(&whole.0, width)).collect();
+        let mut waiting = Vec::with_capacity(all.len() * width);
+        let mut news = Vec::new();
+        for (blob, whole) in all.into_iter().enumerate() {
+            let (description, blocks) = &*whole;
+            let places = Arc::new(members.places(&description.blob, width));
+            for place in 0..width {
+                let index = place % description.width();
+                let (description, block) = (description.clone(), blocks.share(index));
+                let fragment = Fragment { description, index: index as u8, block };
+                match places.first(place) {
+                    Some(place) => {
+                        waiting.push(Giving { blob, fragment, place, places: places.clone() });
+                    }
+                    None => tallies[blob].add(Err(Error::TooFewPeers { peers }), blob, &mut news),
+                }
+            }
+        }
         let mut giving = JoinSet::new();
-        for place in 0..width {
-            let index = place % description.width();
-            let block = blocks.share(index);
-            let fragment = Fragment { description: description.clone(), index: index as u8, block };
-            let (inner, members, places) = (self.inner.clone(), members.clone(), places.clone());
-            giving.spawn(async move { inner.give(&members, fragment, place, &places).await });
-        }
-        let (mut durable, mut failed, mut available) = (0, None, Some(available));
-        while let Some(given) = giving.join_next().await {
-            match given.unwrap_or_else(|error| Err(Error::BadArgument(error.to_string()))) {
-                Ok(()) => durable += 1,
-                Err(error) => failed = Some(error),
+        loop {
+            for (member, group) in groups(std::mem::take(&mut waiting)) {
+                let (inner, members) = (self.inner.clone(), members.clone());
+                giving.spawn(async move { inner.give(&members.all[member], group).await });
             }
-            if durable >= description.needed()
-                && let Some(available) = available.take()
-            {
-                available();
+            if !news.is_empty() {
+                tell(std::mem::take(&mut news));
+            }
+            let Some(given) = giving.join_next().await else { break };
+            // If it was given up, nobody knows what came of its fragments: see below.
+            for (mut one, result) in given.unwrap_or_default() {
+                let next = result.as_ref().err().and_then(|_| one.places.instead_of(one.place));
+                match (next, result) {
+                    (Some(place), Err(error)) => {
+                        tracing::warn!(%error, "a fragment goes to another peer");
+                        one.place = place;
+                        waiting.push(one);
+                    }
+                    (_, result) => tallies[one.blob].add(result, one.blob, &mut news),
+                }
             }
         }
-        let sent = (width * description.block_len()) as u64;
-        failed.map_or(Ok(Stored { sent, durable }), Err)
+        for (blob, tally) in tallies.into_iter().enumerate().filter(|(_, tally)| tally.left > 0) {
+            let reason = format!("{} of its fragments were given up", tally.left);
+            news.push((blob, Progress::Ended(Err(Error::NotStored { blobs: 1, reason }))));
+        }
+        tell(news);
     }
 
     /// Reads a blob into the start of `buf` and returns its length. What it returns has the name that was asked
@@ -266,28 +390,22 @@ impl Inner {
         self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Gives a fragment to the peer of this place, or to another one that has none.
-    async fn give(
-        &self,
-        members: &Members,
-        fragment: Fragment,
-        place: usize,
-        places: &Places,
-    ) -> Result<()> {
-        let too_few = Error::TooFewPeers { peers: members.all.len() };
-        let mut place = places.first(place).ok_or(too_few)?;
-        loop {
-            let put = |connection: Arc<Connection>| {
-                let fragment = fragment.clone();
-                async move { connection.put(fragment).await }
-            };
-            let member = &members.all[places.member(place)];
-            let Err(error) = self.ways.ask(member, put).await else { return Ok(()) };
-            match places.instead_of(place) {
-                Some(next) => place = next,
-                None => return Err(error),
+    /// Gives fragments to a member, and tells what came of each.
+    async fn give(&self, member: &Member, group: Vec<Giving>) -> Vec<(Giving, Result<()>)> {
+        let put = |connection: Arc<Connection>| {
+            let fragments = group.iter().map(|one| one.fragment.clone()).collect();
+            async move { connection.put_all(fragments).await }
+        };
+        match self.ways.ask(member, put).await {
+            Ok(results) => group.into_iter().zip(results).collect(),
+            Err(error) => {
+                // Each has the error of its own.
+                let failed = || {
+                    let (peer, reason) = (member.address.clone(), error.to_string());
+                    Err(Error::Peer { peer, kind: error.kind(), reason })
+                };
+                group.into_iter().map(|one| (one, failed())).collect()
             }
-            tracing::warn!(%error, "a fragment goes to another peer");
         }
     }
 

@@ -15,7 +15,7 @@ use super::fragment::{Fragment, Kind};
 use super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::identity::{Reader, Role, Security, Writer};
 use super::peer::{FragmentId, Held, Usage};
-use super::wire::{Answer, Hello, MAX_ASKED, MAX_DELETED, OLDEST, Request, VERSION};
+use super::wire::{Answer, Hello, MAX_ASKED, MAX_DELETED, MAX_PUT, OLDEST, Request, VERSION};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
@@ -125,8 +125,26 @@ impl Connection {
 
     /// Gives the peer a fragment. It is durable there when this returns.
     pub async fn put(&self, fragment: Fragment) -> Result<()> {
-        match self.ask(Request::Put(fragment)).await? {
-            Answer::Stored => Ok(()),
+        self.put_all(vec![fragment]).await?.pop().unwrap_or_else(|| Err(self.unexpected()))
+    }
+
+    /// The same for several, of which there are at most [`MAX_PUT`], with no more bytes than the longest content. Tells
+    /// of each whether it is durable.
+    pub async fn put_all(&self, fragments: Vec<Fragment>) -> Result<Vec<Result<()>>> {
+        let count = fragments.len();
+        debug_assert!((1..=MAX_PUT).contains(&count));
+        match self.ask(Request::Put(fragments)).await? {
+            Answer::Stored => Ok((0..count).map(|_| Ok(())).collect()),
+            Answer::Refused { which, reason } if which.len() == count => {
+                let failed = |kind| {
+                    let (peer, reason) = (self.address.clone(), reason.clone());
+                    Error::Peer { peer, kind, reason }
+                };
+                Ok(which
+                    .into_iter()
+                    .map(|one| one.map_or(Ok(()), |kind| Err(failed(kind))))
+                    .collect())
+            }
             _ => Err(self.unexpected()),
         }
     }

@@ -206,15 +206,6 @@ fn checksum(block: &[u8]) -> [u8; CHECKSUM] {
     XxHash3_64::oneshot(block).to_le_bytes()
 }
 
-/// Bytes of a description from which its length is known.
-pub(super) const LEAD: usize = 8;
-
-/// Bytes of the description that begins like this, if it is one.
-pub(super) fn bytes_of(lead: &[u8]) -> usize {
-    let numbers = lead.get(6..LEAD).unwrap_or_default();
-    HEADER + CHECKSUM * numbers.iter().copied().map(usize::from).sum::<usize>()
-}
-
 impl Description {
     /// Bytes of the longest one.
     pub(super) const LONGEST: usize = HEADER + MAX_WIDTH * CHECKSUM;

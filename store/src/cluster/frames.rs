@@ -44,18 +44,19 @@ pub(crate) async fn read_header_within(
     }
 }
 
-/// The body behind a header. The block of a put begins at the start of a page, so that it can go to the disk as it is.
+/// The body behind a header. The first block of a put begins at the start of a page, and so do the others if they are as
+/// long as pages: then they can go to the disk as they are.
 pub(crate) async fn read_body(
     reader: &mut (impl AsyncRead + Unpin),
     header: &Header,
 ) -> io::Result<Bytes> {
     let read = async {
         let mut lead = [0; wire::LEAD];
-        let has_block = header.kind == wire::PUT && header.len >= lead.len();
-        let (at, lead) = match has_block {
+        let has_blocks = header.kind == wire::PUT && header.len >= lead.len();
+        let (at, lead) = match has_blocks {
             true => {
                 reader.read_exact(&mut lead).await?;
-                (wire::block_at(&lead), &lead[..])
+                (wire::blocks_at(&lead), &lead[..])
             }
             false => (0, &[][..]),
         };

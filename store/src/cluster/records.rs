@@ -1,6 +1,5 @@
 //! The records of snapshots on the peers: what is left of the names when the catalog is lost.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -24,12 +23,11 @@ impl Cluster {
         let blob = BlobId::of(record);
         // As it is, so that whoever finds it can read it.
         let keep = Keep { compression: Compression::None, ..*keep };
-        let (description, blocks) = encode_record(&blob, record, keep);
-        let available = Cell::new(false);
-        let stored =
-            self.store(&description, &blocks, keep.redundancy, || available.set(true)).await;
+        let whole = Arc::new(encode_record(&blob, record, keep));
+        let mut available = false;
+        let stored = self.store_one(whole, keep.redundancy, || available = true).await;
         match stored {
-            Err(error) if !(lenient && available.get()) => Err(error),
+            Err(error) if !(lenient && available) => Err(error),
             _ => Ok(blob),
         }
     }

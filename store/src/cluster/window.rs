@@ -22,6 +22,12 @@ pub(super) struct State {
     pub(super) next_space: u64,
     /// Blobs that had to leave the window though they can only be read: they lack some of their redundancy.
     pub(super) degraded: HashSet<(BlobId, Keep)>,
+    /// Threads that wait until blobs are durable,
+    pub(super) flushing: usize,
+    /// those among them that are content when they can be read,
+    pub(super) optimists: usize,
+    /// and those that wait until another one has copied a blob.
+    pub(super) copying: usize,
 }
 
 /// A blob of the window.
@@ -70,6 +76,12 @@ impl State {
             }
         }
         Some(failed.map_or(Ok(()), |reason| Err(Error::NotStored { blobs, reason })))
+    }
+
+    /// Whether a blob of the window could not be stored.
+    pub(super) fn has_failed(&self) -> bool {
+        let has_failed = |entry: &Entry| matches!(entry.status, Status::Failed(_));
+        self.window.values().flatten().any(has_failed)
     }
 
     /// Takes a blob out of the window.

@@ -15,21 +15,25 @@
 
 use bytes::Bytes;
 
-use super::fragment::{self, Description, Fragment, Kind, MAX_CONTENT};
+use super::fragment::{Description, Fragment, Kind, MAX_CONTENT};
 use super::peer::{FragmentId, Held, Usage};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
-/// The version of this protocol, and the oldest one that is still understood.
-pub const VERSION: u16 = 1;
+/// The version of this protocol, and the oldest one that is still understood. Version 1 was never released.
+pub const VERSION: u16 = 2;
 /// See [`VERSION`].
-pub const OLDEST: u16 = 1;
+pub const OLDEST: u16 = 2;
 
 /// Bytes before a body.
 pub const HEADER: usize = 16;
 
-/// The longest body: a block, its description, and some.
+/// The longest body: blocks, their descriptions, and some.
 pub const MAX_BODY: usize = MAX_CONTENT + 8192;
+
+/// The most fragments that are put at once. Their blocks have no more bytes than the longest content.
+pub const MAX_PUT: usize = 16;
+const _: () = assert!(LEAD + MAX_PUT * (1 + Description::LONGEST) <= MAX_BODY - MAX_CONTENT);
 
 /// The most blobs in one question.
 pub const MAX_ASKED: usize = 4096;
@@ -103,8 +107,8 @@ pub struct Hello {
 pub enum Request {
     /// The first one of a connection.
     Hello(Hello),
-    /// Take this fragment. Answered when it is durable.
-    Put(Fragment),
+    /// Take these fragments: one to [`MAX_PUT`]. Answered when they are durable.
+    Put(Vec<Fragment>),
     /// Give all fragments of this blob.
     Get(BlobId),
     /// What is there of each of these blobs?
@@ -136,8 +140,15 @@ pub enum Request {
 pub enum Answer {
     /// To a hello: the version that is spoken, and who speaks.
     Welcome(u16, PeerId),
-    /// The fragment is durable.
+    /// All the fragments are durable.
     Stored,
+    /// Not all of them are.
+    Refused {
+        /// For each fragment: what kind of failure, or nothing if it is durable.
+        which: Vec<Option<ErrorKind>>,
+        /// Why, for one of them.
+        reason: String,
+    },
     /// The fragments of a blob.
     Fragments(Vec<Fragment>),
     /// For each blob that was asked for, what is there.
@@ -172,6 +183,7 @@ const FAILED: u16 = 106;
 const DELETED: u16 = 107;
 const LISTED: u16 = 108;
 const RESERVED: u16 = 109;
+const REFUSED: u16 = 110;
 
 /// Kinds of failures, as they are sent.
 pub(crate) const KINDS: [ErrorKind; 5] = [
@@ -194,10 +206,9 @@ impl Request {
                 let numbers = [oldest.to_le_bytes(), newest.to_le_bytes()].concat();
                 (HELLO, [&MAGIC[..], &numbers].concat())
             }
-            Request::Put(fragment) => {
-                let mut body = Vec::new();
-                write_fragment(&mut body, fragment);
-                (PUT, body)
+            Request::Put(_) => {
+                let (kind, parts) = self.to_parts();
+                (kind, parts.concat())
             }
             Request::Get(blob) => (GET, blob.as_bytes().to_vec()),
             Request::Have { renew, blobs } => {
@@ -224,7 +235,16 @@ impl Request {
     /// The same without joining it: blocks are shared.
     pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
         match self {
-            Request::Put(fragment) => (PUT, vec![head_of(fragment).into(), fragment.block.clone()]),
+            Request::Put(fragments) => {
+                let mut heads = Vec::with_capacity(LEAD + fragments.len() * 128);
+                heads.extend_from_slice(&(fragments.len() as u16).to_le_bytes());
+                heads.extend_from_slice(&[0; 2]);
+                fragments.iter().for_each(|fragment| write_head(&mut heads, fragment));
+                let len = (heads.len() - LEAD) as u16;
+                heads[2..LEAD].copy_from_slice(&len.to_le_bytes());
+                let blocks = fragments.iter().map(|fragment| fragment.block.clone());
+                (PUT, std::iter::once(heads.into()).chain(blocks).collect())
+            }
             request => {
                 let (kind, body) = request.to_body();
                 (kind, vec![body.into()])
@@ -248,7 +268,7 @@ impl Request {
                 let (oldest, newest) = (body.u16()?, body.u16()?);
                 Request::Hello(Hello { oldest, newest })
             }
-            PUT => Request::Put(body.fragment()?),
+            PUT => Request::Put(body.fragments()?),
             GET => Request::Get(body.blob()?),
             HAVE => {
                 let renew = body.flag()?;
@@ -298,9 +318,18 @@ impl Answer {
                 WELCOME
             }
             Answer::Stored => STORED,
+            Answer::Refused { which, reason } => {
+                body.push(which.len() as u8);
+                body.extend(which.iter().map(|kind| kind.map_or(0, |kind| 1 + number_of(kind))));
+                body.extend_from_slice(reason.as_bytes());
+                REFUSED
+            }
             Answer::Fragments(fragments) => {
                 body.extend_from_slice(&(fragments.len() as u16).to_le_bytes());
-                fragments.iter().for_each(|fragment| write_fragment(&mut body, fragment));
+                for fragment in fragments {
+                    write_head(&mut body, fragment);
+                    body.extend_from_slice(&fragment.block);
+                }
                 FRAGMENTS
             }
             Answer::Held(all) => {
@@ -344,7 +373,9 @@ impl Answer {
         };
         let mut parts = vec![Bytes::copy_from_slice(&(fragments.len() as u16).to_le_bytes())];
         for fragment in fragments {
-            parts.extend([head_of(fragment).into(), fragment.block.clone()]);
+            let mut head = Vec::new();
+            write_head(&mut head, fragment);
+            parts.extend([head.into(), fragment.block.clone()]);
         }
         (FRAGMENTS, parts)
     }
@@ -360,6 +391,18 @@ impl Answer {
         let answer = match kind {
             WELCOME => Answer::Welcome(body.u16()?, PeerId::from_bytes(body.take()?)),
             STORED => Answer::Stored,
+            REFUSED => {
+                let [count] = body.take()?;
+                let which = (0..count).map(|_| match body.take()? {
+                    [0] => Ok(None),
+                    [kind] => kind_of(kind - 1).map(Some),
+                });
+                let which = which.collect::<Result<Vec<_>>>()?;
+                if which.len() > MAX_PUT || which.iter().all(Option::is_none) {
+                    return Err(wrong("a refusal of nothing"));
+                }
+                Answer::Refused { which, reason: read_reason(std::mem::take(&mut body.0))? }
+            }
             FRAGMENTS => {
                 let count = body.u16()?;
                 Answer::Fragments((0..count).map(|_| body.fragment()).collect::<Result<_>>()?)
@@ -409,41 +452,44 @@ pub(crate) fn reason_of(error: &Error) -> String {
 
 /// A failure as peers and catalogs send it.
 pub(crate) fn failure_body(kind: ErrorKind, reason: &str) -> Vec<u8> {
-    let kind = KINDS.iter().position(|one| *one == kind).expect("all are listed");
-    [&[kind as u8], reason.as_bytes()].concat()
+    [&[number_of(kind)], reason.as_bytes()].concat()
 }
 
 /// Reads it back.
 pub(crate) fn read_failure(body: &[u8]) -> Result<(ErrorKind, String)> {
     let (kind, text) = body.split_first().ok_or_else(|| wrong("it is cut off"))?;
-    let kind = KINDS.get(usize::from(*kind)).ok_or_else(|| wrong("an unknown failure"))?;
+    Ok((kind_of(*kind)?, read_reason(text)?))
+}
+
+fn number_of(kind: ErrorKind) -> u8 {
+    KINDS.iter().position(|one| *one == kind).expect("all are listed") as u8
+}
+
+fn kind_of(number: u8) -> Result<ErrorKind> {
+    KINDS.get(usize::from(number)).copied().ok_or_else(|| wrong("an unknown failure"))
+}
+
+fn read_reason(text: &[u8]) -> Result<String> {
     if text.len() > MAX_TEXT {
         return Err(wrong("a reason of too many words"));
     }
     let text = std::str::from_utf8(text).map_err(|_| wrong("a reason without words"))?;
-    Ok((*kind, text.to_owned()))
+    Ok(text.to_owned())
 }
 
-/// The index, the description, and the block, which is as long as that says.
-fn write_fragment(body: &mut Vec<u8>, fragment: &Fragment) {
-    body.extend_from_slice(&head_of(fragment));
-    body.extend_from_slice(&fragment.block);
+/// What tells of a block: its index and its description, which says how long it is.
+fn write_head(body: &mut Vec<u8>, fragment: &Fragment) {
+    body.push(fragment.index);
+    fragment.description.write(body);
 }
 
-/// What comes before a fragment's block.
-fn head_of(fragment: &Fragment) -> Vec<u8> {
-    let mut head = vec![fragment.index];
-    fragment.description.write(&mut head);
-    head
-}
+/// Bytes of a put from which it is known where its blocks begin: how many there are, and the bytes of all heads.
+pub(super) const LEAD: usize = 4;
 
-/// Bytes of a put from which it is known where its block begins.
-pub(super) const LEAD: usize = 1 + fragment::LEAD;
-
-/// Where the block of a put begins, if it is one.
-pub(super) fn block_at(lead: &[u8; LEAD]) -> usize {
-    let [_, description @ ..] = lead;
-    1 + fragment::bytes_of(description)
+/// Where the blocks of a put begin, if it is one.
+pub(super) fn blocks_at(lead: &[u8; LEAD]) -> usize {
+    let [_, _, heads @ ..] = *lead;
+    LEAD + usize::from(u16::from_le_bytes(heads))
 }
 
 /// Bytes of a fragment in a body.
@@ -476,16 +522,43 @@ impl Body<'_> {
         self.take().map(u64::from_le_bytes)
     }
 
-    fn fragment(&mut self) -> Result<Fragment> {
+    fn head(&mut self) -> Result<(Description, u8)> {
         let [index] = self.take()?;
         let (description, rest) = Description::from_bytes(self.0)?;
-        let (block, rest) =
-            rest.split_at_checked(description.block_len()).ok_or_else(|| wrong("it is cut off"))?;
         self.0 = rest;
         if usize::from(index) >= description.width() {
             return Err(wrong("a block that does not exist"));
         }
+        Ok((description, index))
+    }
+
+    fn block(&mut self, (description, index): (Description, u8)) -> Result<Fragment> {
+        let (block, rest) = self
+            .0
+            .split_at_checked(description.block_len())
+            .ok_or_else(|| wrong("it is cut off"))?;
+        self.0 = rest;
         Ok(Fragment { description, index, block: self.1.slice_ref(block) })
+    }
+
+    /// One whose block is behind its head.
+    fn fragment(&mut self) -> Result<Fragment> {
+        let head = self.head()?;
+        self.block(head)
+    }
+
+    /// Those of a put: all heads, then all blocks.
+    fn fragments(&mut self) -> Result<Vec<Fragment>> {
+        let (count, len) = (usize::from(self.u16()?), usize::from(self.u16()?));
+        if !(1..=MAX_PUT).contains(&count) {
+            return Err(wrong("a put of nothing, or of too many fragments"));
+        }
+        let behind = self.0.len().checked_sub(len);
+        let heads = (0..count).map(|_| self.head()).collect::<Result<Vec<_>>>()?;
+        if behind != Some(self.0.len()) {
+            return Err(wrong("heads that are as long as they do not say"));
+        }
+        heads.into_iter().map(|head| self.block(head)).collect()
     }
 
     fn held(&mut self) -> Result<Held> {

@@ -105,7 +105,8 @@ impl Log {
 }
 
 /// The fragments of a segment behind `from`, by their records, and where the next group goes. They are durable. What
-/// has been damaged, or was not whole when the process ended, is left out.
+/// has been damaged, or was not whole when the process ended, is left out, and its place is not used again: its record
+/// would take what is there then for its own.
 fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<Known>, u64)> {
     let path = path_of(directory, number);
     let file = File::open(&path).map_err(|error| Error::io("reading", &path, error))?;
@@ -135,13 +136,13 @@ pub(super) fn scan_file(file: &File, key: &Key, number: u64, from: u64) -> (Vec<
                 }
             };
             let Some((_, known)) = decode(key, place, &record[..filled]) else { continue };
+            end = known.iter().map(Known::end).fold(end, u64::max);
             for one in known {
                 block.resize(one.description.block_len(), 0);
                 let whole = file.read_exact_at(&mut block, one.place.offset).is_ok();
                 if whole && one.description.matches(one.index.into(), &block) {
                     // What is whole holds no records.
                     at = at.max(one.end());
-                    end = end.max(one.end());
                     found.push(one);
                 }
             }

@@ -16,6 +16,7 @@ mod reclaim;
 mod served_tests;
 mod server;
 mod store;
+mod storing;
 mod table;
 #[cfg(test)]
 mod tests;

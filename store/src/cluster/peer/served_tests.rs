@@ -15,9 +15,11 @@ use super::tests::{CODE, flip, fragment};
 use super::{FragmentId, Held, PeerStore, serve};
 use crate::cluster::fragment::{Fragment, encode};
 use crate::cluster::identity::Security;
-use crate::cluster::wire::{Answer, HEADER, Header, Hello, MAX_BODY, Request};
+use crate::cluster::wire::{
+    Answer, HEADER, Header, Hello, MAX_BODY, MAX_PUT, OLDEST, Request, VERSION,
+};
 use crate::cluster::{Connection, Redundancy};
-use crate::error::ErrorKind;
+use crate::error::{Error, ErrorKind};
 use crate::id::BlobId;
 
 struct Peer {
@@ -98,6 +100,40 @@ async fn a_failure_is_told_with_its_kind_and_hurts_nobody_else() {
     peer.stop().await;
 }
 
+#[tokio::test]
+async fn of_many_that_are_put_at_once_each_is_told_of() {
+    let dir = TempDir::new().unwrap();
+    let peer = Peer::start(&dir, Some(48 << 10)).await;
+    let connection = peer.connect().await;
+    let mut all: Vec<_> = (1..5).map(|number| fragment(number, CODE, 0)).collect();
+    all[1].block = flip(&all[1].block, 100);
+    let kinds = |results: Vec<Result<(), Error>>| -> Vec<_> {
+        results.into_iter().map(|result| result.err().map(|error| error.kind())).collect()
+    };
+    let told = kinds(connection.put_all(all.clone()).await.unwrap());
+    let [corrupt, full] = [Some(ErrorKind::Corrupt), Some(ErrorKind::Unavailable)];
+    assert_eq!(told, [None, corrupt, None, None]);
+    let told = kinds(connection.put_all(vec![all[0].clone(), fragment(9, CODE, 0)]).await.unwrap());
+    assert_eq!(told, [None, full]);
+    let told = kinds(connection.put_all(vec![fragment(9, CODE, 0); 2]).await.unwrap());
+    assert_eq!(told, [full, full]);
+    for (at, one) in all.iter().enumerate() {
+        let found = connection.get(&one.description.blob).await.unwrap();
+        assert_eq!(found, if at == 1 { &[] } else { std::slice::from_ref(one) });
+    }
+    let small = |number: u8| {
+        let content = [number; 100];
+        let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
+        Fragment { description, index: 0, block: blocks.share(0) }
+    };
+    let many: Vec<_> = (0..MAX_PUT + 1).map(|number| small(number as u8)).collect();
+    let hello = frame(&Request::Hello(Hello { oldest: OLDEST, newest: VERSION }));
+    let too_many = say(&peer, &[hello, frame(&Request::Put(many))]).await;
+    assert!(matches!(too_many[..], [Answer::Welcome(..), Answer::Failed(ErrorKind::Corrupt, _)]));
+    assert_eq!(connection.usage().await.unwrap().fragments, 3);
+    peer.stop().await;
+}
+
 /// Says something, and returns all that is answered until the peer closes.
 async fn say(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Answer> {
     let mut stream = TcpStream::connect(peer.address).await.unwrap();
@@ -131,22 +167,28 @@ async fn who_does_not_speak_the_protocol_is_told_or_ignored() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let hello = |oldest, newest| frame(&Request::Hello(Hello { oldest, newest }));
-    let future = say(&peer, &[hello(2, 9)]).await;
-    assert!(
-        matches!(&future[..], [Answer::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
-    );
-    assert!(matches!(say(&peer, &[hello(0, 9)]).await[..], [Answer::Welcome(1, _)]));
+    let future = say(&peer, &[hello(VERSION + 1, 9)]).await;
+    let past = say(&peer, &[hello(0, OLDEST - 1)]).await;
+    for answer in [future, past] {
+        assert!(
+            matches!(&answer[..], [Answer::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
+        );
+    }
+    assert!(matches!(say(&peer, &[hello(0, 9)]).await[..], [Answer::Welcome(VERSION, _)]));
     let rude = say(&peer, &[frame(&Request::Usage)]).await;
     assert!(matches!(rude[..], [Answer::Failed(ErrorKind::Invalid, _)]));
-    let twice = say(&peer, &[hello(1, 1), hello(1, 1)]).await;
+    let twice = say(&peer, &[hello(VERSION, VERSION), hello(VERSION, VERSION)]).await;
     assert!(matches!(twice[..], [Answer::Welcome(..), Answer::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 77, number: 1, len: 3 }, vec![1, 2, 3]);
-    let confused = say(&peer, &[hello(1, 1), unknown]).await;
+    let confused = say(&peer, &[hello(VERSION, VERSION), unknown]).await;
     assert!(matches!(confused[..], [Answer::Welcome(..), Answer::Failed(ErrorKind::Corrupt, _)]));
     let long = (Header { kind: 2, number: 1, len: MAX_BODY + 1 }, vec![0; 100]);
-    assert!(matches!(say(&peer, &[hello(1, 1), long]).await[..], [Answer::Welcome(..)]));
+    assert!(matches!(
+        say(&peer, &[hello(VERSION, VERSION), long]).await[..],
+        [Answer::Welcome(..)]
+    ));
     let cut = (Header { kind: 2, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(say(&peer, &[hello(1, 1), cut]).await[..], [Answer::Welcome(..)]));
+    assert!(matches!(say(&peer, &[hello(VERSION, VERSION), cut]).await[..], [Answer::Welcome(..)]));
     assert_eq!(peer.connect().await.usage().await.unwrap().fragments, 0, "it goes on");
     peer.stop().await;
 }
@@ -162,7 +204,7 @@ fn large(number: u8) -> Fragment {
 /// A client that says hello and something more, and then nothing; it takes no answers.
 async fn silent(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> TcpStream {
     let mut stream = TcpStream::connect(peer.address).await.unwrap();
-    let hello = frame(&Request::Hello(Hello { oldest: 1, newest: 1 }));
+    let hello = frame(&Request::Hello(Hello { oldest: OLDEST, newest: VERSION }));
     for (header, body) in std::iter::once(&hello).chain(frames) {
         // It may have been ended.
         let _ = stream.write_all(&[&header.to_bytes()[..], body].concat()).await;
@@ -228,7 +270,7 @@ async fn clients_that_do_not_end_their_requests_do_not_stop_the_others() {
     let one = large(1);
     good.put(one.clone()).await.unwrap();
     // Of a put of 4 MiB, the start.
-    let (header, mut body) = frame(&Request::Put(large(2)));
+    let (header, mut body) = frame(&Request::Put(vec![large(2)]));
     body.truncate(1000);
     let mut clients = Vec::new();
     for _ in 0..50 {

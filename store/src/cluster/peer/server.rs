@@ -21,9 +21,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
 
-use super::super::fragment::{Fragment, MAX_CONTENT};
+use super::super::fragment::MAX_CONTENT;
 use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::super::identity::{Role, Security};
 use super::super::wire::{
@@ -32,6 +31,7 @@ use super::super::wire::{
 };
 use super::limits::{Limits, Memory, Place, Stranger};
 use super::store::{PeerStore, Room};
+use super::storing::{Asker, Put, keep};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Connections at a time.
@@ -49,45 +49,21 @@ const IDLE: Duration = Duration::from_secs(600);
 /// How long a client may take for its first words.
 const GREETING: Duration = Duration::from_secs(10);
 
-/// More fragments are waited for while some come within this time, so many times, and until there are so many.
-const GATHER: Duration = Duration::from_millis(5);
-const TIMES: usize = 8;
-const MANY: usize = 64;
-
-/// How long nothing comes before the table is told of little.
-const QUIET: Duration = Duration::from_secs(1);
-
-/// Bytes of fragments that are written together.
-const BATCH: usize = 8 << 20;
-
-/// Bytes of fragments that wait for one sync at most.
-const GROUP: usize = 64 << 20;
-
 /// An answer, and the memory that is free when it is sent.
-struct Outgoing {
+pub(super) struct Outgoing {
     number: u64,
     answer: Answer,
     _memory: Memory,
 }
 
 impl Outgoing {
-    fn new(number: u64, answer: Answer, mut memory: Memory) -> Outgoing {
+    pub(super) fn new(number: u64, answer: Answer, mut memory: Memory) -> Outgoing {
         memory.answered(answer_units(&answer));
         Outgoing { number, answer, _memory: memory }
     }
 }
 
-type Answers = mpsc::UnboundedSender<Outgoing>;
-
-/// A fragment on its way in.
-struct Put {
-    fragment: Fragment,
-    /// What its client has reserved.
-    room: Arc<Room>,
-    number: u64,
-    answers: Answers,
-    memory: Memory,
-}
+pub(super) type Answers = mpsc::UnboundedSender<Outgoing>;
 
 /// Serves connections until `stop` ends.
 pub async fn serve(
@@ -192,10 +168,9 @@ async fn connection(
         let body = read_body(&mut reader, &header).await?;
         memory.received();
         match Request::from_bytes(header.kind, &body) {
-            Ok(Request::Put(fragment)) => {
-                let (number, answers) = (header.number, answers.clone());
-                let room = room.clone();
-                let put = Put { fragment, room, number, answers, memory };
+            Ok(Request::Put(fragments)) => {
+                let asker = Asker { number: header.number, answers: answers.clone(), memory };
+                let put = Put { fragments, room: room.clone(), asker };
                 // It ends after the last connection, unless it has panicked.
                 puts.send(put).map_err(|_| io::Error::other("nothing can be stored"))?;
             }
@@ -340,109 +315,4 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
             return Err(Error::BadArgument("a connection has one hello".into()));
         }
     })
-}
-
-/// Waits for something to store. The table is told meanwhile what is durable: of much at once, of little when nothing
-/// comes for a while.
-fn next_put(
-    store: &PeerStore,
-    waiting: &mut mpsc::UnboundedReceiver<Put>,
-    runtime: &Handle,
-) -> Option<Put> {
-    let settle = |much| {
-        if let Err(error) = store.settle(much) {
-            tracing::warn!(%error, "the table of fragments cannot be written; it is tried again");
-        }
-    };
-    settle(true);
-    match runtime.block_on(async { timeout(QUIET, waiting.recv()).await }) {
-        Ok(next) => next,
-        Err(_) => {
-            settle(false);
-            waiting.blocking_recv()
-        }
-    }
-}
-
-/// Stores what comes, until nobody is left who could send more.
-fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>, runtime: &Handle) {
-    let mut next = waiting.blocking_recv();
-    let mut last = 0;
-    while next.is_some() {
-        // To sync costs the same for one and for many. One that comes alone does not wait.
-        if last > 1 {
-            gather(&waiting);
-        }
-        let mut group = Vec::new();
-        let mut bytes = 0;
-        while let Some(first) = next.take() {
-            bytes += first.fragment.block.len();
-            let mut batch = vec![first];
-            let mut len = 0;
-            while len < BATCH
-                && let Ok(more) = waiting.try_recv()
-            {
-                len += more.fragment.block.len();
-                batch.push(more);
-            }
-            bytes += len;
-            put(store, batch, &mut group);
-            if bytes < GROUP {
-                next = waiting.try_recv().ok();
-            }
-        }
-        let flushed = store.flush();
-        last = group.len();
-        for (number, answers, memory) in group {
-            let answer = match &flushed {
-                Ok(()) => Answer::Stored,
-                Err(error) => Answer::failed(error),
-            };
-            // The client may have gone.
-            let _ = answers.send(Outgoing::new(number, answer, memory));
-        }
-        next = next_put(store, &mut waiting, runtime);
-    }
-}
-
-/// Waits for more while it comes.
-fn gather(waiting: &mpsc::UnboundedReceiver<Put>) {
-    let mut before = waiting.len();
-    for _ in 0..TIMES {
-        if before >= MANY {
-            return;
-        }
-        thread::sleep(GATHER);
-        let now = waiting.len();
-        if now == before {
-            return;
-        }
-        before = now;
-    }
-}
-
-/// Writes a batch. What was taken joins the group that is to be synced.
-fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<(u64, Answers, Memory)>) {
-    let mut fragments = Vec::with_capacity(batch.len());
-    let mut rooms = Vec::with_capacity(batch.len());
-    let mut rest = Vec::with_capacity(batch.len());
-    for Put { fragment, room, number, answers, memory } in batch {
-        fragments.push(fragment);
-        rooms.push(room);
-        rest.push((number, answers, memory));
-    }
-    let results = store.put_in(&fragments, |at| Some(&*rooms[at]));
-    for (at, (number, answers, memory)) in rest.into_iter().enumerate() {
-        let error = match &results {
-            Ok(results) => results[at].as_ref().err(),
-            Err(error) => Some(error),
-        };
-        match error {
-            None => group.push((number, answers, memory)),
-            Some(error) => {
-                let answer = Answer::failed(error);
-                let _ = answers.send(Outgoing::new(number, answer, memory));
-            }
-        }
-    }
 }

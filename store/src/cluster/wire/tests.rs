@@ -51,7 +51,7 @@ fn held() -> impl Strategy<Value = Held> {
 fn request() -> impl Strategy<Value = Request> {
     prop_oneof![
         any::<(u16, u16)>().prop_map(|(oldest, newest)| Request::Hello(Hello { oldest, newest })),
-        fragment().prop_map(Request::Put),
+        vec(fragment(), 1..4).prop_map(Request::Put),
         blob().prop_map(Request::Get),
         (any::<bool>(), vec(blob(), 0..20))
             .prop_map(|(renew, blobs)| Request::Have { renew, blobs }),
@@ -69,6 +69,13 @@ fn answer() -> impl Strategy<Value = Answer> {
         any::<(u16, [u8; 16])>()
             .prop_map(|(version, id)| Answer::Welcome(version, PeerId::from_bytes(id))),
         Just(Answer::Stored),
+        (vec(proptest::option::of(0usize..5), 0..8), 0usize..5, ".{0,40}").prop_map(
+            |(mut which, last, reason)| {
+                which.push(Some(last));
+                let which = which.into_iter().map(|kind| kind.map(|kind| KINDS[kind])).collect();
+                Answer::Refused { which, reason }
+            }
+        ),
         vec(fragment(), 0..4).prop_map(Answer::Fragments),
         vec(vec(held(), 0..4), 0..8).prop_map(Answer::Held),
         any::<[u64; 4]>().prop_map(|[capacity, used, reserved, fragments]| {
