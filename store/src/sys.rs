@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{self, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -38,6 +38,17 @@ pub(crate) fn write_all_at(file: &File, slices: &[&[u8]], offset: u64) -> io::Re
         at += slice.len() as u64;
     }
     Ok(())
+}
+
+/// Whoever waits for a socket to be readable is woken when there are so many bytes, or no more will come.
+pub(crate) fn set_least_to_read(socket: BorrowedFd<'_>, bytes: libc::c_int) -> io::Result<()> {
+    let len = size_of_val(&bytes) as libc::socklen_t;
+    // SAFETY: the kernel reads the value, which is as long as said, and the descriptor is open while it is borrowed.
+    let set = unsafe {
+        let (fd, value) = (socket.as_raw_fd(), (&raw const bytes).cast());
+        libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, len)
+    };
+    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Allocates a part of the file, which then has at least that length. Old content stays.

@@ -30,7 +30,7 @@ use bytes::Bytes;
 use twox_hash::XxHash3_64;
 
 use super::buffers::Buffer;
-use super::code::code;
+use super::code;
 use super::compression::{Codec, compress, decompress};
 use super::redundancy::{Keep, MAX_WIDTH, Redundancy};
 use crate::error::{Error, Result};
@@ -182,9 +182,7 @@ pub(super) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Des
     if parity > 0 {
         let cut: Vec<_> = cut.chunks(len).collect();
         let mut computed: Vec<_> = computed.chunks_mut(len).collect();
-        code(data, parity)
-            .encode_sep(&cut, &mut computed)
-            .expect("the blocks are as many and as long as the code wants them");
+        code::encode(&code::code(data, parity), &cut, &mut computed);
     }
     let blocks = Blocks { cut, parity: computed.share(), len };
     let width = usize::from(data) + usize::from(parity);
@@ -373,7 +371,7 @@ impl Description {
                 Some(block.as_ref().to_vec())
             })
             .collect();
-        let code = code(self.data, self.parity);
+        let code = code::code(self.data, self.parity);
         let done =
             if only_data { code.reconstruct_data(&mut all) } else { code.reconstruct(&mut all) };
         done.map_err(|error| wrong(format!("it cannot be put together: {error}")))?;

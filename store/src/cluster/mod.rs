@@ -32,6 +32,7 @@ mod known;
 mod members;
 pub mod membership;
 mod names;
+mod patient;
 pub mod peer;
 pub mod placement;
 mod records;

@@ -15,10 +15,11 @@ use super::server::{Answers, Outgoing};
 use super::store::{PeerStore, Room};
 use crate::error::{Error, Result};
 
-/// More fragments are waited for while some come within this time, so many times, and until there are so many.
+/// More fragments are waited for while some come within this time, so many times, and until there are so many bytes. A
+/// client has 64 MiB of them on their way to all its peers, and must not come to a halt.
 const GATHER: Duration = Duration::from_millis(5);
 const TIMES: usize = 8;
-const MANY: usize = 64;
+const MUCH: usize = 2 << 20;
 
 /// How long nothing comes before the table is told of little.
 const QUIET: Duration = Duration::from_secs(1);
@@ -105,53 +106,53 @@ fn next_put(
 pub(super) fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>, runtime: &Handle) {
     let mut next = waiting.blocking_recv();
     let mut last = 0;
-    while next.is_some() {
-        // To sync costs the same for one and for many. One that comes alone does not wait.
-        if last > 1 {
-            gather(&waiting);
-        }
-        let mut group = Vec::new();
-        let mut bytes = 0;
-        while let Some(first) = next.take() {
-            let mut len = first.bytes();
-            let mut batch = vec![first];
-            while len < BATCH
-                && let Ok(more) = waiting.try_recv()
-            {
-                len += more.bytes();
-                batch.push(more);
-            }
-            bytes += len;
-            put(store, batch, &mut group);
-            if bytes < GROUP {
-                next = waiting.try_recv().ok();
+    while let Some(first) = next {
+        let puts = gather(first, last > 1, &mut waiting);
+        last = puts.len();
+        let (mut batch, mut bytes, mut group) = (Vec::new(), 0, Vec::new());
+        for one in puts {
+            bytes += one.bytes();
+            batch.push(one);
+            if bytes >= BATCH {
+                put(store, std::mem::take(&mut batch), &mut group);
+                bytes = 0;
             }
         }
+        put(store, batch, &mut group);
         let flushed = store.flush();
-        last = group.len();
         group.into_iter().for_each(|one| one.answer(&flushed));
         next = next_put(store, &mut waiting, runtime);
     }
 }
 
-/// Waits for more while it comes.
-fn gather(waiting: &mpsc::UnboundedReceiver<Put>) {
-    let mut before = waiting.len();
-    for _ in 0..TIMES {
-        if before >= MANY {
-            return;
+/// What waits; and, since a sync costs the same for one and for many, what comes in the next moments, if there are `more`
+/// to be expected. One that comes alone does not wait.
+fn gather(first: Put, more: bool, waiting: &mut mpsc::UnboundedReceiver<Put>) -> Vec<Put> {
+    let mut bytes = first.bytes();
+    let mut all = vec![first];
+    for time in 0..=TIMES {
+        let before = all.len();
+        while bytes < GROUP
+            && let Ok(more) = waiting.try_recv()
+        {
+            bytes += more.bytes();
+            all.push(more);
+        }
+        let is_alone = time == 0 && !more && all.len() == 1;
+        let is_end = time > 0 && all.len() == before;
+        if is_alone || is_end || bytes >= MUCH || time == TIMES {
+            break;
         }
         thread::sleep(GATHER);
-        let now = waiting.len();
-        if now == before {
-            return;
-        }
-        before = now;
     }
+    all
 }
 
 /// Writes a batch. What was taken joins the group that is to be synced.
 fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<Written>) {
+    if batch.is_empty() {
+        return;
+    }
     let mut fragments = Vec::new();
     // For each fragment, whose it is, and which of those.
     let mut owners = Vec::new();
