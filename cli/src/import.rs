@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -15,8 +16,8 @@ use std::thread;
 use std::time::Instant;
 
 use cairn_store::{
-    ChunkId, ChunkIndex, ErrorKind, Geometry, ImageName, MAX_SIZE, PutChunk, Repository, Root,
-    SECTOR_SIZE, is_zero,
+    ChunkId, ChunkIndex, Error as StoreError, ErrorKind, Geometry, ImageName, MAX_SIZE, PutChunk,
+    Repository, Root, SECTOR_SIZE, SnapshotState, Space, is_zero,
 };
 
 use crate::args::Style;
@@ -50,7 +51,7 @@ pub(crate) fn import(
     match repository.image(image) {
         Ok(_) => {
             let name = image.to_string();
-            return Err(cairn_store::Error::ImageExists { name }).doing(doing);
+            return Err(StoreError::ImageExists { name }).doing(doing);
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error).doing(doing),
@@ -80,6 +81,12 @@ pub(crate) fn import(
             size(snapshot.saved_bytes.max(data_bytes - stored_bytes)),
             size(snapshot.sent_bytes),
             start.elapsed().as_secs_f64()
+        );
+    }
+    if snapshot.state == SnapshotState::Available {
+        let name = snapshot.name();
+        eprintln!(
+            "warning: {name} can be read, and has less than its redundancy: a peer was lost meanwhile; repair completes it"
         );
     }
     print_name(&snapshot, style)
@@ -112,21 +119,39 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         let geometry = self.geometry(len)?;
         let progress = Progress::new(len);
         let doing = self.doing;
+        let _space = self.reserve(&file, len, geometry)?;
         self.store(Some((&file, len)), Some(geometry), |jobs| {
             let mut next = ChunkIndex(0);
-            while let Some(data) = next_data(&file, geometry.offset_of(next), len).doing(doing)? {
-                let last = geometry.chunk_of(data.end - 1);
-                for index in geometry.chunk_of(data.start).max(next).0..=last.0 {
+            while let Some(chunks) = next_chunks(&file, len, geometry, next).doing(doing)? {
+                next = ChunkIndex(chunks.end);
+                for index in chunks {
                     progress.set(geometry.offset_of(ChunkIndex(index)));
                     if jobs.send(Job::At(ChunkIndex(index))).is_err() {
                         return Ok(());
                     }
                 }
-                next = ChunkIndex(last.0 + 1);
             }
             Ok(())
         })?;
         Ok(geometry)
+    }
+
+    /// Reserves room for all that the file may need. It needs less if the repository has some of it, so it is tried
+    /// without, too: then it may fail late.
+    fn reserve(&self, file: &File, len: u64, geometry: Geometry) -> Outcome<Option<Space>> {
+        let (mut next, mut chunks) = (ChunkIndex(0), 0);
+        while let Some(found) = next_chunks(file, len, geometry, next).doing(self.doing)? {
+            chunks += found.end - found.start;
+            next = ChunkIndex(found.end);
+        }
+        match self.repository.reserve_space(chunks * self.chunk_size) {
+            Ok(space) => Ok(Some(space)),
+            Err(error @ StoreError::NoRoom { .. }) => {
+                eprintln!("warning: {error}; going on, in case much of it is stored already");
+                Ok(None)
+            }
+            Err(error) => Err(error).doing(self.doing),
+        }
     }
 
     /// Imports a stream, whose size is known in the end.
@@ -219,6 +244,20 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         changes.clear();
         Ok(())
     }
+}
+
+/// The next chunks in which a file has data, from this one on.
+fn next_chunks(
+    file: &File,
+    len: u64,
+    geometry: Geometry,
+    from: ChunkIndex,
+) -> io::Result<Option<Range<u64>>> {
+    let data = next_data(file, geometry.offset_of(from), len)?;
+    Ok(data.map(|data| {
+        let (first, last) = (geometry.chunk_of(data.start), geometry.chunk_of(data.end - 1));
+        first.max(from).0..last.0 + 1
+    }))
 }
 
 /// A chunk in memory at an address that allows direct I/O, which the store then uses.

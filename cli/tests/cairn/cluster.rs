@@ -131,3 +131,23 @@ fn the_names_are_restored_from_the_peers() {
     let again = lab.json(&["catalog", "rebuild"]);
     assert_eq!((&again["images"], &again["left"]), (&0.into(), &serde_json::json!(["twin", "vm"])));
 }
+
+#[test]
+fn an_import_goes_on_without_room_for_all_of_it_if_much_is_known() {
+    let mut lab = Lab::new(0);
+    for _ in 0..2 {
+        lab.add_peer(&["--capacity", "5M"]);
+    }
+    lab.wait_for_peers(2);
+    let disk = lab.random_disk("disk.raw", 1, 3 * MIB);
+    let first = lab.run(&["import", "disk.raw", "vm", "--redundancy", "replicas=2"]);
+    assert_eq!((first.code, first.stderr.contains("warning")), (0, false), "{}", first.stderr);
+    let second = lab.run(&["import", "disk.raw", "twin", "--redundancy", "replicas=2"]);
+    assert_eq!(second.code, 0, "{}", second.stderr);
+    assert!(second.stderr.contains("warning: the peers lack"), "{}", second.stderr);
+    lab.assert_exports("twin", &disk);
+    lab.random_disk("other.raw", 2, 3 * MIB);
+    let third = lab.run(&["import", "other.raw", "other", "--redundancy", "replicas=2"]);
+    assert_eq!(third.code, 6, "{}", third.stderr);
+    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 2, "nothing is half there");
+}
