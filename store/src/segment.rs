@@ -213,14 +213,22 @@ pub(crate) fn path_of(directory: &Path, number: u64) -> PathBuf {
 
 /// Reads as much as there is.
 pub(crate) fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let (filled, error) = fill_some(file, buf, offset);
+    error.map_or(Ok(filled), Err)
+}
+
+/// Reads as much as can be read, and tells why it is not more.
+pub(crate) fn fill_some(file: &File, buf: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
     let mut filled = 0;
     while filled < buf.len() {
-        match file.read_at(&mut buf[filled..], offset + filled as u64)? {
-            0 => break,
-            len => filled += len,
+        match file.read_at(&mut buf[filled..], offset + filled as u64) {
+            Ok(0) => break,
+            Ok(len) => filled += len,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return (filled, Some(error)),
         }
     }
-    Ok(filled)
+    (filled, None)
 }
 
 /// Whether the content can go to the disk as it is.

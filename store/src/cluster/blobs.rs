@@ -240,6 +240,13 @@ impl ClusterBlobs {
 }
 
 impl ClusterBlobs {
+    /// Puts a blob that the peers have.
+    fn put_again(&self, blob: BlobId, keep: &Keep, buf: &mut [u8]) -> Result<()> {
+        let len = self.runtime.block_on(self.shared.cluster.get(&blob, buf))?;
+        self.shared.known().names.clear();
+        self.put(&[(blob, &buf[..len])], keep).map(drop)
+    }
+
     /// Gives what left the window with less than its redundancy the rest of it, unless a repair has seen to that.
     fn complete_degraded(&self) -> Result<()> {
         let mut groups: HashMap<Keep, Vec<BlobId>> = HashMap::new();
@@ -253,13 +260,13 @@ impl ClusterBlobs {
         for (keep, blobs) in groups {
             let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &keep));
             for (blob, is_known) in blobs.into_iter().zip(known) {
-                if !is_known {
-                    let len = self.runtime.block_on(self.shared.cluster.get(&blob, &mut buf))?;
-                    self.shared.known().names.clear();
-                    self.put(&[(blob, &buf[..len])], &keep)?;
-                }
-                // If it has to leave again, it comes back here.
+                // Before it is put: if it has to leave the window again, it comes back here.
                 self.shared.state().degraded.remove(&(blob, keep));
+                if !is_known {
+                    self.put_again(blob, &keep, &mut buf).inspect_err(|_| {
+                        self.shared.state().degraded.insert((blob, keep));
+                    })?;
+                }
             }
         }
         self.flush_while(|_| true)?;

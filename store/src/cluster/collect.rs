@@ -12,111 +12,161 @@ use super::fragment::{Description, Fragment};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
-/// Choices of blocks that are tried for one encoding at most.
+/// Choices of blocks that are tried for one encoding at most, and looked at for each block.
 const TRIES: usize = 256;
+const LOOKS: usize = 1 << 16;
+
+/// Blocks of one encoding that are kept at most: several may say that they are the same one.
+const MOST: usize = 64;
+
+/// A block, and from whom it is.
+struct Candidate<T> {
+    index: usize,
+    from: T,
+    block: Bytes,
+}
 
 /// Fragments of one encoding of a blob, and from whom each is.
 pub(super) struct Partial<T> {
     pub(super) description: Description,
-    blocks: Vec<Option<(T, Bytes)>>,
-    /// The index of a block that has come since the last try. Choices without it were tried.
-    new: Option<usize>,
+    /// In the order in which they came.
+    candidates: Vec<Candidate<T>>,
+    /// So many of them were tried, in all choices of these.
+    tried: usize,
     tries: usize,
     /// Copies that were something else.
     wrong: Vec<(T, u8)>,
 }
 
-impl<T: Copy> Partial<T> {
+impl<T: Copy + Eq> Partial<T> {
     pub(super) fn new(description: Description) -> Partial<T> {
-        let blocks = (0..description.width()).map(|_| None).collect();
-        Partial { description, blocks, new: None, tries: 0, wrong: Vec::new() }
+        Partial { description, candidates: Vec::new(), tried: 0, tries: 0, wrong: Vec::new() }
     }
 
-    /// Takes a block, unless there is one with this index.
+    /// Takes a block, unless there is one with this index from there.
     pub(super) fn add(&mut self, index: u8, from: T, block: Bytes) {
-        if let Some(free @ None) = self.blocks.get_mut(usize::from(index)) {
-            *free = Some((from, block));
-            self.new = Some(index.into());
+        let index = usize::from(index);
+        let is_there = |one: &Candidate<T>| one.index == index && one.from == from;
+        if index < self.description.width()
+            && self.candidates.len() < MOST
+            && !self.candidates.iter().any(is_there)
+        {
+            self.candidates.push(Candidate { index, from, block });
         }
     }
 
-    fn present(&self) -> usize {
-        self.blocks.iter().flatten().count()
+    /// The blocks by their index: of each the first one.
+    fn blocks(&self) -> Vec<Option<&Bytes>> {
+        let mut blocks = vec![None; self.description.width()];
+        for one in self.candidates.iter().rev() {
+            blocks[one.index] = Some(&one.block);
+        }
+        blocks
     }
 
     /// How many it lacks. If it was something else, one more may help.
     pub(super) fn missing(&self) -> usize {
-        let (needed, present) = (self.description.needed(), self.present());
+        let (needed, present) = (self.description.needed(), self.blocks().iter().flatten().count());
         needed.saturating_sub(present).max(usize::from(self.tries > 0))
     }
 
-    /// Whether no more blocks can help.
+    /// Whether nothing more is tried.
     fn is_hopeless(&self) -> bool {
-        self.tries >= TRIES || self.tries > 0 && self.present() == self.blocks.len()
+        self.tries >= TRIES
     }
 
     /// Puts the blob together, if there are enough blocks and one of them is new, and returns from whom the wrong ones
-    /// were, which are taken out.
+    /// were. Those that are left are right.
     pub(super) fn decode(&mut self, content: &mut [u8]) -> Option<Result<Vec<(T, u8)>>> {
-        let needed = self.description.needed();
-        if self.present() < needed {
-            return None;
-        }
-        let new = self.new.take()?;
-        let is_other = |index: &usize| *index != new && self.blocks[*index].is_some();
-        let others: Vec<_> = (0..self.blocks.len()).filter(is_other).collect();
         let mut failure = None;
-        for choice in choices(others.len(), needed - 1) {
-            if self.tries >= TRIES {
-                break;
-            }
-            let mut chosen = vec![None; self.blocks.len()];
-            for index in choice.iter().map(|at| others[*at]).chain([new]) {
-                chosen[index] = self.blocks[index].as_ref().map(|(_, block)| block);
-            }
-            match self.description.decode(&chosen, content) {
-                Ok(()) => {
-                    let wrong = if self.tries > 0 { self.differing(&chosen) } else { Ok(vec![]) };
-                    return Some(wrong.map(|wrong| self.take(&wrong)));
+        while self.tried < self.candidates.len() {
+            for choice in self.choices(self.tried) {
+                if self.is_hopeless() {
+                    return failure.map(Err);
                 }
-                Err(error) => failure = Some(error),
+                let mut chosen = vec![None; self.description.width()];
+                for one in choice.iter().map(|at| &self.candidates[*at]) {
+                    chosen[one.index] = Some(&one.block);
+                }
+                match self.description.decode(&chosen, content) {
+                    Ok(()) => {
+                        let wrong =
+                            if self.tries > 0 { self.differing(&chosen) } else { Ok(vec![]) };
+                        return Some(wrong.map(|wrong| self.keep(&choice, wrong)));
+                    }
+                    Err(error) => failure = Some(error),
+                }
+                self.tries += 1;
             }
-            self.tries += 1;
-        }
-        if needed == 1 {
-            // It is the only one, so it is the wrong one. Another copy may be right.
-            let wrong = self.take(&[new]);
-            (self.wrong, self.tries) = (wrong, 0);
+            if self.description.needed() == 1 {
+                // It is the only one, so it is the wrong one. Another copy may be right.
+                let Candidate { index, from, .. } = self.candidates.remove(self.tried);
+                self.wrong.push((from, index as u8));
+                self.tries = 0;
+            } else {
+                self.tried += 1;
+            }
         }
         failure.map(Err)
     }
 
+    /// The choices of as many as are enough that have this one and those before it. Those come first in which each is from
+    /// somebody else: one who lies can do so for many blocks.
+    fn choices(&self, last: usize) -> Vec<Vec<usize>> {
+        let others: Vec<_> = (0..last)
+            .filter(|at| self.candidates[*at].index != self.candidates[last].index)
+            .collect();
+        let mut all: Vec<(usize, Vec<usize>)> = Vec::new();
+        for choice in choices(others.len(), self.description.needed() - 1).take(LOOKS) {
+            let choice: Vec<_> = choice.iter().map(|at| others[*at]).chain([last]).collect();
+            let (mut indexes, mut senders) = (0u64, Vec::new());
+            for one in choice.iter().map(|at| &self.candidates[*at]) {
+                indexes |= 1 << one.index;
+                if !senders.contains(&one.from) {
+                    senders.push(one.from);
+                }
+            }
+            if indexes.count_ones() as usize == choice.len() {
+                all.push((choice.len() - senders.len(), choice));
+                if all.len() >= 4 * TRIES {
+                    break;
+                }
+            }
+        }
+        all.sort_by_key(|(repeated, _)| *repeated);
+        all.into_iter().map(|(_, choice)| choice).collect()
+    }
+
     /// The blocks that are others than those that belong to these.
-    fn differing(&self, right: &[Option<&Bytes>]) -> Result<Vec<usize>> {
+    fn differing(&self, right: &[Option<&Bytes>]) -> Result<Vec<(T, u8)>> {
         let mut wrong = Vec::new();
-        for (index, block) in self.blocks.iter().enumerate() {
-            if let Some((_, block)) = block
-                && right[index].is_none()
-                && self.description.rebuild(right, index)? != **block
-            {
-                wrong.push(index);
+        for Candidate { index, from, block } in &self.candidates {
+            let is_right = match right[*index] {
+                Some(right) => right == block,
+                None => self.description.rebuild(right, *index)? == **block,
+            };
+            if !is_right {
+                wrong.push((*from, *index as u8));
             }
         }
         Ok(wrong)
     }
 
-    fn take(&mut self, wrong: &[usize]) -> Vec<(T, u8)> {
+    /// Only these are left. Returns all that were wrong.
+    fn keep(&mut self, right: &[usize], wrong: Vec<(T, u8)>) -> Vec<(T, u8)> {
+        let mut at = 0;
+        self.candidates.retain(|_| {
+            at += 1;
+            right.contains(&(at - 1))
+        });
         let mut all = std::mem::take(&mut self.wrong);
-        let taken = |index: &usize| Some((self.blocks[*index].take()?.0, *index as u8));
-        all.extend(wrong.iter().filter_map(taken));
+        all.extend(wrong);
         all
     }
 
     /// The fragment that somebody should have had.
     pub(super) fn rebuild(&self, index: u8) -> Result<Fragment> {
-        let blocks: Vec<_> =
-            self.blocks.iter().map(|block| block.as_ref().map(|(_, block)| block)).collect();
-        let block = self.description.rebuild(&blocks, index.into())?.into();
+        let block = self.description.rebuild(&self.blocks(), index.into())?.into();
         Ok(Fragment { description: self.description.clone(), index, block })
     }
 }
@@ -146,7 +196,7 @@ pub(super) struct Whole<T> {
     pub(super) wrong: Vec<(T, u8)>,
 }
 
-impl<T: Copy> Collected<T> {
+impl<T: Copy + Eq> Collected<T> {
     pub(super) fn new(blob: BlobId) -> Collected<T> {
         Collected { blob, all: HashMap::new() }
     }
@@ -302,6 +352,41 @@ mod tests {
                     break;
                 }
             }
+        }
+    }
+
+    /// One peer has nothing, and says that it has everything. The others are asked one after the other.
+    #[test]
+    fn who_lies_for_many_blocks_at_once_does_not_keep_the_others_from_being_read() {
+        for (text, before) in [("rs=2+1", 1), ("rs=2+1", 0), ("rs=4+2", 2), ("rs=4+4", 3)] {
+            let redundancy: Redundancy = text.parse().unwrap();
+            let content = vec![7; 3000];
+            let blob = BlobId::of(&content);
+            let (description, blocks) = encode(&blob, &content, redundancy);
+            let lies = encode(&blob, &[9; 3000], redundancy).1;
+            let mut collected = Collected::new(blob);
+            let mut buf = vec![0; 3000];
+            let (width, needed) = (description.width() as u8, description.needed() as u8);
+            let mut whole = None;
+            for peer in 0..=needed {
+                let partial = collected.all.entry(description.id());
+                let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
+                match peer.cmp(&before) {
+                    std::cmp::Ordering::Equal => {
+                        (0..width).for_each(|at| partial.add(at, peer, lies.share(at.into())));
+                    }
+                    order => {
+                        let index = if order.is_lt() { peer } else { peer - 1 };
+                        partial.add(index, peer, blocks.share(index.into()));
+                    }
+                }
+                whole = collected.decode(&mut buf, &mut Vec::new());
+                assert_eq!(whole.is_some(), peer == needed, "{text}");
+            }
+            let whole = whole.unwrap();
+            assert_eq!(buf, content);
+            assert!(whole.wrong.iter().all(|(peer, _)| *peer == before));
+            assert_eq!(whole.wrong.len(), usize::from(width), "{text}");
         }
     }
 

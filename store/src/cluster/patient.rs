@@ -16,8 +16,8 @@ use crate::sys::set_least_to_read;
 /// Of what is less than this, every byte counts.
 const LITTLE: usize = 16 << 10;
 
-/// More is not waited for: the sender must not wait for the receiver.
-const MUCH: usize = 128 << 10;
+/// More is not waited for: the sender must not wait for the receiver, and who sends slowly must be seen to send.
+const MUCH: usize = 64 << 10;
 
 /// The receiving half of a connection, that waits for as much as is wanted of it.
 pub(super) struct Patient {

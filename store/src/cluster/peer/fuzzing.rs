@@ -35,7 +35,7 @@ pub(crate) fn segment(data: &[u8], file: &File) {
         bytes[(usize::from(*page) * ALIGNMENT + usize::from(*at)) % len] ^= mask;
     }
     file.write_all_at(&bytes, 0).expect("the file is in memory");
-    let (found, end) = scan_file(file, &key, NUMBER, 0);
+    let (found, end) = scan_file(file, &key, NUMBER, 0).expect("the file is in memory");
     let mut last = 0;
     for one in &found {
         let (start, len) = (one.place.offset as usize, one.description.block_len());

@@ -12,7 +12,7 @@ use super::group::{Entries, Key, Known, MAX_RECORD, Place, decode};
 use super::table::Table;
 use crate::error::{Error, Result};
 use crate::id::PeerId;
-use crate::segment::{self, ALIGNMENT, Segment, fill, path_of, segments_in};
+use crate::segment::{self, ALIGNMENT, Segment, fill_some, path_of, segments_in};
 use crate::sys;
 
 /// Segments that are kept open for reading.
@@ -114,27 +114,32 @@ fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<Know
     if from < len {
         file.sync_all().map_err(|error| Error::io("syncing", &path, error))?;
     }
-    Ok(scan_file(&file, key, number, from))
+    scan_file(&file, key, number, from).map_err(|error| Error::io("reading", &path, error))
 }
 
-/// As [`scan`], for what can be read of the file alone.
-pub(super) fn scan_file(file: &File, key: &Key, number: u64, from: u64) -> (Vec<Known>, u64) {
+/// As [`scan`], for what can be read of the file alone. What cannot be is not written over, either: it may be read at
+/// another time.
+pub(super) fn scan_file(
+    file: &File,
+    key: &Key,
+    number: u64,
+    from: u64,
+) -> io::Result<(Vec<Known>, u64)> {
     let mut record = vec![0; MAX_RECORD];
     let mut block = Vec::new();
     let (mut found, mut end, mut at) = (Vec::new(), from, from);
     // Space that was allocated ahead, or given back, holds nothing.
-    while let Ok(Some(data)) = sys::next_data(file, at) {
+    while let Some(data) = sys::next_data(file, at)? {
         at = at.max(data.start - data.start % ALIGNMENT as u64);
         while at < data.end {
             let place = Place { segment: number, offset: at };
             at += ALIGNMENT as u64;
-            let filled = match fill(file, &mut record, place.offset) {
-                Ok(filled) => filled,
-                Err(error) => {
-                    tracing::warn!(number, offset = place.offset, %error, "a page is lost");
-                    continue;
-                }
-            };
+            let (filled, error) = fill_some(file, &mut record, place.offset);
+            if let Some(error) = error {
+                let offset = place.offset + filled as u64;
+                tracing::warn!(number, offset, %error, "a page is lost");
+                end = end.max(data.end.next_multiple_of(ALIGNMENT as u64));
+            }
             let Some((_, known)) = decode(key, place, &record[..filled]) else { continue };
             end = known.iter().map(Known::end).fold(end, u64::max);
             for one in known {
@@ -148,7 +153,7 @@ pub(super) fn scan_file(file: &File, key: &Key, number: u64, from: u64) -> (Vec<
             }
         }
     }
-    (found, end)
+    Ok((found, end))
 }
 
 /// The segments, to read from them.
@@ -162,11 +167,22 @@ impl Files {
         Files { directory: directory.join("segments"), open: Mutex::default() }
     }
 
-    /// Reads a block. Whether it is what its description says.
+    /// Reads a block. Whether it is what its description says: what the disk has lost is not. Other failures may pass.
     pub(super) fn read(&self, known: &Known, block: &mut [u8]) -> io::Result<bool> {
-        let file = self.file(known.place.segment)?;
-        file.read_exact_at(block, known.place.offset)?;
-        Ok(known.description.matches(known.index.into(), block))
+        let file = self.file(known.place.segment);
+        match file.and_then(|file| file.read_exact_at(block, known.place.offset)) {
+            Ok(()) => Ok(known.description.matches(known.index.into(), block)),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof
+                ) || error.raw_os_error() == Some(libc::EIO) =>
+            {
+                tracing::error!(place = ?known.place, %error, "a block cannot be read");
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     pub(super) fn path(&self, number: u64) -> PathBuf {

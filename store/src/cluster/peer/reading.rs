@@ -8,17 +8,32 @@ use super::Held;
 use super::group::Known;
 use super::store::PeerStore;
 use super::table::Found;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::id::BlobId;
+
+/// Blobs that are looked up at once: a blob's fragments take more memory than what is told of them.
+const AT_ONCE: usize = 64;
+
+/// The most fragments of a blob in one answer.
+const MAX_GIVEN: usize = 6;
 
 /// The most fragments of records in one answer.
 const MAX_RECORDS: usize = 1024;
 
 impl PeerStore {
-    /// All fragments of a blob. One that is damaged has zeros instead of its block, and is told in the log: it is as
+    /// The fragments of a blob, as many as an answer can hold: a blob has several only if it was encoded in several
+    /// ways, and one is as good as another. One that is damaged has zeros instead of its block, and is told in the log: it is as
     /// good as lost, whoever reads it sees that, and whoever puts it again replaces it.
     pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        self.read(self.of_blob(blob)?, true)
+        let (mut known, mut room) = (self.of_blob(blob)?, MAX_CONTENT);
+        known.retain(|one| {
+            let len = one.description.block_len();
+            let fits = len <= room;
+            room -= if fits { len } else { 0 };
+            fits
+        });
+        known.truncate(MAX_GIVEN);
+        self.read(known, true)
     }
 
     /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
@@ -69,10 +84,10 @@ impl PeerStore {
                     read = self.files.read(&one, &mut block);
                 }
             }
-            if !matches!(read, Ok(true)) {
+            let path = self.files.path(one.place.segment);
+            if !read.map_err(|error| Error::io("reading", &path, error))? {
                 let (blob, place) = (one.description.blob, one.place);
-                let reason = read.map_or_else(|error| error.to_string(), |_| "it is wrong".into());
-                tracing::error!(%blob, index = one.index, ?place, reason, "a block is damaged");
+                tracing::error!(%blob, index = one.index, ?place, "a block is damaged");
                 if !damaged {
                     continue;
                 }
@@ -87,22 +102,30 @@ impl PeerStore {
     /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
     /// deleted for being idle; without, nothing is written.
     pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
-        let mut found = self.known(blobs)?;
-        let old: Vec<usize> = (0..blobs.len()).filter(|at| renew && found[*at].is_old).collect();
+        let mut room = MAX_HELD;
+        let (mut all, mut old) = (Vec::with_capacity(blobs.len()), Vec::new());
+        for some in blobs.chunks(AT_ONCE) {
+            for found in self.known(some)? {
+                if renew && found.is_old {
+                    old.push(all.len());
+                }
+                all.push(held_within(&found, &mut room));
+            }
+        }
         // What nobody has, or has asked for a moment ago, needs no writer, who may be busy with a sync.
         if !old.is_empty() {
             let own: Vec<_> = old.iter().map(|at| blobs[*at]).collect();
             self.table.renew(&own)?;
             // They may have been deleted before.
-            old.into_iter().zip(self.known(&own)?).for_each(|(at, again)| found[at] = again);
+            let mut old = old.into_iter();
+            for some in own.chunks(AT_ONCE) {
+                for (at, again) in old.by_ref().zip(self.known(some)?) {
+                    room += all[at].len();
+                    all[at] = held_within(&again, &mut room);
+                }
+            }
         }
-        let mut room = MAX_HELD;
-        let within = |found: Found| {
-            let held: Vec<_> = found.known.iter().map(held).take(room).collect();
-            room -= held.len();
-            held
-        };
-        Ok(found.into_iter().map(within).collect())
+        Ok(all)
     }
 
     /// The fragments of the first blobs behind this one, in the order of the blobs, all fragments of a blob
@@ -152,6 +175,13 @@ impl PeerStore {
         }
         Ok(found)
     }
+}
+
+/// What is told of a blob's fragments, as long as there is room in the answer.
+fn held_within(found: &Found, room: &mut usize) -> Vec<Held> {
+    let all: Vec<_> = found.known.iter().map(held).take(*room).collect();
+    *room -= all.len();
+    all
 }
 
 fn held(known: &Known) -> Held {

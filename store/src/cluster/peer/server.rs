@@ -22,7 +22,6 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::super::fragment::MAX_CONTENT;
 use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
 use super::super::identity::{Role, Security};
 use super::super::wire::{
@@ -36,9 +35,6 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Connections at a time.
 const MAX_CONNECTIONS: usize = 1024;
-
-/// Fragments in one answer: with their descriptions they fit into it.
-const MAX_FRAGMENTS: usize = 6;
 
 /// Memory of an entry of a list.
 const LISTED: usize = 160;
@@ -290,18 +286,7 @@ async fn send(
 
 fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
     Ok(match request {
-        Request::Get(blob) => {
-            let mut fragments = store.get(&blob)?;
-            // A blob has several only if it was encoded in several ways: one is as good as another.
-            let mut room = MAX_CONTENT;
-            fragments.retain(|one| {
-                let fits = one.block.len() <= room;
-                room -= if fits { one.block.len() } else { 0 };
-                fits
-            });
-            fragments.truncate(MAX_FRAGMENTS);
-            Answer::Fragments(fragments)
-        }
+        Request::Get(blob) => Answer::Fragments(store.get(&blob)?),
         Request::Have { renew, blobs } => Answer::Held(store.have(&blobs, renew)?),
         Request::Usage => Answer::Usage(store.usage()?),
         Request::Delete { idle, fragments } => Answer::Deleted(store.delete(&fragments, idle)?),

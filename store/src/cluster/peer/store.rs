@@ -21,7 +21,7 @@
 //!
 //! Locks are taken in the order `flushing`, `log`, `settling`, `state`.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -35,7 +35,7 @@ use super::table::{self, DATABASE, Table};
 use super::{FragmentId, Usage};
 use crate::data_directory::DataDirectory;
 use crate::error::{Error, Result};
-use crate::id::PeerId;
+use crate::id::{BlobId, PeerId};
 use crate::segment::{ALIGNMENT, Segment};
 use crate::sys;
 
@@ -212,9 +212,16 @@ impl PeerStore {
         let capacity = self.usage()?.capacity;
         let ids: Vec<_> = fragments.iter().map(id).collect();
         // Before what is known: what is no more on its way is.
-        let mut busy: HashSet<_> = {
+        let (mut busy, mut coming) = {
             let state = self.state();
-            ids.iter().filter(|id| state.busy.contains(id)).copied().collect()
+            let busy: HashSet<_> =
+                ids.iter().filter(|id| state.busy.contains(id)).copied().collect();
+            // Fragments of each blob that will be known.
+            let mut coming = HashMap::<BlobId, usize>::new();
+            for one in state.staged.iter().filter(|one| matches!(one.how, How::New(..))) {
+                *coming.entry(one.id.blob).or_default() += 1;
+            }
+            (busy, coming)
         };
         let blobs: Vec<_> = ids.iter().map(|id| id.blob).collect();
         let known = self.known(&blobs)?;
@@ -222,8 +229,9 @@ impl PeerStore {
         let (mut again, mut new) = (Vec::new(), Vec::new());
         for (at, (fragment, found)) in fragments.iter().zip(known).enumerate() {
             let id = ids[at];
-            let admitted =
-                self.admit(fragment, found.known, capacity, room(at), busy.contains(&id));
+            let coming = coming.entry(id.blob).or_default();
+            let is_busy = busy.contains(&id);
+            let admitted = self.admit(fragment, found.known, *coming, capacity, room(at), is_busy);
             if admitted.is_ok() {
                 busy.insert(id);
             }
@@ -234,6 +242,7 @@ impl PeerStore {
                     Ok(())
                 }
                 Ok(Admitted::New(bytes)) => {
+                    *coming += 1;
                     new.push((fragment, id, None, bytes));
                     Ok(())
                 }
@@ -272,6 +281,7 @@ impl PeerStore {
         &self,
         fragment: &Fragment,
         known: Vec<Known>,
+        coming: usize,
         capacity: u64,
         room: Option<&Room>,
         is_busy: bool,
@@ -284,11 +294,13 @@ impl PeerStore {
         if is_busy {
             return Ok(Admitted::Busy);
         }
-        let count = known.len();
+        let count = known.len() + coming;
         let is_it = |one: &Known| one.index == *index && one.description == *description;
         if let Some(known) = known.into_iter().find(is_it) {
             let mut there = vec![0; block.len()];
-            let is_whole = matches!(self.files.read(&known, &mut there), Ok(true));
+            let read = self.files.read(&known, &mut there);
+            let path = self.files.path(known.place.segment);
+            let is_whole = read.map_err(|error| Error::io("reading", &path, error))?;
             return Ok(if is_whole { Admitted::There(known) } else { Admitted::Damaged(known) });
         }
         if count >= MAX_FRAGMENTS {

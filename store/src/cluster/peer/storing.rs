@@ -24,8 +24,10 @@ const MUCH: usize = 2 << 20;
 /// How long nothing comes before the table is told of little.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// Bytes of fragments that are written together.
+/// Bytes of fragments that are written together, and how many at most: for each it is looked up what is known of its
+/// blob.
 const BATCH: usize = 8 << 20;
+const MANY: usize = 1024;
 
 /// Bytes of fragments that wait for one sync at most.
 const GROUP: usize = 64 << 20;
@@ -109,13 +111,13 @@ pub(super) fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>,
     while let Some(first) = next {
         let puts = gather(first, last > 1, &mut waiting);
         last = puts.len();
-        let (mut batch, mut bytes, mut group) = (Vec::new(), 0, Vec::new());
+        let (mut batch, mut bytes, mut count, mut group) = (Vec::new(), 0, 0, Vec::new());
         for one in puts {
-            bytes += one.bytes();
+            (bytes, count) = (bytes + one.bytes(), count + one.fragments.len());
             batch.push(one);
-            if bytes >= BATCH {
+            if bytes >= BATCH || count >= MANY {
                 put(store, std::mem::take(&mut batch), &mut group);
-                bytes = 0;
+                (bytes, count) = (0, 0);
             }
         }
         put(store, batch, &mut group);

@@ -104,7 +104,7 @@ impl Table {
         Ok(writer.last_insert_rowid().unsigned_abs())
     }
 
-    /// The fragments of each of these blobs.
+    /// The fragments of each of these blobs, which are few: each may have many.
     pub(super) fn of_blobs(&self, blobs: &[BlobId]) -> Result<Vec<Found>> {
         let mut reader = lock(&self.reader);
         let transaction = reader.transaction()?;
@@ -141,10 +141,11 @@ impl Table {
     ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        insert(&transaction, all.iter().map(|one| &**one))?;
+        // One that was never told of may be among them.
         for place in replaced {
             remove(&transaction, *place)?;
         }
-        insert(&transaction, all.iter().map(|one| &**one))?;
         ends.iter().try_for_each(|(number, end)| set_end(&transaction, *number, *end))?;
         Ok(transaction.commit()?)
     }

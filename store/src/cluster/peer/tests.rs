@@ -156,3 +156,32 @@ fn a_data_directory_has_one_process_and_is_not_taken_for_something_else() {
     fs::write(dir.path().join("peer.json"), "{}").unwrap();
     assert_eq!(PeerStore::open(dir.path(), None).map(drop).unwrap_err().kind(), ErrorKind::Corrupt);
 }
+
+#[test]
+fn a_blob_has_a_bounded_number_of_fragments_however_they_come() {
+    let dir = TempDir::new().unwrap();
+    let store = PeerStore::open(dir.path(), None).unwrap();
+    let content = [7; 5000];
+    let blob = BlobId::of(&content);
+    let mut all = Vec::new();
+    for data in 2..6 {
+        let code = Redundancy::ReedSolomon { data, parity: 32 - data };
+        let (description, blocks) = encode(&blob, &content, code);
+        all.extend((0..32u8).map(|index| {
+            let (description, block) = (description.clone(), blocks.share(index.into()));
+            Fragment { description, index, block }
+        }));
+    }
+    // Together, in the same sync, and after it.
+    let taken =
+        |some: &[Fragment]| store.put(some).unwrap().iter().filter(|one| one.is_ok()).count();
+    assert_eq!(taken(&all[..40]), 40);
+    assert_eq!(taken(&all[30..80]), 34, "ten of them are on their way already");
+    store.flush().unwrap();
+    assert_eq!(taken(&all[80..]), 0);
+    assert_eq!(taken(&all[..64]), 64, "they are there");
+    assert_eq!(store.usage().unwrap().fragments, 64);
+    let held = store.have(&[blob, blob], true).unwrap();
+    assert_eq!((held[0].len(), held[1].len()), (64, 64));
+    assert!(store.get(&blob).unwrap().len() < 64, "an answer has a bound");
+}
