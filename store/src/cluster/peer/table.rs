@@ -11,7 +11,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
+use rusqlite::{
+    Connection, OptionalExtension, Row, ToSql, Transaction, TransactionBehavior, params,
+};
 
 use super::super::fragment::Description;
 use super::FragmentId;
@@ -174,27 +176,23 @@ impl Table {
 
     /// The age of these begins again.
     pub(super) fn touch(&self, places: &[Place]) -> Result<()> {
-        let mut writer = lock(&self.writer);
-        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        {
-            let mut touch =
-                transaction.prepare_cached("UPDATE fragments SET touched = ? WHERE place = ?")?;
-            for place in places {
-                touch.execute(params![now(), place.number()])?;
-            }
-        }
-        Ok(transaction.commit()?)
+        let places = places.iter().map(|place| place.number());
+        self.touch_all("UPDATE fragments SET touched = ? WHERE place = ?", places)
     }
 
     /// The same for all fragments of these blobs.
     pub(super) fn renew(&self, blobs: &[BlobId]) -> Result<()> {
+        let blobs = blobs.iter().map(BlobId::as_bytes);
+        self.touch_all("UPDATE fragments SET touched = ? WHERE blob = ?", blobs)
+    }
+
+    fn touch_all(&self, update: &str, keys: impl Iterator<Item: ToSql>) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         {
-            let mut touch =
-                transaction.prepare_cached("UPDATE fragments SET touched = ? WHERE blob = ?")?;
-            for blob in blobs {
-                touch.execute(params![now(), blob.as_bytes()])?;
+            let mut update = transaction.prepare_cached(update)?;
+            for key in keys {
+                update.execute(params![now(), key])?;
             }
         }
         Ok(transaction.commit()?)

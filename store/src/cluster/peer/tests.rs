@@ -185,3 +185,20 @@ fn a_blob_has_a_bounded_number_of_fragments_however_they_come() {
     assert_eq!((held[0].len(), held[1].len()), (64, 64));
     assert!(store.get(&blob).unwrap().len() < 64, "an answer has a bound");
 }
+
+/// A disk that cannot be read now may be read later: what is there is acknowledged.
+#[test]
+fn what_cannot_be_read_at_a_start_is_not_written_over() {
+    let dir = TempDir::new().unwrap();
+    let store = PeerStore::open(dir.path(), None).unwrap();
+    store.put(&[fragment(1, CODE, 0), fragment(2, CODE, 1)]).unwrap();
+    store.flush().unwrap();
+    let path = crate::segment::path_of(&dir.path().join("segments"), 1);
+    let key = super::group::Key::of(&store.id());
+    let scan = |file: &fs::File| super::log::scan_file(file, &key, 1, 0).unwrap();
+    let (found, end) = scan(&fs::File::open(&path).unwrap());
+    assert_eq!(found.len(), 2);
+    // Every read of one that is open for writing only fails.
+    let (found, blind) = scan(&fs::File::options().write(true).open(&path).unwrap());
+    assert!(found.is_empty() && blind >= end, "{blind} of {end}");
+}
