@@ -26,6 +26,8 @@
 //!
 //! A copy is the one block of k = 1 and m = 0, however many peers have it.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use twox_hash::XxHash3_64;
 
@@ -68,7 +70,8 @@ pub struct Description {
     codec: Codec,
     data: u8,
     parity: u8,
-    checksums: Vec<[u8; CHECKSUM]>,
+    /// Shared: a description is cloned for each of its fragments, more than once.
+    checksums: Arc<[[u8; CHECKSUM]]>,
 }
 
 /// What a peer holds of a blob: one block, and the description of all.
@@ -293,7 +296,7 @@ impl Description {
         let (checksums, rest) =
             rest.split_at_checked(width * CHECKSUM).ok_or_else(|| wrong("it is too short"))?;
         let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
-        let checksums = checksums.as_chunks().0.to_vec();
+        let checksums = checksums.as_chunks().0.into();
         Ok((Description { blob, len, encoded_len, kind, codec, data, parity, checksums }, rest))
     }
 

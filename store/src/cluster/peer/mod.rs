@@ -4,6 +4,7 @@
 mod delete_tests;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod filter;
 mod group;
 mod limits;
 mod log;

@@ -90,6 +90,11 @@ impl Pending {
         own.map(|one| Known::clone(one)).collect()
     }
 
+    /// All blobs of which something is there.
+    pub(super) fn names(&self) -> impl Iterator<Item = &BlobId> {
+        self.by_blob.keys()
+    }
+
     /// The first blobs behind this one.
     pub(super) fn blobs(&self, after: &BlobId, most: usize) -> Vec<BlobId> {
         let behind = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));

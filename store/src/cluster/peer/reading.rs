@@ -162,16 +162,29 @@ impl PeerStore {
 
     /// What is known of each of these blobs.
     pub(super) fn known(&self, blobs: &[BlobId]) -> Result<Vec<Found>> {
+        let mut found: Vec<_> = blobs.iter().map(|_| Found::default()).collect();
         // Before the table: what is no more pending is there. And what comes there has a new age.
-        let pending: Vec<_> = {
+        let mut asked = Vec::new();
+        {
             let state = self.state();
-            blobs.iter().map(|blob| state.pending.of_blob(blob)).collect()
-        };
-        let mut found = self.table.of_blobs(blobs)?;
-        for (Found { known, .. }, pending) in found.iter_mut().zip(pending) {
+            for (at, blob) in blobs.iter().enumerate() {
+                found[at].known = state.pending.of_blob(blob);
+                if state.filter.may_have(blob) {
+                    asked.push(at);
+                }
+            }
+        }
+        if asked.is_empty() {
+            return Ok(found);
+        }
+        let names: Vec<_> = asked.iter().map(|at| blobs[*at]).collect();
+        for (at, told) in asked.into_iter().zip(self.table.of_blobs(&names)?) {
+            let Found { known, is_old } = &mut found[at];
             // What is pending may replace what is there.
-            known.retain(|old| !pending.iter().any(|new| new.is_like(old)));
-            known.extend(pending);
+            let mut old = told.known;
+            old.retain(|old| !known.iter().any(|new| new.is_like(old)));
+            known.splice(..0, old);
+            *is_old = told.is_old;
         }
         Ok(found)
     }

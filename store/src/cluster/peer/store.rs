@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::super::fragment::Fragment;
+use super::filter::Filter;
 use super::group::{Key, Known, MAX_GROUP};
 use super::log::{self, Files, Log};
 use super::pending::Pending;
@@ -57,6 +58,9 @@ const MANY: (usize, u64) = (1024, 256 << 20);
 /// Without that, no more than so many times as much is taken.
 const BOUND: usize = 16;
 
+/// Names that are read from the table at a time, for the filter.
+const NAMES: usize = 1 << 14;
+
 /// A fragment whose put has not ended.
 struct Staged {
     id: FragmentId,
@@ -79,6 +83,7 @@ pub(super) struct State {
     /// Fragments whose put has not ended, those included that are just flushed.
     busy: HashSet<FragmentId>,
     pub(super) pending: Pending,
+    pub(super) filter: Filter,
     /// Space of fragments that are known, and that was taken for those that are not yet.
     used: u64,
     taken: u64,
@@ -171,7 +176,7 @@ impl PeerStore {
         let table = Table::open(directory)?;
         let log = Log::open(directory, &id, &table)?;
         let (fragments, used) = table.count()?;
-        Ok(PeerStore {
+        let store = PeerStore {
             id,
             capacity,
             directory: directory.to_owned(),
@@ -183,7 +188,9 @@ impl PeerStore {
             log: Mutex::new(log),
             settling: Mutex::default(),
             state: Mutex::new(State { fragments, used, ..State::default() }),
-        })
+        };
+        store.read_names()?;
+        Ok(store)
     }
 
     /// Who this peer is.
@@ -351,6 +358,7 @@ impl PeerStore {
             state.busy.remove(&id);
             match how {
                 How::New(bytes, _) => {
+                    state.filter.insert(&id.blob);
                     state.taken -= bytes;
                     state.used += bytes;
                     state.fragments += 1;
@@ -382,9 +390,23 @@ impl PeerStore {
         }
         self.table.insert(&batch.all, &batch.ends, &batch.replaced_places())?;
         self.state().pending.remove(&batch);
+        self.read_names()?;
         if !batch.replaced.is_empty() {
             let old: Vec<_> = batch.replaced.iter().map(|one| Known::clone(one)).collect();
             reclaim(&self.files, &self.key, &self.table, &old, false);
+        }
+        Ok(())
+    }
+
+    /// Reads some more names for the filter, if it needs them. One thread at a time does.
+    fn read_names(&self) -> Result<()> {
+        let after = {
+            let State { filter, fragments, pending, .. } = &mut *self.state();
+            filter.wants(*fragments, pending.names())
+        };
+        if let Some(after) = after {
+            let names = self.table.names(&after, NAMES)?;
+            self.state().filter.extend(&names, names.len() < NAMES);
         }
         Ok(())
     }

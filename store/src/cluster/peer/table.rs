@@ -253,6 +253,16 @@ impl Table {
         Ok(Page { all, until: before })
     }
 
+    /// The first blobs behind this one, in their order, of which there is something: no more than `most`.
+    pub(super) fn names(&self, after: &BlobId, most: usize) -> Result<Vec<BlobId>> {
+        let reader = lock(&self.reader);
+        let mut query = reader.prepare_cached(
+            "SELECT DISTINCT blob FROM fragments WHERE blob > ? ORDER BY blob LIMIT ?",
+        )?;
+        let names = query.query_map(params![after.as_bytes(), most], |row| row.get(0))?;
+        Ok(names.map(|name| name.map(BlobId::from_bytes)).collect::<rusqlite::Result<_>>()?)
+    }
+
     /// The first blob behind this one that is a record; nothing if there is none.
     pub(super) fn record(&self, after: &BlobId) -> Result<Option<BlobId>> {
         let reader = lock(&self.reader);
