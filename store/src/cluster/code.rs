@@ -104,7 +104,7 @@ pub(super) fn code(data: u8, parity: u8) -> Arc<Code> {
 }
 
 /// Bytes of each block that are coded at a time: with as many of the parity they are in the processor's first cache.
-const STRIPE: usize = 4096;
+const STRIPE: usize = 2048;
 
 /// Computes parity. All blocks are of one length.
 ///
