@@ -170,7 +170,9 @@ mod tests {
         // Most have been deleted since.
         assert!(filter.wants(1, [name(5)].iter()).is_some());
         filter.extend(&[name(3)], true);
-        assert!(filter.may_have(&name(3)) && filter.may_have(&name(5)) && !filter.may_have(&name(4)));
+        assert!(
+            filter.may_have(&name(3)) && filter.may_have(&name(5)) && !filter.may_have(&name(4))
+        );
         assert!(filter.wants(2, [].into_iter()).is_none());
         // Too many to keep them all.
         (0..ROOM.0 as u64).for_each(|number| filter.insert(&name(number)));

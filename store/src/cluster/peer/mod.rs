@@ -2,9 +2,9 @@
 
 #[cfg(test)]
 mod delete_tests;
+mod filter;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
-mod filter;
 mod group;
 mod limits;
 mod log;

@@ -58,8 +58,8 @@ const MANY: (usize, u64) = (1024, 256 << 20);
 /// Without that, no more than so many times as much is taken.
 const BOUND: usize = 16;
 
-/// Names that are read from the table at a time, for the filter.
-const NAMES: usize = 1 << 14;
+/// Names that are read from the table at a time, for the filter. Tests have few, and must see more than one step.
+const NAMES: usize = if cfg!(test) { 3 } else { 1 << 14 };
 
 /// A fragment whose put has not ended.
 struct Staged {
@@ -390,25 +390,31 @@ impl PeerStore {
         }
         self.table.insert(&batch.all, &batch.ends, &batch.replaced_places())?;
         self.state().pending.remove(&batch);
-        self.read_names()?;
         if !batch.replaced.is_empty() {
             let old: Vec<_> = batch.replaced.iter().map(|one| Known::clone(one)).collect();
             reclaim(&self.files, &self.key, &self.table, &old, false);
         }
-        Ok(())
+        self.read_some_names().map(drop)
     }
 
-    /// Reads some more names for the filter, if it needs them. One thread at a time does.
-    fn read_names(&self) -> Result<()> {
+    /// Has more of the names read by which it is known of what there is nothing, if they are not all read yet. Returns
+    /// whether there are more. It is for who has time.
+    pub fn read_names(&self) -> Result<bool> {
+        let _settling = self.settling.lock().expect("no thread panics while it tells the table");
+        self.read_some_names()
+    }
+
+    /// The same, by who is the only one.
+    fn read_some_names(&self) -> Result<bool> {
         let after = {
             let State { filter, fragments, pending, .. } = &mut *self.state();
             filter.wants(*fragments, pending.names())
         };
-        if let Some(after) = after {
-            let names = self.table.names(&after, NAMES)?;
-            self.state().filter.extend(&names, names.len() < NAMES);
-        }
-        Ok(())
+        let Some(after) = after else { return Ok(false) };
+        let names = self.table.names(&after, NAMES)?;
+        let is_end = names.len() < NAMES;
+        self.state().filter.extend(&names, is_end);
+        Ok(!is_end)
     }
 
     /// Deletes fragments that nobody has stored or asked for (with renewal) within so many seconds; the others

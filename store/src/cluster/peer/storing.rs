@@ -83,7 +83,7 @@ impl Written {
 }
 
 /// Waits for something to store. The table is told meanwhile what is durable: of much at once, of little when nothing
-/// comes for a while.
+/// comes for a while. Then its names are read, too.
 fn next_put(
     store: &PeerStore,
     waiting: &mut mpsc::UnboundedReceiver<Put>,
@@ -95,18 +95,26 @@ fn next_put(
         }
     };
     settle(true);
-    match runtime.block_on(async { timeout(QUIET, waiting.recv()).await }) {
-        Ok(next) => next,
-        Err(_) => {
-            settle(false);
-            waiting.blocking_recv()
+    let mut pause = QUIET;
+    loop {
+        if let Ok(next) = runtime.block_on(async { timeout(pause, waiting.recv()).await }) {
+            return next;
+        }
+        settle(false);
+        match store.read_names() {
+            Ok(true) => pause = Duration::ZERO,
+            Ok(false) => return waiting.blocking_recv(),
+            Err(error) => {
+                tracing::warn!(%error, "the table of fragments cannot be read; it is tried again");
+                return waiting.blocking_recv();
+            }
         }
     }
 }
 
 /// Stores what comes, until nobody is left who could send more.
 pub(super) fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>, runtime: &Handle) {
-    let mut next = waiting.blocking_recv();
+    let mut next = next_put(store, &mut waiting, runtime);
     let mut last = 0;
     while let Some(first) = next {
         let puts = gather(first, last > 1, &mut waiting);

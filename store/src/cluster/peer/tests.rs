@@ -63,6 +63,33 @@ fn what_was_flushed_is_there_after_a_restart() {
 }
 
 #[test]
+fn the_names_of_a_large_table_are_read_step_by_step() {
+    let dir = TempDir::new().unwrap();
+    let all: Vec<_> = (0..20).map(|number| fragment(number, CODE, 0)).collect();
+    let store = open(dir.path());
+    put(&store, &all[..10]);
+    store.flush().unwrap();
+    drop(store);
+    let store = open(dir.path());
+    let mut steps = 0;
+    let is_denied = |store: &PeerStore| !store.state().filter.may_have(&BlobId::of(b"another"));
+    assert!(!is_denied(&store), "only the first names are read");
+    put(&store, &all[10..]);
+    store.flush().unwrap();
+    // What is put meanwhile is settled behind and before the names that were read.
+    for part in all.chunks(4) {
+        assert!(part.iter().all(|one| !store.get(&one.description.blob).unwrap().is_empty()));
+        store.settle(false).unwrap();
+        steps += usize::from(store.read_names().unwrap());
+    }
+    while store.read_names().unwrap() {
+        steps += 1;
+    }
+    assert!(steps > 1 && is_denied(&store), "{steps} steps");
+    assert!(all.iter().all(|one| !store.get(&one.description.blob).unwrap().is_empty()));
+}
+
+#[test]
 fn encodings_and_blocks_of_one_blob_are_kept_apart() {
     let dir = TempDir::new().unwrap();
     let store = open(dir.path());
