@@ -8,8 +8,8 @@ use cairn_store::{BlobId, Blobs};
 
 use super::data::CHUNK;
 
-/// Chunks that are put with one call.
-const GROUP: usize = 8;
+/// Chunks that are put with one call: as many as `cairn-blk` puts.
+const GROUP: usize = 16;
 
 /// Persists chunks, and returns how many seconds it took until they were durable.
 pub(crate) fn persist(client: &ClusterBlobs, bytes: &[u8], keep: &Keep) -> Result<f64> {

@@ -41,7 +41,7 @@ const ASKED: usize = 256;
 const QUESTIONS: usize = 4;
 
 /// Blobs that are cut by one thread, and then sent, together: a peer gets several of their blocks with one call.
-const TOGETHER: usize = 8;
+const TOGETHER: usize = 16;
 
 /// The part of the window that has to be free before those are woken who wait for room.
 const WORTH: usize = 8;
