@@ -19,7 +19,7 @@ use cairn_store::{
     MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Root, Snapshot, SnapshotState,
 };
 
-use crate::lab::{Dice, Lab, Operator, PATIENCE, random, wait_until, with_seeds};
+use crate::lab::{Dice, Lab, Operator, PATIENCE, random, wait_for_repair, with_seeds};
 
 const CHUNK: usize = MIN_CHUNK_SIZE as usize;
 const CHUNKS: u64 = 300;
@@ -69,7 +69,7 @@ impl World {
     }
 }
 
-/// Repeats what is unavailable. Nothing else may go wrong.
+/// Repeats what is unavailable, which may be so until a repair has looked. Nothing else may go wrong.
 fn patiently<T>(what: impl Fn() -> Result<T>) -> T {
     let begin = Instant::now();
     loop {
@@ -77,7 +77,7 @@ fn patiently<T>(what: impl Fn() -> Result<T>) -> T {
             Ok(done) => return done,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-                assert!(begin.elapsed() < PATIENCE, "{error}");
+                assert!(begin.elapsed() < 3 * PATIENCE, "{error}");
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -418,14 +418,14 @@ impl Storm {
             let told: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
             run.code == 0 && told["left"] == 0 && told["waiting"] == 0
         };
-        wait_until("what was lost is made again", is_whole);
+        wait_for_repair("what was lost is made again", is_whole);
     }
 
     /// Everything that was stable is there, whoever is away.
     fn verify(self, lab: &mut Lab, world: &World, mut dice: Dice) {
         lab.wait_for_peers(self.peers);
         let repository = world.connect();
-        wait_until("all is stable", || !repository.has_available().unwrap());
+        wait_for_repair("all is stable", || !repository.has_available().unwrap());
         let stable = world.stable.lock().unwrap();
         assert!(stable.len() > 5, "{} snapshots", stable.len());
         for _ in 0..2 {

@@ -333,9 +333,18 @@ pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
 }
 
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    wait_within(PATIENCE, what, condition);
+}
+
+/// Waits for something that a repair brings about. Whoever was killed while it repaired keeps others from it for a minute.
+pub(crate) fn wait_for_repair(what: &str, condition: impl Fn() -> bool) {
+    wait_within(3 * PATIENCE, what, condition);
+}
+
+fn wait_within(time: Duration, what: &str, condition: impl Fn() -> bool) {
     let begin = Instant::now();
     while !condition() {
-        assert!(begin.elapsed() < PATIENCE, "not in time: {what}");
+        assert!(begin.elapsed() < time, "not in time: {what}");
         thread::sleep(Duration::from_millis(100));
     }
 }

@@ -175,6 +175,9 @@ impl Shared {
                     );
                     report.is_incomplete()
                 }
+                // Who had the turn may have died with it: then it is free in a while, and waiting longer each time would
+                // leave blobs without their redundancy for no reason.
+                Err(Error::RepairRuns) => continue,
                 Err(error) => {
                     tracing::warn!(%error, "repair has failed");
                     true
