@@ -318,16 +318,21 @@ mod tests {
             let blob = BlobId::of(&content);
             let (description, blocks) = encode(&blob, &content, redundancy);
             let width = redundancy.width() as u8;
-            let is_forged = |place: u8| forged.contains(&place);
-            // A description whose checksums are those of the forged blocks: as if they were the same.
+            // Blocks of another content, as if their checksums were the same.
             let mut other = content.clone();
             other.iter_mut().for_each(|byte| *byte ^= 0x55);
             let lies = encode(&blob, &other, redundancy).1;
+            let index_of = |place: u8| place % description.width() as u8;
+            // Some blocks of both contents are the same ones, such as what is only padding. Those are not forged.
+            let is_forged = |place: u8| {
+                let index = usize::from(index_of(place));
+                forged.contains(&place) && lies.share(index) != blocks.share(index)
+            };
             let mut collected = Collected::new(blob);
             let mut buf = vec![0; content.len()];
             let mut good = 0;
             for place in (0..width).map(|place| (place + turn) % width) {
-                let index = place % description.width() as u8;
+                let index = index_of(place);
                 let from = if is_forged(place) { &lies } else { &blocks };
                 let partial = collected.all.entry(description.id());
                 let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
