@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
-use crate::catalog::{Holder, Published};
+use crate::catalog::{Holder, Published, Record};
 use crate::cluster::Counters;
 use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
@@ -96,22 +96,9 @@ impl Attachment {
     ) -> Result<Snapshot> {
         self.repository.flush()?;
         let state = self.repository.published_state();
-        let Announced { losses, counters } = self.announced(number);
-        let (sent_bytes, saved_bytes) =
-            self.repository.traffic_since(&counters, stored_bytes, dirty_bytes);
-        let published = Published {
-            root: *root,
-            state,
-            stored_bytes,
-            dirty_bytes,
-            sent_bytes,
-            saved_bytes,
-            losses,
-            record: None,
-        };
+        let published = self.published(state, number, root, stored_bytes, dirty_bytes);
         let record = self.repository.catalog().record(&self.holder, number, &published)?;
-        let published = Published { record: self.repository.put_record(&record)?, ..published };
-        let snapshot = self.repository.catalog().publish(&self.holder, number, &published)?;
+        let snapshot = self.publish_with(&record, number, published)?;
         let mut parent = self.lock();
         // A repeated publication of an older snapshot does not move the mirror back.
         if snapshot.number > parent.0 {
@@ -127,26 +114,51 @@ impl Attachment {
     /// long as no repair has looked at it.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
-        let Announced { losses, counters } = self.announced(snapshot.number);
-        let (stored, dirty) = (snapshot.stored_bytes, snapshot.dirty_bytes);
-        let (sent_bytes, saved_bytes) = self.repository.traffic_since(&counters, stored, dirty);
-        let published = Published {
-            root: snapshot.root,
-            state: SnapshotState::Stable,
-            stored_bytes: snapshot.stored_bytes,
-            dirty_bytes: snapshot.dirty_bytes,
+        let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = snapshot;
+        let (number, state) = (*number, SnapshotState::Stable);
+        let published = self.published(state, number, root, *stored_bytes, *dirty_bytes);
+        let record = self.repository.catalog().record(&self.holder, number, &published)?;
+        // Before a record is stored that is of no use: this is asked again and again until a repair was there.
+        let completed = match record.state() {
+            Some(SnapshotState::Stable) => self.publish_with(&record, number, published)?,
+            _ => snapshot.clone(),
+        };
+        if completed.state != state {
+            return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
+        }
+        self.all_announced().remove(&number);
+        Ok(completed)
+    }
+
+    /// What is to be published of a snapshot whose content is stored.
+    fn published(
+        &self,
+        state: SnapshotState,
+        number: u64,
+        root: &Root,
+        stored_bytes: u64,
+        dirty_bytes: u64,
+    ) -> Published {
+        let Announced { losses, counters } = self.announced(number);
+        let (sent_bytes, saved_bytes) =
+            self.repository.traffic_since(&counters, stored_bytes, dirty_bytes);
+        let (root, record) = (*root, None);
+        Published {
+            root,
+            state,
+            stored_bytes,
+            dirty_bytes,
             sent_bytes,
             saved_bytes,
             losses,
-            record: None,
-        };
-        let catalog = self.repository.catalog();
-        let completed = catalog.publish(&self.holder, snapshot.number, &published)?;
-        if completed.state != SnapshotState::Stable {
-            return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
+            record,
         }
-        self.all_announced().remove(&snapshot.number);
-        Ok(completed)
+    }
+
+    /// Stores the record, as well as the content is, and publishes.
+    fn publish_with(&self, record: &Record, number: u64, what: Published) -> Result<Snapshot> {
+        let record = self.repository.put_record(record, what.state)?;
+        self.repository.catalog().publish(&self.holder, number, &Published { record, ..what })
     }
 
     /// Gives up an announced snapshot.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
-use crate::catalog::now;
+use crate::catalog::{Available, now};
 use crate::cluster::Redundancy;
 use crate::cluster::identity::Security;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
@@ -73,9 +73,12 @@ impl Repository {
         })?;
         let told = |report: &Report| progress(report.bytes);
         let report = run(&peers, security, &wanted, rate, &goes_on, &told)?;
-        if unread == 0 && !report.is_incomplete() && report.waiting == 0 {
+        if let Some(short) = report.short() {
+            let is_all_sound = unread == 0 && short.is_empty();
             for snapshot in available {
-                self.catalog().promote(&snapshot)?;
+                if is_all_sound || self.is_sound(&snapshot, short, || turn.keep()) {
+                    self.catalog().promote(&snapshot)?;
+                }
             }
         }
         if !report.is_stopped {
@@ -89,6 +92,22 @@ impl Repository {
             membership::note_repair(names, &last)?;
         }
         Ok(report)
+    }
+
+    /// Whether all of a snapshot can be found, and nothing of it is short of its redundancy.
+    fn is_sound(
+        &self,
+        snapshot: &Available,
+        short: &HashSet<BlobId>,
+        keep_turn: impl Fn() -> bool,
+    ) -> bool {
+        let mut is_sound = true;
+        let Available { refers, keep, .. } = snapshot;
+        let unread = self.references_of(refers, keep, &mut HashSet::new(), &mut |blob, _| {
+            keep_turn();
+            is_sound &= !short.contains(&blob);
+        });
+        unread == 0 && is_sound
     }
 
     /// Deletes what nothing refers to from peers that are drained: they would never become empty.

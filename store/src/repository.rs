@@ -14,7 +14,7 @@ use crate::cluster::membership::{self, Health};
 use crate::cluster::{Counters, Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, MirrorId};
+use crate::id::{BlobId, ChunkId, MirrorId, NodeId};
 use crate::layout;
 use crate::name::{ImageName, SnapshotRef};
 use crate::names::{self, Embedded, Names};
@@ -230,7 +230,7 @@ impl Repository {
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
         // Before its record is stored: a catalog that is rebuilt must not take it for the image of this name.
         self.inner.catalog.check_free(draft)?;
-        let record = self.put_record(&draft.record())?;
+        let record = self.put_record(&draft.record(), self.published_state())?;
         let inserted = self.inner.catalog.insert(draft, record);
         // Somebody else was faster. If the catalog was away, it may be there.
         if let Err(error) = &inserted
@@ -278,10 +278,15 @@ impl Repository {
         }
     }
 
-    /// Stores a record beside the blobs, where that is needed. It is durable then.
-    pub(crate) fn put_record(&self, record: &Record) -> Result<Option<BlobId>> {
+    /// Stores the record of a snapshot that is in this state beside the blobs, where that is needed. It is durable then,
+    /// and if the snapshot is stable, so is its record.
+    pub(crate) fn put_record(
+        &self,
+        record: &Record,
+        state: SnapshotState,
+    ) -> Result<Option<BlobId>> {
         let keep = record.keep().of_small_blobs();
-        let lenient = self.durability == Durability::Optimistic;
+        let lenient = state != SnapshotState::Stable;
         self.inner.blobs.put_record(&record.to_bytes(), &keep, lenient)
     }
 
@@ -407,18 +412,29 @@ impl Repository {
     pub(crate) fn references(&self, mut tell: impl FnMut(BlobId, Redundancy)) -> Result<u64> {
         let mut unreadable = 0;
         for (keep, roots) in self.inner.catalog.roots()? {
-            let (chunks, small) = (keep.redundancy, keep.redundancy.of_small_blobs());
             let mut seen = HashSet::new();
-            for Referrer { geometry, root, record } in roots {
-                record.iter().for_each(|record| tell(*record, small));
-                let trees = &self.inner.trees;
-                unreadable += trees.references(&root, geometry, &mut seen, &mut |one| match one {
-                    Referred::Node(id) => tell(id.into(), small),
-                    Referred::Chunk(id) => tell(id.into(), chunks),
-                });
+            for root in roots {
+                unreadable += self.references_of(&root, &keep, &mut seen, &mut tell);
             }
         }
         Ok(unreadable)
+    }
+
+    /// The same of one that refers to blobs, but for the nodes that were seen and what is below them.
+    pub(crate) fn references_of(
+        &self,
+        referrer: &Referrer,
+        keep: &Keep,
+        seen: &mut HashSet<NodeId>,
+        tell: &mut dyn FnMut(BlobId, Redundancy),
+    ) -> u64 {
+        let (chunks, small) = (keep.redundancy, keep.redundancy.of_small_blobs());
+        let Referrer { geometry, root, record } = referrer;
+        record.iter().for_each(|record| tell(*record, small));
+        self.inner.trees.references(root, *geometry, seen, &mut |one| match one {
+            Referred::Node(id) => tell(id.into(), small),
+            Referred::Chunk(id) => tell(id.into(), chunks),
+        })
     }
 
     /// Makes the names again that the peers' records tell of, after the catalog was lost.

@@ -174,6 +174,7 @@ fn complete(
         return Ok(());
     }
     let begin = Instant::now();
+    let mut delay = FIRST_DELAY;
     loop {
         match device.attachment.complete(snapshot).map_err(PersistError::from) {
             Ok(_) => return Ok(()),
@@ -183,9 +184,22 @@ fn complete(
             }
             Err(error) => return Err(error),
         }
-        abort.check()?;
-        thread::sleep(LOOK);
+        pause(&mut delay, || abort.check())?;
     }
+}
+
+/// Waits before another try, and longer the next time, unless a reason not to try again comes up.
+fn pause(
+    delay: &mut Duration,
+    check: impl Fn() -> Result<(), PersistError>,
+) -> Result<(), PersistError> {
+    let until = Instant::now() + *delay;
+    while Instant::now() < until {
+        check()?;
+        thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+    }
+    *delay = (*delay * 2).min(LONGEST_DELAY);
+    Ok(())
 }
 
 /// Tells the catalog of a failure. Returns whether it knows, or need not: it may never have heard of the
@@ -229,15 +243,10 @@ fn keep_trying(
         let name = device.snapshot_name(commit.new.number);
         tracing::warn!(%name, %error, "storing a checkpoint is tried again");
         commit.set_trouble(error.to_string());
-        let until = Instant::now() + delay;
-        while Instant::now() < until {
+        pause(&mut delay, || {
             abort.check()?;
-            if let Some(reason) = commit.layer.failure() {
-                return Err(PersistError::Layer(reason));
-            }
-            thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
-        }
-        delay = (delay * 2).min(LONGEST_DELAY);
+            commit.layer.failure().map_or(Ok(()), |reason| Err(PersistError::Layer(reason)))
+        })?;
     }
 }
 

@@ -117,11 +117,7 @@ fn the_names_are_restored_from_the_peers() {
     lab.ok(&["clone", "vm@1", "gone"]);
     lab.ok(&["rm", "gone"]);
     let before = lab.json(&["ls"]);
-    // The catalog's machine is lost.
-    drop(lab.catalog.take());
-    std::fs::remove_dir_all(lab.place.path("catalog")).unwrap();
-    lab.start_catalog();
-    lab.wait_for_peers(4);
+    lab.replace_catalog(4);
     assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 0);
     let rebuilt = lab.json(&["catalog", "rebuild"]);
     assert_eq!((&rebuilt["images"], &rebuilt["snapshots"]), (&2.into(), &2.into()));

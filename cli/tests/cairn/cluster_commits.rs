@@ -124,9 +124,43 @@ fn an_optimistic_commit_is_available_at_once_and_stable_when_it_is_whole() {
     assert_holds(&lab.repository(), &available, &chunks(2, 4));
 }
 
+/// With two of four peers there are two copies of a record that is to have three.
+#[test]
+fn a_stable_snapshot_has_a_record_with_all_its_copies() {
+    let mut lab = Lab::new(4);
+    let repository = lab.repository();
+    Writer::create(&repository, "vm", TWO_AND_TWO).attachment.release(None).unwrap();
+    let optimist = repository.with_durability(Durability::Optimistic);
+    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let writer = Writer::attach(&optimist, &first, b'v').unwrap();
+    lab.kill(1);
+    lab.kill(2);
+    let available = writer.commit(&chunks(5, 4)).unwrap();
+    assert_eq!(available.state, SnapshotState::Available);
+    lab.start_peer(1, &[]);
+    lab.start_peer(2, &[]);
+    let complete = || writer.attachment.complete(&available).is_ok();
+    wait_until("it has all its blocks", complete);
+    // Only those are left that were away when it was published.
+    lab.kill(0);
+    lab.kill(3);
+    assert_holds(&lab.repository(), &available, &chunks(5, 4));
+    lab.replace_catalog(2);
+    lab.ok(&["catalog", "rebuild"]);
+    let shown = lab.json(&["show", "vm@2"]);
+    assert_eq!(shown["state"], "stable", "{shown}");
+}
+
 #[test]
 fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
-    let mut lab = Lab::new(4);
+    let mut lab = Lab::new(5);
+    // Another image is damaged for good.
+    lab.random_disk("frail.raw", 1, 4 << 20);
+    lab.ok(&["import", "frail.raw", "frail", "--redundancy", "none"]);
+    let id = lab.peers[4].as_ref().unwrap().id.clone();
+    lab.kill(4);
+    lab.wipe(4);
+    lab.ok(&["peers", "lose", &id]);
     {
         let repository = lab.repository();
         Writer::create(&repository, "vm", TWO_AND_TWO).attachment.release(None).unwrap();
@@ -142,6 +176,8 @@ fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
     let repository = lab.repository();
     let resolve = || repository.resolve(&"vm@2".parse().unwrap()).unwrap();
     wait_until("it is repaired", || resolve().state == SnapshotState::Stable);
+    let unreadable = || lab.json(&["peers"])["repair"]["unreadable"].as_u64();
+    wait_until("the damage is told", || unreadable() > Some(0));
     lab.kill(0);
     lab.kill(1);
     assert_holds(&lab.repository(), &resolve(), &chunks(3, 4));

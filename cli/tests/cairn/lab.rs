@@ -138,6 +138,14 @@ impl Lab {
         self.catalog = Some(Server::start(&self.place, None, &args, "catalog.log"));
     }
 
+    /// The catalog's machine is lost, and another one takes its place, when these peers have come back to it.
+    pub(crate) fn replace_catalog(&mut self, peers: usize) {
+        drop(self.catalog.take());
+        std::fs::remove_dir_all(self.place.path("catalog")).unwrap();
+        self.start_catalog();
+        self.wait_for_peers(peers);
+    }
+
     /// Starts one more peer.
     pub(crate) fn add_peer(&mut self, more: &[&str]) -> usize {
         self.add_peer_on("127.0.0.1", None, more)

@@ -124,6 +124,32 @@ impl Holder {
         Ok(snapshot)
     }
 
+    /// What a snapshot of this mirror's is when it is published like this. One that is published stays what it is, but
+    /// that it may become stable.
+    fn published(
+        &self,
+        view: &View,
+        number: u64,
+        before: SnapshotDocument,
+        published: &Published,
+    ) -> Result<SnapshotDocument> {
+        let published = published.as_of(view)?;
+        let same = before.root == published.root.0;
+        match (before.state, published.state) {
+            (SnapshotState::Pending, _) => Ok(published.apply(before, self.mirror(view)?.parent)),
+            (SnapshotState::Available, SnapshotState::Stable) if same => Ok(SnapshotDocument {
+                state: SnapshotState::Stable,
+                stored_bytes: published.stored_bytes,
+                sent_bytes: published.sent_bytes,
+                saved_bytes: published.saved_bytes,
+                record: published.record.or(before.record),
+                ..before
+            }),
+            (SnapshotState::Stable | SnapshotState::Available, _) if same => Ok(before),
+            _ => Err(self.wrong_state(number, before)),
+        }
+    }
+
     fn mirror(&self, view: &View) -> Result<MirrorDocument> {
         let mirror = view.get(&mirror_key(&self.owner.id))?;
         mirror.ok_or_else(|| Error::NoMirror { id: self.owner.id.to_string() })
@@ -226,9 +252,8 @@ impl Catalog {
     ) -> Result<Record> {
         let view = self.read(&holder.wanted(number))?;
         let image = holder.check(&view)?;
-        let snapshot = holder.own(holder.existing(&view, number)?, number)?;
-        let published = published.as_of(&view)?;
-        let snapshot = published.apply(snapshot, holder.mirror(&view)?.parent);
+        let before = holder.own(holder.existing(&view, number)?, number)?;
+        let snapshot = holder.published(&view, number, before, published)?;
         Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
     }
 
@@ -243,28 +268,17 @@ impl Catalog {
     ) -> Result<Snapshot> {
         self.change(&holder.wanted(number), |view| {
             let image = holder.check(view)?;
-            let published = published.as_of(view)?;
-            let mut snapshot = holder.own(holder.existing(view, number)?, number)?;
-            let same = snapshot.root == published.root.0;
-            let mut mirror = holder.mirror(view)?;
-            let change = match (snapshot.state, published.state) {
-                (SnapshotState::Pending, _) => {
-                    snapshot = published.apply(snapshot, mirror.parent);
-                    (mirror.parent, mirror.root) = (number, published.root.0);
-                    Change::default()
-                        .put(holder.snapshot_key(number), &snapshot)
-                        .put(mirror_key(&holder.owner.id), &mirror)
-                }
-                (SnapshotState::Available, SnapshotState::Stable) if same => {
-                    snapshot.state = SnapshotState::Stable;
-                    snapshot.stored_bytes = published.stored_bytes;
-                    snapshot.sent_bytes = published.sent_bytes;
-                    snapshot.saved_bytes = published.saved_bytes;
-                    Change::default().put(holder.snapshot_key(number), &snapshot)
-                }
-                (SnapshotState::Stable | SnapshotState::Available, _) if same => Change::default(),
-                _ => return Err(holder.wrong_state(number, snapshot)),
-            };
+            let before = holder.own(holder.existing(view, number)?, number)?;
+            let snapshot = holder.published(view, number, before.clone(), published)?;
+            let mut change = Change::default();
+            if snapshot.state != before.state {
+                change = change.put(holder.snapshot_key(number), &snapshot);
+            }
+            if before.state == SnapshotState::Pending {
+                let mirror =
+                    MirrorDocument { parent: number, root: snapshot.root, ..holder.mirror(view)? };
+                change = change.put(mirror_key(&holder.owner.id), &mirror);
+            }
             Ok((change, snapshot.snapshot(&holder.image_name, &image, number)?))
         })
     }

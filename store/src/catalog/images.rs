@@ -42,8 +42,16 @@ pub(crate) struct Referrer {
     pub(crate) record: Option<BlobId>,
 }
 
+impl Referrer {
+    fn snapshot(geometry: Geometry, one: &SnapshotDocument) -> Referrer {
+        Referrer { geometry, root: Root(one.root), record: one.record }
+    }
+}
+
 /// A snapshot as it was found available.
 pub(crate) struct Available {
+    pub(crate) keep: Keep,
+    pub(crate) refers: Referrer,
     key: String,
     version: u64,
 }
@@ -152,11 +160,8 @@ impl Catalog {
             let geometry = image.geometry()?;
             let known = snapshots(&view, &name.parse()?)?.into_iter();
             let known = known.filter(|(_, one)| one.state.has_content());
-            all.entry(image.keep()).or_default().extend(known.map(|(_, one)| Referrer {
-                geometry,
-                root: Root(one.root),
-                record: one.record,
-            }));
+            let known = known.map(|(_, one)| Referrer::snapshot(geometry, &one));
+            all.entry(image.keep()).or_default().extend(known);
         }
         // A mirror keeps its parent's content, also if that has lost its name.
         let images: HashMap<_, _> = images.into_iter().collect();
@@ -174,14 +179,15 @@ impl Catalog {
     pub(crate) fn available(&self) -> Result<Vec<Available>> {
         let view = self.read(&[IMAGES, SNAPSHOTS].map(Wanted::prefix))?;
         let mut found = Vec::new();
-        for (name, _) in view.under::<ImageDocument>(IMAGES)? {
+        for (name, image) in view.under::<ImageDocument>(IMAGES)? {
             let name: ImageName = name.parse()?;
+            let (keep, geometry) = (image.keep(), image.geometry()?);
             let all = snapshots(&view, &name)?.into_iter();
             let available = all.filter(|(_, one)| one.state == SnapshotState::Available);
-            found.extend(available.map(|(number, _)| {
+            found.extend(available.map(|(number, one)| {
                 let key = snapshot_key(&name, number);
                 let version = view.version(&key);
-                Available { key, version }
+                Available { keep, refers: Referrer::snapshot(geometry, &one), key, version }
             }));
         }
         Ok(found)
@@ -190,7 +196,7 @@ impl Catalog {
     /// Makes a snapshot stable that was found available. One that is gone or has changed since is left as it is: its
     /// name may be another's by now.
     pub(crate) fn promote(&self, available: &Available) -> Result<()> {
-        let Available { key, version } = available;
+        let Available { key, version, .. } = available;
         self.change(&[Wanted::key(key)], |view| {
             let change = match view.get::<SnapshotDocument>(key)? {
                 Some(one) if view.version(key) == *version => {

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub(crate) use self::attachments::{Holder, Published};
-pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
+pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
 pub(crate) use self::records::Record;

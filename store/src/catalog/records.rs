@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::ImageName;
 use crate::names::{Change, Wanted};
+use crate::snapshot::SnapshotState;
 
 /// What every record begins with.
 const FORMAT: &str = "cairn-snapshot-record";
@@ -52,6 +53,11 @@ impl Record {
     /// How its image is kept safe.
     pub(crate) fn keep(&self) -> Keep {
         self.image.keep()
+    }
+
+    /// The snapshot's state, unless this records its removal.
+    pub(crate) fn state(&self) -> Option<SnapshotState> {
+        self.snapshot.as_ref().map(|snapshot| snapshot.state)
     }
 
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
@@ -161,10 +167,10 @@ mod tests {
     use tempfile::TempDir;
 
     use super::super::{Draft, FirstSnapshot};
-    use super::{BlobId, Catalog, Keep, Record};
+    use super::{BlobId, Catalog, Keep, Record, SnapshotState};
     use crate::geometry::Geometry;
     use crate::names::Embedded;
-    use crate::snapshot::{Consistency, SnapshotState};
+    use crate::snapshot::Consistency;
     use crate::tree::Root;
 
     #[test]

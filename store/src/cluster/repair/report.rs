@@ -1,5 +1,7 @@
 //! What a repair has found and done.
 
+use std::collections::HashSet;
+
 use super::plan::Plan;
 use crate::id::BlobId;
 
@@ -36,6 +38,9 @@ pub struct Report {
     pub failures: Vec<String>,
     /// It was ended before it was done.
     pub is_stopped: bool,
+    /// Blobs of which it is known how they are in the end, and which of them have less than their redundancy still.
+    settled: u64,
+    short: HashSet<BlobId>,
 }
 
 impl Report {
@@ -44,8 +49,17 @@ impl Report {
         self.left > 0 || self.is_stopped || !self.failures.is_empty() || !self.unreadable.is_empty()
     }
 
+    /// The blobs that have less than their redundancy still, if it is known of all how they are.
+    pub(crate) fn short(&self) -> Option<&HashSet<BlobId>> {
+        (!self.is_stopped && self.settled == self.blobs).then_some(&self.short)
+    }
+
     /// Adds what is known of a blob in the end.
     pub(super) fn settle(&mut self, blob: &BlobId, plan: &Plan) {
+        self.settled += 1;
+        if plan.missing > 0 || plan.survives < 0 {
+            self.short.insert(*blob);
+        }
         self.left += u64::from(plan.missing > 0);
         self.waiting += u64::from(plan.waiting > 0);
         let survives = i64::from(plan.survives);
@@ -81,5 +95,7 @@ impl Report {
         self.unreadable.extend(other.unreadable.into_iter().take(room));
         other.failures.into_iter().for_each(|reason| self.fail(reason));
         self.is_stopped |= other.is_stopped;
+        self.settled += other.settled;
+        self.short.extend(other.short);
     }
 }
