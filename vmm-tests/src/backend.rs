@@ -28,6 +28,8 @@ pub struct Disk {
     pub read_only: bool,
     /// Bytes of checkpoints that are stored in a second at most; 0 is unlimited.
     pub commit_rate: u64,
+    /// Whether a checkpoint is published as soon as it can be read.
+    pub optimistic: bool,
 }
 
 impl Disk {
@@ -40,6 +42,7 @@ impl Disk {
             port: DEFAULT_PORT,
             read_only: false,
             commit_rate: 0,
+            optimistic: false,
         }
     }
 }
@@ -72,6 +75,9 @@ impl Backend {
         option("vsock-port", disk.port.to_string());
         option("num-queues", "2".to_owned());
         option("commit-rate", disk.commit_rate.to_string());
+        if disk.optimistic {
+            option("durability", "optimistic".to_owned());
+        }
         if disk.read_only {
             arguments.push("--read-only".to_owned());
         }

@@ -1,8 +1,9 @@
 //! A guest whose checkpoints are on many machines, of which half are lost.
 
-use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -12,6 +13,9 @@ use crate::MIB;
 
 /// With `rs=4+4`, four are enough and four may be lost.
 const PEERS: usize = 8;
+
+/// A checkpoint is tried again for a minute, and what is missing of it, too.
+const STATE_LIMIT: Duration = Duration::from_secs(90);
 
 #[test]
 fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
@@ -38,7 +42,8 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         }
 
         // Elsewhere: a mirror that holds nothing.
-        let elsewhere = Disk { name: "elsewhere".to_owned(), ..Disk::of("vm", &first) };
+        let name = "elsewhere".to_owned();
+        let elsewhere = Disk { name, optimistic: true, ..Disk::of("vm", &first) };
         let backend = Backend::start(lab, &elsewhere)?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         let disk = guest.run("sha256sum < /dev/vda")?;
@@ -48,6 +53,12 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         assert_eq!(guest.run(FILES)?, files);
         assert_ne!(guest.attempt("cat /mnt/later")?.code, 0, "it was written after the checkpoint");
 
+        // Four peers are enough for a checkpoint that can be read.
+        guest.run("dd if=/dev/urandom of=/mnt/meanwhile bs=64k count=8")?;
+        let meanwhile = guest.run("cairn-agent checkpoint --freeze /mnt")?.trim().to_owned();
+        wait_for_state(lab, &meanwhile, "available")?;
+        let content = sum(&lab.export(&meanwhile)?)?;
+
         // Others take the place of the lost ones, and the guest goes on.
         for id in &ids {
             cluster.give_up(lab, id)?;
@@ -55,6 +66,7 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         cluster.refill(lab, PEERS)?;
         let told = cluster.repair(lab)?;
         assert_eq!((&told["left"], &told["survives"]), (&0.into(), &4.into()), "{told}");
+        wait_for_state(lab, &meanwhile, "stable")?;
         guest.run("dd if=/dev/urandom of=/mnt/more bs=64k count=32")?;
         let files = guest.run(FILES)?;
         let second = checkpoint(&mut guest)?;
@@ -66,6 +78,7 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
             cluster.destroy(at)?;
         }
         assert_eq!(sum(&lab.export(&first)?)?, before);
+        assert_eq!(sum(&lab.export(&meanwhile)?)?, content);
         let file = lab.export(&second)?;
         image::check_clean(&file)?;
         let more = image::read(&file, "/more")?;
@@ -82,6 +95,18 @@ const FILES: &str = "cd /mnt && find . -type f | sort | xargs sha256sum; cd /";
 fn checkpoint(guest: &mut Guest) -> Result<String> {
     let answer = guest.run("cairn-agent checkpoint --freeze /mnt --wait stable")?;
     Ok(answer.trim().to_owned())
+}
+
+fn wait_for_state(lab: &Lab, snapshot: &str, wanted: &str) -> Result<()> {
+    let end = Instant::now() + STATE_LIMIT;
+    loop {
+        let shown: Value = serde_json::from_str(&lab.cairn(&["--json", "show", snapshot])?)?;
+        if shown["state"] == wanted {
+            return Ok(());
+        }
+        ensure!(Instant::now() < end, "{snapshot} is not {wanted} in {STATE_LIMIT:?}: {shown}");
+        thread::sleep(Duration::from_millis(100));
+    }
 }
 
 /// The process dies, and all that the host has of the disk is gone.
