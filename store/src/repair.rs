@@ -1,13 +1,14 @@
 //! The repair of everything that a cluster's names refer to.
 
-use std::cell::Cell;
+mod turn;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
+use self::turn::Turn;
 use crate::catalog::{Available, now};
 use crate::cluster::Redundancy;
 use crate::cluster::identity::Security;
@@ -16,17 +17,9 @@ use crate::cluster::peer::FragmentId;
 use crate::cluster::repair::{Connected, How, Members, Node, Report, State, repair};
 use crate::cluster::wire::MAX_DELETED;
 use crate::error::{Error, Result};
-use crate::id::{BlobId, PeerId};
-use crate::names::{Change, Names, Wanted};
+use crate::id::BlobId;
+use crate::names::Names;
 use crate::repository::Repository;
-use crate::sys;
-
-/// The document of the one who repairs.
-const REPAIRS: &str = "leader/repair";
-
-/// How long it lasts, in seconds, and how often it is renewed.
-const TERM: u32 = 60;
-const RENEWAL: Duration = Duration::from_secs(10);
 
 /// How old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
 /// to may be a part of a snapshot that is being stored, and a large image takes hours.
@@ -60,29 +53,37 @@ impl Repository {
         let (Some((_, names)), Some(security)) = (self.cluster(), self.security()) else {
             return Err(Error::BadArgument("a repository in a directory has no peers".into()));
         };
-        let turn = Turn::take(names)?;
-        let goes_on = || goes_on() && turn.keep();
+        Turn::with(names, |turn| {
+            let goes_on = || goes_on() && turn.is_held();
+            self.repair_in_turn(names, security, rate, &goes_on, progress)
+        })
+    }
+
+    fn repair_in_turn(
+        &self,
+        names: &dyn Names,
+        security: &Security,
+        rate: Option<u64>,
+        goes_on: &dyn Fn() -> bool,
+        progress: &dyn Fn(u64),
+    ) -> Result<Report> {
         // Before the blobs are looked at: what becomes available meanwhile is for the next time.
         let available = self.catalog().available()?;
         let (peers, _) = membership::peers(names)?;
         let mut wanted = WantedBlobs::new();
-        let unread = self.references(|blob, redundancy| {
-            // To read all nodes may take longer than a turn lasts. Whether it is lost is asked before anything is done.
-            turn.keep();
-            want(&mut wanted, blob, redundancy);
-        })?;
+        let unread = self.references(|blob, redundancy| want(&mut wanted, blob, redundancy))?;
         let told = |report: &Report| progress(report.bytes);
-        let report = run(&peers, security, &wanted, rate, &goes_on, &told)?;
+        let report = run(&peers, security, &wanted, rate, goes_on, &told)?;
         if let Some(short) = report.short() {
             let is_all_sound = unread == 0 && short.is_empty();
             for snapshot in available {
-                if is_all_sound || self.is_sound(&snapshot, short, || turn.keep()) {
+                if is_all_sound || self.is_sound(&snapshot, short) {
                     self.catalog().promote(&snapshot)?;
                 }
             }
         }
         if !report.is_stopped {
-            self.sweep_drained(&peers, security, &goes_on)?;
+            self.sweep_drained(&peers, security, goes_on)?;
         }
         if !report.is_stopped {
             let unreadable = (report.unreadable.len() as u64).max(unread);
@@ -95,16 +96,10 @@ impl Repository {
     }
 
     /// Whether all of a snapshot can be found, and nothing of it is short of its redundancy.
-    fn is_sound(
-        &self,
-        snapshot: &Available,
-        short: &HashSet<BlobId>,
-        keep_turn: impl Fn() -> bool,
-    ) -> bool {
+    fn is_sound(&self, snapshot: &Available, short: &HashSet<BlobId>) -> bool {
         let mut is_sound = true;
         let Available { refers, keep, .. } = snapshot;
         let unread = self.references_of(refers, keep, &mut HashSet::new(), &mut |blob, _| {
-            keep_turn();
             is_sound &= !short.contains(&blob);
         });
         unread == 0 && is_sound
@@ -126,7 +121,6 @@ impl Repository {
         }
         let mut wanted = HashSet::new();
         let unread = self.references(|blob, _| {
-            goes_on();
             wanted.insert(blob);
         })?;
         if unread > 0 {
@@ -234,76 +228,10 @@ async fn sweep(
     }
 }
 
-/// That nobody else repairs: two who see different members might each drop what the other one keeps.
-struct Turn<'a> {
-    names: &'a dyn Names,
-    me: String,
-    renewed: Cell<Instant>,
-    /// It could not be renewed, and is given up.
-    lost: Cell<bool>,
-}
-
-impl Turn<'_> {
-    fn take(names: &dyn Names) -> Result<Turn<'_>> {
-        let me = sys::random().map(PeerId::from_bytes);
-        let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
-        let turn = Turn { names, me, renewed: Cell::new(Instant::now()), lost: Cell::new(false) };
-        match turn.renew()? {
-            true => Ok(turn),
-            false => Err(Error::RepairRuns),
-        }
-    }
-
-    /// Whether it is still ours.
-    fn renew(&self) -> Result<bool> {
-        let view = self.names.read(&[Wanted::key(REPAIRS)])?;
-        let holder: Option<String> = view.get(REPAIRS)?;
-        if holder.is_some_and(|holder| holder != self.me) {
-            return Ok(false);
-        }
-        let relies_on = vec![(REPAIRS.to_owned(), view.version(REPAIRS))];
-        let change = Change { relies_on, relaxed: true, ..Change::default() };
-        self.renewed.set(Instant::now());
-        self.names.commit(&change.put_for(TERM, REPAIRS, &self.me))
-    }
-
-    /// Keeps it. Returns whether that was possible.
-    fn keep(&self) -> bool {
-        if !self.lost.get() && self.renewed.get().elapsed() >= RENEWAL {
-            self.lost.set(!self.renew().unwrap_or(false));
-        }
-        !self.lost.get()
-    }
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        if self.renew().unwrap_or(false) {
-            let _ = self.names.commit(&Change::default().remove(Wanted::key(REPAIRS)));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use tempfile::TempDir;
-
-    use super::{Error, Redundancy, Turn, WantedBlobs, want};
+    use super::{Redundancy, WantedBlobs, want};
     use crate::id::BlobId;
-    use crate::names::Embedded;
-
-    #[test]
-    fn one_repairs_at_a_time() {
-        let dir = TempDir::new().unwrap();
-        let path = dir.path().join("catalog.db");
-        Embedded::create(&path).unwrap();
-        let names = Embedded::open(&path).unwrap();
-        let turn = Turn::take(&names).unwrap();
-        assert!(matches!(Turn::take(&names), Err(Error::RepairRuns)));
-        assert!(turn.renew().unwrap() && turn.keep());
-        drop(turn);
-        drop(Turn::take(&names).unwrap());
-    }
 
     #[test]
     fn a_blob_is_wanted_once_for_each_way_to_cut_it() {

@@ -277,11 +277,17 @@ pub(crate) struct Operator {
 }
 
 impl Operator {
-    /// Runs `cairn` on the cluster.
-    pub(crate) fn run(&self, args: &[&str]) -> Run {
+    /// `cairn` on the cluster, without its network namespace.
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cairn"));
         command.args(["--store", &self.url]).args(self.security).args(args);
         command.current_dir(&self.directory);
+        command
+    }
+
+    /// Runs `cairn` on the cluster.
+    pub(crate) fn run(&self, args: &[&str]) -> Run {
+        let mut command = self.command(args);
         if let Some(space) = &self.space {
             command = inside(space, &command);
         }
@@ -344,7 +350,7 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     wait_within(PATIENCE, what, condition);
 }
 
-/// Waits for something that a repair brings about. Whoever was killed while it repaired keeps others from it for a minute.
+/// Waits for something that a repair brings about. Each that was killed while it repaired keeps others from it for a while.
 pub(crate) fn wait_for_repair(what: &str, condition: impl Fn() -> bool) {
     wait_within(3 * PATIENCE, what, condition);
 }

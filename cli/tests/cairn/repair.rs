@@ -1,9 +1,17 @@
 //! A cluster of real processes after losses: what is repaired survives the next ones.
 
+use std::process::Stdio;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use cairn_store::names::Wanted;
+
 use crate::lab::{Lab, random, wait_until};
 
 const MIB: usize = 1 << 20;
 const PEERS: usize = 10;
+
+/// The document of the one who repairs.
+const REPAIRS: &str = "leader/repair";
 
 /// `CAIRN_SEED` repeats the choice of those that are killed.
 #[test]
@@ -40,4 +48,37 @@ fn after_two_lost_peers_and_a_repair_any_four_others_may_die() {
         dead.iter().for_each(|at| lab.start_peer(*at, &[]));
         lab.wait_for_peers(PEERS - 2);
     }
+}
+
+#[test]
+fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
+    let mut lab = Lab::new(5);
+    let disk = lab.random_disk("disk.raw", 1, 8 * MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=3"]);
+    let id = lab.peers[0].as_ref().unwrap().id.clone();
+    lab.kill(0);
+    lab.ok(&["peers", "lose", &id]);
+    // So slow that it is not done for minutes. The catalog waits for some seconds before it begins.
+    let mut slow = lab.operator().command(&["repair", "--rate", "20K"]);
+    let mut slow = slow.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let repository = lab.repository();
+    let runs = || {
+        let view = repository.cluster().unwrap().1.read(&[Wanted::key(REPAIRS)]).unwrap();
+        view.version(REPAIRS) != 0
+    };
+    wait_until("it repairs", runs);
+    slow.kill().unwrap();
+    slow.wait().unwrap();
+    assert!(runs(), "it was at work");
+    let killed = Instant::now();
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    let repaired = || {
+        let told = lab.json(&["peers"])["repair"].clone();
+        told["time"].as_u64() >= Some(since) && told["under"] == 0 && told["survives"] == 2
+    };
+    wait_until("it is repaired", repaired);
+    println!("{:?} after the kill", killed.elapsed());
+    lab.kill(1);
+    lab.kill(2);
+    lab.assert_exports("vm@1", &disk);
 }
