@@ -178,6 +178,13 @@ pub(crate) fn repair(repository: &Repository, rate: Option<u64>, style: Style) -
         );
         return Err(Failure::new(Exit::Corrupt, "repairing the cluster", why));
     }
+    if report.unread > 0 {
+        let why = format!(
+            "{} nodes of trees could not be read for a while, and what is below them was not looked at; repair again",
+            report.unread
+        );
+        return Err(Failure::new(Exit::Unavailable, "repairing the cluster", why));
+    }
     if !report.failures.is_empty() {
         let why = format!("{} steps failed: {}", report.failures.len(), report.failures[0]);
         return Err(Failure::new(Exit::Unavailable, "repairing the cluster", why));
@@ -197,6 +204,7 @@ fn report_json(report: &Report) -> Value {
         "bytes": report.bytes,
         "survives": report.survives,
         "unreadable": report.unreadable.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        "unread": report.unread,
         "failures": report.failures.len(),
     })
 }

@@ -86,7 +86,7 @@ impl Attachment {
     /// mirror's reference to it. To publish the same content again is fine.
     ///
     /// If a peer was lost since the snapshot was announced, a part of the content may have been lost with it. Then it is
-    /// only available, and the next repair makes it stable.
+    /// only available, and the next repair makes it stable. So it is if its parent is only available.
     pub fn publish(
         &self,
         number: u64,
@@ -96,7 +96,8 @@ impl Attachment {
     ) -> Result<Snapshot> {
         self.repository.flush()?;
         let state = self.repository.published_state();
-        let published = self.published(state, number, root, stored_bytes, dirty_bytes);
+        let parent = self.parent().0;
+        let published = self.published(state, parent, number, root, stored_bytes, dirty_bytes);
         let record = self.repository.catalog().record(&self.holder, number, &published)?;
         let snapshot = self.publish_with(&record, number, published)?;
         let mut parent = self.lock();
@@ -110,19 +111,22 @@ impl Attachment {
         Ok(snapshot)
     }
 
-    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a peer was lost meanwhile, as
-    /// long as no repair has looked at it.
+    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a peer was lost meanwhile, or
+    /// its parent is not stable, as long as no repair has looked at it.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
-        let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = snapshot;
-        let (number, state) = (*number, SnapshotState::Stable);
-        let published = self.published(state, number, root, *stored_bytes, *dirty_bytes);
-        let record = self.repository.catalog().record(&self.holder, number, &published)?;
-        // Before a record is stored that is of no use: this is asked again and again until a repair was there.
-        let completed = match record.state() {
-            Some(SnapshotState::Stable) => self.publish_with(&record, number, published)?,
-            _ => snapshot.clone(),
-        };
+        // This is asked again and again, maybe until a repair was there: no record is stored that is of no use.
+        let mut completed = self.repository.resolve(&snapshot.name())?;
+        let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = *snapshot;
+        let state = SnapshotState::Stable;
+        if completed.state != state {
+            let parent = snapshot.parent.unwrap_or(0);
+            let published = self.published(state, parent, number, &root, stored_bytes, dirty_bytes);
+            let record = self.repository.catalog().record(&self.holder, number, &published)?;
+            if record.state() == Some(state) {
+                completed = self.publish_with(&record, number, published)?;
+            }
+        }
         if completed.state != state {
             return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
         }
@@ -134,6 +138,7 @@ impl Attachment {
     fn published(
         &self,
         state: SnapshotState,
+        parent: u64,
         number: u64,
         root: &Root,
         stored_bytes: u64,
@@ -150,6 +155,7 @@ impl Attachment {
             dirty_bytes,
             sent_bytes,
             saved_bytes,
+            parent,
             losses,
             record,
         }

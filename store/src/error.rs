@@ -238,7 +238,8 @@ pub enum Error {
     },
     /// A snapshot that nobody can vouch for.
     #[error(
-        "snapshot {name} can be read, but a peer was lost while it was stored; it is stable after the next repair"
+        "snapshot {name} can be read, but a peer was lost while it was stored, or its parent is not stable; it is \
+         stable after the next repair"
     )]
     LostMeanwhile {
         /// `image@number`.

@@ -73,11 +73,12 @@ impl Repository {
         let mut wanted = WantedBlobs::new();
         let unread = self.references(|blob, redundancy| want(&mut wanted, blob, redundancy))?;
         let told = |report: &Report| progress(report.bytes);
-        let report = run(&peers, security, &wanted, rate, goes_on, &told)?;
+        let mut report = run(&peers, security, &wanted, rate, goes_on, &told)?;
+        report.unread = unread;
         if let Some(short) = report.short() {
             let is_all_sound = unread == 0 && short.is_empty();
             for snapshot in available {
-                if is_all_sound || self.is_sound(&snapshot, short) {
+                if is_all_sound || self.is_sound(&snapshot, &wanted, short) {
                     self.catalog().promote(&snapshot)?;
                 }
             }
@@ -95,11 +96,19 @@ impl Repository {
         Ok(report)
     }
 
-    /// Whether all of a snapshot can be found, and nothing of it is short of its redundancy.
-    fn is_sound(&self, snapshot: &Available, short: &HashSet<BlobId>) -> bool {
+    /// Whether all of a snapshot was looked at, and nothing of it is short of its redundancy. A node may be readable now
+    /// that was not before: what is below it nobody has seen.
+    fn is_sound(
+        &self,
+        snapshot: &Available,
+        looked_at: &WantedBlobs,
+        short: &HashSet<BlobId>,
+    ) -> bool {
         let mut is_sound = true;
         let Available { refers, keep, .. } = snapshot;
-        let unread = self.references_of(refers, keep, &mut HashSet::new(), &mut |blob, _| {
+        let unread = self.references_of(refers, keep, &mut HashSet::new(), &mut |blob, wanted| {
+            let seen = looked_at.get(&shape(blob, wanted));
+            is_sound &= seen.is_some_and(|seen| seen.width() >= wanted.width());
             is_sound &= !short.contains(&blob);
         });
         unread == 0 && is_sound
@@ -146,13 +155,17 @@ fn runtime() -> Result<Runtime> {
     Builder::new_current_thread().enable_all().build().map_err(failed)
 }
 
+/// What is looked at once.
+fn shape(blob: BlobId, redundancy: Redundancy) -> (BlobId, usize, usize) {
+    match redundancy {
+        Redundancy::Replicas(_) => (blob, 1, 0),
+        code => (blob, code.needed(), code.survives()),
+    }
+}
+
 /// Once for each number of blocks; of copies, the greatest number that somebody wants.
 fn want(wanted: &mut WantedBlobs, blob: BlobId, redundancy: Redundancy) {
-    let shape = match redundancy {
-        Redundancy::Replicas(_) => (1, 0),
-        code => (code.needed(), code.survives()),
-    };
-    let known = wanted.entry((blob, shape.0, shape.1)).or_insert(redundancy);
+    let known = wanted.entry(shape(blob, redundancy)).or_insert(redundancy);
     if redundancy.width() > known.width() {
         *known = redundancy;
     }
@@ -230,8 +243,46 @@ async fn sweep(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::{BTreeMap, HashSet};
+
+    use tempfile::TempDir;
+
     use super::{Redundancy, WantedBlobs, want};
-    use crate::id::BlobId;
+    use crate::geometry::{ChunkIndex, Geometry};
+    use crate::id::{BlobId, ChunkId};
+    use crate::repository::{Durability, Repository};
+    use crate::tree::Root;
+
+    #[test]
+    fn only_what_was_looked_at_and_is_whole_is_sound() {
+        let dir = TempDir::new().unwrap();
+        let url = format!("dir:{}", dir.path().join("repository").display());
+        let repository = Repository::open_or_create(&url).unwrap();
+        let repository = repository.with_durability(Durability::Optimistic);
+        let geometry = Geometry::new(1 << 20, 65536).unwrap();
+        let content = vec![7; 65536];
+        let chunk = ChunkId::of(&content);
+        repository.put_chunks(&[(chunk, &content)]).unwrap();
+        let changes = BTreeMap::from([(ChunkIndex(3), Some(chunk))]);
+        let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
+        repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
+        let available = repository.catalog().available().unwrap();
+        let mut wanted = WantedBlobs::new();
+        let unread = repository.references(|blob, how| want(&mut wanted, blob, how)).unwrap();
+        assert_eq!((available.len(), unread, wanted.len()), (1, 0, 2), "a node and a chunk");
+        let is_sound = |looked_at: &WantedBlobs, short: &[BlobId]| {
+            let short: HashSet<_> = short.iter().copied().collect();
+            repository.is_sound(&available[0], looked_at, &short)
+        };
+        assert!(is_sound(&wanted, &[]));
+        assert!(is_sound(&wanted, &[BlobId::of(b"another one")]));
+        for (blob, data, parity) in wanted.keys() {
+            assert!(!is_sound(&wanted, &[*blob]));
+            let mut less = wanted.clone();
+            less.remove(&(*blob, *data, *parity));
+            assert!(!is_sound(&less, &[]), "nobody has looked at {blob}");
+        }
+    }
 
     #[test]
     fn a_blob_is_wanted_once_for_each_way_to_cut_it() {

@@ -156,7 +156,7 @@ fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
     let mut lab = Lab::new(5);
     // Another image is damaged for good.
     lab.random_disk("frail.raw", 1, 4 << 20);
-    lab.ok(&["import", "frail.raw", "frail", "--redundancy", "none"]);
+    lab.ok(&["import", "frail.raw", "frail", "--redundancy", "none", "--chunk-size", "64K"]);
     let id = lab.peers[4].as_ref().unwrap().id.clone();
     lab.kill(4);
     lab.wipe(4);

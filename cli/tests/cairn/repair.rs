@@ -55,6 +55,8 @@ fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
     let mut lab = Lab::new(5);
     let disk = lab.random_disk("disk.raw", 1, 8 * MIB);
     lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=3"]);
+    let told = |lab: &Lab| lab.json(&["peers"])["repair"].clone();
+    wait_until("the catalog has repaired", || told(&lab)["time"].is_u64());
     let id = lab.peers[0].as_ref().unwrap().id.clone();
     lab.kill(0);
     lab.ok(&["peers", "lose", &id]);
@@ -67,13 +69,14 @@ fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
         view.version(REPAIRS) != 0
     };
     wait_until("it repairs", runs);
+    assert_eq!(slow.try_wait().unwrap(), None, "it is the one");
     slow.kill().unwrap();
     slow.wait().unwrap();
     assert!(runs(), "it was at work");
     let killed = Instant::now();
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     let repaired = || {
-        let told = lab.json(&["peers"])["repair"].clone();
+        let told = told(&lab);
         told["time"].as_u64() >= Some(since) && told["under"] == 0 && told["survives"] == 2
     };
     wait_until("it is repaired", repaired);

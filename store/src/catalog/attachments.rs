@@ -38,6 +38,8 @@ pub(crate) struct Published {
     pub(crate) dirty_bytes: u64,
     pub(crate) sent_bytes: u64,
     pub(crate) saved_bytes: u64,
+    /// The snapshot that it was derived from.
+    pub(crate) parent: u64,
     /// How many peers had been lost when it was announced.
     pub(crate) losses: u64,
     /// The name of the snapshot's record, if it has one.
@@ -45,10 +47,14 @@ pub(crate) struct Published {
 }
 
 impl Published {
-    /// Less, if a peer was lost since: a repair before the publication did not know of what it held.
-    fn as_of(&self, view: &View) -> Result<Published> {
-        let is_whole = losses(view)? == self.losses || self.root.0.is_none();
-        let state = if is_whole { self.state } else { SnapshotState::Available };
+    /// Less, if a peer was lost since: a repair before the publication did not know of what it held. And less, if its
+    /// parent is: what has not changed is the parent's.
+    fn as_of(&self, view: &View, image: &ImageName) -> Result<Published> {
+        let parent: Option<SnapshotDocument> = view.get(&snapshot_key(image, self.parent))?;
+        let is_parent_whole = parent.is_none_or(|one| one.state != SnapshotState::Available);
+        let is_whole = is_parent_whole && losses(view)? == self.losses;
+        let is_stable = is_whole || self.root.0.is_none();
+        let state = if is_stable { self.state } else { SnapshotState::Available };
         Ok(Published { state, ..*self })
     }
 
@@ -133,7 +139,7 @@ impl Holder {
         before: SnapshotDocument,
         published: &Published,
     ) -> Result<SnapshotDocument> {
-        let published = published.as_of(view)?;
+        let published = published.as_of(view, &self.image_name)?;
         let same = before.root == published.root.0;
         match (before.state, published.state) {
             (SnapshotState::Pending, _) => Ok(published.apply(before, self.mirror(view)?.parent)),
@@ -163,6 +169,13 @@ impl Holder {
             Wanted::Key(mirror_key(&self.owner.id)),
             Wanted::key(LOSSES),
         ]
+    }
+
+    /// What a publication relies on.
+    fn wanted_to_publish(&self, number: u64, published: &Published) -> Vec<Wanted> {
+        let mut wanted = self.wanted(number);
+        wanted.push(Wanted::Key(self.snapshot_key(published.parent)));
+        wanted
     }
 
     fn wrong_state(&self, number: u64, snapshot: SnapshotDocument) -> Error {
@@ -250,7 +263,7 @@ impl Catalog {
         number: u64,
         published: &Published,
     ) -> Result<Record> {
-        let view = self.read(&holder.wanted(number))?;
+        let view = self.read(&holder.wanted_to_publish(number, published))?;
         let image = holder.check(&view)?;
         let before = holder.own(holder.existing(&view, number)?, number)?;
         let snapshot = holder.published(&view, number, before, published)?;
@@ -266,7 +279,7 @@ impl Catalog {
         number: u64,
         published: &Published,
     ) -> Result<Snapshot> {
-        self.change(&holder.wanted(number), |view| {
+        self.change(&holder.wanted_to_publish(number, published), |view| {
             let image = holder.check(view)?;
             let before = holder.own(holder.existing(view, number)?, number)?;
             let snapshot = holder.published(view, number, before.clone(), published)?;

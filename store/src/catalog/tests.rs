@@ -104,6 +104,7 @@ fn published(state: SnapshotState) -> Published {
         dirty_bytes: 0,
         sent_bytes: 0,
         saved_bytes: 0,
+        parent: 1,
         losses: 0,
         record: None,
     }
@@ -144,6 +145,22 @@ fn only_what_was_found_available_becomes_stable() {
     }
     assert_eq!(place.state(1), Some(SnapshotState::Stable));
     assert!(place.catalog.available().unwrap().is_empty());
+}
+
+#[test]
+fn who_is_derived_from_what_is_only_available_is_no_more_than_that() {
+    let place = Place::new();
+    place.create(SnapshotState::Available);
+    let (holder, number) = place.writer();
+    let stable = published(SnapshotState::Stable);
+    let publish = || place.catalog.publish(&holder, number, &stable).unwrap().state;
+    assert_eq!(publish(), SnapshotState::Available);
+    assert_eq!(publish(), SnapshotState::Available, "nor is it the next time");
+    let record = place.catalog.record(&holder, number, &stable).unwrap();
+    assert_eq!(record.state(), Some(SnapshotState::Available));
+    let first = place.catalog.available().unwrap().remove(0);
+    place.catalog.promote(&first).unwrap();
+    assert_eq!(publish(), SnapshotState::Stable);
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! That one repairs at a time: two who see different members might each drop what the other one keeps.
 //!
 //! Who repairs holds a document that lasts for some seconds, and renews it. If it cannot, it stops well before the
-//! document is gone, so what it has begun is over when another one begins. After a kill the next one waits no longer than
-//! the document lasts.
+//! document is gone: what it has begun to delete is deleted, or given up, when another one begins. After a kill the next one
+//! waits no longer than the document lasts.
 
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread;
@@ -17,12 +17,13 @@ use crate::sys;
 const REPAIRS: &str = "leader/repair";
 
 /// How long it lasts, in seconds.
-const TERM: u32 = 20;
+const TERM: u32 = 30;
 
 /// How often it is renewed.
 const RENEWAL: Duration = Duration::from_secs(3);
 
-/// How long it counts as held after it was renewed.
+/// How long it counts as held after it was renewed. What is left of the term is more than a deletion takes
+/// ([`DELETION`](crate::cluster::repair::DELETION)).
 const HELD: Duration = Duration::from_secs(12);
 
 /// The turn of the one who repairs.

@@ -21,7 +21,8 @@ const LINE: usize = 512;
 /// How many they are.
 const PROBES: usize = 6;
 
-/// Names for which there is room at least and at most. One who has more fragments does without.
+/// Names for which there is room at least and at most. At first there is room for twice as many as there are; who has
+/// too many fragments for that does without.
 const ROOM: (usize, usize) = (1 << 16, 1 << 27);
 
 #[derive(Default)]
@@ -52,7 +53,7 @@ impl Filter {
     ) -> Option<BlobId> {
         let fragments = usize::try_from(fragments).unwrap_or(usize::MAX);
         if self.next.is_none() && self.current.as_ref().is_none_or(Bits::is_full) {
-            if fragments > ROOM.1 {
+            if fragments > ROOM.1 / 2 {
                 self.current = None;
                 return None;
             }

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::super::redundancy::Redundancy;
 use super::members::{Members, State};
@@ -67,7 +67,7 @@ impl Default for How {
 /// What all parts of a repair share.
 pub(super) struct Shared<P> {
     pub(super) peers: Arc<P>,
-    pub(super) pace: Arc<Pace>,
+    pace: Arc<Pace>,
     inner: Arc<Inner>,
 }
 
@@ -104,6 +104,16 @@ impl<P> Shared<P> {
     /// A peer did not take something.
     pub(super) fn set_full(&self, peer: &PeerId) {
         self.inner.members.lock().expect("no code panics with the members locked").set_full(peer);
+    }
+
+    /// Waits until so many bytes are allowed; or the repair is to stop.
+    pub(super) async fn pace(&self, bytes: u64) {
+        let mut wait = self.pace.take(bytes);
+        while wait > Duration::ZERO && !self.is_stopped() {
+            let part = wait.min(NOTICE);
+            sleep(part).await;
+            wait -= part;
+        }
     }
 
     pub(super) fn is_stopped(&self) -> bool {

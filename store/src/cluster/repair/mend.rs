@@ -130,6 +130,10 @@ impl<'a, P: Peers> Mending<'a, P> {
                             return;
                         }
                     }
+                    // It may have taken long to read them. Somebody else may repair by now, and drop just these.
+                    if self.shared.is_stopped() {
+                        return;
+                    }
                     self.delete(peer, *encoding, *index).await;
                 }
             }
@@ -180,7 +184,7 @@ impl<'a, P: Peers> Mending<'a, P> {
     /// Stores a fragment. Whether it is durable.
     async fn put(&mut self, to: &PeerId, encoding: BlobId, fragment: Fragment) -> bool {
         let (len, index) = (fragment.block.len() as u64, fragment.index);
-        self.shared.pace.take(len).await;
+        self.shared.pace(len).await;
         let is_copy = fragment.description.width() == 1;
         match self.shared.peers.put(*to, fragment).await {
             Ok(()) => {
@@ -294,7 +298,7 @@ async fn fetch<P: Peers>(
     };
     let found = found.into_iter().find(is_it);
     if let Some(fragment) = &found {
-        shared.pace.take(fragment.block.len() as u64).await;
+        shared.pace(fragment.block.len() as u64).await;
     }
     Ok(found)
 }

@@ -21,6 +21,6 @@ mod tests;
 
 pub use job::{How, repair};
 pub use members::{Members, Node, State};
-pub use peers::{Connected, Peers};
+pub use peers::{Connected, DELETION, Peers};
 pub use plan::{Holding, Place, Plan, Step, plan};
 pub use report::Report;

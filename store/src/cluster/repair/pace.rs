@@ -19,13 +19,10 @@ impl Pace {
         Pace { rate, paid: Mutex::new(Instant::now()) }
     }
 
-    /// Takes so many bytes, and waits until they are allowed.
-    pub(super) async fn take(&self, bytes: u64) {
-        let Some(rate) = self.rate else { return };
-        let wait = self.book(bytes as f64 / rate, Instant::now());
-        if wait > Duration::ZERO {
-            tokio::time::sleep(wait).await;
-        }
+    /// Takes so many bytes. Returns how long to wait until they are allowed.
+    pub(super) fn take(&self, bytes: u64) -> Duration {
+        let Some(rate) = self.rate else { return Duration::ZERO };
+        self.book(bytes as f64 / rate, Instant::now())
     }
 
     /// Books what takes so many seconds. Returns how long to wait before it is begun.

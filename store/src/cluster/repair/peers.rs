@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::timeout;
 
 use super::super::connection::Connection;
 use super::super::fragment::Fragment;
@@ -11,6 +14,9 @@ use super::super::peer::{FragmentId, Held};
 use super::super::ways::Ways;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
+
+/// How long a deletion may take. A peer that takes longer counts as down.
+pub const DELETION: Duration = Duration::from_secs(10);
 
 /// Peers that can be asked. None of them is trusted: what they give is verified.
 pub trait Peers: Send + Sync + 'static {
@@ -99,6 +105,12 @@ impl Peers for Connected {
     }
 
     async fn delete(&self, peer: PeerId, fragment: FragmentId, idle: u32) -> Result<bool> {
-        self.delete_idle(&peer, &[fragment], idle).await.map(|bytes| bytes > 0)
+        let late = |_| Error::Peer {
+            peer: peer.to_string(),
+            kind: ErrorKind::Unavailable,
+            reason: "it takes too long to delete something".into(),
+        };
+        let deleted = timeout(DELETION, self.delete_idle(&peer, &[fragment], idle)).await;
+        deleted.map_err(late)?.map(|bytes| bytes > 0)
     }
 }

@@ -34,6 +34,8 @@ pub struct Report {
     pub survives: Option<i64>,
     /// Blobs that cannot be read. There may be more of them than are named here.
     pub unreadable: Vec<BlobId>,
+    /// Nodes of trees that could not be read, so that nothing below them was looked at.
+    pub unread: u64,
     /// What could not be done, and why.
     pub failures: Vec<String>,
     /// It was ended before it was done.
@@ -46,7 +48,11 @@ pub struct Report {
 impl Report {
     /// Whether there is something left to do, maybe when some peers are back.
     pub fn is_incomplete(&self) -> bool {
-        self.left > 0 || self.is_stopped || !self.failures.is_empty() || !self.unreadable.is_empty()
+        self.left > 0
+            || self.is_stopped
+            || self.unread > 0
+            || !self.failures.is_empty()
+            || !self.unreadable.is_empty()
     }
 
     /// The blobs that have less than their redundancy still, if it is known of all how they are.
@@ -95,6 +101,7 @@ impl Report {
         self.unreadable.extend(other.unreadable.into_iter().take(room));
         other.failures.into_iter().for_each(|reason| self.fail(reason));
         self.is_stopped |= other.is_stopped;
+        self.unread += other.unread;
         self.settled += other.settled;
         self.short.extend(other.short);
     }
