@@ -289,7 +289,7 @@ mod tests {
 
     #[test]
     fn a_chunk_is_tried_again_for_as_long_as_patience_lasts() {
-        let fetcher = Fetcher::new(Duration::from_millis(300));
+        let fetcher = Fetcher::new(Duration::from_secs(2));
         let start = Instant::now();
         assert!(fetcher.want(CHUNK));
         let mut tries = 0;
@@ -302,8 +302,8 @@ mod tests {
             }
         }
         let took = start.elapsed();
-        assert!((2..6).contains(&tries), "{tries} tries");
-        assert!(took < Duration::from_secs(3), "{took:?}");
+        assert!((2..12).contains(&tries), "{tries} tries");
+        assert!(took < Duration::from_secs(20), "{took:?}");
         assert!(!fetcher.want(CHUNK), "the failure is the answer");
     }
 }

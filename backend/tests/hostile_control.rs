@@ -40,7 +40,7 @@ impl Target {
             let mut control = Control::connect(&socket).expect("connect");
             assert_eq!(control.status().image, IMAGE);
             let took = begin.elapsed();
-            assert!(took < Duration::from_secs(1), "{took:?} for a status after {after}");
+            assert!(took < Duration::from_secs(10), "{took:?} for a status after {after}");
         }
         let mut device = self.backend.device(Shape::default());
         device.queues[0].write(0, &[1; 4096]).unwrap_or_else(|e| panic!("after {after}: {e}"));
@@ -187,7 +187,7 @@ fn a_crowd_of_guests_keeps_no_operator_out() {
     }
     let begin = Instant::now();
     assert_eq!(target.backend.control().status().image, IMAGE);
-    assert!(begin.elapsed() < Duration::from_secs(1), "{:?} for a status", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?} for a status", begin.elapsed());
     drop(crowd);
     std::thread::sleep(Duration::from_millis(200));
     target.still_serves("a crowd");

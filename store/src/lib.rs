@@ -38,6 +38,8 @@ mod repository;
 mod segment;
 mod snapshot;
 mod sys;
+#[cfg(test)]
+mod testing;
 mod tree;
 mod zero;
 

@@ -10,8 +10,8 @@ use crate::control;
 use crate::lab::Lab;
 use crate::process::Process;
 
-const START_LIMIT: Duration = Duration::from_secs(10);
-const STOP_LIMIT: Duration = Duration::from_secs(10);
+const START_LIMIT: Duration = Duration::from_secs(30);
+const STOP_LIMIT: Duration = Duration::from_secs(30);
 
 /// Which disk to serve, and to whom.
 #[derive(Clone, Debug)]

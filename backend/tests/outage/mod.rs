@@ -33,7 +33,7 @@ pub(crate) const SECTORS: usize = WINDOW / SECTOR;
 pub(crate) const FIRST: u32 = 1;
 
 pub(crate) const MIRROR: &str = "vm1";
-const HANG: Duration = Duration::from_secs(10);
+const HANG: Duration = Duration::from_secs(30);
 
 /// What a run did, for those who look at what is left of it.
 pub(crate) struct Run {

@@ -121,7 +121,7 @@ fn a_catalog_that_hangs_is_named_in_time() {
     let catalog = Catalog::start(&place, &[]);
     let patience = Duration::from_secs(2);
     let names = Served::with_patience(&catalog.address, &Security::INSECURE, patience).unwrap();
-    assert!(try_increment(&names));
+    assert!(try_increment(&*names::open(&catalog.address, &Security::INSECURE).unwrap()));
     catalog.signal("-STOP");
     let begin = Instant::now();
     let error = names.commit(&Change::default().put("x", &1)).unwrap_err();

@@ -7,7 +7,7 @@ use cairn_store::cluster::identity::Security;
 use cairn_store::cluster::{Connection, Redundancy};
 use cairn_store::{BlobId, SnapshotState};
 
-use crate::lab::{Lab, PATIENCE, random, wait_until};
+use crate::lab::{Lab, PATIENCE, random, wait_for_members, wait_until};
 use crate::writer::{Writer, assert_holds, chunks};
 
 const MIB: usize = 1 << 20;
@@ -154,7 +154,7 @@ fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
     // The next one is not concerned.
     lab.start_peer(1, &[]);
     lab.start_peer(2, &[]);
-    lab.wait_for_peers(5);
+    wait_for_members(&repository, 5);
     assert_eq!(writer.commit(&chunks(2, 4)).unwrap().state, SnapshotState::Stable);
 }
 
@@ -175,6 +175,7 @@ fn what_was_stored_before_a_loss_is_asked_for_again() {
         lab.start_peer(at, &[]);
     }
     lab.wait_for_peers(5);
+    wait_for_members(&repository, 5);
     let snapshot = writer.commit(&chunks(1, 40)).unwrap();
     assert_eq!(snapshot.state, SnapshotState::Stable);
     lab.kill(1);

@@ -47,7 +47,7 @@ fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
         let repository = lab.repository();
         let begin = Instant::now();
         let before = proxy.flipped();
-        while proxy.flipped() < before + 5 {
+        while proxy.flipped() < before + 2 {
             for name in ["vm", "copies"] {
                 let snapshot = repository.resolve(&name.parse().unwrap()).unwrap();
                 assert_reads(&repository, &snapshot, &disk);

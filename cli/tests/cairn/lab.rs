@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_store::Repository;
+use cairn_store::cluster::MemberState;
 use cairn_store::cluster::identity::{Role, Security};
 use serde_json::Value;
 
@@ -344,6 +345,15 @@ pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     hasher.finalize_xof().fill(&mut bytes);
     bytes
+}
+
+/// Waits until this process has heard that so many peers are up: it asks now and then only.
+pub(crate) fn wait_for_members(repository: &Repository, count: usize) {
+    let up = || {
+        let members = repository.cluster().unwrap().0.members();
+        members.iter().filter(|member| member.state == MemberState::Up).count()
+    };
+    wait_until("the client knows all peers", || up() == count);
 }
 
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {

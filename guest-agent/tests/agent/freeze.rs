@@ -126,7 +126,7 @@ impl Write {
     }
 }
 
-const SOON: Duration = Duration::from_secs(1);
+const SOON: Duration = Duration::from_secs(20);
 
 fn signal(name: &str, process: &Child) {
     let id = process.id().to_string();
@@ -166,11 +166,11 @@ fn the_answer_can_go_to_a_file_on_the_frozen_file_system() {
 fn a_host_that_never_answers_costs_no_more_than_the_time_limit() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::silent();
-    let agent = scratch.freezing_agent(&host, 2);
+    let agent = scratch.freezing_agent(&host, 5);
     host.request();
     let mut write = scratch.write();
     assert!(write.blocks(), "the file system is frozen while the agent waits");
-    assert!(write.done_within(Duration::from_secs(3)));
+    assert!(write.done_within(SOON));
     let output = agent.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(6), "{output:?}");
 }
@@ -207,12 +207,12 @@ fn nothing_stays_frozen_whenever_the_agent_is_killed() {
 fn a_stopped_agent_does_not_keep_the_file_system_frozen_beyond_the_time_limit() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::silent();
-    let agent = scratch.freezing_agent(&host, 2);
+    let agent = scratch.freezing_agent(&host, 5);
     host.request();
     signal("STOP", &agent);
     let mut write = scratch.write();
     assert!(write.blocks(), "the file system is frozen while the agent is stopped");
-    assert!(write.done_within(Duration::from_secs(10)));
+    assert!(write.done_within(SOON));
     signal("CONT", &agent);
     let output = agent.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(6), "{output:?}");

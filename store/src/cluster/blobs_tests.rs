@@ -250,8 +250,9 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
     let mut site = Site::new(4);
     let blobs = Arc::new(ClusterBlobs::with_window(site.cluster(), 100_000).unwrap());
     let done = Arc::new(AtomicBool::new(false));
+    let begun = Arc::new(AtomicBool::new(false));
     let work = |thread: u64| {
-        let (blobs, done) = (blobs.clone(), done.clone());
+        let (blobs, done, begun) = (blobs.clone(), done.clone(), begun.clone());
         move || {
             let mut number = thread * 1_000_000;
             let mut stored = Vec::new();
@@ -265,6 +266,7 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
                     }
                 }
                 if blobs.flush().is_ok() {
+                    begun.fetch_or(!group.is_empty(), Ordering::Relaxed);
                     stored.extend(group);
                 }
             }
@@ -272,6 +274,11 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
         }
     };
     let threads: Vec<_> = (0..3).map(|thread| thread::spawn(work(thread))).collect();
+    let begin = Instant::now();
+    while !begun.load(Ordering::Relaxed) {
+        assert!(begin.elapsed() < Duration::from_secs(60), "nothing is stored");
+        thread::sleep(Duration::from_millis(10));
+    }
     for round in 0..6 {
         site.stop(round % 4);
         thread::sleep(Duration::from_millis(100));

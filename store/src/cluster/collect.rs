@@ -395,6 +395,35 @@ mod tests {
         }
     }
 
+    /// The last block of nine bytes in four is padding only.
+    #[test]
+    fn a_forged_parity_block_that_changes_only_the_padding_is_found() {
+        let redundancy: Redundancy = "rs=4+4".parse().unwrap();
+        let content = *b"nine byte";
+        let blob = BlobId::of(&content);
+        let (description, blocks) = encode(&blob, &content, redundancy);
+        for forged in 4..8 {
+            let mut collected = Collected::new(blob);
+            let mut buf = vec![0; content.len()];
+            for index in [0, 1, 2, forged, if forged == 7 { 4 } else { forged + 1 }] {
+                let mut block = blocks.share(index).to_vec();
+                block.iter_mut().for_each(|byte| *byte ^= u8::from(index == forged));
+                let partial = collected.all.entry(description.id());
+                let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
+                partial.add(index as u8, index, block.into());
+                let whole = collected.decode(&mut buf, &mut Vec::new());
+                let is_last = index > 2 && index != forged;
+                assert_eq!(whole.is_some(), is_last, "{index} with {forged}");
+                if let Some(whole) = whole {
+                    assert_eq!(
+                        (&buf[..], &whole.wrong[..]),
+                        (&content[..], &[(forged, forged as u8)][..])
+                    );
+                }
+            }
+        }
+    }
+
     #[test]
     fn every_choice_comes_once() {
         for (count, chosen, all) in [(0, 0, 1), (5, 0, 1), (7, 3, 35), (4, 4, 1), (3, 4, 0)] {

@@ -315,10 +315,18 @@ impl Description {
             computed = self.reconstruct(blocks, true)?;
             computed[..data].iter().flatten().map(AsRef::as_ref).collect()
         };
-        let join = |to: &mut [u8]| -> Result<()> {
-            for (to, block) in to.chunks_mut(self.block_len()).zip(cut) {
-                let len = to.len();
-                to.copy_from_slice(block.get(..len).ok_or_else(|| wrong("a block is too short"))?);
+        let join = |mut to: &mut [u8]| -> Result<()> {
+            for block in cut {
+                let (here, behind) = to.split_at_mut(to.len().min(self.block_len()));
+                let (block, padding) = block
+                    .split_at_checked(here.len())
+                    .ok_or_else(|| wrong("a block is too short"))?;
+                here.copy_from_slice(block);
+                // A wrong parity block may spoil nothing else.
+                if padding.iter().any(|byte| *byte != 0) {
+                    return Err(wrong("there is something behind its end"));
+                }
+                to = behind;
             }
             Ok(())
         };

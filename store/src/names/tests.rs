@@ -166,18 +166,21 @@ fn a_document_with_a_time_to_live_ends(place: &dyn Place) {
     let first = Instant::now();
     put(&*names, "alive/y", 1);
     let there = || names.read(&[Wanted::prefix("alive/")]).unwrap().documents.len();
+    let mut last = Instant::now();
     while first.elapsed() < Duration::from_secs(4) {
         // It stays as long as it is written.
+        last = Instant::now();
         assert!(names.commit(&beat()).unwrap());
-        assert_eq!(there(), 2, "after {:?}", first.elapsed());
+        let found = there();
+        assert!(found == 2 || last.elapsed() > Duration::from_secs(2), "{:?}", first.elapsed());
         thread::sleep(Duration::from_millis(100));
     }
-    let last = Instant::now();
+    let end = last + Duration::from_secs(60);
     while there() == 2 {
-        assert!(last.elapsed() < Duration::from_secs(20), "it stays");
+        assert!(Instant::now() < end, "it stays");
         thread::sleep(Duration::from_millis(50));
     }
-    assert!(last.elapsed() > Duration::from_millis(900), "it ends early");
+    assert!(last.elapsed() > Duration::from_secs(1), "it ends early");
     let change = Change { relies_on: vec![("alive/x".into(), 0)], ..Change::default() };
     assert!(names.commit(&change.put("alive/x", &1)).unwrap(), "it is not there for anybody");
     assert_eq!(there(), 2, "and one that is written without a time stays");

@@ -51,7 +51,12 @@ impl Keeper {
             while child.try_wait().unwrap().is_none() {
                 if TcpStream::connect(&own).is_ok() {
                     let address = format!("etcd://{own}");
-                    return Keeper { address, child: Some(child), _dir: dir };
+                    let keeper = Keeper { address, child: Some(child), _dir: dir };
+                    // It listens before it answers.
+                    while let Err(error) = keeper.names().read(&[]) {
+                        assert!(begin.elapsed() < 3 * PATIENCE, "etcd does not answer: {error}");
+                    }
+                    return keeper;
                 }
                 assert!(begin.elapsed() < PATIENCE, "etcd does not listen");
                 thread::sleep(Duration::from_millis(20));

@@ -19,7 +19,7 @@ use super::{Etcd, document, removes};
 use crate::cluster::identity::{Role, Security, init};
 use crate::error::ErrorKind;
 use crate::names::{Change, Names, Wanted};
-use crate::sys;
+use crate::testing::own_port;
 
 /// An etcd of one member.
 pub(in crate::names) struct Process {
@@ -89,11 +89,9 @@ impl Drop for Process {
     }
 }
 
-/// A port that nobody has, of those that the system gives to nobody by itself.
+/// A port that nobody has.
 fn free_port() -> u16 {
-    let random = || 10_000 + u16::from_le_bytes(sys::random().unwrap()) % 22_000;
-    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
-    (0..100).map(|_| random()).find(is_free).expect("a port is free")
+    own_port().local_addr().unwrap().port()
 }
 
 fn spawn(dir: &Path, port: u16, other_port: u16, more: &[String]) -> Child {
