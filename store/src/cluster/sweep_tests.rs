@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use tempfile::TempDir;
 
@@ -19,13 +22,36 @@ use crate::tree::Root;
 
 const CHUNK: usize = 65536;
 
-/// The heartbeats of all peers.
-fn heartbeats(site: &Site, names: &dyn Names) {
-    for peer in &site.peers {
-        let domain = peer.id.to_string();
-        let who = Announcement { id: peer.id, address: peer.address.clone(), domain };
+/// The heartbeats of all peers, until this is dropped. They go on when a peer is stopped: nobody is to notice.
+struct Heartbeats {
+    stop: mpsc::Sender<()>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Heartbeats {
+    fn of(site: &Site, names: &Arc<dyn Names>) -> Heartbeats {
+        let who = site.peers.iter().map(|peer| {
+            let domain = peer.id.to_string();
+            Announcement { id: peer.id, address: peer.address.clone(), domain }
+        });
+        let (who, names): (Vec<_>, _) = (who.collect(), names.clone());
         let pulse = Pulse { capacity: 1 << 40, used: 0, reserved: 0, fragments: 0, load: 0 };
-        beat(names, &who, &pulse, 1).unwrap();
+        let all_beat = move || who.iter().for_each(|who| beat(&*names, who, &pulse, 1).unwrap());
+        all_beat();
+        let (stop, stopped) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            while stopped.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+                all_beat();
+            }
+        });
+        Heartbeats { stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Heartbeats {
+    fn drop(&mut self) {
+        let _ = self.stop.send(());
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -49,7 +75,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
     let site = Site::new(2);
     let dir = TempDir::new().unwrap();
     let first = names(&dir, "catalog.db");
-    heartbeats(&site, &*first);
+    let _beating = Heartbeats::of(&site, &first);
     let repository = Repository::of_cluster(first, &Security::INSECURE).unwrap();
     let size = |chunks: u64| Geometry::new(chunks * CHUNK as u64, CHUNK as u32).unwrap();
     let [vm, other] = ["vm", "other"].map(|name| name.parse::<ImageName>().unwrap());
@@ -71,7 +97,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
     let before = repository.images().unwrap();
     // The catalog is lost.
     let second = names(&dir, "again.db");
-    heartbeats(&site, &*second);
+    let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
     let rebuilt = again.rebuild_catalog().unwrap();
     assert_eq!((rebuilt.images, rebuilt.snapshots), (3, 3));
@@ -83,7 +109,7 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let mut site = Site::new(3);
     let dir = TempDir::new().unwrap();
     let names = names(&dir, "catalog.db");
-    heartbeats(&site, &*names);
+    let _beating = Heartbeats::of(&site, &names);
     let open = || Repository::of_cluster(names.clone(), &Security::INSECURE).unwrap();
     let repository = open().keeping(Redundancy::NONE.into());
     let geometry = Geometry::new(40 * CHUNK as u64, CHUNK as u32).unwrap();
@@ -106,7 +132,6 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     assert!(before > 2, "{before} of 60 chunks");
     drain(&*names, &site.peers[drained].id, true).unwrap();
     site.stop(holder);
-    heartbeats(&site, &*names);
     // Another client, which remembers no node.
     let report = open().repair(None, &|_| ()).unwrap();
     // The record can be read, and is moved if it was there.
@@ -114,7 +139,6 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     assert_eq!(site.fragments_of(drained), before - report.moved, "{report:?}");
 
     site.restart(holder);
-    heartbeats(&site, &*names);
     let repository = open();
     let report = repository.repair(None, &|_| ()).unwrap();
     assert!(!report.is_incomplete(), "{report:?}");
