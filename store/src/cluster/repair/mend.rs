@@ -185,6 +185,9 @@ impl<'a, P: Peers> Mending<'a, P> {
     async fn put(&mut self, to: &PeerId, encoding: BlobId, fragment: Fragment) -> bool {
         let (len, index) = (fragment.block.len() as u64, fragment.index);
         self.shared.pace(len).await;
+        if self.shared.is_stopped() {
+            return false;
+        }
         let is_copy = fragment.description.width() == 1;
         match self.shared.peers.put(*to, fragment).await {
             Ok(()) => {
