@@ -368,11 +368,14 @@ fn a_second_hypervisor_does_not_disturb_the_first() {
         other.send(3, 1, 0, &[]);
         other.send(1, 1, 0, &[]);
     }
+    let mut slow = 0;
     for round in 0..20 {
         let begin = Instant::now();
         device.queues[0].write(round * 4096, &[round as u8; 4096]).expect("the first one writes");
-        assert!(begin.elapsed() < Duration::from_secs(10), "the first one waits for the second");
+        slow += u32::from(begin.elapsed() > Duration::from_secs(1));
     }
+    // The machine may stall once.
+    assert!(slow < 2, "the first one waits for the second, {slow} times");
     drop(others);
     drop(device);
     let mut device = target.backend.device(Shape::default());

@@ -36,15 +36,22 @@ impl Target {
     fn still_serves(&mut self, after: &str) {
         self.backend.assert_alive();
         for socket in self.sockets() {
-            let begin = Instant::now();
-            let mut control = Control::connect(&socket).expect("connect");
-            assert_eq!(control.status().image, IMAGE);
-            let took = begin.elapsed();
-            assert!(took < Duration::from_secs(10), "{took:?} for a status after {after}");
+            assert_answers_soon(|| Control::connect(&socket).expect("connect"), after);
         }
         let mut device = self.backend.device(Shape::default());
         device.queues[0].write(0, &[1; 4096]).unwrap_or_else(|e| panic!("after {after}: {e}"));
     }
+}
+
+/// A status comes within a second. The machine may stall once.
+fn assert_answers_soon(connect: impl Fn() -> Control, after: &str) {
+    let times = [(); 2].map(|()| {
+        let begin = Instant::now();
+        assert_eq!(connect().status().image, IMAGE);
+        begin.elapsed()
+    });
+    let is_soon = times.iter().any(|time| *time < Duration::from_secs(1));
+    assert!(is_soon, "{times:?} for a status after {after}");
 }
 
 fn connect(socket: &Path) -> UnixStream {
@@ -185,9 +192,7 @@ fn a_crowd_of_guests_keeps_no_operator_out() {
         // Refusing is fine: what counts is the operator.
         crowd.extend(UnixStream::connect(target.backend.guest_socket()));
     }
-    let begin = Instant::now();
-    assert_eq!(target.backend.control().status().image, IMAGE);
-    assert!(begin.elapsed() < Duration::from_secs(10), "{:?} for a status", begin.elapsed());
+    assert_answers_soon(|| target.backend.control(), "a crowd has come");
     drop(crowd);
     std::thread::sleep(Duration::from_millis(200));
     target.still_serves("a crowd");

@@ -21,7 +21,7 @@ const SIZE: u64 = 8 << 20;
 const BLOCKS: usize = SIZE as usize / BLOCK;
 
 /// How long the guest may wait for anything.
-const HANG: Duration = Duration::from_secs(20);
+const HANG: Duration = Duration::from_secs(10);
 
 /// A checkpoint that was accepted, and the versions that it may hold.
 struct Taken {

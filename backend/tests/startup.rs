@@ -34,7 +34,7 @@ fn site_with_an_image() -> Site {
 fn refused(ended: &Ended, words: &[&str]) {
     assert!(!ended.status.success(), "it ended well: {ended:?}");
     assert!(ended.status.code().is_some(), "a signal ended it: {ended:?}");
-    assert!(ended.after < Duration::from_secs(30), "it took {:?}", ended.after);
+    assert!(ended.after < Duration::from_secs(12), "it took {:?}", ended.after);
     let message = ended.message.to_lowercase();
     assert!(!message.contains("panicked"), "{}", ended.message);
     for word in words {

@@ -1,7 +1,5 @@
 //! A repository on many machines, as real processes that are killed.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use cairn_store::cluster::Connection;
 use cairn_store::cluster::identity::{Role, Security};
 
@@ -83,13 +81,7 @@ fn what_a_lost_peer_held_is_made_again_by_itself() {
     let lost = lab.peers[0].as_ref().unwrap().id.clone();
     lab.kill(0);
     wait_until("the peer is lost", || lab.peer(&lost)["state"] == "lost");
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-    let repaired = || {
-        // What an earlier one has found does not count.
-        let told = lab.json(&["peers"])["repair"].clone();
-        told["time"].as_u64() > Some(since) && told["under"] == 0 && told["survives"] == 2
-    };
-    wait_until("all is repaired", repaired);
+    lab.wait_until_whole(2);
     let (one, other) = (1, 2);
     lab.kill(one);
     lab.kill(other);

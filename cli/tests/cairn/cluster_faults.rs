@@ -137,17 +137,12 @@ fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
         lab.start_peer(at, &[]);
     }
     lab.wait_for_peers(5);
-    let repaired = |lab: &Lab| {
-        let run = lab.run(&["repair", "--json"]);
-        let told: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
-        run.code == 0 && told["left"] == 0 && told["waiting"] == 0
-    };
-    wait_until("it is repaired", || repaired(&lab));
+    wait_until("it is repaired", || lab.is_repaired());
     let snapshot = writer.publish(number, &root).unwrap();
     assert_eq!(snapshot.state, SnapshotState::Available, "half of its blocks may be gone");
     assert_holds(&repository, &snapshot, &chunks(1, 40));
     let state = || repository.resolve(&snapshot.name()).unwrap().state;
-    wait_until("it is stable", || repaired(&lab) && state() == SnapshotState::Stable);
+    wait_until("it is stable", || lab.is_repaired() && state() == SnapshotState::Stable);
     lab.kill(1);
     lab.kill(2);
     assert_holds(&lab.repository(), &snapshot, &chunks(1, 40));

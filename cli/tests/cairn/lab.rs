@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use cairn_store::Repository;
 use cairn_store::cluster::MemberState;
@@ -250,6 +250,24 @@ impl Lab {
             told["peers"].as_array().unwrap().iter().filter(|peer| peer["state"] == "up").count()
         };
         wait_until("the peers are up", || up() == count);
+    }
+
+    /// Repairs. Whether there is nothing left to do.
+    pub(crate) fn is_repaired(&self) -> bool {
+        let run = self.run(&["repair", "--json"]);
+        let told: Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
+        run.code == 0 && told["left"] == 0 && told["waiting"] == 0
+    }
+
+    /// Waits until a repair that ends after this finds everything whole. What an earlier one has found does not count.
+    pub(crate) fn wait_until_whole(&self, survives: u64) {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+        wait_until("all is repaired", || {
+            let told = self.json(&["peers"])["repair"].clone();
+            told["time"].as_u64() > Some(since)
+                && told["under"] == 0
+                && told["survives"] == survives
+        });
     }
 
     /// Writes a disk of random bytes, and returns it.

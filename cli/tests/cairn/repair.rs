@@ -1,10 +1,9 @@
 //! A cluster of real processes after losses: what is repaired survives the next ones.
 
 use std::process::Stdio;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use cairn_store::names::Wanted;
-use serde_json::Value;
 
 use crate::lab::{Lab, random, wait_until};
 
@@ -38,12 +37,7 @@ fn after_two_lost_peers_and_a_repair_any_four_others_may_die() {
         lab.ok(&["peers", "lose", &id]);
     }
     // The catalog repairs, too: one at a time does.
-    let repaired = || {
-        let run = lab.run(&["repair", "--json"]);
-        let told: Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
-        run.code == 0 && told["left"] == 0
-    };
-    wait_until("all is repaired", repaired);
+    wait_until("all is repaired", || lab.is_repaired());
     let told = lab.json(&["peers"]);
     assert_eq!((&told["repair"]["under"], &told["repair"]["survives"]), (&0.into(), &4.into()));
     let rest: Vec<usize> = all.into_iter().filter(|at| !lost.contains(at)).collect();
@@ -61,8 +55,7 @@ fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
     let mut lab = Lab::new(5);
     let disk = lab.random_disk("disk.raw", 1, 8 * MIB);
     lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=3"]);
-    let told = |lab: &Lab| lab.json(&["peers"])["repair"].clone();
-    wait_until("the catalog has repaired", || told(&lab)["time"].is_u64());
+    wait_until("the catalog has repaired", || lab.json(&["peers"])["repair"]["time"].is_u64());
     let id = lab.peers[0].as_ref().unwrap().id.clone();
     lab.kill(0);
     lab.ok(&["peers", "lose", &id]);
@@ -80,12 +73,7 @@ fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
     slow.wait().unwrap();
     assert!(runs(), "it was at work");
     let killed = Instant::now();
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-    let repaired = || {
-        let told = told(&lab);
-        told["time"].as_u64() > Some(since) && told["under"] == 0 && told["survives"] == 2
-    };
-    wait_until("it is repaired", repaired);
+    lab.wait_until_whole(2);
     println!("{:?} after the kill", killed.elapsed());
     lab.kill(1);
     lab.kill(2);

@@ -133,7 +133,7 @@ fn a_host_that_never_answers_is_given_up_at_the_time_limit() {
     let output = agent("checkpoint --timeout 1", &[&host.socket()]);
     assert_eq!(output.status.code(), Some(6));
     assert!(begin.elapsed() >= Duration::from_secs(1));
-    assert!(begin.elapsed() < Duration::from_secs(20));
+    assert!(begin.elapsed() < Duration::from_secs(10));
 }
 
 #[test]

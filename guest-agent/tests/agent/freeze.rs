@@ -170,7 +170,7 @@ fn a_host_that_never_answers_costs_no_more_than_the_time_limit() {
     host.request();
     let mut write = scratch.write();
     assert!(write.blocks(), "the file system is frozen while the agent waits");
-    assert!(write.done_within(SOON));
+    assert!(write.done_within(Duration::from_secs(12)));
     let output = agent.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(6), "{output:?}");
 }

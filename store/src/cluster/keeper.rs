@@ -12,7 +12,7 @@ use super::follower::now;
 use super::membership::{self, Health};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
-use crate::names::{Change, Names, Wanted};
+use crate::names::{Names, hold, let_go};
 use crate::repository::Repository;
 use crate::sys;
 
@@ -78,7 +78,7 @@ impl Keeper {
         let watch = thread::Builder::new().name("watch".into());
         let repair = thread::Builder::new().name("repair".into());
         let threads = vec![
-            watch.spawn(move || one.watch(&PeerId::from_bytes(me))).map_err(failed)?,
+            watch.spawn(move || one.watch(&PeerId::from_bytes(me).to_string())).map_err(failed)?,
             repair.spawn(move || other.repair()).map_err(failed)?,
         ];
         Ok(Keeper { shared, threads })
@@ -110,10 +110,10 @@ impl Shared {
     }
 
     /// Leads, if nobody else does, and watches over the members.
-    fn watch(&self, me: &PeerId) {
+    fn watch(&self, me: &str) {
         while self.pause(LOOK) {
             let Some(names) = self.names() else { return };
-            let led = lead(names, me);
+            let led = hold(names, LEADER, me, TERM);
             self.leads.store(*led.as_ref().unwrap_or(&false), Ordering::SeqCst);
             let watched = match led {
                 Ok(true) => membership::watch_over(names, self.keeping.lost_after, now()),
@@ -130,7 +130,7 @@ impl Shared {
         if self.leads.load(Ordering::SeqCst)
             && let Some(names) = self.names()
         {
-            let _ = names.commit(&Change::default().remove(Wanted::key(LEADER)));
+            let _ = let_go(names, LEADER, me);
         }
     }
 
@@ -193,18 +193,6 @@ impl Shared {
     }
 }
 
-/// Takes or keeps the lead. Returns whether it is ours.
-fn lead(names: &dyn Names, me: &PeerId) -> Result<bool> {
-    let view = names.read(&[Wanted::key(LEADER)])?;
-    let leader: Option<String> = view.get(LEADER)?;
-    if leader.is_some_and(|leader| leader != me.to_string()) {
-        return Ok(false);
-    }
-    let relies_on = vec![(LEADER.to_owned(), view.version(LEADER))];
-    let change = Change { relies_on, relaxed: true, ..Change::default() };
-    names.commit(&change.put_for(TERM, LEADER, &me.to_string()))
-}
-
 /// The situation, and how many peers are down.
 fn situation(names: &dyn Names) -> Result<(Situation, usize)> {
     let (peers, _) = membership::peers(names)?;
@@ -213,27 +201,4 @@ fn situation(names: &dyn Names) -> Result<(Situation, usize)> {
         (peer.id, peer.weight, peer.domain, peer.health == Health::Lost, peer.draining)
     };
     Ok((peers.into_iter().map(one).collect(), down))
-}
-
-#[cfg(test)]
-mod tests {
-    use tempfile::TempDir;
-
-    use super::{Change, LEADER, PeerId, Wanted, lead};
-    use crate::names::{Embedded, Names};
-
-    #[test]
-    fn one_leads_until_it_is_gone() {
-        let dir = TempDir::new().unwrap();
-        let path = dir.path().join("catalog.db");
-        Embedded::create(&path).unwrap();
-        let names = Embedded::open(&path).unwrap();
-        let [one, other] = [1, 2].map(|n| PeerId::from_bytes([n; 16]));
-        assert!(lead(&names, &one).unwrap());
-        assert!(!lead(&names, &other).unwrap());
-        assert!(lead(&names, &one).unwrap(), "it stays");
-        assert!(names.commit(&Change::default().remove(Wanted::key(LEADER))).unwrap());
-        assert!(lead(&names, &other).unwrap());
-        assert!(!lead(&names, &one).unwrap());
-    }
 }

@@ -165,6 +165,31 @@ pub trait Names: Send + Sync {
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()>;
 }
 
+/// Takes or keeps a document that one at a time holds, for so many seconds. Returns whether it is ours.
+pub(crate) fn hold(names: &dyn Names, key: &str, me: &str, seconds: u32) -> Result<bool> {
+    let Some(change) = change_own(names, key, me)? else { return Ok(false) };
+    names.commit(&change.put_for(seconds, key, &me))
+}
+
+/// Gives up what [`hold`] has taken, if it is still ours.
+pub(crate) fn let_go(names: &dyn Names, key: &str, me: &str) -> Result<()> {
+    if let Some(change) = change_own(names, key, me)? {
+        names.commit(&change.remove(Wanted::key(key)))?;
+    }
+    Ok(())
+}
+
+/// A change that relies on a document as it is, unless somebody else holds it.
+fn change_own(names: &dyn Names, key: &str, me: &str) -> Result<Option<Change>> {
+    let view = names.read(&[Wanted::key(key)])?;
+    let holder: Option<String> = view.get(key)?;
+    if holder.is_some_and(|holder| holder != me) {
+        return Ok(None);
+    }
+    let relies_on = vec![(key.to_owned(), view.version(key))];
+    Ok(Some(Change { relies_on, relaxed: true, ..Change::default() }))
+}
+
 /// How long a call goes on trying while the catalog is away.
 const PATIENCE: Duration = Duration::from_secs(10);
 

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::etcd::tests::Process;
 use super::served::tests::Catalog;
-use super::{Change, Embedded, Names, View, Wanted};
+use super::{Change, Embedded, Names, View, Wanted, hold, let_go};
 
 /// A place that is empty, and further ways to it, as other processes have them.
 trait Place {
@@ -48,6 +48,7 @@ macro_rules! conformance {
                 no_version_comes_twice,
                 a_prefix_is_not_a_folder_and_a_folder_is_not_its_neighbour,
                 a_document_with_a_time_to_live_ends,
+                one_at_a_time_holds_a_document,
                 who_waits_is_told,
                 counters_of_many_threads_lose_nothing
             );
@@ -184,6 +185,20 @@ fn a_document_with_a_time_to_live_ends(place: &dyn Place) {
     let change = Change { relies_on: vec![("alive/x".into(), 0)], ..Change::default() };
     assert!(names.commit(&change.put("alive/x", &1)).unwrap(), "it is not there for anybody");
     assert_eq!(there(), 2, "and one that is written without a time stays");
+}
+
+fn one_at_a_time_holds_a_document(place: &dyn Place) {
+    let [one, other] = [place.open(), place.open()];
+    let takes = |names: &Arc<dyn Names>, who: &str| hold(&**names, "leader/x", who, 60).unwrap();
+    assert!(takes(&one, "one"));
+    assert!(!takes(&other, "other"));
+    assert!(takes(&one, "one"), "it stays");
+    let_go(&*other, "leader/x", "other").unwrap();
+    assert!(!takes(&other, "other"), "it is not theirs to give up");
+    let_go(&*one, "leader/x", "one").unwrap();
+    let_go(&*one, "leader/x", "one").unwrap();
+    assert!(takes(&other, "other"));
+    assert!(!takes(&one, "one"));
 }
 
 fn who_waits_is_told(place: &dyn Place) {

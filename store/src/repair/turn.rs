@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::id::PeerId;
-use crate::names::{Change, Names, Wanted};
+use crate::names::{Names, hold, let_go};
 use crate::sys;
 
 /// The document of the one who repairs.
@@ -77,22 +77,11 @@ impl Turn<'_> {
     /// Asks for it once more. Returns whether it is still ours.
     fn renew(&self) -> Result<bool> {
         let asked = Instant::now();
-        let Some(version) = self.version()? else { return Ok(false) };
-        let relies_on = vec![(REPAIRS.to_owned(), version)];
-        let change = Change { relies_on, relaxed: true, ..Change::default() };
-        let is_ours = self.names.commit(&change.put_for(TERM, REPAIRS, &self.me))?;
+        let is_ours = hold(self.names, REPAIRS, &self.me, TERM)?;
         if is_ours {
             self.state().renewed = asked;
         }
         Ok(is_ours)
-    }
-
-    /// The document's version, unless it is another's.
-    fn version(&self) -> Result<Option<u64>> {
-        let view = self.names.read(&[Wanted::key(REPAIRS)])?;
-        let holder: Option<String> = view.get(REPAIRS)?;
-        let is_others = holder.is_some_and(|holder| holder != self.me);
-        Ok((!is_others).then(|| view.version(REPAIRS)))
     }
 
     fn renew_until_over(&self) {
@@ -122,11 +111,8 @@ impl Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        if let Ok(Some(version)) = self.version() {
-            let relies_on = vec![(REPAIRS.to_owned(), version)];
-            let change = Change { relies_on, relaxed: true, ..Change::default() };
-            let _ = self.names.commit(&change.remove(Wanted::key(REPAIRS)));
-        }
+        // If that is not possible, its time ends.
+        let _ = let_go(self.names, REPAIRS, &self.me);
     }
 }
 
@@ -146,8 +132,8 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{Change, Error, Names, RENEWAL, REPAIRS, Turn, Wanted};
-    use crate::names::Embedded;
+    use super::{Error, Names, RENEWAL, REPAIRS, Turn};
+    use crate::names::{Change, Embedded, Wanted};
 
     fn names(dir: &TempDir) -> Embedded {
         let path = dir.path().join("catalog.db");

@@ -16,7 +16,7 @@ const KILLS: u64 = 100;
 const WRITERS: u64 = 24;
 
 /// The longest that the guest may wait for one request.
-const HANG: Duration = Duration::from_secs(20);
+const HANG: Duration = Duration::from_secs(10);
 
 const SIZE: u64 = 16 * MIB;
 

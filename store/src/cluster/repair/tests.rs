@@ -7,10 +7,13 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use super::{Connected, How, Members, Node, Report, State, repair};
+use super::{Connected, How, Members, Node, Peers, Report, State, repair};
+use crate::cluster::fragment::Fragment;
 use crate::cluster::identity::Security;
+use crate::cluster::peer::{FragmentId, Held};
 use crate::cluster::tests::{Peer, content, keep, members, start};
 use crate::cluster::{Cluster, Member, MemberState, Redundancy};
+use crate::error::Result;
 use crate::id::{BlobId, PeerId};
 
 const LEN: usize = 40_000;
@@ -201,6 +204,61 @@ async fn it_stops_when_it_is_told_to_and_goes_not_faster() {
     assert!(report.rebuilt > 5 && report.left == 0, "{report:?}");
     let least = Duration::from_secs_f64(report.bytes as f64 / rate as f64 / 2.0);
     assert!(begin.elapsed() > least, "{report:?} in {:?}", begin.elapsed());
+}
+
+/// Peers that delete something or do not, and how often one was asked to.
+struct Counting {
+    peers: Connected,
+    deletes: bool,
+    asked: AtomicU64,
+}
+
+impl Peers for Counting {
+    async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+        self.peers.have(peer, blobs).await
+    }
+
+    async fn get(&self, peer: PeerId, blob: BlobId) -> Result<Vec<Fragment>> {
+        self.peers.get(peer, blob).await
+    }
+
+    async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
+        self.peers.put(peer, fragment).await
+    }
+
+    async fn delete(&self, peer: PeerId, fragment: FragmentId, idle: u32) -> Result<bool> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        if self.deletes { self.peers.delete(peer, fragment, idle).await } else { Ok(false) }
+    }
+}
+
+/// Somebody else may repair by then.
+#[tokio::test]
+async fn who_has_read_what_is_kept_deletes_nothing_when_its_turn_is_over() {
+    let peers = start(6).await;
+    let mut all = members(&peers);
+    let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 60).await;
+    let held = fragments(&peers[2]).await;
+    assert!(held > 15, "{held} of 60, each at four of six");
+    all[2].state = MemberState::Draining;
+    let counting = |deletes| {
+        let peers = Connected::new(all.clone(), Security::INSECURE);
+        Arc::new(Counting { peers, deletes, asked: AtomicU64::new(0) })
+    };
+    let nodes = || Members::new(all.iter().map(Node::from));
+    // The first one dies when everything is twice there. The second one reads what it keeps, which takes a second for each,
+    // and its turn is over when the first is deleted.
+    let first = counting(false);
+    repair(first, nodes(), stored.feed(), How::default(), &|| true, &|_| ()).await;
+    let second = counting(true);
+    let how = How { rate: Some(LEN as u64 / 2), ..How::default() };
+    let goes_on = || second.asked.load(Ordering::SeqCst) == 0;
+    let report = repair(second.clone(), nodes(), stored.feed(), how, &goes_on, &|_| ()).await;
+    let deleted = second.asked.load(Ordering::SeqCst);
+    println!("{deleted} of {held} are deleted");
+    // Some may follow until that is noticed.
+    assert!(report.is_stopped && (1..=12).contains(&deleted), "{deleted} of {held}: {report:?}");
+    stored.check(all).await;
 }
 
 #[tokio::test]
