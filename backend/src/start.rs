@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cairn_store::cluster::identity::Access;
+use cairn_store::net::identity::Access;
 use cairn_store::{
     Attachment, MirrorId, MirrorOwner, MirrorRecord, Mode, Repository, Selector, Snapshot,
     SnapshotRef, SnapshotState,

@@ -3,7 +3,7 @@
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
-use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::encoding::{Keep, Redundancy};
 use serde::Serialize;
 use serde_json::json;
 

@@ -9,7 +9,7 @@ use cairn_store::BlobId;
 use cairn_store::cluster::repair::{
     Connected, How, Members, Node, Report as Repaired, State, repair,
 };
-use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::encoding::{Keep, Redundancy};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::mpsc;

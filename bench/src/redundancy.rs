@@ -1,7 +1,7 @@
 //! `redundancy`: what it costs one client to persist, with copies and with Reed-Solomon codes.
 
 use anyhow::{Context, Result};
-use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::encoding::{Keep, Redundancy};
 use serde::Serialize;
 use serde_json::json;
 

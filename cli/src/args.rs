@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cairn_agent::Wait;
-use cairn_store::cluster::{Compression, Redundancy};
+use cairn_store::encoding::{Compression, Redundancy};
 use cairn_store::{ImageName, MirrorId, SnapshotRef};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 

@@ -1,6 +1,6 @@
 //! Images and snapshots: `create`, `ls`, `show`, `clone`, `rm`.
 
-use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::encoding::{Keep, Redundancy};
 use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use serde_json::{Value, json};
 

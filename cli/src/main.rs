@@ -24,7 +24,7 @@ mod time;
 use std::process::ExitCode;
 
 use cairn_store::Repository;
-use cairn_store::cluster::identity::Access;
+use cairn_store::net::identity::Access;
 use clap::Parser;
 
 use crate::args::{Catalog, Cli, Command, Keys};

@@ -1,9 +1,10 @@
 //! The machines of a cluster: `peers`, `repair`, `catalog rebuild`.
 
 use cairn_store::Repository;
-use cairn_store::cluster::membership::{self, Health, Peer};
+use cairn_store::cluster::membership;
+use cairn_store::cluster::membership::{Health, Peer};
 use cairn_store::cluster::repair::Report;
-use cairn_store::names::Names;
+use cairn_store::documents::Names;
 use serde_json::{Value, json};
 
 use crate::args::{Peers, Style};

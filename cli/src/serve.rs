@@ -5,12 +5,15 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use cairn_store::cluster::heart::Heart;
-use cairn_store::cluster::identity::{self, Access, Role, Security};
-use cairn_store::cluster::keeper::{Keeper, Keeping};
 use cairn_store::cluster::membership::Announcement;
-use cairn_store::cluster::peer::{self, PeerStore};
-use cairn_store::names::{self, CatalogStore, served};
+use cairn_store::cluster::peer;
+use cairn_store::cluster::peer::PeerStore;
+use cairn_store::cluster::peer::heartbeat::Heart;
+use cairn_store::documents;
+use cairn_store::documents::{CatalogStore, remote};
+use cairn_store::maintenance::supervisor::{Keeper, Keeping};
+use cairn_store::net::identity;
+use cairn_store::net::identity::{Access, Role, Security};
 use cairn_store::{Repository, host_name};
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -48,7 +51,7 @@ pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome 
         None => serve_peer(args, None, access, style),
         Some(None) => serve_catalog(args, &security(access, Role::Catalog)?, style),
         Some(Some(address)) => {
-            names::check_address(address).doing(|| "starting a peer".into())?;
+            documents::check_address(address).doing(|| "starting a peer".into())?;
             serve_peer(args, Some(address), access, style)
         }
     }
@@ -108,9 +111,9 @@ fn join(
     keeping: Keeping,
 ) -> Outcome<Membership> {
     let doing = || format!("joining the catalog at {catalog}");
-    let names = names::open(catalog, security).doing(doing)?;
+    let names = documents::open(catalog, security).doing(doing)?;
     let (address, own) = (catalog.to_owned(), security.clone());
-    let open = move || names::open(&address, &own);
+    let open = move || documents::open(&address, &own);
     let heart = Heart::start(names.clone(), open, who, store).doing(doing)?;
     // Where no process serves the catalog, one of the peers looks after the cluster.
     let keeper = match catalog.starts_with("etcd://") {
@@ -161,7 +164,7 @@ fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
             true => print_json(&json!({ "catalog": store.id().to_string(), "listen": address }))?,
             false => print(&format!("catalog {} listens at {address}\n", store.id()))?,
         }
-        let served = served::serve(listener, store, security.clone(), stop);
+        let served = remote::serve(listener, store, security.clone(), stop);
         served.await.doing(|| "serving the catalog".into())
     });
     drop(keeper);

@@ -5,8 +5,9 @@
 
 use std::fs::File;
 
-use crate::cluster::wire::{Answer, Header, MAX_BODY, Request};
-use crate::names::served::wire as catalog;
+use crate::cluster::protocol::{Answer, MAX_BODY, Request};
+use crate::documents::remote::wire as catalog;
+use crate::net::frames::Header;
 use crate::tree::node::Node;
 use crate::{blobs, cluster};
 
@@ -45,7 +46,7 @@ pub fn wire(data: &[u8]) {
         assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one form");
     }
     if let Some(header) = data.first_chunk()
-        && let Ok(header) = Header::from_bytes(header)
+        && let Ok(header) = Header::from_bytes(header, crate::cluster::protocol::MAX_BODY)
     {
         assert!(header.len <= MAX_BODY && data.starts_with(&header.to_bytes()));
     }
@@ -66,12 +67,12 @@ pub fn catalog(data: &[u8]) {
 
 /// Takes `data` for groups of blobs and flips in them, and scans them in `file`, which is an empty one.
 pub fn segment(data: &[u8], file: &File) {
-    blobs::fuzzing::segment(data, file);
+    blobs::directory::fuzzing::segment(data, file);
 }
 
 /// Takes `data` for groups of a peer's fragments and flips in them, and scans them in `file`, which is an empty one.
 pub fn peer_segment(data: &[u8], file: &File) {
-    cluster::peer::fuzzing::segment(data, file);
+    cluster::peer::store::fuzzing::segment(data, file);
 }
 
 #[cfg(test)]

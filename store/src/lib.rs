@@ -18,24 +18,24 @@
 //! One repository is used by many processes at once: each of them opens it, and nothing is served.
 //! `docs/formats.md` describes the bytes on disk.
 
-mod attachment;
 mod blobs;
+mod buffers;
 mod catalog;
+mod clock;
 pub mod cluster;
-mod data_directory;
-mod database;
+pub mod documents;
+mod durable;
+pub mod encoding;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod geometry;
 mod id;
-mod layout;
+pub mod maintenance;
 mod name;
-pub mod names;
+pub mod net;
 mod process;
-mod repair;
 mod repository;
-mod segment;
 mod snapshot;
 mod sys;
 #[cfg(test)]
@@ -43,9 +43,9 @@ mod testing;
 mod tree;
 mod zero;
 
-pub use attachment::{Attachment, MAX_RESERVED};
-pub use blobs::{Blobs, NewBlob};
+pub use blobs::{Blobs, Counters, NewBlob};
 pub use catalog::{LEASE_SECONDS, Rebuilt};
+pub use clock::now;
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
@@ -53,6 +53,7 @@ pub use geometry::{
 pub use id::{BlobId, CatalogId, ChunkId, MirrorId, NodeId, PeerId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
+pub use repository::attachment::{Attachment, MAX_RESERVED};
 pub use repository::{Durability, PutChunk, Repository, Space};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::cluster::Keep;
+use crate::encoding::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::MirrorId;

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use cairn_store::cluster::identity::{Role, Security};
 use cairn_store::cluster::{Cluster, ClusterBlobs, Connection, Member};
+use cairn_store::net::identity::{Role, Security};
 
 use crate::proc;
 use crate::server::peer::Peer;

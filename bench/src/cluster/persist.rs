@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use cairn_store::cluster::{ClusterBlobs, Keep};
+use cairn_store::cluster::ClusterBlobs;
+use cairn_store::encoding::Keep;
 use cairn_store::{BlobId, Blobs};
 
 use super::data::CHUNK;

@@ -7,8 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_store::ErrorKind;
-use cairn_store::cluster::identity::{Role, Security};
-use cairn_store::names::{self, Change, Names, Served, Wanted};
+use cairn_store::documents;
+use cairn_store::documents::{Change, Names, Served, Wanted};
+use cairn_store::net::identity::{Role, Security};
 use serde_json::Value;
 
 use crate::support::Place;
@@ -111,7 +112,7 @@ fn a_catalog_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    let names = names::open(&address, &Security::INSECURE).unwrap();
+    let names = documents::open(&address, &Security::INSECURE).unwrap();
     assert_eq!(count(&*names), carried_out.load(Ordering::Relaxed));
 }
 
@@ -121,7 +122,7 @@ fn a_catalog_that_hangs_is_named_in_time() {
     let catalog = Catalog::start(&place, &[]);
     let patience = Duration::from_secs(2);
     let names = Served::with_patience(&catalog.address, &Security::INSECURE, patience).unwrap();
-    assert!(try_increment(&*names::open(&catalog.address, &Security::INSECURE).unwrap()));
+    assert!(try_increment(&*documents::open(&catalog.address, &Security::INSECURE).unwrap()));
     catalog.signal("-STOP");
     let begin = Instant::now();
     let error = names.commit(&Change::default().put("x", &1)).unwrap_err();
@@ -139,7 +140,7 @@ fn a_catalog_with_keys_lets_peers_beat_and_clients_name() {
     let catalog = Catalog::start(&place, &["--keys", "keys"]);
     let by = |role| {
         let security = Security::load(&place.path("keys"), role).unwrap();
-        names::open(&catalog.address, &security).unwrap()
+        documents::open(&catalog.address, &security).unwrap()
     };
     assert!(try_increment(&*by(Role::Client)));
     let peer = by(Role::Peer);

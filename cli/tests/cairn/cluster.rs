@@ -1,7 +1,7 @@
 //! A repository on many machines, as real processes that are killed.
 
 use cairn_store::cluster::Connection;
-use cairn_store::cluster::identity::{Role, Security};
+use cairn_store::net::identity::{Role, Security};
 
 use crate::lab::{Lab, wait_until};
 

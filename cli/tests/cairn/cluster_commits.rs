@@ -4,8 +4,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use cairn_store::cluster::Redundancy;
-use cairn_store::names::{Change, Wanted};
+use cairn_store::documents::{Change, Wanted};
+use cairn_store::encoding::Redundancy;
 use cairn_store::{Durability, Error, ErrorKind, SnapshotState};
 
 use crate::lab::{Lab, wait_until};

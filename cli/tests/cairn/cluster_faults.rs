@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use cairn_store::cluster::fragment::{Fragment, encode};
-use cairn_store::cluster::identity::Security;
-use cairn_store::cluster::{Connection, Redundancy};
+use cairn_store::cluster::Connection;
+use cairn_store::encoding::Redundancy;
+use cairn_store::encoding::fragment::{Fragment, encode};
+use cairn_store::net::identity::Security;
 use cairn_store::{BlobId, SnapshotState};
 
 use crate::lab::{Lab, PATIENCE, random, wait_for_members, wait_until};

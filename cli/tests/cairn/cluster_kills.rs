@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cairn_store::cluster::identity::Security;
-use cairn_store::cluster::{Keep, Redundancy};
+use cairn_store::encoding::{Keep, Redundancy};
+use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkId, ChunkIndex, Consistency, Error, ErrorKind, Geometry, MIN_CHUNK_SIZE,
     MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Root, Snapshot, SnapshotState,

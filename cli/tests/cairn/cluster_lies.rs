@@ -128,7 +128,7 @@ fn damage(lab: &Lab, at: usize) {
 /// The blobs of which a peer says that it has a fragment, and of which it has no right one.
 fn unread(lab: &Lab, at: usize) -> BTreeSet<BlobId> {
     use cairn_store::cluster::Connection;
-    use cairn_store::cluster::identity::Security;
+    use cairn_store::net::identity::Security;
     let address = lab.peers[at].as_ref().unwrap().address.clone();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {

@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use cairn_store::SnapshotState;
-use cairn_store::cluster::Redundancy;
+use cairn_store::encoding::Redundancy;
 
 use crate::lab::{Lab, PATIENCE, wait_until};
 use crate::writer::{Writer, assert_holds, chunks};

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use cairn_store::Repository;
 use cairn_store::cluster::MemberState;
-use cairn_store::cluster::identity::{Role, Security};
+use cairn_store::net::identity::{Role, Security};
 use serde_json::Value;
 
 use crate::support::{Place, Run};

@@ -3,7 +3,7 @@
 use std::process::Stdio;
 use std::time::Instant;
 
-use cairn_store::names::Wanted;
+use cairn_store::documents::Wanted;
 
 use crate::lab::{Lab, random, wait_until};
 

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cairn_store::BlobId;
-use cairn_store::cluster::fragment::{Fragment, encode};
-use cairn_store::cluster::identity::{Role, Security};
-use cairn_store::cluster::{Cluster, Connection, Member, MemberState, Redundancy};
+use cairn_store::cluster::{Cluster, Connection, Member, MemberState};
+use cairn_store::encoding::Redundancy;
+use cairn_store::encoding::fragment::{Fragment, encode};
+use cairn_store::net::identity::{Role, Security};
 use serde_json::Value;
 use tokio::task::JoinSet;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cairn_store::cluster::Redundancy;
+use cairn_store::encoding::Redundancy;
 use cairn_store::{
     Attachment, ChunkId, ChunkIndex, Consistency, Geometry, MIN_CHUNK_SIZE, MirrorId, MirrorOwner,
     Mode, NewSnapshot, Repository, Result, Root, Snapshot,

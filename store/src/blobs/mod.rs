@@ -1,19 +1,21 @@
 //! Where immutable bytes are kept under the name of their content.
 
-#[cfg(any(test, fuzzing))]
-pub(crate) mod fuzzing;
-mod group;
-mod index;
-mod local;
-mod scan;
-#[cfg(test)]
-mod tests;
+pub(crate) mod directory;
 
-pub(crate) use local::LocalBlobs;
-
-use crate::cluster::{Counters, Keep};
+use crate::encoding::Keep;
 use crate::error::Result;
 use crate::id::BlobId;
+
+/// What went through, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Of content that was put.
+    pub dirty: u64,
+    /// Of blocks that were sent: with the redundancy.
+    pub sent: u64,
+    /// Of content that the peers had already.
+    pub saved: u64,
+}
 
 /// A blob on its way in: its name and its content.
 pub type NewBlob<'a> = (BlobId, &'a [u8]);

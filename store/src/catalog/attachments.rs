@@ -10,10 +10,10 @@ use super::documents::{
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
 use crate::cluster::membership::{LOSSES, losses};
+use crate::documents::{Change, View, Wanted};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
-use crate::names::{Change, View, Wanted};
 use crate::process::Process;
 use crate::snapshot::{MirrorOwner, NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;

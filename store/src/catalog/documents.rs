@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::cluster::{Compression, Keep, Redundancy};
+use crate::documents::View;
+use crate::encoding::{Compression, Keep, Redundancy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId, NodeId};
 use crate::name::ImageName;
-use crate::names::View;
 use crate::process::Process;
 use crate::snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,

@@ -2,20 +2,21 @@
 
 use std::collections::HashMap;
 
+use super::Catalog;
 use super::documents::{
     IMAGES, ImageDocument, LEASES, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, image,
     image_key, label_key, labels_of, lease_key, live_lease, mirror_key, newest, snapshot_key,
     snapshots, snapshots_of,
 };
 use super::records::Record;
-use super::{Catalog, now};
-use crate::cluster::Keep;
+use crate::clock::now;
 use crate::cluster::membership::{LOSSES, losses};
+use crate::documents::{Change, View, Wanted};
+use crate::encoding::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, Selector, SnapshotRef};
-use crate::names::{Change, View, Wanted};
 use crate::process::Process;
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
 use crate::sys;

@@ -5,15 +5,16 @@
 //! away for too long finds out before it changes anything. One whose lease has expired, and whose place nobody has
 //! taken, goes on.
 
+use super::Catalog;
 use super::attachments::Holder;
 use super::documents::{
     ImageDocument, LEASES, LeaseDocument, MIRRORS, MirrorDocument, SnapshotDocument, image,
     image_key, lease_key, live_lease, mirror_key, snapshot_key,
 };
-use super::{Catalog, now};
+use crate::clock::now;
+use crate::documents::{Change, View, Wanted};
 use crate::error::{Error, Result};
 use crate::id::MirrorId;
-use crate::names::{Change, View, Wanted};
 use crate::process::Process;
 use crate::snapshot::{MirrorOwner, MirrorRecord, Mode, Snapshot};
 use crate::tree::Root;

@@ -13,7 +13,7 @@ mod tests;
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 pub(crate) use self::attachments::{Holder, Published};
 pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
@@ -21,8 +21,8 @@ pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
 pub(crate) use self::records::Record;
 
+use crate::documents::{Change, Names, View, Wanted};
 use crate::error::{Error, Result};
-use crate::names::{Change, Names, View, Wanted};
 
 /// How long a change that others forestall is tried again.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -72,9 +72,4 @@ impl Catalog {
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
-}
-
-/// Seconds since 1970, UTC.
-pub(crate) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }

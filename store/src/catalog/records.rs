@@ -7,13 +7,14 @@ use std::collections::{BTreeMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::Catalog;
 use super::documents::{ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text};
-use super::{Catalog, now};
-use crate::cluster::Keep;
+use crate::clock::now;
+use crate::documents::{Change, Wanted};
+use crate::encoding::Keep;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::ImageName;
-use crate::names::{Change, Wanted};
 use crate::snapshot::SnapshotState;
 
 /// What every record begins with.
@@ -166,10 +167,10 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::super::{Draft, FirstSnapshot};
     use super::{BlobId, Catalog, Keep, Record, SnapshotState};
+    use crate::catalog::{Draft, FirstSnapshot};
+    use crate::documents::Embedded;
     use crate::geometry::Geometry;
-    use crate::names::Embedded;
     use crate::snapshot::Consistency;
     use crate::tree::Root;
 

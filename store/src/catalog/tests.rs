@@ -7,11 +7,11 @@ use tempfile::TempDir;
 
 use super::documents::lease_key;
 use super::{Catalog, Draft, FirstSnapshot, Holder, Published};
+use crate::documents::{Change, Embedded, Names, View, Wanted};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
 use crate::name::{ImageName, SnapshotRef};
-use crate::names::{Change, Embedded, Names, View, Wanted};
 use crate::snapshot::{Consistency, MirrorOwner, Mode, NewSnapshot, SnapshotState};
 use crate::tree::Root;
 
@@ -70,7 +70,7 @@ impl Place {
         };
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let draft =
-            Draft::new(&self.image, geometry, crate::cluster::Keep::default(), &first).unwrap();
+            Draft::new(&self.image, geometry, crate::encoding::Keep::default(), &first).unwrap();
         self.catalog.insert(&draft, None).unwrap();
     }
 

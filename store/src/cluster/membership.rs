@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::members::{Member, MemberState};
+use super::placement::members::{Member, MemberState};
+use crate::documents::{Change, Names, View, Wanted};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
-use crate::names::{Change, Names, View, Wanted};
 
 /// How often a peer tells that it is there.
 pub const BEAT: Duration = Duration::from_secs(2);
@@ -354,8 +354,8 @@ mod tests {
     use super::{
         Announcement, Health, Pulse, beat, drain, forget, leave, peers, suspect, watch_over,
     };
+    use crate::documents::{Embedded, Names};
     use crate::id::PeerId;
-    use crate::names::{Embedded, Names};
 
     const LOST_AFTER: Duration = Duration::from_secs(60);
 

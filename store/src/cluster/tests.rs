@@ -12,18 +12,21 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::identity::Security;
+use super::client::{Cluster, Connection};
 use super::peer::{PeerStore, serve};
-use super::wire::{HEADER, Header, PUT};
-use super::{Cluster, Connection, Keep, Member, MemberState};
+use super::placement::{Member, MemberState};
+use super::protocol::PUT;
+use crate::encoding::Keep;
 use crate::error::ErrorKind;
 use crate::id::{BlobId, PeerId};
+use crate::net::frames::{HEADER, Header};
+use crate::net::identity::Security;
 use crate::testing::own_port;
 
 /// A peer behind a socket.
-pub(super) struct Peer {
-    pub(super) id: PeerId,
-    pub(super) address: String,
+pub(crate) struct Peer {
+    pub(crate) id: PeerId,
+    pub(crate) address: String,
     stop: Option<oneshot::Sender<()>>,
     served: Option<JoinHandle<std::io::Result<()>>>,
     dir: TempDir,
@@ -32,7 +35,7 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    pub(super) async fn start(capacity: Option<u64>) -> Peer {
+    pub(crate) async fn start(capacity: Option<u64>) -> Peer {
         let dir = TempDir::new().unwrap();
         let (stop, served, address) = (None, None, String::new());
         let mut peer = Peer {
@@ -49,7 +52,7 @@ impl Peer {
     }
 
     /// Starts it again with what it had, at the same address.
-    pub(super) async fn restart(&mut self) {
+    pub(crate) async fn restart(&mut self) {
         let store = Arc::new(PeerStore::open(self.dir.path(), self.capacity).unwrap());
         self.id = store.id();
         self.store = Arc::downgrade(&store);
@@ -66,7 +69,7 @@ impl Peer {
         self.stop = Some(stop);
     }
 
-    pub(super) async fn stop(&mut self) {
+    pub(crate) async fn stop(&mut self) {
         if let (Some(stop), Some(served)) = (self.stop.take(), self.served.take()) {
             stop.send(()).unwrap();
             served.await.unwrap().unwrap();
@@ -74,7 +77,7 @@ impl Peer {
     }
 
     /// All that it has becomes older by so many seconds.
-    pub(super) fn age(&self, seconds: u32) {
+    pub(crate) fn age(&self, seconds: u32) {
         self.store.upgrade().expect("it runs").settle(false).unwrap();
         let path = self.dir.path().join("fragments.db");
         let database = rusqlite::Connection::open(path).unwrap();
@@ -82,7 +85,7 @@ impl Peer {
         database.execute("UPDATE fragments SET touched = touched - ?", [seconds]).unwrap();
     }
 
-    pub(super) fn member(&self) -> Member {
+    pub(crate) fn member(&self) -> Member {
         Member {
             id: self.id,
             address: self.address.clone(),
@@ -93,7 +96,7 @@ impl Peer {
     }
 }
 
-pub(super) async fn start(count: usize) -> Vec<Peer> {
+pub(crate) async fn start(count: usize) -> Vec<Peer> {
     let mut peers = Vec::new();
     for _ in 0..count {
         peers.push(Peer::start(None).await);
@@ -101,18 +104,18 @@ pub(super) async fn start(count: usize) -> Vec<Peer> {
     peers
 }
 
-pub(super) fn members(peers: &[Peer]) -> Vec<Member> {
+pub(crate) fn members(peers: &[Peer]) -> Vec<Member> {
     peers.iter().map(Peer::member).collect()
 }
 
-pub(super) fn content(number: u64, len: usize) -> (BlobId, Vec<u8>) {
+pub(crate) fn content(number: u64, len: usize) -> (BlobId, Vec<u8>) {
     let mut content = vec![0; len];
     blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut content);
     (BlobId::of(&content), content)
 }
 
-pub(super) fn keep(text: &str) -> Keep {
-    text.parse::<super::Redundancy>().unwrap().into()
+pub(crate) fn keep(text: &str) -> Keep {
+    text.parse::<crate::encoding::Redundancy>().unwrap().into()
 }
 
 /// What lies between a client and a peer: flips a bit in the last byte of answers with blocks while it is told to.
@@ -163,7 +166,7 @@ async fn pass_on(
     loop {
         let mut head = [0; HEADER];
         from.read_exact(&mut head).await?;
-        let header = Header::from_bytes(&head).unwrap();
+        let header = Header::from_bytes(&head, crate::cluster::protocol::MAX_BODY).unwrap();
         let mut body = vec![0; header.len];
         from.read_exact(&mut body).await?;
         change(header, &mut body);

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use self::cache::NodeCache;
 use self::node::{Child, MAX_NODE, Node};
 use crate::blobs::Blobs;
-use crate::cluster::Keep;
+use crate::encoding::Keep;
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{BlobId, ChunkId, NodeId};

@@ -10,7 +10,7 @@ use proptest::prelude::{
 
 use super::{MAX_NODE, Node, Root, Trees};
 use crate::blobs::{Blobs, NewBlob};
-use crate::cluster::Keep;
+use crate::encoding::Keep;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};

@@ -7,7 +7,7 @@ use std::thread;
 
 use crate::names::wherever_names_are;
 use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
-use cairn_store::cluster::Keep;
+use cairn_store::encoding::Keep;
 use cairn_store::{
     BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
     SnapshotState,

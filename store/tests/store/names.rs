@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cairn_store::cluster::identity::Security;
-use cairn_store::names::{self, CatalogStore, Names, served};
+use cairn_store::documents;
+use cairn_store::documents::{CatalogStore, Names, remote};
+use cairn_store::net::identity::Security;
 use tempfile::TempDir;
 
 /// How long a server may take to start.
@@ -34,7 +35,7 @@ impl Keeper {
             runtime.block_on(async {
                 let listener = tokio::net::TcpListener::from_std(listener).unwrap();
                 let never = std::future::pending();
-                served::serve(listener, store, Security::INSECURE, never).await.unwrap();
+                remote::serve(listener, store, Security::INSECURE, never).await.unwrap();
             });
         });
         Keeper { address, child: None, _dir: dir }
@@ -71,7 +72,7 @@ impl Keeper {
 
     /// One more way to them.
     pub(crate) fn names(&self) -> Arc<dyn Names> {
-        names::open(&self.address, &Security::INSECURE).unwrap()
+        documents::open(&self.address, &Security::INSECURE).unwrap()
     }
 }
 

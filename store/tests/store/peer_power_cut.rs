@@ -11,9 +11,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cairn_store::cluster::Redundancy;
-use cairn_store::cluster::fragment::{Fragment, encode};
-use cairn_store::cluster::peer::{FragmentId, PeerStore};
+use cairn_store::cluster::peer::PeerStore;
+use cairn_store::cluster::protocol::FragmentId;
+use cairn_store::encoding::Redundancy;
+use cairn_store::encoding::fragment::{Fragment, encode};
 use cairn_store::{BlobId, Error};
 use crash_images::{Draw, cut_the_power, leave_out_syncs, mark, record, recorded_root};
 

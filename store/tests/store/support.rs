@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use std::sync::Arc;
 
-use cairn_store::cluster::identity::Security;
-use cairn_store::names::{self, Change, Embedded, Names, Wanted};
+use cairn_store::documents;
+use cairn_store::documents::{Change, Embedded, Names, Wanted};
+use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkIndex, Consistency, Geometry, ImageName, MIN_CHUNK_SIZE, MirrorId,
     MirrorOwner, Mode, NewSnapshot, Repository, Root, Snapshot,
@@ -120,7 +121,7 @@ pub(crate) fn known_blobs(repository: &Path) -> Vec<[u8; 32]> {
 pub(crate) fn open(url: &str, names: Option<&str>) -> Repository {
     match names {
         Some(address) => {
-            let names = names::open(address, &Security::INSECURE).unwrap();
+            let names = documents::open(address, &Security::INSECURE).unwrap();
             Repository::with_names(url, names).unwrap()
         }
         None => Repository::open(url).unwrap(),

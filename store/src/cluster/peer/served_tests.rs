@@ -11,16 +11,17 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::tests::{CODE, flip, fragment};
-use super::{FragmentId, Held, PeerStore, serve};
-use crate::cluster::fragment::{Fragment, encode};
-use crate::cluster::identity::Security;
-use crate::cluster::wire::{
-    Answer, HEADER, Header, Hello, MAX_BODY, MAX_PUT, OLDEST, Request, VERSION,
-};
-use crate::cluster::{Connection, Redundancy};
+use super::store::tests::{CODE, flip, fragment};
+use super::{PeerStore, serve};
+use crate::cluster::client::Connection;
+use crate::cluster::protocol::{Answer, Hello, MAX_BODY, MAX_PUT, OLDEST, Request, VERSION};
+use crate::cluster::protocol::{FragmentId, Held};
+use crate::encoding::Redundancy;
+use crate::encoding::fragment::{Fragment, encode};
 use crate::error::{Error, ErrorKind};
 use crate::id::BlobId;
+use crate::net::frames::{HEADER, Header};
+use crate::net::identity::Security;
 
 struct Peer {
     address: SocketAddr,
@@ -149,7 +150,7 @@ async fn say(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Answer> {
     let _ = read.expect("the peer closes");
     let mut rest = &bytes[..];
     while let Some((head, behind)) = rest.split_first_chunk::<HEADER>() {
-        let header = Header::from_bytes(head).unwrap();
+        let header = Header::from_bytes(head, MAX_BODY).unwrap();
         let (body, behind) = behind.split_at(header.len);
         answers.push(Answer::from_body(header.kind, body).unwrap());
         rest = behind;

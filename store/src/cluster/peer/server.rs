@@ -22,16 +22,16 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::super::frames::{Frames, READ_AHEAD, read_body, read_header};
-use super::super::identity::{Role, Security};
-use super::super::wire::{
-    Answer, GET, HAVE, HEADER, Header, Hello, LIST, MAX_BODY, MAX_LISTED, OLDEST, RECORDS, Request,
-    VERSION,
-};
+use super::group_commit::{Asker, Put, keep};
 use super::limits::{Limits, Memory, Place, Stranger};
 use super::store::{PeerStore, Room};
-use super::storing::{Asker, Put, keep};
+use crate::cluster::protocol::{
+    Answer, GET, HAVE, Hello, LIST, MAX_BODY, MAX_LISTED, OLDEST, RECORDS, Request, VERSION,
+};
 use crate::error::{Error, ErrorKind, Result};
+use crate::net::frames::{Frames, READ_AHEAD, read_body, read_header};
+use crate::net::frames::{HEADER, Header};
+use crate::net::identity::{Role, Security};
 
 /// Connections at a time.
 const MAX_CONNECTIONS: usize = 1024;

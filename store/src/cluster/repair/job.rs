@@ -22,13 +22,13 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::super::redundancy::Redundancy;
+use super::execute::{Entry, Mending};
 use super::members::{Members, State};
-use super::mend::{Entry, Mending};
-use super::pace::Pace;
 use super::peers::Peers;
 use super::plan::{Holding, Plan, plan};
+use super::rate_limiter::Pace;
 use super::report::Report;
+use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
 
 /// Blobs that peers are asked about at once.

@@ -1,6 +1,6 @@
 //! Who keeps which fragment, if some have several and some fragments are there twice.
 
-use super::super::redundancy::MAX_WIDTH;
+use crate::encoding::redundancy::MAX_WIDTH;
 
 /// Gives each holder at most one of the fragments that it has, each fragment to one holder, as many as
 /// possible. Fragments are bits. A holder that comes earlier is not left out for one that comes later.

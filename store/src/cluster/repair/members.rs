@@ -1,7 +1,7 @@
 //! The peers, as repair sees them.
 
-use super::super::members::{Member, MemberState};
-use super::super::placement::{Candidate, rank};
+use crate::cluster::placement::members::{Member, MemberState};
+use crate::cluster::placement::{Candidate, rank};
 use crate::id::{BlobId, PeerId};
 
 /// What a peer can do.

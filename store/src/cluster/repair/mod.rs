@@ -6,13 +6,13 @@
 //!                              └──────────── until there is nothing left to do ◄───────┘
 //! ```
 
+mod execute;
 mod job;
 mod matching;
 mod members;
-mod mend;
-mod pace;
 mod peers;
 mod plan;
+mod rate_limiter;
 mod report;
 #[cfg(test)]
 mod simulation;

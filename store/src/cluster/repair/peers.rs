@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use super::super::connection::Connection;
-use super::super::fragment::Fragment;
-use super::super::identity::Security;
-use super::super::members::Member;
-use super::super::peer::{FragmentId, Held};
-use super::super::ways::Ways;
+use crate::cluster::client::connection::Connection;
+use crate::cluster::client::pool::Ways;
+use crate::cluster::placement::members::Member;
+use crate::cluster::protocol::{FragmentId, Held};
+use crate::encoding::fragment::Fragment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
+use crate::net::identity::Security;
 
 /// How long a deletion may take. A peer that takes longer counts as down.
 pub const DELETION: Duration = Duration::from_secs(10);

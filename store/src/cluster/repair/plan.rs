@@ -23,9 +23,9 @@
 
 use std::collections::BTreeMap;
 
-use super::super::redundancy::{MAX_WIDTH, Redundancy};
 use super::matching::{bits, matching, size};
 use super::members::{Members, State};
+use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::id::{BlobId, PeerId};
 
 /// A fragment that was found.

@@ -8,13 +8,15 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::{Connected, How, Members, Node, Peers, Report, State, repair};
-use crate::cluster::fragment::Fragment;
-use crate::cluster::identity::Security;
-use crate::cluster::peer::{FragmentId, Held};
+use crate::cluster::client::Cluster;
+use crate::cluster::placement::{Member, MemberState};
+use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::tests::{Peer, content, keep, members, start};
-use crate::cluster::{Cluster, Member, MemberState, Redundancy};
+use crate::encoding::Redundancy;
+use crate::encoding::fragment::Fragment;
 use crate::error::Result;
 use crate::id::{BlobId, PeerId};
+use crate::net::identity::Security;
 
 const LEN: usize = 40_000;
 
@@ -67,7 +69,8 @@ impl Stored {
 }
 
 async fn fragments(peer: &Peer) -> u64 {
-    let connection = crate::cluster::Connection::open(&peer.address, &Security::INSECURE).await;
+    let connection =
+        crate::cluster::client::Connection::open(&peer.address, &Security::INSECURE).await;
     connection.unwrap().usage().await.unwrap().fragments
 }
 

@@ -1,9 +1,9 @@
 use std::collections::BTreeSet;
 
-use super::super::members::{Members, Node, State};
 use super::{Holding, Plan, Step, plan};
-use crate::cluster::Redundancy;
 use crate::cluster::placement::{Candidate, rank};
+use crate::cluster::repair::members::{Members, Node, State};
+use crate::encoding::Redundancy;
 use crate::id::{BlobId, PeerId};
 
 const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 2 };

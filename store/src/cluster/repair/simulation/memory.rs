@@ -9,15 +9,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::sync::{Notify, mpsc};
 
-use super::super::super::fragment::{Fragment, encode};
-use super::super::super::peer::{FragmentId, Held};
-use super::super::super::placement::{Candidate, rank};
-use super::super::super::redundancy::Redundancy;
-use super::super::matching::size;
-use super::super::members::{Members, Node, State};
-use super::super::peers::Peers;
-use super::super::{How, Report, repair};
 use super::{Rng, number};
+use crate::cluster::placement::{Candidate, rank};
+use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::repair::matching::size;
+use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::peers::Peers;
+use crate::cluster::repair::{How, Report, repair};
+use crate::encoding::fragment::{Fragment, encode};
+use crate::encoding::redundancy::Redundancy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 
-use super::super::members::{Members, Node, State};
-use super::super::plan::{Holding, Plan, Step, plan};
 use super::Plant;
 use super::world::{Peer, World};
+use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::plan::{Holding, Plan, Step, plan};
 use crate::id::{BlobId, PeerId};
 
 /// What was done.

@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::super::placement::{Candidate, rank};
-use super::super::super::redundancy::Redundancy;
-use super::super::matching::size;
-use super::super::members::{Members, Node, State};
-use super::super::plan::Holding;
 use super::{Counts, Rng};
+use crate::cluster::placement::{Candidate, rank};
+use crate::cluster::repair::matching::size;
+use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::plan::Holding;
+use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
 
 const MAX_PEERS: usize = 11;

@@ -1,0 +1,347 @@
+//! Blobs in a directory of this host: segments that are appended to, and an index.
+//!
+//! ```text
+//! put ──► written to a segment ──► staged ──(flush)──► segment synced ──► in the index
+//!              │                      ▲                      │    │
+//!              ▼                      └── index failed ──────┼────┘
+//!         put fails                                          └─► sync failed: poisoned
+//! ```
+//!
+//! One sync and one transaction make everything durable that is staged, whatever threads put it. Others see a
+//! blob when it is in the index, and then it is durable. A failed sync may have lost blobs whose put has
+//! already returned, and the kernel tells only once: the handle is poisoned, and fails every put and
+//! flush from then on, so that nothing that relies on a lost blob is published.
+//!
+//! A crash leaves bytes at the end of a segment that nothing refers to; the next process that appends
+//! to the segment overwrites them.
+
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
+mod group;
+mod index;
+mod scan;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use self::group::{Entry, MAX_BLOBS, encode, place, record_len};
+use self::index::{Index, Slot};
+use self::scan::scan;
+use super::{Blobs, NewBlob};
+use crate::durable::segment::{Segment, path_of, segments_in};
+use crate::encoding::Keep;
+use crate::error::{Error, Result};
+use crate::id::BlobId;
+use crate::sys;
+
+/// What is staged is flushed when it has this many bytes,
+const STAGED_BYTES: u64 = 64 << 20;
+/// or this many blobs.
+const STAGED_BLOBS: usize = 4096;
+
+/// Segments that are kept open for reading.
+const OPEN_FILES: usize = 64;
+
+pub(crate) struct LocalBlobs {
+    directory: PathBuf,
+    index: Index,
+    state: Mutex<State>,
+    /// The segment that this handle appends to.
+    current: Mutex<Option<Arc<Segment>>>,
+    /// Held by the one thread that makes a group durable.
+    flushing: Mutex<()>,
+    /// Segments that are read.
+    files: Mutex<HashMap<u64, Arc<File>>>,
+    /// Blobs that were found damaged: who puts one again replaces it.
+    damaged: Mutex<HashSet<BlobId>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is written and not in the index.
+    staged: HashMap<BlobId, Slot>,
+    /// Of that, what no thread flushes.
+    waiting: Vec<Entry>,
+    waiting_bytes: u64,
+    poisoned: bool,
+}
+
+impl State {
+    /// Whether as much waits as may wait.
+    fn is_full(&self) -> bool {
+        self.waiting_bytes >= STAGED_BYTES || self.waiting.len() >= STAGED_BLOBS
+    }
+}
+
+impl LocalBlobs {
+    /// Makes the place. Another process may do the same at the same time.
+    pub(crate) fn create(repository: &Path) -> Result<()> {
+        let directory = directory_in(repository);
+        match fs::create_dir(&directory) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::io("creating", &directory, error));
+            }
+            _ => {}
+        }
+        Self::open(repository).map(|_| ())
+    }
+
+    pub(crate) fn open(repository: &Path) -> Result<Self> {
+        let directory = directory_in(repository);
+        let index = Index::open(repository, |tell| {
+            segments_in(&directory)?.into_iter().try_for_each(|number| {
+                tracing::warn!(number, "the index is missing; reading a segment to make it again");
+                scan(&directory, number, tell)
+            })
+        })?;
+        let (state, current, flushing, files, damaged) = Default::default();
+        Ok(Self { directory, index, state, current, flushing, files, damaged })
+    }
+
+    /// The segment to append to.
+    fn current(&self) -> Result<Arc<Segment>> {
+        let mut current = self.current.lock().expect("no thread panics with the segment locked");
+        if let Some(segment) = &*current
+            && !segment.is_full()
+        {
+            return Ok(Arc::clone(segment));
+        }
+        let segment = Arc::new(self.take_segment()?);
+        *current = Some(Arc::clone(&segment));
+        Ok(segment)
+    }
+
+    /// Continues a segment that nobody appends to, or begins one.
+    fn take_segment(&self) -> Result<Segment> {
+        for number in self.index.with_room()? {
+            match self.lock_segment(number) {
+                Ok(Some(segment)) if !segment.is_full() => return Ok(segment),
+                Ok(_) => {}
+                Err(error) => tracing::warn!(number, %error, "a segment cannot be continued"),
+            }
+        }
+        loop {
+            // Another process may see it and be faster.
+            if let Some(segment) = self.lock_segment(self.index.new_segment()?)? {
+                return Ok(segment);
+            }
+        }
+    }
+
+    /// A segment to append to, unless somebody else does.
+    fn lock_segment(&self, number: u64) -> Result<Option<Segment>> {
+        let Some(segment) = Segment::lock(&self.directory, number)? else { return Ok(None) };
+        // Only now nobody else moves it.
+        let end = self.index.take(number)?;
+        if end == 0 {
+            // Its file may be new.
+            sys::sync_dir(&self.directory)?;
+        }
+        segment.continue_at(end)?;
+        Ok(Some(segment))
+    }
+
+    /// The blobs that are not there, or damaged, each once.
+    fn missing<'a>(&self, blobs: &[NewBlob<'a>]) -> Result<Vec<NewBlob<'a>>> {
+        let mut unstaged = Vec::with_capacity(blobs.len());
+        {
+            let state = self.state();
+            self.check(&state)?;
+            let mut seen = HashSet::new();
+            for (id, content) in blobs {
+                if !state.staged.contains_key(id) && seen.insert(*id) {
+                    unstaged.push((*id, *content));
+                }
+            }
+        }
+        let slots = self.index.find_all(unstaged.iter().map(|(id, _)| id))?;
+        let is_there = |(id, content): &NewBlob<'_>, slot| {
+            let trusted = !self.damaged().contains(id);
+            trusted || self.read(id, slot, &mut vec![0; content.len()]).is_ok()
+        };
+        let all = unstaged.into_iter().zip(slots);
+        let missing = all.filter(|(blob, slot)| !slot.is_some_and(|slot| is_there(blob, slot)));
+        Ok(missing.map(|(blob, _)| blob).collect())
+    }
+
+    /// Makes blobs durable and known.
+    fn commit(&self, entries: &[Entry]) -> Result<()> {
+        let mut ends = BTreeMap::new();
+        for Entry { segment, slot, .. } in entries {
+            let (_, end) = ends.entry(segment.number).or_insert((segment, 0));
+            *end = slot.end().max(*end);
+        }
+        for (segment, end) in ends.values() {
+            // Before the index: if that fails, it may know them all the same.
+            segment.set_known(*end);
+            segment.sync().map_err(|error| {
+                tracing::error!(%error, "blobs may be lost");
+                self.state().poisoned = true;
+                Error::Poisoned { path: self.directory.clone() }
+            })?;
+        }
+        let damaged = self.damaged().clone();
+        let ends = ends.into_values().map(|(segment, end)| (segment.number, end));
+        self.index.insert(entries, &damaged, ends)?;
+        let mut still = self.damaged();
+        entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
+            still.remove(&entry.id);
+        });
+        Ok(())
+    }
+
+    /// Reads from a slot.
+    fn read(&self, id: &BlobId, slot: Slot, buf: &mut [u8]) -> Result<usize> {
+        let path = path_of(&self.directory, slot.segment);
+        let corrupt = |reason: String| {
+            let object = format!("blob {id}, at {} of {}", slot.offset, path.display());
+            Error::corrupt(object, reason)
+        };
+        let len = slot.len as usize;
+        let Some(content) = buf.get_mut(..len) else {
+            return Err(corrupt(format!("it has {len} bytes, at most {} are expected", buf.len())));
+        };
+        let read =
+            self.file(slot.segment).and_then(|file| file.read_exact_at(content, slot.offset));
+        let reason = match read {
+            Ok(()) if BlobId::of(content) == *id => return Ok(len),
+            Ok(()) => "its content does not match its name",
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => "the file is too short",
+            Err(error) if error.kind() == io::ErrorKind::NotFound => "the file is missing",
+            Err(error) => {
+                if error.raw_os_error() == Some(libc::EIO) {
+                    self.damaged().insert(*id);
+                }
+                return Err(Error::io("reading", &path, error));
+            }
+        };
+        self.damaged().insert(*id);
+        Err(corrupt(reason.into()))
+    }
+
+    /// A segment's file, through the page cache: neighbours are often read next.
+    fn file(&self, number: u64) -> io::Result<Arc<File>> {
+        let mut files = self.files.lock().expect("no thread panics with the files locked");
+        if let Some(file) = files.get(&number) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(File::open(path_of(&self.directory, number))?);
+        if files.len() >= OPEN_FILES {
+            files.clear();
+        }
+        files.insert(number, Arc::clone(&file));
+        Ok(file)
+    }
+
+    fn check(&self, state: &State) -> Result<()> {
+        match state.poisoned {
+            true => Err(Error::Poisoned { path: self.directory.clone() }),
+            false => Ok(()),
+        }
+    }
+
+    fn damaged(&self) -> MutexGuard<'_, HashSet<BlobId>> {
+        self.damaged.lock().expect("no thread panics with the set locked")
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds the state")
+    }
+}
+
+impl Blobs for LocalBlobs {
+    fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        // What is staged comes first: what is no more is in the index.
+        let staged = self.state().staged.get(id).copied();
+        let slot = match staged {
+            Some(slot) => Some(slot),
+            None => self.index.find(id)?,
+        };
+        let Some(slot) = slot else { return Err(Error::MissingBlob { id: *id }) };
+        self.read(id, slot, buf).or_else(|error| match self.index.find(id)? {
+            // Another process has replaced it meanwhile.
+            Some(other) if other != slot => self.read(id, other, buf),
+            _ => Err(error),
+        })
+    }
+
+    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
+        let mut added = 0;
+        if self.state().is_full() {
+            // The last flush has failed. Without another one there would be no bound.
+            self.flush()?;
+        }
+        for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
+            let segment = self.current()?;
+            let slots = append(&segment, missing)?;
+            let mut state = self.state();
+            self.check(&state)?;
+            for ((id, _), slot) in missing.iter().copied().zip(slots) {
+                if state.staged.contains_key(&id) {
+                    // Another thread was faster: nothing refers to these bytes.
+                    continue;
+                }
+                state.staged.insert(id, slot);
+                state.waiting.push(Entry { id, slot, segment: Arc::clone(&segment) });
+                state.waiting_bytes += u64::from(slot.len);
+                added += u64::from(slot.len);
+            }
+            let full = state.is_full();
+            drop(state);
+            if full {
+                self.flush()?;
+            }
+        }
+        Ok(added)
+    }
+
+    fn flush(&self) -> Result<()> {
+        // Who waits here finds its blobs durable, or waiting again.
+        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        let entries = {
+            let mut state = self.state();
+            self.check(&state)?;
+            state.waiting_bytes = 0;
+            std::mem::take(&mut state.waiting)
+        };
+        if entries.is_empty() {
+            return Ok(());
+        }
+        let result = self.commit(&entries);
+        let mut state = self.state();
+        match &result {
+            Ok(()) => entries.iter().for_each(|entry| {
+                state.staged.remove(&entry.id);
+            }),
+            Err(_) => {
+                state.waiting_bytes +=
+                    entries.iter().map(|entry| u64::from(entry.slot.len)).sum::<u64>();
+                state.waiting.extend(entries);
+            }
+        }
+        result
+    }
+}
+
+fn directory_in(repository: &Path) -> PathBuf {
+    repository.join("segments")
+}
+
+/// Appends a group, and returns where its blobs are. Nothing is synced.
+fn append(segment: &Segment, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
+    let contents: Vec<_> = blobs.iter().map(|(_, content)| *content).collect();
+    let lens: Vec<_> = contents.iter().map(|content| content.len()).collect();
+    let mut slots = Vec::new();
+    segment.append(record_len(blobs.len()), &contents, |start| {
+        (slots, _) = place(segment.number, start, &lens);
+        let ids = blobs.iter().map(|(id, _)| *id);
+        encode(segment.number, ids.zip(slots.iter().copied()))
+    })?;
+    Ok(slots)
+}

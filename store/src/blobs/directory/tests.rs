@@ -1,0 +1,335 @@
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Barrier;
+use std::thread;
+
+use tempfile::TempDir;
+
+use super::LocalBlobs;
+use crate::blobs::Blobs;
+use crate::encoding::Keep;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::BlobId;
+
+struct Place {
+    dir: TempDir,
+    blobs: LocalBlobs,
+}
+
+impl Place {
+    fn new() -> Self {
+        let dir = TempDir::new().unwrap();
+        LocalBlobs::create(dir.path()).unwrap();
+        let blobs = LocalBlobs::open(dir.path()).unwrap();
+        Self { dir, blobs }
+    }
+
+    /// With one durable blob, and where it is.
+    fn with_blob(content: &[u8]) -> (Self, BlobId) {
+        let place = Self::new();
+        let (id, _) = place.put(content);
+        place.blobs.flush().unwrap();
+        (place, id)
+    }
+
+    fn put(&self, content: &[u8]) -> (BlobId, u64) {
+        put(&self.blobs, content)
+    }
+
+    fn get(&self, id: &BlobId) -> Result<Vec<u8>> {
+        get(&self.blobs, id)
+    }
+
+    fn other(&self) -> LocalBlobs {
+        LocalBlobs::open(self.dir.path()).unwrap()
+    }
+
+    fn segment(&self, number: u64) -> PathBuf {
+        self.dir.path().join(format!("segments/{number:08}"))
+    }
+
+    /// Changes a byte of the blob that [`Place::with_blob`] made.
+    fn spoil(&self) {
+        let segment = File::options().write(true).open(self.segment(1)).unwrap();
+        segment.write_all_at(b"f", 4096 + 5).unwrap();
+    }
+
+    fn segment_count(&self) -> usize {
+        fs::read_dir(self.dir.path().join("segments")).unwrap().count()
+    }
+}
+
+fn put(blobs: &LocalBlobs, content: &[u8]) -> (BlobId, u64) {
+    let id = BlobId::of(content);
+    (id, blobs.put(&[(id, content)], &Keep::default()).unwrap())
+}
+
+fn get(blobs: &LocalBlobs, id: &BlobId) -> Result<Vec<u8>> {
+    let mut buf = vec![0; 4 << 20];
+    let len = blobs.get(id, &mut buf)?;
+    buf.truncate(len);
+    Ok(buf)
+}
+
+fn is_missing<T>(result: Result<T>) -> bool {
+    matches!(result, Err(Error::MissingBlob { .. }))
+}
+
+#[test]
+fn a_blob_is_readable_at_once_and_by_others_after_a_flush() {
+    let place = Place::new();
+    let (id, new_bytes) = place.put(b"granite");
+    assert_eq!(new_bytes, 7);
+    assert_eq!(place.get(&id).unwrap(), b"granite");
+    let other = place.other();
+    assert!(is_missing(get(&other, &id)), "what others see is durable");
+
+    place.blobs.flush().unwrap();
+    assert_eq!(get(&other, &id).unwrap(), b"granite");
+    assert_eq!(place.get(&id).unwrap(), b"granite");
+}
+
+#[test]
+fn content_of_any_length_and_alignment_reads_back() {
+    let place = Place::new();
+    let memory = (0..5 * 4096).map(|n| (n % 251) as u8).collect::<Vec<_>>();
+    let aligned = memory.as_ptr().align_offset(4096);
+    let parts = [(aligned, 8192), (aligned, 4096), (aligned, 4095), (aligned + 1, 8192), (0, 1)];
+    let contents = parts.map(|(start, len)| &memory[start..start + len]);
+    let blobs = contents.map(|content| (BlobId::of(content), content));
+    let total: usize = contents.iter().map(|content| content.len()).sum();
+    assert_eq!(place.blobs.put(&blobs, &Keep::default()).unwrap(), total as u64);
+    for _ in 0..2 {
+        for (id, content) in blobs {
+            assert!(place.get(&id).unwrap() == content);
+        }
+        place.blobs.flush().unwrap();
+    }
+}
+
+#[test]
+fn equal_content_is_stored_once() {
+    let place = Place::new();
+    let (id, _) = place.put(b"slate");
+    assert_eq!(place.put(b"slate").1, 0, "while it is staged");
+    place.blobs.flush().unwrap();
+    assert_eq!(place.put(b"slate").1, 0, "when it is known");
+    assert_eq!(put(&place.other(), b"slate").1, 0, "through another handle");
+    let twice =
+        [(id, &b"slate"[..]), (BlobId::of(b"chalk"), b"chalk"), (BlobId::of(b"chalk"), b"chalk")];
+    assert_eq!(place.blobs.put(&twice, &Keep::default()).unwrap(), 5, "within one call");
+}
+
+#[test]
+fn two_handles_that_store_the_same_agree_on_one() {
+    let place = Place::new();
+    let other = place.other();
+    let (id, _) = place.put(b"gneiss");
+    assert_eq!(put(&other, b"gneiss").1, 6, "they do not know of each other");
+    place.blobs.flush().unwrap();
+    other.flush().unwrap();
+    assert_eq!(place.get(&id).unwrap(), b"gneiss");
+    assert_eq!(get(&other, &id).unwrap(), b"gneiss");
+    assert_eq!(place.segment_count(), 2, "nobody appends to a segment of another");
+}
+
+#[test]
+fn a_segment_is_continued_when_its_process_is_gone() {
+    let place = Place::new();
+    for n in 0..5_u8 {
+        let blobs = place.other();
+        put(&blobs, &[n; 5000]);
+        blobs.flush().unwrap();
+    }
+    assert_eq!(place.segment_count(), 1);
+    for n in 0..5_u8 {
+        assert_eq!(place.get(&BlobId::of(&[n; 5000])).unwrap(), [n; 5000]);
+    }
+    let index = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    let taken: u64 = index.query_row("SELECT taken FROM segments", [], |row| row.get(0)).unwrap();
+    assert_eq!(taken, 5, "each holder commits a change of its own before it appends");
+    // Five blobs of two blocks, each with a record; nothing that was allocated ahead is left.
+    assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), 5 * 3 * 4096);
+}
+
+#[test]
+fn what_was_not_flushed_is_gone_with_its_handle_and_its_room_is_used_again() {
+    let place = Place::new();
+    let blobs = place.other();
+    let (kept, _) = put(&blobs, b"kept");
+    blobs.flush().unwrap();
+    let (lost, _) = put(&blobs, b"lost");
+    drop(blobs);
+    assert!(is_missing(place.get(&lost)));
+    let (next, _) = place.put(b"next");
+    place.blobs.flush().unwrap();
+    assert_eq!(place.get(&kept).unwrap(), b"kept");
+    assert_eq!(place.get(&next).unwrap(), b"next");
+    assert_eq!(place.segment_count(), 1);
+}
+
+#[test]
+fn a_flipped_bit_is_corrupt_and_the_message_names_the_blob_and_the_file() {
+    let (place, id) = Place::with_blob(b"marble");
+    place.spoil();
+    let error = place.get(&id).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    let text = error.to_string();
+    assert!(text.contains(place.segment(1).to_str().unwrap()), "{error}");
+    assert!(text.contains(&id.to_string()), "{error}");
+}
+
+#[test]
+fn a_truncated_or_missing_segment_is_corrupt_not_data() {
+    for len in 4096..4096 + 6 {
+        let (place, id) = Place::with_blob(b"marble");
+        File::options().write(true).open(place.segment(1)).unwrap().set_len(len).unwrap();
+        assert_eq!(place.get(&id).unwrap_err().kind(), ErrorKind::Corrupt, "{len}");
+    }
+    let (place, id) = Place::with_blob(b"marble");
+    fs::remove_file(place.segment(1)).unwrap();
+    assert_eq!(get(&place.other(), &id).unwrap_err().kind(), ErrorKind::Corrupt);
+}
+
+#[test]
+fn a_blob_longer_than_expected_is_corrupt() {
+    let place = Place::new();
+    let (id, _) = place.put(b"marble");
+    let error = place.blobs.get(&id, &mut [0; 5]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+}
+
+#[test]
+fn putting_the_content_again_heals_a_blob_that_was_found_damaged() {
+    let (place, id) = Place::with_blob(b"marble");
+    place.spoil();
+    place.get(&id).unwrap_err();
+    assert_eq!(place.put(b"marble").1, 6);
+    assert_eq!(place.get(&id).unwrap(), b"marble");
+    place.blobs.flush().unwrap();
+    assert_eq!(get(&place.other(), &id).unwrap(), b"marble");
+    assert_eq!(place.put(b"marble").1, 0);
+}
+
+#[test]
+fn a_lost_index_is_made_again_from_the_segments() {
+    let Place { dir, blobs } = Place::new();
+    let content = |n: u32| n.to_le_bytes().repeat(1000 + n as usize);
+    for first in (0..200).step_by(50) {
+        let contents: Vec<_> = (first..first + 50).map(content).collect();
+        let group: Vec<_> = contents.iter().map(|c| (BlobId::of(c), &c[..])).collect();
+        blobs.put(&group, &Keep::default()).unwrap();
+        blobs.flush().unwrap();
+    }
+    // As a guest could write it: a record of this segment that names a blob with other content.
+    let forged = {
+        let mut record = fs::read(dir.path().join("segments/00000001")).unwrap();
+        record.truncate(4096 * 3);
+        let end = 24 + 48 * 50;
+        record[24..56].copy_from_slice(&[7; 32]);
+        let checksum = blake3::hash(&record[..end]);
+        record[end..end + 32].copy_from_slice(checksum.as_bytes());
+        record
+    };
+    let (forged_id, _) = put(&blobs, &forged);
+    blobs.flush().unwrap();
+    drop(blobs);
+    for file in ["index.db", "index.db-wal", "index.db-shm"] {
+        let _ = fs::remove_file(dir.path().join(file));
+    }
+
+    let blobs = LocalBlobs::open(dir.path()).unwrap();
+    for n in 0..200 {
+        assert_eq!(get(&blobs, &BlobId::of(&content(n))).unwrap(), content(n), "{n}");
+    }
+    assert_eq!(get(&blobs, &forged_id).unwrap(), forged);
+    assert!(is_missing(get(&blobs, &BlobId::from_bytes([7; 32]))));
+    let (next, _) = put(&blobs, b"next");
+    blobs.flush().unwrap();
+    assert_eq!(get(&blobs, &next).unwrap(), b"next");
+    assert_eq!(get(&blobs, &BlobId::of(&content(199))).unwrap(), content(199));
+}
+
+#[test]
+fn an_index_that_fails_keeps_the_group_for_the_next_flush() {
+    let place = Place::new();
+    let (id, _) = place.put(b"basalt");
+    let database = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    database.execute_batch("ALTER TABLE blobs RENAME TO away").unwrap();
+    assert_eq!(place.blobs.flush().unwrap_err().kind(), ErrorKind::Unavailable);
+    database.execute_batch("ALTER TABLE away RENAME TO blobs").unwrap();
+    assert_eq!(place.get(&id).unwrap(), b"basalt");
+    place.blobs.flush().unwrap();
+    assert_eq!(get(&place.other(), &id).unwrap(), b"basalt");
+}
+
+#[test]
+fn a_large_group_is_flushed_without_being_asked() {
+    let place = Place::new();
+    let content = |n: u8| vec![n; 4 << 20];
+    for n in 0..17 {
+        place.put(&content(n));
+    }
+    let other = place.other();
+    assert_eq!(get(&other, &BlobId::of(&content(0))).unwrap(), content(0));
+    assert!(is_missing(get(&other, &BlobId::of(&content(16)))));
+}
+
+#[test]
+fn many_threads_put_the_same_and_different_blobs() {
+    const THREADS: u32 = 4;
+    const BLOBS: u32 = 100;
+    let place = Place::new();
+    let start = Barrier::new(THREADS as usize);
+    let content = |n: u32| n.to_le_bytes().repeat(50);
+    let new_bytes = thread::scope(|scope| {
+        let threads = (0..THREADS).map(|thread| {
+            let (place, start) = (&place, &start);
+            scope.spawn(move || {
+                let other = place.other();
+                start.wait();
+                let mut new_bytes = 0;
+                for n in 0..BLOBS {
+                    new_bytes += place.put(&content(n)).1;
+                    new_bytes += place.put(&content(1000 * (thread + 1) + n)).1;
+                    if n == 10 * thread {
+                        place.blobs.flush().unwrap();
+                    }
+                }
+                place.blobs.flush().unwrap();
+                for n in 0..BLOBS {
+                    assert_eq!(get(&other, &BlobId::of(&content(n))).unwrap(), content(n));
+                }
+                new_bytes
+            })
+        });
+        let threads = threads.collect::<Vec<_>>();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum::<u64>()
+    });
+    assert!(new_bytes >= u64::from((THREADS + 1) * BLOBS * 200));
+    assert_eq!(place.segment_count(), 1);
+}
+
+#[test]
+fn an_index_that_keeps_failing_does_not_let_more_and_more_be_written() {
+    let place = Place::new();
+    let database = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    let fail = "CREATE TRIGGER full BEFORE INSERT ON blobs BEGIN SELECT RAISE(FAIL, 'no'); END";
+    database.execute_batch(fail).unwrap();
+    let all: Vec<_> = (0..18u8).map(|seed| vec![seed; 4 << 20]).collect();
+    let give = |one: &[u8]| place.blobs.put(&[(BlobId::of(one), one)], &Keep::default());
+    assert_eq!(all.iter().position(|one| give(one).is_err()), Some(15), "when 64 MiB wait");
+    let written = fs::metadata(place.segment(1)).unwrap().len();
+    for _ in 0..3 {
+        give(&all[17]).unwrap_err();
+    }
+    assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), written);
+    database.execute_batch("DROP TRIGGER full").unwrap();
+    give(&all[17]).unwrap();
+    place.blobs.flush().unwrap();
+    let (other, mut buf) = (place.other(), vec![0; 4 << 20]);
+    for one in all[..16].iter().chain(&all[17..]) {
+        assert_eq!(other.get(&BlobId::of(one), &mut buf).unwrap(), one.len());
+    }
+}

@@ -1,0 +1,460 @@
+//! Blobs on many peers: cut, sent, collected, put together.
+//!
+//! Fragment *i* of a blob goes to the peer of rank *i*. A peer that fails or is full is passed over, for the next
+//! one beyond those that have a fragment already, in another failure domain if there is one. A read asks as many
+//! peers as are enough, by rank, one more for each that has nothing or sends a wrong block, and one more when an
+//! answer is later than answers usually are. It fails only when every peer was asked.
+//!
+//! A wrong block is counted, and when the blob was put together the right one is given to the peer that sent it.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::assemble::{Collected, Partial, Whole};
+use super::connection::Connection;
+use super::pool::Ways;
+use super::reservation::Reserved;
+use crate::cluster::placement::members::{Member, MemberState, Members, Places};
+use crate::cluster::protocol::MAX_PUT;
+use crate::encoding::fragment::{Blocks, Description, Fragment, MAX_CONTENT, encode};
+use crate::encoding::redundancy::{Keep, Redundancy};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{BlobId, PeerId};
+use crate::net::identity::Security;
+
+/// The bounds of the time after which one more peer is asked.
+const HEDGE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
+
+/// Wrong blocks that are replaced at a time. One more waits until it is read again.
+const MENDED: usize = 8;
+
+/// Lengths of buffers of which is remembered how many peers a blob needs.
+const LENGTHS: usize = 64;
+
+/// How long answers take, as a mean and a mean deviation.
+#[derive(Clone, Copy)]
+struct Pace {
+    mean: f64,
+    deviation: f64,
+}
+
+impl Pace {
+    fn add(&mut self, time: Duration) {
+        let error = time.as_secs_f64() - self.mean;
+        self.mean += error / 8.0;
+        self.deviation += (error.abs() - self.deviation) / 4.0;
+    }
+
+    /// Most answers are there by then.
+    fn late(&self) -> Duration {
+        let late = Duration::try_from_secs_f64(self.mean + 4.0 * self.deviation);
+        late.unwrap_or(HEDGE.1).clamp(HEDGE.0, HEDGE.1)
+    }
+}
+
+/// A blob that was stored with its full redundancy, durably.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Bytes of blocks that were sent.
+    pub sent: u64,
+    /// Fragments that are durable, each on a peer of its own: all of them.
+    pub durable: usize,
+}
+
+/// How a blob that is stored goes on.
+pub(crate) enum Progress {
+    /// What is durable is enough to read it.
+    Available,
+    /// It is stored, or cannot be.
+    Ended(Result<Stored>),
+}
+
+/// What came of a blob's fragments so far.
+struct Tally {
+    /// Fragments that are durable, and of which nothing is known yet.
+    durable: usize,
+    left: usize,
+    /// As many are enough to read it.
+    needed: usize,
+    /// Bytes of all its blocks.
+    bytes: u64,
+    failed: Option<Error>,
+}
+
+impl Tally {
+    fn new(description: &Description, width: usize) -> Tally {
+        let (needed, bytes) = (description.needed(), (width * description.block_len()) as u64);
+        Tally { durable: 0, left: width, needed, bytes, failed: None }
+    }
+
+    /// What came of one more.
+    fn add(&mut self, result: Result<()>, blob: usize, news: &mut Vec<(usize, Progress)>) {
+        self.left -= 1;
+        match result {
+            Ok(()) => {
+                self.durable += 1;
+                if self.durable == self.needed {
+                    news.push((blob, Progress::Available));
+                }
+            }
+            Err(error) => self.failed = Some(error),
+        }
+        if self.left == 0 {
+            let stored = Stored { sent: self.bytes, durable: self.durable };
+            news.push((blob, Progress::Ended(self.failed.take().map_or(Ok(stored), Err))));
+        }
+    }
+}
+
+/// A fragment on its way to a peer.
+struct Giving {
+    /// The blob's number among those that are stored together.
+    blob: usize,
+    fragment: Fragment,
+    place: usize,
+    places: Arc<Places>,
+}
+
+/// The fragments for each member, as many together as one message can have.
+fn groups(mut all: Vec<Giving>) -> Vec<(usize, Vec<Giving>)> {
+    // In the order of the blobs for each.
+    all.sort_by_key(|one| one.places.member(one.place));
+    let mut groups: Vec<(usize, Vec<Giving>)> = Vec::new();
+    let mut bytes = 0;
+    for one in all {
+        let (member, len) = (one.places.member(one.place), one.fragment.block.len());
+        match groups.last_mut() {
+            Some((last, group))
+                if *last == member && group.len() < MAX_PUT && bytes + len <= MAX_CONTENT =>
+            {
+                bytes += len;
+                group.push(one);
+            }
+            _ => {
+                bytes = len;
+                groups.push((member, vec![one]));
+            }
+        }
+    }
+    groups
+}
+
+/// The peers of a cluster, as one place for blobs. Clones are the same.
+#[derive(Clone)]
+pub struct Cluster {
+    pub(crate) inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    members: RwLock<Arc<Members>>,
+    pub(crate) ways: Arc<Ways>,
+    pace: Mutex<Pace>,
+    /// By the length of the buffer: how many peers the last blob needed that was read into such a one.
+    needed: Mutex<HashMap<usize, usize>>,
+    /// Answers of each peer that were wrong.
+    suspects: Mutex<HashMap<PeerId, u64>>,
+    mending: Arc<Semaphore>,
+    /// How often a peer was there and is not any more.
+    losses: AtomicU64,
+    pub(super) reserved: Reserved,
+}
+
+/// Nothing is half changed when a thread panics with one of these locks held.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Cluster {
+    /// A cluster of these peers. Nobody is asked yet. One that is named twice counts once.
+    pub fn new(members: Vec<Member>, security: Security) -> Cluster {
+        let inner = Inner {
+            members: RwLock::new(Arc::new(Members::new(members))),
+            ways: Ways::new(security),
+            pace: Mutex::new(Pace { mean: 0.05, deviation: 0.05 }),
+            needed: Mutex::default(),
+            suspects: Mutex::default(),
+            mending: Arc::new(Semaphore::new(MENDED)),
+            losses: AtomicU64::new(0),
+            reserved: Reserved::default(),
+        };
+        Cluster { inner: Arc::new(inner) }
+    }
+
+    /// These are the members from here on. Connections to those that stay are kept.
+    pub fn set_members(&self, members: Vec<Member>) {
+        let members = Arc::new(Members::new(members));
+        let mut current = self.inner.members.write().unwrap_or_else(PoisonError::into_inner);
+        self.inner.ways.update(&current.all, &members.all);
+        let is_there = |member: &&Member| member.state != MemberState::Down;
+        let there: HashSet<PeerId> =
+            members.all.iter().filter(is_there).map(|one| one.id).collect();
+        if current.all.iter().filter(is_there).any(|one| !there.contains(&one.id)) {
+            self.inner.losses.fetch_add(1, Ordering::SeqCst);
+        }
+        *current = members;
+    }
+
+    /// How often a peer was there and is not any more: what was stored before may have less than its redundancy.
+    pub(crate) fn losses(&self) -> u64 {
+        self.inner.losses.load(Ordering::SeqCst)
+    }
+
+    /// The members.
+    pub fn members(&self) -> Vec<Member> {
+        self.inner.members().all.clone()
+    }
+
+    /// Peers that have sent wrong blocks or nonsense, and how often, since this object was made.
+    pub fn suspects(&self) -> Vec<(PeerId, u64)> {
+        let mut all: Vec<_> = lock(&self.inner.suspects).iter().map(|(id, n)| (*id, *n)).collect();
+        all.sort_unstable();
+        all
+    }
+
+    /// Stores a blob with its full redundancy, durably. After an error some of its fragments may be there.
+    pub async fn put(&self, blob: &BlobId, content: &[u8], keep: &Keep) -> Result<Stored> {
+        let whole = Arc::new(encode(blob, content, *keep));
+        self.store_one(whole, keep.redundancy, || ()).await
+    }
+
+    /// Stores a blob that is cut already. `available` is called when what is durable is enough to read it.
+    pub(crate) async fn store_one(
+        &self,
+        whole: Arc<(Description, Blocks)>,
+        redundancy: Redundancy,
+        mut available: impl FnMut(),
+    ) -> Result<Stored> {
+        let mut stored = None;
+        let tell = |news: Vec<(usize, Progress)>| {
+            for (_, progress) in news {
+                match progress {
+                    Progress::Available => available(),
+                    Progress::Ended(result) => stored = Some(result),
+                }
+            }
+        };
+        self.store(vec![whole], redundancy, tell).await;
+        stored.unwrap_or(Err(Error::TooFewPeers { peers: 0 }))
+    }
+
+    /// Stores blobs that are cut already, and tells of each, by its number among them, how it goes on: of many at once,
+    /// since each peer gets its fragments of all of them together.
+    pub(crate) async fn store(
+        &self,
+        all: Vec<Arc<(Description, Blocks)>>,
+        redundancy: Redundancy,
+        mut tell: impl FnMut(Vec<(usize, Progress)>),
+    ) {
+        let members = self.inner.members();
+        let width = redundancy.width();
+        let peers = members.all.len();
+        if width == 0 || redundancy.needed() == 0 || width > peers {
+            let failed = |blob| (blob, Progress::Ended(Err(Error::TooFewPeers { peers })));
+            return tell((0..all.len()).map(failed).collect());
+        }
+        let mut tallies: Vec<_> = all.iter().map(|whole| Tally::new(&whole.0, width)).collect();
+        let mut waiting = Vec::with_capacity(all.len() * width);
+        let mut news = Vec::new();
+        for (blob, whole) in all.into_iter().enumerate() {
+            let (description, blocks) = &*whole;
+            let places = Arc::new(members.places(&description.blob, width));
+            for place in 0..width {
+                let index = place % description.width();
+                let (description, block) = (description.clone(), blocks.share(index));
+                let fragment = Fragment { description, index: index as u8, block };
+                match places.first(place) {
+                    Some(place) => {
+                        waiting.push(Giving { blob, fragment, place, places: places.clone() });
+                    }
+                    None => tallies[blob].add(Err(Error::TooFewPeers { peers }), blob, &mut news),
+                }
+            }
+        }
+        let mut giving = JoinSet::new();
+        loop {
+            for (member, group) in groups(std::mem::take(&mut waiting)) {
+                let (inner, members) = (self.inner.clone(), members.clone());
+                giving.spawn(async move { inner.give(&members.all[member], group).await });
+            }
+            if !news.is_empty() {
+                tell(std::mem::take(&mut news));
+            }
+            let Some(given) = giving.join_next().await else { break };
+            // If it was given up, nobody knows what came of its fragments: see below.
+            for (mut one, result) in given.unwrap_or_default() {
+                let next = result.as_ref().err().and_then(|_| one.places.instead_of(one.place));
+                match (next, result) {
+                    (Some(place), Err(error)) => {
+                        tracing::warn!(%error, "a fragment goes to another peer");
+                        one.place = place;
+                        waiting.push(one);
+                    }
+                    (_, result) => tallies[one.blob].add(result, one.blob, &mut news),
+                }
+            }
+        }
+        for (blob, tally) in tallies.into_iter().enumerate().filter(|(_, tally)| tally.left > 0) {
+            let reason = format!("{} of its fragments were given up", tally.left);
+            news.push((blob, Progress::Ended(Err(Error::NotStored { blobs: 1, reason }))));
+        }
+        tell(news);
+    }
+
+    /// Reads a blob into the start of `buf` and returns its length. What it returns has the name that was asked
+    /// for.
+    pub async fn get(&self, blob: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        let members = self.inner.members();
+        let mut ranks = members.to_ask(blob).into_iter();
+        let guess = lock(&self.inner.needed).get(&buf.len()).copied().unwrap_or(1);
+        let mut asked = JoinSet::new();
+        let ask = |asked: &mut JoinSet<_>, member: Option<usize>| {
+            if let Some(at) = member {
+                let (inner, members, blob) = (self.inner.clone(), members.clone(), *blob);
+                asked.spawn(async move { (at, inner.fetch(&members.all[at], &blob).await) });
+            }
+        };
+        (0..guess).for_each(|_| ask(&mut asked, ranks.next()));
+        let mut found = Collected::new(*blob);
+        let (mut reasons, mut wrong) = (Vec::new(), Vec::new());
+        let (mut away, mut last) = (Vec::new(), false);
+        loop {
+            let late = lock(&self.inner.pace).late();
+            let (at, answer) = match timeout(late, asked.join_next()).await {
+                Err(_) => {
+                    ask(&mut asked, ranks.next());
+                    continue;
+                }
+                // Nobody is left alone before a read fails: those who were away may be back.
+                Ok(None) if !last && !away.is_empty() => {
+                    (last, reasons) = (true, Vec::new());
+                    for at in away.drain(..) {
+                        self.inner.ways.wake(&members.all[at]);
+                        ask(&mut asked, Some(at));
+                    }
+                    continue;
+                }
+                Ok(None) => break,
+                Ok(Some(answer)) => {
+                    answer.map_err(|error| Error::BadArgument(error.to_string()))?
+                }
+            };
+            let before = wrong.len();
+            match answer {
+                Ok(fragments) => wrong.extend(fragments.into_iter().filter_map(|one| {
+                    found.add(at, one).err().map(|one| (at, one.description, one.index))
+                })),
+                Err(error) => {
+                    match error.kind() {
+                        ErrorKind::Corrupt => self.inner.suspect(&members.all[at], blob),
+                        ErrorKind::Unavailable => away.push(at),
+                        _ => {}
+                    }
+                    reasons.push(error);
+                }
+            }
+            if wrong.len() > before {
+                self.inner.suspect(&members.all[at], blob);
+            }
+            if let Some(Whole { partial, wrong: forged }) = found.decode(buf, &mut reasons) {
+                let description = &partial.description;
+                self.inner.remember(buf.len(), description.needed());
+                for (at, index) in forged {
+                    self.inner.suspect(&members.all[at], blob);
+                    wrong.push((at, description.clone(), index));
+                }
+                let len = description.len as usize;
+                self.inner.mend(&members, wrong, partial);
+                return Ok(len);
+            }
+            // As many as may be missing.
+            while asked.len() < found.missing(guess) && ranks.len() > 0 {
+                ask(&mut asked, ranks.next());
+            }
+        }
+        match reasons.into_iter().max_by_key(|reason| reason.kind() == ErrorKind::Unavailable) {
+            Some(reason) => Err(reason),
+            None if wrong.is_empty() => Err(Error::MissingBlob { id: *blob }),
+            None => Err(Error::corrupt(format!("blob {blob}"), "too many of its blocks are wrong")),
+        }
+    }
+}
+
+impl Inner {
+    pub(crate) fn members(&self) -> Arc<Members> {
+        self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives fragments to a member, and tells what came of each.
+    async fn give(&self, member: &Member, group: Vec<Giving>) -> Vec<(Giving, Result<()>)> {
+        let put = |connection: Arc<Connection>| {
+            let fragments = group.iter().map(|one| one.fragment.clone()).collect();
+            async move { connection.put_all(fragments).await }
+        };
+        match self.ways.ask(member, put).await {
+            Ok(results) => group.into_iter().zip(results).collect(),
+            Err(error) => {
+                // Each has the error of its own.
+                let failed = || {
+                    let (peer, reason) = (member.address.clone(), error.to_string());
+                    Err(Error::Peer { peer, kind: error.kind(), reason })
+                };
+                group.into_iter().map(|one| (one, failed())).collect()
+            }
+        }
+    }
+
+    /// What a member sends of a blob.
+    async fn fetch(&self, member: &Member, blob: &BlobId) -> Result<Vec<Fragment>> {
+        let begin = Instant::now();
+        let get = |connection: Arc<Connection>| async move { connection.fetch(blob).await };
+        let found = self.ways.ask(member, get).await?;
+        lock(&self.pace).add(begin.elapsed());
+        Ok(found)
+    }
+
+    /// A peer has sent something wrong.
+    fn suspect(&self, member: &Member, blob: &BlobId) {
+        let mut suspects = lock(&self.suspects);
+        let count = suspects.entry(member.id).or_default();
+        *count += 1;
+        let (peer, address, count) = (member.id, &member.address, *count);
+        tracing::warn!(%peer, address, %blob, count, "a peer has sent a wrong block");
+    }
+
+    /// So many peers were needed for a blob that was read into a buffer of this length.
+    fn remember(&self, len: usize, needed: usize) {
+        let mut all = lock(&self.needed);
+        if all.len() >= LENGTHS && !all.contains_key(&len) {
+            all.clear();
+        }
+        all.insert(len, needed);
+    }
+
+    /// Gives the right fragments to those who have sent wrong ones, in the background.
+    fn mend(&self, members: &Members, wrong: Vec<(usize, Description, u8)>, whole: Partial<usize>) {
+        let whole = Arc::new(whole);
+        for (at, description, index) in wrong {
+            if description != whole.description {
+                continue;
+            }
+            let Ok(permit) = self.mending.clone().try_acquire_owned() else { return };
+            let (ways, member, whole) = (self.ways.clone(), members.all[at].clone(), whole.clone());
+            tokio::spawn(async move {
+                let _permit = permit;
+                let put = |connection: Arc<Connection>| {
+                    let fragment = whole.rebuild(index);
+                    async move { connection.put(fragment?).await }
+                };
+                if let Err(error) = ways.ask(&member, put).await {
+                    tracing::warn!(peer = %member.id, %error, "a wrong block could not be replaced");
+                }
+            });
+        }
+    }
+}

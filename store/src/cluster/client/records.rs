@@ -1,0 +1,66 @@
+//! The records of snapshots on the peers: what is left of the names when the catalog is lost.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::cluster::Cluster;
+use super::connection::Connection;
+use crate::cluster::placement::members::{Member, MemberState};
+use crate::encoding::compression::Compression;
+use crate::encoding::fragment::encode_record;
+use crate::encoding::redundancy::Keep;
+use crate::error::Result;
+use crate::id::BlobId;
+
+impl Cluster {
+    /// Stores a record with its full redundancy, durably; or, if `lenient`, so that it can be read.
+    pub(super) async fn put_record(
+        &self,
+        record: &[u8],
+        keep: &Keep,
+        lenient: bool,
+    ) -> Result<BlobId> {
+        let blob = BlobId::of(record);
+        // As it is, so that whoever finds it can read it.
+        let keep = Keep { compression: Compression::None, ..*keep };
+        let whole = Arc::new(encode_record(&blob, record, keep));
+        let mut available = false;
+        let stored = self.store_one(whole, keep.redundancy, || available = true).await;
+        match stored {
+            Err(error) if !(lenient && available) => Err(error),
+            _ => Ok(blob),
+        }
+    }
+
+    /// All records that the peers have. A peer that does not answer is left out: others have what it has, unless
+    /// too many are away.
+    pub(super) async fn records(&self) -> Vec<Vec<u8>> {
+        let mut found = BTreeMap::new();
+        for member in self.members() {
+            if let Err(error) = self.records_of(&member, &mut found).await {
+                let (peer, is_down) = (member.id, member.state == MemberState::Down);
+                tracing::warn!(%peer, is_down, %error, "a peer does not tell its records");
+            }
+        }
+        found.into_values().collect()
+    }
+
+    async fn records_of(
+        &self,
+        member: &Member,
+        found: &mut BTreeMap<BlobId, Vec<u8>>,
+    ) -> Result<()> {
+        let mut after = BlobId::from_bytes([0; 32]);
+        loop {
+            let next =
+                |connection: Arc<Connection>| async move { connection.records(&after).await };
+            let page = self.inner.ways.ask(member, next).await?;
+            let Some(last) = page.last() else { return Ok(()) };
+            after = last.description.blob;
+            // A record is a copy: its only block is all of it.
+            let whole =
+                page.into_iter().filter(|one| BlobId::of(&one.block) == one.description.blob);
+            found.extend(whole.map(|one| (one.description.blob, one.block.to_vec())));
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Fragments that are written together, and the record that a segment keeps of them.
+//!
+//! The record comes before the blocks in their segment, which follow in the same order, each at the start of a page. So
+//! what a peer has can be found again from its segments alone.
+//!
+//! | offset | length | is |
+//! |---:|---:|---|
+//! | 0 | 8 | `CRNPEERG` |
+//! | 8 | 4 | version, 1 |
+//! | 12 | 4 | *n* |
+//! | 16 | 8 | the segment's number |
+//! | 24 | 8 | where the record is in the segment |
+//! | 32 | 4 | *l*, bytes of the entries |
+//! | 36 | *l* | *n* times the number of the block (1) and the fragment's description |
+//! | 36 + *l* | 32 | BLAKE3 of all before, with a key that is made of the peer's id |
+//!
+//! A guest decides what blocks hold. It does not know the key, so nothing that it writes is taken for a record.
+
+use crate::durable::segment;
+use crate::durable::segment::ALIGNMENT;
+use crate::encoding::fragment::{Description, MAX_CONTENT};
+use crate::id::PeerId;
+
+const MAGIC: &[u8; 8] = b"CRNPEERG";
+const VERSION: u32 = 1;
+const HEADER: usize = 36;
+const CHECKSUM: usize = 32;
+
+/// The most fragments of a group.
+pub(super) const MAX_GROUP: usize = 256;
+
+/// The longest record: of fragments with as many blocks as there can be.
+pub(super) const MAX_RECORD: usize =
+    (HEADER + MAX_GROUP * (1 + Description::LONGEST) + CHECKSUM).next_multiple_of(ALIGNMENT);
+
+/// Bits of a place's number that say which page of its segment it is.
+const PAGES: u32 = 24;
+
+/// Where a block is in the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Place {
+    pub(super) segment: u64,
+    pub(super) offset: u64,
+}
+
+impl Place {
+    /// One number for both, in the order of the log.
+    pub(super) fn number(self) -> i64 {
+        ((self.segment << PAGES) | (self.offset / ALIGNMENT as u64)) as i64
+    }
+
+    /// The place with this number.
+    pub(super) fn from_number(number: i64) -> Place {
+        let page = number & ((1 << PAGES) - 1);
+        Place { segment: (number >> PAGES) as u64, offset: page as u64 * ALIGNMENT as u64 }
+    }
+
+    /// Behind a block of this length.
+    pub(super) fn behind(self, len: usize) -> u64 {
+        self.offset + len.next_multiple_of(ALIGNMENT) as u64
+    }
+}
+
+/// A fragment in the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Known {
+    pub(super) description: Description,
+    pub(super) index: u8,
+    pub(super) place: Place,
+}
+
+impl Known {
+    /// Whether it is the same fragment, wherever it is.
+    pub(super) fn is_like(&self, other: &Known) -> bool {
+        self.index == other.index && self.description == other.description
+    }
+
+    /// Behind its block.
+    pub(super) fn end(&self) -> u64 {
+        self.place.behind(self.description.block_len())
+    }
+
+    /// The bytes that the disk takes for its block.
+    pub(super) fn space(&self) -> u64 {
+        self.end() - self.place.offset
+    }
+}
+
+/// What only this peer's records are made with.
+#[derive(Clone)]
+pub(super) struct Key([u8; 32]);
+
+impl Key {
+    pub(super) fn of(peer: &PeerId) -> Key {
+        Key(blake3::derive_key("cairn 2026-11-16 the records of a peer's log", peer.as_bytes()))
+    }
+
+    fn checksum(&self, bytes: &[u8]) -> blake3::Hash {
+        blake3::keyed_hash(&self.0, bytes)
+    }
+}
+
+/// The entries of a record, and where the blocks will be from its start on.
+pub(super) struct Entries {
+    bytes: Vec<u8>,
+    count: u32,
+}
+
+impl Entries {
+    pub(super) fn new<'a>(all: impl Iterator<Item = (&'a Description, u8)>) -> Entries {
+        let (mut bytes, mut count) = (Vec::new(), 0);
+        for (description, index) in all {
+            bytes.push(index);
+            description.write(&mut bytes);
+            count += 1;
+        }
+        Entries { bytes, count }
+    }
+
+    /// The length of the record, in whole pages.
+    pub(super) fn record_len(&self) -> usize {
+        (HEADER + self.bytes.len() + CHECKSUM).next_multiple_of(ALIGNMENT)
+    }
+
+    /// The record at this place.
+    pub(super) fn record(&self, key: &Key, at: Place) -> Vec<u8> {
+        let mut record = Vec::with_capacity(self.record_len());
+        record.extend_from_slice(MAGIC);
+        record.extend_from_slice(&VERSION.to_le_bytes());
+        record.extend_from_slice(&self.count.to_le_bytes());
+        record.extend_from_slice(&at.segment.to_le_bytes());
+        record.extend_from_slice(&at.offset.to_le_bytes());
+        record.extend_from_slice(&(self.bytes.len() as u32).to_le_bytes());
+        record.extend_from_slice(&self.bytes);
+        record.extend_from_slice(key.checksum(&record).as_bytes());
+        record.resize(self.record_len(), 0);
+        record
+    }
+}
+
+/// The fragments of a record at the start of `bytes`, which are at this place, and the record's length; nothing if no
+/// record is there. Their blocks may not be what they should be.
+pub(super) fn decode(key: &Key, at: Place, bytes: &[u8]) -> Option<(usize, Vec<Known>)> {
+    let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let wide = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+    let (count, len) = (number(12)? as usize, number(32)? as usize);
+    if !bytes.starts_with(MAGIC)
+        || number(8)? != VERSION
+        || (wide(16)?, wide(24)?) != (at.segment, at.offset)
+        || !(1..=MAX_GROUP).contains(&count)
+    {
+        return None;
+    }
+    let end = HEADER.checked_add(len)?;
+    let checksum: [u8; CHECKSUM] = bytes.get(end..end.checked_add(CHECKSUM)?)?.try_into().ok()?;
+    if key.checksum(&bytes[..end]) != checksum {
+        return None;
+    }
+    let mut rest = &bytes[HEADER..end];
+    let mut entries = Vec::with_capacity(count);
+    for _ in 0..count {
+        let (index, behind) = rest.split_first()?;
+        let (description, behind) = Description::from_bytes(behind).ok()?;
+        if usize::from(*index) >= description.width() || description.block_len() > MAX_CONTENT {
+            return None;
+        }
+        entries.push((description, *index));
+        rest = behind;
+    }
+    let record_len = (end + CHECKSUM).next_multiple_of(ALIGNMENT);
+    let lens = entries.iter().map(|(description, _)| description.block_len());
+    let (offsets, _) = segment::place(at.offset + record_len as u64, lens);
+    let known = |((description, index), offset)| {
+        let place = Place { segment: at.segment, offset };
+        Known { description, index, place }
+    };
+    rest.is_empty().then(|| (record_len, entries.into_iter().zip(offsets).map(known).collect()))
+}

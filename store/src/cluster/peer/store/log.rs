@@ -1,0 +1,224 @@
+//! A peer's log: segments that fragments are appended to.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::group::{Entries, Key, Known, MAX_RECORD, Place, decode};
+use super::table::Table;
+use crate::durable::segment;
+use crate::durable::segment::{ALIGNMENT, Segment, fill_some, path_of, segments_in};
+use crate::encoding::fragment::Fragment;
+use crate::error::{Error, Result};
+use crate::id::PeerId;
+use crate::sys;
+
+/// Segments that are kept open for reading.
+const OPEN_FILES: usize = 64;
+
+/// Makes the place for the segments, unless it is there.
+pub(super) fn make(directory: &Path) -> Result<()> {
+    let segments = directory.join("segments");
+    match fs::create_dir(&segments) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            Err(Error::io("making", &segments, error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The end of the log, to which one appends.
+pub(super) struct Log {
+    directory: PathBuf,
+    key: Key,
+    current: Option<Arc<Segment>>,
+}
+
+impl Log {
+    /// Opens the log of a peer. Fragments that the table does not know yet, since the process ended before it was told,
+    /// are made known to it.
+    pub(super) fn open(directory: &Path, peer: &PeerId, table: &Table) -> Result<Log> {
+        let (directory, key) = (directory.join("segments"), Key::of(peer));
+        let mut last = None;
+        for number in segments_in(&directory)? {
+            let from = table.segment_end(number)?;
+            let (found, end) = scan(&directory, &key, number, from)?;
+            if !found.is_empty() {
+                let fragments = found.len();
+                tracing::info!(number, fragments, "a segment's end was not in the table");
+            }
+            table.recover(&found, number, end)?;
+            last = Some((number, end));
+        }
+        let mut log = Log { directory, key, current: None };
+        if let Some((number, end)) = last {
+            log.current = Some(log.take(number, end)?);
+        }
+        Ok(log)
+    }
+
+    /// The segment that is appended to.
+    pub(super) fn current(&self) -> Option<u64> {
+        self.current.as_ref().map(|segment| segment.number)
+    }
+
+    /// Appends a group. Returns the segment, and where each block is. Nothing is synced.
+    pub(super) fn append(
+        &mut self,
+        table: &Table,
+        fragments: &[&Fragment],
+    ) -> Result<(Arc<Segment>, Vec<Known>)> {
+        let segment = match self.current.take().filter(|segment| !segment.is_full()) {
+            Some(segment) => segment,
+            None => self.take(table.new_segment()?, 0)?,
+        };
+        self.current = Some(segment.clone());
+        let entries = Entries::new(fragments.iter().map(|one| (&one.description, one.index)));
+        let blocks: Vec<&[u8]> = fragments.iter().map(|one| &one.block[..]).collect();
+        let number = segment.number;
+        let start = segment.append(entries.record_len(), &blocks, |offset| {
+            entries.record(&self.key, Place { segment: number, offset })
+        })?;
+        let first = start + entries.record_len() as u64;
+        let (offsets, _) = segment::place(first, blocks.iter().map(|block| block.len()));
+        let known = fragments.iter().zip(offsets).map(|(one, offset)| Known {
+            description: one.description.clone(),
+            index: one.index,
+            place: Place { segment: number, offset },
+        });
+        Ok((segment, known.collect()))
+    }
+
+    /// A segment to append to from here on.
+    fn take(&self, number: u64, end: u64) -> Result<Arc<Segment>> {
+        let segment = Segment::lock(&self.directory, number)?
+            .ok_or_else(|| Error::InUse { path: path_of(&self.directory, number) })?;
+        if end == 0 {
+            // Its file may be new.
+            sys::sync_dir(&self.directory)?;
+        }
+        segment.continue_at(end)?;
+        Ok(Arc::new(segment))
+    }
+}
+
+/// The fragments of a segment behind `from`, by their records, and where the next group goes. They are durable. What
+/// has been damaged, or was not whole when the process ended, is left out, and its place is not used again: its record
+/// would take what is there then for its own.
+fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<Known>, u64)> {
+    let path = path_of(directory, number);
+    let file = File::open(&path).map_err(|error| Error::io("reading", &path, error))?;
+    let len = file.metadata().map_err(|error| Error::io("reading", &path, error))?.len();
+    if from < len {
+        file.sync_all().map_err(|error| Error::io("syncing", &path, error))?;
+    }
+    scan_file(&file, key, number, from).map_err(|error| Error::io("reading", &path, error))
+}
+
+/// As [`scan`], for what can be read of the file alone. What cannot be is not written over, either: it may be read at
+/// another time.
+pub(super) fn scan_file(
+    file: &File,
+    key: &Key,
+    number: u64,
+    from: u64,
+) -> io::Result<(Vec<Known>, u64)> {
+    let mut record = vec![0; MAX_RECORD];
+    let mut block = Vec::new();
+    let (mut found, mut end, mut at) = (Vec::new(), from, from);
+    // Space that was allocated ahead, or given back, holds nothing.
+    while let Some(data) = sys::next_data(file, at)? {
+        at = at.max(data.start - data.start % ALIGNMENT as u64);
+        while at < data.end {
+            let place = Place { segment: number, offset: at };
+            at += ALIGNMENT as u64;
+            let (filled, error) = fill_some(file, &mut record, place.offset);
+            if let Some(error) = error {
+                let offset = place.offset + filled as u64;
+                tracing::warn!(number, offset, %error, "a page is lost");
+                end = end.max(data.end.next_multiple_of(ALIGNMENT as u64));
+            }
+            let Some((_, known)) = decode(key, place, &record[..filled]) else { continue };
+            end = known.iter().map(Known::end).fold(end, u64::max);
+            for one in known {
+                block.resize(one.description.block_len(), 0);
+                let whole = file.read_exact_at(&mut block, one.place.offset).is_ok();
+                if whole && one.description.matches(one.index.into(), &block) {
+                    // What is whole holds no records.
+                    at = at.max(one.end());
+                    found.push(one);
+                }
+            }
+        }
+    }
+    Ok((found, end))
+}
+
+/// The segments, to read from them.
+pub(super) struct Files {
+    directory: PathBuf,
+    open: Mutex<HashMap<u64, Arc<File>>>,
+}
+
+impl Files {
+    pub(super) fn new(directory: &Path) -> Files {
+        Files { directory: directory.join("segments"), open: Mutex::default() }
+    }
+
+    /// Reads a block. Whether it is what its description says: what the disk has lost is not. Other failures may pass.
+    pub(super) fn read(&self, known: &Known, block: &mut [u8]) -> io::Result<bool> {
+        let file = self.file(known.place.segment);
+        match file.and_then(|file| file.read_exact_at(block, known.place.offset)) {
+            Ok(()) => Ok(known.description.matches(known.index.into(), block)),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof
+                ) || error.raw_os_error() == Some(libc::EIO) =>
+            {
+                tracing::error!(place = ?known.place, %error, "a block cannot be read");
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(super) fn path(&self, number: u64) -> PathBuf {
+        path_of(&self.directory, number)
+    }
+
+    /// The file of a segment that is to be changed.
+    pub(super) fn to_write(&self, number: u64) -> Result<File> {
+        let path = self.path(number);
+        let opened = File::options().read(true).write(true).open(&path);
+        opened.map_err(|error| Error::io("opening", &path, error))
+    }
+
+    /// Removes a segment.
+    pub(super) fn remove(&self, number: u64) -> Result<()> {
+        self.files().remove(&number);
+        let path = self.path(number);
+        fs::remove_file(&path).map_err(|error| Error::io("removing", &path, error))
+    }
+
+    /// Through the page cache: neighbours are often read next.
+    fn file(&self, number: u64) -> io::Result<Arc<File>> {
+        let mut files = self.files();
+        if let Some(file) = files.get(&number) {
+            return Ok(file.clone());
+        }
+        let file = Arc::new(File::open(self.path(number))?);
+        if files.len() >= OPEN_FILES {
+            files.clear();
+        }
+        files.insert(number, file.clone());
+        Ok(file)
+    }
+
+    fn files(&self) -> MutexGuard<'_, HashMap<u64, Arc<File>>> {
+        self.open.lock().expect("no thread panics with the files locked")
+    }
+}

@@ -1,0 +1,272 @@
+//! Whatever is put, flushed, deleted, and lost with the process: what was flushed is there, and what was deleted is
+//! not.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+
+use proptest::collection::vec;
+use proptest::prelude::{
+    Just, ProptestConfig, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest,
+};
+use tempfile::TempDir;
+
+use crate::cluster::peer::PeerStore;
+use crate::cluster::protocol::FragmentId;
+use crate::encoding::Redundancy;
+use crate::encoding::fragment::{Fragment, encode, encode_record};
+use crate::id::BlobId;
+
+/// Fragments of blobs of different lengths; some blobs have several, and some are records.
+fn fragment(number: u8) -> Fragment {
+    let len = [40, 5000, 4096 * 4, 70_000][usize::from(number / 2 % 4)];
+    let mut content = vec![0; len];
+    blake3::Hasher::new().update(&[number / 2]).finalize_xof().fill(&mut content);
+    let code = Redundancy::ReedSolomon { data: 2, parity: 2 };
+    let blob = BlobId::of(&content);
+    let (description, blocks) = match number / 8 % 2 {
+        0 => encode(&blob, &content, code),
+        _ => encode_record(&blob, &content, code),
+    };
+    let index = number % 2;
+    Fragment { description, index, block: blocks.share(index.into()) }
+}
+
+fn id(number: u8) -> FragmentId {
+    let Fragment { description, index, .. } = fragment(number);
+    FragmentId { blob: description.blob, encoding: description.id(), index }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Put(Vec<u8>),
+    Flush,
+    Settle,
+    Delete(Vec<u8>),
+    Close,
+    /// The process is killed.
+    Kill,
+    /// And the table is lost, too.
+    LoseTable,
+    /// A bit of a block is flipped.
+    Damage(u8),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => vec(0u8..24, 1..8).prop_map(Step::Put),
+        4 => Just(Step::Flush),
+        1 => Just(Step::Settle),
+        4 => vec(0u8..24, 1..6).prop_map(Step::Delete),
+        1 => Just(Step::Close),
+        2 => Just(Step::Kill),
+        1 => Just(Step::LoseTable),
+        1 => (0u8..24).prop_map(Step::Damage),
+    ]
+}
+
+/// What another process finds after a kill.
+fn copy(from: &Path) -> TempDir {
+    let to = TempDir::new().unwrap();
+    fs::create_dir(to.path().join("segments")).unwrap();
+    for part in ["", "segments"] {
+        for entry in fs::read_dir(from.join(part)).unwrap() {
+            let entry = entry.unwrap();
+            if entry.file_type().unwrap().is_file() && entry.file_name() != "fragments.db-shm" {
+                fs::copy(entry.path(), to.path().join(part).join(entry.file_name())).unwrap();
+            }
+        }
+    }
+    to
+}
+
+fn lose_table(dir: &Path) {
+    for file in ["fragments.db", "fragments.db-wal"] {
+        let _ = fs::remove_file(dir.join(file));
+    }
+}
+
+/// The record of a group whose last blocks are gone says what was behind them. If a later group were there, with the same
+/// block at the same place, its own record would be taken for a part of that block.
+#[test]
+fn a_group_does_not_go_where_an_older_one_has_been() {
+    let dir = TempDir::new().unwrap();
+    let put = |store: &PeerStore, numbers: &[u8]| {
+        let all: Vec<_> = numbers.iter().map(|number| fragment(*number)).collect();
+        store.put(&all).unwrap().into_iter().for_each(Result::unwrap);
+        store.flush().unwrap();
+    };
+    let again = |store: PeerStore| {
+        drop(store);
+        lose_table(dir.path());
+        PeerStore::open(dir.path(), None).unwrap()
+    };
+    let store = PeerStore::open(dir.path(), None).unwrap();
+    put(&store, &[0, 1, 8]);
+    store.delete(&[id(1), id(8)], 0).unwrap();
+    let store = again(store);
+    put(&store, &[8, 9]);
+    let store = again(store);
+    let model = [0, 8, 9].map(|number| (number, Told::Stored));
+    check(&store, &BTreeMap::from(model)).unwrap();
+}
+
+/// Flips a bit of a fragment's block, wherever it is.
+fn damage(dir: &Path, number: u8) {
+    let block = fragment(number).block;
+    for entry in fs::read_dir(dir.join("segments")).unwrap() {
+        let path = entry.unwrap().path();
+        let bytes = fs::read(&path).unwrap();
+        for at in (0..bytes.len()).step_by(4096) {
+            if bytes[at..].starts_with(&block) {
+                let file = fs::File::options().write(true).open(&path).unwrap();
+                file.write_all_at(&[block[3] ^ 1], at as u64 + 3).unwrap();
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Told {
+    /// It is on its way.
+    Staged,
+    Stored,
+    Damaged,
+    /// It was known and damaged, and is on its way again.
+    Mending,
+}
+
+/// What was on its way is stored.
+fn flushed(model: &mut BTreeMap<u8, Told>) {
+    for told in model.values_mut() {
+        if matches!(told, Told::Staged | Told::Mending) {
+            *told = Told::Stored;
+        }
+    }
+}
+
+fn check(
+    store: &PeerStore,
+    model: &BTreeMap<u8, Told>,
+) -> Result<(), proptest::test_runner::TestCaseError> {
+    let mut known = 0;
+    for number in 0..24 {
+        let wanted = fragment(number);
+        let found = store.get(&wanted.description.blob).unwrap();
+        let found = found
+            .into_iter()
+            .find(|one| one.index == wanted.index && one.description == wanted.description);
+        let told = model.get(&number).copied();
+        known += usize::from(matches!(told, Some(Told::Stored | Told::Damaged | Told::Mending)));
+        match told {
+            None | Some(Told::Staged) => prop_assert!(found.is_none(), "{number} is there"),
+            Some(Told::Stored) => prop_assert_eq!(found, Some(wanted), "{} is not there", number),
+            Some(Told::Damaged | Told::Mending) => {
+                prop_assert!(found.is_some_and(|one| one != wanted), "{number} is not damaged");
+            }
+        }
+    }
+    let (mut after, mut listed) = (BlobId::from_bytes([0; 32]), 0);
+    loop {
+        let page = store.list(&after).unwrap();
+        let Some((last, _)) = page.last() else { break };
+        (after, listed) = (*last, listed + page.len());
+    }
+    prop_assert_eq!(listed, known, "what is listed");
+    prop_assert_eq!(store.usage().unwrap().fragments, known as u64, "what is counted");
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn only_what_was_deleted_is_gone(steps in vec(step(), 1..60)) {
+        let mut dir = TempDir::new().unwrap();
+        let mut store = Some(PeerStore::open(dir.path(), None).unwrap());
+        let mut model = BTreeMap::<u8, Told>::new();
+        for step in steps {
+            let open = store.as_ref().unwrap();
+            match step {
+                Step::Put(numbers) => {
+                    let all: Vec<_> = numbers.iter().map(|number| fragment(*number)).collect();
+                    open.put(&all).unwrap().into_iter().for_each(Result::unwrap);
+                    for number in numbers {
+                        let told = model.entry(number).or_insert(Told::Staged);
+                        if *told == Told::Damaged {
+                            *told = Told::Mending;
+                        }
+                    }
+                }
+                Step::Flush => {
+                    open.flush().unwrap();
+                    flushed(&mut model);
+                }
+                Step::Settle => open.settle(false).unwrap(),
+                Step::Delete(numbers) => {
+                    // Whether one that was put again is just relied on, the model does not know.
+                    open.flush().unwrap();
+                    flushed(&mut model);
+                    let ids: Vec<_> = numbers.iter().map(|number| id(*number)).collect();
+                    open.delete(&ids, 0).unwrap();
+                    model.retain(|number, _| !numbers.contains(number));
+                }
+                Step::Damage(number) => {
+                    if model.get(&number) == Some(&Told::Stored) {
+                        // A put that relies on it may have looked at it before.
+                        open.flush().unwrap();
+                        flushed(&mut model);
+                        damage(dir.path(), number);
+                        model.insert(number, Told::Damaged);
+                    }
+                }
+                Step::Close | Step::Kill | Step::LoseTable => {
+                    // What was not flushed may be there after a kill, or not: then it is known from here on.
+                    let killed = !matches!(step, Step::Close);
+                    let next = if killed { copy(dir.path()) } else { std::mem::replace(&mut dir, TempDir::new().unwrap()) };
+                    drop(store.take());
+                    dir = next;
+                    if matches!(step, Step::LoseTable) {
+                        lose_table(dir.path());
+                    }
+                    let open = store.insert(PeerStore::open(dir.path(), None).unwrap());
+                    let found = |number: u8| {
+                        let wanted = fragment(number);
+                        let is_it = |one: &Fragment| {
+                            one.index == wanted.index && one.description == wanted.description
+                        };
+                        let all = open.get(&wanted.description.blob).unwrap();
+                        all.into_iter().find(is_it).map(|one| one == wanted)
+                    };
+                    let lost = matches!(step, Step::LoseTable);
+                    model.retain(|number, told| match told {
+                        Told::Staged => {
+                            *told = Told::Stored;
+                            found(*number) == Some(true)
+                        }
+                        // What is damaged is not found again, unless the table knows it.
+                        Told::Damaged => !lost && found(*number).is_some(),
+                        Told::Mending => {
+                            let found = found(*number);
+                            *told = if found == Some(true) { Told::Stored } else { Told::Damaged };
+                            found == Some(true) || !lost && found.is_some()
+                        }
+                        _ => true,
+                    });
+                }
+            }
+            check(store.as_ref().unwrap(), &model)?;
+        }
+        // Without anything in it, it takes no space but for where the next one goes.
+        let store = store.unwrap();
+        store.flush().unwrap();
+        store.delete(&(0..24).map(id).collect::<Vec<_>>(), 0).unwrap();
+        prop_assert_eq!(store.usage().unwrap().used, 0);
+        let taken: u64 = fs::read_dir(dir.path().join("segments"))
+            .unwrap()
+            .map(|entry| entry.unwrap().metadata().unwrap().blocks() * 512)
+            .sum();
+        prop_assert!(taken <= 4 << 20, "{taken}");
+    }
+}

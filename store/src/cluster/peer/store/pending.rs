@@ -1,0 +1,111 @@
+//! Fragments that are durable in the log, and that the table does not know yet.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::sync::Arc;
+
+use super::group::{Known, Place};
+use crate::encoding::fragment::Kind;
+use crate::id::BlobId;
+
+#[derive(Default)]
+pub(super) struct Pending {
+    /// In the order of the log.
+    order: Vec<Arc<Known>>,
+    by_blob: BTreeMap<BlobId, Vec<Arc<Known>>>,
+    /// Rows of the table that some of them replace.
+    replaced: Vec<Arc<Known>>,
+    /// Bytes of their blocks: so much is read again if the process ends now.
+    bytes: u64,
+}
+
+/// What the table is to be told.
+pub(super) struct Batch {
+    pub(super) all: Vec<Arc<Known>>,
+    /// Up to where it knows each segment then.
+    pub(super) ends: BTreeMap<u64, u64>,
+    pub(super) replaced: Vec<Arc<Known>>,
+}
+
+impl Batch {
+    pub(super) fn replaced_places(&self) -> Vec<Place> {
+        self.replaced.iter().map(|one| one.place).collect()
+    }
+}
+
+impl Pending {
+    pub(super) fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Adds a fragment, which comes behind all others in the log, and may replace one.
+    pub(super) fn push(&mut self, known: Known, replaces: Option<Known>) {
+        let known = Arc::new(known);
+        let own = self.by_blob.entry(known.description.blob).or_default();
+        if let Some(old) = replaces {
+            own.retain(|one| one.place != old.place);
+            self.replaced.push(Arc::new(old));
+        }
+        own.push(known.clone());
+        self.bytes += known.space();
+        self.order.push(known);
+    }
+
+    /// All that is there now.
+    pub(super) fn batch(&self) -> Batch {
+        let mut ends = BTreeMap::new();
+        for one in &self.order {
+            ends.insert(one.place.segment, one.end());
+        }
+        Batch { all: self.order.clone(), ends, replaced: self.replaced.clone() }
+    }
+
+    /// The table knows these now, which were the first.
+    pub(super) fn remove(&mut self, batch: &Batch) {
+        for one in self.order.drain(..batch.all.len()) {
+            self.bytes -= one.space();
+            if let Some(own) = self.by_blob.get_mut(&one.description.blob) {
+                own.retain(|other| other.place != one.place);
+                if own.is_empty() {
+                    self.by_blob.remove(&one.description.blob);
+                }
+            }
+        }
+        self.replaced.drain(..batch.replaced.len());
+    }
+
+    /// Whether this fragment is there.
+    pub(super) fn contains(&self, blob: &BlobId, encoding: &BlobId, index: u8) -> bool {
+        let is_it = |one: &Arc<Known>| one.index == index && one.description.id() == *encoding;
+        self.by_blob.get(blob).is_some_and(|own| own.iter().any(is_it))
+    }
+
+    /// What is there of a blob.
+    pub(super) fn of_blob(&self, blob: &BlobId) -> Vec<Known> {
+        let own = self.by_blob.get(blob).into_iter().flatten();
+        own.map(|one| Known::clone(one)).collect()
+    }
+
+    /// All blobs of which something is there.
+    pub(super) fn names(&self) -> impl Iterator<Item = &BlobId> {
+        self.by_blob.keys()
+    }
+
+    /// The first blobs behind this one.
+    pub(super) fn blobs(&self, after: &BlobId, most: usize) -> Vec<BlobId> {
+        let behind = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
+        behind.map(|(blob, _)| *blob).take(most).collect()
+    }
+
+    /// The first blob behind this one that is a record.
+    pub(super) fn record(&self, after: &BlobId) -> Option<BlobId> {
+        let is_record =
+            |own: &[Arc<Known>]| own.iter().any(|one| one.description.kind() == Kind::Record);
+        let behind = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
+        behind.filter(|(_, own)| is_record(own)).map(|(blob, _)| *blob).next()
+    }
+}

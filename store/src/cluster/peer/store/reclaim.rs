@@ -1,0 +1,132 @@
+//! Space of deleted fragments, given back to the file system.
+//!
+//! The table forgets a fragment first, durably; then nothing refers to its block, and a crash loses only space.
+//!
+//! | in a segment | is given back |
+//! |---|---|
+//! | the block | at once: no other byte lies in its pages |
+//! | the records and leftovers around it | at once, if the table knows a fragment behind it or nothing is on its way |
+//! | all of it | if it holds nothing and nothing is appended to it |
+//!
+//! A record is kept while the table knows one of its fragments where the record says: without it the fragment would
+//! not be found again if the table were lost. What is behind the last fragment that the table knows may be known in a
+//! moment, so it stays. Fragments become known in the order of the log, so what is before it does not.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+
+use super::group::{Key, Known, MAX_RECORD, Place, decode};
+use super::log::Files;
+use super::table::Table;
+use crate::durable::segment::{ALIGNMENT, fill};
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Gives the space of deleted fragments back, and returns how much. `quiet` says that the table knows all that is in
+/// the log, and that nothing is appended meanwhile. What fails is told in the log: it loses space, and nobody can do
+/// anything about it here.
+pub(super) fn reclaim(
+    files: &Files,
+    key: &Key,
+    table: &Table,
+    deleted: &[Known],
+    quiet: bool,
+) -> u64 {
+    let mut segments = BTreeMap::<_, Vec<_>>::new();
+    deleted.iter().for_each(|one| segments.entry(one.place.segment).or_default().push(one));
+    let mut freed = 0;
+    for (number, all) in segments {
+        match punch(files, number, &all) {
+            Ok(bytes) => freed += bytes,
+            Err(error) => tracing::warn!(number, %error, "deleted fragments keep their space"),
+        }
+        if let Err(error) = clean(files, key, table, number, &all, quiet) {
+            tracing::warn!(number, %error, "the records of deleted fragments keep their space");
+        }
+    }
+    freed
+}
+
+/// Gives back the pages of blocks.
+fn punch(files: &Files, number: u64, deleted: &[&Known]) -> Result<u64> {
+    let file = files.to_write(number)?;
+    let mut freed = 0;
+    for one in deleted {
+        sys::punch(&file, one.place.offset..one.end())
+            .map_err(|error| Error::io("giving back a part of", &files.path(number), error))?;
+        freed += one.space();
+    }
+    Ok(freed)
+}
+
+/// Gives back what is left between the fragments around deleted ones.
+fn clean(
+    files: &Files,
+    key: &Key,
+    table: &Table,
+    number: u64,
+    deleted: &[&Known],
+    quiet: bool,
+) -> Result<()> {
+    let file = files.to_write(number)?;
+    let mut gaps = BTreeMap::new();
+    for one in deleted {
+        let (start, end) = table.gap(one.place)?;
+        if let Some(end) = end.or(quiet.then_some(u64::MAX)) {
+            gaps.insert(start, end);
+        }
+    }
+    for (start, end) in gaps {
+        clean_gap(&file, key, table, number, start..end)
+            .map_err(|error| Error::io("cleaning", &files.path(number), error))?;
+    }
+    Ok(())
+}
+
+/// Gives back what takes space in a gap, but for records of fragments that are known.
+fn clean_gap(
+    file: &File,
+    key: &Key,
+    table: &Table,
+    number: u64,
+    gap: Range<u64>,
+) -> io::Result<()> {
+    let step = ALIGNMENT as u64;
+    let mut buf = vec![0; MAX_RECORD];
+    let mut at = gap.start;
+    while let Some(data) = sys::next_data(file, at)?.filter(|data| data.start < gap.end) {
+        at = at.max(data.start - data.start % step);
+        let end = data.end.next_multiple_of(step).min(gap.end);
+        let mut dead = at;
+        while at < end {
+            let filled = fill(file, &mut buf, at)?;
+            let kept = match decode(key, Place { segment: number, offset: at }, &buf[..filled]) {
+                Some((len, all)) if is_needed(table, &all)? => len as u64,
+                _ => 0,
+            };
+            if kept > 0 && at > dead {
+                sys::punch(file, dead..at)?;
+            }
+            at += kept.max(step);
+            if kept > 0 {
+                dead = at;
+            }
+        }
+        if at > dead {
+            sys::punch(file, dead..at)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether the table knows a fragment of a record where the record says.
+fn is_needed(table: &Table, all: &[Known]) -> io::Result<bool> {
+    for one in all {
+        if table.is_at(one.place).map_err(io::Error::other)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}

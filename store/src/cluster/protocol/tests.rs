@@ -1,0 +1,141 @@
+use proptest::collection::vec;
+use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
+
+use super::{Answer, Fragment, Hello, KINDS, Request};
+use super::{FragmentId, Held, Usage};
+use crate::encoding::Redundancy;
+use crate::encoding::fragment::{Kind, encode, encode_record};
+use crate::id::{BlobId, PeerId};
+use crate::net::frames::{HEADER, Header};
+
+fn blob() -> impl Strategy<Value = BlobId> {
+    any::<[u8; 32]>().prop_map(BlobId::from_bytes)
+}
+
+fn fragment() -> impl Strategy<Value = Fragment> {
+    let redundancy = prop_oneof![Just("none"), Just("rs=2+1"), Just("rs=4+4")];
+    (vec(any::<u8>(), 1..300), redundancy, any::<u8>()).prop_map(|(content, code, index)| {
+        let code: Redundancy = code.parse().unwrap();
+        let blob = BlobId::of(&content);
+        let (description, blocks) = match index % 2 {
+            0 => encode(&blob, &content, code),
+            _ => encode_record(&blob, &content, code),
+        };
+        let index = index % description.width() as u8;
+        let block = blocks.share(index.into());
+        Fragment { description, index, block }
+    })
+}
+
+fn fragment_id() -> impl Strategy<Value = FragmentId> {
+    (blob(), blob(), any::<u8>()).prop_map(|(blob, encoding, index)| FragmentId {
+        blob,
+        encoding,
+        index,
+    })
+}
+
+fn held() -> impl Strategy<Value = Held> {
+    let kind = prop_oneof![Just(Kind::Content), Just(Kind::Record)];
+    (blob(), any::<[u8; 3]>(), kind, any::<u32>()).prop_map(
+        |(encoding, [data, parity, index], kind, len)| Held {
+            encoding,
+            data,
+            parity,
+            index,
+            kind,
+            len,
+        },
+    )
+}
+
+fn request() -> impl Strategy<Value = Request> {
+    prop_oneof![
+        any::<(u16, u16)>().prop_map(|(oldest, newest)| Request::Hello(Hello { oldest, newest })),
+        vec(fragment(), 1..4).prop_map(Request::Put),
+        blob().prop_map(Request::Get),
+        (any::<bool>(), vec(blob(), 0..20))
+            .prop_map(|(renew, blobs)| Request::Have { renew, blobs }),
+        Just(Request::Usage),
+        (any::<u32>(), vec(fragment_id(), 0..20))
+            .prop_map(|(idle, fragments)| Request::Delete { idle, fragments }),
+        blob().prop_map(Request::Records),
+        blob().prop_map(Request::List),
+        any::<u64>().prop_map(Request::Reserve),
+    ]
+}
+
+fn answer() -> impl Strategy<Value = Answer> {
+    prop_oneof![
+        any::<(u16, [u8; 16])>()
+            .prop_map(|(version, id)| Answer::Welcome(version, PeerId::from_bytes(id))),
+        Just(Answer::Stored),
+        (vec(proptest::option::of(0usize..5), 0..8), 0usize..5, ".{0,40}").prop_map(
+            |(mut which, last, reason)| {
+                which.push(Some(last));
+                let which = which.into_iter().map(|kind| kind.map(|kind| KINDS[kind])).collect();
+                Answer::Refused { which, reason }
+            }
+        ),
+        vec(fragment(), 0..4).prop_map(Answer::Fragments),
+        vec(vec(held(), 0..4), 0..8).prop_map(Answer::Held),
+        any::<[u64; 4]>().prop_map(|[capacity, used, reserved, fragments]| {
+            Answer::Usage(Usage { capacity, used, reserved, fragments })
+        }),
+        any::<u64>().prop_map(Answer::Deleted),
+        vec((blob(), held()), 0..8).prop_map(Answer::Listed),
+        Just(Answer::Reserved),
+        (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(KINDS[kind], text)),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn a_message_is_read_back(request in request(), answer in answer()) {
+        let (kind, body) = request.to_body();
+        let (same, parts) = request.to_parts();
+        prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
+        prop_assert_eq!(Request::from_body(kind, &body).unwrap(), request);
+        let (kind, body) = answer.to_body();
+        let (same, parts) = answer.to_parts();
+        prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
+        prop_assert_eq!(Answer::from_body(kind, &body).unwrap(), answer);
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused_or_has_one_form(
+        request in request(),
+        answer in answer(),
+        flips in vec((any::<usize>(), any::<u8>()), 0..4),
+        cut in any::<usize>(),
+    ) {
+        for (kind, mut body) in [request.to_body(), answer.to_body()] {
+            for (at, mask) in &flips {
+                if !body.is_empty() {
+                    let at = at % body.len();
+                    body[at] ^= mask;
+                }
+            }
+            if cut % 3 == 0 {
+                body.truncate(cut % (body.len() + 1));
+            }
+            if let Ok(found) = Request::from_body(kind, &body) {
+                prop_assert_eq!(found.to_body(), (kind, body.clone()));
+            }
+            if let Ok(found) = Answer::from_body(kind, &body) {
+                prop_assert_eq!(found.to_body(), (kind, body));
+            }
+        }
+    }
+
+    #[test]
+    fn a_header_is_read_back_or_refused(bytes in any::<[u8; HEADER]>()) {
+        if let Ok(header) = Header::from_bytes(&bytes, crate::cluster::protocol::MAX_BODY) {
+            prop_assert_eq!(header.to_bytes(), bytes);
+        }
+        let mut small = bytes;
+        small[2..4].fill(0);
+        small[6..8].fill(0);
+        prop_assert_eq!(Header::from_bytes(&small, crate::cluster::protocol::MAX_BODY).unwrap().to_bytes(), small);
+    }
+}

@@ -1,0 +1,307 @@
+//! Carrying out what is planned for one blob.
+//!
+//! What is read is verified by its checksum, and by the blob's name before anything is made of it. A fragment that is not what it should be, or not there though its holder
+//! said so, is noted as damaged: the next plan does without it, and has it rebuilt. Nothing is dropped unless
+//! what is kept in its place was read, or written, a moment ago.
+
+use std::collections::HashSet;
+
+use tokio::task::JoinSet;
+
+use super::job::Shared;
+use super::peers::Peers;
+use super::plan::{Holding, Place, Plan, Step};
+use super::report::Report;
+use crate::cluster::client::assemble::Partial;
+use crate::cluster::protocol::FragmentId;
+use crate::encoding::fragment::{Fragment, Kind, encode, encode_record};
+use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
+use crate::error::{Error, ErrorKind};
+use crate::id::{BlobId, PeerId};
+
+/// How long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
+/// more copies than any name wants so far relies on it, and a large image takes hours.
+const SURPLUS_AGE: u32 = 24 * 3600;
+
+/// A blob that is worked on.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    pub(super) blob: BlobId,
+    pub(super) wanted: Redundancy,
+    /// Fragments that are not what their holders say.
+    pub(super) damaged: HashSet<Place>,
+    /// Fragments that were read or stored in this repair.
+    pub(super) good: HashSet<Place>,
+    /// Copies that were stored in this repair, and not dropped elsewhere since: nobody else relies on so many.
+    stored: usize,
+    /// Copies that stay as long as somebody may rely on them.
+    spared: HashSet<Place>,
+    /// Why the last step failed.
+    pub(super) reason: Option<String>,
+}
+
+impl Entry {
+    pub(super) fn new(blob: BlobId, wanted: Redundancy) -> Entry {
+        let (damaged, good, spared) = (HashSet::new(), HashSet::new(), HashSet::new());
+        Entry { blob, wanted, damaged, good, stored: 0, spared, reason: None }
+    }
+
+    /// Whether nothing of a plan can be done at this time.
+    pub(super) fn is_idle(&self, plan: &Plan) -> bool {
+        plan.steps.iter().all(|step| match *step {
+            Step::Drop { peer, encoding, index, .. } => {
+                self.spared.contains(&Place { peer, encoding, index })
+            }
+            _ => false,
+        })
+    }
+
+    /// Only what is not known to be damaged.
+    pub(super) fn sift(&self, mut holdings: Vec<Holding>) -> Vec<Holding> {
+        holdings.retain(|one| !self.damaged.contains(&place(one)));
+        holdings
+    }
+}
+
+fn place(holding: &Holding) -> Place {
+    let Holding { peer, encoding, index, .. } = *holding;
+    Place { peer, encoding, index }
+}
+
+/// The work on one blob.
+pub(super) struct Mending<'a, P> {
+    shared: &'a Shared<P>,
+    pub(super) entry: Entry,
+    holdings: Vec<Holding>,
+    /// What was done.
+    pub(super) done: Report,
+}
+
+impl<'a, P: Peers> Mending<'a, P> {
+    pub(super) fn new(shared: &'a Shared<P>, entry: Entry, holdings: Vec<Holding>) -> Self {
+        Mending { shared, entry, holdings, done: Report::default() }
+    }
+
+    /// Bytes that the work on this blob holds at most.
+    pub(super) fn memory(&self, plan: &Plan) -> usize {
+        let len = self.holdings.iter().map(|one| one.len as usize).max().unwrap_or(0);
+        let needed = self.holdings.iter().map(|one| usize::from(one.data)).max().unwrap_or(1);
+        let written = plan.steps.iter().map(|step| match step {
+            // The content, and all blocks of the other encoding.
+            Step::Encode { .. } => 4 * needed.min(MAX_WIDTH),
+            _ => 1,
+        });
+        len * (needed.min(MAX_WIDTH) + written.sum::<usize>())
+    }
+
+    /// Does what is planned, as far as it can be done.
+    pub(super) async fn carry_out(&mut self, plan: &Plan) {
+        let mut gathered = None;
+        for step in &plan.steps {
+            if self.shared.is_stopped() {
+                return;
+            }
+            match step {
+                Step::Rebuild { encoding, index, to } => {
+                    if gathered.is_none() {
+                        gathered = self.gather(encoding).await;
+                    }
+                    // With too few of them nothing else can be done, either.
+                    let Some(gathered) = &gathered else { return };
+                    match gathered.0.rebuild(*index) {
+                        Ok(fragment) => {
+                            let is_done = self.put(to, *encoding, fragment).await;
+                            self.done.rebuilt += u64::from(is_done);
+                        }
+                        Err(error) => self.entry.reason = Some(error.to_string()),
+                    }
+                }
+                Step::Copy { encoding, index, from, to } => {
+                    let place = Place { peer: *from, encoding: *encoding, index: *index };
+                    if let Some(fragment) = self.get(&place).await {
+                        let is_done = self.put(to, *encoding, fragment).await;
+                        self.done.moved += u64::from(is_done);
+                    }
+                }
+                Step::Encode { from, to } => self.encode(from, to).await,
+                Step::Drop { peer, encoding, index, kept } => {
+                    for place in kept {
+                        if !self.entry.good.contains(place) && self.get(place).await.is_none() {
+                            return;
+                        }
+                    }
+                    // It may have taken long to read them. Somebody else may repair by now, and drop just these.
+                    if self.shared.is_stopped() {
+                        return;
+                    }
+                    self.delete(peer, *encoding, *index).await;
+                }
+            }
+        }
+    }
+
+    /// Notes that something did not work. A peer that does not answer is not asked again.
+    fn fail(&mut self, peer: &PeerId, error: &Error) {
+        self.entry.reason = Some(error.to_string());
+        if error.kind() == ErrorKind::Unavailable {
+            self.shared.set_down(peer);
+        }
+    }
+
+    /// Reads a fragment.
+    async fn get(&mut self, place: &Place) -> Option<Fragment> {
+        let found = fetch(self.shared, self.entry.blob, place).await;
+        self.accept(place, found)
+    }
+
+    /// Notes what came of reading a fragment.
+    fn accept(
+        &mut self,
+        place: &Place,
+        found: Result<Option<Fragment>, Error>,
+    ) -> Option<Fragment> {
+        match found {
+            Ok(Some(fragment)) => {
+                self.done.bytes += fragment.block.len() as u64;
+                self.entry.good.insert(*place);
+                return Some(fragment);
+            }
+            Err(error) if error.kind() != ErrorKind::Corrupt => self.fail(&place.peer, &error),
+            Ok(None) | Err(_) => self.note_damaged(place),
+        }
+        None
+    }
+
+    /// A fragment is not what it should be.
+    fn note_damaged(&mut self, place: &Place) {
+        let blob = self.entry.blob;
+        tracing::warn!(%blob, peer = %place.peer, index = place.index, "a fragment is damaged");
+        self.done.damaged += 1;
+        self.entry.damaged.insert(*place);
+        self.entry.good.remove(place);
+    }
+
+    /// Stores a fragment. Whether it is durable.
+    async fn put(&mut self, to: &PeerId, encoding: BlobId, fragment: Fragment) -> bool {
+        let (len, index) = (fragment.block.len() as u64, fragment.index);
+        self.shared.pace(len).await;
+        if self.shared.is_stopped() {
+            return false;
+        }
+        let is_copy = fragment.description.width() == 1;
+        match self.shared.peers.put(*to, fragment).await {
+            Ok(()) => {
+                self.entry.stored += usize::from(is_copy);
+                self.done.bytes += len;
+                let place = Place { peer: *to, encoding, index };
+                self.entry.good.insert(place);
+                self.entry.damaged.remove(&place);
+                true
+            }
+            Err(error) => {
+                // It is full, or does not answer: the next one takes it.
+                self.entry.reason = Some(error.to_string());
+                self.shared.set_full(to);
+                false
+            }
+        }
+    }
+
+    /// Deletes what is surplus. Of fragments all that are needed are kept. Of copies nobody knows how many a client
+    /// wants that has not published yet: so there are never less of them, unless they are old.
+    async fn delete(&mut self, peer: &PeerId, encoding: BlobId, index: u8) {
+        let fragment = FragmentId { blob: self.entry.blob, encoding, index };
+        let is_moved =
+            self.entry.stored > 0 || !matches!(self.entry.wanted, Redundancy::Replicas(_));
+        let idle = if is_moved { 0 } else { SURPLUS_AGE };
+        match self.shared.peers.delete(*peer, fragment, idle).await {
+            Ok(is_gone) => {
+                self.done.dropped += u64::from(is_gone || is_moved);
+                self.entry.stored = self.entry.stored.saturating_sub(1);
+                if !is_moved {
+                    self.entry.spared.insert(Place { peer: *peer, encoding, index });
+                }
+            }
+            Err(error) => self.fail(peer, &error),
+        }
+    }
+
+    /// Reads as many fragments of an encoding as are enough, all at once, and another one for each that is not
+    /// what it should be, until they are the blob. Returns them, and its content.
+    async fn gather(&mut self, encoding: &BlobId) -> Option<(Partial<Place>, Vec<u8>)> {
+        let mut places: Vec<Place> = Vec::new();
+        let mut more: Vec<Place> = Vec::new();
+        let own: Vec<_> = self.holdings.iter().filter(|one| one.encoding == *encoding).collect();
+        let needed: usize = own.first()?.data.into();
+        // Each blob burdens others.
+        let turn = usize::from(self.entry.blob.as_bytes()[1]) % own.len();
+        for one in own[turn..].iter().chain(&own[..turn]) {
+            let is_new =
+                places.len() < needed && places.iter().all(|other| other.index != one.index);
+            if is_new { places.push(place(one)) } else { more.push(place(one)) }
+        }
+        let mut gathered: Option<Partial<Place>> = None;
+        let mut content = Vec::new();
+        let mut asked = JoinSet::new();
+        let mut next = places.into_iter().chain(more);
+        loop {
+            let missing = gathered.as_ref().map_or(needed, Partial::missing);
+            while asked.len() < missing
+                && let Some(place) = next.next()
+            {
+                let (shared, blob) = (self.shared.clone(), self.entry.blob);
+                asked.spawn(async move { (place, fetch(&shared, blob, &place).await) });
+            }
+            let (place, result) = asked.join_next().await?.ok()?;
+            let Some(fragment) = self.accept(&place, result) else { continue };
+            let Fragment { description, index, block } = fragment;
+            content.resize(description.len as usize, 0);
+            let gathered = gathered.get_or_insert_with(|| Partial::new(description));
+            gathered.add(index, place, block);
+            match gathered.decode(&mut content) {
+                Some(Ok(wrong)) => {
+                    wrong.iter().for_each(|(place, _)| self.note_damaged(place));
+                    break;
+                }
+                Some(Err(error)) => self.entry.reason = Some(error.to_string()),
+                None => {}
+            }
+        }
+        Some((gathered?, content))
+    }
+
+    /// Encodes a blob as it is wanted.
+    async fn encode(&mut self, from: &BlobId, to: &[PeerId]) {
+        let Some((Partial { description, .. }, content)) = self.gather(from).await else { return };
+        let (blob, wanted) = (self.entry.blob, self.entry.wanted);
+        let (description, blocks) = match description.kind() {
+            Kind::Content => encode(&blob, &content, wanted),
+            Kind::Record => encode_record(&blob, &content, wanted),
+        };
+        let encoding = description.id();
+        for (place, to) in to.iter().enumerate() {
+            let index = place % description.width();
+            let block = blocks.share(index);
+            let fragment = Fragment { description: description.clone(), index: index as u8, block };
+            let is_done = self.put(to, encoding, fragment).await;
+            self.done.rebuilt += u64::from(is_done);
+        }
+    }
+}
+
+/// Reads a fragment; nothing if it is not what it should be.
+async fn fetch<P: Peers>(
+    shared: &Shared<P>,
+    blob: BlobId,
+    Place { peer, encoding, index }: &Place,
+) -> Result<Option<Fragment>, Error> {
+    let found = shared.peers.get(*peer, blob).await?;
+    let is_it = |one: &Fragment| {
+        one.index == *index && one.description.id() == *encoding && one.is_of(&blob)
+    };
+    let found = found.into_iter().find(is_it);
+    if let Some(fragment) = &found {
+        shared.pace(fragment.block.len() as u64).await;
+    }
+    Ok(found)
+}

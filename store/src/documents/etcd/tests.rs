@@ -1,0 +1,346 @@
+//! Documents in a real etcd: it is killed and returns, its answers are lost, its keys are checked.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use proptest::collection::btree_set;
+use proptest::prelude::{prop_assert_eq, proptest};
+use rcgen::{CertificateParams, IsCa, Issuer, KeyPair};
+use tempfile::TempDir;
+
+use super::{Etcd, document, removes};
+use crate::documents::{Change, Names, Wanted};
+use crate::error::ErrorKind;
+use crate::net::identity::{Role, Security, init};
+use crate::testing::own_port;
+
+/// An etcd of one member.
+pub(in crate::documents) struct Process {
+    dir: TempDir,
+    child: Child,
+    port: u16,
+    other_port: u16,
+    more: Vec<String>,
+}
+
+impl Process {
+    pub(in crate::documents) fn start() -> Process {
+        Process::start_with(&[])
+    }
+
+    fn start_with(more: &[String]) -> Process {
+        for _ in 0..20 {
+            let dir = TempDir::new().unwrap();
+            let (port, other_port) = (free_port(), free_port());
+            let child = spawn(dir.path(), port, other_port, more);
+            let mut process = Process { dir, child, port, other_port, more: more.to_vec() };
+            if process.is_ready() {
+                return process;
+            }
+        }
+        panic!("etcd does not start");
+    }
+
+    /// Waits until it listens. Fails if it ends: its ports may be in use.
+    fn is_ready(&mut self) -> bool {
+        let begin = Instant::now();
+        while TcpStream::connect(("127.0.0.1", self.port)).is_err() {
+            assert!(begin.elapsed() < Duration::from_secs(60), "etcd does not listen");
+            if self.child.try_wait().unwrap().is_some() {
+                return false;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn restart(&mut self) {
+        self.child = spawn(self.dir.path(), self.port, self.other_port, &self.more);
+        assert!(self.is_ready(), "etcd does not return");
+    }
+
+    fn address(&self) -> String {
+        format!("etcd://127.0.0.1:{}", self.port)
+    }
+
+    /// A client with more patience than usual: many of these processes run at once.
+    pub(in crate::documents) fn client(&self) -> Etcd {
+        let patience = Duration::from_secs(60);
+        Etcd::with_patience(&self.address(), &Security::INSECURE, patience).unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A port that nobody has.
+fn free_port() -> u16 {
+    own_port().local_addr().unwrap().port()
+}
+
+fn spawn(dir: &Path, port: u16, other_port: u16, more: &[String]) -> Child {
+    let scheme = if more.is_empty() { "http" } else { "https" };
+    let own = format!("{scheme}://127.0.0.1:{port}");
+    let other = format!("http://127.0.0.1:{other_port}");
+    let spawned = Command::new("etcd")
+        .arg("--data-dir")
+        .arg(dir.join("data"))
+        .args(["--listen-client-urls", &own, "--advertise-client-urls", &own])
+        .args(["--listen-peer-urls", &other, "--initial-advertise-peer-urls", &other])
+        .args(["--initial-cluster", &format!("default={other}")])
+        .args(more)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn();
+    spawned.expect("etcd cannot be started; `make setup` installs it")
+}
+
+fn count(names: &dyn Names) -> u64 {
+    names.read(&[Wanted::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
+}
+
+/// Adds one, if nobody else has meanwhile.
+fn try_increment(names: &dyn Names) -> bool {
+    let view = names.read(&[Wanted::key("count")]).unwrap();
+    let count: u64 = view.get("count").unwrap().unwrap_or(0);
+    let relies_on = vec![("count".into(), view.version("count"))];
+    let change = Change { relies_on, ..Change::default() };
+    names.commit(&change.put("count", &(count + 1))).unwrap()
+}
+
+#[test]
+fn an_etcd_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
+    let mut process = Process::start();
+    let (stop, carried_out) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            let names = process.client();
+            let (stop, carried_out) = (&stop, &carried_out);
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    carried_out.fetch_add(try_increment(&names).into(), Ordering::Relaxed);
+                }
+            });
+        }
+        for round in 0..3 {
+            let begin = Instant::now();
+            let enough = carried_out.load(Ordering::Relaxed) + 1 + round * 5;
+            while carried_out.load(Ordering::Relaxed) < enough {
+                assert!(begin.elapsed() < Duration::from_secs(60), "nothing goes on");
+                thread::sleep(Duration::from_millis(1));
+            }
+            process.kill();
+            process.restart();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(count(&process.client()), carried_out.load(Ordering::Relaxed));
+}
+
+/// Stands before an etcd. When it is told to be `deaf`, it passes requests on and no answers, and cuts the
+/// connection at the first that comes.
+fn proxy(port: u16, deaf: Arc<AtomicBool>) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let own = listener.local_addr().unwrap().port();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) =
+                (client.unwrap(), TcpStream::connect(("127.0.0.1", port)).unwrap());
+            for (mut from, mut into, is_answer) in [
+                (client.try_clone().unwrap(), server.try_clone().unwrap(), false),
+                (server, client, true),
+            ] {
+                let deaf = deaf.clone();
+                thread::spawn(move || {
+                    let mut buffer = [0; 4096];
+                    while let Ok(len @ 1..) = from.read(&mut buffer) {
+                        // HTTP/2 acknowledges a request before it answers; that is short.
+                        if is_answer && len > 40 && deaf.swap(false, Ordering::SeqCst) {
+                            break;
+                        }
+                        if into.write_all(&buffer[..len]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = from.shutdown(Shutdown::Both);
+                    let _ = into.shutdown(Shutdown::Both);
+                });
+            }
+        }
+    });
+    own
+}
+
+#[test]
+fn a_change_whose_answer_is_lost_is_carried_out_once_and_told_truly() {
+    let process = Process::start();
+    let deaf = Arc::new(AtomicBool::new(false));
+    let address = format!("etcd://127.0.0.1:{}", proxy(process.port, deaf.clone()));
+    let patience = Duration::from_secs(60);
+    let names = Etcd::with_patience(&address, &Security::INSECURE, patience).unwrap();
+    assert!(try_increment(&names), "it has a lease for its tokens");
+    let direct = process.client();
+    for round in 2..7 {
+        let view = names.read(&[Wanted::key("count")]).unwrap();
+        let relies_on = vec![("count".into(), view.version("count"))];
+        let change = Change { relies_on, ..Change::default() }.put("count", &round);
+        deaf.store(true, Ordering::SeqCst);
+        assert!(names.commit(&change).unwrap(), "what was carried out is not told to be refused");
+        assert!(!deaf.load(Ordering::SeqCst), "an answer was lost");
+        assert_eq!(count(&direct), round);
+        assert!(!names.commit(&change).unwrap(), "and the same again is another change");
+    }
+}
+
+#[test]
+fn an_etcd_that_is_away_is_named_in_time() {
+    let mut process = Process::start();
+    let patience = Duration::from_secs(2);
+    let names = Etcd::with_patience(&process.address(), &Security::INSECURE, patience).unwrap();
+    assert!(try_increment(&process.client()));
+    process.kill();
+    let begin = Instant::now();
+    for error in [
+        names.read(&[Wanted::key("count")]).unwrap_err(),
+        names.commit(&Change::default().put("x", &1)).unwrap_err(),
+        names.wait("a", 1, Duration::from_secs(10)).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.to_string().contains(&process.address()), "{error}");
+    }
+    assert!(begin.elapsed() < Duration::from_secs(30), "{:?}", begin.elapsed());
+    process.restart();
+    assert_eq!(count(&process.client()), 1);
+}
+
+#[test]
+fn more_documents_than_a_transaction_has_room_for_are_read_as_of_one_moment() {
+    let process = Process::start();
+    let names = process.client();
+    for begin in [0, 100, 200] {
+        let change = (begin..begin + 100).fold(Change::default(), |change, number| {
+            change.put(format!("many/{number}"), &number)
+        });
+        assert!(names.commit(&change).unwrap());
+    }
+    let wanted: Vec<_> = (0..300).map(|number| Wanted::key(format!("many/{number}"))).collect();
+    let view = names.read(&wanted).unwrap();
+    assert_eq!(view.documents.len(), 300);
+    assert_eq!(view.get("many/250").unwrap(), Some(250));
+    assert_eq!(names.read(&[]).unwrap().revision, view.revision);
+    let change =
+        (0..300).fold(Change::default(), |change, number| change.put(format!("{number}"), &1));
+    let error = names.commit(&change).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    // Leases and tokens are no documents.
+    let all = names.read(&[Wanted::prefix("")]).unwrap();
+    assert_eq!(all.documents.len(), 300);
+}
+
+/// A certificate and its key.
+fn certificate(
+    names: &[&str],
+    issuer: Option<&Issuer<'_, KeyPair>>,
+) -> (CertificateParams, KeyPair, String) {
+    let key = KeyPair::generate().unwrap();
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    let mut params = CertificateParams::new(names).unwrap();
+    let text = match issuer {
+        Some(issuer) => params.signed_by(&key, issuer).unwrap().pem(),
+        None => {
+            params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            params.self_signed(&key).unwrap().pem()
+        }
+    };
+    (params, key, text)
+}
+
+#[test]
+fn an_etcd_with_keys_is_reached_with_keys_only() {
+    let keys = TempDir::new().unwrap();
+    init(keys.path()).unwrap();
+    let without = Security::load(keys.path(), Role::Client).unwrap();
+    let (params, key, authority) = certificate(&[], None);
+    let issuer = Issuer::new(params, key);
+    let file = |name: &str| keys.path().join(name).display().to_string();
+    std::fs::write(file("etcd-ca.pem"), authority).unwrap();
+    for (name, hosts) in [("etcd", &["client"][..]), ("server", &["127.0.0.1", "localhost"])] {
+        let (_, key, text) = certificate(hosts, Some(&issuer));
+        std::fs::write(file(&format!("{name}.pem")), text).unwrap();
+        std::fs::write(file(&format!("{name}.key")), key.serialize_pem()).unwrap();
+    }
+    let more = [
+        ("--cert-file", file("server.pem")),
+        ("--key-file", file("server.key")),
+        ("--trusted-ca-file", file("etcd-ca.pem")),
+    ];
+    let mut more: Vec<String> =
+        more.into_iter().flat_map(|(name, file)| [name.into(), file]).collect();
+    more.push("--client-cert-auth".into());
+    let process = Process::start_with(&more);
+    let security = Security::load(keys.path(), Role::Client).unwrap();
+    let names = crate::documents::open(&process.address(), &security).unwrap();
+    assert!(try_increment(&*names));
+    assert_eq!(count(&*names), 1);
+    let error = Etcd::new(&process.address(), &without).map(drop).unwrap_err().to_string();
+    assert!(error.contains("etcd-ca.pem"), "{error}");
+    let patience = Duration::from_secs(2);
+    let plain = Etcd::with_patience(&process.address(), &Security::INSECURE, patience).unwrap();
+    assert!(plain.read(&[]).is_err());
+}
+
+proptest! {
+    /// Whatever is put and removed in one change: what is deleted is what was to be removed and is not put.
+    #[test]
+    fn no_key_is_touched_twice(
+        there in btree_set("[ab]{0,4}", 0..12),
+        put in btree_set("[ab]{0,4}", 0..6),
+        removed in btree_set("[ab]{0,3}", 0..3),
+        prefixes in btree_set("[ab]{0,3}", 0..3),
+    ) {
+        let mut change = Change::default();
+        for key in &put {
+            change = change.put(key, &1);
+        }
+        for key in &removed {
+            change = change.remove(Wanted::key(key));
+        }
+        for prefix in &prefixes {
+            change = change.remove(Wanted::prefix(prefix));
+        }
+        let puts: BTreeMap<_, _> = change.puts.iter().map(|put| (document(&put.key), put)).collect();
+        let ranges = removes(&change, &puts);
+        let is_deleted = |key: &str| {
+            let key = document(key).into_bytes();
+            ranges.iter().any(|(begin, end)| match end {
+                None => *begin == key,
+                Some(end) => *begin <= key && key < *end,
+            })
+        };
+        let deleted: BTreeSet<_> =
+            there.union(&put).filter(|key| is_deleted(key)).cloned().collect();
+        let goes = |key: &&String| {
+            let named = removed.contains(*key) || prefixes.iter().any(|one| key.starts_with(one));
+            named && !put.contains(*key)
+        };
+        let expected: BTreeSet<_> = there.union(&put).filter(goes).cloned().collect();
+        prop_assert_eq!(deleted, expected);
+    }
+}

@@ -1,0 +1,141 @@
+//! The client of a catalog that is served.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+
+use super::connection::Connection;
+use super::wire::{Answer, MAX_REQUEST, MAX_WANTED, Request, check_key};
+use crate::documents::background::{Background, Trouble, insist, unavailable};
+use crate::documents::{Change, Names, PATIENCE, View, WAIT, Wanted, new_token};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::CatalogId;
+use crate::net::identity::Security;
+
+/// Documents of a catalog elsewhere. It connects when it is first used, and again whenever that is needed.
+pub struct Served {
+    background: Background,
+    way: Arc<Way>,
+}
+
+struct Way {
+    address: String,
+    security: Security,
+    patience: Duration,
+    /// Which catalog was found first. Another one at its address has other names.
+    catalog: OnceLock<CatalogId>,
+    connection: Mutex<Option<Arc<Connection>>>,
+}
+
+impl Served {
+    /// The catalog at `host:port`. Nobody is asked yet.
+    pub fn new(address: &str, security: &Security) -> Result<Served> {
+        Served::with_patience(address, security, PATIENCE)
+    }
+
+    /// As [`Served::new`], for a caller who wants to hear of a catalog that is away after another time than ten
+    /// seconds.
+    pub fn with_patience(address: &str, security: &Security, patience: Duration) -> Result<Served> {
+        let way = Way {
+            address: address.into(),
+            security: security.clone(),
+            patience,
+            catalog: OnceLock::new(),
+            connection: Mutex::default(),
+        };
+        Ok(Served { background: Background::start(address)?, way: Arc::new(way) })
+    }
+
+    fn ask(&self, request: &Request, longer: Duration) -> Result<Answer> {
+        let body = request.to_body();
+        let len = body.1.len();
+        if len > MAX_REQUEST {
+            let why = format!("a request of {len} bytes is too long; it may have {MAX_REQUEST}");
+            return Err(Error::BadArgument(why));
+        }
+        let way = self.way.clone();
+        self.background.run(async move {
+            let ask = || way.ask(&body, longer);
+            insist(&way.address, way.patience, !longer.is_zero(), ask).await
+        })
+    }
+
+    fn unexpected(&self) -> Error {
+        unavailable(&self.way.address, "the answer is not one to the question")
+    }
+}
+
+impl Names for Served {
+    fn read(&self, wanted: &[Wanted]) -> Result<View> {
+        if wanted.len() > MAX_WANTED {
+            let why = format!("{} documents are too many to ask for at once", wanted.len());
+            return Err(Error::BadArgument(why));
+        }
+        wanted.iter().try_for_each(|(Wanted::Key(key) | Wanted::Prefix(key))| check_key(key))?;
+        match self.ask(&Request::Read(wanted.to_vec()), Duration::ZERO)? {
+            Answer::View(view) => Ok(view),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn commit(&self, change: &Change) -> Result<bool> {
+        let removed = change.removes.iter().map(|(Wanted::Key(key) | Wanted::Prefix(key))| key);
+        let put = change.puts.iter().map(|put| &put.key);
+        let relied_on = change.relies_on.iter().map(|(key, _)| key);
+        removed.chain(put).chain(relied_on).try_for_each(|key| check_key(key))?;
+        let token = new_token(change)
+            .map_err(|error| unavailable(&self.way.address, &format!("no random: {error}")))?;
+        match self.ask(&Request::Commit(token, change.clone()), Duration::ZERO)? {
+            Answer::Committed(carried_out) => Ok(carried_out),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
+        check_key(folder)?;
+        let limit = limit.min(WAIT);
+        match self.ask(&Request::Wait(folder.into(), revision, limit.as_millis() as u32), limit)? {
+            Answer::Waited => Ok(()),
+            _ => Err(self.unexpected()),
+        }
+    }
+}
+
+impl Way {
+    /// Asks once. A third of the time is for each try, so that a connection which leads nowhere is tried anew.
+    async fn ask(&self, body: &(u16, Vec<u8>), longer: Duration) -> Result<Answer, Trouble> {
+        let connection = match timeout(self.patience / 3, self.connection()).await {
+            Ok(connection) => connection?,
+            Err(_) => return Err(Trouble::Passing("it cannot be reached in time".into())),
+        };
+        match timeout(self.patience / 3 + longer, connection.ask(body.clone())).await {
+            Ok(answer) => answer,
+            Err(_) => {
+                connection.end();
+                Err(Trouble::late())
+            }
+        }
+    }
+
+    async fn connection(&self) -> Result<Arc<Connection>, Trouble> {
+        // One at a time: the others use what this one finds.
+        let mut connection = self.connection.lock().await;
+        if let Some(connection) = connection.as_ref().filter(|found| !found.is_lost()) {
+            return Ok(connection.clone());
+        }
+        let opened = Connection::open(&self.address, &self.security).await?;
+        let first = *self.catalog.get_or_init(|| opened.catalog());
+        if opened.catalog() != first {
+            let reason = format!(
+                "it is catalog {}, and was {first} before; start the one with the right directory",
+                opened.catalog()
+            );
+            return Err(Trouble::Lasting(ErrorKind::Unavailable, reason));
+        }
+        let opened = Arc::new(opened);
+        *connection = Some(opened.clone());
+        Ok(opened)
+    }
+}

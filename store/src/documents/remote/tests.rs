@@ -1,0 +1,432 @@
+//! A catalog over a socket: what is said to it, well and badly, and what gets lost on the way.
+
+use std::collections::HashSet;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use tokio::sync::oneshot;
+
+use super::server::GREETING;
+use super::wire::{Answer, MAX_REQUEST, Request};
+use super::{CatalogStore, Served, serve};
+use crate::cluster::client::Connection as PeerConnection;
+use crate::cluster::peer;
+use crate::cluster::peer::PeerStore;
+use crate::documents::{Change, Names, Wanted};
+use crate::error::ErrorKind;
+use crate::net::frames::{HEADER, Header};
+use crate::net::identity::{Role, Security, init};
+use crate::sys;
+use crate::testing::own_port;
+
+/// A catalog that is served by a thread of its own.
+pub(in crate::documents) struct Catalog {
+    dir: TempDir,
+    address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    served: Option<JoinHandle<io::Result<()>>>,
+}
+
+impl Catalog {
+    pub(in crate::documents) fn start() -> Catalog {
+        Catalog::start_with(Security::INSECURE)
+    }
+
+    fn start_with(security: Security) -> Catalog {
+        let dir = TempDir::new().unwrap();
+        let listener = own_port();
+        let address = listener.local_addr().unwrap();
+        let mut catalog = Catalog { dir, address, stop: None, served: None };
+        catalog.serve(listener, security);
+        catalog
+    }
+
+    fn serve(&mut self, listener: TcpListener, security: Security) {
+        let store = Arc::new(CatalogStore::open(self.dir.path()).unwrap());
+        let (stop, stopped) = oneshot::channel();
+        let stopped = async { drop(stopped.await) };
+        self.stop = Some(stop);
+        self.served = Some(in_background(listener, move |listener| async move {
+            serve(listener, store, security, stopped).await
+        }));
+    }
+
+    fn stop(&mut self) {
+        drop(self.stop.take());
+        self.served.take().unwrap().join().unwrap().unwrap();
+    }
+
+    fn address(&self) -> String {
+        self.address.to_string()
+    }
+
+    pub(in crate::documents) fn client(&self) -> Served {
+        Served::new(&self.address(), &Security::INSECURE).unwrap()
+    }
+}
+
+impl Drop for Catalog {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+    }
+}
+
+/// Runs a server with a runtime of its own.
+fn in_background<F: Future<Output = io::Result<()>>>(
+    listener: TcpListener,
+    serve: impl FnOnce(tokio::net::TcpListener) -> F + Send + 'static,
+) -> JoinHandle<io::Result<()>> {
+    thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            listener.set_nonblocking(true)?;
+            serve(tokio::net::TcpListener::from_std(listener)?).await
+        })
+    })
+}
+
+fn count(names: &dyn Names) -> u64 {
+    names.read(&[Wanted::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
+}
+
+/// Adds one, if nobody else has meanwhile.
+fn try_increment(names: &dyn Names) -> bool {
+    let view = names.read(&[Wanted::key("count")]).unwrap();
+    let count: u64 = view.get("count").unwrap().unwrap_or(0);
+    let relies_on = vec![("count".into(), view.version("count"))];
+    let change = Change { relies_on, ..Change::default() };
+    names.commit(&change.put("count", &(count + 1))).unwrap()
+}
+
+/// What becomes of a request on its way.
+#[derive(Clone, Copy, PartialEq)]
+enum Fate {
+    Arrives,
+    /// It is lost, and the connection with it.
+    IsLost,
+    /// It arrives, and its answer is lost with the connection.
+    IsNotAnswered,
+}
+
+/// Stands between a catalog and its clients, and decides about each commit.
+fn proxy(to: SocketAddr, decide: impl FnMut() -> Fate + Send + 'static) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let decide = Arc::new(Mutex::new(decide));
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) = (client.unwrap(), TcpStream::connect(to).unwrap());
+            let unanswered = Arc::new(Mutex::new(HashSet::new()));
+            let (own, decide) = (unanswered.clone(), decide.clone());
+            let (mut from, mut into) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            thread::spawn(move || {
+                relay(&mut from, &mut into, |header| {
+                    let fate =
+                        if header.kind == 203 { (decide.lock().unwrap())() } else { Fate::Arrives };
+                    if fate == Fate::IsNotAnswered {
+                        own.lock().unwrap().insert(header.number);
+                    }
+                    fate != Fate::IsLost
+                });
+            });
+            let (mut from, mut into) = (server, client);
+            thread::spawn(move || {
+                relay(&mut from, &mut into, |header| {
+                    !unanswered.lock().unwrap().contains(&header.number)
+                });
+            });
+        }
+    });
+    address.to_string()
+}
+
+/// Passes frames on until one may not pass, then ends both connections.
+fn relay(from: &mut TcpStream, into: &mut TcpStream, mut may_pass: impl FnMut(&Header) -> bool) {
+    let mut pass = || -> io::Result<bool> {
+        let mut head = [0; HEADER];
+        from.read_exact(&mut head)?;
+        let header = Header::from_bytes(&head, crate::cluster::protocol::MAX_BODY).unwrap();
+        let mut body = vec![0; header.len];
+        from.read_exact(&mut body)?;
+        if !may_pass(&header) {
+            return Ok(false);
+        }
+        into.write_all(&[&head[..], &body].concat())?;
+        Ok(true)
+    };
+    while pass().unwrap_or(false) {}
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = into.shutdown(Shutdown::Both);
+}
+
+#[test]
+fn a_change_whose_answer_is_lost_is_carried_out_once_and_told_truly() {
+    let catalog = Catalog::start();
+    for fate in [Fate::IsNotAnswered, Fate::IsLost] {
+        let mut fates = vec![fate, Fate::Arrives, fate];
+        let address = proxy(catalog.address, move || fates.pop().unwrap_or(Fate::Arrives));
+        let names = Served::new(&address, &Security::INSECURE).unwrap();
+        let before = count(&names);
+        assert!(try_increment(&names), "what was carried out is not told to be refused");
+        assert!(try_increment(&names));
+        assert_eq!(count(&catalog.client()), before + 2);
+        let change = Change { relies_on: vec![("count".into(), 1)], ..Change::default() };
+        assert!(!names.commit(&change.put("count", &0)).unwrap(), "what was not, is");
+    }
+}
+
+#[test]
+fn counters_lose_nothing_over_a_bad_network() {
+    let seed = u64::from_le_bytes(sys::random().unwrap());
+    println!("seed {seed}");
+    let catalog = Catalog::start();
+    let mut state = seed | 1;
+    let address = proxy(catalog.address, move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        match state % 8 {
+            0 => Fate::IsLost,
+            1 | 2 => Fate::IsNotAnswered,
+            _ => Fate::Arrives,
+        }
+    });
+    let carried_out: usize = thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                let patience = Duration::from_secs(60);
+                let names = Served::with_patience(&address, &Security::INSECURE, patience).unwrap();
+                scope.spawn(move || (0..25).filter(|_| try_increment(&names)).count())
+            })
+            .collect();
+        threads.into_iter().map(|one| one.join().unwrap()).sum()
+    });
+    assert_eq!(count(&catalog.client()), carried_out as u64);
+    assert!(carried_out >= 25, "{carried_out}");
+}
+
+/// Somebody without patience succeeds in the end.
+fn insist(is_done: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !is_done() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "it does not succeed");
+    }
+}
+
+#[test]
+fn a_catalog_that_is_away_is_named_in_time_and_used_when_it_returns() {
+    let mut catalog = Catalog::start();
+    let patience = Duration::from_secs(1);
+    let hasty = Served::with_patience(&catalog.address(), &Security::INSECURE, patience).unwrap();
+    let patient = catalog.client();
+    assert!(try_increment(&patient) && try_increment(&patient));
+    let is_used = || hasty.read(&[Wanted::key("count")]).is_ok();
+    insist(is_used);
+    catalog.stop();
+    let begin = Instant::now();
+    let error = hasty.read(&[Wanted::key("count")]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains(&catalog.address()), "{error}");
+    assert!(hasty.wait("a", 0, Duration::from_secs(20)).is_err());
+    assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
+    let address = catalog.address;
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| try_increment(&patient));
+        catalog.serve(TcpListener::bind(address).unwrap(), Security::INSECURE);
+        assert!(waiting.join().unwrap(), "who has patience does not notice");
+    });
+    assert_eq!(count(&patient), 3);
+    insist(is_used);
+    // Another catalog at its address is not taken for it.
+    catalog.stop();
+    catalog.dir = TempDir::new().unwrap();
+    catalog.serve(TcpListener::bind(address).unwrap(), Security::INSECURE);
+    let error = hasty.read(&[]).unwrap_err().to_string();
+    assert!(error.contains("right directory"), "{error}");
+}
+
+#[test]
+fn who_waits_does_not_stop_who_asks() {
+    let catalog = Catalog::start();
+    let names = Arc::new(catalog.client());
+    let revision = names.read(&[]).unwrap().revision;
+    let waiting: Vec<_> = (0..20)
+        .map(|_| {
+            let names = names.clone();
+            thread::spawn(move || names.wait("count", revision, Duration::from_secs(60)).unwrap())
+        })
+        .collect();
+    let begin = Instant::now();
+    for _ in 0..5 {
+        assert_eq!(count(&*names), 0);
+    }
+    assert!(try_increment(&*names));
+    waiting.into_iter().for_each(|one| one.join().unwrap());
+    assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
+}
+
+#[test]
+fn large_documents_pass_and_too_large_ones_are_refused() {
+    let catalog = Catalog::start();
+    let names = catalog.client();
+    let text = "x".repeat(900 << 10);
+    for number in 0..75 {
+        let change = Change { relaxed: true, ..Change::default() };
+        assert!(names.commit(&change.put(format!("large/{number:02}"), &text)).unwrap());
+        if number == 9 {
+            let view = names.read(&[Wanted::prefix("large/")]).unwrap();
+            assert_eq!(view.get::<String>("large/07").unwrap(), Some(text.clone()));
+        }
+    }
+    let error = names.read(&[Wanted::prefix("large/")]).unwrap_err();
+    assert!(error.to_string().contains("ask for less"), "{error}");
+    assert_eq!(names.read(&[Wanted::prefix("large/0")]).unwrap().documents.len(), 10);
+    let long = Change::default().put("large", &"x".repeat(MAX_REQUEST));
+    assert_eq!(names.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
+    let long = Change::default().put("x".repeat(2000), &1);
+    assert_eq!(names.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(try_increment(&names), "it goes on");
+}
+
+/// Says something, and returns all that is answered until the catalog closes.
+fn say(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Answer> {
+    let mut stream = TcpStream::connect(catalog.address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    for (header, body) in frames {
+        stream.write_all(&[&header.to_bytes()[..], body].concat()).unwrap();
+    }
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut bytes = Vec::new();
+    match stream.read_to_end(&mut bytes) {
+        // A reset is as good as an end.
+        Err(error) if error.kind() != io::ErrorKind::ConnectionReset => panic!("{error}"),
+        _ => {}
+    }
+    let mut answers = Vec::new();
+    let mut rest = &bytes[..];
+    while let Some((head, behind)) = rest.split_first_chunk::<HEADER>() {
+        let header = Header::from_bytes(head, crate::cluster::protocol::MAX_BODY).unwrap();
+        let (body, behind) = behind.split_at(header.len);
+        answers.push(Answer::from_body(header.kind, body).unwrap());
+        rest = behind;
+    }
+    answers
+}
+
+fn frame(request: &Request) -> (Header, Vec<u8>) {
+    let (kind, body) = request.to_body();
+    (Header { kind, number: 7, len: body.len() }, body)
+}
+
+#[test]
+fn who_does_not_speak_the_protocol_is_told_or_ignored() {
+    let catalog = Catalog::start();
+    let hello = |oldest, newest| frame(&Request::Hello(oldest, newest));
+    let future = say(&catalog, &[hello(2, 9)]);
+    assert!(
+        matches!(&future[..], [Answer::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
+    );
+    assert!(matches!(say(&catalog, &[hello(0, 9)])[..], [Answer::Welcome(1, _)]));
+    let rude = say(&catalog, &[frame(&Request::Read(vec![]))]);
+    assert!(matches!(rude[..], [Answer::Failed(ErrorKind::Invalid, _)]));
+    let twice = say(&catalog, &[hello(1, 1), hello(1, 1)]);
+    assert!(matches!(twice[..], [Answer::Welcome(..), Answer::Failed(..)]), "{twice:?}");
+    let unknown = (Header { kind: 250, number: 1, len: 3 }, vec![1, 2, 3]);
+    let confused = say(&catalog, &[hello(1, 1), unknown]);
+    assert!(matches!(confused[..], [Answer::Welcome(..), Answer::Failed(ErrorKind::Corrupt, _)]));
+    let long = (Header { kind: 203, number: 1, len: MAX_REQUEST + 1 }, vec![0; 100]);
+    assert!(matches!(say(&catalog, &[hello(1, 1), long])[..], [Answer::Welcome(..)]));
+    let cut = (Header { kind: 203, number: 1, len: 5000 }, vec![0; 100]);
+    assert!(matches!(say(&catalog, &[hello(1, 1), cut])[..], [Answer::Welcome(..)]));
+    assert!(try_increment(&catalog.client()), "it goes on");
+}
+
+#[test]
+fn newcomers_who_say_nothing_are_bounded_and_do_not_hurt_those_who_are_known() {
+    let catalog = Catalog::start();
+    let names = catalog.client();
+    assert!(try_increment(&names));
+    let begin = Instant::now();
+    let mut silent: Vec<_> =
+        (0..200).map(|_| TcpStream::connect(catalog.address).unwrap()).collect();
+    assert!(try_increment(&names), "it has a connection");
+    // The first ones are given time for their first words. What is beyond the limit is closed at once.
+    for stream in &mut silent[70..] {
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        assert!(!matches!(stream.read(&mut [0]), Ok(1..)));
+    }
+    assert!(begin.elapsed() < GREETING, "{:?}", begin.elapsed());
+    drop(silent);
+    assert!(try_increment(&catalog.client()), "there is room again");
+}
+
+#[test]
+fn a_peer_is_not_taken_for_a_catalog_nor_a_catalog_for_a_peer() {
+    let keys = TempDir::new().unwrap();
+    init(keys.path()).unwrap();
+    let load = |role| Security::load(keys.path(), role).unwrap();
+    let plain = || Security::INSECURE;
+    for (as_peer, as_catalog, as_client) in
+        [(plain(), plain(), plain()), (load(Role::Peer), load(Role::Catalog), load(Role::Client))]
+    {
+        let dir = TempDir::new().unwrap();
+        let store = Arc::new(PeerStore::open(dir.path(), None).unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let serving = in_background(listener, move |listener| async move {
+            peer::serve(listener, store, as_peer, async { drop(stopped.await) }).await
+        });
+        let begin = Instant::now();
+        let error = Served::new(&address, &as_client).unwrap().read(&[]).unwrap_err();
+        assert!(error.to_string().contains("name the catalog's address"), "{error}");
+        assert!(begin.elapsed() < Duration::from_secs(8), "it does not try in vain");
+        drop(stop);
+        serving.join().unwrap().unwrap();
+
+        let catalog = Catalog::start_with(as_catalog);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let address = catalog.address();
+        let opened = runtime.block_on(PeerConnection::open(&address, &as_client));
+        let error = opened.map(drop).unwrap_err().to_string();
+        assert!(error.contains("catalog"), "{error}");
+    }
+}
+
+#[test]
+fn roles_decide_who_may_change_what() {
+    let (keys, others) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    init(keys.path()).unwrap();
+    init(others.path()).unwrap();
+    let load = |role| Security::load(keys.path(), role).unwrap();
+    let catalog = Catalog::start_with(load(Role::Catalog));
+    let by = |security: &Security, seconds| {
+        let patience = Duration::from_secs(seconds);
+        Served::with_patience(&catalog.address(), security, patience).unwrap()
+    };
+    for role in [Role::Client, Role::Catalog] {
+        let names = by(&load(role), 60);
+        assert!(names.commit(&Change::default().put("images/vm1", &1)).unwrap(), "{role:?}");
+    }
+    let peer = by(&load(Role::Peer), 60);
+    assert!(peer.commit(&Change::default().put_for(9, "alive/x", &1)).unwrap());
+    assert_eq!(peer.read(&[Wanted::prefix("")]).unwrap().documents.len(), 2);
+    let change = Change::default().put("alive/x", &2).remove(Wanted::key("images/vm1"));
+    let error = peer.commit(&change).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(error.to_string().contains("a peer may not change 'images/vm1'"), "{error}");
+    let view = peer.read(&[Wanted::prefix("")]).unwrap();
+    assert_eq!(view.get("alive/x").unwrap(), Some(1), "nothing of it was done");
+    let stranger = Security::load(others.path(), Role::Client).unwrap();
+    for stranger in [Security::INSECURE, stranger] {
+        assert!(by(&stranger, 2).read(&[Wanted::prefix("")]).is_err());
+    }
+    let open = Catalog::start();
+    let client = Served::new(&open.address(), &load(Role::Client)).unwrap();
+    let error = client.read(&[]).unwrap_err().to_string();
+    assert!(error.contains("--insecure") || error.contains("away"), "{error}");
+}

@@ -1,0 +1,425 @@
+//! What a catalog and its clients say to each other.
+//!
+//! The frames are those of the [peers' protocol](crate::cluster::protocol), with kinds of their own, so that whoever is
+//! reached by mistake can be told apart. Every count and length is checked against the bytes that are there before
+//! memory is taken for it, and each message has one form.
+
+use std::collections::BTreeMap;
+
+use crate::cluster::protocol::{failure_body, read_failure, reason_of};
+use crate::documents::{Change, Document, Put, View, Wanted};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::CatalogId;
+
+/// The version of this protocol, and the oldest one that is still understood.
+pub const VERSION: u16 = 1;
+/// See [`VERSION`].
+pub const OLDEST: u16 = 1;
+
+/// The longest request.
+pub const MAX_REQUEST: usize = 1 << 20;
+
+/// The longest answer.
+pub const MAX_ANSWER: usize = 64 << 20;
+
+/// The longest key, prefix or name of a folder.
+pub const MAX_KEY: usize = 1024;
+
+/// The most keys and prefixes in one question.
+pub const MAX_WANTED: usize = 4096;
+
+const MAGIC: &[u8; 4] = b"CRNC";
+
+/// What makes a change one that is carried out once, however often it is sent.
+pub type Token = [u8; 16];
+
+/// What a client asks of a catalog.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// The first one of a connection: the oldest and the newest version that the client knows.
+    Hello(u16, u16),
+    /// What is there of this?
+    Read(Vec<Wanted>),
+    /// Carry this out, once if there is a token.
+    Commit(Option<Token>, Change),
+    /// Answer when something in this folder has changed after this revision, or after so many milliseconds.
+    Wait(String, u64, u32),
+}
+
+/// What a catalog answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// To a hello: the version that is spoken, and which catalog this is.
+    Welcome(u16, CatalogId),
+    /// What was asked for.
+    View(View),
+    /// Whether the change was carried out.
+    Committed(bool),
+    /// Something has changed, or the time is over.
+    Waited,
+    /// The request was not carried out.
+    Failed(ErrorKind, String),
+}
+
+const HELLO: u16 = 201;
+const READ: u16 = 202;
+const COMMIT: u16 = 203;
+const WAIT: u16 = 204;
+const WELCOME: u16 = 301;
+const VIEW: u16 = 302;
+const COMMITTED: u16 = 303;
+const WAITED: u16 = 304;
+const FAILED: u16 = 305;
+
+fn wrong(what: &str) -> Error {
+    Error::corrupt("a message", what)
+}
+
+impl Request {
+    /// Its kind and its body.
+    pub fn to_body(&self) -> (u16, Vec<u8>) {
+        let mut body = Vec::new();
+        let kind = match self {
+            Request::Hello(oldest, newest) => {
+                body.extend_from_slice(MAGIC);
+                body.extend_from_slice(&oldest.to_le_bytes());
+                body.extend_from_slice(&newest.to_le_bytes());
+                HELLO
+            }
+            Request::Read(wanted) => {
+                write_all(&mut body, wanted, write_wanted);
+                READ
+            }
+            Request::Commit(token, change) => {
+                write_option(&mut body, token.as_ref(), |body, token| body.extend(token));
+                body.push(change.relaxed.into());
+                write_all(&mut body, &change.relies_on, |body, (key, version)| {
+                    write_text(body, key);
+                    body.extend_from_slice(&version.to_le_bytes());
+                });
+                write_all(&mut body, &change.removes, write_wanted);
+                write_all(&mut body, &change.puts, |body, Put { key, value, seconds }| {
+                    write_text(body, key);
+                    write_option(body, seconds.as_ref(), |body, seconds| {
+                        body.extend_from_slice(&seconds.to_le_bytes());
+                    });
+                    write_bytes(body, value);
+                });
+                COMMIT
+            }
+            Request::Wait(folder, revision, milliseconds) => {
+                write_text(&mut body, folder);
+                body.extend_from_slice(&revision.to_le_bytes());
+                body.extend_from_slice(&milliseconds.to_le_bytes());
+                WAIT
+            }
+        };
+        (kind, body)
+    }
+
+    /// Reads it back.
+    pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
+        let mut body = Body(body);
+        let request = match kind {
+            HELLO => {
+                if body.take::<4>()? != *MAGIC {
+                    return Err(wrong("a hello of another protocol"));
+                }
+                Request::Hello(body.u16()?, body.u16()?)
+            }
+            READ => match body.all(Body::wanted)? {
+                wanted if wanted.len() > MAX_WANTED => {
+                    return Err(wrong("a question about too many documents"));
+                }
+                wanted => Request::Read(wanted),
+            },
+            COMMIT => {
+                let token = body.option(Body::take)?;
+                let relaxed = body.flag()?;
+                let relies_on = body.all(|body| Ok((body.text()?, body.u64()?)))?;
+                let removes = body.all(Body::wanted)?;
+                let puts = body.all(|body| {
+                    let (key, seconds) = (body.text()?, body.option(Body::u32)?);
+                    Ok(Put { key, value: body.bytes()?.to_vec(), seconds })
+                })?;
+                Request::Commit(token, Change { relies_on, removes, puts, relaxed })
+            }
+            WAIT => Request::Wait(body.text()?, body.u64()?, body.u32()?),
+            _ => return Err(wrong("a request of a kind that is not known here")),
+        };
+        body.end().map(|()| request)
+    }
+}
+
+impl Answer {
+    /// The answer that tells why a request failed.
+    pub fn failed(error: &Error) -> Answer {
+        Answer::Failed(error.kind(), reason_of(error))
+    }
+
+    /// Its kind and its body.
+    pub fn to_body(&self) -> (u16, Vec<u8>) {
+        let mut body = Vec::new();
+        let kind = match self {
+            Answer::Welcome(version, catalog) => {
+                body.extend_from_slice(&version.to_le_bytes());
+                body.extend_from_slice(catalog.as_bytes());
+                WELCOME
+            }
+            Answer::View(view) => {
+                body.extend_from_slice(&view.revision.to_le_bytes());
+                body.extend_from_slice(&(view.documents.len() as u32).to_le_bytes());
+                for (key, Document { value, version }) in &view.documents {
+                    write_text(&mut body, key);
+                    body.extend_from_slice(&version.to_le_bytes());
+                    write_bytes(&mut body, value);
+                }
+                VIEW
+            }
+            Answer::Committed(carried_out) => {
+                body.push((*carried_out).into());
+                COMMITTED
+            }
+            Answer::Waited => WAITED,
+            Answer::Failed(kind, reason) => {
+                body = failure_body(*kind, reason);
+                FAILED
+            }
+        };
+        (kind, body)
+    }
+
+    /// Reads it back.
+    pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
+        let mut body = Body(body);
+        let answer = match kind {
+            WELCOME => Answer::Welcome(body.u16()?, CatalogId::from_bytes(body.take()?)),
+            VIEW => {
+                let revision = body.u64()?;
+                let mut documents = BTreeMap::<String, Document>::new();
+                for _ in 0..body.u32()? {
+                    let (key, version) = (body.text()?, body.u64()?);
+                    let value = body.bytes()?.to_vec();
+                    if documents.last_key_value().is_some_and(|(last, _)| *last >= key) {
+                        return Err(wrong("documents that are not in order"));
+                    }
+                    documents.insert(key, Document { value, version });
+                }
+                Answer::View(View { revision, documents })
+            }
+            COMMITTED => Answer::Committed(body.flag()?),
+            WAITED => Answer::Waited,
+            FAILED => {
+                let (kind, reason) = read_failure(std::mem::take(&mut body.0))?;
+                Answer::Failed(kind, reason)
+            }
+            _ => return Err(wrong("an answer of a kind that is not known here")),
+        };
+        body.end().map(|()| answer)
+    }
+}
+
+/// Fails if a catalog would not take this key, prefix or folder.
+pub(super) fn check_key(key: &str) -> Result<()> {
+    if key.len() > MAX_KEY {
+        let why = format!("a key of {} bytes is too long; it may have {MAX_KEY}", key.len());
+        return Err(Error::BadArgument(why));
+    }
+    Ok(())
+}
+
+/// Two bytes for the length. Keys are [checked](check_key) before.
+fn write_text(body: &mut Vec<u8>, text: &str) {
+    body.extend_from_slice(&(text.len() as u16).to_le_bytes());
+    body.extend_from_slice(text.as_bytes());
+}
+
+fn write_bytes(body: &mut Vec<u8>, bytes: &[u8]) {
+    body.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+    body.extend_from_slice(bytes);
+}
+
+fn write_wanted(body: &mut Vec<u8>, wanted: &Wanted) {
+    let (tag, text) = match wanted {
+        Wanted::Key(key) => (0, key),
+        Wanted::Prefix(prefix) => (1, prefix),
+    };
+    body.push(tag);
+    write_text(body, text);
+}
+
+fn write_option<T>(body: &mut Vec<u8>, one: Option<T>, write: impl Fn(&mut Vec<u8>, T)) {
+    body.push(one.is_some().into());
+    if let Some(one) = one {
+        write(body, one);
+    }
+}
+
+fn write_all<T>(body: &mut Vec<u8>, all: &[T], write: impl Fn(&mut Vec<u8>, &T)) {
+    body.extend_from_slice(&(all.len() as u32).to_le_bytes());
+    all.iter().for_each(|one| write(body, one));
+}
+
+fn utf8(bytes: &[u8]) -> Result<String> {
+    let text = std::str::from_utf8(bytes).map_err(|_| wrong("text that is none"))?;
+    Ok(text.to_owned())
+}
+
+/// What is left of a body.
+struct Body<'a>(&'a [u8]);
+
+impl<'a> Body<'a> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk().ok_or_else(|| wrong("it is cut off"))?;
+        self.0 = rest;
+        Ok(*head)
+    }
+
+    fn u16(&mut self) -> Result<u16> {
+        self.take().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn flag(&mut self) -> Result<bool> {
+        match self.take()? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            _ => Err(wrong("neither yes nor no")),
+        }
+    }
+
+    fn slice(&mut self, len: usize) -> Result<&'a [u8]> {
+        let (head, rest) = self.0.split_at_checked(len).ok_or_else(|| wrong("it is cut off"))?;
+        self.0 = rest;
+        Ok(head)
+    }
+
+    fn text(&mut self) -> Result<String> {
+        match self.u16()?.into() {
+            len if len <= MAX_KEY => utf8(self.slice(len)?),
+            _ => Err(wrong("a key that is too long")),
+        }
+    }
+
+    fn bytes(&mut self) -> Result<&'a [u8]> {
+        let len = self.u32()? as usize;
+        self.slice(len)
+    }
+
+    fn wanted(&mut self) -> Result<Wanted> {
+        Ok(if self.flag()? { Wanted::Prefix(self.text()?) } else { Wanted::Key(self.text()?) })
+    }
+
+    fn option<T>(&mut self, read: impl Fn(&mut Self) -> Result<T>) -> Result<Option<T>> {
+        if self.flag()? { read(self).map(Some) } else { Ok(None) }
+    }
+
+    /// As many as a count says. It takes memory as it finds them, not as the count says.
+    fn all<T>(&mut self, read: impl Fn(&mut Self) -> Result<T>) -> Result<Vec<T>> {
+        let mut all = Vec::new();
+        for _ in 0..self.u32()? {
+            all.push(read(self)?);
+        }
+        Ok(all)
+    }
+
+    /// Nothing may be behind a message.
+    fn end(self) -> Result<()> {
+        if self.0.is_empty() { Ok(()) } else { Err(wrong("there is more than a message")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::{btree_map, vec};
+    use proptest::option;
+    use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
+
+    use super::{Answer, Change, Document, Put, Request, View, Wanted};
+    use crate::cluster::protocol::KINDS;
+    use crate::id::CatalogId;
+
+    fn wanted() -> impl Strategy<Value = Wanted> {
+        (any::<bool>(), ".{0,20}").prop_map(|(whole, text)| match whole {
+            true => Wanted::Key(text),
+            false => Wanted::Prefix(text),
+        })
+    }
+
+    fn change() -> impl Strategy<Value = Change> {
+        let put = (".{0,20}", vec(any::<u8>(), 0..50), option::of(any::<u32>()))
+            .prop_map(|(key, value, seconds)| Put { key, value, seconds });
+        let relies_on = vec((".{0,20}", any::<u64>()), 0..4);
+        (relies_on, vec(wanted(), 0..4), vec(put, 0..4), any::<bool>()).prop_map(
+            |(relies_on, removes, puts, relaxed)| Change { relies_on, removes, puts, relaxed },
+        )
+    }
+
+    fn request() -> impl Strategy<Value = Request> {
+        prop_oneof![
+            any::<(u16, u16)>().prop_map(|(oldest, newest)| Request::Hello(oldest, newest)),
+            vec(wanted(), 0..5).prop_map(Request::Read),
+            (any::<Option<[u8; 16]>>(), change()).prop_map(|(t, c)| Request::Commit(t, c)),
+            (".{0,20}", any::<(u64, u32)>())
+                .prop_map(|(folder, (revision, time))| Request::Wait(folder, revision, time)),
+        ]
+    }
+
+    fn answer() -> impl Strategy<Value = Answer> {
+        let document = (vec(any::<u8>(), 0..50), any::<u64>())
+            .prop_map(|(value, version)| Document { value, version });
+        let documents = btree_map(".{0,20}", document, 0..6);
+        prop_oneof![
+            any::<(u16, [u8; 16])>()
+                .prop_map(|(version, id)| Answer::Welcome(version, CatalogId::from_bytes(id))),
+            (any::<u64>(), documents)
+                .prop_map(|(revision, documents)| Answer::View(View { revision, documents })),
+            any::<bool>().prop_map(Answer::Committed),
+            Just(Answer::Waited),
+            (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(KINDS[kind], text)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_message_is_read_back(request in request(), answer in answer()) {
+            let (kind, body) = request.to_body();
+            prop_assert_eq!(Request::from_body(kind, &body).unwrap(), request);
+            let (kind, body) = answer.to_body();
+            prop_assert_eq!(Answer::from_body(kind, &body).unwrap(), answer);
+        }
+
+        #[test]
+        fn what_is_no_message_is_refused_or_has_one_form(
+            request in request(),
+            answer in answer(),
+            flips in vec((any::<usize>(), any::<u8>()), 0..4),
+            cut in any::<usize>(),
+        ) {
+            for (kind, mut body) in [request.to_body(), answer.to_body()] {
+                for (at, mask) in &flips {
+                    if !body.is_empty() {
+                        let at = at % body.len();
+                        body[at] ^= mask;
+                    }
+                }
+                if cut % 3 == 0 {
+                    body.truncate(cut % (body.len() + 1));
+                }
+                if let Ok(found) = Request::from_body(kind, &body) {
+                    prop_assert_eq!(found.to_body(), (kind, body.clone()));
+                }
+                if let Ok(found) = Answer::from_body(kind, &body) {
+                    prop_assert_eq!(found.to_body(), (kind, body));
+                }
+            }
+        }
+    }
+}

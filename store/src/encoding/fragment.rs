@@ -1,0 +1,505 @@
+//! A blob in parts: what peers store of it.
+//!
+//! ```text
+//! content ──► encoded (compressed, where that pays) ──► cut into k blocks ──► m parity blocks
+//!                                                            └──────┬───────────────┘
+//!                        description: k, m, lengths, the content's name, the checksum of each block
+//! ```
+//!
+//! Each fragment carries the whole description. So whoever has one knows what belongs to it, can tell a damaged
+//! block by its checksum, and never mixes the blocks of two encodings of one blob: their descriptions have different
+//! names. That all blocks together are the content is for the reader to verify, by the content's name: a checksum
+//! is no proof against who forges a block, a name is. A checksum costs a tenth of what a name costs, and blocks are
+//! checked by everybody they pass.
+//!
+//! ```text
+//! 0        4         5       6   7   8           12              16             48
+//! ┌────────┬─────────┬───────┬───┬───┬───────────┬───────────────┬──────────────┬──────────────────────┐
+//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m checksums of 8 │
+//! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
+//! ```
+//!
+//! A checksum is the 64 bits of XXH3 without a seed.
+//!
+//! The form is the codec in the low four bits (0 none, 1 zstd, 2 lz4), and the [`Kind`] in the high ones (0 content,
+//! 1 record).
+//!
+//! A copy is the one block of k = 1 and m = 0, however many peers have it.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use twox_hash::XxHash3_64;
+
+use super::compression::{Codec, compress, decompress};
+use super::redundancy::{Keep, MAX_WIDTH, Redundancy};
+use super::reed_solomon;
+use crate::buffers::Buffer;
+use crate::error::{Error, Result};
+use crate::id::BlobId;
+
+const MAGIC: &[u8; 4] = b"CRNF";
+/// Version 1 was never released.
+const VERSION: u8 = 2;
+const HEADER: usize = 48;
+const CHECKSUM: usize = 8;
+
+/// The longest content of a blob.
+pub const MAX_CONTENT: usize = 4 << 20;
+
+/// What a blob is for. It is said by whoever stores it, beside its content: a guest that writes what looks like
+/// a record has stored content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A chunk, or a node of a tree.
+    Content,
+    /// The record of a snapshot: names are restored from these.
+    Record,
+}
+
+/// What the blocks of one encoding of a blob are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// The blob's name: the hash of its plain content.
+    pub blob: BlobId,
+    /// Bytes of the plain content.
+    pub len: u32,
+    /// Bytes of what was cut into blocks.
+    encoded_len: u32,
+    kind: Kind,
+    codec: Codec,
+    data: u8,
+    parity: u8,
+    /// Shared: a description is cloned for each of its fragments, more than once.
+    checksums: Arc<[[u8; CHECKSUM]]>,
+}
+
+/// What a peer holds of a blob: one block, and the description of all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fragment {
+    /// What the block belongs to.
+    pub description: Description,
+    /// Which one it is.
+    pub index: u8,
+    /// Its content.
+    pub block: Bytes,
+}
+
+impl Fragment {
+    /// Whether it is one of this blob, with the block that its description names.
+    pub fn is_of(&self, blob: &BlobId) -> bool {
+        self.description.blob == *blob && self.description.matches(self.index.into(), &self.block)
+    }
+}
+
+/// A blob's content, copied once to where its first blocks can be cut from it.
+#[derive(Clone)]
+pub(crate) struct Plain {
+    /// Padded with zeros to whole blocks.
+    bytes: Bytes,
+    len: usize,
+}
+
+impl Plain {
+    /// # Panics
+    ///
+    /// If the content is empty or longer than [`MAX_CONTENT`].
+    pub(crate) fn new(content: &[u8], redundancy: Redundancy) -> Plain {
+        assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
+        let len = content.len();
+        let mut bytes = Buffer::new(len.next_multiple_of(redundancy.needed()), 0);
+        bytes[..len].copy_from_slice(content);
+        bytes[len..].fill(0);
+        Plain { bytes: bytes.share(), len }
+    }
+
+    /// The content.
+    pub(crate) fn content(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+/// The blocks of a blob: those that it was cut into, and those that were computed.
+#[derive(Clone)]
+pub struct Blocks {
+    cut: Bytes,
+    parity: Bytes,
+    len: usize,
+}
+
+impl Blocks {
+    /// The block with this index.
+    pub fn get(&self, index: usize) -> &[u8] {
+        let (part, at) = self.place(index);
+        &part[at..at + self.len]
+    }
+
+    /// The same, shared.
+    pub fn share(&self, index: usize) -> Bytes {
+        let (part, at) = self.place(index);
+        part.slice(at..at + self.len)
+    }
+
+    fn place(&self, index: usize) -> (&Bytes, usize) {
+        let at = index * self.len;
+        match at.checked_sub(self.cut.len()) {
+            None => (&self.cut, at),
+            Some(at) => (&self.parity, at),
+        }
+    }
+}
+
+/// Cuts a blob into blocks, computes parity, and describes them.
+///
+/// # Panics
+///
+/// If the content is empty or longer than [`MAX_CONTENT`].
+pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Description, Blocks) {
+    let keep = keep.into();
+    cut(Kind::Content, blob, &Plain::new(content, keep.redundancy), &keep)
+}
+
+/// As [`encode`], for the record of a snapshot.
+pub fn encode_record(
+    blob: &BlobId,
+    content: &[u8],
+    keep: impl Into<Keep>,
+) -> (Description, Blocks) {
+    let keep = keep.into();
+    cut(Kind::Record, blob, &Plain::new(content, keep.redundancy), &keep)
+}
+
+/// The same for content that was copied for this redundancy.
+pub(crate) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Blocks) {
+    let (data, parity) = match keep.redundancy {
+        Redundancy::Replicas(_) => (1, 0),
+        Redundancy::ReedSolomon { data, parity } => (data, parity),
+    };
+    let compressed = compress(plain.content(), keep.compression);
+    let (codec, plain_len) = (compressed.as_ref().map_or(Codec::None, |one| one.0), plain.len);
+    let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, keep.redundancy));
+    let plain = smaller.as_ref().unwrap_or(plain);
+    let cut = plain.bytes.clone();
+    let len = cut.len() / usize::from(data);
+    let mut computed = Buffer::new(len * usize::from(parity), 0);
+    if parity > 0 {
+        let cut: Vec<_> = cut.chunks(len).collect();
+        let mut computed: Vec<_> = computed.chunks_mut(len).collect();
+        reed_solomon::encode(&reed_solomon::code(data, parity), &cut, &mut computed);
+    }
+    let blocks = Blocks { cut, parity: computed.share(), len };
+    let width = usize::from(data) + usize::from(parity);
+    let checksums = (0..width).map(|index| checksum(blocks.get(index))).collect();
+    let description = Description {
+        blob: *blob,
+        len: plain_len as u32,
+        encoded_len: plain.len as u32,
+        kind,
+        codec,
+        data,
+        parity,
+        checksums,
+    };
+    (description, blocks)
+}
+
+fn checksum(block: &[u8]) -> [u8; CHECKSUM] {
+    XxHash3_64::oneshot(block).to_le_bytes()
+}
+
+impl Description {
+    /// Bytes of the longest one.
+    pub(crate) const LONGEST: usize = HEADER + MAX_WIDTH * CHECKSUM;
+
+    /// What the blob is for.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// How many blocks there are.
+    pub fn width(&self) -> usize {
+        self.checksums.len()
+    }
+
+    /// How many are enough.
+    pub fn needed(&self) -> usize {
+        self.data.into()
+    }
+
+    /// Bytes of each block.
+    pub fn block_len(&self) -> usize {
+        (self.encoded_len as usize).div_ceil(self.data.into())
+    }
+
+    /// Whether these are the bytes of a block.
+    pub fn matches(&self, index: usize, block: &[u8]) -> bool {
+        block.len() == self.block_len()
+            && self.checksums.get(index).is_some_and(|wanted| checksum(block) == *wanted)
+    }
+
+    /// The description's own name: equal for fragments that belong together.
+    pub fn id(&self) -> BlobId {
+        BlobId::of(&self.to_bytes())
+    }
+
+    /// As it is sent and stored.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER + self.checksums.len() * CHECKSUM);
+        self.write(&mut bytes);
+        bytes
+    }
+
+    /// The same, behind what is there.
+    pub(crate) fn write(&self, bytes: &mut Vec<u8>) {
+        bytes.reserve_exact(HEADER + self.checksums.len() * CHECKSUM);
+        bytes.extend_from_slice(MAGIC);
+        let form = (self.kind as u8) << 4 | self.codec.number();
+        bytes.extend_from_slice(&[VERSION, form, self.data, self.parity]);
+        bytes.extend_from_slice(&self.len.to_le_bytes());
+        bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
+        bytes.extend_from_slice(self.blob.as_bytes());
+        bytes.extend_from_slice(self.checksums.as_flattened());
+    }
+
+    /// Reads the description at the start of `bytes`, and returns what is behind it.
+    pub fn from_bytes(bytes: &[u8]) -> Result<(Description, &[u8])> {
+        let wrong = |reason: &str| Error::corrupt("a fragment's description", reason);
+        let (header, rest) =
+            bytes.split_at_checked(HEADER).ok_or_else(|| wrong("it is too short"))?;
+        if &header[..4] != MAGIC {
+            return Err(wrong("it does not begin like one"));
+        }
+        let kind = match header[5] >> 4 {
+            0 => Some(Kind::Content),
+            1 => Some(Kind::Record),
+            _ => None,
+        };
+        let (Some(kind), Some(codec), VERSION) = (kind, Codec::new(header[5] & 15), header[4])
+        else {
+            return Err(wrong("it is of a kind that this version does not know"));
+        };
+        let (data, parity) = (header[6], header[7]);
+        let word =
+            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        let (len, encoded_len) = (word(8), word(12));
+        let width = usize::from(data) + usize::from(parity);
+        let is_code =
+            if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= MAX_WIDTH };
+        // Compressed is what became shorter.
+        let is_encoded = match codec {
+            Codec::None => encoded_len == len,
+            _ => (1..len).contains(&encoded_len),
+        };
+        if !is_code || len == 0 || len as usize > MAX_CONTENT || !is_encoded {
+            return Err(wrong("its numbers make no sense"));
+        }
+        let (checksums, rest) =
+            rest.split_at_checked(width * CHECKSUM).ok_or_else(|| wrong("it is too short"))?;
+        let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
+        let checksums = checksums.as_chunks().0.into();
+        Ok((Description { blob, len, encoded_len, kind, codec, data, parity, checksums }, rest))
+    }
+
+    /// Puts the content together from enough blocks, each at its index, and verifies it by its name. It fails if one of
+    /// the blocks that it takes, which are the first ones that are enough, is another than it was.
+    pub fn decode<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], content: &mut [u8]) -> Result<()> {
+        let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
+        let data = usize::from(self.data);
+        if blocks.len() != self.width() || content.len() != self.len as usize {
+            return Err(wrong("the blocks are not those of this blob"));
+        }
+        let computed;
+        let cut: Vec<&[u8]> = if blocks[..data].iter().all(Option::is_some) {
+            blocks[..data].iter().flatten().map(AsRef::as_ref).collect()
+        } else {
+            computed = self.reconstruct(blocks, true)?;
+            computed[..data].iter().flatten().map(AsRef::as_ref).collect()
+        };
+        let join = |mut to: &mut [u8]| -> Result<()> {
+            for block in cut {
+                let (here, behind) = to.split_at_mut(to.len().min(self.block_len()));
+                let (block, padding) = block
+                    .split_at_checked(here.len())
+                    .ok_or_else(|| wrong("a block is too short"))?;
+                here.copy_from_slice(block);
+                // A wrong parity block may spoil nothing else.
+                if padding.iter().any(|byte| *byte != 0) {
+                    return Err(wrong("there is something behind its end"));
+                }
+                to = behind;
+            }
+            Ok(())
+        };
+        if self.codec == Codec::None {
+            join(content)?;
+        } else {
+            let mut encoded = Buffer::new(self.encoded_len as usize, 0);
+            join(&mut encoded)?;
+            decompress(self.codec, &encoded, content).map_err(|reason| wrong(&reason))?;
+        }
+        match BlobId::of(content) == self.blob {
+            true => Ok(()),
+            false => Err(wrong("the blocks are right, but together they are something else")),
+        }
+    }
+
+    /// Computes a block that is lost from enough others.
+    pub fn rebuild<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], index: usize) -> Result<Vec<u8>> {
+        let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
+        if blocks.len() != self.width() || index >= blocks.len() {
+            return Err(wrong("the blocks are not those of this blob"));
+        }
+        let block = match &blocks[index] {
+            Some(block) => block.as_ref().to_vec(),
+            None => self.reconstruct(blocks, index < self.data.into())?[index]
+                .take()
+                .ok_or_else(|| wrong("a block is missing"))?,
+        };
+        if self.matches(index, &block) {
+            Ok(block)
+        } else {
+            Err(wrong("a block has another checksum"))
+        }
+    }
+
+    /// All blocks, or all but parity, from enough of them.
+    fn reconstruct<B: AsRef<[u8]>>(
+        &self,
+        blocks: &[Option<B>],
+        only_data: bool,
+    ) -> Result<Vec<Option<Vec<u8>>>> {
+        let wrong = |reason: String| Error::corrupt(format!("blob {}", self.blob), reason);
+        if self.parity == 0 {
+            return Err(wrong("its only block is missing".into()));
+        }
+        // More than are needed would be copied in vain.
+        let mut left = self.needed();
+        let mut all: Vec<_> = blocks
+            .iter()
+            .map(|block| {
+                let block = block.as_ref().filter(|_| left > 0)?;
+                left -= 1;
+                Some(block.as_ref().to_vec())
+            })
+            .collect();
+        let code = reed_solomon::code(self.data, self.parity);
+        let done =
+            if only_data { code.reconstruct_data(&mut all) } else { code.reconstruct(&mut all) };
+        done.map_err(|error| wrong(format!("it cannot be put together: {error}")))?;
+        Ok(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
+    use proptest::sample::subsequence;
+
+    use super::{BlobId, Bytes, Description, Keep, Redundancy, encode, encode_record};
+
+    fn redundancies() -> Vec<Redundancy> {
+        let texts = ["none", "replicas=3", "rs=2+1", "rs=3+2", "rs=4+4", "rs=8+4"];
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn any_k_blocks_are_enough(
+            content in vec(any::<u8>(), 1..5000),
+            which in 0usize..6,
+            order in subsequence((0..12).collect::<Vec<usize>>(), 12),
+            turn in 0usize..12,
+        ) {
+            let redundancy = redundancies()[which];
+            let blob = BlobId::of(&content);
+            let (description, blocks) = encode(&blob, &content, redundancy);
+            prop_assert_eq!(description.needed(), redundancy.needed());
+            let width = description.width();
+            let mut kept = vec![None; width];
+            for index in (0..width).map(|n| order[(n + turn) % width] % width).take(width) {
+                if kept.iter().flatten().count() < description.needed() {
+                    kept[index] = Some(blocks.get(index).to_vec());
+                }
+            }
+            let mut found = vec![0; content.len()];
+            description.decode(&kept, &mut found).unwrap();
+            prop_assert_eq!(&found, &content);
+            for index in 0..width {
+                let rebuilt = description.rebuild(&kept, index).unwrap();
+                prop_assert_eq!(&rebuilt[..], blocks.get(index));
+                prop_assert!(description.matches(index, &rebuilt));
+            }
+            if description.needed() > 1 {
+                let last = kept.iter().rposition(Option::is_some).unwrap();
+                kept[last] = None;
+                prop_assert!(description.decode(&kept, &mut found).is_err(), "one too few");
+            }
+        }
+
+        #[test]
+        fn what_shrinks_is_compressed_and_comes_back(
+            pattern in vec(any::<u8>(), 1..9000),
+            repeat in 1usize..20,
+            which in 0usize..6,
+            how in 0usize..4,
+        ) {
+            let content = pattern.repeat(repeat);
+            let compression = ["auto", "zstd", "lz4", "none"][how].parse().unwrap();
+            let keep = Keep { redundancy: redundancies()[which], compression };
+            let (description, blocks) = encode(&BlobId::of(&content), &content, keep);
+            let mut found = vec![0; content.len()];
+            let all: Vec<_> = (0..description.width())
+                .map(|index| (index >= description.width() - description.needed()).then(|| blocks.share(index)))
+                .collect();
+            description.decode(&all, &mut found).unwrap();
+            prop_assert_eq!(&found, &content);
+            prop_assert!(description.encoded_len <= description.len);
+            let shrinks = pattern.len() > 100 && repeat > 3 && how != 3 && pattern.len() < 4000;
+            prop_assert!(!shrinks || description.encoded_len < description.len, "it does shrink");
+            prop_assert_eq!(description.matches(0, blocks.get(0)), true);
+        }
+
+        #[test]
+        fn a_description_is_read_back_or_refused(
+            content in vec(any::<u8>(), 1..100),
+            which in 0usize..6,
+            record in any::<bool>(),
+            flip in any::<(usize, u8)>(),
+        ) {
+            let (blob, keep) = (BlobId::of(&content), redundancies()[which]);
+            let (description, _) = match record {
+                true => encode_record(&blob, &content, keep),
+                false => encode(&blob, &content, keep),
+            };
+            let mut bytes = description.to_bytes();
+            bytes.extend_from_slice(b"behind");
+            let (again, rest) = Description::from_bytes(&bytes).unwrap();
+            prop_assert_eq!((again.id(), rest), (description.id(), &b"behind"[..]));
+            prop_assert_eq!(&again, &description);
+            prop_assert!(Description::from_bytes(&bytes[..bytes.len() - 7]).is_err(), "cut off");
+            let at = flip.0 % (bytes.len() - 6);
+            bytes[at] ^= flip.1;
+            if let Ok((other, _)) = Description::from_bytes(&bytes) {
+                prop_assert_eq!(other == description, flip.1 == 0);
+                prop_assert!(other.width() <= 32 && other.block_len() <= super::MAX_CONTENT);
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_that_are_something_else_together_are_refused() {
+        let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
+        let (description, blocks) = encode(&BlobId::of(b"another"), b"content!", code);
+        let all: Vec<_> = (0..3).map(|index| Some(blocks.share(index))).collect();
+        assert!((0..3).all(|index| description.matches(index, blocks.get(index))));
+        let mut found = [0; 8];
+        description.decode(&all, &mut found).unwrap_err();
+        assert!(!description.matches(0, b"c0nt") && !description.matches(1, blocks.get(0)));
+        assert!(!description.matches(3, blocks.get(0)));
+        let (copy, _) = encode(&BlobId::of(b"content!"), b"content!", Redundancy::NONE);
+        copy.decode(&[Some(b"c0ntent!")], &mut found).unwrap_err();
+        copy.decode(&[None::<Bytes>], &mut found).unwrap_err();
+        copy.rebuild(&[None::<Bytes>], 0).unwrap_err();
+    }
+}

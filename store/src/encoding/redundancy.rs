@@ -1,0 +1,165 @@
+//! How a blob is kept safe from the loss of peers.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::compression::Compression;
+use crate::error::Error;
+
+/// The most fragments of a blob: no cluster here has more failure domains to put them into.
+pub(crate) const MAX_WIDTH: usize = 32;
+
+/// How a blob is spread over peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Redundancy {
+    /// Whole copies, each on a peer of its own.
+    Replicas(u8),
+    /// Cut into `data` blocks, with `parity` blocks computed from them: any `data` of them all are enough.
+    ReedSolomon {
+        /// Blocks that the content is cut into.
+        data: u8,
+        /// Blocks beside them, and the losses that are survived.
+        parity: u8,
+    },
+}
+
+impl Redundancy {
+    /// One copy: the loss of its peer is the loss of the blob.
+    pub const NONE: Redundancy = Redundancy::Replicas(1);
+
+    /// What a new image has if nobody says otherwise, with so many peers.
+    pub fn for_peers(peers: usize) -> Redundancy {
+        match peers {
+            8.. => Redundancy::ReedSolomon { data: 4, parity: 4 },
+            3.. => Redundancy::Replicas(3),
+            2 => Redundancy::Replicas(2),
+            _ => Redundancy::NONE,
+        }
+    }
+
+    /// Peers that hold a part of a blob.
+    pub fn width(self) -> usize {
+        match self {
+            Redundancy::Replicas(copies) => copies.into(),
+            Redundancy::ReedSolomon { data, parity } => usize::from(data) + usize::from(parity),
+        }
+    }
+
+    /// Peers that are enough to read it.
+    pub fn needed(self) -> usize {
+        match self {
+            Redundancy::Replicas(_) => 1,
+            Redundancy::ReedSolomon { data, .. } => data.into(),
+        }
+    }
+
+    /// Peers whose loss is survived.
+    pub fn survives(self) -> usize {
+        self.width() - self.needed()
+    }
+
+    /// For tree nodes and records, which are small and read one after the other: whole copies that survive
+    /// as much.
+    pub fn of_small_blobs(self) -> Redundancy {
+        Redundancy::Replicas(self.survives() as u8 + 1)
+    }
+}
+
+/// How a blob is kept on peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Keep {
+    /// How it is spread.
+    pub redundancy: Redundancy,
+    /// Whether it is made smaller before.
+    pub compression: Compression,
+}
+
+impl Keep {
+    /// For tree nodes and records: see [`Redundancy::of_small_blobs`].
+    pub fn of_small_blobs(&self) -> Keep {
+        Keep { redundancy: self.redundancy.of_small_blobs(), ..*self }
+    }
+}
+
+impl Default for Keep {
+    /// One copy, compressed if that pays.
+    fn default() -> Keep {
+        Keep { redundancy: Redundancy::NONE, compression: Compression::Auto }
+    }
+}
+
+impl From<Redundancy> for Keep {
+    /// Spread like this, and not compressed.
+    fn from(redundancy: Redundancy) -> Keep {
+        Keep { redundancy, compression: Compression::None }
+    }
+}
+
+impl fmt::Display for Redundancy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Redundancy::Replicas(1) => write!(f, "none"),
+            Redundancy::Replicas(copies) => write!(f, "replicas={copies}"),
+            Redundancy::ReedSolomon { data, parity } => write!(f, "rs={data}+{parity}"),
+        }
+    }
+}
+
+impl FromStr for Redundancy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Redundancy, Error> {
+        let number = |text: &str| text.parse::<u8>().ok().filter(|number| *number > 0);
+        let parsed = match text.split_once('=') {
+            None if text == "none" => Some(Redundancy::NONE),
+            Some(("replicas", copies)) => number(copies).map(Redundancy::Replicas),
+            Some(("rs", blocks)) => blocks.split_once('+').and_then(|(data, parity)| {
+                let (data, parity) = (number(data)?, number(parity)?);
+                // With one block of data, parity is a copy.
+                (data >= 2).then_some(Redundancy::ReedSolomon { data, parity })
+            }),
+            _ => None,
+        };
+        parsed.filter(|one| one.width() <= MAX_WIDTH).ok_or_else(|| Error::BadName {
+            what: "a redundancy",
+            name: text.into(),
+            rule: "it is none, replicas=N or rs=K+M, for up to 32 peers, with K at least 2",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Redundancy;
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        for text in ["none", "replicas=2", "replicas=32", "rs=4+4", "rs=2+1", "rs=16+16"] {
+            assert_eq!(text.parse::<Redundancy>().unwrap().to_string(), text);
+        }
+        assert_eq!("replicas=1".parse::<Redundancy>().unwrap(), Redundancy::NONE);
+        for text in
+            ["", "rs", "rs=4", "rs=1+1", "rs=0+4", "rs=4+0", "rs=300+1", "rs=31+2", "rs=4+4+4"]
+        {
+            assert!(text.parse::<Redundancy>().is_err(), "{text}");
+        }
+        for text in ["replicas", "replicas=0", "replicas=33", "replicas=-1", "None", " none"] {
+            assert!(text.parse::<Redundancy>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn nodes_survive_what_chunks_survive() {
+        for text in ["none", "replicas=3", "rs=4+4", "rs=8+2"] {
+            let redundancy: Redundancy = text.parse().unwrap();
+            assert_eq!(redundancy.of_small_blobs().survives(), redundancy.survives(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_default_needs_no_more_peers_than_there_are() {
+        for peers in 1..20 {
+            assert!(Redundancy::for_peers(peers).width() <= peers);
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! What counts as gone: garbage on a peer that is drained, and images that were never made.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use crate::cluster::client::Connection;
+use crate::cluster::client::blobs_tests::Site;
+use crate::cluster::membership::{Announcement, Pulse, beat, drain};
+use crate::cluster::tests::content;
+use crate::documents::{Embedded, Names};
+use crate::encoding::Redundancy;
+use crate::geometry::{ChunkIndex, Geometry};
+use crate::id::{BlobId, ChunkId};
+use crate::name::{ImageName, SnapshotRef};
+use crate::net::identity::Security;
+use crate::repository::Repository;
+use crate::tree::Root;
+
+const CHUNK: usize = 65536;
+
+/// The heartbeats of all peers, until this is dropped. They go on when a peer is stopped: nobody is to notice.
+struct Heartbeats {
+    stop: mpsc::Sender<()>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Heartbeats {
+    fn of(site: &Site, names: &Arc<dyn Names>) -> Heartbeats {
+        let who = site.peers.iter().map(|peer| {
+            let domain = peer.id.to_string();
+            Announcement { id: peer.id, address: peer.address.clone(), domain }
+        });
+        let (who, names): (Vec<_>, _) = (who.collect(), names.clone());
+        let pulse = Pulse { capacity: 1 << 40, used: 0, reserved: 0, fragments: 0, load: 0 };
+        let all_beat = move || who.iter().for_each(|who| beat(&*names, who, &pulse, 1).unwrap());
+        all_beat();
+        let (stop, stopped) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            while stopped.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+                all_beat();
+            }
+        });
+        Heartbeats { stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Heartbeats {
+    fn drop(&mut self) {
+        let _ = self.stop.send(());
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+fn has(address: &str, blob: BlobId) -> bool {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
+        !connection.have(&[blob], false).await.unwrap()[0].is_empty()
+    })
+}
+
+/// Documents in a file.
+fn names(dir: &TempDir, file: &str) -> Arc<dyn Names> {
+    let path = dir.path().join(file);
+    Embedded::create(&path).unwrap();
+    Arc::new(Embedded::open(&path).unwrap())
+}
+
+#[test]
+fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_there() {
+    let site = Site::new(2);
+    let dir = TempDir::new().unwrap();
+    let first = names(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &first);
+    let repository = Repository::of_cluster(first, &Security::INSECURE).unwrap();
+    let size = |chunks: u64| Geometry::new(chunks * CHUNK as u64, CHUNK as u32).unwrap();
+    let [vm, other] = ["vm", "other"].map(|name| name.parse::<ImageName>().unwrap());
+    repository.create_image(&vm, size(4)).unwrap();
+    repository.create_image(&other, size(9)).unwrap();
+    // Those who come too late, alone and together.
+    repository.create_image(&vm, size(1)).unwrap_err();
+    repository.clone_snapshot(&SnapshotRef::number(&other, 1), &vm).unwrap_err();
+    let third: ImageName = "third".parse().unwrap();
+    let made: Vec<bool> = std::thread::scope(|scope| {
+        let make = |chunks| {
+            let (repository, third) = (&repository, &third);
+            scope.spawn(move || repository.create_image(third, size(chunks)).is_ok())
+        };
+        let all: Vec<_> = (1..9).map(make).collect();
+        all.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(made.iter().filter(|made| **made).count(), 1, "{made:?}");
+    let before = repository.images().unwrap();
+    // The catalog is lost.
+    let second = names(&dir, "again.db");
+    let _also_beating = Heartbeats::of(&site, &second);
+    let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
+    let rebuilt = again.rebuild_catalog().unwrap();
+    assert_eq!((rebuilt.images, rebuilt.snapshots), (3, 3));
+    assert_eq!(again.images().unwrap(), before);
+}
+
+#[test]
+fn nothing_is_garbage_while_a_node_cannot_be_read() {
+    let mut site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let names = names(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &names);
+    let open = || Repository::of_cluster(names.clone(), &Security::INSECURE).unwrap();
+    let repository = open().keeping(Redundancy::NONE.into());
+    let geometry = Geometry::new(40 * CHUNK as u64, CHUNK as u32).unwrap();
+    let chunks: Vec<_> = (0..60).map(|number| content(number, CHUNK).1).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+    repository.put_chunks(&chunks).unwrap();
+    // The last ones are garbage.
+    let named = &chunks[..40];
+    let changes: BTreeMap<_, _> =
+        named.iter().enumerate().map(|(at, (id, _))| (ChunkIndex(at as u64), Some(*id))).collect();
+    let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
+    repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+
+    let node: BlobId = root.0.unwrap().into();
+    let holds = |at: &usize| has(&site.peers[*at].address, node);
+    let holder = (0..3).find(holds).unwrap();
+    let drained = (holder + 1) % 3;
+    let before = site.fragments_of(drained);
+    assert!(before > 2, "{before} of 60 chunks");
+    drain(&*names, &site.peers[drained].id, true).unwrap();
+    site.stop(holder);
+    // Another client, which remembers no node.
+    let report = open().repair(None, &|_| ()).unwrap();
+    // The record can be read, and is moved if it was there.
+    assert!(report.moved <= 1 && report.dropped == report.moved, "{report:?}");
+    assert_eq!(site.fragments_of(drained), before - report.moved, "{report:?}");
+
+    site.restart(holder);
+    let repository = open();
+    let report = repository.repair(None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete(), "{report:?}");
+    assert_eq!(site.fragments_of(drained), 0, "garbage, too");
+    let mut buffer = vec![0; CHUNK];
+    for (id, content) in named {
+        repository.read_chunk(id, &mut buffer).unwrap();
+        assert!(buffer == *content);
+    }
+}

@@ -1,0 +1,171 @@
+//! The directory of a repository: what makes it one, and how it comes to be.
+//!
+//! ```text
+//! PATH/repository.json   the marker, written last
+//! PATH/catalog.db        the names
+//! PATH/segments/         the blobs
+//! PATH/index.db          where each blob is
+//! ```
+//!
+//! Several processes may make the same repository at once: each step is fine with being done already.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::blobs::directory::LocalBlobs;
+use crate::documents::Embedded;
+use crate::error::{Error, Result};
+use crate::sys;
+
+const MARKER: &str = "repository.json";
+const FORMAT: &str = "cairn-repository";
+const VERSION: u64 = 3;
+
+/// What the names of a repository's parts begin with, but the marker's.
+const PARTS: [&str; 4] = ["segments", "catalog.db", "index.db", "repository.json."];
+
+/// File systems that cannot hold a catalog, for processes of several hosts could use it at once: their
+/// locks differ, and shared memory does not reach from one host to another. FUSE is among them because
+/// it does not tell what is behind it.
+const NETWORK: [(u64, &str); 16] = [
+    (0x6969, "NFS"),
+    (0x517b, "SMB"),
+    (0xff53_4d42, "CIFS"),
+    (0xfe53_4d42, "SMB"),
+    (0x0102_1997, "9P"),
+    (0x6573_5546, "FUSE"),
+    (0x00c3_6400, "Ceph"),
+    (0x5346_414f, "AFS"),
+    (0x6b41_4653, "AFS"),
+    (0x7375_7245, "Coda"),
+    (0x0bd0_0bd0, "Lustre"),
+    (0x0116_1970, "GFS2"),
+    (0x7461_636f, "OCFS2"),
+    (0x4750_4653, "GPFS"),
+    (0x1983_0326, "BeeGFS"),
+    (0x786f_4256, "a shared folder of VirtualBox"),
+];
+
+#[derive(Serialize, Deserialize)]
+struct Marker {
+    format: String,
+    version: u64,
+}
+
+/// The directory that a repository's address names.
+pub(crate) fn directory_of(url: &str) -> Result<PathBuf> {
+    match url.strip_prefix("dir:") {
+        Some(path) if !path.is_empty() => {
+            std::path::absolute(path).map_err(|e| Error::io("finding", Path::new(path), e))
+        }
+        _ => Err(Error::BadUrl { url: url.into() }),
+    }
+}
+
+/// The file with the names.
+pub(crate) fn catalog(path: &Path) -> PathBuf {
+    path.join("catalog.db")
+}
+
+/// Fails unless the directory is a repository that this program understands. Changes nothing.
+pub(crate) fn check(path: &Path) -> Result<()> {
+    let file = path.join(MARKER);
+    let text = match fs::read(&file) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let path = path.to_owned();
+            return Err(match fs::exists(&path) {
+                Ok(true) => Error::NotARepository { path },
+                _ => Error::NoRepository { path },
+            });
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            return Err(Error::NotARepository { path: path.to_owned() });
+        }
+        Err(error) => return Err(Error::io("reading", &file, error)),
+    };
+    let marker: Marker = serde_json::from_slice(&text)
+        .map_err(|error| Error::corrupt(file.display().to_string(), error.to_string()))?;
+    if marker.format != FORMAT {
+        return Err(Error::NotARepository { path: path.to_owned() });
+    }
+    if marker.version > VERSION {
+        let (object, found) = (file.display().to_string(), marker.version);
+        return Err(Error::NewerFormat { object, found, supported: VERSION });
+    }
+    if marker.version < VERSION {
+        let (object, found) = (file.display().to_string(), marker.version);
+        return Err(Error::OlderFormat { object, found, supported: VERSION });
+    }
+    check_file_system(path)
+}
+
+/// Makes the directory a repository if it is none. A directory with other things in it is left alone.
+pub(crate) fn create(path: &Path) -> Result<()> {
+    // The directories that do not exist yet, the deepest first.
+    let missing = path.ancestors().take_while(|dir| !dir.exists()).collect::<Vec<_>>();
+    match check(path) {
+        Err(Error::NoRepository { .. }) => {
+            fs::create_dir_all(path).map_err(|e| Error::io("creating", path, e))?;
+        }
+        Err(Error::NotARepository { .. }) if is_unfinished(path)? => {}
+        other => return other,
+    }
+    check_file_system(path)?;
+    LocalBlobs::create(path)?;
+    Embedded::create(&catalog(path))?;
+    write_marker(path)?;
+    sys::sync_dir(path)?;
+    missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)
+}
+
+/// The marker comes last and whole, so that whoever sees it sees a finished repository.
+fn write_marker(path: &Path) -> Result<()> {
+    let marker = Marker { format: FORMAT.into(), version: VERSION };
+    let mut text = serde_json::to_vec(&marker).expect("the marker is plain data");
+    text.push(b'\n');
+    // Several processes and threads may be here at once.
+    let mut random = [0; 8];
+    let urandom = Path::new("/dev/urandom");
+    File::open(urandom)
+        .and_then(|mut file| file.read_exact(&mut random))
+        .map_err(|e| Error::io("reading", urandom, e))?;
+    let temp = path.join(format!("{MARKER}.{:016x}", u64::from_le_bytes(random)));
+    let written = File::create_new(&temp).and_then(|mut file| {
+        file.write_all(&text)?;
+        file.sync_all()
+    });
+    written.map_err(|e| Error::io("writing", &temp, e))?;
+    let marker = path.join(MARKER);
+    fs::rename(&temp, &marker).map_err(|e| Error::io("naming", &marker, e))
+}
+
+/// Whether the directory is empty, or another process is making it or died while it did. The marker
+/// may appear in between.
+fn is_unfinished(path: &Path) -> Result<bool> {
+    if !path.is_dir() {
+        return Ok(false);
+    }
+    let entries = fs::read_dir(path).map_err(|e| Error::io("reading", path, e))?;
+    for entry in entries {
+        let name = entry.map_err(|e| Error::io("reading", path, e))?.file_name();
+        let name = name.to_string_lossy();
+        if name != MARKER && !PARTS.iter().any(|part| name.starts_with(part)) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn check_file_system(path: &Path) -> Result<()> {
+    let found = sys::file_system_type(path).map_err(|e| Error::io("examining", path, e))?;
+    match NETWORK.iter().find(|(magic, _)| *magic == found) {
+        Some((_, file_system)) => {
+            Err(Error::NetworkFileSystem { path: path.to_owned(), file_system })
+        }
+        None => Ok(()),
+    }
+}

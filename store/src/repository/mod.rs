@@ -1,0 +1,501 @@
+//! The repository as one object: blobs, trees and names.
+
+pub(crate) mod attachment;
+mod layout;
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use self::attachment::Attachment;
+use crate::blobs::Blobs;
+use crate::blobs::Counters;
+use crate::blobs::directory::LocalBlobs;
+use crate::catalog::{Catalog, Draft, FirstSnapshot, Rebuilt, Record, Referrer};
+use crate::cluster::client::Cluster;
+use crate::cluster::client::watcher::{Follower, cluster_address, follow};
+use crate::cluster::membership;
+use crate::cluster::membership::Health;
+use crate::documents;
+use crate::documents::{Embedded, Names};
+use crate::encoding::{Keep, Redundancy};
+use crate::error::{Error, Result};
+use crate::geometry::{ChunkIndex, Geometry};
+use crate::id::{BlobId, ChunkId, MirrorId, NodeId};
+use crate::name::{ImageName, SnapshotRef};
+use crate::net::identity::{Access, Role, Security};
+use crate::snapshot::{
+    Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
+};
+use crate::tree::{Chunks, Referred, Root, TreeUpdate, Trees};
+
+/// The most memory for decoded tree nodes, over all clones of a handle.
+const NODE_CACHE: usize = 16 << 20;
+
+/// What [`Repository::put_chunk`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PutChunk {
+    /// The chunk's name.
+    pub id: ChunkId,
+    /// Bytes that the repository did not have: 0 if it had the chunk.
+    pub new_bytes: u64,
+}
+
+/// Room that is reserved until this is dropped.
+pub struct Space {
+    blobs: Arc<dyn Blobs>,
+    number: u64,
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.blobs.release_space(self.number);
+    }
+}
+
+/// When what was put counts as stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// When it is durable with its full redundancy.
+    #[default]
+    Pessimistic,
+    /// When enough is durable to read it; the rest follows.
+    Optimistic,
+}
+
+/// A handle on a repository. Clones are cheap and share everything.
+#[derive(Clone)]
+pub struct Repository {
+    inner: Arc<Inner>,
+    /// How what is put through this handle is kept safe.
+    keep: Keep,
+    durability: Durability,
+}
+
+struct Inner {
+    blobs: Arc<dyn Blobs>,
+    trees: Arc<Trees>,
+    catalog: Catalog,
+    names: Arc<dyn Names>,
+    /// Where the blobs are on peers.
+    cluster: Option<Follower>,
+    /// How many peers had been lost when it was opened,
+    losses: u64,
+    /// and when what is known of the blobs was last forgotten for that.
+    voided: AtomicU64,
+}
+
+impl Repository {
+    /// Opens a repository that exists, in a directory of this host. Changes nothing if there is none.
+    pub fn open(url: &str) -> Result<Self> {
+        Self::open_with(url, |blobs| blobs)
+    }
+
+    /// Opens a repository in a directory, and makes it first if nothing is there.
+    pub fn open_or_create(url: &str) -> Result<Self> {
+        layout::create(&layout::directory_of(url)?)?;
+        Self::open(url)
+    }
+
+    /// As [`Repository::open`], with something around the place of the blobs: to count, to slow down,
+    /// or to fail what goes there.
+    pub fn open_with(
+        url: &str,
+        wrap: impl FnOnce(Arc<dyn Blobs>) -> Arc<dyn Blobs>,
+    ) -> Result<Self> {
+        let path = layout::directory_of(url)?;
+        layout::check(&path)?;
+        let blobs = wrap(Arc::new(LocalBlobs::open(&path)?));
+        let names = Arc::new(Embedded::open(&layout::catalog(&path))?);
+        Ok(Self::of(blobs, names, None))
+    }
+
+    /// As [`Repository::open`], with the names elsewhere: what they promise does not depend on where the blobs are.
+    #[doc(hidden)]
+    pub fn with_names(url: &str, names: Arc<dyn Names>) -> Result<Self> {
+        let path = layout::directory_of(url)?;
+        layout::check(&path)?;
+        Ok(Self::of(Arc::new(LocalBlobs::open(&path)?), names, None))
+    }
+
+    /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
+    /// is one.
+    pub fn connect(url: &str, security: &Security) -> Result<Self> {
+        Self::of_cluster(documents::open(cluster_address(url)?, security)?, security)
+    }
+
+    /// The repository of the cluster that these documents tell of.
+    pub fn of_cluster(names: Arc<dyn Names>, security: &Security) -> Result<Self> {
+        let losses = Catalog::new(Arc::clone(&names)).losses()?;
+        let (blobs, follower) = follow(&names, security)?;
+        Ok(Self::with_losses(blobs, names, Some(follower), losses))
+    }
+
+    /// Opens a repository that exists, in a directory or in a cluster.
+    pub fn open_anywhere(url: &str, access: &Access<'_>) -> Result<Self> {
+        match cluster_address(url) {
+            Ok(_) => Self::connect(url, &access.security(Role::Client)?),
+            Err(_) => Self::open(url),
+        }
+    }
+
+    /// As [`Repository::open_anywhere`]; a directory where nothing is becomes a repository first.
+    pub fn open_or_create_anywhere(url: &str, access: &Access<'_>) -> Result<Self> {
+        match cluster_address(url) {
+            Ok(_) => Self::open_anywhere(url, access),
+            Err(_) => Self::open_or_create(url),
+        }
+    }
+
+    fn of(blobs: Arc<dyn Blobs>, names: Arc<dyn Names>, cluster: Option<Follower>) -> Self {
+        Self::with_losses(blobs, names, cluster, 0)
+    }
+
+    fn with_losses(
+        blobs: Arc<dyn Blobs>,
+        names: Arc<dyn Names>,
+        cluster: Option<Follower>,
+        losses: u64,
+    ) -> Self {
+        let voided = AtomicU64::new(losses);
+        let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
+        let catalog = Catalog::new(Arc::clone(&names));
+        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster, losses, voided });
+        Self { inner, keep: Keep::default(), durability: Durability::default() }
+    }
+
+    /// A handle through which what is put is kept like this.
+    pub fn keeping(&self, keep: Keep) -> Self {
+        Self { keep, ..self.clone() }
+    }
+
+    /// A handle through which what is put counts as stored like this.
+    pub fn with_durability(&self, durability: Durability) -> Self {
+        Self { durability, ..self.clone() }
+    }
+
+    /// When what is put through this handle counts as stored.
+    pub fn durability(&self) -> Durability {
+        self.durability
+    }
+
+    /// How a new image is kept if nobody says otherwise: by the peers that there are.
+    pub fn default_redundancy(&self) -> Result<Redundancy> {
+        match &self.inner.cluster {
+            Some(_) => {
+                let (peers, _) = membership::peers(&*self.inner.names)?;
+                let able =
+                    peers.iter().filter(|peer| matches!(peer.health, Health::Up | Health::Down));
+                Ok(Redundancy::for_peers(able.count()))
+            }
+            None => Ok(Redundancy::NONE),
+        }
+    }
+
+    /// The peers that hold the repository, and the documents that tell of them; nothing if it is in a directory.
+    pub fn cluster(&self) -> Option<(&Cluster, &dyn Names)> {
+        let follower = self.inner.cluster.as_ref()?;
+        Some((follower.cluster(), &*self.inner.names))
+    }
+
+    // Images and snapshots.
+
+    /// Makes an image whose first snapshot is empty.
+    pub fn create_image(&self, name: &ImageName, geometry: Geometry) -> Result<Snapshot> {
+        self.publish_image(name, geometry, &Root::default(), 0, 0)
+    }
+
+    /// Makes an image whose first snapshot has this content, and makes the content durable before.
+    ///
+    /// `stored_bytes` of the image's `dirty_bytes` were not in the repository before. All that went to the peers since the
+    /// repository was opened counts as sent for it.
+    pub fn publish_image(
+        &self,
+        name: &ImageName,
+        geometry: Geometry,
+        root: &Root,
+        stored_bytes: u64,
+        dirty_bytes: u64,
+    ) -> Result<Snapshot> {
+        self.flush()?;
+        let (consistency, state) = (Consistency::Crash, self.published_state());
+        let (sent_bytes, saved_bytes) =
+            self.traffic_since(&Counters::default(), stored_bytes, dirty_bytes);
+        let first = FirstSnapshot {
+            root: *root,
+            state,
+            consistency,
+            dirty_bytes,
+            stored_bytes,
+            sent_bytes,
+            saved_bytes,
+        };
+        self.insert(&Draft::new(name, geometry, self.keep, &first)?.since(self.inner.losses))
+    }
+
+    fn insert(&self, draft: &Draft) -> Result<Snapshot> {
+        // Before its record is stored: a catalog that is rebuilt must not take it for the image of this name.
+        self.inner.catalog.check_free(draft)?;
+        let record = self.put_record(&draft.record(), self.published_state())?;
+        let inserted = self.inner.catalog.insert(draft, record);
+        // Somebody else was faster. If the catalog was away, it may be there.
+        if let Err(error) = &inserted
+            && matches!(error, Error::ImageExists { .. } | Error::NoSnapshot { .. })
+        {
+            self.put_removal(&draft.removal());
+        }
+        inserted
+    }
+
+    /// Reserves room on the peers for so many bytes of chunks that are put through this handle. Fails at once, and says
+    /// so, if they do not have it. What is not used is free again when the result is dropped.
+    pub fn reserve_space(&self, bytes: u64) -> Result<Space> {
+        let number = self.inner.blobs.reserve_space(bytes, &self.keep)?;
+        Ok(Space { blobs: Arc::clone(&self.inner.blobs), number })
+    }
+
+    /// What went to the peers through this handle and its clones so far; nothing if there are no peers.
+    pub fn counters(&self) -> Counters {
+        self.inner.blobs.counters().unwrap_or_default()
+    }
+
+    /// Bytes that were sent and saved since then. In a directory that follows from what was stored of the changes.
+    pub(crate) fn traffic_since(&self, before: &Counters, stored: u64, dirty: u64) -> (u64, u64) {
+        match self.inner.blobs.counters() {
+            Some(now) => {
+                (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
+            }
+            None => (stored, dirty.saturating_sub(stored)),
+        }
+    }
+
+    /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.
+    pub(crate) fn note_losses(&self, losses: u64) {
+        if self.inner.voided.fetch_max(losses, Ordering::SeqCst) < losses {
+            self.inner.blobs.void_known();
+        }
+    }
+
+    /// The state of a snapshot whose content was flushed.
+    pub(crate) fn published_state(&self) -> SnapshotState {
+        match self.durability {
+            Durability::Pessimistic => SnapshotState::Stable,
+            Durability::Optimistic => SnapshotState::Available,
+        }
+    }
+
+    /// Stores the record of a snapshot that is in this state beside the blobs, where that is needed. It is durable then,
+    /// and if the snapshot is stable, so is its record.
+    pub(crate) fn put_record(
+        &self,
+        record: &Record,
+        state: SnapshotState,
+    ) -> Result<Option<BlobId>> {
+        let keep = record.keep().of_small_blobs();
+        let lenient = state != SnapshotState::Stable;
+        self.inner.blobs.put_record(&record.to_bytes(), &keep, lenient)
+    }
+
+    /// Records that a name is gone. That has happened, whether it can be recorded or not.
+    pub(crate) fn put_removal(&self, record: &Record) {
+        let keep = record.keep().of_small_blobs();
+        if let Err(error) = self.inner.blobs.put_record(&record.to_bytes(), &keep, true) {
+            tracing::warn!(%error, "a catalog that is rebuilt may have a name again that is gone");
+        }
+    }
+
+    /// All images, by name.
+    pub fn images(&self) -> Result<Vec<Image>> {
+        self.inner.catalog.images()
+    }
+
+    /// One image.
+    pub fn image(&self, name: &ImageName) -> Result<Image> {
+        self.inner.catalog.image(name)
+    }
+
+    /// The snapshots of an image, oldest first, in any state.
+    pub fn snapshots(&self, image: &ImageName) -> Result<Vec<Snapshot>> {
+        self.inner.catalog.snapshots(image)
+    }
+
+    /// The snapshot that this names. Without a selector it is the newest stable one; one that is named
+    /// may be pending or failed, so callers that need content ask [`Snapshot::require_content`].
+    pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
+        self.inner.catalog.resolve(name)
+    }
+
+    /// Makes an image whose first snapshot is this one. Nothing is copied.
+    pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
+        self.insert(&Draft::clone_of(&self.resolve(source)?, name)?)
+    }
+
+    /// Removes a snapshot's name, unless it is the last one with content. Its blobs stay until garbage
+    /// collection, and mirrors that are based on it keep their content.
+    pub fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
+        let (snapshot, record) = self.inner.catalog.remove_snapshot(name)?;
+        self.put_removal(&record);
+        Ok(snapshot)
+    }
+
+    /// Removes an image and the names of all its snapshots. It is refused while mirrors refer to the
+    /// image, unless `force`, and always while a live writer holds it.
+    pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
+        let record = self.inner.catalog.remove_image(name, force)?;
+        self.put_removal(&record);
+        Ok(())
+    }
+
+    // Content.
+
+    /// The chunk at `index`, or nothing for a hole.
+    pub fn chunk_at(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        index: ChunkIndex,
+    ) -> Result<Option<ChunkId>> {
+        self.inner.trees.chunk_at(root, geometry, index)
+    }
+
+    /// Reads a chunk. `buf` has the length of the image's chunks; after an error its content is
+    /// undefined. What is read has the name that was asked for.
+    pub fn read_chunk(&self, id: &ChunkId, buf: &mut [u8]) -> Result<()> {
+        let len = self.inner.blobs.get(&(*id).into(), buf)?;
+        if len == buf.len() {
+            return Ok(());
+        }
+        let reason = format!("it has {len} bytes, {} are expected", buf.len());
+        Err(Error::corrupt(format!("chunk {id}"), reason))
+    }
+
+    /// Takes chunks of full length under their names, and returns how many bytes the repository did not
+    /// have. Chunks of zeros are holes and not stored (see [`is_zero`](crate::is_zero)). Chunks at
+    /// addresses that are multiples of 4096 are written without a copy in the page cache, where the file
+    /// system has direct I/O; many at once are written faster.
+    pub fn put_chunks(&self, chunks: &[(ChunkId, &[u8])]) -> Result<u64> {
+        for (id, content) in chunks {
+            debug_assert!(!crate::is_zero(content), "a chunk of zeros is a hole");
+            debug_assert_eq!(ChunkId::of(content), *id, "a chunk has the name of its content");
+        }
+        let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
+        self.inner.blobs.put(&blobs, &self.keep)
+    }
+
+    /// Takes one chunk, and names it.
+    pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
+        let id = ChunkId::of(content);
+        Ok(PutChunk { id, new_bytes: self.put_chunks(&[(id, content)])? })
+    }
+
+    /// The tree that differs from `base` by these chunks; nothing stands for a hole. Equal content
+    /// gives the same root, whatever it was derived from.
+    pub fn commit_tree(
+        &self,
+        base: &Root,
+        geometry: Geometry,
+        changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
+    ) -> Result<TreeUpdate> {
+        self.inner.trees.commit(base, geometry, changes, &self.keep)
+    }
+
+    /// Returns when everything that was put through this handle and its clones is stored, as this handle
+    /// understands it, and everybody can read it.
+    pub fn flush(&self) -> Result<()> {
+        match self.durability {
+            Durability::Pessimistic => self.inner.blobs.flush(),
+            Durability::Optimistic => self.inner.blobs.flush_available(),
+        }
+    }
+
+    /// Returns when everything that was put is durable with its full redundancy, whatever this handle says.
+    pub fn flush_all(&self) -> Result<()> {
+        self.inner.blobs.flush()
+    }
+
+    /// Tells every blob that a name refers to, with the redundancy that it is to have: some of them several times.
+    /// What is below a node that cannot be read is left out; returns how many such there are.
+    pub(crate) fn references(&self, mut tell: impl FnMut(BlobId, Redundancy)) -> Result<u64> {
+        let mut unreadable = 0;
+        for (keep, roots) in self.inner.catalog.roots()? {
+            let mut seen = HashSet::new();
+            for root in roots {
+                unreadable += self.references_of(&root, &keep, &mut seen, &mut tell);
+            }
+        }
+        Ok(unreadable)
+    }
+
+    /// The same of one that refers to blobs, but for the nodes that were seen and what is below them.
+    pub(crate) fn references_of(
+        &self,
+        referrer: &Referrer,
+        keep: &Keep,
+        seen: &mut HashSet<NodeId>,
+        tell: &mut dyn FnMut(BlobId, Redundancy),
+    ) -> u64 {
+        let (chunks, small) = (keep.redundancy, keep.redundancy.of_small_blobs());
+        let Referrer { geometry, root, record } = referrer;
+        record.iter().for_each(|record| tell(*record, small));
+        self.inner.trees.references(root, *geometry, seen, &mut |one| match one {
+            Referred::Node(id) => tell(id.into(), small),
+            Referred::Chunk(id) => tell(id.into(), chunks),
+        })
+    }
+
+    /// Makes the names again that the peers' records tell of, after the catalog was lost.
+    pub fn rebuild_catalog(&self) -> Result<Rebuilt> {
+        let records = self.inner.blobs.records()?;
+        let records = records.into_iter().filter_map(|bytes| {
+            let record = Record::from_bytes(&bytes);
+            let told = record.inspect_err(|error| tracing::warn!(%error, "a record is left out"));
+            told.ok().map(|record| (BlobId::of(&bytes), record))
+        });
+        self.inner.catalog.rebuild(records.collect())
+    }
+
+    /// The chunks of a tree that are not holes, in order.
+    pub fn chunks(&self, root: &Root, geometry: Geometry) -> Chunks {
+        self.inner.trees.chunks(root, geometry)
+    }
+
+    // Mirrors.
+
+    /// Attaches a mirror to its image, for the first time or again.
+    ///
+    /// A mirror that was attached before keeps its own parent (see [`Attachment::parent`]), whatever
+    /// `snapshot` says. For [`Mode::ReadWrite`] it takes the image's lease, or fails and names the
+    /// holder.
+    pub fn attach(
+        &self,
+        owner: &MirrorOwner,
+        snapshot: &Snapshot,
+        mode: Mode,
+    ) -> Result<Attachment> {
+        let (holder, parent, root) = self.inner.catalog.attach(owner, snapshot, mode)?;
+        Ok(Attachment::new(self.keeping(snapshot.keep), holder, parent, root))
+    }
+
+    /// What is known about a mirror.
+    pub fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
+        self.inner.catalog.mirror(id)
+    }
+
+    /// All mirrors, by image.
+    pub fn mirrors(&self) -> Result<Vec<MirrorRecord>> {
+        self.inner.catalog.mirrors()
+    }
+
+    /// Drops the reference of a mirror that is gone. It is refused while the mirror's lease is live.
+    pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
+        self.inner.catalog.forget_mirror(id)
+    }
+
+    pub(crate) fn security(&self) -> Option<&Security> {
+        self.inner.cluster.as_ref().map(Follower::security)
+    }
+
+    pub(crate) fn catalog(&self) -> &Catalog {
+        &self.inner.catalog
+    }
+}
