@@ -41,7 +41,7 @@ use crate::worker::ledger::OwnLedgers;
 use crate::worker::{self, Command};
 use crate::{fetch, flush, lease, sys};
 
-/// How long a stop waits for checkpoints that are almost stable.
+/// RepairLimits long a stop waits for checkpoints that are almost stable.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Bytes of copies on their way from the disk to the spill file.
@@ -95,7 +95,7 @@ pub enum StartError {
     Mismatch {
         /// The directory.
         path: PathBuf,
-        /// How it does not fit, and what to do.
+        /// RepairLimits it does not fit, and what to do.
         reason: String,
     },
     /// A socket cannot be had.
@@ -129,7 +129,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let store = Repository::open_anywhere(&args.store, &access).map_err(repository)?;
     let snapshot = store.resolve(&wanted).map_err(repository)?;
     snapshot.require_content().map_err(repository)?;
-    let store = store.keeping(snapshot.keep).with_durability(args.durability);
+    let store = store.with_policy(snapshot.policy).with_durability(args.durability);
     let local = Local::open(args, &snapshot)?;
     let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
     local

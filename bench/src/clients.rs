@@ -3,7 +3,7 @@
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
-use cairn_store::encoding::{Keep, Redundancy};
+use cairn_store::encoding::{Redundancy, StoragePolicy};
 use serde::Serialize;
 use serde_json::json;
 
@@ -57,13 +57,13 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
 
 fn measure(site: &Site, data: &Data, clients: usize) -> Result<Figure> {
     let bed = Bed::start(site, None, false)?;
-    let keep: Keep = REDUNDANCY.into();
+    let policy: StoragePolicy = REDUNDANCY.into();
     let handles = (0..clients).map(|_| bed.client()).collect::<Result<Vec<_>>>()?;
     let seconds: Vec<f64> = thread::scope(|scope| {
         let running: Vec<_> = handles
             .iter()
             .zip(data.parts(clients))
-            .map(|(client, part)| scope.spawn(move || persist(client, part, &keep)))
+            .map(|(client, part)| scope.spawn(move || persist(client, part, &policy)))
             .collect();
         let join = |one: thread::ScopedJoinHandle<'_, Result<f64>>| {
             one.join().map_err(|_| anyhow!("a client has panicked")).and_then(|result| result)

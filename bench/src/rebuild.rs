@@ -7,9 +7,9 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use cairn_store::BlobId;
 use cairn_store::cluster::repair::{
-    Connected, How, Members, Node, Report as Repaired, State, repair,
+    ConnectedPeers, PeerState, RepairLimits, RepairMembers, RepairPeer, Report as Repaired, repair,
 };
-use cairn_store::encoding::{Keep, Redundancy};
+use cairn_store::encoding::{Redundancy, StoragePolicy};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::mpsc;
@@ -26,7 +26,7 @@ use crate::stats::median;
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// How blobs were stored before the loss.
+/// RepairLimits blobs were stored before the loss.
 const ALL: [&str; 2] = ["rs=4+4", "replicas=3"];
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -87,26 +87,26 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
 fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> {
     let mut bed = Bed::with_peers(PEERS + 1, site, Some(link), false)?;
     let redundancy: Redundancy = name.parse()?;
-    let keep: Keep = redundancy.into();
+    let policy: StoragePolicy = redundancy.into();
     let client = bed.client()?;
-    persist(&client, data.bytes(), &keep)?;
+    persist(&client, data.bytes(), &policy)?;
     let (lost, left) = bed.lose();
-    let nodes = left.iter().map(Node::from);
-    let gone = Node { state: State::Lost, ..Node::from(&lost) };
-    let nodes = Members::new(nodes.chain([gone]));
-    let connected = Arc::new(Connected::new(left, bed.security().clone()));
-    let names: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
+    let nodes = left.iter().map(RepairPeer::from);
+    let gone = RepairPeer { state: PeerState::Lost, ..RepairPeer::from(&lost) };
+    let nodes = RepairMembers::new(nodes.chain([gone]));
+    let connected = Arc::new(ConnectedPeers::new(left, bed.security().clone()));
+    let documents: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {
         let (give, blobs) = mpsc::channel(1024);
         let feed = async move {
-            for name in names {
+            for name in documents {
                 if give.send((name, redundancy)).await.is_err() {
                     return;
                 }
             }
         };
-        let work = repair(connected, nodes, blobs, How::default(), &|| true, &|_| ());
+        let work = repair(connected, nodes, blobs, RepairLimits::default(), &|| true, &|_| ());
         tokio::join!(feed, work).1
     });
     let (seconds, after) = (begin.elapsed().as_secs_f64(), link.traffic()?);

@@ -1,7 +1,7 @@
 //! `redundancy`: what it costs one client to persist, with copies and with Reed-Solomon codes.
 
 use anyhow::{Context, Result};
-use cairn_store::encoding::{Keep, Redundancy};
+use cairn_store::encoding::{Redundancy, StoragePolicy};
 use serde::Serialize;
 use serde_json::json;
 
@@ -47,7 +47,7 @@ const ALL: [Contender; 7] = [
     contender("rs=4+4, 1 Gbit/s", "rs=4+4", true, false),
 ];
 
-/// How often a round measures what is not limited.
+/// RepairLimits often a round measures what is not limited.
 const PASSES: usize = 3;
 
 /// A copy of the bytes over TCP into a file.
@@ -148,16 +148,16 @@ fn order(args: &Args) -> Vec<Option<&'static Contender>> {
 
 fn measure(site: &Site, one: &Contender, data: &Data, link: &Link) -> Result<Figure> {
     let bed = Bed::start(site, one.limited.then_some(link), one.tls)?;
-    let keep: Keep = one.redundancy.parse::<Redundancy>()?.into();
+    let policy: StoragePolicy = one.redundancy.parse::<Redundancy>()?.into();
     let client = bed.client()?;
     let (before, cpu) = (link.traffic()?, bed.cpu_time()?);
-    let seconds = persist(&client, data.bytes(), &keep)?;
+    let seconds = persist(&client, data.bytes(), &policy)?;
     let (after, cpu_after) = (link.traffic()?, bed.cpu_time()?);
     let space = bed.used(&client)? as f64;
     // One that remembers nothing asks for everything.
     let other = bed.client()?;
     let asked = link.traffic()?;
-    let known_seconds = persist(&other, data.bytes(), &keep)?;
+    let known_seconds = persist(&other, data.bytes(), &policy)?;
     let answered = link.traffic()?;
     let counters = other.counters();
     anyhow::ensure!(counters.sent == 0, "known chunks were sent: {counters:?}");
@@ -196,8 +196,8 @@ fn table(rounds: &[Vec<(String, Figure)>]) -> Table {
         "known traffic",
     ];
     let mut table = Table::new("One client, eight peers, chunks of 256 KiB", &head);
-    let names = std::iter::once(COPY).chain(ALL.iter().map(|one| one.name));
-    for (at, name) in names.enumerate() {
+    let documents = std::iter::once(COPY).chain(ALL.iter().map(|one| one.name));
+    for (at, name) in documents.enumerate() {
         let figure = |value: fn(&Figure) -> f64| of(rounds, name, value).unwrap_or(0.0);
         if of(rounds, name, Figure::rate).is_none() {
             continue;

@@ -41,7 +41,7 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// How to print.
+/// RepairLimits to print.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Style {
     /// Print JSON, also for errors
@@ -110,7 +110,7 @@ pub(crate) enum Command {
         force: bool,
     },
     /// Remove a snapshot, or an image with all its snapshots
-    #[command(after_help = "Names are removed; their data stays until garbage collection.\n\n\
+    #[command(after_help = "Documents are removed; their data stays until garbage collection.\n\n\
                             Examples:\n  cairn rm vm1@3\n  cairn rm vm1")]
     Rm {
         /// IMAGE@NUMBER, IMAGE@LABEL, or IMAGE for all of it
@@ -150,7 +150,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         control: Control,
     },
-    /// Keep fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
+    /// StoragePolicy fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
     #[command(
         after_help = "Examples:\n  cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
                             --keys /etc/cairn\n  \
@@ -272,11 +272,11 @@ pub(crate) struct Making {
     /// The chunk size, a power of two from 64K to 4M
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub(crate) chunk_size: u64,
-    /// How its chunks are kept safe in a cluster: none, replicas=N or rs=K+M [default: by the number of
+    /// RepairLimits its chunks are kept safe in a cluster: none, replicas=N or rs=K+M [default: by the number of
     /// peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
     #[arg(long, value_name = "HOW")]
     pub(crate) redundancy: Option<Redundancy>,
-    /// How its chunks are made smaller in a cluster: auto, zstd, lz4 or none
+    /// RepairLimits its chunks are made smaller in a cluster: auto, zstd, lz4 or none
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub(crate) compress: Compression,
 }

@@ -1,6 +1,6 @@
 //! Images and snapshots: `create`, `ls`, `show`, `clone`, `rm`.
 
-use cairn_store::encoding::{Keep, Redundancy};
+use cairn_store::encoding::{Redundancy, StoragePolicy};
 use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use serde_json::{Value, json};
 
@@ -17,11 +17,7 @@ pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
 }
 
 /// The repository, as a new image with these properties uses it. Says what was chosen where nobody did.
-pub(crate) fn keeping(
-    repository: Repository,
-    making: &Making,
-    style: Style,
-) -> Outcome<Repository> {
+pub(crate) fn config(repository: Repository, making: &Making, style: Style) -> Outcome<Repository> {
     let doing = || "choosing a redundancy".to_owned();
     let is_cluster = repository.cluster().is_some();
     let redundancy = match making.redundancy {
@@ -38,7 +34,7 @@ pub(crate) fn keeping(
             chosen
         }
     };
-    Ok(repository.keeping(Keep { redundancy, compression: making.compress }))
+    Ok(repository.with_policy(StoragePolicy { redundancy, compression: making.compress }))
 }
 
 pub(crate) fn create(
@@ -160,8 +156,8 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
         ("consistency", snapshot.consistency.to_string()),
         ("size", style.size(snapshot.geometry.size())),
         ("chunk size", style.size(snapshot.geometry.chunk_size().into())),
-        ("redundancy", snapshot.keep.redundancy.to_string()),
-        ("compression", snapshot.keep.compression.to_string()),
+        ("redundancy", snapshot.policy.redundancy.to_string()),
+        ("compression", snapshot.policy.compression.to_string()),
         ("chunks", snapshot.geometry.chunk_count().to_string()),
         ("stored chunks", or_dash(stored)),
         ("holes", or_dash(holes)),
@@ -208,8 +204,8 @@ fn image_json(image: &Image) -> Value {
         "snapshots": image.snapshots,
         "newest": image.newest,
         "origin": image.origin,
-        "redundancy": image.keep.redundancy.to_string(),
-        "compression": image.keep.compression.to_string(),
+        "redundancy": image.policy.redundancy.to_string(),
+        "compression": image.policy.compression.to_string(),
     })
 }
 
@@ -223,8 +219,8 @@ fn snapshot_json(snapshot: &Snapshot) -> Value {
         "time": snapshot.time,
         "size": snapshot.geometry.size(),
         "chunk_size": snapshot.geometry.chunk_size(),
-        "redundancy": snapshot.keep.redundancy.to_string(),
-        "compression": snapshot.keep.compression.to_string(),
+        "redundancy": snapshot.policy.redundancy.to_string(),
+        "compression": snapshot.policy.compression.to_string(),
         "label": snapshot.label,
         "state": snapshot.state.as_str(),
         "consistency": snapshot.consistency.as_str(),

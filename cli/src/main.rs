@@ -65,11 +65,11 @@ fn run(cli: Cli) -> Outcome {
         Command::Create { image, size, making } => {
             // A wrong size makes no repository.
             let geometry = images::geometry(size, making.chunk_size)?;
-            let repository = images::keeping(open_or_create()?, &making, style)?;
+            let repository = images::config(open_or_create()?, &making, style)?;
             images::create(&repository, &image, geometry, style)
         }
         Command::Import { file, image, making } => {
-            let repository = images::keeping(open_or_create()?, &making, style)?;
+            let repository = images::config(open_or_create()?, &making, style)?;
             import::import(&repository, &file, &image, making.chunk_size, style)
         }
         Command::Ls { image: None } => images::ls(&open()?, style),

@@ -4,7 +4,7 @@ use cairn_store::Repository;
 use cairn_store::cluster::membership;
 use cairn_store::cluster::membership::{Health, Peer};
 use cairn_store::cluster::repair::Report;
-use cairn_store::documents::Names;
+use cairn_store::documents::Documents;
 use serde_json::{Value, json};
 
 use crate::args::{Peers, Style};
@@ -14,8 +14,8 @@ use crate::progress::Progress;
 use crate::time::utc;
 
 /// The documents of a cluster, or that there is none.
-fn names(repository: &Repository) -> Outcome<&dyn Names> {
-    repository.cluster().map(|(_, names)| names).ok_or_else(|| {
+fn documents(repository: &Repository) -> Outcome<&dyn Documents> {
+    repository.cluster().map(|(_, documents)| documents).ok_or_else(|| {
         let why =
             "this repository is in a directory; name a cluster with --store cairn://HOST:PORT";
         Failure::new(Exit::Usage, "looking for peers", why)
@@ -23,11 +23,11 @@ fn names(repository: &Repository) -> Outcome<&dyn Names> {
 }
 
 pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
-    let names = names(repository)?;
+    let documents = documents(repository)?;
     let doing = || "listing the peers".into();
-    let (mut peers, _) = membership::peers(names).doing(doing)?;
+    let (mut peers, _) = membership::peers(documents).doing(doing)?;
     peers.sort_by(|one, other| (&one.domain, &one.address).cmp(&(&other.domain, &other.address)));
-    let health = membership::last_repair(names).doing(doing)?;
+    let health = membership::last_repair(documents).doing(doing)?;
     if style.json {
         let peers: Vec<Value> = peers.iter().map(peer_json).collect();
         return print_json(&json!({ "peers": peers, "repair": health }));
@@ -45,17 +45,18 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ("SINCE", Align::Left),
     ]);
     for peer in &peers {
-        let pulse = peer.pulse;
-        let size = |of: fn(&membership::Pulse) -> u64| or_dash(pulse.map(|p| style.size(of(&p))));
+        let stats = peer.stats;
+        let size =
+            |of: fn(&membership::PeerStats) -> u64| or_dash(stats.map(|p| style.size(of(&p))));
         table.row([
             peer.id.to_string().chars().take(8).collect(),
             peer.address.clone(),
             peer.domain.clone(),
             peer.health.as_str().into(),
-            size(|pulse| pulse.used),
-            size(|pulse| pulse.capacity.saturating_sub(pulse.used + pulse.reserved)),
-            or_dash(pulse.map(|pulse| pulse.fragments)),
-            or_dash(pulse.map(|pulse| format!("{:.2}", pulse.load as f64 / 100.0))),
+            size(|stats| stats.used),
+            size(|stats| stats.capacity.saturating_sub(stats.used + stats.reserved)),
+            or_dash(stats.map(|stats| stats.fragments)),
+            or_dash(stats.map(|stats| format!("{:.2}", stats.load as f64 / 100.0))),
             peer.wrong.to_string(),
             utc(peer.down_since.unwrap_or(peer.joined)),
         ]);
@@ -90,24 +91,24 @@ fn peer_json(peer: &Peer) -> Value {
         "weight": peer.weight,
         "joined": peer.joined,
         "down_since": peer.down_since,
-        "capacity": peer.pulse.map(|pulse| pulse.capacity),
-        "used": peer.pulse.map(|pulse| pulse.used),
-        "reserved": peer.pulse.map(|pulse| pulse.reserved),
-        "fragments": peer.pulse.map(|pulse| pulse.fragments),
-        "load": peer.pulse.map(|pulse| pulse.load as f64 / 100.0),
+        "capacity": peer.stats.map(|stats| stats.capacity),
+        "used": peer.stats.map(|stats| stats.used),
+        "reserved": peer.stats.map(|stats| stats.reserved),
+        "fragments": peer.stats.map(|stats| stats.fragments),
+        "load": peer.stats.map(|stats| stats.load as f64 / 100.0),
         "wrong": peer.wrong,
     })
 }
 
 pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> Outcome {
-    let names = names(repository)?;
+    let documents = documents(repository)?;
     let (Peers::Drain { peer, .. } | Peers::Lose { peer } | Peers::Forget { peer }) = action;
     let doing = || format!("looking for peer {peer}");
-    let found = find(&membership::peers(names).doing(doing)?.0, peer)?;
+    let found = find(&membership::peers(documents).doing(doing)?.0, peer)?;
     let doing = || format!("changing peer {peer}");
     let told = match action {
         Peers::Drain { undo, .. } => {
-            membership::drain(names, &found.id, !undo).doing(doing)?;
+            membership::drain(documents, &found.id, !undo).doing(doing)?;
             if *undo {
                 "has its share again"
             } else {
@@ -115,17 +116,17 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
             }
         }
         Peers::Lose { .. } => {
-            membership::lose(names, &found.id).doing(doing)?;
+            membership::lose(documents, &found.id).doing(doing)?;
             "is given up, and repair makes up for what it held; it is back if it is started, or still runs"
         }
         Peers::Forget { .. } => {
-            let is_empty = found.pulse.is_some_and(|pulse| pulse.fragments == 0);
+            let is_empty = found.stats.is_some_and(|stats| stats.fragments == 0);
             if found.health != Health::Lost && !is_empty {
                 let why =
                     "it holds fragments; drain it first, or give it up with `cairn peers lose`";
                 return Err(Failure::new(Exit::Conflict, doing(), why));
             }
-            membership::forget(names, &found.id).doing(doing)?;
+            membership::forget(documents, &found.id).doing(doing)?;
             "is removed from the list; it joins again if it is started"
         }
     };
@@ -151,7 +152,7 @@ fn find(peers: &[Peer], name: &str) -> Outcome<Peer> {
 }
 
 pub(crate) fn repair(repository: &Repository, rate: Option<u64>, style: Style) -> Outcome {
-    names(repository)?;
+    documents(repository)?;
     let progress = Progress::new(0);
     let report = repository
         .repair(rate, &|bytes| progress.set(bytes))
@@ -211,7 +212,7 @@ fn report_json(report: &Report) -> Value {
 }
 
 pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
-    names(repository)?;
+    documents(repository)?;
     let rebuilt =
         repository.rebuild_catalog().doing(|| "restoring the names from the peers".into())?;
     if style.json {
@@ -245,7 +246,7 @@ mod tests {
             draining: false,
             joined: 0,
             down_since: None,
-            pulse: None,
+            stats: None,
             wrong: 0,
         }
     }

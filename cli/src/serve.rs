@@ -8,10 +8,10 @@ use std::sync::Arc;
 use cairn_store::cluster::membership::Announcement;
 use cairn_store::cluster::peer;
 use cairn_store::cluster::peer::PeerStore;
-use cairn_store::cluster::peer::heartbeat::Heart;
+use cairn_store::cluster::peer::heartbeat::Heartbeat;
 use cairn_store::documents;
 use cairn_store::documents::{CatalogStore, remote};
-use cairn_store::maintenance::supervisor::{Keeper, Keeping};
+use cairn_store::maintenance::supervisor::{Supervisor, SupervisorConfig};
 use cairn_store::net::identity;
 use cairn_store::net::identity::{Access, Role, Security};
 use cairn_store::{Repository, host_name};
@@ -31,7 +31,7 @@ pub(crate) fn init_keys(directory: &Path, style: Style) -> Outcome {
         true => print_json(&json!({ "keys": directory })),
         false => print(&format!(
             "{0}: an authority, and keys for each role\n\
-             Copy ca.pem and a role's two files to the machines that have it; keep ca.key for yourself.\n",
+             Copy ca.pem and a role's two files to the machines that have it; policy ca.key for yourself.\n",
             directory.display()
         )),
     }
@@ -60,7 +60,7 @@ pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome 
 fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: Style) -> Outcome {
     let security = security(access, Role::Peer)?;
     // A peer's keys do not allow to delete on others, which belongs to looking after a cluster.
-    let keeper = access.security(Role::Client).unwrap_or_else(|_| security.clone());
+    let supervisor = access.security(Role::Client).unwrap_or_else(|_| security.clone());
     log();
     let Serve { data, listen, capacity, .. } = args;
     let store = PeerStore::open(data, *capacity).doing(|| opening(data))?;
@@ -71,10 +71,10 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
         let member = match catalog {
             Some(catalog) => {
                 let who = announcement(args, &store, address)?;
-                let (catalog, keeping) = (catalog.to_owned(), keeping(args));
+                let (catalog, config) = (catalog.to_owned(), config(args));
                 let (store, security) = (store.clone(), security.clone());
                 // It may wait for the catalog, with threads of its own.
-                let join = move || join(&catalog, who, store, &security, &keeper, keeping);
+                let join = move || join(&catalog, who, store, &security, &supervisor, config);
                 Some(blocking(join).await??)
             }
             None => None,
@@ -98,8 +98,8 @@ async fn blocking<T: Send + 'static>(what: impl FnOnce() -> T + Send + 'static) 
 
 /// What makes a peer a member.
 struct Membership {
-    _heart: Heart,
-    _keeper: Option<Keeper>,
+    _heart: Heartbeat,
+    _keeper: Option<Supervisor>,
 }
 
 fn join(
@@ -107,27 +107,27 @@ fn join(
     who: Announcement,
     store: Arc<PeerStore>,
     security: &Security,
-    keeper: &Security,
-    keeping: Keeping,
+    supervisor: &Security,
+    config: SupervisorConfig,
 ) -> Outcome<Membership> {
     let doing = || format!("joining the catalog at {catalog}");
-    let names = documents::open(catalog, security).doing(doing)?;
+    let documents = documents::open(catalog, security).doing(doing)?;
     let (address, own) = (catalog.to_owned(), security.clone());
     let open = move || documents::open(&address, &own);
-    let heart = Heart::start(names.clone(), open, who, store).doing(doing)?;
+    let heartbeat = Heartbeat::start(documents.clone(), open, who, store).doing(doing)?;
     // Where no process serves the catalog, one of the peers looks after the cluster.
-    let keeper = match catalog.starts_with("etcd://") {
+    let supervisor = match catalog.starts_with("etcd://") {
         true => {
-            let repository = Repository::of_cluster(names, keeper).doing(doing)?;
-            Some(Keeper::start(repository, keeping).doing(doing)?)
+            let repository = Repository::of_cluster(documents, supervisor).doing(doing)?;
+            Some(Supervisor::start(repository, config).doing(doing)?)
         }
         false => None,
     };
-    Ok(Membership { _heart: heart, _keeper: keeper })
+    Ok(Membership { _heart: heartbeat, _keeper: supervisor })
 }
 
-fn keeping(args: &Serve) -> Keeping {
-    Keeping { lost_after: args.lost_after, rate: args.repair_rate }
+fn config(args: &Serve) -> SupervisorConfig {
+    SupervisorConfig { lost_after: args.lost_after, rate: args.repair_rate }
 }
 
 fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome<Announcement> {
@@ -155,8 +155,8 @@ fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
     let store = CatalogStore::open(&args.data).doing(|| opening(&args.data))?;
     let store = Arc::new(store);
     let doing = || "looking after the cluster".to_owned();
-    let repository = Repository::of_cluster(store.names().clone(), security).doing(doing)?;
-    let keeper = Keeper::start(repository, keeping(args)).doing(doing)?;
+    let repository = Repository::of_cluster(store.documents().clone(), security).doing(doing)?;
+    let supervisor = Supervisor::start(repository, config(args)).doing(doing)?;
     let served = run(Role::Catalog, async {
         let (listener, address) = bind(&args.listen).await?;
         let stop = signals();
@@ -167,7 +167,7 @@ fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
         let served = remote::serve(listener, store, security.clone(), stop);
         served.await.doing(|| "serving the catalog".into())
     });
-    drop(keeper);
+    drop(supervisor);
     served
 }
 

@@ -7,7 +7,7 @@ use std::fs::File;
 
 use crate::cluster::protocol::{Answer, MAX_BODY, Request};
 use crate::documents::remote::wire as catalog;
-use crate::net::frames::Header;
+use crate::net::frame::Header;
 use crate::tree::node::Node;
 use crate::{blobs, cluster};
 

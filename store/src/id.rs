@@ -1,4 +1,4 @@
-//! Names made of bytes: of chunks, tree nodes, blobs and mirrors.
+//! Documents made of bytes: of chunks, tree nodes, blobs and mirrors.
 
 use std::fmt;
 use std::str::FromStr;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::MirrorId;
@@ -108,7 +108,7 @@ pub struct Snapshot {
     /// The shape of the disk.
     pub geometry: Geometry,
     /// How its content is kept safe.
-    pub keep: Keep,
+    pub policy: StoragePolicy,
     /// A second name, unique in the image.
     pub label: Option<String>,
     /// How far it has come.
@@ -163,7 +163,7 @@ pub struct Image {
     /// The snapshot that it was cloned from, as it was named then.
     pub origin: Option<String>,
     /// How its content is kept safe.
-    pub keep: Keep,
+    pub policy: StoragePolicy,
 }
 
 /// A snapshot that a mirror announces.

@@ -273,7 +273,7 @@ impl Commits {
         }
     }
 
-    /// How many numbers to reserve so that enough are in hand; 0 if they are.
+    /// RepairLimits many numbers to reserve so that enough are in hand; 0 if they are.
     fn wanted_numbers(&self) -> u64 {
         let numbers = &self.queue().numbers;
         let left = numbers.end - numbers.start;

@@ -23,16 +23,16 @@ use crate::device::Device;
 use crate::mirror::layer::Layer;
 use crate::sys;
 
-/// How often an idle thread sees to it that there are snapshot numbers.
+/// RepairLimits often an idle thread sees to it that there are snapshot numbers.
 const REFILL: Duration = Duration::from_secs(2);
 
-/// How long to wait before the second try; then twice as long each time,
+/// RepairLimits long to wait before the second try; then twice as long each time,
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 
 /// up to this.
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
-/// How often a waiting thread looks whether it has to stop.
+/// RepairLimits often a waiting thread looks whether it has to stop.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// Why a snapshot did not become stable.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use cairn_store::cluster::ClusterBlobs;
-use cairn_store::encoding::Keep;
+use cairn_store::encoding::StoragePolicy;
 use cairn_store::{BlobId, Blobs};
 
 use super::data::CHUNK;
@@ -13,11 +13,11 @@ use super::data::CHUNK;
 const GROUP: usize = 16;
 
 /// Persists chunks, and returns how many seconds it took until they were durable.
-pub(crate) fn persist(client: &ClusterBlobs, bytes: &[u8], keep: &Keep) -> Result<f64> {
+pub(crate) fn persist(client: &ClusterBlobs, bytes: &[u8], policy: &StoragePolicy) -> Result<f64> {
     let begin = Instant::now();
     for group in bytes.chunks(GROUP * CHUNK) {
         let blobs: Vec<_> = group.chunks(CHUNK).map(|chunk| (BlobId::of(chunk), chunk)).collect();
-        client.put(&blobs, keep).context("put chunks")?;
+        client.put(&blobs, policy).context("put chunks")?;
     }
     client.flush().context("flush")?;
     Ok(begin.elapsed().as_secs_f64())

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cairn_store::ErrorKind;
 use cairn_store::documents;
-use cairn_store::documents::{Change, Names, Served, Wanted};
+use cairn_store::documents::{Change, Documents, Query, RemoteDocuments};
 use cairn_store::net::identity::{Role, Security};
 use serde_json::Value;
 
@@ -66,17 +66,17 @@ impl Drop for Catalog {
     }
 }
 
-fn count(names: &dyn Names) -> u64 {
-    names.read(&[Wanted::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
+fn count(documents: &dyn Documents) -> u64 {
+    documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
 /// Adds one, if nobody else has meanwhile.
-fn try_increment(names: &dyn Names) -> bool {
-    let view = names.read(&[Wanted::key("count")]).unwrap();
+fn try_increment(documents: &dyn Documents) -> bool {
+    let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
     let relies_on = vec![("count".into(), view.version("count"))];
     let change = Change { relies_on, ..Change::default() };
-    names.commit(&change.put("count", &(count + 1))).unwrap()
+    documents.commit(&change.put("count", &(count + 1))).unwrap()
 }
 
 /// The clients do not notice the deaths: each call is answered, and each change that is said to be carried out
@@ -90,11 +90,13 @@ fn a_catalog_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
     thread::scope(|scope| {
         for _ in 0..3 {
             let patience = Duration::from_secs(60);
-            let names = Served::with_patience(&address, &Security::INSECURE, patience).unwrap();
+            let documents =
+                RemoteDocuments::with_retry_timeout(&address, &Security::INSECURE, patience)
+                    .unwrap();
             let (stop, carried_out) = (&stop, &carried_out);
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    carried_out.fetch_add(try_increment(&names).into(), Ordering::Relaxed);
+                    carried_out.fetch_add(try_increment(&documents).into(), Ordering::Relaxed);
                 }
             });
         }
@@ -112,8 +114,8 @@ fn a_catalog_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    let names = documents::open(&address, &Security::INSECURE).unwrap();
-    assert_eq!(count(&*names), carried_out.load(Ordering::Relaxed));
+    let documents = documents::open(&address, &Security::INSECURE).unwrap();
+    assert_eq!(count(&*documents), carried_out.load(Ordering::Relaxed));
 }
 
 #[test]
@@ -121,16 +123,18 @@ fn a_catalog_that_hangs_is_named_in_time() {
     let place = Place::new();
     let catalog = Catalog::start(&place, &[]);
     let patience = Duration::from_secs(2);
-    let names = Served::with_patience(&catalog.address, &Security::INSECURE, patience).unwrap();
+    let documents =
+        RemoteDocuments::with_retry_timeout(&catalog.address, &Security::INSECURE, patience)
+            .unwrap();
     assert!(try_increment(&*documents::open(&catalog.address, &Security::INSECURE).unwrap()));
     catalog.signal("-STOP");
     let begin = Instant::now();
-    let error = names.commit(&Change::default().put("x", &1)).unwrap_err();
+    let error = documents.commit(&Change::default().put("x", &1)).unwrap_err();
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains(&catalog.address), "{error}");
     catalog.signal("-CONT");
-    assert_eq!(count(&names), 1, "it goes on");
+    assert_eq!(count(&documents), 1, "it goes on");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use cairn_store::documents::{Change, Wanted};
+use cairn_store::documents::{Change, Query};
 use cairn_store::encoding::Redundancy;
 use cairn_store::{Durability, Error, ErrorKind, SnapshotState};
 
@@ -26,8 +26,8 @@ fn of_two_clients_that_commit_to_one_image_one_wins_and_the_other_is_told() {
     // Its host is thought to be dead, while it stores a snapshot.
     let number = writer.begin().unwrap();
     let root = writer.store(&chunks(1, 3)).unwrap();
-    let names = one.cluster().unwrap().1;
-    assert!(names.commit(&Change::default().remove(Wanted::key("leases/vm"))).unwrap());
+    let documents = one.cluster().unwrap().1;
+    assert!(documents.commit(&Change::default().remove(Query::key("leases/vm"))).unwrap());
     let second = Writer::attach(&other, &first, 2).unwrap();
     let (lost, won) = thread::scope(|scope| {
         let lost = scope.spawn(|| writer.publish(number, &root));

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cairn_store::encoding::{Keep, Redundancy};
+use cairn_store::encoding::{Redundancy, StoragePolicy};
 use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkId, ChunkIndex, Consistency, Error, ErrorKind, Geometry, MIN_CHUNK_SIZE,
@@ -30,7 +30,7 @@ const WRITERS: u8 = 3;
 struct Storm {
     redundancy: Redundancy,
     peers: usize,
-    /// How many may be away.
+    /// RepairLimits many may be away.
     losses: usize,
     time: Duration,
 }
@@ -42,9 +42,9 @@ type Disk = BTreeMap<u64, u64>;
 struct World {
     operator: Operator,
     url: String,
-    /// How messages call the catalog.
+    /// RepairLimits messages call the catalog.
     catalog: String,
-    keep: Keep,
+    policy: StoragePolicy,
     stable: Mutex<Vec<(Snapshot, Disk)>>,
     imported: Mutex<Vec<(String, u64)>>,
     stop: AtomicBool,
@@ -55,7 +55,7 @@ struct World {
 impl World {
     fn connect(&self) -> Repository {
         // The catalog may be away just now.
-        patiently(|| Repository::connect(&self.url, &Security::INSECURE)).keeping(self.keep)
+        patiently(|| Repository::connect(&self.url, &Security::INSECURE)).with_policy(self.policy)
     }
 
     fn goes_on(&self) -> bool {
@@ -227,7 +227,7 @@ fn new_snapshot(number: u64) -> NewSnapshot {
 
 /// Imports disks with the program, again and again.
 fn import(world: &World, seed: u64) {
-    let redundancy = world.keep.redundancy.to_string();
+    let redundancy = world.policy.redundancy.to_string();
     for n in 0.. {
         let (name, seed) = (format!("imported{n}"), seed + n);
         std::fs::write(world.operator.directory.join("in.raw"), imported(seed)).unwrap();
@@ -334,7 +334,7 @@ impl Storm {
             operator: lab.operator(),
             url: lab.url(),
             catalog: lab.address().to_owned(),
-            keep: self.redundancy.into(),
+            policy: self.redundancy.into(),
             stable: Mutex::default(),
             imported: Mutex::default(),
             stop: AtomicBool::new(false),

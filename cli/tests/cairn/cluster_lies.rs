@@ -128,6 +128,7 @@ fn damage(lab: &Lab, at: usize) {
 /// The blobs of which a peer says that it has a fragment, and of which it has no right one.
 fn unread(lab: &Lab, at: usize) -> BTreeSet<BlobId> {
     use cairn_store::cluster::Connection;
+    use cairn_store::encoding::fragment::Fragment;
     use cairn_store::net::identity::Security;
     let address = lab.peers[at].as_ref().unwrap().address.clone();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -139,7 +140,8 @@ fn unread(lab: &Lab, at: usize) -> BTreeSet<BlobId> {
             let Some((last, _)) = page.last() else { return damaged };
             after = *last;
             for (blob, _) in page {
-                if peer.get(&blob).await.map_or(true, |found| found.is_empty()) {
+                let is_sound = |found: Vec<Fragment>| found.iter().any(|one| one.is_of(&blob));
+                if !peer.fetch(&blob).await.is_ok_and(is_sound) {
                     damaged.insert(blob);
                 }
             }

@@ -3,7 +3,7 @@
 use std::process::Stdio;
 use std::time::Instant;
 
-use cairn_store::documents::Wanted;
+use cairn_store::documents::Query;
 
 use crate::lab::{Lab, random, wait_until};
 
@@ -64,7 +64,7 @@ fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
     let mut slow = slow.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let repository = lab.repository();
     let runs = || {
-        let view = repository.cluster().unwrap().1.read(&[Wanted::key(REPAIRS)]).unwrap();
+        let view = repository.cluster().unwrap().1.read(&[Query::key(REPAIRS)]).unwrap();
         view.version(REPAIRS) != 0
     };
     wait_until("it repairs", runs);

@@ -74,7 +74,7 @@ async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
             Arc::new(Connection::open(&peer.address, &Security::INSECURE).await.unwrap());
         for number in &stored {
             let wanted = fragment(*number);
-            let found = connection.get(&wanted.description.blob).await.unwrap();
+            let found = connection.fetch(&wanted.description.blob).await.unwrap();
             assert_eq!(found, [wanted], "fragment {number} in round {round}");
         }
         let mut puts = JoinSet::new();
@@ -217,7 +217,7 @@ async fn a_peer_with_keys_serves_its_cluster_and_nobody_else() {
     let connection = Connection::open(&peer.address, &load("keys", Role::Client)).await.unwrap();
     let one = fragment(1);
     connection.put(one.clone()).await.unwrap();
-    assert_eq!(connection.get(&one.description.blob).await.unwrap(), [one]);
+    assert_eq!(connection.fetch(&one.description.blob).await.unwrap(), [one]);
     for stranger in [Security::INSECURE, load("others", Role::Client)] {
         let opened = Connection::open(&peer.address, &stranger).await;
         // With TLS 1.3 a client may learn that it is refused with its first question.

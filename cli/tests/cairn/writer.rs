@@ -26,7 +26,7 @@ pub(crate) struct Writer {
 impl Writer {
     /// Makes an image, and takes it.
     pub(crate) fn create(repository: &Repository, image: &str, redundancy: Redundancy) -> Writer {
-        let repository = repository.keeping(redundancy.into());
+        let repository = repository.with_policy(redundancy.into());
         let geometry = Geometry::new(CHUNKS * CHUNK as u64, MIN_CHUNK_SIZE).unwrap();
         let first = repository.create_image(&image.parse().unwrap(), geometry).unwrap();
         Writer::attach(&repository, &first, image.as_bytes()[0]).unwrap()
@@ -37,7 +37,7 @@ impl Writer {
         let id = MirrorId::from_bytes([me; 16]);
         let owner = MirrorOwner::this_process(id, format!("/mirrors/{}", char::from(me)))?;
         let attachment = repository.attach(&owner, first, Mode::ReadWrite)?;
-        let repository = repository.keeping(first.keep);
+        let repository = repository.with_policy(first.policy);
         Ok(Writer { repository, attachment, geometry: first.geometry })
     }
 

@@ -2,7 +2,7 @@
 
 pub(crate) mod directory;
 
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::Result;
 use crate::id::BlobId;
 
@@ -30,12 +30,12 @@ pub trait Blobs: Send + Sync {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize>;
 
     /// Takes blobs, to be kept like this, and returns how many bytes that adds: those that are there already add
-    /// none. Where there is one copy of everything, `keep` means nothing.
+    /// none. Where there is one copy of everything, `policy` means nothing.
     ///
     /// They can be read at once through this object. After the next [`Blobs::flush`] they are durable,
     /// and everybody can read them. After an error any part of them may have been taken.
-    /// A place that finds out later what is there counts what it takes. `keep` is for places on many machines.
-    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64>;
+    /// A place that finds out later what is there counts what it takes. `policy` is for places on many machines.
+    fn put(&self, blobs: &[NewBlob<'_>], policy: &StoragePolicy) -> Result<u64>;
 
     /// Returns when everything put before this call is durable, with the redundancy that it was put with.
     fn flush(&self) -> Result<()>;
@@ -48,7 +48,12 @@ pub trait Blobs: Send + Sync {
 
     /// Stores a snapshot's record, durably, and returns its name; nothing where the catalog is beside the blobs,
     /// and lost with them. If `lenient`, it may have less than its redundancy.
-    fn put_record(&self, _record: &[u8], _keep: &Keep, _lenient: bool) -> Result<Option<BlobId>> {
+    fn put_record(
+        &self,
+        _record: &[u8],
+        _keep: &StoragePolicy,
+        _lenient: bool,
+    ) -> Result<Option<BlobId>> {
         Ok(None)
     }
 
@@ -59,7 +64,7 @@ pub trait Blobs: Send + Sync {
 
     /// Reserves room for so many bytes of content that are kept like this, until it is released under the number that
     /// this returns. Fails if there is no room. Where one disk is the limit, nothing is reserved.
-    fn reserve_space(&self, _bytes: u64, _keep: &Keep) -> Result<u64> {
+    fn reserve_space(&self, _bytes: u64, _keep: &StoragePolicy) -> Result<u64> {
         Ok(0)
     }
 
@@ -67,7 +72,7 @@ pub trait Blobs: Send + Sync {
     fn release_space(&self, _number: u64) {}
 
     /// Forgets what is known to be there without asking: it may be gone.
-    fn void_known(&self) {}
+    fn forget_known(&self) {}
 
     /// All records that were ever taken.
     fn records(&self) -> Result<Vec<Vec<u8>>> {

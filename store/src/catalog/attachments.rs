@@ -10,7 +10,7 @@ use super::documents::{
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
 use crate::cluster::membership::{LOSSES, losses};
-use crate::documents::{Change, View, Wanted};
+use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
@@ -162,19 +162,19 @@ impl Holder {
     }
 
     /// What an operation on a snapshot relies on.
-    fn wanted(&self, number: u64) -> Vec<Wanted> {
+    fn wanted(&self, number: u64) -> Vec<Query> {
         vec![
-            Wanted::Key(self.image_key()),
-            Wanted::Key(self.snapshot_key(number)),
-            Wanted::Key(mirror_key(&self.owner.id)),
-            Wanted::key(LOSSES),
+            Query::Key(self.image_key()),
+            Query::Key(self.snapshot_key(number)),
+            Query::Key(mirror_key(&self.owner.id)),
+            Query::key(LOSSES),
         ]
     }
 
     /// What a publication relies on.
-    fn wanted_to_publish(&self, number: u64, published: &Published) -> Vec<Wanted> {
+    fn wanted_to_publish(&self, number: u64, published: &Published) -> Vec<Query> {
         let mut wanted = self.wanted(number);
-        wanted.push(Wanted::Key(self.snapshot_key(published.parent)));
+        wanted.push(Query::Key(self.snapshot_key(published.parent)));
         wanted
     }
 
@@ -186,7 +186,7 @@ impl Holder {
 
 impl Catalog {
     pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<Range<u64>> {
-        self.change(&[Wanted::Key(holder.image_key())], |view| {
+        self.change(&[Query::Key(holder.image_key())], |view| {
             let mut image = holder.check(view)?;
             let start = image.next_number;
             image.next_number += count;
@@ -196,7 +196,7 @@ impl Catalog {
     }
 
     pub(crate) fn renew(&self, holder: &Holder) -> Result<()> {
-        self.change(&[Wanted::Key(holder.image_key())], |view| {
+        self.change(&[Query::Key(holder.image_key())], |view| {
             holder.check(view)?;
             let lease = LeaseDocument::new(&holder.owner, holder.process.clone());
             let key = lease_key(&holder.image_name);
@@ -211,7 +211,7 @@ impl Catalog {
         let number = new.number;
         let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
         let mut wanted = holder.wanted(number);
-        wanted.extend(label.iter().cloned().map(Wanted::Key));
+        wanted.extend(label.iter().cloned().map(Query::Key));
         self.change(&wanted, |view| {
             let image = holder.check(view)?;
             if number == 0 || number >= image.next_number {
@@ -312,7 +312,7 @@ impl Catalog {
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
             let change = match snapshot.label.filter(|_| had_label) {
                 // The next attempt may have it.
-                Some(label) => change.remove(Wanted::Key(label_key(&holder.image_name, &label))),
+                Some(label) => change.remove(Query::Key(label_key(&holder.image_name, &label))),
                 None => change,
             };
             Ok((change, Record::new(&holder.image_name, &image, number, None)))
@@ -323,7 +323,7 @@ impl Catalog {
     /// that an orderly stop leaves no gap.
     pub(crate) fn release(&self, holder: &Holder, unused: Option<Range<u64>>) -> Result<()> {
         let wanted =
-            [Wanted::Key(holder.image_key()), Wanted::Prefix(snapshots_of(&holder.image_name))];
+            [Query::Key(holder.image_key()), Query::Prefix(snapshots_of(&holder.image_name))];
         self.change(&wanted, |view| {
             let mut image = holder.check(view)?;
             if let Some(unused) = unused
@@ -345,13 +345,13 @@ impl Catalog {
     /// Drops the mirror's reference, and with it its lease.
     pub(crate) fn detach(&self, holder: &Holder) -> Result<()> {
         let id = &holder.owner.id;
-        let wanted = [Wanted::Key(holder.image_key()), Wanted::Key(mirror_key(id))];
+        let wanted = [Query::Key(holder.image_key()), Query::Key(mirror_key(id))];
         self.change(&wanted, |view| {
             let document = match holder.may_write() {
                 true => Some(holder.check(view)?),
                 false => None,
             };
-            let change = Change::default().remove(Wanted::Key(mirror_key(id)));
+            let change = Change::default().remove(Query::Key(mirror_key(id)));
             let holding = Holding { id, name: &holder.image_name, document };
             Ok((without_writer(change, &holding), ()))
         })

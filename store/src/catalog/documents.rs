@@ -3,7 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::documents::View;
-use crate::encoding::{Compression, Keep, Redundancy};
+use crate::encoding::{Compression, Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId, NodeId};
@@ -119,8 +119,8 @@ impl ImageDocument {
             .map_err(|error| Error::corrupt("an image in the catalog", error.to_string()))
     }
 
-    pub(super) fn keep(&self) -> Keep {
-        Keep { redundancy: self.redundancy, compression: self.compression }
+    pub(super) fn policy(&self) -> StoragePolicy {
+        StoragePolicy { redundancy: self.redundancy, compression: self.compression }
     }
 
     /// The image with what its snapshots tell.
@@ -136,7 +136,7 @@ impl ImageDocument {
             snapshots: snapshots.len() as u64,
             newest: newest(snapshots),
             origin: self.origin.clone(),
-            keep: self.keep(),
+            policy: self.policy(),
         })
     }
 }
@@ -189,7 +189,7 @@ impl SnapshotDocument {
             root: Root(self.root),
             time: self.time,
             geometry: document.geometry()?,
-            keep: document.keep(),
+            policy: document.policy(),
             label: self.label,
             state: self.state,
             consistency: self.consistency,

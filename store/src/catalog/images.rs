@@ -11,8 +11,8 @@ use super::documents::{
 use super::records::Record;
 use crate::clock::now;
 use crate::cluster::membership::{LOSSES, losses};
-use crate::documents::{Change, View, Wanted};
-use crate::encoding::Keep;
+use crate::documents::{Change, Query, View};
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId};
@@ -51,7 +51,7 @@ impl Referrer {
 
 /// A snapshot as it was found available.
 pub(crate) struct Available {
-    pub(crate) keep: Keep,
+    pub(crate) policy: StoragePolicy,
     pub(crate) refers: Referrer,
     key: String,
     version: u64,
@@ -71,7 +71,7 @@ impl Draft {
     pub(crate) fn new(
         name: &ImageName,
         geometry: Geometry,
-        keep: Keep,
+        policy: StoragePolicy,
         first: &FirstSnapshot,
     ) -> Result<Draft> {
         let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
@@ -82,8 +82,8 @@ impl Draft {
             chunk_size: geometry.chunk_size(),
             created: time,
             origin: None,
-            redundancy: keep.redundancy,
-            compression: keep.compression,
+            redundancy: policy.redundancy,
+            compression: policy.compression,
             next_number: FIRST + 1,
             fence: 0,
             writer: None,
@@ -125,7 +125,7 @@ impl Draft {
             sent_bytes: 0,
             saved_bytes: 0,
         };
-        let mut draft = Draft::new(name, source.geometry, source.keep, &first)?;
+        let mut draft = Draft::new(name, source.geometry, source.policy, &first)?;
         draft.image.origin = Some(source.name().to_string());
         draft.source = Some((source.image.clone(), source.number));
         Ok(draft)
@@ -143,7 +143,7 @@ impl Draft {
 
 impl Catalog {
     pub(crate) fn images(&self) -> Result<Vec<Image>> {
-        let view = self.read(&[Wanted::prefix(IMAGES), Wanted::prefix(SNAPSHOTS)])?;
+        let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
         let all = view.under::<ImageDocument>(IMAGES)?.into_iter();
         all.map(|(name, document)| {
             let name = name.parse()?;
@@ -153,16 +153,16 @@ impl Catalog {
     }
 
     /// What the names refer to, by how it is to be kept.
-    pub(crate) fn roots(&self) -> Result<HashMap<Keep, Vec<Referrer>>> {
-        let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Wanted::prefix))?;
-        let mut all: HashMap<Keep, Vec<Referrer>> = HashMap::new();
+    pub(crate) fn roots(&self) -> Result<HashMap<StoragePolicy, Vec<Referrer>>> {
+        let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Query::prefix))?;
+        let mut all: HashMap<StoragePolicy, Vec<Referrer>> = HashMap::new();
         let images = view.under::<ImageDocument>(IMAGES)?;
         for (name, image) in &images {
             let geometry = image.geometry()?;
             let known = snapshots(&view, &name.parse()?)?.into_iter();
             let known = known.filter(|(_, one)| one.state.has_content());
             let known = known.map(|(_, one)| Referrer::snapshot(geometry, &one));
-            all.entry(image.keep()).or_default().extend(known);
+            all.entry(image.policy()).or_default().extend(known);
         }
         // A mirror keeps its parent's content, also if that has lost its name.
         let images: HashMap<_, _> = images.into_iter().collect();
@@ -170,7 +170,7 @@ impl Catalog {
             if let Some(image) = images.get(mirror.image.as_str()) {
                 let (geometry, root) = (image.geometry()?, Root(mirror.root));
                 let referrer = Referrer { geometry, root, record: None };
-                all.entry(image.keep()).or_default().push(referrer);
+                all.entry(image.policy()).or_default().push(referrer);
             }
         }
         Ok(all)
@@ -178,17 +178,17 @@ impl Catalog {
 
     /// The snapshots that are published and do not have their full redundancy.
     pub(crate) fn available(&self) -> Result<Vec<Available>> {
-        let view = self.read(&[IMAGES, SNAPSHOTS].map(Wanted::prefix))?;
+        let view = self.read(&[IMAGES, SNAPSHOTS].map(Query::prefix))?;
         let mut found = Vec::new();
         for (name, image) in view.under::<ImageDocument>(IMAGES)? {
             let name: ImageName = name.parse()?;
-            let (keep, geometry) = (image.keep(), image.geometry()?);
+            let (policy, geometry) = (image.policy(), image.geometry()?);
             let all = snapshots(&view, &name)?.into_iter();
             let available = all.filter(|(_, one)| one.state == SnapshotState::Available);
             found.extend(available.map(|(number, one)| {
                 let key = snapshot_key(&name, number);
                 let version = view.version(&key);
-                Available { keep, refers: Referrer::snapshot(geometry, &one), key, version }
+                Available { policy, refers: Referrer::snapshot(geometry, &one), key, version }
             }));
         }
         Ok(found)
@@ -198,7 +198,7 @@ impl Catalog {
     /// name may be another's by now.
     pub(crate) fn promote(&self, available: &Available) -> Result<()> {
         let Available { key, version, .. } = available;
-        self.change(&[Wanted::key(key)], |view| {
+        self.change(&[Query::key(key)], |view| {
             let change = match view.get::<SnapshotDocument>(key)? {
                 Some(one) if view.version(key) == *version => {
                     let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
@@ -226,7 +226,7 @@ impl Catalog {
         let wanted = match name.selector {
             Selector::Number(number) => {
                 let key = snapshot_key(&name.image, number);
-                [Wanted::Key(image_key(&name.image)), Wanted::Key(key)]
+                [Query::Key(image_key(&name.image)), Query::Key(key)]
             }
             _ => with_snapshots(&name.image),
         };
@@ -236,7 +236,7 @@ impl Catalog {
     /// Fails if there is an image of the name that a draft has.
     pub(crate) fn check_free(&self, draft: &Draft) -> Result<()> {
         let key = image_key(&draft.name);
-        match self.read(&[Wanted::key(&key)])?.version(&key) {
+        match self.read(&[Query::key(&key)])?.version(&key) {
             0 => Ok(()),
             _ => Err(Error::ImageExists { name: draft.name.to_string() }),
         }
@@ -246,9 +246,9 @@ impl Catalog {
     /// snapshot that it is one of.
     pub(crate) fn insert(&self, draft: &Draft, record: Option<BlobId>) -> Result<Snapshot> {
         let Draft { name, image, snapshot, source, .. } = draft;
-        let mut wanted = vec![Wanted::Key(image_key(name)), Wanted::key(LOSSES)];
+        let mut wanted = vec![Query::Key(image_key(name)), Query::key(LOSSES)];
         if let Some((image, number)) = source {
-            wanted.push(Wanted::Key(snapshot_key(image, *number)));
+            wanted.push(Query::Key(snapshot_key(image, *number)));
         }
         self.change(&wanted, |view| {
             if view.version(&image_key(name)) != 0 {
@@ -275,16 +275,16 @@ impl Catalog {
 
     /// How many peers have been lost so far.
     pub(crate) fn losses(&self) -> Result<u64> {
-        losses(&self.read(&[Wanted::key(LOSSES)])?)
+        losses(&self.read(&[Query::key(LOSSES)])?)
     }
 
     /// Also returns the record of the removal.
     pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
         let observer = Process::current()?;
         let wanted = [
-            Wanted::Key(image_key(&name.image)),
-            Wanted::Prefix(snapshots_of(&name.image)),
-            Wanted::Key(lease_key(&name.image)),
+            Query::Key(image_key(&name.image)),
+            Query::Prefix(snapshots_of(&name.image)),
+            Query::Key(lease_key(&name.image)),
         ];
         self.change(&wanted, |view| {
             let document = image(view, &name.image)?;
@@ -311,10 +311,10 @@ impl Catalog {
             // The image is written so that of two who remove the last two one begins again.
             let change = Change { relies_on, ..Change::default() }
                 .put(image_key(&name.image), &document)
-                .remove(Wanted::Key(key));
+                .remove(Query::Key(key));
             let label = snapshot.label.as_ref().filter(|_| snapshot.state != SnapshotState::Failed);
             let change = match label {
-                Some(label) => change.remove(Wanted::Key(label_key(&name.image, label))),
+                Some(label) => change.remove(Query::Key(label_key(&name.image, label))),
                 None => change,
             };
             let record = Record::new(&name.image, &document, snapshot.number, None);
@@ -326,10 +326,10 @@ impl Catalog {
     pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<Record> {
         let observer = Process::current()?;
         let wanted = [
-            Wanted::Key(image_key(name)),
-            Wanted::Key(lease_key(name)),
-            Wanted::prefix(MIRRORS),
-            Wanted::prefix(LEASES),
+            Query::Key(image_key(name)),
+            Query::Key(lease_key(name)),
+            Query::prefix(MIRRORS),
+            Query::prefix(LEASES),
         ];
         self.change(&wanted, |view| {
             let document = image(view, name)?;
@@ -347,12 +347,12 @@ impl Catalog {
                 });
             }
             let mut change = Change::default()
-                .remove(Wanted::Key(image_key(name)))
-                .remove(Wanted::Key(lease_key(name)))
-                .remove(Wanted::Prefix(snapshots_of(name)))
-                .remove(Wanted::Prefix(labels_of(name)));
+                .remove(Query::Key(image_key(name)))
+                .remove(Query::Key(lease_key(name)))
+                .remove(Query::Prefix(snapshots_of(name)))
+                .remove(Query::Prefix(labels_of(name)));
             for (id, _) in users {
-                change = change.remove(Wanted::Key(mirror_key(&id.parse()?)));
+                change = change.remove(Query::Key(mirror_key(&id.parse()?)));
             }
             // Number 0 stands for all.
             Ok((change, Record::new(name, &document, 0, None)))
@@ -360,8 +360,8 @@ impl Catalog {
     }
 }
 
-fn with_snapshots(name: &ImageName) -> [Wanted; 2] {
-    [Wanted::Key(image_key(name)), Wanted::Prefix(snapshots_of(name))]
+fn with_snapshots(name: &ImageName) -> [Query; 2] {
+    [Query::Key(image_key(name)), Query::Prefix(snapshots_of(name))]
 }
 
 /// The snapshot that people call this, in a view of the image and of all its snapshots, or of this one.

@@ -12,7 +12,7 @@ use super::documents::{
     image_key, lease_key, live_lease, mirror_key, snapshot_key,
 };
 use crate::clock::now;
-use crate::documents::{Change, View, Wanted};
+use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::id::MirrorId;
 use crate::process::Process;
@@ -25,7 +25,7 @@ pub const LEASE_SECONDS: u64 = 60;
 impl Catalog {
     pub(crate) fn mirrors(&self) -> Result<Vec<MirrorRecord>> {
         let observer = Process::current()?;
-        let view = self.read(&[Wanted::prefix(MIRRORS), Wanted::prefix(LEASES)])?;
+        let view = self.read(&[Query::prefix(MIRRORS), Query::prefix(LEASES)])?;
         let all = view.under::<MirrorDocument>(MIRRORS)?.into_iter();
         let mut all: Vec<_> = all
             .map(|(id, mirror)| {
@@ -40,7 +40,7 @@ impl Catalog {
     }
 
     pub(crate) fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
-        let view = self.read(&[Wanted::Key(mirror_key(id)), Wanted::prefix(LEASES)])?;
+        let view = self.read(&[Query::Key(mirror_key(id)), Query::prefix(LEASES)])?;
         let Some(mirror) = view.get::<MirrorDocument>(&mirror_key(id))? else { return Ok(None) };
         let lease = view.get(&lease_key(&mirror.image))?;
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
@@ -52,9 +52,9 @@ impl Catalog {
         let unknown = || Error::NoMirror { id: id.to_string() };
         let MirrorRecord { image: name, .. } = self.mirror(id)?.ok_or_else(unknown)?;
         let wanted = [
-            Wanted::Key(mirror_key(id)),
-            Wanted::Key(image_key(&name)),
-            Wanted::Key(lease_key(&name)),
+            Query::Key(mirror_key(id)),
+            Query::Key(image_key(&name)),
+            Query::Key(lease_key(&name)),
         ];
         self.change(&wanted, |view| {
             view.get::<MirrorDocument>(&mirror_key(id))?.ok_or_else(unknown)?;
@@ -62,7 +62,7 @@ impl Catalog {
             if let Some(lease) = lease.filter(|lease| lease.mirror == *id) {
                 return Err(lease.conflict(&name));
             }
-            let change = Change::default().remove(Wanted::Key(mirror_key(id)));
+            let change = Change::default().remove(Query::Key(mirror_key(id)));
             let document = view.get::<ImageDocument>(&image_key(&name))?;
             Ok((without_writer(change, &Holding { id, name: &name, document }), ()))
         })
@@ -81,10 +81,10 @@ impl Catalog {
         }
         let name = &snapshot.image;
         let wanted = [
-            Wanted::Key(image_key(name)),
-            Wanted::Key(snapshot_key(name, snapshot.number)),
-            Wanted::Key(mirror_key(&owner.id)),
-            Wanted::Key(lease_key(name)),
+            Query::Key(image_key(name)),
+            Query::Key(snapshot_key(name, snapshot.number)),
+            Query::Key(mirror_key(&owner.id)),
+            Query::Key(lease_key(name)),
         ];
         self.change(&wanted, |view| {
             let mut document = image(view, name)?;
@@ -107,7 +107,7 @@ impl Catalog {
                 }
                 Mode::ReadOnly if document.writer == Some(owner.id) => {
                     document.writer = None;
-                    change = change.remove(Wanted::Key(lease_key(name)));
+                    change = change.remove(Query::Key(lease_key(name)));
                     None
                 }
                 Mode::ReadOnly => None,
@@ -139,7 +139,7 @@ pub(super) fn without_writer(change: Change, holding: &Holding<'_>) -> Change {
             let document = ImageDocument { writer: None, ..document.clone() };
             change
                 .put(image_key(holding.name), &document)
-                .remove(Wanted::Key(lease_key(holding.name)))
+                .remove(Query::Key(lease_key(holding.name)))
         }
         _ => change,
     }

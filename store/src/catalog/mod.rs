@@ -21,51 +21,51 @@ pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
 pub(crate) use self::records::Record;
 
-use crate::documents::{Change, Names, View, Wanted};
+use crate::documents::{Change, Documents, Query, View};
 use crate::error::{Error, Result};
 
 /// How long a change that others forestall is tried again.
-const PATIENCE: Duration = Duration::from_secs(30);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The longest pause between two tries.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) struct Catalog {
-    names: Arc<dyn Names>,
+    documents: Arc<dyn Documents>,
 }
 
 impl Catalog {
-    pub(crate) fn new(names: Arc<dyn Names>) -> Self {
-        Self { names }
+    pub(crate) fn new(documents: Arc<dyn Documents>) -> Self {
+        Self { documents }
     }
 
-    fn read(&self, wanted: &[Wanted]) -> Result<View> {
-        self.names.read(wanted)
+    fn read(&self, wanted: &[Query]) -> Result<View> {
+        self.documents.read(wanted)
     }
 
     /// Carries out what is decided on a view of these documents. It relies on those that are asked for by their
     /// keys, not on those under prefixes.
     fn change<T>(
         &self,
-        wanted: &[Wanted],
+        wanted: &[Query],
         decide: impl Fn(&View) -> Result<(Change, T)>,
     ) -> Result<T> {
         let begin = Instant::now();
         let mut pause = Duration::from_millis(1);
         loop {
-            let view = self.names.read(wanted)?;
+            let view = self.documents.read(wanted)?;
             let (mut change, value) = decide(&view)?;
             if change.puts.is_empty() && change.removes.is_empty() {
                 return Ok(value);
             }
             change.relies_on.extend(wanted.iter().filter_map(|one| match one {
-                Wanted::Key(key) => Some((key.clone(), view.version(key))),
-                Wanted::Prefix(_) => None,
+                Query::Key(key) => Some((key.clone(), view.version(key))),
+                Query::Prefix(_) => None,
             }));
-            if self.names.commit(&change)? {
+            if self.documents.commit(&change)? {
                 return Ok(value);
             }
-            if begin.elapsed() > PATIENCE {
+            if begin.elapsed() > RETRY_TIMEOUT {
                 return Err(Error::Contended);
             }
             thread::sleep(pause);

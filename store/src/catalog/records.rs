@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::Catalog;
 use super::documents::{ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text};
 use crate::clock::now;
-use crate::documents::{Change, Wanted};
-use crate::encoding::Keep;
+use crate::documents::{Change, Query};
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, MirrorId};
 use crate::name::ImageName;
@@ -52,8 +52,8 @@ impl Record {
     }
 
     /// How its image is kept safe.
-    pub(crate) fn keep(&self) -> Keep {
-        self.image.keep()
+    pub(crate) fn policy(&self) -> StoragePolicy {
+        self.image.policy()
     }
 
     /// The snapshot's state, unless this records its removal.
@@ -139,7 +139,7 @@ impl Catalog {
     ) -> Result<bool> {
         let name = &record.image_name;
         let key = image_key(name);
-        if self.read(&[Wanted::key(&key)])?.version(&key) != 0 {
+        if self.read(&[Query::key(&key)])?.version(&key) != 0 {
             return Ok(false);
         }
         // Snapshots first: an image that is seen is whole.
@@ -151,13 +151,13 @@ impl Catalog {
                     None => change,
                 }
             });
-            self.names.commit(&change)?;
+            self.documents.commit(&change)?;
         }
         let last = stored.iter().map(|(number, _)| *number).max().unwrap_or(0);
         let image =
             ImageDocument { next_number: next.max(last + 1), writer: None, ..record.image.clone() };
         let change = Change { relies_on: vec![(key.clone(), 0)], ..Change::default() };
-        self.names.commit(&change.put(&key, &image))
+        self.documents.commit(&change.put(&key, &image))
     }
 }
 
@@ -167,9 +167,9 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{BlobId, Catalog, Keep, Record, SnapshotState};
+    use super::{BlobId, Catalog, Record, SnapshotState, StoragePolicy};
     use crate::catalog::{Draft, FirstSnapshot};
-    use crate::documents::Embedded;
+    use crate::documents::SqliteDocuments;
     use crate::geometry::Geometry;
     use crate::snapshot::Consistency;
     use crate::tree::Root;
@@ -178,8 +178,8 @@ mod tests {
     fn what_was_removed_stays_so_and_no_number_comes_twice_whatever_the_clocks_say() {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("catalog.db");
-        Embedded::create(&path).unwrap();
-        let catalog = Catalog::new(Arc::new(Embedded::open(&path).unwrap()));
+        SqliteDocuments::create(&path).unwrap();
+        let catalog = Catalog::new(Arc::new(SqliteDocuments::open(&path).unwrap()));
         let first = FirstSnapshot {
             root: Root(None),
             state: SnapshotState::Stable,
@@ -191,7 +191,7 @@ mod tests {
         };
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let name = "a".parse().unwrap();
-        let draft = Draft::new(&name, geometry, Keep::default(), &first).unwrap();
+        let draft = Draft::new(&name, geometry, StoragePolicy::default(), &first).unwrap();
         let of = |number: u64, recorded: u64, is_removal: bool, next_number: u64| {
             let mut record = draft.record();
             (record.number, record.recorded) = (number, recorded);

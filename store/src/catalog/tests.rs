@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use super::documents::lease_key;
 use super::{Catalog, Draft, FirstSnapshot, Holder, Published};
-use crate::documents::{Change, Embedded, Names, View, Wanted};
+use crate::documents::{Change, Documents, Query, SqliteDocuments, View};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
@@ -19,13 +19,13 @@ type Meanwhile = Box<dyn FnOnce() + Send>;
 
 /// Documents, where something happens between the first read and what comes of it.
 struct Between {
-    names: Arc<Embedded>,
+    documents: Arc<SqliteDocuments>,
     meanwhile: Mutex<Option<Meanwhile>>,
 }
 
-impl Names for Between {
-    fn read(&self, wanted: &[Wanted]) -> Result<View> {
-        let view = self.names.read(wanted);
+impl Documents for Between {
+    fn read(&self, wanted: &[Query]) -> Result<View> {
+        let view = self.documents.read(wanted);
         if let Some(meanwhile) = self.meanwhile.lock().unwrap().take() {
             meanwhile();
         }
@@ -33,17 +33,17 @@ impl Names for Between {
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
-        self.names.commit(change)
+        self.documents.commit(change)
     }
 
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
-        self.names.wait(folder, revision, limit)
+        self.documents.wait(folder, revision, limit)
     }
 }
 
 struct Place {
     _dir: TempDir,
-    names: Arc<Embedded>,
+    documents: Arc<SqliteDocuments>,
     catalog: Arc<Catalog>,
     image: ImageName,
 }
@@ -52,10 +52,10 @@ impl Place {
     fn new() -> Place {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("catalog.db");
-        Embedded::create(&path).unwrap();
-        let names = Arc::new(Embedded::open(&path).unwrap());
-        let catalog = Arc::new(Catalog::new(names.clone()));
-        Place { _dir: dir, names, catalog, image: "a".parse().unwrap() }
+        SqliteDocuments::create(&path).unwrap();
+        let documents = Arc::new(SqliteDocuments::open(&path).unwrap());
+        let catalog = Arc::new(Catalog::new(documents.clone()));
+        Place { _dir: dir, documents, catalog, image: "a".parse().unwrap() }
     }
 
     fn create(&self, state: SnapshotState) {
@@ -70,7 +70,8 @@ impl Place {
         };
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let draft =
-            Draft::new(&self.image, geometry, crate::encoding::Keep::default(), &first).unwrap();
+            Draft::new(&self.image, geometry, crate::encoding::StoragePolicy::default(), &first)
+                .unwrap();
         self.catalog.insert(&draft, None).unwrap();
     }
 
@@ -116,14 +117,14 @@ fn a_snapshot_that_is_published_while_it_is_removed_as_pending_is_decided_upon_a
     place.create(SnapshotState::Stable);
     let (holder, number) = place.writer();
     // Its lease has expired, and it goes on.
-    let expired = Change::default().remove(Wanted::Key(lease_key(&place.image)));
-    assert!(place.names.commit(&expired).unwrap());
+    let expired = Change::default().remove(Query::Key(lease_key(&place.image)));
+    assert!(place.documents.commit(&expired).unwrap());
     let catalog = place.catalog.clone();
     let meanwhile = move || {
         catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
     };
     let meanwhile = Mutex::new(Some(Box::new(meanwhile) as Meanwhile));
-    let between = Catalog::new(Arc::new(Between { names: place.names.clone(), meanwhile }));
+    let between = Catalog::new(Arc::new(Between { documents: place.documents.clone(), meanwhile }));
     let (removed, _) = between.remove_snapshot(&SnapshotRef::number(&place.image, number)).unwrap();
     assert_eq!(removed.state, SnapshotState::Stable, "as it was when it was removed");
     assert_eq!(place.state(number), None);

@@ -7,7 +7,7 @@
 //! health/losses how many peers were ever called lost
 //! ```
 //!
-//! A peer that stops beating is *down* after [`BEAT_LIFE`]: it keeps its rank, so that nothing moves because of a
+//! A peer that stops beating is *down* after [`HEARTBEAT_TTL_SECONDS`]: it keeps its rank, so that nothing moves because of a
 //! reboot. The keeper notes since when, and after a settable time calls it *lost*: from then on it has no rank, and
 //! repair makes up for what it held. One that comes back is a member as before, with all that it has.
 
@@ -16,15 +16,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::placement::members::{Member, MemberState};
-use crate::documents::{Change, Names, View, Wanted};
+use crate::documents::{Change, Documents, Query, View};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 
 /// How often a peer tells that it is there.
-pub const BEAT: Duration = Duration::from_secs(2);
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 
 /// How long that is believed, in seconds.
-pub const BEAT_LIFE: u32 = 7;
+pub const HEARTBEAT_TTL_SECONDS: u32 = 7;
 
 const MEMBERS: &str = "members/";
 const ALIVE: &str = "alive/";
@@ -68,7 +68,7 @@ pub struct Announcement {
 
 /// What a heartbeat tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pulse {
+pub struct PeerStats {
     /// Bytes that it may hold.
     pub capacity: u64,
     /// Bytes that it holds.
@@ -145,7 +145,7 @@ pub struct Peer {
     /// Since when it is down, as far as that was noted.
     pub down_since: Option<u64>,
     /// What its last heartbeat told, if that is not too old.
-    pub pulse: Option<Pulse>,
+    pub stats: Option<PeerStats>,
     /// How often it has given wrong bytes.
     pub wrong: u64,
 }
@@ -170,9 +170,9 @@ impl Peer {
 }
 
 /// All peers that ever joined and were not removed, and the revision of this view.
-pub fn peers(names: &dyn Names) -> Result<(Vec<Peer>, u64)> {
-    let folders = [MEMBERS, ALIVE, SUSPECTS].map(Wanted::prefix);
-    let view = names.read(&folders)?;
+pub fn peers(documents: &dyn Documents) -> Result<(Vec<Peer>, u64)> {
+    let folders = [MEMBERS, ALIVE, SUSPECTS].map(Query::prefix);
+    let view = documents.read(&folders)?;
     let members = view.under::<MemberDocument>(MEMBERS)?.into_iter();
     let all =
         members.map(|(id, document)| peer(&view, id.parse()?, document)).collect::<Result<_>>();
@@ -180,8 +180,8 @@ pub fn peers(names: &dyn Names) -> Result<(Vec<Peer>, u64)> {
 }
 
 fn peer(view: &View, id: PeerId, document: MemberDocument) -> Result<Peer> {
-    let pulse = view.get::<Pulse>(&alive_key(&id))?;
-    let health = match pulse {
+    let stats = view.get::<PeerStats>(&alive_key(&id))?;
+    let health = match stats {
         _ if document.lost => Health::Lost,
         None => Health::Down,
         Some(_) if document.draining => Health::Draining,
@@ -195,27 +195,32 @@ fn peer(view: &View, id: PeerId, document: MemberDocument) -> Result<Peer> {
         health,
         draining: document.draining,
         joined: document.joined,
-        down_since: document.down_since.filter(|_| pulse.is_none()),
-        pulse,
+        down_since: document.down_since.filter(|_| stats.is_none()),
+        stats,
         wrong: view.get::<SuspectDocument>(&suspect_key(&id))?.unwrap_or_default().wrong,
     })
 }
 
 /// Tells that a peer is there, and makes it a member if it is none.
-pub fn beat(names: &dyn Names, who: &Announcement, pulse: &Pulse, now: u64) -> Result<()> {
+pub fn send_heartbeat(
+    documents: &dyn Documents,
+    who: &Announcement,
+    stats: &PeerStats,
+    now: u64,
+) -> Result<()> {
     let key = member_key(&who.id);
     loop {
-        let view = names.read(&[Wanted::key(&key)])?;
+        let view = documents.read(&[Query::key(&key)])?;
         let known = view.get::<MemberDocument>(&key)?;
         let weight = |known: &MemberDocument| {
-            let difference = known.weight.abs_diff(pulse.capacity);
+            let difference = known.weight.abs_diff(stats.capacity);
             let same = difference <= known.weight / WEIGHT_STEP;
-            if same { known.weight } else { pulse.capacity }
+            if same { known.weight } else { stats.capacity }
         };
         let wanted = MemberDocument {
             address: who.address.clone(),
             domain: who.domain.clone(),
-            weight: known.as_ref().map_or(pulse.capacity, weight),
+            weight: known.as_ref().map_or(stats.capacity, weight),
             joined: known.as_ref().map_or(now, |known| known.joined),
             draining: known.as_ref().is_some_and(|known| known.draining),
             down_since: None,
@@ -227,27 +232,27 @@ pub fn beat(names: &dyn Names, who: &Announcement, pulse: &Pulse, now: u64) -> R
             let relies_on = vec![(key.clone(), view.version(&key))];
             Change { relies_on, ..Change::default() }.put(&key, &wanted)
         };
-        if names.commit(&change.put_for(BEAT_LIFE, alive_key(&who.id), pulse))? {
+        if documents.commit(&change.put_for(HEARTBEAT_TTL_SECONDS, alive_key(&who.id), stats))? {
             return Ok(());
         }
     }
 }
 
 /// Tells that a peer goes in good order: it is down at once.
-pub fn leave(names: &dyn Names, id: &PeerId) -> Result<()> {
+pub fn leave(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     let change = Change { relaxed: true, ..Change::default() };
-    names.commit(&change.remove(Wanted::Key(alive_key(id)))).map(drop)
+    documents.commit(&change.remove(Query::Key(alive_key(id)))).map(drop)
 }
 
 /// Changes a member's document, if there is one.
 fn update(
-    names: &dyn Names,
+    documents: &dyn Documents,
     id: &PeerId,
     edit: impl Fn(MemberDocument) -> MemberDocument,
 ) -> Result<()> {
     let key = member_key(id);
     loop {
-        let view = names.read(&[Wanted::key(&key), Wanted::key(LOSSES)])?;
+        let view = documents.read(&[Query::key(&key), Query::key(LOSSES)])?;
         let Some(document) = view.get::<MemberDocument>(&key)? else {
             return Err(Error::NoPeer { peer: id.to_string() });
         };
@@ -261,39 +266,39 @@ fn update(
             true => change.put(LOSSES, &(losses(&view)? + 1)),
             false => change,
         };
-        if names.commit(&change.put(&key, &edited))? {
+        if documents.commit(&change.put(&key, &edited))? {
             return Ok(());
         }
     }
 }
 
 /// Has a peer emptied, or not any more.
-pub fn drain(names: &dyn Names, id: &PeerId, draining: bool) -> Result<()> {
-    update(names, id, |document| MemberDocument { draining, ..document })
+pub fn drain(documents: &dyn Documents, id: &PeerId, draining: bool) -> Result<()> {
+    update(documents, id, |document| MemberDocument { draining, ..document })
 }
 
 /// Calls a peer lost at once: its disk is known to be gone.
-pub fn lose(names: &dyn Names, id: &PeerId) -> Result<()> {
-    update(names, id, |document| MemberDocument { lost: true, ..document })
+pub fn lose(documents: &dyn Documents, id: &PeerId) -> Result<()> {
+    update(documents, id, |document| MemberDocument { lost: true, ..document })
 }
 
 /// Removes a peer that is empty or lost from the members.
-pub fn forget(names: &dyn Names, id: &PeerId) -> Result<()> {
+pub fn forget(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     let keys = [member_key(id), alive_key(id), suspect_key(id)];
     let change =
-        keys.into_iter().fold(Change::default(), |change, key| change.remove(Wanted::Key(key)));
-    names.commit(&change).map(drop)
+        keys.into_iter().fold(Change::default(), |change, key| change.remove(Query::Key(key)));
+    documents.commit(&change).map(drop)
 }
 
 /// Notes that a peer has given wrong bytes so often since the last note.
-pub fn suspect(names: &dyn Names, id: &PeerId, wrong: u64, now: u64) -> Result<()> {
+pub fn suspect(documents: &dyn Documents, id: &PeerId, wrong: u64, now: u64) -> Result<()> {
     let key = suspect_key(id);
     loop {
-        let view = names.read(&[Wanted::key(&key)])?;
+        let view = documents.read(&[Query::key(&key)])?;
         let known = view.get::<SuspectDocument>(&key)?.unwrap_or_default();
         let noted = SuspectDocument { wrong: known.wrong + wrong, last: now };
         let relies_on = vec![(key.clone(), view.version(&key))];
-        if names
+        if documents
             .commit(&Change { relies_on, relaxed: true, ..Change::default() }.put(&key, &noted))?
         {
             return Ok(());
@@ -319,23 +324,27 @@ pub struct LastRepair {
 const LAST_REPAIR: &str = "health/repair";
 
 /// What the last repair told.
-pub fn last_repair(names: &dyn Names) -> Result<Option<LastRepair>> {
-    names.read(&[Wanted::key(LAST_REPAIR)])?.get(LAST_REPAIR)
+pub fn last_repair(documents: &dyn Documents) -> Result<Option<LastRepair>> {
+    documents.read(&[Query::key(LAST_REPAIR)])?.get(LAST_REPAIR)
 }
 
 /// Notes what a repair has found.
-pub fn note_repair(names: &dyn Names, repair: &LastRepair) -> Result<()> {
-    names.commit(&Change::default().put(LAST_REPAIR, repair)).map(drop)
+pub fn note_repair(documents: &dyn Documents, repair: &LastRepair) -> Result<()> {
+    documents.commit(&Change::default().put(LAST_REPAIR, repair)).map(drop)
 }
 
 /// What the keeper of a cluster does about its members: notes since when one is down, and calls it lost after
 /// `lost_after`. Returns those that were lost just now.
-pub fn watch_over(names: &dyn Names, lost_after: Duration, now: u64) -> Result<Vec<PeerId>> {
+pub fn watch_over(
+    documents: &dyn Documents,
+    lost_after: Duration,
+    now: u64,
+) -> Result<Vec<PeerId>> {
     let mut lost = Vec::new();
-    for peer in peers(names)?.0.into_iter().filter(|peer| peer.health == Health::Down) {
+    for peer in peers(documents)?.0.into_iter().filter(|peer| peer.health == Health::Down) {
         let since = peer.down_since.unwrap_or(now);
         let is_lost = now.saturating_sub(since) >= lost_after.as_secs();
-        update(names, &peer.id, |document| MemberDocument {
+        update(documents, &peer.id, |document| MemberDocument {
             down_since: Some(since),
             lost: is_lost,
             ..document
@@ -352,19 +361,20 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{
-        Announcement, Health, Pulse, beat, drain, forget, leave, peers, suspect, watch_over,
+        Announcement, Health, PeerStats, drain, forget, leave, peers, send_heartbeat, suspect,
+        watch_over,
     };
-    use crate::documents::{Embedded, Names};
+    use crate::documents::{Documents, SqliteDocuments};
     use crate::id::PeerId;
 
     const LOST_AFTER: Duration = Duration::from_secs(60);
 
-    fn place() -> (TempDir, Embedded) {
+    fn place() -> (TempDir, SqliteDocuments) {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("catalog.db");
-        Embedded::create(&path).unwrap();
-        let names = Embedded::open(&path).unwrap();
-        (dir, names)
+        SqliteDocuments::create(&path).unwrap();
+        let documents = SqliteDocuments::open(&path).unwrap();
+        (dir, documents)
     }
 
     fn who(n: u8) -> Announcement {
@@ -372,75 +382,75 @@ mod tests {
         Announcement { id: PeerId::from_bytes([n; 16]), address, domain: "rack".into() }
     }
 
-    const fn pulse(capacity: u64) -> Pulse {
-        Pulse { capacity, used: 1, reserved: 2, fragments: 3, load: 4 }
+    const fn stats(capacity: u64) -> PeerStats {
+        PeerStats { capacity, used: 1, reserved: 2, fragments: 3, load: 4 }
     }
 
-    fn health(names: &dyn Names, n: u8) -> Option<Health> {
-        let (all, _) = peers(names).unwrap();
+    fn health(documents: &dyn Documents, n: u8) -> Option<Health> {
+        let (all, _) = peers(documents).unwrap();
         all.into_iter().find(|peer| peer.id == who(n).id).map(|peer| peer.health)
     }
 
     #[test]
     fn a_peer_is_up_then_down_then_lost_and_back_again() {
-        let (_dir, names) = place();
-        beat(&names, &who(1), &pulse(100), 1000).unwrap();
-        beat(&names, &who(2), &pulse(100), 1000).unwrap();
-        assert_eq!(health(&names, 1), Some(Health::Up));
-        assert!(watch_over(&names, LOST_AFTER, 1000).unwrap().is_empty());
-        leave(&names, &who(1).id).unwrap();
-        assert_eq!(health(&names, 1), Some(Health::Down));
-        assert!(watch_over(&names, LOST_AFTER, 1010).unwrap().is_empty());
-        assert!(watch_over(&names, LOST_AFTER, 1069).unwrap().is_empty());
-        assert_eq!(peers(&names).unwrap().0[0].down_since, Some(1010), "the first who saw it");
+        let (_dir, documents) = place();
+        send_heartbeat(&documents, &who(1), &stats(100), 1000).unwrap();
+        send_heartbeat(&documents, &who(2), &stats(100), 1000).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Up));
+        assert!(watch_over(&documents, LOST_AFTER, 1000).unwrap().is_empty());
+        leave(&documents, &who(1).id).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Down));
+        assert!(watch_over(&documents, LOST_AFTER, 1010).unwrap().is_empty());
+        assert!(watch_over(&documents, LOST_AFTER, 1069).unwrap().is_empty());
+        assert_eq!(peers(&documents).unwrap().0[0].down_since, Some(1010), "the first who saw it");
         // It flaps: the time begins anew.
-        beat(&names, &who(1), &pulse(100), 1069).unwrap();
-        leave(&names, &who(1).id).unwrap();
-        assert!(watch_over(&names, LOST_AFTER, 1080).unwrap().is_empty());
-        assert_eq!(watch_over(&names, LOST_AFTER, 1140).unwrap(), [who(1).id]);
-        assert!(watch_over(&names, LOST_AFTER, 1150).unwrap().is_empty(), "once");
-        assert_eq!(health(&names, 1), Some(Health::Lost));
-        assert_eq!(health(&names, 2), Some(Health::Up));
-        assert!(peers(&names).unwrap().0[0].member().is_none());
-        beat(&names, &who(1), &pulse(100), 1200).unwrap();
-        assert_eq!(health(&names, 1), Some(Health::Up));
-        assert_eq!(peers(&names).unwrap().0[0].joined, 1000);
+        send_heartbeat(&documents, &who(1), &stats(100), 1069).unwrap();
+        leave(&documents, &who(1).id).unwrap();
+        assert!(watch_over(&documents, LOST_AFTER, 1080).unwrap().is_empty());
+        assert_eq!(watch_over(&documents, LOST_AFTER, 1140).unwrap(), [who(1).id]);
+        assert!(watch_over(&documents, LOST_AFTER, 1150).unwrap().is_empty(), "once");
+        assert_eq!(health(&documents, 1), Some(Health::Lost));
+        assert_eq!(health(&documents, 2), Some(Health::Up));
+        assert!(peers(&documents).unwrap().0[0].member().is_none());
+        send_heartbeat(&documents, &who(1), &stats(100), 1200).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Up));
+        assert_eq!(peers(&documents).unwrap().0[0].joined, 1000);
     }
 
     #[test]
     fn a_little_more_room_moves_nothing() {
-        let (_dir, names) = place();
-        let weight = || peers(&names).unwrap().0[0].weight;
-        beat(&names, &who(1), &pulse(1000), 1).unwrap();
+        let (_dir, documents) = place();
+        let weight = || peers(&documents).unwrap().0[0].weight;
+        send_heartbeat(&documents, &who(1), &stats(1000), 1).unwrap();
         for capacity in [1001, 900, 1200, 1250] {
-            beat(&names, &who(1), &pulse(capacity), 1).unwrap();
+            send_heartbeat(&documents, &who(1), &stats(capacity), 1).unwrap();
             assert_eq!(weight(), 1000, "{capacity}");
         }
-        beat(&names, &who(1), &pulse(2000), 1).unwrap();
+        send_heartbeat(&documents, &who(1), &stats(2000), 1).unwrap();
         assert_eq!(weight(), 2000);
     }
 
     #[test]
     fn draining_outlives_a_restart_and_ends_when_it_is_told() {
-        let (_dir, names) = place();
-        beat(&names, &who(1), &pulse(100), 1).unwrap();
-        drain(&names, &who(1).id, true).unwrap();
-        leave(&names, &who(1).id).unwrap();
-        beat(&names, &who(1), &pulse(100), 2).unwrap();
-        assert_eq!(health(&names, 1), Some(Health::Draining));
-        drain(&names, &who(1).id, false).unwrap();
-        assert_eq!(health(&names, 1), Some(Health::Up));
-        drain(&names, &who(9).id, true).unwrap_err();
-        forget(&names, &who(1).id).unwrap();
-        assert_eq!(health(&names, 1), None);
+        let (_dir, documents) = place();
+        send_heartbeat(&documents, &who(1), &stats(100), 1).unwrap();
+        drain(&documents, &who(1).id, true).unwrap();
+        leave(&documents, &who(1).id).unwrap();
+        send_heartbeat(&documents, &who(1), &stats(100), 2).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Draining));
+        drain(&documents, &who(1).id, false).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Up));
+        drain(&documents, &who(9).id, true).unwrap_err();
+        forget(&documents, &who(1).id).unwrap();
+        assert_eq!(health(&documents, 1), None);
     }
 
     #[test]
     fn suspicions_add_up() {
-        let (_dir, names) = place();
-        beat(&names, &who(1), &pulse(100), 1).unwrap();
-        suspect(&names, &who(1).id, 2, 5).unwrap();
-        suspect(&names, &who(1).id, 3, 6).unwrap();
-        assert_eq!(peers(&names).unwrap().0[0].wrong, 5);
+        let (_dir, documents) = place();
+        send_heartbeat(&documents, &who(1), &stats(100), 1).unwrap();
+        suspect(&documents, &who(1).id, 2, 5).unwrap();
+        suspect(&documents, &who(1).id, 3, 6).unwrap();
+        assert_eq!(peers(&documents).unwrap().0[0].wrong, 5);
     }
 }

@@ -16,10 +16,10 @@ use super::client::{Cluster, Connection};
 use super::peer::{PeerStore, serve};
 use super::placement::{Member, MemberState};
 use super::protocol::PUT;
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::ErrorKind;
 use crate::id::{BlobId, PeerId};
-use crate::net::frames::{HEADER, Header};
+use crate::net::frame::{HEADER, Header};
 use crate::net::identity::Security;
 use crate::testing::own_port;
 
@@ -114,7 +114,7 @@ pub(crate) fn content(number: u64, len: usize) -> (BlobId, Vec<u8>) {
     (BlobId::of(&content), content)
 }
 
-pub(crate) fn keep(text: &str) -> Keep {
+pub(crate) fn policy(text: &str) -> StoragePolicy {
     text.parse::<crate::encoding::Redundancy>().unwrap().into()
 }
 
@@ -187,7 +187,7 @@ async fn a_peer_that_sends_wrong_blocks_is_named_and_every_read_is_right() {
         // So many that the liar comes first for some of them, wherever chance has put it.
         for number in 0..150 {
             let (blob, content) = content(number, 8 << 10);
-            cluster.put(&blob, &content, &keep(text)).await.unwrap();
+            cluster.put(&blob, &content, &policy(text)).await.unwrap();
             blobs.push((blob, content));
         }
         let mut buf = vec![0; 8 << 10];
@@ -222,7 +222,7 @@ async fn a_wrong_block_is_put_again() {
     let (mut stored, mut suspected) = (0, 0);
     while suspected < 4 && stored < 60 {
         let (blob, content) = content(stored as u64, 64 << 10);
-        cluster.put(&blob, &content, &keep("rs=2+1")).await.unwrap();
+        cluster.put(&blob, &content, &policy("rs=2+1")).await.unwrap();
         cluster.get(&blob, &mut buf).await.unwrap();
         stored += 1;
         suspected = cluster.suspects().first().map_or(0, |(_, lies)| *lies as usize);
@@ -241,10 +241,10 @@ async fn members_come_and_go_and_what_is_down_is_passed_over() {
     let mut peers = start(4).await;
     let cluster = Cluster::new(members(&peers[..3]), Security::INSECURE);
     let (blob, first) = content(1, 10_000);
-    let too_few = cluster.put(&blob, &first, &keep("replicas=4")).await.unwrap_err();
+    let too_few = cluster.put(&blob, &first, &policy("replicas=4")).await.unwrap_err();
     assert_eq!(too_few.kind(), ErrorKind::Unavailable, "{too_few}");
     cluster.set_members(members(&peers));
-    let stored = cluster.put(&blob, &first, &keep("replicas=4")).await.unwrap();
+    let stored = cluster.put(&blob, &first, &policy("replicas=4")).await.unwrap();
     assert_eq!((stored.sent, stored.durable), (40_000, 4));
 
     // One of them is gone, and said to be down: nobody waits for it.
@@ -255,17 +255,17 @@ async fn members_come_and_go_and_what_is_down_is_passed_over() {
     let mut buf = vec![0; 10_000];
     for number in 2..20 {
         let (blob, content) = content(number, 10_000);
-        cluster.put(&blob, &content, &keep("replicas=3")).await.unwrap();
+        cluster.put(&blob, &content, &policy("replicas=3")).await.unwrap();
         assert_eq!(cluster.get(&blob, &mut buf).await.unwrap(), 10_000);
         assert_eq!(buf, content);
-        assert!(cluster.put(&blob, &content, &keep("rs=2+2")).await.is_err(), "one too few");
+        assert!(cluster.put(&blob, &content, &policy("rs=2+2")).await.is_err(), "one too few");
     }
     // It returns, and is used at once.
     peers[0].restart().await;
     all[0].state = MemberState::Up;
     cluster.set_members(all.clone());
     let (blob, last) = content(99, 10_000);
-    cluster.put(&blob, &last, &keep("rs=2+2")).await.unwrap();
+    cluster.put(&blob, &last, &policy("rs=2+2")).await.unwrap();
 
     // One that is drained gets nothing new.
     all[1].state = MemberState::Draining;
@@ -274,7 +274,7 @@ async fn members_come_and_go_and_what_is_down_is_passed_over() {
     let before = drained.usage().await.unwrap().fragments;
     for number in 100..120 {
         let (blob, content) = content(number, 1000);
-        cluster.put(&blob, &content, &keep("replicas=3")).await.unwrap();
+        cluster.put(&blob, &content, &policy("replicas=3")).await.unwrap();
     }
     assert_eq!(drained.usage().await.unwrap().fragments, before);
     assert_eq!(cluster.suspects(), []);

@@ -56,42 +56,44 @@ pub(super) fn unavailable(address: &str, reason: &str) -> Error {
 
 /// Why there is no answer.
 #[derive(Debug)]
-pub(super) enum Trouble {
+pub(super) enum CallError {
     /// It may pass.
-    Passing(String),
+    Transient(String),
     /// To try again does not help.
-    Lasting(ErrorKind, String),
+    Permanent(ErrorKind, String),
 }
 
-impl Trouble {
-    pub(super) fn late() -> Trouble {
-        Trouble::Passing("it does not answer in time".into())
+impl CallError {
+    pub(super) fn late() -> CallError {
+        CallError::Transient("it does not answer in time".into())
     }
 }
 
 /// Tries again and again as long as the catalog is away, within a time. Who `waits` for long has that time from the
 /// first trouble on.
-pub(super) async fn insist<T, F: Future<Output = Result<T, Trouble>>>(
+pub(super) async fn retry<T, F: Future<Output = Result<T, CallError>>>(
     address: &str,
-    patience: Duration,
+    retry_timeout: Duration,
     waits: bool,
     attempt: impl Fn() -> F,
 ) -> Result<T> {
-    let mut end = (!waits).then(|| Instant::now() + patience);
+    let mut end = (!waits).then(|| Instant::now() + retry_timeout);
     let mut pause = PAUSE.0;
     loop {
         let tried = match end.filter(|_| !waits) {
             None => attempt().await,
-            Some(end) => timeout_at(end, attempt()).await.unwrap_or_else(|_| Err(Trouble::late())),
+            Some(end) => {
+                timeout_at(end, attempt()).await.unwrap_or_else(|_| Err(CallError::late()))
+            }
         };
         let reason = match tried {
             Ok(answer) => return Ok(answer),
-            Err(Trouble::Lasting(kind, reason)) => {
+            Err(CallError::Permanent(kind, reason)) => {
                 return Err(Error::Catalog { address: address.into(), kind, reason });
             }
-            Err(Trouble::Passing(reason)) => reason,
+            Err(CallError::Transient(reason)) => reason,
         };
-        let end = *end.get_or_insert(Instant::now() + patience);
+        let end = *end.get_or_insert(Instant::now() + retry_timeout);
         if Instant::now() + pause >= end {
             return Err(unavailable(address, &format!("it is away: {reason}")));
         }

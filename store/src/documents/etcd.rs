@@ -23,8 +23,10 @@ use etcd_client::{
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
-use super::background::{Background, Trouble, insist, unavailable};
-use super::{Change, Document, ETCD, Names, PATIENCE, Put, View, WAIT, Wanted, new_token};
+use super::background::{Background, CallError, retry, unavailable};
+use super::{
+    Change, Document, Documents, ETCD, LONGEST_WAIT, Put, Query, RETRY_TIMEOUT, View, new_token,
+};
 use crate::error::{ErrorKind, Result};
 use crate::net::identity::Security;
 
@@ -42,14 +44,14 @@ const MAX_ANSWER: usize = 64 << 20;
 const REMEMBERED: (Duration, Duration) = (Duration::from_secs(900), Duration::from_secs(300));
 
 /// Documents in an etcd.
-pub struct Etcd {
+pub struct EtcdDocuments {
     background: Background,
     inner: Arc<Inner>,
 }
 
 struct Inner {
     address: String,
-    patience: Duration,
+    retry_timeout: Duration,
     kv: KvClient,
     leases: LeaseClient,
     watches: WatchClient,
@@ -57,17 +59,21 @@ struct Inner {
     tokens: Mutex<Option<(i64, Instant)>>,
 }
 
-impl Etcd {
+impl EtcdDocuments {
     /// The etcd at `etcd://host:port`, where more members may follow behind commas. Nobody is asked yet.
-    pub fn new(address: &str, security: &Security) -> Result<Etcd> {
-        Etcd::with_patience(address, security, PATIENCE)
+    pub fn new(address: &str, security: &Security) -> Result<EtcdDocuments> {
+        EtcdDocuments::with_retry_timeout(address, security, RETRY_TIMEOUT)
     }
 
-    /// As [`Etcd::new`], for a caller who wants to hear of an etcd that is away after another time than ten
+    /// As [`EtcdDocuments::new`], for a caller who wants to hear of an etcd that is away after another time than ten
     /// seconds.
-    pub fn with_patience(address: &str, security: &Security, patience: Duration) -> Result<Etcd> {
+    pub fn with_retry_timeout(
+        address: &str,
+        security: &Security,
+        retry_timeout: Duration,
+    ) -> Result<EtcdDocuments> {
         let mut options = ConnectOptions::new()
-            .with_connect_timeout(patience / 3)
+            .with_connect_timeout(retry_timeout / 3)
             .with_keep_alive(Duration::from_secs(5), Duration::from_secs(5))
             .with_keep_alive_while_idle(true)
             .with_require_leader(true);
@@ -84,22 +90,22 @@ impl Etcd {
         let client = client.map_err(|error| unavailable(address, &error.to_string()))?;
         let inner = Inner {
             address: address.into(),
-            patience,
+            retry_timeout,
             kv: client.kv_client().max_decoding_message_size(MAX_ANSWER),
             leases: client.lease_client(),
             watches: client.watch_client(),
             tokens: Mutex::default(),
         };
-        Ok(Etcd { background, inner: Arc::new(inner) })
+        Ok(EtcdDocuments { background, inner: Arc::new(inner) })
     }
 }
 
-impl Names for Etcd {
-    fn read(&self, wanted: &[Wanted]) -> Result<View> {
+impl Documents for EtcdDocuments {
+    fn read(&self, wanted: &[Query]) -> Result<View> {
         let (inner, wanted) = (self.inner.clone(), wanted.to_vec());
         self.background.run(async move {
             let read = || inner.in_time(inner.read(&wanted));
-            insist(&inner.address, inner.patience, false, read).await
+            retry(&inner.address, inner.retry_timeout, false, read).await
         })
     }
 
@@ -110,15 +116,15 @@ impl Names for Etcd {
         let (inner, change) = (self.inner.clone(), change.clone());
         self.background.run(async move {
             let commit = || inner.in_time(inner.commit(token.as_deref(), &change));
-            insist(&inner.address, inner.patience, false, commit).await
+            retry(&inner.address, inner.retry_timeout, false, commit).await
         })
     }
 
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
         let (inner, folder) = (self.inner.clone(), folder.to_owned());
         self.background.run(async move {
-            let wait = || inner.wait(&folder, revision, limit.min(WAIT));
-            insist(&inner.address, inner.patience, true, wait).await
+            let wait = || inner.wait(&folder, revision, limit.min(LONGEST_WAIT));
+            retry(&inner.address, inner.retry_timeout, true, wait).await
         })
     }
 }
@@ -127,23 +133,23 @@ impl Inner {
     /// Does something within the time of one try.
     async fn in_time<T>(
         &self,
-        doing: impl Future<Output = Result<T, Trouble>>,
-    ) -> Result<T, Trouble> {
-        timeout(self.patience / 3, doing).await.unwrap_or_else(|_| Err(Trouble::late()))
+        doing: impl Future<Output = Result<T, CallError>>,
+    ) -> Result<T, CallError> {
+        timeout(self.retry_timeout / 3, doing).await.unwrap_or_else(|_| Err(CallError::late()))
     }
 
-    async fn read(&self, wanted: &[Wanted]) -> Result<View, Trouble> {
+    async fn read(&self, wanted: &[Query]) -> Result<View, CallError> {
         let mut view = View::default();
         // Who asks for nothing wants to know the revision.
-        let nothing = [Wanted::key("")];
+        let nothing = [Query::key("")];
         let asked = if wanted.is_empty() { &nothing[..] } else { wanted };
         for some in asked.chunks(MAX_OPERATIONS) {
-            let get = |wanted: &Wanted| {
+            let get = |wanted: &Query| {
                 // What comes later is read as of the same moment.
                 let options = GetOptions::new().with_revision(view.revision as i64);
                 match wanted {
-                    Wanted::Key(key) => TxnOp::get(document(key), Some(options)),
-                    Wanted::Prefix(prefix) => {
+                    Query::Key(key) => TxnOp::get(document(key), Some(options)),
+                    Query::Prefix(prefix) => {
                         let begin = document(prefix);
                         let options = options.with_range(behind(&begin));
                         TxnOp::get(begin, Some(options))
@@ -171,7 +177,7 @@ impl Inner {
         Ok(view)
     }
 
-    async fn commit(&self, token: Option<&str>, change: &Change) -> Result<bool, Trouble> {
+    async fn commit(&self, token: Option<&str>, change: &Change) -> Result<bool, CallError> {
         let mut compares = Vec::new();
         for (key, version) in &change.relies_on {
             // No document has a higher one.
@@ -224,12 +230,12 @@ impl Inner {
         Ok(answer.succeeded() || answer.op_responses().iter().any(is_there))
     }
 
-    async fn grant(&self, seconds: i64) -> Result<i64, Trouble> {
+    async fn grant(&self, seconds: i64) -> Result<i64, CallError> {
         Ok(self.leases.clone().grant(seconds, None).await?.id())
     }
 
     /// A lease that ends when nobody asks for a token any more.
-    async fn token_lease(&self) -> Result<i64, Trouble> {
+    async fn token_lease(&self) -> Result<i64, CallError> {
         let mut tokens = self.tokens.lock().await;
         match *tokens {
             Some((lease, since)) if since.elapsed() < REMEMBERED.1 => Ok(lease),
@@ -242,7 +248,7 @@ impl Inner {
         }
     }
 
-    async fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<(), Trouble> {
+    async fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<(), CallError> {
         // The folder, and all behind its slash, and a few others, which do no harm.
         let (begin, end) = (document(folder), document(&format!("{folder}0")));
         let from = i64::try_from(revision).unwrap_or(i64::MAX).saturating_add(1);
@@ -257,7 +263,7 @@ impl Inner {
                     return Ok(());
                 }
             }
-            Err(Trouble::Passing("it has ended a watch".into()))
+            Err(CallError::Transient("it has ended a watch".into()))
         };
         timeout(limit, changed).await.unwrap_or(Ok(()))
     }
@@ -284,9 +290,9 @@ fn removes(change: &Change, puts: &BTreeMap<String, &Put>) -> Vec<(Vec<u8>, Opti
     let mut all = Vec::new();
     for wanted in &change.removes {
         match wanted {
-            Wanted::Key(key) if puts.contains_key(&document(key)) => {}
-            Wanted::Key(key) => all.push((document(key).into_bytes(), None)),
-            Wanted::Prefix(prefix) => {
+            Query::Key(key) if puts.contains_key(&document(key)) => {}
+            Query::Key(key) => all.push((document(key).into_bytes(), None)),
+            Query::Prefix(prefix) => {
                 let prefix = document(prefix);
                 let inside = puts.range(prefix.clone()..).map(|(key, _)| key);
                 let mut begin = prefix.clone().into_bytes();
@@ -317,18 +323,18 @@ const PERMISSION_DENIED: i32 = 7;
 const RESOURCE_EXHAUSTED: i32 = 8;
 const UNAUTHENTICATED: i32 = 16;
 
-impl From<EtcdError> for Trouble {
-    fn from(error: EtcdError) -> Trouble {
+impl From<EtcdError> for CallError {
+    fn from(error: EtcdError) -> CallError {
         let EtcdError::GRpcStatus(status) = &error else {
-            return Trouble::Passing(error.to_string());
+            return CallError::Transient(error.to_string());
         };
         let reason = status.message().to_owned();
         match status.code() as i32 {
             INVALID_ARGUMENT | PERMISSION_DENIED | UNAUTHENTICATED => {
-                Trouble::Lasting(ErrorKind::Invalid, reason)
+                CallError::Permanent(ErrorKind::Invalid, reason)
             }
-            RESOURCE_EXHAUSTED => Trouble::Lasting(ErrorKind::Unavailable, reason),
-            _ => Trouble::Passing(reason),
+            RESOURCE_EXHAUSTED => CallError::Permanent(ErrorKind::Unavailable, reason),
+            _ => CallError::Transient(reason),
         }
     }
 }

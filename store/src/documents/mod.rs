@@ -23,11 +23,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use etcd::Etcd;
-pub use remote::{CatalogStore, Served};
+pub use etcd::EtcdDocuments;
+pub use remote::{CatalogStore, RemoteDocuments};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-pub use sqlite::Embedded;
+pub use sqlite::SqliteDocuments;
 
 use crate::error::{Error, Result};
 use crate::net::identity::Security;
@@ -44,22 +44,22 @@ pub struct Document {
 
 /// What a read asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Wanted {
+pub enum Query {
     /// The document with this key.
     Key(String),
     /// All documents whose keys begin like this.
     Prefix(String),
 }
 
-impl Wanted {
+impl Query {
     /// The document with this key.
-    pub fn key(key: impl Into<String>) -> Wanted {
-        Wanted::Key(key.into())
+    pub fn key(key: impl Into<String>) -> Query {
+        Query::Key(key.into())
     }
 
     /// All documents whose keys begin like this.
-    pub fn prefix(prefix: impl Into<String>) -> Wanted {
-        Wanted::Prefix(prefix.into())
+    pub fn prefix(prefix: impl Into<String>) -> Query {
+        Query::Prefix(prefix.into())
     }
 }
 
@@ -113,7 +113,7 @@ pub struct Change {
     /// The versions that these documents must have; 0 for none.
     pub relies_on: Vec<(String, u64)>,
     /// What is removed, before anything is written.
-    pub removes: Vec<Wanted>,
+    pub removes: Vec<Query>,
     /// What is written.
     pub puts: Vec<Put>,
     /// It may be lost with the power, if it is not in the way of anything: a heartbeat.
@@ -139,7 +139,7 @@ impl Change {
     }
 
     /// Removes documents.
-    pub fn remove(mut self, what: Wanted) -> Change {
+    pub fn remove(mut self, what: Query) -> Change {
         self.removes.push(what);
         self
     }
@@ -150,9 +150,9 @@ fn encode(value: &impl Serialize) -> Vec<u8> {
 }
 
 /// A place for documents. Many threads, processes and hosts use one at once.
-pub trait Names: Send + Sync {
+pub trait Documents: Send + Sync {
     /// The documents that are asked for, as of one moment.
-    fn read(&self, wanted: &[Wanted]) -> Result<View>;
+    fn read(&self, wanted: &[Query]) -> Result<View>;
 
     /// Carries out a change. Returns whether it was: not if a document is not as the change relies on.
     ///
@@ -166,22 +166,27 @@ pub trait Names: Send + Sync {
 }
 
 /// Takes or keeps a document that one at a time holds, for so many seconds. Returns whether it is ours.
-pub(crate) fn hold(names: &dyn Names, key: &str, me: &str, seconds: u32) -> Result<bool> {
-    let Some(change) = change_own(names, key, me)? else { return Ok(false) };
-    names.commit(&change.put_for(seconds, key, &me))
+pub(crate) fn try_lock(
+    documents: &dyn Documents,
+    key: &str,
+    me: &str,
+    seconds: u32,
+) -> Result<bool> {
+    let Some(change) = change_own(documents, key, me)? else { return Ok(false) };
+    documents.commit(&change.put_for(seconds, key, &me))
 }
 
-/// Gives up what [`hold`] has taken, if it is still ours.
-pub(crate) fn let_go(names: &dyn Names, key: &str, me: &str) -> Result<()> {
-    if let Some(change) = change_own(names, key, me)? {
-        names.commit(&change.remove(Wanted::key(key)))?;
+/// Gives up what [`try_lock`] has taken, if it is still ours.
+pub(crate) fn unlock(documents: &dyn Documents, key: &str, me: &str) -> Result<()> {
+    if let Some(change) = change_own(documents, key, me)? {
+        documents.commit(&change.remove(Query::key(key)))?;
     }
     Ok(())
 }
 
 /// A change that relies on a document as it is, unless somebody else holds it.
-fn change_own(names: &dyn Names, key: &str, me: &str) -> Result<Option<Change>> {
-    let view = names.read(&[Wanted::key(key)])?;
+fn change_own(documents: &dyn Documents, key: &str, me: &str) -> Result<Option<Change>> {
+    let view = documents.read(&[Query::key(key)])?;
     let holder: Option<String> = view.get(key)?;
     if holder.is_some_and(|holder| holder != me) {
         return Ok(None);
@@ -191,18 +196,18 @@ fn change_own(names: &dyn Names, key: &str, me: &str) -> Result<Option<Change>> 
 }
 
 /// How long a call goes on trying while the catalog is away.
-const PATIENCE: Duration = Duration::from_secs(10);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest wait at a stretch. To return early does no harm.
-const WAIT: Duration = Duration::from_secs(25);
+const LONGEST_WAIT: Duration = Duration::from_secs(25);
 
 /// The documents at an address: `host:port` of a catalog that is served, or `etcd://host:port` of an etcd, where
 /// more of its members may follow behind commas. Nobody is asked yet.
-pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Names>> {
+pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Documents>> {
     check_address(address)?;
     Ok(match address.starts_with(ETCD) {
-        true => Arc::new(Etcd::new(address, security)?),
-        false => Arc::new(Served::new(address, security)?),
+        true => Arc::new(EtcdDocuments::new(address, security)?),
+        false => Arc::new(RemoteDocuments::new(address, security)?),
     })
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior, params};
 
-use super::{Change, Document, Names, Put, View, Wanted, folder};
+use super::{Change, Document, Documents, Put, Query, View, folder};
 use crate::clock::now_ms;
 use crate::durable::database;
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 const VERSION: u64 = 2;
 
 /// How often somebody who waits looks.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long it is remembered that a change was carried out: longer than anybody asks again.
 const REMEMBERED_MS: i64 = 600_000;
@@ -54,25 +54,25 @@ CREATE INDEX expiring_tokens ON tokens (expires);
 ";
 
 /// Documents in one file.
-pub struct Embedded {
+pub struct SqliteDocuments {
     writer: Mutex<Connection>,
     /// Apart from the writer: to read must not wait for a sync.
     reader: Mutex<Connection>,
 }
 
-impl Embedded {
+impl SqliteDocuments {
     /// Makes the file, unless another process has made it.
     pub fn create(path: &Path) -> Result<()> {
         database::make(path, VERSION, |transaction| Ok(transaction.execute_batch(TABLES)?))
     }
 
     /// Opens a file that exists.
-    pub fn open(path: &Path) -> Result<Embedded> {
+    pub fn open(path: &Path) -> Result<SqliteDocuments> {
         let (writer, reader) = database::open(path, VERSION)?;
-        Ok(Embedded { writer: Mutex::new(writer), reader: Mutex::new(reader) })
+        Ok(SqliteDocuments { writer: Mutex::new(writer), reader: Mutex::new(reader) })
     }
 
-    /// Carries out a change like [`Names::commit`], once: if a change with this token was carried out already, says
+    /// Carries out a change like [`Documents::commit`], once: if a change with this token was carried out already, says
     /// so and does nothing. A token counts for ten minutes.
     pub fn commit_once(&self, token: &[u8; 16], change: &Change) -> Result<bool> {
         self.commit_as(Some(token), change)
@@ -104,8 +104,8 @@ impl Embedded {
     }
 }
 
-impl Names for Embedded {
-    fn read(&self, wanted: &[Wanted]) -> Result<View> {
+impl Documents for SqliteDocuments {
+    fn read(&self, wanted: &[Query]) -> Result<View> {
         let mut reader = self.reader();
         let tx = reader.transaction_with_behavior(TransactionBehavior::Deferred)?;
         let mut view = View { revision: current(&tx)?, ..View::default() };
@@ -120,8 +120,8 @@ impl Names for Embedded {
         )?;
         for wanted in wanted {
             let mut rows = match wanted {
-                Wanted::Key(key) => one.query(params![key, now])?,
-                Wanted::Prefix(prefix) => many.query(params![prefix, now, after(prefix)])?,
+                Query::Key(key) => one.query(params![key, now])?,
+                Query::Prefix(prefix) => many.query(params![prefix, now, after(prefix)])?,
             };
             while let Some(row) = rows.next()? {
                 let document = Document { value: row.get(1)?, version: row.get(2)? };
@@ -146,7 +146,7 @@ impl Names for Embedded {
             if changed || left.is_zero() {
                 return Ok(());
             }
-            thread::sleep(left.min(LOOK));
+            thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 }
@@ -179,11 +179,11 @@ fn commit(connection: &mut Connection, token: Option<&[u8; 16]>, change: &Change
         let mut touch = tx.prepare_cached("INSERT OR REPLACE INTO folders VALUES (?1, ?2)")?;
         for wanted in &change.removes {
             let key = match wanted {
-                Wanted::Key(key) => {
+                Query::Key(key) => {
                     tx.prepare_cached("DELETE FROM documents WHERE key = ?1")?.execute([key])?;
                     key
                 }
-                Wanted::Prefix(prefix) => {
+                Query::Prefix(prefix) => {
                     tx.prepare_cached("DELETE FROM documents WHERE key >= ?1 AND key < ?2")?
                         .execute(params![prefix, after(prefix)])?;
                     prefix

@@ -32,7 +32,7 @@ use bytes::Bytes;
 use twox_hash::XxHash3_64;
 
 use super::compression::{Codec, compress, decompress};
-use super::redundancy::{Keep, MAX_WIDTH, Redundancy};
+use super::redundancy::{MAX_WIDTH, Redundancy, StoragePolicy};
 use super::reed_solomon;
 use crate::buffers::Buffer;
 use crate::error::{Error, Result};
@@ -154,30 +154,39 @@ impl Blocks {
 /// # Panics
 ///
 /// If the content is empty or longer than [`MAX_CONTENT`].
-pub fn encode(blob: &BlobId, content: &[u8], keep: impl Into<Keep>) -> (Description, Blocks) {
-    let keep = keep.into();
-    cut(Kind::Content, blob, &Plain::new(content, keep.redundancy), &keep)
+pub fn encode(
+    blob: &BlobId,
+    content: &[u8],
+    policy: impl Into<StoragePolicy>,
+) -> (Description, Blocks) {
+    let policy = policy.into();
+    cut(Kind::Content, blob, &Plain::new(content, policy.redundancy), &policy)
 }
 
 /// As [`encode`], for the record of a snapshot.
 pub fn encode_record(
     blob: &BlobId,
     content: &[u8],
-    keep: impl Into<Keep>,
+    policy: impl Into<StoragePolicy>,
 ) -> (Description, Blocks) {
-    let keep = keep.into();
-    cut(Kind::Record, blob, &Plain::new(content, keep.redundancy), &keep)
+    let policy = policy.into();
+    cut(Kind::Record, blob, &Plain::new(content, policy.redundancy), &policy)
 }
 
 /// The same for content that was copied for this redundancy.
-pub(crate) fn cut(kind: Kind, blob: &BlobId, plain: &Plain, keep: &Keep) -> (Description, Blocks) {
-    let (data, parity) = match keep.redundancy {
+pub(crate) fn cut(
+    kind: Kind,
+    blob: &BlobId,
+    plain: &Plain,
+    policy: &StoragePolicy,
+) -> (Description, Blocks) {
+    let (data, parity) = match policy.redundancy {
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
     };
-    let compressed = compress(plain.content(), keep.compression);
+    let compressed = compress(plain.content(), policy.compression);
     let (codec, plain_len) = (compressed.as_ref().map_or(Codec::None, |one| one.0), plain.len);
-    let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, keep.redundancy));
+    let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, policy.redundancy));
     let plain = smaller.as_ref().unwrap_or(plain);
     let cut = plain.bytes.clone();
     let len = cut.len() / usize::from(data);
@@ -396,7 +405,7 @@ mod tests {
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
     use proptest::sample::subsequence;
 
-    use super::{BlobId, Bytes, Description, Keep, Redundancy, encode, encode_record};
+    use super::{BlobId, Bytes, Description, Redundancy, StoragePolicy, encode, encode_record};
 
     fn redundancies() -> Vec<Redundancy> {
         let texts = ["none", "replicas=3", "rs=2+1", "rs=3+2", "rs=4+4", "rs=8+4"];
@@ -446,8 +455,8 @@ mod tests {
         ) {
             let content = pattern.repeat(repeat);
             let compression = ["auto", "zstd", "lz4", "none"][how].parse().unwrap();
-            let keep = Keep { redundancy: redundancies()[which], compression };
-            let (description, blocks) = encode(&BlobId::of(&content), &content, keep);
+            let policy = StoragePolicy { redundancy: redundancies()[which], compression };
+            let (description, blocks) = encode(&BlobId::of(&content), &content, policy);
             let mut found = vec![0; content.len()];
             let all: Vec<_> = (0..description.width())
                 .map(|index| (index >= description.width() - description.needed()).then(|| blocks.share(index)))
@@ -467,10 +476,10 @@ mod tests {
             record in any::<bool>(),
             flip in any::<(usize, u8)>(),
         ) {
-            let (blob, keep) = (BlobId::of(&content), redundancies()[which]);
+            let (blob, policy) = (BlobId::of(&content), redundancies()[which]);
             let (description, _) = match record {
-                true => encode_record(&blob, &content, keep),
-                false => encode(&blob, &content, keep),
+                true => encode_record(&blob, &content, policy),
+                false => encode(&blob, &content, policy),
             };
             let mut bytes = description.to_bytes();
             bytes.extend_from_slice(b"behind");

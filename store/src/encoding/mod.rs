@@ -6,4 +6,4 @@ pub(crate) mod redundancy;
 pub(crate) mod reed_solomon;
 
 pub use compression::Compression;
-pub use redundancy::{Keep, Redundancy};
+pub use redundancy::{Redundancy, StoragePolicy};

@@ -67,31 +67,31 @@ impl Redundancy {
 
 /// How a blob is kept on peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Keep {
+pub struct StoragePolicy {
     /// How it is spread.
     pub redundancy: Redundancy,
     /// Whether it is made smaller before.
     pub compression: Compression,
 }
 
-impl Keep {
+impl StoragePolicy {
     /// For tree nodes and records: see [`Redundancy::of_small_blobs`].
-    pub fn of_small_blobs(&self) -> Keep {
-        Keep { redundancy: self.redundancy.of_small_blobs(), ..*self }
+    pub fn of_small_blobs(&self) -> StoragePolicy {
+        StoragePolicy { redundancy: self.redundancy.of_small_blobs(), ..*self }
     }
 }
 
-impl Default for Keep {
+impl Default for StoragePolicy {
     /// One copy, compressed if that pays.
-    fn default() -> Keep {
-        Keep { redundancy: Redundancy::NONE, compression: Compression::Auto }
+    fn default() -> StoragePolicy {
+        StoragePolicy { redundancy: Redundancy::NONE, compression: Compression::Auto }
     }
 }
 
-impl From<Redundancy> for Keep {
+impl From<Redundancy> for StoragePolicy {
     /// Spread like this, and not compressed.
-    fn from(redundancy: Redundancy) -> Keep {
-        Keep { redundancy, compression: Compression::None }
+    fn from(redundancy: Redundancy) -> StoragePolicy {
+        StoragePolicy { redundancy, compression: Compression::None }
     }
 }
 

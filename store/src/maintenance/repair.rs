@@ -6,22 +6,24 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
-use super::repair_lease::Turn;
+use super::repair_lease::RepairLease;
 use crate::catalog::Available;
 use crate::clock::now;
 use crate::cluster::membership;
 use crate::cluster::membership::{Health, LastRepair, Peer};
 use crate::cluster::protocol::FragmentId;
 use crate::cluster::protocol::MAX_DELETED;
-use crate::cluster::repair::{Connected, How, Members, Node, Report, State, repair};
-use crate::documents::Names;
+use crate::cluster::repair::{
+    ConnectedPeers, PeerState, RepairLimits, RepairMembers, RepairPeer, Report, repair,
+};
+use crate::documents::Documents;
 use crate::encoding::Redundancy;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
 use crate::repository::Repository;
 
-/// How old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
+/// RepairLimits old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
 /// to may be a part of a snapshot that is being stored, and a large image takes hours.
 const GARBAGE_AGE: u32 = 24 * 3600;
 
@@ -50,18 +52,18 @@ impl Repository {
         goes_on: &dyn Fn() -> bool,
         progress: &dyn Fn(u64),
     ) -> Result<Report> {
-        let (Some((_, names)), Some(security)) = (self.cluster(), self.security()) else {
+        let (Some((_, documents)), Some(security)) = (self.cluster(), self.security()) else {
             return Err(Error::BadArgument("a repository in a directory has no peers".into()));
         };
-        Turn::with(names, |turn| {
-            let goes_on = || goes_on() && turn.is_held();
-            self.repair_in_turn(names, security, rate, &goes_on, progress)
+        RepairLease::with(documents, |lease| {
+            let goes_on = || goes_on() && lease.is_held();
+            self.repair_under_lease(documents, security, rate, &goes_on, progress)
         })
     }
 
-    fn repair_in_turn(
+    fn repair_under_lease(
         &self,
-        names: &dyn Names,
+        documents: &dyn Documents,
         security: &Security,
         rate: Option<u64>,
         goes_on: &dyn Fn() -> bool,
@@ -69,7 +71,7 @@ impl Repository {
     ) -> Result<Report> {
         // Before the blobs are looked at: what becomes available meanwhile is for the next time.
         let available = self.catalog().available()?;
-        let (peers, _) = membership::peers(names)?;
+        let (peers, _) = membership::peers(documents)?;
         let mut wanted = WantedBlobs::new();
         let unread = self.references(|blob, redundancy| want(&mut wanted, blob, redundancy))?;
         let told = |report: &Report| progress(report.bytes);
@@ -91,7 +93,7 @@ impl Repository {
             let (time, blobs, under) = (now(), report.blobs, report.left);
             let survives = report.survives;
             let last = LastRepair { time, blobs, under, unreadable, survives };
-            membership::note_repair(names, &last)?;
+            membership::note_repair(documents, &last)?;
         }
         Ok(report)
     }
@@ -105,12 +107,13 @@ impl Repository {
         short: &HashSet<BlobId>,
     ) -> bool {
         let mut is_sound = true;
-        let Available { refers, keep, .. } = snapshot;
-        let unread = self.references_of(refers, keep, &mut HashSet::new(), &mut |blob, wanted| {
-            let seen = looked_at.get(&shape(blob, wanted));
-            is_sound &= seen.is_some_and(|seen| seen.width() >= wanted.width());
-            is_sound &= !short.contains(&blob);
-        });
+        let Available { refers, policy, .. } = snapshot;
+        let unread =
+            self.references_of(refers, policy, &mut HashSet::new(), &mut |blob, wanted| {
+                let seen = looked_at.get(&shape(blob, wanted));
+                is_sound &= seen.is_some_and(|seen| seen.width() >= wanted.width());
+                is_sound &= !short.contains(&blob);
+            });
         unread == 0 && is_sound
     }
 
@@ -180,21 +183,21 @@ fn run(
     progress: &dyn Fn(&Report),
 ) -> Result<Report> {
     let members: Vec<_> = peers.iter().filter_map(Peer::member).collect();
-    let nodes = peers.iter().map(|peer| Node {
+    let nodes = peers.iter().map(|peer| RepairPeer {
         id: peer.id,
         weight: peer.weight,
         domain: peer.domain.clone(),
         state: match peer.health {
-            Health::Up => State::Up,
-            Health::Down => State::Down,
-            Health::Draining => State::Draining,
-            Health::Lost => State::Lost,
+            Health::Up => PeerState::Up,
+            Health::Down => PeerState::Down,
+            Health::Draining => PeerState::Draining,
+            Health::Lost => PeerState::Lost,
         },
         full: false,
     });
-    let nodes = Members::new(nodes);
+    let nodes = RepairMembers::new(nodes);
     runtime()?.block_on(async {
-        let connected = Arc::new(Connected::new(members, security.clone()));
+        let connected = Arc::new(ConnectedPeers::new(members, security.clone()));
         let (give, blobs) = mpsc::channel(QUEUE);
         let feed = async move {
             for ((blob, ..), redundancy) in wanted {
@@ -203,7 +206,7 @@ fn run(
                 }
             }
         };
-        let how = How { rate, ..How::default() };
+        let how = RepairLimits { rate, ..RepairLimits::default() };
         let ((), report) =
             tokio::join!(feed, repair(connected, nodes, blobs, how, goes_on, progress));
         Ok(report)
@@ -218,7 +221,7 @@ async fn sweep(
     goes_on: &dyn Fn() -> bool,
 ) -> Result<()> {
     // As all repair does: within a time, and of nobody else who is at its address.
-    let connected = Connected::new(peer.member(), security.clone());
+    let connected = ConnectedPeers::new(peer.member(), security.clone());
     let mut after = BlobId::from_bytes([0; 32]);
     loop {
         let page = connected.list(&peer.id, after).await?;

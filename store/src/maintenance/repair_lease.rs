@@ -8,62 +8,65 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Names, hold, let_go};
+use crate::documents::{Documents, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::sys;
 
 /// The document of the one who repairs.
-const REPAIRS: &str = "leader/repair";
+const LEASE_KEY: &str = "leader/repair";
 
-/// How long it lasts, in seconds.
-const TERM: u32 = 30;
+/// RepairLimits long it lasts, in seconds.
+const LEASE_SECONDS: u32 = 30;
 
-/// How often it is renewed.
-const RENEWAL: Duration = Duration::from_secs(3);
+/// RepairLimits often it is renewed.
+const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
-/// How long it counts as held after it was renewed. What is left of the term is more than a deletion takes
-/// ([`DELETION`](crate::cluster::repair::DELETION)).
-const HELD: Duration = Duration::from_secs(12);
+/// RepairLimits long it counts as held after it was renewed. What is left of the term is more than a deletion takes
+/// ([`DELETION_TIMEOUT`](crate::cluster::repair::DELETION_TIMEOUT)).
+const SAFE_HOLD: Duration = Duration::from_secs(12);
 
 /// The turn of the one who repairs.
-pub(super) struct Turn<'a> {
-    names: &'a dyn Names,
+pub(super) struct RepairLease<'a> {
+    documents: &'a dyn Documents,
     me: String,
-    state: Mutex<State>,
+    state: Mutex<LeaseState>,
     wake: Condvar,
 }
 
-struct State {
+struct LeaseState {
     /// When it was asked for that was granted last.
     renewed: Instant,
     /// Somebody else has it.
     is_lost: bool,
     /// It is not needed any more.
-    is_over: bool,
+    is_ended: bool,
 }
 
-impl Turn<'_> {
-    /// Does this while nobody else repairs. It has to end soon when the turn is not [held](Turn::is_held) any more.
-    pub(super) fn with<R>(names: &dyn Names, work: impl FnOnce(&Turn) -> Result<R>) -> Result<R> {
-        let turn = Turn::take(names)?;
+impl RepairLease<'_> {
+    /// Does this while nobody else repairs. It has to end soon when the turn is not [held](RepairLease::is_held) any more.
+    pub(super) fn with<R>(
+        documents: &dyn Documents,
+        work: impl FnOnce(&RepairLease) -> Result<R>,
+    ) -> Result<R> {
+        let lease = RepairLease::take(documents)?;
         thread::scope(|scope| {
             let renewing = thread::Builder::new().name("turn".into());
-            let _over = Over(&turn);
+            let _end = EndRenewal(&lease);
             renewing
-                .spawn_scoped(scope, || turn.renew_until_over())
+                .spawn_scoped(scope, || lease.renew_until_ended())
                 .map_err(|error| Error::io("starting", "a thread".as_ref(), error))?;
-            work(&turn)
+            work(&lease)
         })
     }
 
-    fn take(names: &dyn Names) -> Result<Turn<'_>> {
+    fn take(documents: &dyn Documents) -> Result<RepairLease<'_>> {
         let me = sys::random().map(PeerId::from_bytes);
         let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
-        let state = State { renewed: Instant::now(), is_lost: false, is_over: false };
-        let turn = Turn { names, me, state: Mutex::new(state), wake: Condvar::new() };
-        match turn.renew()? {
-            true => Ok(turn),
+        let state = LeaseState { renewed: Instant::now(), is_lost: false, is_ended: false };
+        let lease = RepairLease { documents, me, state: Mutex::new(state), wake: Condvar::new() };
+        match lease.renew()? {
+            true => Ok(lease),
             false => Err(Error::RepairRuns),
         }
     }
@@ -71,26 +74,26 @@ impl Turn<'_> {
     /// Whether nobody else can have it.
     pub(super) fn is_held(&self) -> bool {
         let state = self.state();
-        !state.is_lost && state.renewed.elapsed() < HELD
+        !state.is_lost && state.renewed.elapsed() < SAFE_HOLD
     }
 
     /// Asks for it once more. Returns whether it is still ours.
     fn renew(&self) -> Result<bool> {
         let asked = Instant::now();
-        let is_ours = hold(self.names, REPAIRS, &self.me, TERM)?;
+        let is_ours = try_lock(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
         if is_ours {
             self.state().renewed = asked;
         }
         Ok(is_ours)
     }
 
-    fn renew_until_over(&self) {
+    fn renew_until_ended(&self) {
         let mut state = self.state();
         loop {
-            let waits = |state: &mut State| !state.is_over;
-            let woken = self.wake.wait_timeout_while(state, RENEWAL, waits);
+            let waits = |state: &mut LeaseState| !state.is_ended;
+            let woken = self.wake.wait_timeout_while(state, RENEW_INTERVAL, waits);
             state = woken.expect("no code panics with the state locked").0;
-            if state.is_over {
+            if state.is_ended {
                 return;
             }
             drop(state);
@@ -104,24 +107,24 @@ impl Turn<'_> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LeaseState> {
         self.state.lock().expect("no code panics with the state locked")
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for RepairLease<'_> {
     fn drop(&mut self) {
         // If that is not possible, its time ends.
-        let _ = let_go(self.names, REPAIRS, &self.me);
+        let _ = unlock(self.documents, LEASE_KEY, &self.me);
     }
 }
 
 /// Ends the renewal, also when the work panics.
-struct Over<'a>(&'a Turn<'a>);
+struct EndRenewal<'a>(&'a RepairLease<'a>);
 
-impl Drop for Over<'_> {
+impl Drop for EndRenewal<'_> {
     fn drop(&mut self) {
-        self.0.state().is_over = true;
+        self.0.state().is_ended = true;
         self.0.wake.notify_all();
     }
 }
@@ -132,53 +135,56 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{Error, Names, RENEWAL, REPAIRS, Turn};
-    use crate::documents::{Change, Embedded, Wanted};
+    use super::{Documents, Error, LEASE_KEY, RENEW_INTERVAL, RepairLease};
+    use crate::documents::{Change, Query, SqliteDocuments};
 
-    fn names(dir: &TempDir) -> Embedded {
+    fn documents(dir: &TempDir) -> SqliteDocuments {
         let path = dir.path().join("catalog.db");
-        Embedded::create(&path).unwrap();
-        Embedded::open(&path).unwrap()
+        SqliteDocuments::create(&path).unwrap();
+        SqliteDocuments::open(&path).unwrap()
     }
 
     #[test]
     fn one_repairs_at_a_time() {
         let dir = TempDir::new().unwrap();
-        let names = names(&dir);
-        let repaired = Turn::with(&names, |turn| {
-            let other = Turn::with(&names, |_| Ok(()));
+        let documents = documents(&dir);
+        let repaired = RepairLease::with(&documents, |lease| {
+            let other = RepairLease::with(&documents, |_| Ok(()));
             assert!(matches!(other, Err(Error::RepairRuns)));
-            assert!(turn.renew().unwrap() && turn.is_held());
+            assert!(lease.renew().unwrap() && lease.is_held());
             Ok(7)
         });
         assert_eq!(repaired.unwrap(), 7);
         // It is free at once, however the work ended.
-        let failed = Turn::with(&names, |_| Err::<(), _>(Error::BadArgument("no".into())));
+        let failed =
+            RepairLease::with(&documents, |_| Err::<(), _>(Error::BadArgument("no".into())));
         assert!(matches!(failed, Err(Error::BadArgument(_))));
         let panicked = std::panic::catch_unwind(|| {
-            let _ = Turn::with(&names, |_| -> super::Result<()> { panic!("as it is meant to") });
+            let _ = RepairLease::with(&documents, |_| -> super::Result<()> {
+                panic!("as it is meant to")
+            });
         });
         assert!(panicked.is_err());
-        Turn::with(&names, |_| Ok(())).unwrap();
+        RepairLease::with(&documents, |_| Ok(())).unwrap();
     }
 
     #[test]
     fn a_turn_that_is_anothers_is_noticed() {
         let dir = TempDir::new().unwrap();
-        let names = names(&dir);
-        Turn::with(&names, |turn| {
-            let stolen = Change::default().put_for(60, REPAIRS, &"somebody else".to_owned());
-            assert!(names.commit(&stolen).unwrap());
-            let end = Instant::now() + RENEWAL * 4;
-            while turn.is_held() {
+        let documents = documents(&dir);
+        RepairLease::with(&documents, |lease| {
+            let stolen = Change::default().put_for(60, LEASE_KEY, &"somebody else".to_owned());
+            assert!(documents.commit(&stolen).unwrap());
+            let end = Instant::now() + RENEW_INTERVAL * 4;
+            while lease.is_held() {
                 assert!(Instant::now() < end, "nobody has noticed");
                 std::thread::sleep(Duration::from_millis(10));
             }
             Ok(())
         })
         .unwrap();
-        let view = names.read(&[Wanted::key(REPAIRS)]).unwrap();
-        let holder: Option<String> = view.get(REPAIRS).unwrap();
+        let view = documents.read(&[Query::key(LEASE_KEY)]).unwrap();
+        let holder: Option<String> = view.get(LEASE_KEY).unwrap();
         assert_eq!(holder.as_deref(), Some("somebody else"), "it is left alone");
     }
 }

@@ -1,6 +1,6 @@
 //! The one who looks after a cluster: calls peers lost, and has everything repaired.
 //!
-//! Several processes may be able to; the one that holds the document `leader/keeper` does. It loses it when it does
+//! Several processes may be able to; the one that holds the document `leader/supervisor` does. It loses it when it does
 //! not renew it in time, so there may be two for a moment: what each of them does is right whoever else does it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,36 +11,36 @@ use std::time::{Duration, Instant};
 use crate::clock::now;
 use crate::cluster::membership;
 use crate::cluster::membership::Health;
-use crate::documents::{Names, hold, let_go};
+use crate::documents::{Documents, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::repository::Repository;
 use crate::sys;
 
-const LEADER: &str = "leader/keeper";
+const LEADER_KEY: &str = "leader/supervisor";
 
-/// How long the document lasts, in seconds.
-const TERM: u32 = 10;
+/// RepairLimits long the document lasts, in seconds.
+const LEASE_SECONDS: u32 = 10;
 
-/// How often the members are looked at.
-const LOOK: Duration = Duration::from_secs(2);
+/// RepairLimits often the members are looked at.
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How long the members must be the same before anything is moved: peers of one rack start one after the other.
-const CALM: Duration = Duration::from_secs(6);
+/// RepairLimits long the members must be the same before anything is moved: peers of one rack start one after the other.
+const SETTLE_TIME: Duration = Duration::from_secs(6);
 
-/// How often everything is looked at though nothing has changed.
-const DAILY: Duration = Duration::from_secs(24 * 3600);
+/// RepairLimits often everything is looked at though nothing has changed.
+const FULL_SCAN_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
-/// How soon a repair that left something to do is begun again; then twice as long each time,
-const AGAIN: Duration = Duration::from_secs(10);
+/// RepairLimits soon a repair that left something to do is begun again; then twice as long each time,
+const FIRST_RETRY: Duration = Duration::from_secs(10);
 
 /// up to this.
-const LONGEST: Duration = Duration::from_secs(600);
+const LONGEST_RETRY: Duration = Duration::from_secs(600);
 
-/// How a keeper does its work.
+/// RepairLimits a keeper does its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Keeping {
-    /// How long a peer may be down before it is lost.
+pub struct SupervisorConfig {
+    /// RepairLimits long a peer may be down before it is lost.
     pub lost_after: Duration,
     /// The most bytes a second that repair sends.
     pub rate: Option<u64>,
@@ -50,27 +50,27 @@ pub struct Keeping {
 type Situation = Vec<(PeerId, u64, String, bool, bool)>;
 
 /// The threads of a keeper. They end with this.
-pub struct Keeper {
+pub struct Supervisor {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
     repository: Repository,
-    keeping: Keeping,
+    config: SupervisorConfig,
     leads: AtomicBool,
     stop: AtomicBool,
     sleep: (Mutex<()>, Condvar),
 }
 
-impl Keeper {
+impl Supervisor {
     /// Starts looking after the cluster of this repository, whenever nobody else does.
-    pub fn start(repository: Repository, keeping: Keeping) -> Result<Keeper> {
+    pub fn start(repository: Repository, config: SupervisorConfig) -> Result<Supervisor> {
         let failed = |error| Error::io("starting", "a thread".as_ref(), error);
         let me: [u8; 16] = sys::random().map_err(failed)?;
         let shared = Arc::new(Shared {
             repository,
-            keeping,
+            config,
             leads: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             sleep: Default::default(),
@@ -82,11 +82,11 @@ impl Keeper {
             watch.spawn(move || one.watch(&PeerId::from_bytes(me).to_string())).map_err(failed)?,
             repair.spawn(move || other.repair()).map_err(failed)?,
         ];
-        Ok(Keeper { shared, threads })
+        Ok(Supervisor { shared, threads })
     }
 }
 
-impl Drop for Keeper {
+impl Drop for Supervisor {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.sleep.1.notify_all();
@@ -97,8 +97,8 @@ impl Drop for Keeper {
 }
 
 impl Shared {
-    fn names(&self) -> Option<&dyn Names> {
-        self.repository.cluster().map(|(_, names)| names)
+    fn documents(&self) -> Option<&dyn Documents> {
+        self.repository.cluster().map(|(_, documents)| documents)
     }
 
     /// Sleeps, and tells whether to go on.
@@ -112,12 +112,12 @@ impl Shared {
 
     /// Leads, if nobody else does, and watches over the members.
     fn watch(&self, me: &str) {
-        while self.pause(LOOK) {
-            let Some(names) = self.names() else { return };
-            let led = hold(names, LEADER, me, TERM);
+        while self.pause(POLL_INTERVAL) {
+            let Some(documents) = self.documents() else { return };
+            let led = try_lock(documents, LEADER_KEY, me, LEASE_SECONDS);
             self.leads.store(*led.as_ref().unwrap_or(&false), Ordering::SeqCst);
             let watched = match led {
-                Ok(true) => membership::watch_over(names, self.keeping.lost_after, now()),
+                Ok(true) => membership::watch_over(documents, self.config.lost_after, now()),
                 Ok(false) => Ok(Vec::new()),
                 Err(error) => Err(error),
             };
@@ -129,9 +129,9 @@ impl Shared {
             }
         }
         if self.leads.load(Ordering::SeqCst)
-            && let Some(names) = self.names()
+            && let Some(documents) = self.documents()
         {
-            let _ = let_go(names, LEADER, me);
+            let _ = unlock(documents, LEADER_KEY, me);
         }
     }
 
@@ -140,31 +140,33 @@ impl Shared {
     fn repair(&self) {
         let mut done: Option<(Situation, Instant)> = None;
         let mut seen: Option<(Situation, Instant)> = None;
-        let (mut left, mut wait, mut down) = (false, AGAIN, 0);
-        while self.pause(LOOK) {
+        let (mut left, mut wait, mut down) = (false, FIRST_RETRY, 0);
+        while self.pause(POLL_INTERVAL) {
             if !self.leads.load(Ordering::SeqCst) {
                 (done, seen) = (None, None);
                 continue;
             }
-            let Some(names) = self.names() else { return };
-            let Ok((situation, now_down)) = situation(names) else { continue };
+            let Some(documents) = self.documents() else { return };
+            let Ok((situation, now_down)) = situation(documents) else { continue };
             if now_down < std::mem::replace(&mut down, now_down) {
-                wait = AGAIN;
+                wait = FIRST_RETRY;
             }
             if seen.as_ref().is_none_or(|(before, _)| *before != situation) {
                 seen = Some((situation.clone(), Instant::now()));
-                wait = AGAIN;
+                wait = FIRST_RETRY;
             }
-            let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= CALM);
+            let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= SETTLE_TIME);
             let due = done.as_ref().is_none_or(|(before, at)| {
                 let again = left || self.repository.has_available().unwrap_or(false);
-                *before != situation || at.elapsed() >= DAILY || (at.elapsed() >= wait && again)
+                *before != situation
+                    || at.elapsed() >= FULL_SCAN_INTERVAL
+                    || (at.elapsed() >= wait && again)
             });
             if !calm || !due {
                 continue;
             }
             let repaired =
-                self.repository.repair_while(self.keeping.rate, &|| self.goes_on(), &|_| ());
+                self.repository.repair_while(self.config.rate, &|| self.goes_on(), &|_| ());
             left = match repaired {
                 Ok(report) => {
                     tracing::info!(
@@ -185,7 +187,7 @@ impl Shared {
                 }
             };
             done = Some((situation, Instant::now()));
-            wait = (wait * 2).min(LONGEST);
+            wait = (wait * 2).min(LONGEST_RETRY);
         }
     }
 
@@ -195,8 +197,8 @@ impl Shared {
 }
 
 /// The situation, and how many peers are down.
-fn situation(names: &dyn Names) -> Result<(Situation, usize)> {
-    let (peers, _) = membership::peers(names)?;
+fn situation(documents: &dyn Documents) -> Result<(Situation, usize)> {
+    let (peers, _) = membership::peers(documents)?;
     let down = peers.iter().filter(|peer| peer.health == Health::Down).count();
     let one = |peer: membership::Peer| {
         (peer.id, peer.weight, peer.domain, peer.health == Health::Lost, peer.draining)

@@ -10,9 +10,9 @@ use tempfile::TempDir;
 
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
-use crate::cluster::membership::{Announcement, Pulse, beat, drain};
+use crate::cluster::membership::{Announcement, PeerStats, drain, send_heartbeat};
 use crate::cluster::tests::content;
-use crate::documents::{Embedded, Names};
+use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::Redundancy;
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId};
@@ -30,14 +30,15 @@ struct Heartbeats {
 }
 
 impl Heartbeats {
-    fn of(site: &Site, names: &Arc<dyn Names>) -> Heartbeats {
+    fn of(site: &Site, documents: &Arc<dyn Documents>) -> Heartbeats {
         let who = site.peers.iter().map(|peer| {
             let domain = peer.id.to_string();
             Announcement { id: peer.id, address: peer.address.clone(), domain }
         });
-        let (who, names): (Vec<_>, _) = (who.collect(), names.clone());
-        let pulse = Pulse { capacity: 1 << 40, used: 0, reserved: 0, fragments: 0, load: 0 };
-        let all_beat = move || who.iter().for_each(|who| beat(&*names, who, &pulse, 1).unwrap());
+        let (who, documents): (Vec<_>, _) = (who.collect(), documents.clone());
+        let stats = PeerStats { capacity: 1 << 40, used: 0, reserved: 0, fragments: 0, load: 0 };
+        let all_beat =
+            move || who.iter().for_each(|who| send_heartbeat(&*documents, who, &stats, 1).unwrap());
         all_beat();
         let (stop, stopped) = mpsc::channel();
         let thread = thread::spawn(move || {
@@ -65,17 +66,17 @@ fn has(address: &str, blob: BlobId) -> bool {
 }
 
 /// Documents in a file.
-fn names(dir: &TempDir, file: &str) -> Arc<dyn Names> {
+fn documents(dir: &TempDir, file: &str) -> Arc<dyn Documents> {
     let path = dir.path().join(file);
-    Embedded::create(&path).unwrap();
-    Arc::new(Embedded::open(&path).unwrap())
+    SqliteDocuments::create(&path).unwrap();
+    Arc::new(SqliteDocuments::open(&path).unwrap())
 }
 
 #[test]
 fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_there() {
     let site = Site::new(2);
     let dir = TempDir::new().unwrap();
-    let first = names(&dir, "catalog.db");
+    let first = documents(&dir, "catalog.db");
     let _beating = Heartbeats::of(&site, &first);
     let repository = Repository::of_cluster(first, &Security::INSECURE).unwrap();
     let size = |chunks: u64| Geometry::new(chunks * CHUNK as u64, CHUNK as u32).unwrap();
@@ -97,7 +98,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
     assert_eq!(made.iter().filter(|made| **made).count(), 1, "{made:?}");
     let before = repository.images().unwrap();
     // The catalog is lost.
-    let second = names(&dir, "again.db");
+    let second = documents(&dir, "again.db");
     let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
     let rebuilt = again.rebuild_catalog().unwrap();
@@ -109,10 +110,10 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
 fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let mut site = Site::new(3);
     let dir = TempDir::new().unwrap();
-    let names = names(&dir, "catalog.db");
-    let _beating = Heartbeats::of(&site, &names);
-    let open = || Repository::of_cluster(names.clone(), &Security::INSECURE).unwrap();
-    let repository = open().keeping(Redundancy::NONE.into());
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let open = || Repository::of_cluster(documents.clone(), &Security::INSECURE).unwrap();
+    let repository = open().with_policy(Redundancy::NONE.into());
     let geometry = Geometry::new(40 * CHUNK as u64, CHUNK as u32).unwrap();
     let chunks: Vec<_> = (0..60).map(|number| content(number, CHUNK).1).collect();
     let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
@@ -131,7 +132,7 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let drained = (holder + 1) % 3;
     let before = site.fragments_of(drained);
     assert!(before > 2, "{before} of 60 chunks");
-    drain(&*names, &site.peers[drained].id, true).unwrap();
+    drain(&*documents, &site.peers[drained].id, true).unwrap();
     site.stop(holder);
     // Another client, which remembers no node.
     let report = open().repair(None, &|_| ()).unwrap();

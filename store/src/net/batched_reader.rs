@@ -14,36 +14,40 @@ use tokio::net::tcp::OwnedReadHalf;
 use crate::sys::set_least_to_read;
 
 /// Of what is less than this, every byte counts.
-const LITTLE: usize = 16 << 10;
+const UNBATCHED_BYTES: usize = 16 << 10;
 
 /// More is not waited for: the sender must not wait for the receiver, and who sends slowly must be seen to send.
-const MUCH: usize = 64 << 10;
+const MAX_BATCH_BYTES: usize = 64 << 10;
 
 /// The receiving half of a connection, that waits for as much as is wanted of it.
-pub(crate) struct Patient {
+pub(crate) struct BatchedReader {
     socket: OwnedReadHalf,
     /// It is woken for so many bytes.
-    least: usize,
+    wake_bytes: usize,
 }
 
-impl Patient {
-    pub(crate) fn new(socket: OwnedReadHalf) -> Patient {
-        Patient { socket, least: 1 }
+impl BatchedReader {
+    pub(crate) fn new(socket: OwnedReadHalf) -> BatchedReader {
+        BatchedReader { socket, wake_bytes: 1 }
     }
 }
 
-impl AsyncRead for Patient {
+impl AsyncRead for BatchedReader {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let read = Pin::new(&mut self.socket).poll_read(cx, buf);
-        let least = if buf.remaining() < LITTLE { 1 } else { buf.remaining().min(MUCH) };
+        let wake_bytes = if buf.remaining() < UNBATCHED_BYTES {
+            1
+        } else {
+            buf.remaining().min(MAX_BATCH_BYTES)
+        };
         // There is nothing, or was nothing a moment ago: if there is enough by now, the kernel says so when this is set.
-        if read.is_pending() && least != self.least {
-            set_least_to_read(self.socket.as_ref().as_fd(), least as i32)?;
-            self.least = least;
+        if read.is_pending() && wake_bytes != self.wake_bytes {
+            set_least_to_read(self.socket.as_ref().as_fd(), wake_bytes as i32)?;
+            self.wake_bytes = wake_bytes;
         }
         read
     }

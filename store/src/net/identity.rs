@@ -31,7 +31,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use super::batched_reader::Patient;
+use super::batched_reader::BatchedReader;
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -240,7 +240,7 @@ impl Security {
 
 fn plain(stream: TcpStream) -> (Reader, Writer) {
     let (reader, writer) = stream.into_split();
-    (Box::new(Patient::new(reader)), Box::new(writer))
+    (Box::new(BatchedReader::new(reader)), Box::new(writer))
 }
 
 fn tls(

@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::blobs::directory::LocalBlobs;
-use crate::documents::Embedded;
+use crate::blobs::directory::DirectoryBlobs;
+use crate::documents::SqliteDocuments;
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -115,8 +115,8 @@ pub(crate) fn create(path: &Path) -> Result<()> {
         other => return other,
     }
     check_file_system(path)?;
-    LocalBlobs::create(path)?;
-    Embedded::create(&catalog(path))?;
+    DirectoryBlobs::create(path)?;
+    SqliteDocuments::create(&catalog(path))?;
     write_marker(path)?;
     sys::sync_dir(path)?;
     missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)

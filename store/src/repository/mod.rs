@@ -10,15 +10,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use self::attachment::Attachment;
 use crate::blobs::Blobs;
 use crate::blobs::Counters;
-use crate::blobs::directory::LocalBlobs;
+use crate::blobs::directory::DirectoryBlobs;
 use crate::catalog::{Catalog, Draft, FirstSnapshot, Rebuilt, Record, Referrer};
 use crate::cluster::client::Cluster;
-use crate::cluster::client::watcher::{Follower, cluster_address, follow};
+use crate::cluster::client::watcher::{MembershipWatcher, cluster_address, watch_members};
 use crate::cluster::membership;
 use crate::cluster::membership::Health;
 use crate::documents;
-use crate::documents::{Embedded, Names};
-use crate::encoding::{Keep, Redundancy};
+use crate::documents::{Documents, SqliteDocuments};
+use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId, MirrorId, NodeId};
@@ -68,7 +68,7 @@ pub enum Durability {
 pub struct Repository {
     inner: Arc<Inner>,
     /// How what is put through this handle is kept safe.
-    keep: Keep,
+    policy: StoragePolicy,
     durability: Durability,
 }
 
@@ -76,13 +76,13 @@ struct Inner {
     blobs: Arc<dyn Blobs>,
     trees: Arc<Trees>,
     catalog: Catalog,
-    names: Arc<dyn Names>,
+    documents: Arc<dyn Documents>,
     /// Where the blobs are on peers.
-    cluster: Option<Follower>,
+    cluster: Option<MembershipWatcher>,
     /// How many peers had been lost when it was opened,
     losses: u64,
     /// and when what is known of the blobs was last forgotten for that.
-    voided: AtomicU64,
+    forgotten_at: AtomicU64,
 }
 
 impl Repository {
@@ -105,17 +105,17 @@ impl Repository {
     ) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
-        let blobs = wrap(Arc::new(LocalBlobs::open(&path)?));
-        let names = Arc::new(Embedded::open(&layout::catalog(&path))?);
-        Ok(Self::of(blobs, names, None))
+        let blobs = wrap(Arc::new(DirectoryBlobs::open(&path)?));
+        let documents = Arc::new(SqliteDocuments::open(&layout::catalog(&path))?);
+        Ok(Self::of(blobs, documents, None))
     }
 
     /// As [`Repository::open`], with the names elsewhere: what they promise does not depend on where the blobs are.
     #[doc(hidden)]
-    pub fn with_names(url: &str, names: Arc<dyn Names>) -> Result<Self> {
+    pub fn with_documents(url: &str, documents: Arc<dyn Documents>) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
-        Ok(Self::of(Arc::new(LocalBlobs::open(&path)?), names, None))
+        Ok(Self::of(Arc::new(DirectoryBlobs::open(&path)?), documents, None))
     }
 
     /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
@@ -125,10 +125,10 @@ impl Repository {
     }
 
     /// The repository of the cluster that these documents tell of.
-    pub fn of_cluster(names: Arc<dyn Names>, security: &Security) -> Result<Self> {
-        let losses = Catalog::new(Arc::clone(&names)).losses()?;
-        let (blobs, follower) = follow(&names, security)?;
-        Ok(Self::with_losses(blobs, names, Some(follower), losses))
+    pub fn of_cluster(documents: Arc<dyn Documents>, security: &Security) -> Result<Self> {
+        let losses = Catalog::new(Arc::clone(&documents)).losses()?;
+        let (blobs, watcher) = watch_members(&documents, security)?;
+        Ok(Self::with_losses(blobs, documents, Some(watcher), losses))
     }
 
     /// Opens a repository that exists, in a directory or in a cluster.
@@ -147,26 +147,31 @@ impl Repository {
         }
     }
 
-    fn of(blobs: Arc<dyn Blobs>, names: Arc<dyn Names>, cluster: Option<Follower>) -> Self {
-        Self::with_losses(blobs, names, cluster, 0)
+    fn of(
+        blobs: Arc<dyn Blobs>,
+        documents: Arc<dyn Documents>,
+        cluster: Option<MembershipWatcher>,
+    ) -> Self {
+        Self::with_losses(blobs, documents, cluster, 0)
     }
 
     fn with_losses(
         blobs: Arc<dyn Blobs>,
-        names: Arc<dyn Names>,
-        cluster: Option<Follower>,
+        documents: Arc<dyn Documents>,
+        cluster: Option<MembershipWatcher>,
         losses: u64,
     ) -> Self {
-        let voided = AtomicU64::new(losses);
+        let forgotten_at = AtomicU64::new(losses);
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
-        let catalog = Catalog::new(Arc::clone(&names));
-        let inner = Arc::new(Inner { blobs, trees, catalog, names, cluster, losses, voided });
-        Self { inner, keep: Keep::default(), durability: Durability::default() }
+        let catalog = Catalog::new(Arc::clone(&documents));
+        let inner =
+            Arc::new(Inner { blobs, trees, catalog, documents, cluster, losses, forgotten_at });
+        Self { inner, policy: StoragePolicy::default(), durability: Durability::default() }
     }
 
     /// A handle through which what is put is kept like this.
-    pub fn keeping(&self, keep: Keep) -> Self {
-        Self { keep, ..self.clone() }
+    pub fn with_policy(&self, policy: StoragePolicy) -> Self {
+        Self { policy, ..self.clone() }
     }
 
     /// A handle through which what is put counts as stored like this.
@@ -183,7 +188,7 @@ impl Repository {
     pub fn default_redundancy(&self) -> Result<Redundancy> {
         match &self.inner.cluster {
             Some(_) => {
-                let (peers, _) = membership::peers(&*self.inner.names)?;
+                let (peers, _) = membership::peers(&*self.inner.documents)?;
                 let able =
                     peers.iter().filter(|peer| matches!(peer.health, Health::Up | Health::Down));
                 Ok(Redundancy::for_peers(able.count()))
@@ -193,9 +198,9 @@ impl Repository {
     }
 
     /// The peers that hold the repository, and the documents that tell of them; nothing if it is in a directory.
-    pub fn cluster(&self) -> Option<(&Cluster, &dyn Names)> {
-        let follower = self.inner.cluster.as_ref()?;
-        Some((follower.cluster(), &*self.inner.names))
+    pub fn cluster(&self) -> Option<(&Cluster, &dyn Documents)> {
+        let watcher = self.inner.cluster.as_ref()?;
+        Some((watcher.cluster(), &*self.inner.documents))
     }
 
     // Images and snapshots.
@@ -230,7 +235,7 @@ impl Repository {
             sent_bytes,
             saved_bytes,
         };
-        self.insert(&Draft::new(name, geometry, self.keep, &first)?.since(self.inner.losses))
+        self.insert(&Draft::new(name, geometry, self.policy, &first)?.since(self.inner.losses))
     }
 
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
@@ -250,7 +255,7 @@ impl Repository {
     /// Reserves room on the peers for so many bytes of chunks that are put through this handle. Fails at once, and says
     /// so, if they do not have it. What is not used is free again when the result is dropped.
     pub fn reserve_space(&self, bytes: u64) -> Result<Space> {
-        let number = self.inner.blobs.reserve_space(bytes, &self.keep)?;
+        let number = self.inner.blobs.reserve_space(bytes, &self.policy)?;
         Ok(Space { blobs: Arc::clone(&self.inner.blobs), number })
     }
 
@@ -271,8 +276,8 @@ impl Repository {
 
     /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.
     pub(crate) fn note_losses(&self, losses: u64) {
-        if self.inner.voided.fetch_max(losses, Ordering::SeqCst) < losses {
-            self.inner.blobs.void_known();
+        if self.inner.forgotten_at.fetch_max(losses, Ordering::SeqCst) < losses {
+            self.inner.blobs.forget_known();
         }
     }
 
@@ -291,15 +296,15 @@ impl Repository {
         record: &Record,
         state: SnapshotState,
     ) -> Result<Option<BlobId>> {
-        let keep = record.keep().of_small_blobs();
+        let policy = record.policy().of_small_blobs();
         let lenient = state != SnapshotState::Stable;
-        self.inner.blobs.put_record(&record.to_bytes(), &keep, lenient)
+        self.inner.blobs.put_record(&record.to_bytes(), &policy, lenient)
     }
 
     /// Records that a name is gone. That has happened, whether it can be recorded or not.
     pub(crate) fn put_removal(&self, record: &Record) {
-        let keep = record.keep().of_small_blobs();
-        if let Err(error) = self.inner.blobs.put_record(&record.to_bytes(), &keep, true) {
+        let policy = record.policy().of_small_blobs();
+        if let Err(error) = self.inner.blobs.put_record(&record.to_bytes(), &policy, true) {
             tracing::warn!(%error, "a catalog that is rebuilt may have a name again that is gone");
         }
     }
@@ -379,7 +384,7 @@ impl Repository {
             debug_assert_eq!(ChunkId::of(content), *id, "a chunk has the name of its content");
         }
         let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
-        self.inner.blobs.put(&blobs, &self.keep)
+        self.inner.blobs.put(&blobs, &self.policy)
     }
 
     /// Takes one chunk, and names it.
@@ -396,7 +401,7 @@ impl Repository {
         geometry: Geometry,
         changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
     ) -> Result<TreeUpdate> {
-        self.inner.trees.commit(base, geometry, changes, &self.keep)
+        self.inner.trees.commit(base, geometry, changes, &self.policy)
     }
 
     /// Returns when everything that was put through this handle and its clones is stored, as this handle
@@ -417,10 +422,10 @@ impl Repository {
     /// What is below a node that cannot be read is left out; returns how many such there are.
     pub(crate) fn references(&self, mut tell: impl FnMut(BlobId, Redundancy)) -> Result<u64> {
         let mut unreadable = 0;
-        for (keep, roots) in self.inner.catalog.roots()? {
+        for (policy, roots) in self.inner.catalog.roots()? {
             let mut seen = HashSet::new();
             for root in roots {
-                unreadable += self.references_of(&root, &keep, &mut seen, &mut tell);
+                unreadable += self.references_of(&root, &policy, &mut seen, &mut tell);
             }
         }
         Ok(unreadable)
@@ -430,11 +435,11 @@ impl Repository {
     pub(crate) fn references_of(
         &self,
         referrer: &Referrer,
-        keep: &Keep,
+        policy: &StoragePolicy,
         seen: &mut HashSet<NodeId>,
         tell: &mut dyn FnMut(BlobId, Redundancy),
     ) -> u64 {
-        let (chunks, small) = (keep.redundancy, keep.redundancy.of_small_blobs());
+        let (chunks, small) = (policy.redundancy, policy.redundancy.of_small_blobs());
         let Referrer { geometry, root, record } = referrer;
         record.iter().for_each(|record| tell(*record, small));
         self.inner.trees.references(root, *geometry, seen, &mut |one| match one {
@@ -473,7 +478,7 @@ impl Repository {
         mode: Mode,
     ) -> Result<Attachment> {
         let (holder, parent, root) = self.inner.catalog.attach(owner, snapshot, mode)?;
-        Ok(Attachment::new(self.keeping(snapshot.keep), holder, parent, root))
+        Ok(Attachment::new(self.with_policy(snapshot.policy), holder, parent, root))
     }
 
     /// What is known about a mirror.
@@ -492,7 +497,7 @@ impl Repository {
     }
 
     pub(crate) fn security(&self) -> Option<&Security> {
-        self.inner.cluster.as_ref().map(Follower::security)
+        self.inner.cluster.as_ref().map(MembershipWatcher::security)
     }
 
     pub(crate) fn catalog(&self) -> &Catalog {

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use self::cache::NodeCache;
 use self::node::{Child, MAX_NODE, Node};
 use crate::blobs::Blobs;
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -54,12 +54,12 @@ pub(crate) struct Trees {
 
 /// A subtree's place: its level and the first chunk under it.
 #[derive(Clone, Copy)]
-struct Place {
+struct NodePosition {
     level: u8,
     first: u64,
 }
 
-impl Place {
+impl NodePosition {
     fn top(geometry: Geometry) -> Self {
         Self { level: geometry.height() - 1, first: 0 }
     }
@@ -101,16 +101,16 @@ impl Trees {
         index: ChunkIndex,
     ) -> Result<Option<ChunkId>> {
         geometry.check_index(index)?;
-        let mut place = Place::top(geometry);
+        let mut position = NodePosition::top(geometry);
         let mut next = root.0;
         while let Some(id) = next {
-            let slot = place.slot_of(index.0);
-            let Some(child) = self.load(id, geometry, place)?.get(slot).copied() else { break };
-            if place.level == 0 {
+            let slot = position.slot_of(index.0);
+            let Some(child) = self.load(id, geometry, position)?.get(slot).copied() else { break };
+            if position.level == 0 {
                 return Ok(Some(ChunkId::from_bytes(child)));
             }
             next = Some(NodeId::from_bytes(child));
-            place = place.child(slot);
+            position = position.child(slot);
         }
         Ok(None)
     }
@@ -121,15 +121,15 @@ impl Trees {
         base: &Root,
         geometry: Geometry,
         changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
-        keep: &Keep,
+        policy: &StoragePolicy,
     ) -> Result<TreeUpdate> {
         let Some((last, _)) = changes.last_key_value() else {
             return Ok(TreeUpdate { root: *base, new_bytes: 0 });
         };
         geometry.check_index(*last)?;
         let mut edit =
-            Edit { trees: self, geometry, changes, keep: keep.of_small_blobs(), new_bytes: 0 };
-        let root = Root(edit.apply(base.0, Place::top(geometry))?);
+            Edit { trees: self, geometry, changes, policy: policy.of_small_blobs(), new_bytes: 0 };
+        let root = Root(edit.apply(base.0, NodePosition::top(geometry))?);
         Ok(TreeUpdate { root, new_bytes: edit.new_bytes })
     }
 
@@ -138,7 +138,7 @@ impl Trees {
         Chunks::new(Arc::clone(self), root, geometry)
     }
 
-    fn load(&self, id: NodeId, geometry: Geometry, place: Place) -> Result<Arc<Node>> {
+    fn load(&self, id: NodeId, geometry: Geometry, position: NodePosition) -> Result<Arc<Node>> {
         let corrupt = |reason| Error::corrupt(format!("tree node {id}"), reason);
         let node = match self.cache.get(&id) {
             Some(node) => node,
@@ -150,15 +150,15 @@ impl Trees {
                 node
             }
         };
-        node.check_place(place.level, place.slots(geometry)).map_err(corrupt)?;
+        node.check_place(position.level, position.slots(geometry)).map_err(corrupt)?;
         Ok(node)
     }
 
     /// Stores a node and returns its name and the bytes that this adds.
-    fn store(&self, node: Node, keep: &Keep) -> Result<(NodeId, u64)> {
+    fn store(&self, node: Node, policy: &StoragePolicy) -> Result<(NodeId, u64)> {
         let bytes = node.encode();
         let blob = BlobId::of(&bytes);
-        let new_bytes = self.blobs.put(&[(blob, &bytes)], keep)?;
+        let new_bytes = self.blobs.put(&[(blob, &bytes)], policy)?;
         let id = NodeId::from_bytes(*blob.as_bytes());
         self.cache.insert(id, Arc::new(node));
         Ok((id, new_bytes))
@@ -170,32 +170,32 @@ struct Edit<'a> {
     trees: &'a Trees,
     geometry: Geometry,
     changes: &'a BTreeMap<ChunkIndex, Option<ChunkId>>,
-    keep: Keep,
+    policy: StoragePolicy,
     new_bytes: u64,
 }
 
 impl Edit<'_> {
-    /// The subtree at `place` with the changes under it.
-    fn apply(&mut self, old: Option<NodeId>, place: Place) -> Result<Option<NodeId>> {
+    /// The subtree at `position` with the changes under it.
+    fn apply(&mut self, old: Option<NodeId>, position: NodePosition) -> Result<Option<NodeId>> {
         let before = match old {
-            Some(id) => self.trees.load(id, self.geometry, place)?,
-            None => Arc::new(Node::new(place.level)),
+            Some(id) => self.trees.load(id, self.geometry, position)?,
+            None => Arc::new(Node::new(position.level)),
         };
         let mut after = Node::clone(&before);
-        let end = place.first + place.stride() * FAN_OUT;
-        let mut from = place.first;
+        let end = position.first + position.stride() * FAN_OUT;
+        let mut from = position.first;
         while let Some((index, chunk)) =
             self.changes.range(ChunkIndex(from)..ChunkIndex(end)).next()
         {
-            let slot = place.slot_of(index.0);
-            let child: Option<Child> = if place.level == 0 {
+            let slot = position.slot_of(index.0);
+            let child: Option<Child> = if position.level == 0 {
                 chunk.map(|id| *id.as_bytes())
             } else {
                 let old = before.get(slot).map(|id| NodeId::from_bytes(*id));
-                self.apply(old, place.child(slot))?.map(|id| *id.as_bytes())
+                self.apply(old, position.child(slot))?.map(|id| *id.as_bytes())
             };
             after.set(slot, child);
-            from = place.first_of(slot) + place.stride();
+            from = position.first_of(slot) + position.stride();
         }
         if after.is_empty() {
             return Ok(None);
@@ -203,7 +203,7 @@ impl Edit<'_> {
         if after == *before {
             return Ok(old);
         }
-        let (id, new_bytes) = self.trees.store(after, &self.keep)?;
+        let (id, new_bytes) = self.trees.store(after, &self.policy)?;
         self.new_bytes += new_bytes;
         Ok(Some(id))
     }

@@ -10,7 +10,7 @@ use proptest::prelude::{
 
 use super::{MAX_NODE, Node, Root, Trees};
 use crate::blobs::{Blobs, NewBlob};
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -34,7 +34,7 @@ impl Blobs for MemoryBlobs {
         Ok(content.len())
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], _: &StoragePolicy) -> Result<u64> {
         let mut all = self.0.lock().unwrap();
         let add = |(id, content): &NewBlob<'_>| match all.insert(*id, content.to_vec()) {
             Some(_) => 0,
@@ -102,7 +102,7 @@ proptest! {
         let mut model = BTreeMap::new();
         let mut root = Root::default();
         for run in &runs {
-            root = trees.commit(&root, geometry, run, &Keep::default()).unwrap().root;
+            root = trees.commit(&root, geometry, run, &StoragePolicy::default()).unwrap().root;
             for (index, chunk) in run {
                 match chunk {
                     Some(chunk) => model.insert(*index, *chunk),
@@ -123,18 +123,18 @@ proptest! {
     fn equal_content_has_one_root_whatever_led_to_it((geometry, runs) in runs_of_changes()) {
         let (_, trees) = trees();
         let root = runs.iter().fold(Root::default(), |root, run| {
-            trees.commit(&root, geometry, run, &Keep::default()).unwrap().root
+            trees.commit(&root, geometry, run, &StoragePolicy::default()).unwrap().root
         });
         let content = trees.chunks(&root, geometry).map(|chunk| {
             let (index, id) = chunk.unwrap();
             (index, Some(id))
         });
         let content = content.collect::<Changes>();
-        let at_once = trees.commit(&Root::default(), geometry, &content, &Keep::default()).unwrap().root;
+        let at_once = trees.commit(&Root::default(), geometry, &content, &StoragePolicy::default()).unwrap().root;
         let mut one_by_one = Root::default();
         for (index, id) in content.iter().rev() {
             let change = Changes::from([(*index, *id)]);
-            one_by_one = trees.commit(&one_by_one, geometry, &change, &Keep::default()).unwrap().root;
+            one_by_one = trees.commit(&one_by_one, geometry, &change, &StoragePolicy::default()).unwrap().root;
         }
         prop_assert_eq!(root, at_once);
         prop_assert_eq!(root, one_by_one);
@@ -158,22 +158,29 @@ fn a_changed_chunk_costs_one_path() {
     let (blobs, trees) = trees();
     let geometry = disk(70_000);
     let full = (0..70_000).map(|index| (ChunkIndex(index), Some(chunk((index % 251) as u8))));
-    let full = trees.commit(&Root::default(), geometry, &full.collect(), &Keep::default()).unwrap();
+    let full = trees
+        .commit(&Root::default(), geometry, &full.collect(), &StoragePolicy::default())
+        .unwrap();
     let before = blobs.count();
 
     let one = trees
-        .commit(&full.root, geometry, &changes(&[(69_999, Some(252))]), &Keep::default())
+        .commit(&full.root, geometry, &changes(&[(69_999, Some(252))]), &StoragePolicy::default())
         .unwrap();
     assert_eq!(blobs.count() - before, 3);
     assert!(one.new_bytes > 0);
 
     let near = trees
-        .commit(&one.root, geometry, &changes(&[(0, Some(253)), (1, None)]), &Keep::default())
+        .commit(
+            &one.root,
+            geometry,
+            &changes(&[(0, Some(253)), (1, None)]),
+            &StoragePolicy::default(),
+        )
         .unwrap();
     assert_eq!(blobs.count() - before, 6, "neighbours share their path");
 
     let again = trees
-        .commit(&full.root, geometry, &changes(&[(69_999, Some(252))]), &Keep::default())
+        .commit(&full.root, geometry, &changes(&[(69_999, Some(252))]), &StoragePolicy::default())
         .unwrap();
     assert_eq!((again.root, again.new_bytes), (one.root, 0));
     assert_ne!(near.root, one.root);
@@ -183,11 +190,16 @@ fn a_changed_chunk_costs_one_path() {
 fn a_change_to_the_same_chunk_changes_nothing() {
     let (blobs, trees) = trees();
     let base = trees
-        .commit(&Root::default(), disk(300), &changes(&[(299, Some(1))]), &Keep::default())
+        .commit(&Root::default(), disk(300), &changes(&[(299, Some(1))]), &StoragePolicy::default())
         .unwrap();
     let before = blobs.count();
     let same = trees
-        .commit(&base.root, disk(300), &changes(&[(299, Some(1)), (7, None)]), &Keep::default())
+        .commit(
+            &base.root,
+            disk(300),
+            &changes(&[(299, Some(1)), (7, None)]),
+            &StoragePolicy::default(),
+        )
         .unwrap();
     assert_eq!((same.root, same.new_bytes, blobs.count()), (base.root, 0, before));
 }
@@ -197,15 +209,21 @@ fn a_disk_of_holes_has_no_nodes() {
     let (blobs, trees) = trees();
     let geometry = disk(70_000);
     let empty = trees
-        .commit(&Root::default(), geometry, &changes(&[(69_000, None)]), &Keep::default())
+        .commit(&Root::default(), geometry, &changes(&[(69_000, None)]), &StoragePolicy::default())
         .unwrap();
     assert_eq!((empty.root, blobs.count()), (Root(None), 0));
 
     let one = trees
-        .commit(&Root::default(), geometry, &changes(&[(69_000, Some(1))]), &Keep::default())
+        .commit(
+            &Root::default(),
+            geometry,
+            &changes(&[(69_000, Some(1))]),
+            &StoragePolicy::default(),
+        )
         .unwrap();
-    let none =
-        trees.commit(&one.root, geometry, &changes(&[(69_000, None)]), &Keep::default()).unwrap();
+    let none = trees
+        .commit(&one.root, geometry, &changes(&[(69_000, None)]), &StoragePolicy::default())
+        .unwrap();
     assert_eq!(none.root, Root(None));
 }
 
@@ -213,7 +231,7 @@ fn a_disk_of_holes_has_no_nodes() {
 fn chunks_beyond_the_disk_are_refused() {
     let (_, trees) = trees();
     let error = trees
-        .commit(&Root::default(), disk(10), &changes(&[(10, Some(1))]), &Keep::default())
+        .commit(&Root::default(), disk(10), &changes(&[(10, Some(1))]), &StoragePolicy::default())
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     let error = trees.chunk_at(&Root::default(), disk(10), ChunkIndex(10)).unwrap_err();
@@ -226,7 +244,7 @@ fn a_tree_of_another_shape_is_corrupt_not_data() {
     // The cache is on: a node that was read for one place is checked again for another.
     let trees = Arc::new(Trees::new(blobs, 1 << 20));
     let wide = trees
-        .commit(&Root::default(), disk(256), &changes(&[(255, Some(1))]), &Keep::default())
+        .commit(&Root::default(), disk(256), &changes(&[(255, Some(1))]), &StoragePolicy::default())
         .unwrap()
         .root;
     for geometry in [disk(255), disk(257)] {
@@ -246,7 +264,7 @@ fn a_missing_or_foreign_node_is_corrupt_not_a_hole() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 
     let content = [b'x'; MAX_NODE];
-    blobs.put(&[(BlobId::of(&content), &content)], &Keep::default()).unwrap();
+    blobs.put(&[(BlobId::of(&content), &content)], &StoragePolicy::default()).unwrap();
     let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
     let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);

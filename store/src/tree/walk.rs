@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::node::Node;
-use super::{Place, Root, Trees};
+use super::{NodePosition, Root, Trees};
 use crate::error::Result;
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{ChunkId, NodeId};
@@ -20,7 +20,7 @@ pub struct Chunks {
 }
 
 struct Step {
-    place: Place,
+    position: NodePosition,
     node: Arc<Node>,
     /// The next slot to look at; nothing when the node is done.
     slot: Option<u8>,
@@ -31,15 +31,15 @@ impl Chunks {
         Self { trees, geometry, start: root.0, path: Vec::new() }
     }
 
-    fn enter(&mut self, id: NodeId, place: Place) -> Result<()> {
-        let node = self.trees.load(id, self.geometry, place)?;
-        self.path.push(Step { place, node, slot: Some(0) });
+    fn enter(&mut self, id: NodeId, position: NodePosition) -> Result<()> {
+        let node = self.trees.load(id, self.geometry, position)?;
+        self.path.push(Step { position, node, slot: Some(0) });
         Ok(())
     }
 
     fn advance(&mut self) -> Result<Option<(ChunkIndex, ChunkId)>> {
         if let Some(root) = self.start.take() {
-            self.enter(root, Place::top(self.geometry))?;
+            self.enter(root, NodePosition::top(self.geometry))?;
         }
         while let Some(step) = self.path.last_mut() {
             let Some(slot) = step.slot.and_then(|from| step.node.next_present(from)) else {
@@ -47,13 +47,13 @@ impl Chunks {
                 continue;
             };
             step.slot = slot.checked_add(1);
-            let place = step.place;
+            let position = step.position;
             let child = *step.node.get(slot).expect("the slot is present");
-            if place.level == 0 {
-                let index = ChunkIndex(place.first_of(slot));
+            if position.level == 0 {
+                let index = ChunkIndex(position.first_of(slot));
                 return Ok(Some((index, ChunkId::from_bytes(child))));
             }
-            self.enter(NodeId::from_bytes(child), place.child(slot))?;
+            self.enter(NodeId::from_bytes(child), position.child(slot))?;
         }
         Ok(None)
     }
@@ -77,13 +77,14 @@ impl Trees {
         tell: &mut dyn FnMut(Referred),
     ) -> u64 {
         let mut unreadable = 0;
-        let mut left: Vec<_> = root.0.map(|id| (id, Place::top(geometry))).into_iter().collect();
-        while let Some((id, place)) = left.pop() {
+        let mut left: Vec<_> =
+            root.0.map(|id| (id, NodePosition::top(geometry))).into_iter().collect();
+        while let Some((id, position)) = left.pop() {
             if !seen.insert(id) {
                 continue;
             }
             tell(Referred::Node(id));
-            let node = match self.load(id, geometry, place) {
+            let node = match self.load(id, geometry, position) {
                 Ok(node) => node,
                 Err(error) => {
                     tracing::error!(%error, "a tree's node cannot be read");
@@ -94,9 +95,9 @@ impl Trees {
             let mut next = node.next_present(0);
             while let Some(slot) = next {
                 let child = *node.get(slot).expect("the slot is present");
-                match place.level {
+                match position.level {
                     0 => tell(Referred::Chunk(ChunkId::from_bytes(child))),
-                    _ => left.push((NodeId::from_bytes(child), place.child(slot))),
+                    _ => left.push((NodeId::from_bytes(child), position.child(slot))),
                 }
                 next = slot.checked_add(1).and_then(|from| node.next_present(from));
             }

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crate::names::wherever_names_are;
+use crate::documents::for_each_document_store;
 use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
-use cairn_store::encoding::Keep;
+use cairn_store::encoding::StoragePolicy;
 use cairn_store::{
     BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
     SnapshotState,
 };
 use tempfile::TempDir;
 
-wherever_names_are!(
+for_each_document_store!(
     an_image_begins_with_an_empty_stable_snapshot,
     an_imported_image_reads_back,
     what_does_not_exist_is_not_found,
@@ -234,8 +234,8 @@ impl Blobs for Faulty {
         self.inner.get(id, buf)
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64> {
-        self.inner.put(blobs, keep)
+    fn put(&self, blobs: &[NewBlob<'_>], policy: &StoragePolicy) -> Result<u64> {
+        self.inner.put(blobs, policy)
     }
 
     fn flush(&self) -> Result<()> {

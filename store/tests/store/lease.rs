@@ -2,14 +2,14 @@
 
 use std::process::{Command, Stdio};
 
-use crate::names::wherever_names_are;
+use crate::documents::for_each_document_store;
 use crate::support::{Place, name, new_snapshot, owner, write};
 use cairn_store::{
     Attachment, Error, ErrorKind, MAX_RESERVED, MirrorId, Mode, NewSnapshot, Result, Root,
     SnapshotRef, SnapshotState, boot_id,
 };
 
-wherever_names_are!(
+for_each_document_store!(
     a_checkpoint_is_pending_then_stable_and_becomes_the_parent,
     the_parent_of_a_published_snapshot_is_the_one_published_before_it,
     a_second_writer_is_refused_and_told_who_holds_the_image,

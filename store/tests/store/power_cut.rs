@@ -252,7 +252,7 @@ fn a_power_cut_after_a_kill_leaves_what_the_next_process_was_told() {
 #[test]
 fn a_sync_that_is_left_out_is_found() {
     let recording = record(&command("workload"));
-    let names = [
+    let documents = [
         "",
         "repository",
         "repository/segments",
@@ -262,7 +262,7 @@ fn a_sync_that_is_left_out_is_found() {
         "repository/catalog.db-wal",
         "repository/catalog.db",
     ];
-    for name in names {
+    for name in documents {
         leave_out_syncs(&recording, name, Draw { seed: 1, images: 4, atom: ATOM }, check);
     }
 }

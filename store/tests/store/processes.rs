@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use crate::names::wherever_names_are;
+use crate::documents::for_each_document_store;
 use crate::support::{Place, assert_holds, content, disk, name, new_snapshot, open, owner, write};
 use cairn_store::{ChunkId, ErrorKind, Mode, Repository, Root, SnapshotState};
 
@@ -19,7 +19,7 @@ const STORE: &str = "CAIRN_TEST_STORE";
 const NAMES: &str = "CAIRN_TEST_NAMES";
 const SEED: &str = "CAIRN_TEST_SEED";
 
-wherever_names_are!(
+for_each_document_store!(
     processes_that_want_one_image_take_turns,
     a_kill_at_any_moment_leaves_every_published_snapshot_readable,
 );
@@ -28,10 +28,10 @@ fn start(role: &str, url: &str, seed: u64) -> Child {
     start_with(role, url, None, seed)
 }
 
-fn start_with(role: &str, url: &str, names: Option<&str>, seed: u64) -> Child {
+fn start_with(role: &str, url: &str, documents: Option<&str>, seed: u64) -> Child {
     let mut command = Command::new(env::current_exe().unwrap());
-    if let Some(names) = names {
-        command.env(NAMES, names);
+    if let Some(documents) = documents {
+        command.env(NAMES, documents);
     }
     command
         .args(["--exact", "processes::role", "--nocapture", "--test-threads=1"])

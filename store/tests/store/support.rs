@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cairn_store::documents;
-use cairn_store::documents::{Change, Embedded, Names, Wanted};
+use cairn_store::documents::{Change, Documents, Query, SqliteDocuments};
 use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkIndex, Consistency, Geometry, ImageName, MIN_CHUNK_SIZE, MirrorId,
@@ -15,7 +15,7 @@ use cairn_store::{
 };
 use tempfile::TempDir;
 
-use crate::names::Keeper;
+use crate::documents::DocumentServer;
 
 pub(crate) const CHUNK: usize = MIN_CHUNK_SIZE as usize;
 
@@ -23,21 +23,21 @@ pub(crate) struct Place {
     pub(crate) dir: TempDir,
     pub(crate) repository: Repository,
     /// What keeps the names; the directory does without.
-    keeper: Option<Keeper>,
+    server: Option<DocumentServer>,
 }
 
 impl Place {
     pub(crate) fn new() -> Self {
         let dir = TempDir::new().unwrap();
         let repository = Repository::open_or_create(&url(&dir)).unwrap();
-        Self { dir, repository, keeper: None }
+        Self { dir, repository, server: None }
     }
 
     /// A place whose names are kept by something else.
-    pub(crate) fn with(keeper: Keeper) -> Self {
+    pub(crate) fn with(server: DocumentServer) -> Self {
         let Place { dir, .. } = Place::new();
-        let repository = Repository::with_names(&url(&dir), keeper.names()).unwrap();
-        Self { dir, repository, keeper: Some(keeper) }
+        let repository = Repository::with_documents(&url(&dir), server.documents()).unwrap();
+        Self { dir, repository, server: Some(server) }
     }
 
     /// What another process opens.
@@ -47,7 +47,7 @@ impl Place {
 
     /// Where the names are, if they are not in the directory.
     pub(crate) fn keeper_address(&self) -> Option<&str> {
-        self.keeper.as_ref().map(Keeper::address)
+        self.server.as_ref().map(DocumentServer::address)
     }
 
     pub(crate) fn url(&self) -> String {
@@ -67,29 +67,29 @@ impl Place {
     }
 
     /// The catalog's documents.
-    pub(crate) fn names(&self) -> Arc<dyn Names> {
-        match &self.keeper {
-            Some(keeper) => keeper.names(),
-            None => Arc::new(Embedded::open(&self.dir.path().join("catalog.db")).unwrap()),
+    pub(crate) fn documents(&self) -> Arc<dyn Documents> {
+        match &self.server {
+            Some(server) => server.documents(),
+            None => Arc::new(SqliteDocuments::open(&self.dir.path().join("catalog.db")).unwrap()),
         }
     }
 
     /// Lets the lease of image `a` expire.
     pub(crate) fn expire_lease(&self) {
-        let change = Change::default().remove(Wanted::key("leases/a"));
-        assert!(self.names().commit(&change).unwrap());
+        let change = Change::default().remove(Query::key("leases/a"));
+        assert!(self.documents().commit(&change).unwrap());
     }
 
     /// Makes the holder of the lease of image `a` a process that runs no more, of this host or of another.
     pub(crate) fn end_holder(&self, boot_id: Option<&str>) {
-        let names = self.names();
-        let view = names.read(&[Wanted::key("leases/a")]).unwrap();
+        let documents = self.documents();
+        let view = documents.read(&[Query::key("leases/a")]).unwrap();
         let mut lease: serde_json::Value = view.get("leases/a").unwrap().unwrap();
         lease["process"]["start_time"] = 1.into();
         if let Some(boot_id) = boot_id {
             lease["process"]["boot_id"] = boot_id.into();
         }
-        assert!(names.commit(&Change::default().put_for(60, "leases/a", &lease)).unwrap());
+        assert!(documents.commit(&Change::default().put_for(60, "leases/a", &lease)).unwrap());
     }
 
     /// Everything that the index knows.
@@ -118,11 +118,11 @@ pub(crate) fn known_blobs(repository: &Path) -> Vec<[u8; 32]> {
 }
 
 /// A repository whose names are in its directory, or at this address.
-pub(crate) fn open(url: &str, names: Option<&str>) -> Repository {
-    match names {
+pub(crate) fn open(url: &str, documents: Option<&str>) -> Repository {
+    match documents {
         Some(address) => {
-            let names = documents::open(address, &Security::INSECURE).unwrap();
-            Repository::with_names(url, names).unwrap()
+            let documents = documents::open(address, &Security::INSECURE).unwrap();
+            Repository::with_documents(url, documents).unwrap()
         }
         None => Repository::open(url).unwrap(),
     }

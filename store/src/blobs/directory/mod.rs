@@ -35,7 +35,7 @@ use self::index::{Index, Slot};
 use self::scan::scan;
 use super::{Blobs, NewBlob};
 use crate::durable::segment::{Segment, path_of, segments_in};
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
@@ -48,10 +48,10 @@ const STAGED_BLOBS: usize = 4096;
 /// Segments that are kept open for reading.
 const OPEN_FILES: usize = 64;
 
-pub(crate) struct LocalBlobs {
+pub(crate) struct DirectoryBlobs {
     directory: PathBuf,
     index: Index,
-    state: Mutex<State>,
+    state: Mutex<WriterState>,
     /// The segment that this handle appends to.
     current: Mutex<Option<Arc<Segment>>>,
     /// Held by the one thread that makes a group durable.
@@ -63,7 +63,7 @@ pub(crate) struct LocalBlobs {
 }
 
 #[derive(Default)]
-struct State {
+struct WriterState {
     /// What is written and not in the index.
     staged: HashMap<BlobId, Slot>,
     /// Of that, what no thread flushes.
@@ -72,14 +72,14 @@ struct State {
     poisoned: bool,
 }
 
-impl State {
+impl WriterState {
     /// Whether as much waits as may wait.
     fn is_full(&self) -> bool {
         self.waiting_bytes >= STAGED_BYTES || self.waiting.len() >= STAGED_BLOBS
     }
 }
 
-impl LocalBlobs {
+impl DirectoryBlobs {
     /// Makes the place. Another process may do the same at the same time.
     pub(crate) fn create(repository: &Path) -> Result<()> {
         let directory = directory_in(repository);
@@ -239,7 +239,7 @@ impl LocalBlobs {
         Ok(file)
     }
 
-    fn check(&self, state: &State) -> Result<()> {
+    fn check(&self, state: &WriterState) -> Result<()> {
         match state.poisoned {
             true => Err(Error::Poisoned { path: self.directory.clone() }),
             false => Ok(()),
@@ -250,12 +250,12 @@ impl LocalBlobs {
         self.damaged.lock().expect("no thread panics with the set locked")
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WriterState> {
         self.state.lock().expect("no thread panics while it holds the state")
     }
 }
 
-impl Blobs for LocalBlobs {
+impl Blobs for DirectoryBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
         // What is staged comes first: what is no more is in the index.
         let staged = self.state().staged.get(id).copied();
@@ -271,7 +271,7 @@ impl Blobs for LocalBlobs {
         })
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>], _: &Keep) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], _: &StoragePolicy) -> Result<u64> {
         let mut added = 0;
         if self.state().is_full() {
             // The last flush has failed. Without another one there would be no bound.

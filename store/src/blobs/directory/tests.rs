@@ -6,22 +6,22 @@ use std::thread;
 
 use tempfile::TempDir;
 
-use super::LocalBlobs;
+use super::DirectoryBlobs;
 use crate::blobs::Blobs;
-use crate::encoding::Keep;
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 
 struct Place {
     dir: TempDir,
-    blobs: LocalBlobs,
+    blobs: DirectoryBlobs,
 }
 
 impl Place {
     fn new() -> Self {
         let dir = TempDir::new().unwrap();
-        LocalBlobs::create(dir.path()).unwrap();
-        let blobs = LocalBlobs::open(dir.path()).unwrap();
+        DirectoryBlobs::create(dir.path()).unwrap();
+        let blobs = DirectoryBlobs::open(dir.path()).unwrap();
         Self { dir, blobs }
     }
 
@@ -41,8 +41,8 @@ impl Place {
         get(&self.blobs, id)
     }
 
-    fn other(&self) -> LocalBlobs {
-        LocalBlobs::open(self.dir.path()).unwrap()
+    fn other(&self) -> DirectoryBlobs {
+        DirectoryBlobs::open(self.dir.path()).unwrap()
     }
 
     fn segment(&self, number: u64) -> PathBuf {
@@ -60,12 +60,12 @@ impl Place {
     }
 }
 
-fn put(blobs: &LocalBlobs, content: &[u8]) -> (BlobId, u64) {
+fn put(blobs: &DirectoryBlobs, content: &[u8]) -> (BlobId, u64) {
     let id = BlobId::of(content);
-    (id, blobs.put(&[(id, content)], &Keep::default()).unwrap())
+    (id, blobs.put(&[(id, content)], &StoragePolicy::default()).unwrap())
 }
 
-fn get(blobs: &LocalBlobs, id: &BlobId) -> Result<Vec<u8>> {
+fn get(blobs: &DirectoryBlobs, id: &BlobId) -> Result<Vec<u8>> {
     let mut buf = vec![0; 4 << 20];
     let len = blobs.get(id, &mut buf)?;
     buf.truncate(len);
@@ -99,7 +99,7 @@ fn content_of_any_length_and_alignment_reads_back() {
     let contents = parts.map(|(start, len)| &memory[start..start + len]);
     let blobs = contents.map(|content| (BlobId::of(content), content));
     let total: usize = contents.iter().map(|content| content.len()).sum();
-    assert_eq!(place.blobs.put(&blobs, &Keep::default()).unwrap(), total as u64);
+    assert_eq!(place.blobs.put(&blobs, &StoragePolicy::default()).unwrap(), total as u64);
     for _ in 0..2 {
         for (id, content) in blobs {
             assert!(place.get(&id).unwrap() == content);
@@ -118,7 +118,7 @@ fn equal_content_is_stored_once() {
     assert_eq!(put(&place.other(), b"slate").1, 0, "through another handle");
     let twice =
         [(id, &b"slate"[..]), (BlobId::of(b"chalk"), b"chalk"), (BlobId::of(b"chalk"), b"chalk")];
-    assert_eq!(place.blobs.put(&twice, &Keep::default()).unwrap(), 5, "within one call");
+    assert_eq!(place.blobs.put(&twice, &StoragePolicy::default()).unwrap(), 5, "within one call");
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn a_lost_index_is_made_again_from_the_segments() {
     for first in (0..200).step_by(50) {
         let contents: Vec<_> = (first..first + 50).map(content).collect();
         let group: Vec<_> = contents.iter().map(|c| (BlobId::of(c), &c[..])).collect();
-        blobs.put(&group, &Keep::default()).unwrap();
+        blobs.put(&group, &StoragePolicy::default()).unwrap();
         blobs.flush().unwrap();
     }
     // As a guest could write it: a record of this segment that names a blob with other content.
@@ -239,7 +239,7 @@ fn a_lost_index_is_made_again_from_the_segments() {
         let _ = fs::remove_file(dir.path().join(file));
     }
 
-    let blobs = LocalBlobs::open(dir.path()).unwrap();
+    let blobs = DirectoryBlobs::open(dir.path()).unwrap();
     for n in 0..200 {
         assert_eq!(get(&blobs, &BlobId::of(&content(n))).unwrap(), content(n), "{n}");
     }
@@ -318,7 +318,7 @@ fn an_index_that_keeps_failing_does_not_let_more_and_more_be_written() {
     let fail = "CREATE TRIGGER full BEFORE INSERT ON blobs BEGIN SELECT RAISE(FAIL, 'no'); END";
     database.execute_batch(fail).unwrap();
     let all: Vec<_> = (0..18u8).map(|seed| vec![seed; 4 << 20]).collect();
-    let give = |one: &[u8]| place.blobs.put(&[(BlobId::of(one), one)], &Keep::default());
+    let give = |one: &[u8]| place.blobs.put(&[(BlobId::of(one), one)], &StoragePolicy::default());
     assert_eq!(all.iter().position(|one| give(one).is_err()), Some(15), "when 64 MiB wait");
     let written = fs::metadata(place.segment(1)).unwrap().len();
     for _ in 0..3 {

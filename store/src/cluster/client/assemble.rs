@@ -20,17 +20,17 @@ const LOOKS: usize = 1 << 16;
 const MOST: usize = 64;
 
 /// A block, and from whom it is.
-struct Candidate<T> {
+struct CandidateBlock<T> {
     index: usize,
     from: T,
     block: Bytes,
 }
 
 /// Fragments of one encoding of a blob, and from whom each is.
-pub(crate) struct Partial<T> {
+pub(crate) struct EncodingAssembly<T> {
     pub(crate) description: Description,
     /// In the order in which they came.
-    candidates: Vec<Candidate<T>>,
+    candidates: Vec<CandidateBlock<T>>,
     /// So many of them were tried, in all choices of these.
     tried: usize,
     tries: usize,
@@ -38,20 +38,26 @@ pub(crate) struct Partial<T> {
     wrong: Vec<(T, u8)>,
 }
 
-impl<T: Copy + Eq> Partial<T> {
-    pub(crate) fn new(description: Description) -> Partial<T> {
-        Partial { description, candidates: Vec::new(), tried: 0, tries: 0, wrong: Vec::new() }
+impl<T: Copy + Eq> EncodingAssembly<T> {
+    pub(crate) fn new(description: Description) -> EncodingAssembly<T> {
+        EncodingAssembly {
+            description,
+            candidates: Vec::new(),
+            tried: 0,
+            tries: 0,
+            wrong: Vec::new(),
+        }
     }
 
     /// Takes a block, unless there is one with this index from there.
     pub(crate) fn add(&mut self, index: u8, from: T, block: Bytes) {
         let index = usize::from(index);
-        let is_there = |one: &Candidate<T>| one.index == index && one.from == from;
+        let is_there = |one: &CandidateBlock<T>| one.index == index && one.from == from;
         if index < self.description.width()
             && self.candidates.len() < MOST
             && !self.candidates.iter().any(is_there)
         {
-            self.candidates.push(Candidate { index, from, block });
+            self.candidates.push(CandidateBlock { index, from, block });
         }
     }
 
@@ -100,7 +106,7 @@ impl<T: Copy + Eq> Partial<T> {
             }
             if self.description.needed() == 1 {
                 // It is the only one, so it is the wrong one. Another copy may be right.
-                let Candidate { index, from, .. } = self.candidates.remove(self.tried);
+                let CandidateBlock { index, from, .. } = self.candidates.remove(self.tried);
                 self.wrong.push((from, index as u8));
                 self.tries = 0;
             } else {
@@ -140,7 +146,7 @@ impl<T: Copy + Eq> Partial<T> {
     /// The blocks that are others than those that belong to these.
     fn differing(&self, right: &[Option<&Bytes>]) -> Result<Vec<(T, u8)>> {
         let mut wrong = Vec::new();
-        for Candidate { index, from, block } in &self.candidates {
+        for CandidateBlock { index, from, block } in &self.candidates {
             let is_right = match right[*index] {
                 Some(right) => right == block,
                 None => self.description.rebuild(right, *index)? == **block,
@@ -184,21 +190,21 @@ fn choices(count: usize, chosen: usize) -> impl Iterator<Item = Vec<usize>> {
 }
 
 /// Fragments of a blob, by the name of their encoding.
-pub(crate) struct Collected<T> {
+pub(crate) struct BlobAssembly<T> {
     blob: BlobId,
-    all: HashMap<BlobId, Partial<T>>,
+    all: HashMap<BlobId, EncodingAssembly<T>>,
 }
 
 /// A blob that was put together.
-pub(crate) struct Whole<T> {
-    pub(crate) partial: Partial<T>,
+pub(crate) struct AssembledBlob<T> {
+    pub(crate) partial: EncodingAssembly<T>,
     /// From whom blocks were that are forged, and which.
     pub(crate) wrong: Vec<(T, u8)>,
 }
 
-impl<T: Copy + Eq> Collected<T> {
-    pub(crate) fn new(blob: BlobId) -> Collected<T> {
-        Collected { blob, all: HashMap::new() }
+impl<T: Copy + Eq> BlobAssembly<T> {
+    pub(crate) fn new(blob: BlobId) -> BlobAssembly<T> {
+        BlobAssembly { blob, all: HashMap::new() }
     }
 
     /// Takes a fragment, unless it is not what it says: then it counts for nothing, and comes back.
@@ -207,18 +213,23 @@ impl<T: Copy + Eq> Collected<T> {
             return Err(Box::new(fragment));
         }
         let Fragment { description, index, block } = fragment;
-        let partial = self.all.entry(description.id()).or_insert_with(|| Partial::new(description));
+        let partial =
+            self.all.entry(description.id()).or_insert_with(|| EncodingAssembly::new(description));
         partial.add(index, from, block);
         Ok(())
     }
 
     /// How many fragments the encoding lacks that is nearest to being whole; `needed` if there is none.
     pub(crate) fn missing(&self, needed: usize) -> usize {
-        self.all.values().map(Partial::missing).min().unwrap_or(needed)
+        self.all.values().map(EncodingAssembly::missing).min().unwrap_or(needed)
     }
 
     /// Puts the blob together at the start of `buf`, if an encoding is whole. What is something else is told.
-    pub(crate) fn decode(&mut self, buf: &mut [u8], reasons: &mut Vec<Error>) -> Option<Whole<T>> {
+    pub(crate) fn decode(
+        &mut self,
+        buf: &mut [u8],
+        reasons: &mut Vec<Error>,
+    ) -> Option<AssembledBlob<T>> {
         let mut whole = None;
         for (encoding, partial) in &mut self.all {
             let decoded = match buf.get_mut(..partial.description.len as usize) {
@@ -239,7 +250,7 @@ impl<T: Copy + Eq> Collected<T> {
         }
         if let Some((encoding, wrong)) = whole {
             let partial = self.all.remove(&encoding)?;
-            return Some(Whole { partial, wrong });
+            return Some(AssembledBlob { partial, wrong });
         }
         self.all.retain(|_, partial| !partial.is_hopeless());
         None
@@ -251,7 +262,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
 
-    use super::{BlobId, Collected, Fragment, choices};
+    use super::{BlobAssembly, BlobId, Fragment, choices};
     use crate::encoding::Redundancy;
     use crate::encoding::fragment::encode;
 
@@ -282,7 +293,7 @@ mod tests {
                     all[which].block = block.into();
                 }
             }
-            let mut collected = Collected::new(blob);
+            let mut collected = BlobAssembly::new(blob);
             let mut buf = vec![0; content.len() + 10];
             let (mut good, mut reasons) = (0, Vec::new());
             for (at, one) in all.into_iter().enumerate() {
@@ -328,14 +339,14 @@ mod tests {
                 let index = usize::from(index_of(place));
                 forged.contains(&place) && lies.share(index) != blocks.share(index)
             };
-            let mut collected = Collected::new(blob);
+            let mut collected = BlobAssembly::new(blob);
             let mut buf = vec![0; content.len()];
             let mut good = 0;
             for place in (0..width).map(|place| (place + turn) % width) {
                 let index = index_of(place);
                 let from = if is_forged(place) { &lies } else { &blocks };
                 let partial = collected.all.entry(description.id());
-                let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
+                let partial = partial.or_insert_with(|| super::EncodingAssembly::new(description.clone()));
                 partial.add(index, place, from.share(index.into()));
                 good += usize::from(!is_forged(place));
                 let mut reasons = Vec::new();
@@ -369,13 +380,14 @@ mod tests {
             let blob = BlobId::of(&content);
             let (description, blocks) = encode(&blob, &content, redundancy);
             let lies = encode(&blob, &[9; 3000], redundancy).1;
-            let mut collected = Collected::new(blob);
+            let mut collected = BlobAssembly::new(blob);
             let mut buf = vec![0; 3000];
             let (width, needed) = (description.width() as u8, description.needed() as u8);
             let mut whole = None;
             for peer in 0..=needed {
                 let partial = collected.all.entry(description.id());
-                let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
+                let partial =
+                    partial.or_insert_with(|| super::EncodingAssembly::new(description.clone()));
                 match peer.cmp(&before) {
                     std::cmp::Ordering::Equal => {
                         (0..width).for_each(|at| partial.add(at, peer, lies.share(at.into())));
@@ -403,13 +415,14 @@ mod tests {
         let blob = BlobId::of(&content);
         let (description, blocks) = encode(&blob, &content, redundancy);
         for forged in 4..8 {
-            let mut collected = Collected::new(blob);
+            let mut collected = BlobAssembly::new(blob);
             let mut buf = vec![0; content.len()];
             for index in [0, 1, 2, forged, if forged == 7 { 4 } else { forged + 1 }] {
                 let mut block = blocks.share(index).to_vec();
                 block.iter_mut().for_each(|byte| *byte ^= u8::from(index == forged));
                 let partial = collected.all.entry(description.id());
-                let partial = partial.or_insert_with(|| super::Partial::new(description.clone()));
+                let partial =
+                    partial.or_insert_with(|| super::EncodingAssembly::new(description.clone()));
                 partial.add(index as u8, index, block.into());
                 let whole = collected.decode(&mut buf, &mut Vec::new());
                 let is_last = index > 2 && index != forged;

@@ -25,30 +25,30 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::cluster::{Cluster, Progress};
-use super::recent_set::Names;
-use super::window::{Content, Entry, State, Status};
+use super::recent_set::RecentSet;
+use super::window::{Content, Entry, Status, Window};
 use crate::blobs::{Blobs, Counters, NewBlob};
 use crate::encoding::fragment::{Kind, MAX_CONTENT, Plain, cut};
-use crate::encoding::redundancy::{Keep, Redundancy};
+use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
 /// Bytes of blocks in the window.
-const WINDOW: usize = 64 << 20;
+const WINDOW_BYTES: usize = 64 << 20;
 
 /// Blobs in one question, and questions at a time.
-const ASKED: usize = 256;
-const QUESTIONS: usize = 4;
+const QUERY_BATCH: usize = 256;
+const PARALLEL_QUERIES: usize = 4;
 
 /// Blobs that are cut by one thread, and then sent, together: a peer gets several of their blocks with one call.
-const TOGETHER: usize = 16;
+const SEND_BATCH: usize = 16;
 
 /// The part of the window that has to be free before those are woken who wait for room.
-const WORTH: usize = 8;
+const WAKE_FRACTION: usize = 8;
 
 /// How long it is remembered what is stored. Then the peers are asked again, which renews its age: what nothing refers
 /// to is deleted when nobody has asked for it for longer.
-const MEMORY: Duration = Duration::from_secs(600);
+const KNOWN_TTL: Duration = Duration::from_secs(600);
 
 /// The peers of a cluster as a place for blobs. It must not be used by asynchronous code, which it would block.
 pub struct ClusterBlobs {
@@ -63,10 +63,10 @@ pub struct ClusterBlobs {
 struct Shared {
     cluster: Cluster,
     limit: usize,
-    state: Mutex<State>,
+    window: Mutex<Window>,
     /// Something has left the window, or failed.
     changed: Condvar,
-    known: Mutex<Known>,
+    known: Mutex<KnownBlobs>,
     /// As many cut and hash at a time.
     cutters: Semaphore,
     dirty: AtomicU64,
@@ -76,8 +76,8 @@ struct Shared {
 
 /// Blobs that are stored, as far as anybody remembers. All is forgotten when a peer goes away: some of
 /// them have less than their redundancy then.
-struct Known {
-    names: Names<(BlobId, Redundancy)>,
+struct KnownBlobs {
+    blobs: RecentSet<(BlobId, Redundancy)>,
     /// See [`Cluster::losses`].
     losses: u64,
     since: Instant,
@@ -86,7 +86,7 @@ struct Known {
 impl ClusterBlobs {
     /// A place on these peers.
     pub fn new(cluster: Cluster) -> Result<ClusterBlobs> {
-        ClusterBlobs::with_window(cluster, WINDOW)
+        ClusterBlobs::with_window(cluster, WINDOW_BYTES)
     }
 
     /// The same, with so many bytes on their way at most: a blob that is longer goes alone.
@@ -97,9 +97,13 @@ impl ClusterBlobs {
         let shared = Arc::new(Shared {
             cluster,
             limit,
-            state: Mutex::default(),
+            window: Mutex::default(),
             changed: Condvar::new(),
-            known: Mutex::new(Known { names: Names::default(), losses: 0, since: Instant::now() }),
+            known: Mutex::new(KnownBlobs {
+                blobs: RecentSet::default(),
+                losses: 0,
+                since: Instant::now(),
+            }),
             cutters: Semaphore::new(processors),
             dirty: AtomicU64::new(0),
             sent: AtomicU64::new(0),
@@ -138,9 +142,9 @@ impl ClusterBlobs {
     }
 
     /// Tries again what failed.
-    fn try_again(&self, state: &mut State, before: u64) {
+    fn try_again(&self, window: &mut Window, before: u64) {
         let mut again = Vec::new();
-        for (number, entry) in state.window.range_mut(..before) {
+        for (number, entry) in window.entries.range_mut(..before) {
             if let Some(entry) = entry
                 && matches!(entry.status, Status::Failed(_))
             {
@@ -170,96 +174,96 @@ impl ClusterBlobs {
         bytes: usize,
         unsent: &mut Vec<u64>,
     ) -> Result<Option<u64>> {
-        let mut state = self.shared.state();
+        let mut window = self.shared.window();
         let mut tried = false;
         loop {
-            if let Some(number) = state.names.get(&name) {
-                if matches!(state.window.get(number), Some(Some(_))) {
+            if let Some(number) = window.names.get(&name) {
+                if matches!(window.entries.get(number), Some(Some(_))) {
                     return Ok(None);
                 }
                 // Another thread is just copying it. Who was told that it is taken may read it.
                 self.send(unsent);
-                state.copying += 1;
-                state = self.shared.wait(state);
-                state.copying -= 1;
+                window.copying += 1;
+                window = self.shared.wait(window);
+                window.copying -= 1;
                 continue;
             }
-            if state.bytes == 0 || state.bytes + bytes <= self.shared.limit {
+            if window.bytes == 0 || window.bytes + bytes <= self.shared.limit {
                 break;
             }
             self.send(unsent);
-            let next = state.next;
-            match state.failure(next, |_| true) {
+            let next = window.next;
+            match window.failure(next, |_| true) {
                 Some(Err(failure)) if tried => {
-                    if !state.let_go() {
+                    if !window.evict_degraded() {
                         return Err(failure);
                     }
                 }
                 // Only what has failed is in the way: the peers may be back.
                 Some(_) => {
                     tried = true;
-                    self.try_again(&mut state, next);
+                    self.try_again(&mut window, next);
                 }
-                None => state = self.shared.wait(state),
+                None => window = self.shared.wait(window),
             }
         }
-        let number = state.next;
-        state.next += 1;
-        state.bytes += bytes;
-        state.window.insert(number, None);
-        state.names.insert(name, number);
+        let number = window.next;
+        window.next += 1;
+        window.bytes += bytes;
+        window.entries.insert(number, None);
+        window.names.insert(name, number);
         Ok(Some(number))
     }
 
     /// Waits until all that was put before is durable: of each blob, that is, which still counts.
     fn flush_while(&self, counts: impl Fn(&Entry) -> bool) -> Result<()> {
-        let mut state = self.shared.state();
-        let before = state.next;
-        self.try_again(&mut state, before);
-        state.flushing += 1;
+        let mut window = self.shared.window();
+        let before = window.next;
+        self.try_again(&mut window, before);
+        window.flushing += 1;
         let flushed = loop {
-            match state.failure(before, &counts) {
+            match window.failure(before, &counts) {
                 Some(result) => break result,
-                None => state = self.shared.wait(state),
+                None => window = self.shared.wait(window),
             }
         };
-        state.flushing -= 1;
+        window.flushing -= 1;
         flushed
     }
 }
 
 impl ClusterBlobs {
     /// Puts a blob that the peers have.
-    fn put_again(&self, blob: BlobId, keep: &Keep, buf: &mut [u8]) -> Result<()> {
+    fn put_again(&self, blob: BlobId, policy: &StoragePolicy, buf: &mut [u8]) -> Result<()> {
         let len = self.runtime.block_on(self.shared.cluster.get(&blob, buf))?;
-        self.shared.known().names.clear();
-        self.put(&[(blob, &buf[..len])], keep).map(drop)
+        self.shared.known().blobs.clear();
+        self.put(&[(blob, &buf[..len])], policy).map(drop)
     }
 
     /// Gives what left the window with less than its redundancy the rest of it, unless a repair has seen to that.
     fn complete_degraded(&self) -> Result<()> {
-        let mut groups: HashMap<Keep, Vec<BlobId>> = HashMap::new();
-        for (blob, keep) in &self.shared.state().degraded {
-            groups.entry(*keep).or_default().push(*blob);
+        let mut groups: HashMap<StoragePolicy, Vec<BlobId>> = HashMap::new();
+        for (blob, policy) in &self.shared.window().degraded {
+            groups.entry(*policy).or_default().push(*blob);
         }
         if groups.is_empty() {
             return Ok(());
         }
         let mut buf = vec![0; MAX_CONTENT];
-        for (keep, blobs) in groups {
-            let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &keep));
+        for (policy, blobs) in groups {
+            let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &policy));
             for (blob, is_known) in blobs.into_iter().zip(known) {
                 // Before it is put: if it has to leave the window again, it comes back here.
-                self.shared.state().degraded.remove(&(blob, keep));
+                self.shared.window().degraded.remove(&(blob, policy));
                 if !is_known {
-                    self.put_again(blob, &keep, &mut buf).inspect_err(|_| {
-                        self.shared.state().degraded.insert((blob, keep));
+                    self.put_again(blob, &policy, &mut buf).inspect_err(|_| {
+                        self.shared.window().degraded.insert((blob, policy));
                     })?;
                 }
             }
         }
         self.flush_while(|_| true)?;
-        match self.shared.state().degraded.len() {
+        match self.shared.window().degraded.len() {
             0 => Ok(()),
             blobs => {
                 let reason = "they can be read, and have less than their redundancy".into();
@@ -293,8 +297,8 @@ impl Drop for ClusterBlobs {
 impl Blobs for ClusterBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
         let content = {
-            let state = self.shared.state();
-            let entry = state.contents.get(id).and_then(|number| state.window.get(number));
+            let window = self.shared.window();
+            let entry = window.contents.get(id).and_then(|number| window.entries.get(number));
             entry.and_then(|entry| Some(entry.as_ref()?.content.clone()))
         };
         match content {
@@ -303,7 +307,7 @@ impl Blobs for ClusterBlobs {
         }
     }
 
-    fn put(&self, blobs: &[NewBlob<'_>], keep: &Keep) -> Result<u64> {
+    fn put(&self, blobs: &[NewBlob<'_>], policy: &StoragePolicy) -> Result<u64> {
         let (mut taken, mut unsent) = (0, Unsent { blobs: self, numbers: Vec::new() });
         for (blob, content) in blobs {
             let len = content.len() as u64;
@@ -311,12 +315,12 @@ impl Blobs for ClusterBlobs {
                 return Err(Error::BadArgument(format!("a blob cannot have {len} bytes")));
             }
             self.shared.dirty.fetch_add(len, Ordering::Relaxed);
-            let (name, keep) = ((*blob, keep.redundancy), *keep);
-            let bytes = match keep.redundancy {
+            let (name, policy) = ((*blob, policy.redundancy), *policy);
+            let bytes = match policy.redundancy {
                 Redundancy::Replicas(_) => content.len(),
                 code => content.len().div_ceil(code.needed().max(1)) * code.width(),
             };
-            let is_known = self.shared.known().names.contains(&name);
+            let is_known = self.shared.known().blobs.contains(&name);
             let number = match is_known {
                 true => None,
                 false => self.reserve(name, bytes, &mut unsent.numbers)?,
@@ -325,15 +329,15 @@ impl Blobs for ClusterBlobs {
                 self.shared.saved.fetch_add(len, Ordering::Relaxed);
                 continue;
             };
-            let content = Content::Plain(Plain::new(content, keep.redundancy));
+            let content = Content::Plain(Plain::new(content, policy.redundancy));
             let (blob, status, available) = (*blob, Status::UnderWay, false);
             let losses = self.shared.cluster.losses();
-            let entry = Entry { blob, keep, bytes, content, status, losses, available };
+            let entry = Entry { blob, policy, bytes, content, status, losses, available };
             {
-                let mut state = self.shared.state();
-                state.window.insert(number, Some(entry));
-                state.contents.insert(blob, number);
-                if state.copying > 0 {
+                let mut window = self.shared.window();
+                window.entries.insert(number, Some(entry));
+                window.contents.insert(blob, number);
+                if window.copying > 0 {
                     self.shared.changed.notify_all();
                 }
             }
@@ -349,42 +353,47 @@ impl Blobs for ClusterBlobs {
     }
 
     fn flush_available(&self) -> Result<()> {
-        self.shared.state().optimists += 1;
+        self.shared.window().availability_waiters += 1;
         let flushed = self.flush_while(|entry| !entry.available);
-        self.shared.state().optimists -= 1;
+        self.shared.window().availability_waiters -= 1;
         flushed
     }
 
-    fn put_record(&self, record: &[u8], keep: &Keep, lenient: bool) -> Result<Option<BlobId>> {
+    fn put_record(
+        &self,
+        record: &[u8],
+        policy: &StoragePolicy,
+        lenient: bool,
+    ) -> Result<Option<BlobId>> {
         // At once: it is one for each publication, which waits for it.
-        self.runtime.block_on(self.shared.cluster.put_record(record, keep, lenient)).map(Some)
+        self.runtime.block_on(self.shared.cluster.put_record(record, policy, lenient)).map(Some)
     }
 
     fn counters(&self) -> Option<Counters> {
         Some(ClusterBlobs::counters(self))
     }
 
-    fn reserve_space(&self, bytes: u64, keep: &Keep) -> Result<u64> {
-        let (width, needed) = (keep.redundancy.width() as u64, keep.redundancy.needed() as u64);
+    fn reserve_space(&self, bytes: u64, policy: &StoragePolicy) -> Result<u64> {
+        let (width, needed) = (policy.redundancy.width() as u64, policy.redundancy.needed() as u64);
         let bytes = bytes.saturating_mul(width).div_ceil(needed.max(1));
         let taken = self.runtime.block_on(self.shared.cluster.reserve(bytes))?;
-        let mut state = self.shared.state();
-        let number = state.next_space;
-        state.next_space += 1;
-        state.spaces.insert(number, taken);
+        let mut window = self.shared.window();
+        let number = window.next_space;
+        window.next_space += 1;
+        window.spaces.insert(number, taken);
         Ok(number)
     }
 
     fn release_space(&self, number: u64) {
-        let taken = self.shared.state().spaces.remove(&number);
+        let taken = self.shared.window().spaces.remove(&number);
         if let Some(taken) = taken {
             self.runtime.block_on(self.shared.cluster.release(&taken));
         }
     }
 
     /// After a garbage collection, or the loss of a peer, blobs that no name refers to may be gone.
-    fn void_known(&self) {
-        self.shared.known().names.clear();
+    fn forget_known(&self) {
+        self.shared.known().blobs.clear();
     }
 
     fn records(&self) -> Result<Vec<Vec<u8>>> {
@@ -393,40 +402,40 @@ impl Blobs for ClusterBlobs {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn window(&self) -> MutexGuard<'_, Window> {
+        self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, KnownBlobs> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let losses = self.cluster.losses();
-        if known.losses != losses || known.since.elapsed() >= MEMORY {
-            *known = Known { names: Names::default(), losses, since: Instant::now() };
+        if known.losses != losses || known.since.elapsed() >= KNOWN_TTL {
+            *known = KnownBlobs { blobs: RecentSet::default(), losses, since: Instant::now() };
         }
         known
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    fn wait<'a>(&self, window: MutexGuard<'a, Window>) -> MutexGuard<'a, Window> {
+        self.changed.wait(window).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What came of blobs.
     fn end(&self, all: impl IntoIterator<Item = (u64, Result<(), String>)>) {
-        let mut state = self.state();
+        let mut window = self.window();
         for (number, result) in all {
             match result {
                 Ok(()) => {
-                    if let Some(entry) = state.remove(number) {
-                        let name = (entry.blob, entry.keep.redundancy);
+                    if let Some(entry) = window.remove(number) {
+                        let name = (entry.blob, entry.policy.redundancy);
                         // If a peer went away meanwhile, nobody knows whether it was one that has it.
                         let mut known = self.known();
                         if known.losses == entry.losses {
-                            known.names.insert(name);
+                            known.blobs.insert(name);
                         }
                     }
                 }
                 Err(reason) => {
-                    if let Some(Some(entry)) = state.window.get_mut(&number) {
+                    if let Some(Some(entry)) = window.entries.get_mut(&number) {
                         entry.status = Status::Failed(reason);
                     }
                 }
@@ -434,9 +443,9 @@ impl Shared {
         }
         // Who waits for room is woken when there is some worth it: to wake a thread costs as much as to copy a chunk. What
         // has failed keeps its room, and then there may never be that much.
-        let is_room = state.bytes <= self.limit - self.limit / WORTH;
-        let worth = is_room || state.flushing > 0 || state.has_failed();
-        drop(state);
+        let is_room = window.bytes <= self.limit - self.limit / WAKE_FRACTION;
+        let worth = is_room || window.flushing > 0 || window.has_failed();
+        drop(window);
         if worth {
             self.changed.notify_all();
         }
@@ -444,13 +453,13 @@ impl Shared {
 
     /// These can be read already.
     fn set_available(&self, numbers: impl Iterator<Item = u64>) {
-        let mut state = self.state();
+        let mut window = self.window();
         for number in numbers {
-            if let Some(Some(entry)) = state.window.get_mut(&number) {
+            if let Some(Some(entry)) = window.entries.get_mut(&number) {
                 entry.available = true;
             }
         }
-        if state.optimists > 0 {
+        if window.availability_waiters > 0 {
             self.changed.notify_all();
         }
     }
@@ -482,20 +491,20 @@ impl Drop for UnderWay {
 
 /// Takes what is put, asks the peers about it, and sends what they do not have.
 async fn drive(shared: Arc<Shared>, mut queue: mpsc::UnboundedReceiver<Vec<u64>>) {
-    let questions = Arc::new(Semaphore::new(QUESTIONS));
+    let questions = Arc::new(Semaphore::new(PARALLEL_QUERIES));
     let mut waiting = Vec::new();
     while let Some(first) = queue.recv().await {
         waiting.extend(first);
         while !waiting.is_empty() {
             let permit = questions.clone().acquire_owned().await;
             // What came while the peers were asked about the last ones.
-            while waiting.len() < ASKED
+            while waiting.len() < QUERY_BATCH
                 && let Ok(more) = queue.try_recv()
             {
                 waiting.extend(more);
             }
             let begin = |number| UnderWay { shared: shared.clone(), number, done: false };
-            let batch = waiting.drain(..waiting.len().min(ASKED)).map(begin).collect();
+            let batch = waiting.drain(..waiting.len().min(QUERY_BATCH)).map(begin).collect();
             let shared = shared.clone();
             tokio::spawn(async move {
                 let _permit = permit;
@@ -507,19 +516,19 @@ async fn drive(shared: Arc<Shared>, mut queue: mpsc::UnboundedReceiver<Vec<u64>>
 
 /// Asks about blobs, and sends those that are not known.
 async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
-    let mut groups: HashMap<Keep, Vec<(BlobId, Content, UnderWay)>> = HashMap::new();
+    let mut groups: HashMap<StoragePolicy, Vec<(BlobId, Content, UnderWay)>> = HashMap::new();
     {
-        let state = shared.state();
+        let window = shared.window();
         for one in batch {
-            if let Some(Some(entry)) = state.window.get(&one.number) {
+            if let Some(Some(entry)) = window.entries.get(&one.number) {
                 let content = entry.content.clone();
-                groups.entry(entry.keep).or_default().push((entry.blob, content, one));
+                groups.entry(entry.policy).or_default().push((entry.blob, content, one));
             }
         }
     }
-    for (keep, blobs) in groups {
+    for (policy, blobs) in groups {
         let names: Vec<_> = blobs.iter().map(|(blob, ..)| *blob).collect();
-        let known = shared.cluster.known(&names, &keep).await;
+        let known = shared.cluster.known(&names, &policy).await;
         let (mut unknown, mut ended) = (Vec::new(), Vec::new());
         for ((blob, content, one), is_known) in blobs.into_iter().zip(known) {
             if is_known {
@@ -531,20 +540,24 @@ async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
         }
         UnderWay::end_all(shared, ended);
         while !unknown.is_empty() {
-            let rest = unknown.split_off(unknown.len().min(TOGETHER));
-            tokio::spawn(cut_and_store(shared.clone(), keep, unknown));
+            let rest = unknown.split_off(unknown.len().min(SEND_BATCH));
+            tokio::spawn(cut_and_store(shared.clone(), policy, unknown));
             unknown = rest;
         }
     }
 }
 
 /// Cuts blobs, and sends them to their peers.
-async fn cut_and_store(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Content, UnderWay)>) {
+async fn cut_and_store(
+    shared: Arc<Shared>,
+    policy: StoragePolicy,
+    blobs: Vec<(BlobId, Content, UnderWay)>,
+) {
     let permit = shared.cutters.acquire().await;
     let cutting = tokio::task::spawn_blocking(move || {
         let cut = |(blob, content, one)| match content {
             Content::Cut(whole) => (whole, one),
-            Content::Plain(plain) => (Arc::new(cut(Kind::Content, &blob, &plain, &keep)), one),
+            Content::Plain(plain) => (Arc::new(cut(Kind::Content, &blob, &plain, &policy)), one),
         };
         blobs.into_iter().map(cut).collect::<Vec<_>>()
     });
@@ -553,9 +566,9 @@ async fn cut_and_store(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Cont
     drop(permit);
     let (mut wholes, mut under_way) = (Vec::new(), Vec::new());
     {
-        let mut state = shared.state();
+        let mut window = shared.window();
         for (whole, one) in all {
-            if let Some(Some(entry)) = state.window.get_mut(&one.number) {
+            if let Some(Some(entry)) = window.entries.get_mut(&one.number) {
                 entry.content = Content::Cut(whole.clone());
             }
             wholes.push(whole);
@@ -580,5 +593,5 @@ async fn cut_and_store(shared: Arc<Shared>, keep: Keep, blobs: Vec<(BlobId, Cont
         shared.set_available(available.into_iter());
         UnderWay::end_all(&shared, ended);
     };
-    shared.cluster.store(wholes, keep.redundancy, tell).await;
+    shared.cluster.store(wholes, policy.redundancy, tell).await;
 }

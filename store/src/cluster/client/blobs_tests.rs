@@ -13,7 +13,7 @@ use super::{Cluster, ClusterBlobs, Connection};
 use crate::blobs::Blobs;
 use crate::blobs::Counters;
 use crate::cluster::placement::MemberState;
-use crate::cluster::tests::{Peer, content, keep, members, start};
+use crate::cluster::tests::{Peer, content, members, policy, start};
 use crate::error::{ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
@@ -100,7 +100,7 @@ fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
                     // A part of them is put by all.
                     let number = if number % 4 == 0 { number } else { number + 1000 * thread };
                     let (blob, content) = content(number, 1 + (number as usize * 977) % 60_000);
-                    let how = keep(["rs=2+2", "replicas=2"][number as usize % 2]);
+                    let how = policy(["rs=2+2", "replicas=2"][number as usize % 2]);
                     blobs.put(&[(blob, &content)], &how).unwrap();
                     assert!(read(blobs, &blob, 60_000).unwrap() == content, "at once");
                     if number % 13 == 0 {
@@ -132,18 +132,18 @@ fn what_the_peers_have_is_not_sent() {
     let all: Vec<_> = (0..50).map(|number| content(number, 20_000)).collect();
     let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
     let first = site.blobs();
-    first.put(&group, &keep("rs=2+2")).unwrap();
+    first.put(&group, &policy("rs=2+2")).unwrap();
     first.flush().unwrap();
     assert_eq!(first.counters(), Counters { dirty: 1_000_000, sent: 2_000_000, saved: 0 });
     let second = site.blobs();
     for round in 1..3 {
-        second.put(&group, &keep("rs=2+2")).unwrap();
+        second.put(&group, &policy("rs=2+2")).unwrap();
         second.flush().unwrap();
         let saved = round * 1_000_000;
         assert_eq!(second.counters(), Counters { dirty: saved, sent: 0, saved }, "it asks");
     }
     // Another redundancy is not there.
-    second.put(&group, &keep("replicas=3")).unwrap();
+    second.put(&group, &policy("replicas=3")).unwrap();
     second.flush().unwrap();
     assert_eq!(second.counters().sent, 3_000_000);
     assert_eq!(site.fragments(), 50 * 4 + 50 * 3);
@@ -154,11 +154,11 @@ fn what_is_remembered_is_forgotten_when_a_peer_goes_away() {
     let site = Site::new(4);
     let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
     let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
-    let keep = keep("replicas=3");
+    let policy = policy("replicas=3");
     let blobs = site.blobs();
     let mut sent = 0;
     let mut put = || {
-        blobs.put(&group, &keep).unwrap();
+        blobs.put(&group, &policy).unwrap();
         blobs.flush().unwrap();
         let more = blobs.counters().sent - sent;
         sent += more;
@@ -171,7 +171,7 @@ fn what_is_remembered_is_forgotten_when_a_peer_goes_away() {
     blobs.cluster().set_members(down.clone());
     assert!(put() > 0, "those that it had");
     let have = async || {
-        blobs.cluster().known(&all.iter().map(|(blob, _)| *blob).collect::<Vec<_>>(), &keep).await
+        blobs.cluster().known(&all.iter().map(|(blob, _)| *blob).collect::<Vec<_>>(), &policy).await
     };
     assert!(blobs.runtime().block_on(have()).into_iter().all(|is_known| is_known));
     // One that comes back takes nothing away.
@@ -188,7 +188,7 @@ fn what_could_not_be_stored_stays_and_is_tried_again() {
     let blobs = ClusterBlobs::with_window(site.cluster(), 50_000).unwrap();
     let (blob, bytes) = content(1, 20_000);
     site.stop(1);
-    blobs.put(&[(blob, &bytes)], &keep("replicas=3")).unwrap();
+    blobs.put(&[(blob, &bytes)], &policy("replicas=3")).unwrap();
     for _ in 0..2 {
         let refused = blobs.flush().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
@@ -200,7 +200,7 @@ fn what_could_not_be_stored_stays_and_is_tried_again() {
     let mut refused = None;
     for number in 2..6 {
         let (blob, content) = content(number, 20_000);
-        refused = refused.or(blobs.put(&[(blob, &content)], &keep("replicas=3")).err());
+        refused = refused.or(blobs.put(&[(blob, &content)], &policy("replicas=3")).err());
     }
     assert_eq!(refused.expect("there is no room").kind(), ErrorKind::Unavailable);
     (0..3).for_each(|peer| site.restart(peer));
@@ -210,7 +210,7 @@ fn what_could_not_be_stored_stays_and_is_tried_again() {
     assert!(read(&other, &blob, 20_000).unwrap() == bytes);
     assert_eq!(site.fragments() % 3, 0);
     let (blob, bytes) = content(9, 20_000);
-    blobs.put(&[(blob, &bytes)], &keep("replicas=3")).unwrap();
+    blobs.put(&[(blob, &bytes)], &policy("replicas=3")).unwrap();
     blobs.flush().unwrap();
 }
 
@@ -220,7 +220,7 @@ fn available_is_less_than_stable_and_more_than_nothing() {
     let blobs = site.blobs();
     let (blob, bytes) = content(1, 20_000);
     site.stop(0);
-    blobs.put(&[(blob, &bytes)], &keep("rs=2+2")).unwrap();
+    blobs.put(&[(blob, &bytes)], &policy("rs=2+2")).unwrap();
     blobs.flush_available().unwrap();
     let other = site.blobs();
     assert!(read(&other, &blob, 20_000).unwrap() == bytes, "others can read it");
@@ -228,7 +228,7 @@ fn available_is_less_than_stable_and_more_than_nothing() {
     site.stop(1);
     site.stop(2);
     let (second, bytes) = content(2, 20_000);
-    blobs.put(&[(second, &bytes)], &keep("rs=2+2")).unwrap();
+    blobs.put(&[(second, &bytes)], &policy("rs=2+2")).unwrap();
     blobs.flush_available().unwrap_err();
     (0..3).for_each(|peer| site.restart(peer));
     flush_in_time(&blobs);
@@ -242,7 +242,7 @@ fn a_handle_can_be_dropped_at_any_time() {
         let blobs = site.blobs();
         for number in 0..round * 3 {
             let (blob, content) = content(1000 + number, 30_000);
-            blobs.put(&[(blob, &content)], &keep("rs=2+1")).unwrap();
+            blobs.put(&[(blob, &content)], &policy("rs=2+1")).unwrap();
         }
         drop(blobs);
     }
@@ -264,7 +264,7 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
                 for _ in 0..5 {
                     number += 1;
                     let (blob, content) = content(number, 10_000);
-                    if blobs.put(&[(blob, &content)], &keep("replicas=3")).is_ok() {
+                    if blobs.put(&[(blob, &content)], &policy("replicas=3")).is_ok() {
                         group.push((blob, content));
                     }
                 }
@@ -308,7 +308,7 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
 fn more_than_a_window_can_be_available_while_a_peer_is_away() {
     let mut site = Site::new(4);
     let blobs = ClusterBlobs::with_window(site.cluster(), 100_000).unwrap();
-    let how = keep("rs=2+2");
+    let how = policy("rs=2+2");
     site.stop(1);
     let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
     for (blob, content) in &all {

@@ -16,35 +16,35 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::assemble::{Collected, Partial, Whole};
+use super::assemble::{AssembledBlob, BlobAssembly, EncodingAssembly};
 use super::connection::Connection;
-use super::pool::Ways;
+use super::pool::ConnectionPool;
 use super::reservation::Reserved;
-use crate::cluster::placement::members::{Member, MemberState, Members, Places};
+use crate::cluster::placement::members::{FragmentTargets, Member, MemberState, RankedMembers};
 use crate::cluster::protocol::MAX_PUT;
 use crate::encoding::fragment::{Blocks, Description, Fragment, MAX_CONTENT, encode};
-use crate::encoding::redundancy::{Keep, Redundancy};
+use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
 
 /// The bounds of the time after which one more peer is asked.
-const HEDGE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
+const HEDGE_DELAY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 
 /// Wrong blocks that are replaced at a time. One more waits until it is read again.
-const MENDED: usize = 8;
+const MAX_REPLACEMENTS: usize = 8;
 
 /// Lengths of buffers of which is remembered how many peers a blob needs.
-const LENGTHS: usize = 64;
+const REMEMBERED_LENGTHS: usize = 64;
 
 /// How long answers take, as a mean and a mean deviation.
 #[derive(Clone, Copy)]
-struct Pace {
+struct LatencyEstimate {
     mean: f64,
     deviation: f64,
 }
 
-impl Pace {
+impl LatencyEstimate {
     fn add(&mut self, time: Duration) {
         let error = time.as_secs_f64() - self.mean;
         self.mean += error / 8.0;
@@ -54,7 +54,7 @@ impl Pace {
     /// Most answers are there by then.
     fn late(&self) -> Duration {
         let late = Duration::try_from_secs_f64(self.mean + 4.0 * self.deviation);
-        late.unwrap_or(HEDGE.1).clamp(HEDGE.0, HEDGE.1)
+        late.unwrap_or(HEDGE_DELAY.1).clamp(HEDGE_DELAY.0, HEDGE_DELAY.1)
     }
 }
 
@@ -113,19 +113,19 @@ impl Tally {
 }
 
 /// A fragment on its way to a peer.
-struct Giving {
+struct Outbound {
     /// The blob's number among those that are stored together.
     blob: usize,
     fragment: Fragment,
     place: usize,
-    places: Arc<Places>,
+    places: Arc<FragmentTargets>,
 }
 
 /// The fragments for each member, as many together as one message can have.
-fn groups(mut all: Vec<Giving>) -> Vec<(usize, Vec<Giving>)> {
+fn groups(mut all: Vec<Outbound>) -> Vec<(usize, Vec<Outbound>)> {
     // In the order of the blobs for each.
     all.sort_by_key(|one| one.places.member(one.place));
-    let mut groups: Vec<(usize, Vec<Giving>)> = Vec::new();
+    let mut groups: Vec<(usize, Vec<Outbound>)> = Vec::new();
     let mut bytes = 0;
     for one in all {
         let (member, len) = (one.places.member(one.place), one.fragment.block.len());
@@ -152,14 +152,14 @@ pub struct Cluster {
 }
 
 pub(crate) struct Inner {
-    members: RwLock<Arc<Members>>,
-    pub(crate) ways: Arc<Ways>,
-    pace: Mutex<Pace>,
+    members: RwLock<Arc<RankedMembers>>,
+    pub(crate) pool: Arc<ConnectionPool>,
+    latency: Mutex<LatencyEstimate>,
     /// By the length of the buffer: how many peers the last blob needed that was read into such a one.
     needed: Mutex<HashMap<usize, usize>>,
     /// Answers of each peer that were wrong.
     suspects: Mutex<HashMap<PeerId, u64>>,
-    mending: Arc<Semaphore>,
+    replacing: Arc<Semaphore>,
     /// How often a peer was there and is not any more.
     losses: AtomicU64,
     pub(super) reserved: Reserved,
@@ -174,12 +174,12 @@ impl Cluster {
     /// A cluster of these peers. Nobody is asked yet. One that is named twice counts once.
     pub fn new(members: Vec<Member>, security: Security) -> Cluster {
         let inner = Inner {
-            members: RwLock::new(Arc::new(Members::new(members))),
-            ways: Ways::new(security),
-            pace: Mutex::new(Pace { mean: 0.05, deviation: 0.05 }),
+            members: RwLock::new(Arc::new(RankedMembers::new(members))),
+            pool: ConnectionPool::new(security),
+            latency: Mutex::new(LatencyEstimate { mean: 0.05, deviation: 0.05 }),
             needed: Mutex::default(),
             suspects: Mutex::default(),
-            mending: Arc::new(Semaphore::new(MENDED)),
+            replacing: Arc::new(Semaphore::new(MAX_REPLACEMENTS)),
             losses: AtomicU64::new(0),
             reserved: Reserved::default(),
         };
@@ -188,9 +188,9 @@ impl Cluster {
 
     /// These are the members from here on. Connections to those that stay are kept.
     pub fn set_members(&self, members: Vec<Member>) {
-        let members = Arc::new(Members::new(members));
+        let members = Arc::new(RankedMembers::new(members));
         let mut current = self.inner.members.write().unwrap_or_else(PoisonError::into_inner);
-        self.inner.ways.update(&current.all, &members.all);
+        self.inner.pool.update(&current.all, &members.all);
         let is_there = |member: &&Member| member.state != MemberState::Down;
         let there: HashSet<PeerId> =
             members.all.iter().filter(is_there).map(|one| one.id).collect();
@@ -218,9 +218,14 @@ impl Cluster {
     }
 
     /// Stores a blob with its full redundancy, durably. After an error some of its fragments may be there.
-    pub async fn put(&self, blob: &BlobId, content: &[u8], keep: &Keep) -> Result<Stored> {
-        let whole = Arc::new(encode(blob, content, *keep));
-        self.store_one(whole, keep.redundancy, || ()).await
+    pub async fn put(
+        &self,
+        blob: &BlobId,
+        content: &[u8],
+        policy: &StoragePolicy,
+    ) -> Result<Stored> {
+        let whole = Arc::new(encode(blob, content, *policy));
+        self.store_one(whole, policy.redundancy, || ()).await
     }
 
     /// Stores a blob that is cut already. `available` is called when what is durable is enough to read it.
@@ -270,24 +275,24 @@ impl Cluster {
                 let fragment = Fragment { description, index: index as u8, block };
                 match places.first(place) {
                     Some(place) => {
-                        waiting.push(Giving { blob, fragment, place, places: places.clone() });
+                        waiting.push(Outbound { blob, fragment, place, places: places.clone() });
                     }
                     None => tallies[blob].add(Err(Error::TooFewPeers { peers }), blob, &mut news),
                 }
             }
         }
-        let mut giving = JoinSet::new();
+        let mut sending = JoinSet::new();
         loop {
             for (member, group) in groups(std::mem::take(&mut waiting)) {
                 let (inner, members) = (self.inner.clone(), members.clone());
-                giving.spawn(async move { inner.give(&members.all[member], group).await });
+                sending.spawn(async move { inner.send(&members.all[member], group).await });
             }
             if !news.is_empty() {
                 tell(std::mem::take(&mut news));
             }
-            let Some(given) = giving.join_next().await else { break };
+            let Some(sent) = sending.join_next().await else { break };
             // If it was given up, nobody knows what came of its fragments: see below.
-            for (mut one, result) in given.unwrap_or_default() {
+            for (mut one, result) in sent.unwrap_or_default() {
                 let next = result.as_ref().err().and_then(|_| one.places.instead_of(one.place));
                 match (next, result) {
                     (Some(place), Err(error)) => {
@@ -320,11 +325,11 @@ impl Cluster {
             }
         };
         (0..guess).for_each(|_| ask(&mut asked, ranks.next()));
-        let mut found = Collected::new(*blob);
+        let mut found = BlobAssembly::new(*blob);
         let (mut reasons, mut wrong) = (Vec::new(), Vec::new());
         let (mut away, mut last) = (Vec::new(), false);
         loop {
-            let late = lock(&self.inner.pace).late();
+            let late = lock(&self.inner.latency).late();
             let (at, answer) = match timeout(late, asked.join_next()).await {
                 Err(_) => {
                     ask(&mut asked, ranks.next());
@@ -334,7 +339,7 @@ impl Cluster {
                 Ok(None) if !last && !away.is_empty() => {
                     (last, reasons) = (true, Vec::new());
                     for at in away.drain(..) {
-                        self.inner.ways.wake(&members.all[at]);
+                        self.inner.pool.wake(&members.all[at]);
                         ask(&mut asked, Some(at));
                     }
                     continue;
@@ -351,7 +356,7 @@ impl Cluster {
                 })),
                 Err(error) => {
                     match error.kind() {
-                        ErrorKind::Corrupt => self.inner.suspect(&members.all[at], blob),
+                        ErrorKind::Corrupt => self.inner.mark_suspect(&members.all[at], blob),
                         ErrorKind::Unavailable => away.push(at),
                         _ => {}
                     }
@@ -359,17 +364,18 @@ impl Cluster {
                 }
             }
             if wrong.len() > before {
-                self.inner.suspect(&members.all[at], blob);
+                self.inner.mark_suspect(&members.all[at], blob);
             }
-            if let Some(Whole { partial, wrong: forged }) = found.decode(buf, &mut reasons) {
+            if let Some(AssembledBlob { partial, wrong: forged }) = found.decode(buf, &mut reasons)
+            {
                 let description = &partial.description;
                 self.inner.remember(buf.len(), description.needed());
                 for (at, index) in forged {
-                    self.inner.suspect(&members.all[at], blob);
+                    self.inner.mark_suspect(&members.all[at], blob);
                     wrong.push((at, description.clone(), index));
                 }
                 let len = description.len as usize;
-                self.inner.mend(&members, wrong, partial);
+                self.inner.replace_wrong_blocks(&members, wrong, partial);
                 return Ok(len);
             }
             // As many as may be missing.
@@ -386,17 +392,17 @@ impl Cluster {
 }
 
 impl Inner {
-    pub(crate) fn members(&self) -> Arc<Members> {
+    pub(crate) fn members(&self) -> Arc<RankedMembers> {
         self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Gives fragments to a member, and tells what came of each.
-    async fn give(&self, member: &Member, group: Vec<Giving>) -> Vec<(Giving, Result<()>)> {
+    async fn send(&self, member: &Member, group: Vec<Outbound>) -> Vec<(Outbound, Result<()>)> {
         let put = |connection: Arc<Connection>| {
             let fragments = group.iter().map(|one| one.fragment.clone()).collect();
             async move { connection.put_all(fragments).await }
         };
-        match self.ways.ask(member, put).await {
+        match self.pool.ask(member, put).await {
             Ok(results) => group.into_iter().zip(results).collect(),
             Err(error) => {
                 // Each has the error of its own.
@@ -413,13 +419,13 @@ impl Inner {
     async fn fetch(&self, member: &Member, blob: &BlobId) -> Result<Vec<Fragment>> {
         let begin = Instant::now();
         let get = |connection: Arc<Connection>| async move { connection.fetch(blob).await };
-        let found = self.ways.ask(member, get).await?;
-        lock(&self.pace).add(begin.elapsed());
+        let found = self.pool.ask(member, get).await?;
+        lock(&self.latency).add(begin.elapsed());
         Ok(found)
     }
 
     /// A peer has sent something wrong.
-    fn suspect(&self, member: &Member, blob: &BlobId) {
+    fn mark_suspect(&self, member: &Member, blob: &BlobId) {
         let mut suspects = lock(&self.suspects);
         let count = suspects.entry(member.id).or_default();
         *count += 1;
@@ -430,28 +436,33 @@ impl Inner {
     /// So many peers were needed for a blob that was read into a buffer of this length.
     fn remember(&self, len: usize, needed: usize) {
         let mut all = lock(&self.needed);
-        if all.len() >= LENGTHS && !all.contains_key(&len) {
+        if all.len() >= REMEMBERED_LENGTHS && !all.contains_key(&len) {
             all.clear();
         }
         all.insert(len, needed);
     }
 
     /// Gives the right fragments to those who have sent wrong ones, in the background.
-    fn mend(&self, members: &Members, wrong: Vec<(usize, Description, u8)>, whole: Partial<usize>) {
+    fn replace_wrong_blocks(
+        &self,
+        members: &RankedMembers,
+        wrong: Vec<(usize, Description, u8)>,
+        whole: EncodingAssembly<usize>,
+    ) {
         let whole = Arc::new(whole);
         for (at, description, index) in wrong {
             if description != whole.description {
                 continue;
             }
-            let Ok(permit) = self.mending.clone().try_acquire_owned() else { return };
-            let (ways, member, whole) = (self.ways.clone(), members.all[at].clone(), whole.clone());
+            let Ok(permit) = self.replacing.clone().try_acquire_owned() else { return };
+            let (pool, member, whole) = (self.pool.clone(), members.all[at].clone(), whole.clone());
             tokio::spawn(async move {
                 let _permit = permit;
                 let put = |connection: Arc<Connection>| {
                     let fragment = whole.rebuild(index);
                     async move { connection.put(fragment?).await }
                 };
-                if let Err(error) = ways.ask(&member, put).await {
+                if let Err(error) = pool.ask(&member, put).await {
                     tracing::warn!(peer = %member.id, %error, "a wrong block could not be replaced");
                 }
             });

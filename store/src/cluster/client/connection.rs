@@ -1,119 +1,70 @@
-//! A client's connection to one peer: many requests at once, answered in any order.
+//! A client's connection to one peer: the requests of the protocol as calls.
 
-use std::collections::HashMap;
-use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tokio::io::BufReader;
-use tokio::net::TcpStream;
-use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 use crate::cluster::protocol::{
-    Answer, Hello, MAX_ASKED, MAX_DELETED, MAX_PUT, OLDEST, Request, VERSION,
+    Answer, FragmentId, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_PUT, Request, Usage,
 };
-use crate::cluster::protocol::{FragmentId, Held, Usage};
 use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
-use crate::net::frames::{Frames, READ_AHEAD, read_body, read_header};
-use crate::net::identity::{Reader, Role, Security, Writer};
+use crate::net::connection;
+use crate::net::handshake::{HandshakeError, PEER_PROTOCOL};
+use crate::net::identity::{Role, Security};
 
 /// How long a connection may take to be made.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Requests that wait to be sent.
-const QUEUE: usize = 16;
-
-/// Those who wait for answers, by the number of their request.
-type Waiting = Arc<Mutex<Option<HashMap<u64, oneshot::Sender<Answer>>>>>;
-
-/// A connection. When it is lost, every request fails, those under way too.
+/// A connection. When it is lost, every request fails, including those in flight.
 pub struct Connection {
     address: String,
-    peer: PeerId,
-    requests: mpsc::Sender<(Request, oneshot::Sender<Answer>)>,
-    waiting: Waiting,
-    heard: Arc<Heard>,
-}
-
-/// When something came from the peer.
-struct Heard {
-    begin: Instant,
-    /// Milliseconds since then.
-    last: AtomicU64,
-}
-
-impl Heard {
-    fn renew(&self) {
-        self.last.store(self.begin.elapsed().as_millis() as u64, Ordering::Relaxed);
-    }
-
-    fn silence(&self) -> Duration {
-        let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
-        self.begin.elapsed().saturating_sub(last)
-    }
+    inner: connection::Connection,
 }
 
 impl Connection {
     /// Connects to the peer that listens at this address.
     pub async fn open(address: &str, security: &Security) -> Result<Connection> {
-        let failed = |error: io::Error| unavailable(address, &error.to_string());
-        let stream = timeout(CONNECT, TcpStream::connect(address)).await;
-        let stream = stream.map_err(io::Error::from).and_then(|stream| stream).map_err(failed)?;
-        stream.set_nodelay(true).map_err(failed)?;
-        let (reader, writer) = security.connect(stream, Role::Peer).await.map_err(failed)?;
-        let (mut reader, mut writer) = (BufReader::with_capacity(READ_AHEAD, reader), writer);
-        let hello = Request::Hello(Hello { oldest: OLDEST, newest: VERSION });
-        let mut frames = Frames::default();
-        frames.push(0, hello.to_parts());
-        frames.send(&mut writer).await.map_err(failed)?;
-        let peer = match next(&mut reader, CONNECT).await.map_err(failed)? {
-            Some((0, Answer::Welcome(version, peer))) if (OLDEST..=VERSION).contains(&version) => {
-                peer
+        let open =
+            connection::Connection::open(address, security, Role::Peer, &PEER_PROTOCOL, MAX_BODY);
+        let opened = timeout(CONNECT_TIMEOUT, open).await;
+        let opened = opened.unwrap_or_else(|late| Err(HandshakeError::Io(late.into())));
+        match opened {
+            Ok(inner) => Ok(Connection { address: address.into(), inner }),
+            Err(HandshakeError::Io(error)) => Err(unavailable(address, &error.to_string())),
+            Err(HandshakeError::Refused(kind, reason)) => {
+                Err(Error::Peer { peer: address.into(), kind, reason })
             }
-            Some((_, Answer::Failed(kind, reason))) => {
-                return Err(Error::Peer { peer: address.into(), kind, reason });
+            Err(HandshakeError::Closed | HandshakeError::OtherProtocol) => {
+                Err(unavailable(address, "it does not answer like a peer"))
             }
-            _ => return Err(unavailable(address, "it does not answer like a peer")),
-        };
-        let waiting = Waiting::new(Mutex::new(Some(HashMap::new())));
-        let (requests, queue) = mpsc::channel(QUEUE);
-        let heard = Arc::new(Heard { begin: Instant::now(), last: AtomicU64::new(0) });
-        let (own, hears) = (waiting.clone(), heard.clone());
-        tokio::spawn(async move {
-            // Both halves go together: one alone would keep the connection.
-            tokio::select! {
-                () = send(writer, queue, &own) => {}
-                () = receive(reader, &own, &hears) => {}
-            }
-            lose(&own);
-        });
-        Ok(Connection { address: address.into(), peer, requests, waiting, heard })
+        }
     }
 
-    /// Who is at the other end.
+    /// The peer at the other end.
     pub fn peer(&self) -> PeerId {
-        self.peer
+        PeerId::from_bytes(self.inner.server())
     }
 
-    /// Whether it is lost.
+    /// Whether the connection is lost.
     pub fn is_lost(&self) -> bool {
-        self.waiting.lock().expect("no code panics with this lock held").is_none()
+        self.inner.is_lost()
     }
 
-    /// How long nothing has come from the peer.
+    /// The time since the peer's last answer.
     pub(crate) fn silence(&self) -> Duration {
-        self.heard.silence()
+        self.inner.silence()
     }
 
     async fn ask(&self, request: Request) -> Result<Answer> {
-        let lost = || unavailable(&self.address, "the connection is lost");
-        let (sender, answer) = oneshot::channel();
-        self.requests.send((request, sender)).await.map_err(|_| lost())?;
-        match answer.await.map_err(|_| lost())? {
+        let asked = self.inner.ask(request.to_parts()).await;
+        let (kind, body) =
+            asked.map_err(|_| unavailable(&self.address, "the connection is lost"))?;
+        // An answer that makes no sense is a wrong answer; the next one may be right.
+        let answer = Answer::from_bytes(kind, &body)
+            .unwrap_or_else(|error| Answer::Failed(ErrorKind::Corrupt, error.to_string()));
+        match answer {
             Answer::Failed(kind, reason) => {
                 Err(Error::Peer { peer: self.address.clone(), kind, reason })
             }
@@ -122,7 +73,7 @@ impl Connection {
     }
 
     fn unexpected(&self) -> Error {
-        unavailable(&self.address, "the answer is not one to the question")
+        unavailable(&self.address, "the answer does not belong to the request")
     }
 
     /// Gives the peer a fragment. It is durable there when this returns.
@@ -151,20 +102,7 @@ impl Connection {
         }
     }
 
-    /// What the peer has of a blob: fragments whose blocks are what their descriptions say.
-    pub async fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        let mut fragments = self.fetch(blob).await?;
-        let sent = fragments.len();
-        fragments.retain(|one| one.is_of(blob));
-        if sent > 0 && fragments.is_empty() {
-            let reason = "it has sent something else than the blob that it was asked for";
-            let (peer, kind) = (self.address.clone(), ErrorKind::Corrupt);
-            return Err(Error::Peer { peer, kind, reason: reason.into() });
-        }
-        Ok(fragments)
-    }
-
-    /// The same without looking: see [`Fragment::is_of`].
+    /// The fragments that the peer has of a blob. They are not verified: see [`Fragment::is_of`].
     pub async fn fetch(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
         match self.ask(Request::Get(*blob)).await? {
             Answer::Fragments(fragments) => Ok(fragments),
@@ -250,69 +188,4 @@ impl Connection {
 
 fn unavailable(peer: &str, reason: &str) -> Error {
     Error::Peer { peer: peer.into(), kind: ErrorKind::Unavailable, reason: reason.into() }
-}
-
-/// The next answer, and the number of its request; nothing if there will be none.
-async fn next(reader: &mut BufReader<Reader>, idle: Duration) -> io::Result<Option<(u64, Answer)>> {
-    let Some(header) = read_header(reader, idle).await? else { return Ok(None) };
-    let header = header.map_err(io::Error::other)?;
-    let body = read_body(reader, &header).await?;
-    // One that makes no sense is a wrong answer, and the next one may be right.
-    let answer = Answer::from_bytes(header.kind, &body)
-        .unwrap_or_else(|error| Answer::Failed(ErrorKind::Corrupt, error.to_string()));
-    Ok(Some((header.number, answer)))
-}
-
-/// Sends requests, many with one system call, until nobody is left who could ask.
-async fn send(
-    mut writer: Writer,
-    mut queue: mpsc::Receiver<(Request, oneshot::Sender<Answer>)>,
-    waiting: &Waiting,
-) {
-    let mut number = 0;
-    let mut frames = Frames::default();
-    while let Some(first) = queue.recv().await {
-        let mut next = Some(first);
-        while let Some((request, answer)) = next.take() {
-            // Who asked may have given up.
-            if answer.is_closed() {
-                next = queue.try_recv().ok();
-                continue;
-            }
-            number += 1;
-            match &mut *waiting.lock().expect("no code panics with this lock held") {
-                Some(waiting) => drop(waiting.insert(number, answer)),
-                None => return,
-            }
-            frames.push(number, request.to_parts());
-            if !frames.are_many() {
-                next = queue.try_recv().ok();
-            }
-        }
-        if frames.send(&mut writer).await.is_err() {
-            return;
-        }
-    }
-}
-
-/// Hands out answers until the connection ends.
-async fn receive(mut reader: BufReader<Reader>, waiting: &Waiting, heard: &Heard) {
-    const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
-    while let Ok(Some((number, answer))) = next(&mut reader, FOREVER).await {
-        heard.renew();
-        let asker = match &mut *waiting.lock().expect("no code panics with this lock held") {
-            Some(waiting) => waiting.remove(&number),
-            None => return,
-        };
-        match asker {
-            // Who asked may have given up.
-            Some(asker) => drop(asker.send(answer)),
-            None => return,
-        }
-    }
-}
-
-/// Everybody who waits learns that there will be no answer.
-fn lose(waiting: &Waiting) {
-    waiting.lock().expect("no code panics with this lock held").take();
 }

@@ -7,13 +7,13 @@ use tokio::task::JoinSet;
 
 use super::cluster::Cluster;
 use super::connection::Connection;
-use crate::cluster::placement::members::Members;
+use crate::cluster::placement::members::RankedMembers;
 use crate::cluster::protocol::Held;
-use crate::encoding::redundancy::{Keep, Redundancy};
+use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::id::BlobId;
 
 /// Blobs in one question: the answer must fit into a message.
-const ASKED: usize = 1024;
+const QUERY_BATCH: usize = 1024;
 
 /// For each member, the places of the blobs that it is asked about.
 type Questions = BTreeMap<usize, Vec<usize>>;
@@ -24,9 +24,9 @@ impl Cluster {
     ///
     /// A yes means that all fragments of one encoding are durable, each on a peer of its own that has just
     /// answered. A no may be wrong: a fragment can be elsewhere.
-    pub async fn known(&self, blobs: &[BlobId], keep: &Keep) -> Vec<bool> {
+    pub async fn known(&self, blobs: &[BlobId], policy: &StoragePolicy) -> Vec<bool> {
         let members = self.inner.members();
-        let width = keep.redundancy.width();
+        let width = policy.redundancy.width();
         if width == 0 || width > members.all.len() {
             return vec![false; blobs.len()];
         }
@@ -49,20 +49,20 @@ impl Cluster {
             places.iter().for_each(|at| questions.entry(*at).or_default().push(number));
         }
         let held = self.held(&members, blobs, questions, true).await;
-        held.iter().map(|held| is_whole(held, keep.redundancy)).collect()
+        held.iter().map(|held| is_whole(held, policy.redundancy)).collect()
     }
 
     /// For each blob, which members hold what of it, as far as they are asked. With `renew` that is to stay.
     async fn held(
         &self,
-        members: &Arc<Members>,
+        members: &Arc<RankedMembers>,
         blobs: &[BlobId],
         questions: Questions,
         renew: bool,
     ) -> Vec<Vec<(usize, Held)>> {
         let mut asked = JoinSet::new();
         for (at, numbers) in questions {
-            for numbers in numbers.chunks(ASKED) {
+            for numbers in numbers.chunks(QUERY_BATCH) {
                 let names: Arc<[BlobId]> = numbers.iter().map(|number| blobs[*number]).collect();
                 let (inner, members, numbers) =
                     (self.inner.clone(), members.clone(), numbers.to_vec());
@@ -71,7 +71,7 @@ impl Cluster {
                         let names = names.clone();
                         async move { connection.have(&names, renew).await }
                     };
-                    (at, numbers, inner.ways.ask(&members.all[at], have).await)
+                    (at, numbers, inner.pool.ask(&members.all[at], have).await)
                 });
             }
         }

@@ -17,55 +17,58 @@ use crate::id::PeerId;
 use crate::net::identity::Security;
 
 /// How long a peer may be silent while it is asked something.
-const SILENCE: Duration = Duration::from_secs(10);
+const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long an answer may take in all: others may be answered meanwhile.
-const ANSWER: Duration = Duration::from_secs(60);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a connection may take to be made, with all that belongs to it.
-const OPEN: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a peer that could not be reached is left alone at first, and at most.
-const AWAY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// What is known of the way to a peer.
 #[derive(Default)]
-enum State {
+enum ConnectionState {
     #[default]
-    Unknown,
+    NotConnected,
     /// There is one, to this address.
     Open(Arc<Connection>, String),
     /// It is left alone until then, for this reason.
-    Away(Instant, String),
+    BackedOff(Instant, String),
 }
 
 #[derive(Default)]
-struct Way {
-    state: tokio::sync::Mutex<State>,
+struct PeerConnection {
+    state: tokio::sync::Mutex<ConnectionState>,
     /// Failures since it has last answered.
     failures: AtomicU32,
 }
 
-impl Way {
+impl PeerConnection {
     /// The peer is left alone for a while.
-    fn away(&self, reason: &str) -> State {
+    fn back_off(&self, reason: &str) -> ConnectionState {
         let failures = self.failures.fetch_add(1, Ordering::Relaxed).min(5);
-        State::Away(Instant::now() + (AWAY.0 * (1 << failures)).min(AWAY.1), reason.into())
+        ConnectionState::BackedOff(
+            Instant::now() + (BACKOFF.0 * (1 << failures)).min(BACKOFF.1),
+            reason.into(),
+        )
     }
 }
 
 /// The ways to all peers.
-pub(crate) struct Ways {
+pub(crate) struct ConnectionPool {
     security: Security,
-    all: Mutex<HashMap<PeerId, Arc<Way>>>,
+    all: Mutex<HashMap<PeerId, Arc<PeerConnection>>>,
 }
 
-impl Ways {
-    pub(crate) fn new(security: Security) -> Arc<Ways> {
-        Arc::new(Ways { security, all: Mutex::default() })
+impl ConnectionPool {
+    pub(crate) fn new(security: Security) -> Arc<ConnectionPool> {
+        Arc::new(ConnectionPool { security, all: Mutex::default() })
     }
 
-    fn way(&self, id: PeerId) -> Arc<Way> {
+    fn peer(&self, id: PeerId) -> Arc<PeerConnection> {
         let mut all = self.all.lock().expect("no code panics with the ways locked");
         all.entry(id).or_default().clone()
     }
@@ -76,17 +79,17 @@ impl Ways {
         let now: HashMap<_, _> = members.iter().map(|member| (member.id, member)).collect();
         let mut all = self.all.lock().expect("no code panics with the ways locked");
         all.retain(|id, _| now.contains_key(id));
-        for (id, way) in &*all {
+        for (id, peer) in &*all {
             let (before, now) = (before.get(id), now[id]);
             let is_back = now.state != MemberState::Down
                 && before.is_none_or(|before| {
                     before.state == MemberState::Down || before.address != now.address
                 });
             // Who holds it tries to connect just now.
-            if is_back && let Ok(mut state) = way.state.try_lock() {
-                way.failures.store(0, Ordering::Relaxed);
-                if matches!(*state, State::Away(..)) {
-                    *state = State::Unknown;
+            if is_back && let Ok(mut state) = peer.state.try_lock() {
+                peer.failures.store(0, Ordering::Relaxed);
+                if matches!(*state, ConnectionState::BackedOff(..)) {
+                    *state = ConnectionState::NotConnected;
                 }
             }
         }
@@ -95,49 +98,49 @@ impl Ways {
     /// A member is not left alone any longer.
     pub(crate) fn wake(&self, member: &Member) {
         // Who holds it tries to connect just now.
-        if let Ok(mut state) = self.way(member.id).state.try_lock()
-            && matches!(*state, State::Away(..))
+        if let Ok(mut state) = self.peer(member.id).state.try_lock()
+            && matches!(*state, ConnectionState::BackedOff(..))
         {
-            *state = State::Unknown;
+            *state = ConnectionState::NotConnected;
         }
     }
 
     /// Asks a member, within a time. A connection that was there before may have ended since: then it is made
     /// again, once.
     pub(crate) async fn ask<T, F: Future<Output = Result<T>>>(
-        self: &Arc<Ways>,
+        self: &Arc<ConnectionPool>,
         member: &Member,
         question: impl Fn(Arc<Connection>) -> F,
     ) -> Result<T> {
-        let way = self.way(member.id);
+        let peer = self.peer(member.id);
         let begin = Instant::now();
         let asked = async {
-            let (connection, is_new) = self.connection(&way, member).await?;
+            let (connection, is_new) = self.connection(&peer, member).await?;
             match question(connection.clone()).await {
                 Err(_) if !is_new && connection.is_lost() => {
-                    question(self.connection(&way, member).await?.0).await
+                    question(self.connection(&peer, member).await?.0).await
                 }
                 result => result,
             }
         };
         tokio::pin!(asked);
         loop {
-            match timeout(SILENCE, &mut asked).await {
+            match timeout(SILENCE_LIMIT, &mut asked).await {
                 Ok(result) => {
                     if result.is_ok() {
-                        way.failures.store(0, Ordering::Relaxed);
+                        peer.failures.store(0, Ordering::Relaxed);
                     }
                     return result;
                 }
                 // It works on what others have asked.
-                Err(_) if begin.elapsed() < ANSWER && is_heard(&way) => {}
+                Err(_) if begin.elapsed() < ANSWER_LIMIT && is_heard(&peer) => {}
                 Err(_) => {
                     let reason = "it does not answer in time";
                     // Many are asked at once and fail together: that is one failure.
-                    if let Ok(mut state) = way.state.try_lock()
-                        && !matches!(*state, State::Away(..))
+                    if let Ok(mut state) = peer.state.try_lock()
+                        && !matches!(*state, ConnectionState::BackedOff(..))
                     {
-                        *state = way.away(reason);
+                        *state = peer.back_off(reason);
                     }
                     return Err(unavailable(member, reason));
                 }
@@ -148,54 +151,60 @@ impl Ways {
     /// The connection to a member, and whether it is new. What comes of a try is remembered, also if who asked
     /// has given up meanwhile.
     async fn connection(
-        self: &Arc<Ways>,
-        way: &Arc<Way>,
+        self: &Arc<ConnectionPool>,
+        peer: &Arc<PeerConnection>,
         member: &Member,
     ) -> Result<(Arc<Connection>, bool)> {
         // Mostly there is one.
-        if let Ok(state) = way.state.try_lock()
-            && let State::Open(connection, address) = &*state
+        if let Ok(state) = peer.state.try_lock()
+            && let ConnectionState::Open(connection, address) = &*state
             && !connection.is_lost()
             && *address == member.address
         {
             return Ok((connection.clone(), false));
         }
-        let (ways, way, member) = (self.clone(), way.clone(), member.clone());
-        let connected = tokio::spawn(async move { ways.connect(&way, &member).await });
+        let (pool, peer, member) = (self.clone(), peer.clone(), member.clone());
+        let connected = tokio::spawn(async move { pool.connect(&peer, &member).await });
         connected.await.unwrap_or_else(|error| Err(Error::BadArgument(error.to_string())))
     }
 
-    async fn connect(&self, way: &Way, member: &Member) -> Result<(Arc<Connection>, bool)> {
+    async fn connect(
+        &self,
+        peer: &PeerConnection,
+        member: &Member,
+    ) -> Result<(Arc<Connection>, bool)> {
         // One at a time: the others use what this one finds.
-        let mut state = way.state.lock().await;
+        let mut state = peer.state.lock().await;
         match &*state {
-            State::Open(connection, address)
+            ConnectionState::Open(connection, address)
                 if !connection.is_lost() && *address == member.address =>
             {
                 return Ok((connection.clone(), false));
             }
-            State::Away(until, reason) if Instant::now() < *until => {
+            ConnectionState::BackedOff(until, reason) if Instant::now() < *until => {
                 return Err(unavailable(member, reason));
             }
             _ => {}
         }
-        let opened = match timeout(OPEN, Connection::open(&member.address, &self.security)).await {
-            // Behind an address that was a peer's there may be another, with another disk.
-            Ok(Ok(connection)) if connection.peer() != member.id => {
-                let reason = format!("it is {}, not {}", connection.peer(), member.id);
-                Err(unavailable(member, &reason))
-            }
-            Ok(opened) => opened,
-            Err(_) => Err(unavailable(member, "it cannot be reached in time")),
-        };
+        let opened =
+            match timeout(CONNECT_TIMEOUT, Connection::open(&member.address, &self.security)).await
+            {
+                // Behind an address that was a peer's there may be another, with another disk.
+                Ok(Ok(connection)) if connection.peer() != member.id => {
+                    let reason = format!("it is {}, not {}", connection.peer(), member.id);
+                    Err(unavailable(member, &reason))
+                }
+                Ok(opened) => opened,
+                Err(_) => Err(unavailable(member, "it cannot be reached in time")),
+            };
         match opened {
             Ok(connection) => {
                 let connection = Arc::new(connection);
-                *state = State::Open(connection.clone(), member.address.clone());
+                *state = ConnectionState::Open(connection.clone(), member.address.clone());
                 Ok((connection, true))
             }
             Err(error) => {
-                *state = way.away(&error.to_string());
+                *state = peer.back_off(&error.to_string());
                 Err(error)
             }
         }
@@ -203,9 +212,11 @@ impl Ways {
 }
 
 /// Whether something came from the peer lately.
-fn is_heard(way: &Way) -> bool {
-    match way.state.try_lock().as_deref() {
-        Ok(State::Open(connection, _)) => !connection.is_lost() && connection.silence() < SILENCE,
+fn is_heard(peer: &PeerConnection) -> bool {
+    match peer.state.try_lock().as_deref() {
+        Ok(ConnectionState::Open(connection, _)) => {
+            !connection.is_lost() && connection.silence() < SILENCE_LIMIT
+        }
         _ => false,
     }
 }
@@ -217,19 +228,21 @@ fn unavailable(member: &Member, reason: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{AWAY, Duration, Instant, State, Way};
+    use super::{BACKOFF, ConnectionState, Duration, Instant, PeerConnection};
 
     #[test]
     fn a_peer_that_stays_away_is_asked_less_and_less() {
-        let way = Way::default();
+        let peer = PeerConnection::default();
         let mut last = Duration::ZERO;
         for _ in 0..10 {
-            let State::Away(until, _) = way.away("it is gone") else { panic!("it is away") };
+            let ConnectionState::BackedOff(until, _) = peer.back_off("it is gone") else {
+                panic!("it is away")
+            };
             let time = until.duration_since(Instant::now());
-            let (least, most) = (last.min(AWAY.1), AWAY.1);
+            let (least, most) = (last.min(BACKOFF.1), BACKOFF.1);
             assert!(time + Duration::from_millis(100) > least && time <= most, "{time:?}");
             last = time * 2;
         }
-        assert!(last > AWAY.1);
+        assert!(last > BACKOFF.1);
     }
 }

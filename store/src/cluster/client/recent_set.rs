@@ -3,23 +3,23 @@
 use std::collections::HashSet;
 use std::hash::Hash;
 
-/// Names of each of two generations.
+/// RecentSet of each of two generations.
 const GENERATION: usize = 128 << 10;
 
 /// A set of names in two generations: when the young one is full, the old one is forgotten.
-pub(crate) struct Names<T> {
+pub(crate) struct RecentSet<T> {
     young: HashSet<T>,
     old: HashSet<T>,
     limit: usize,
 }
 
-impl<T> Default for Names<T> {
-    fn default() -> Names<T> {
-        Names { young: HashSet::new(), old: HashSet::new(), limit: GENERATION }
+impl<T> Default for RecentSet<T> {
+    fn default() -> RecentSet<T> {
+        RecentSet { young: HashSet::new(), old: HashSet::new(), limit: GENERATION }
     }
 }
 
-impl<T: Hash + Eq + Copy> Names<T> {
+impl<T: Hash + Eq + Copy> RecentSet<T> {
     /// Whether it is known. What is asked for stays.
     pub(crate) fn contains(&mut self, name: &T) -> bool {
         if self.young.contains(name) {
@@ -48,11 +48,11 @@ impl<T: Hash + Eq + Copy> Names<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::Names;
+    use super::RecentSet;
 
     #[test]
     fn what_is_used_stays_and_the_rest_is_forgotten_in_time() {
-        let mut names = Names { limit: 100, ..Names::default() };
+        let mut names = RecentSet { limit: 100, ..RecentSet::default() };
         for name in 0..10_000 {
             names.insert(name);
             assert!(names.contains(&7) == (name >= 7));

@@ -8,7 +8,7 @@ use super::connection::Connection;
 use crate::cluster::placement::members::{Member, MemberState};
 use crate::encoding::compression::Compression;
 use crate::encoding::fragment::encode_record;
-use crate::encoding::redundancy::Keep;
+use crate::encoding::redundancy::StoragePolicy;
 use crate::error::Result;
 use crate::id::BlobId;
 
@@ -17,15 +17,15 @@ impl Cluster {
     pub(super) async fn put_record(
         &self,
         record: &[u8],
-        keep: &Keep,
+        policy: &StoragePolicy,
         lenient: bool,
     ) -> Result<BlobId> {
         let blob = BlobId::of(record);
         // As it is, so that whoever finds it can read it.
-        let keep = Keep { compression: Compression::None, ..*keep };
-        let whole = Arc::new(encode_record(&blob, record, keep));
+        let policy = StoragePolicy { compression: Compression::None, ..*policy };
+        let whole = Arc::new(encode_record(&blob, record, policy));
         let mut available = false;
-        let stored = self.store_one(whole, keep.redundancy, || available = true).await;
+        let stored = self.store_one(whole, policy.redundancy, || available = true).await;
         match stored {
             Err(error) if !(lenient && available) => Err(error),
             _ => Ok(blob),
@@ -54,7 +54,7 @@ impl Cluster {
         loop {
             let next =
                 |connection: Arc<Connection>| async move { connection.records(&after).await };
-            let page = self.inner.ways.ask(member, next).await?;
+            let page = self.inner.pool.ask(member, next).await?;
             let Some(last) = page.last() else { return Ok(()) };
             after = last.description.blob;
             // A record is a copy: its only block is all of it.

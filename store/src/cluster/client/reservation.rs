@@ -125,7 +125,7 @@ impl Cluster {
 
     async fn tell(&self, member: &Member, bytes: u64) -> Result<()> {
         let ask = |connection: Arc<Connection>| async move { connection.reserve(bytes).await };
-        self.inner.ways.ask(member, ask).await
+        self.inner.pool.ask(member, ask).await
     }
 
     /// Gives back what was reserved, as far as it was not used.

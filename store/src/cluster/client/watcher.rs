@@ -12,13 +12,13 @@ use super::cluster::Cluster;
 use crate::blobs::Blobs;
 use crate::clock::now;
 use crate::cluster::membership;
-use crate::documents::Names;
+use crate::documents::Documents;
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::net::identity::Security;
 
 /// How often the members are looked at, if nothing tells of a change.
-const LOOK: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The catalog's address in the address of a cluster.
 pub(crate) fn cluster_address(url: &str) -> Result<&str> {
@@ -31,18 +31,18 @@ pub(crate) fn cluster_address(url: &str) -> Result<&str> {
 }
 
 /// A thread that tells a cluster who its members are, and the catalog whom it suspects. It ends with this.
-pub(crate) struct Follower {
+pub(crate) struct MembershipWatcher {
     cluster: Cluster,
     security: Security,
-    names: Arc<dyn Names>,
-    noted: Arc<Noted>,
+    documents: Arc<dyn Documents>,
+    reported: Arc<ReportedSuspects>,
     stop: Arc<AtomicBool>,
 }
 
 /// How often each peer was wrong, as far as the catalog was told.
-type Noted = Mutex<HashMap<PeerId, u64>>;
+type ReportedSuspects = Mutex<HashMap<PeerId, u64>>;
 
-impl Follower {
+impl MembershipWatcher {
     pub(crate) fn cluster(&self) -> &Cluster {
         &self.cluster
     }
@@ -53,38 +53,38 @@ impl Follower {
     }
 }
 
-impl Drop for Follower {
+impl Drop for MembershipWatcher {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         // A program that exports one disk ends before the thread looks.
-        if let Err(error) = tell(&*self.names, &self.cluster, &self.noted) {
+        if let Err(error) = report_suspects(&*self.documents, &self.cluster, &self.reported) {
             tracing::debug!(%error, "the catalog does not learn who was wrong");
         }
     }
 }
 
 /// Makes a place for blobs of the peers that are members, and follows them.
-pub(crate) fn follow(
-    names: &Arc<dyn Names>,
+pub(crate) fn watch_members(
+    documents: &Arc<dyn Documents>,
     security: &Security,
-) -> Result<(Arc<dyn Blobs>, Follower)> {
-    let (peers, mut revision) = membership::peers(&**names)?;
+) -> Result<(Arc<dyn Blobs>, MembershipWatcher)> {
+    let (peers, mut revision) = membership::peers(&**documents)?;
     let members = peers.iter().filter_map(membership::Peer::member).collect();
     let cluster = Cluster::new(members, security.clone());
     let blobs = Arc::new(ClusterBlobs::new(cluster.clone())?);
     let stop = Arc::new(AtomicBool::new(false));
-    let (stopped, cluster_, weak) = (stop.clone(), cluster.clone(), Arc::downgrade(names));
-    let noted = Arc::new(Noted::default());
-    let told = noted.clone();
+    let (stopped, cluster_, weak) = (stop.clone(), cluster.clone(), Arc::downgrade(documents));
+    let reported = Arc::new(ReportedSuspects::default());
+    let reported_ = reported.clone();
     let run = move || {
         while !stopped.load(Ordering::Relaxed)
-            && let Some(names) = Weak::upgrade(&weak)
+            && let Some(documents) = Weak::upgrade(&weak)
         {
-            match step(&*names, &cluster_, &told, &mut revision) {
+            match step(&*documents, &cluster_, &reported_, &mut revision) {
                 Ok(()) => {}
                 Err(error) => {
                     tracing::debug!(%error, "the members are not known at the moment");
-                    thread::sleep(LOOK);
+                    thread::sleep(POLL_INTERVAL);
                 }
             }
         }
@@ -93,26 +93,35 @@ pub(crate) fn follow(
         .name("members".into())
         .spawn(run)
         .map_err(|error| Error::io("starting", "a thread".as_ref(), error))?;
-    let (security, names) = (security.clone(), names.clone());
-    Ok((blobs, Follower { cluster, security, names, noted, stop }))
+    let (security, documents) = (security.clone(), documents.clone());
+    Ok((blobs, MembershipWatcher { cluster, security, documents, reported, stop }))
 }
 
-fn step(names: &dyn Names, cluster: &Cluster, noted: &Noted, revision: &mut u64) -> Result<()> {
-    names.wait("members", *revision, LOOK)?;
-    let (peers, seen) = membership::peers(names)?;
+fn step(
+    documents: &dyn Documents,
+    cluster: &Cluster,
+    reported: &ReportedSuspects,
+    revision: &mut u64,
+) -> Result<()> {
+    documents.wait("members", *revision, POLL_INTERVAL)?;
+    let (peers, seen) = membership::peers(documents)?;
     *revision = seen;
     cluster.set_members(peers.iter().filter_map(membership::Peer::member).collect());
-    tell(names, cluster, noted)
+    report_suspects(documents, cluster, reported)
 }
 
 /// Tells the catalog who was wrong since it was told the last time.
-fn tell(names: &dyn Names, cluster: &Cluster, noted: &Noted) -> Result<()> {
-    let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
+fn report_suspects(
+    documents: &dyn Documents,
+    cluster: &Cluster,
+    reported: &ReportedSuspects,
+) -> Result<()> {
+    let mut reported = reported.lock().unwrap_or_else(PoisonError::into_inner);
     for (peer, count) in cluster.suspects() {
-        let before = noted.get(&peer).copied().unwrap_or(0);
+        let before = reported.get(&peer).copied().unwrap_or(0);
         if count > before {
-            membership::suspect(names, &peer, count - before, now())?;
-            noted.insert(peer, count);
+            membership::suspect(documents, &peer, count - before, now())?;
+            reported.insert(peer, count);
         }
     }
     Ok(())

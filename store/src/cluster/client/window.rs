@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::encoding::fragment::{Blocks, Description, Plain};
-use crate::encoding::redundancy::{Keep, Redundancy};
+use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct Window {
     /// By their number, in the order of their puts. One without an entry is just being copied.
-    pub(super) window: BTreeMap<u64, Option<Entry>>,
+    pub(super) entries: BTreeMap<u64, Option<Entry>>,
     pub(super) names: HashMap<(BlobId, Redundancy), u64>,
     /// Where a blob's content is.
     pub(super) contents: HashMap<BlobId, u64>,
@@ -21,11 +21,11 @@ pub(super) struct State {
     pub(super) spaces: HashMap<u64, Vec<(PeerId, u64)>>,
     pub(super) next_space: u64,
     /// Blobs that had to leave the window though they can only be read: they lack some of their redundancy.
-    pub(super) degraded: HashSet<(BlobId, Keep)>,
+    pub(super) degraded: HashSet<(BlobId, StoragePolicy)>,
     /// Threads that wait until blobs are durable,
     pub(super) flushing: usize,
     /// those among them that are content when they can be read,
-    pub(super) optimists: usize,
+    pub(super) availability_waiters: usize,
     /// and those that wait until another one has copied a blob.
     pub(super) copying: usize,
 }
@@ -33,7 +33,7 @@ pub(super) struct State {
 /// A blob of the window.
 pub(super) struct Entry {
     pub(super) blob: BlobId,
-    pub(super) keep: Keep,
+    pub(super) policy: StoragePolicy,
     pub(super) bytes: usize,
     pub(super) content: Content,
     pub(super) status: Status,
@@ -55,7 +55,7 @@ pub(super) enum Status {
     Failed(String),
 }
 
-impl State {
+impl Window {
     /// What failed among the blobs before this number, if nothing of them is under way.
     pub(super) fn failure(
         &self,
@@ -64,7 +64,7 @@ impl State {
     ) -> Option<Result<()>> {
         let mut failed = None;
         let mut blobs = 0;
-        for entry in self.window.range(..before).map(|(_, entry)| entry) {
+        for entry in self.entries.range(..before).map(|(_, entry)| entry) {
             let entry = entry.as_ref()?;
             match &entry.status {
                 _ if !counts(entry) => {}
@@ -81,14 +81,14 @@ impl State {
     /// Whether a blob of the window could not be stored.
     pub(super) fn has_failed(&self) -> bool {
         let has_failed = |entry: &Entry| matches!(entry.status, Status::Failed(_));
-        self.window.values().flatten().any(has_failed)
+        self.entries.values().flatten().any(has_failed)
     }
 
     /// Takes a blob out of the window.
     pub(super) fn remove(&mut self, number: u64) -> Option<Entry> {
-        let entry = self.window.remove(&number)??;
+        let entry = self.entries.remove(&number)??;
         self.bytes -= entry.bytes;
-        self.names.remove(&(entry.blob, entry.keep.redundancy));
+        self.names.remove(&(entry.blob, entry.policy.redundancy));
         if self.contents.get(&entry.blob) == Some(&number) {
             self.contents.remove(&entry.blob);
         }
@@ -97,14 +97,14 @@ impl State {
 
     /// Makes room by letting go what can be read from the peers, and could not be stored with its full redundancy.
     /// Returns whether there was any.
-    pub(super) fn let_go(&mut self) -> bool {
+    pub(super) fn evict_degraded(&mut self) -> bool {
         let is_enough =
             |entry: &Entry| entry.available && matches!(entry.status, Status::Failed(_));
-        let all = self.window.iter().filter(|(_, entry)| entry.as_ref().is_some_and(is_enough));
+        let all = self.entries.iter().filter(|(_, entry)| entry.as_ref().is_some_and(is_enough));
         let numbers: Vec<u64> = all.map(|(number, _)| *number).collect();
         for number in &numbers {
             let gone = self.remove(*number);
-            self.degraded.extend(gone.map(|entry| (entry.blob, entry.keep)));
+            self.degraded.extend(gone.map(|entry| (entry.blob, entry.policy)));
         }
         !numbers.is_empty()
     }

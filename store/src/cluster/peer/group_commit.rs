@@ -11,33 +11,34 @@ use tokio::time::timeout;
 use super::limits::Memory;
 use super::server::{Answers, Outgoing};
 use super::store::{PeerStore, Room};
-use crate::cluster::protocol::{Answer, reason_of};
+use crate::cluster::protocol::Answer;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
+use crate::net::message::reason_of;
 
 /// More fragments are waited for while some come within this time, so many times, and until there are so many bytes. A
 /// client has 64 MiB of them on their way to all its peers, and must not come to a halt.
-const GATHER: Duration = Duration::from_millis(5);
-const TIMES: usize = 8;
-const MUCH: usize = 2 << 20;
+const GATHER_INTERVAL: Duration = Duration::from_millis(5);
+const MAX_GATHERS: usize = 8;
+const GROUP_COMMIT_BYTES: usize = 2 << 20;
 
 /// How long nothing comes before the table is told of little.
-const QUIET: Duration = Duration::from_secs(1);
+const IDLE_BEFORE_SETTLE: Duration = Duration::from_secs(1);
 
 /// Bytes of fragments that are written together, and how many at most: for each it is looked up what is known of its
 /// blob.
-const BATCH: usize = 8 << 20;
-const MANY: usize = 1024;
+const WRITE_BATCH_BYTES: usize = 8 << 20;
+const WRITE_BATCH_FRAGMENTS: usize = 1024;
 
 /// Bytes of fragments that wait for one sync at most.
-const GROUP: usize = 64 << 20;
+const MAX_GROUP_BYTES: usize = 64 << 20;
 
 /// Fragments on their way in.
 pub(super) struct Put {
     pub(super) fragments: Vec<Fragment>,
     /// What their client has reserved.
     pub(super) room: Arc<Room>,
-    pub(super) asker: Asker,
+    pub(super) reply_to: ReplyTo,
 }
 
 impl Put {
@@ -47,13 +48,13 @@ impl Put {
 }
 
 /// Who waits for the answer to a put.
-pub(super) struct Asker {
+pub(super) struct ReplyTo {
     pub(super) number: u64,
     pub(super) answers: Answers,
     pub(super) memory: Memory,
 }
 
-impl Asker {
+impl ReplyTo {
     fn answer(self, answer: Answer) {
         // The client may have gone.
         let _ = self.answers.send(Outgoing::new(self.number, answer, self.memory));
@@ -64,7 +65,7 @@ impl Asker {
 struct Written {
     count: usize,
     refused: Vec<(usize, Error)>,
-    asker: Asker,
+    reply_to: ReplyTo,
 }
 
 impl Written {
@@ -78,7 +79,7 @@ impl Written {
                 Answer::Refused { which, reason: reason_of(first) }
             }
         };
-        self.asker.answer(answer);
+        self.reply_to.answer(answer);
     }
 }
 
@@ -95,7 +96,7 @@ fn next_put(
         }
     };
     settle(true);
-    let mut pause = QUIET;
+    let mut pause = IDLE_BEFORE_SETTLE;
     loop {
         if let Ok(next) = runtime.block_on(async { timeout(pause, waiting.recv()).await }) {
             return next;
@@ -113,7 +114,11 @@ fn next_put(
 }
 
 /// Stores what comes, until nobody is left who could send more.
-pub(super) fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>, runtime: &Handle) {
+pub(super) fn store_puts(
+    store: &PeerStore,
+    mut waiting: mpsc::UnboundedReceiver<Put>,
+    runtime: &Handle,
+) {
     let mut next = next_put(store, &mut waiting, runtime);
     let mut last = 0;
     while let Some(first) = next {
@@ -123,7 +128,7 @@ pub(super) fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>,
         for one in puts {
             (bytes, count) = (bytes + one.bytes(), count + one.fragments.len());
             batch.push(one);
-            if bytes >= BATCH || count >= MANY {
+            if bytes >= WRITE_BATCH_BYTES || count >= WRITE_BATCH_FRAGMENTS {
                 put(store, std::mem::take(&mut batch), &mut group);
                 (bytes, count) = (0, 0);
             }
@@ -140,9 +145,9 @@ pub(super) fn keep(store: &PeerStore, mut waiting: mpsc::UnboundedReceiver<Put>,
 fn gather(first: Put, more: bool, waiting: &mut mpsc::UnboundedReceiver<Put>) -> Vec<Put> {
     let mut bytes = first.bytes();
     let mut all = vec![first];
-    for time in 0..=TIMES {
+    for time in 0..=MAX_GATHERS {
         let before = all.len();
-        while bytes < GROUP
+        while bytes < MAX_GROUP_BYTES
             && let Ok(more) = waiting.try_recv()
         {
             bytes += more.bytes();
@@ -150,10 +155,10 @@ fn gather(first: Put, more: bool, waiting: &mut mpsc::UnboundedReceiver<Put>) ->
         }
         let is_alone = time == 0 && !more && all.len() == 1;
         let is_end = time > 0 && all.len() == before;
-        if is_alone || is_end || bytes >= MUCH || time == TIMES {
+        if is_alone || is_end || bytes >= GROUP_COMMIT_BYTES || time == MAX_GATHERS {
             break;
         }
-        thread::sleep(GATHER);
+        thread::sleep(GATHER_INTERVAL);
     }
     all
 }
@@ -172,10 +177,12 @@ fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<Written>) {
         owners.extend((0..count).map(|at| (owner, at)));
         fragments.extend(one.fragments);
         rooms.push(one.room);
-        written.push(Written { count, refused: Vec::new(), asker: one.asker });
+        written.push(Written { count, refused: Vec::new(), reply_to: one.reply_to });
     }
     match store.put_in(&fragments, |at| Some(&*rooms[owners[at].0])) {
-        Err(error) => written.into_iter().for_each(|one| one.asker.answer(Answer::failed(&error))),
+        Err(error) => {
+            written.into_iter().for_each(|one| one.reply_to.answer(Answer::failed(&error)))
+        }
         Ok(results) => {
             for ((owner, at), result) in owners.into_iter().zip(results) {
                 written[owner].refused.extend(result.err().map(|error| (at, error)));

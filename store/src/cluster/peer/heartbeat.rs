@@ -6,30 +6,33 @@ use std::thread::{self, JoinHandle};
 
 use super::PeerStore;
 use crate::clock::now;
-use crate::cluster::membership::{Announcement, BEAT, Pulse, beat, leave};
-use crate::documents::Names;
+use crate::cluster::membership::{
+    Announcement, HEARTBEAT_INTERVAL, PeerStats, leave, send_heartbeat,
+};
+use crate::documents::Documents;
 use crate::error::{Error, Result};
 
 /// A thread that tells the catalog that a peer is there, until this is dropped. Then the peer is down at once.
-pub struct Heart {
+pub struct Heartbeat {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Heart {
+impl Heartbeat {
     /// Makes the peer a member, and keeps it one. While the catalog is away nothing is wrong with the peer; if
     /// another one is there in its place, which `open` finds, it is a member of that.
     pub fn start(
-        mut names: Arc<dyn Names>,
-        open: impl Fn() -> Result<Arc<dyn Names>> + Send + 'static,
+        mut documents: Arc<dyn Documents>,
+        open: impl Fn() -> Result<Arc<dyn Documents>> + Send + 'static,
         who: Announcement,
         store: Arc<PeerStore>,
-    ) -> Result<Heart> {
+    ) -> Result<Heartbeat> {
         let (stop, stopped) = channel();
         let run = move || {
             let mut was_well = true;
             loop {
-                let told = pulse(&store).and_then(|pulse| beat(&*names, &who, &pulse, now()));
+                let told = stats(&store)
+                    .and_then(|stats| send_heartbeat(&*documents, &who, &stats, now()));
                 match &told {
                     Err(error) if was_well => tracing::warn!(%error, "the catalog cannot be told"),
                     Ok(()) if !was_well => tracing::info!("the catalog is told again"),
@@ -37,23 +40,23 @@ impl Heart {
                 }
                 was_well = told.is_ok();
                 if !was_well && let Ok(new) = open() {
-                    names = new;
+                    documents = new;
                 }
-                if stopped.recv_timeout(BEAT) != Err(RecvTimeoutError::Timeout) {
+                if stopped.recv_timeout(HEARTBEAT_INTERVAL) != Err(RecvTimeoutError::Timeout) {
                     break;
                 }
             }
-            if let Err(error) = leave(&*names, &who.id) {
+            if let Err(error) = leave(&*documents, &who.id) {
                 tracing::debug!(%error, "the catalog was not told of the end");
             }
         };
         let thread = thread::Builder::new().name("heart".into()).spawn(run);
         let thread = thread.map_err(|e| Error::io("starting", "a thread".as_ref(), e))?;
-        Ok(Heart { stop: Some(stop), thread: Some(thread) })
+        Ok(Heartbeat { stop: Some(stop), thread: Some(thread) })
     }
 }
 
-impl Drop for Heart {
+impl Drop for Heartbeat {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
@@ -62,9 +65,9 @@ impl Drop for Heart {
     }
 }
 
-fn pulse(store: &PeerStore) -> Result<Pulse> {
+fn stats(store: &PeerStore) -> Result<PeerStats> {
     let usage = store.usage()?;
-    Ok(Pulse {
+    Ok(PeerStats {
         capacity: usage.capacity,
         used: usage.used,
         reserved: usage.reserved,

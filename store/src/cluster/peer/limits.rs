@@ -33,7 +33,7 @@ const SHARE: usize = (COMMON + PROVEN) / 4;
 const LITTLE: usize = 64;
 
 /// Connections that have not said who they are.
-const MAX_STRANGERS: usize = 64;
+const MAX_UNAUTHENTICATED: usize = 64;
 
 /// The bytes that a connection with memory must move in a second.
 const RATE: u64 = 64 << 10;
@@ -55,7 +55,7 @@ pub(super) struct Limits {
     numbers: AtomicU64,
     clients: Mutex<HashMap<u64, Arc<Client>>>,
     /// By their age. Who is taken out is ended.
-    strangers: Mutex<BTreeMap<u64, oneshot::Sender<()>>>,
+    unauthenticated: Mutex<BTreeMap<u64, oneshot::Sender<()>>>,
 }
 
 /// One connection.
@@ -79,14 +79,14 @@ struct Window {
 }
 
 /// A place among the clients, which is free when this is dropped.
-pub(super) struct Place {
+pub(super) struct ClientSlot {
     limits: Arc<Limits>,
     number: u64,
     client: Arc<Client>,
 }
 
 /// A place among those who have not said who they are.
-pub(super) struct Stranger {
+pub(super) struct Unauthenticated {
     limits: Arc<Limits>,
     number: u64,
     ended: oneshot::Receiver<()>,
@@ -116,21 +116,21 @@ impl Limits {
             waiting: AtomicUsize::new(0),
             numbers: AtomicU64::new(0),
             clients: Mutex::default(),
-            strangers: Mutex::default(),
+            unauthenticated: Mutex::default(),
         })
     }
 
     /// One more who has not said who it is. If there are too many, the oldest one has had the most time.
-    pub(super) fn stranger(self: &Arc<Limits>) -> Stranger {
+    pub(super) fn unauthenticated(self: &Arc<Limits>) -> Unauthenticated {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let (end, ended) = oneshot::channel();
-        let mut strangers = lock(&self.strangers);
-        if strangers.len() >= MAX_STRANGERS {
-            strangers.pop_first();
+        let mut unauthenticated = lock(&self.unauthenticated);
+        if unauthenticated.len() >= MAX_UNAUTHENTICATED {
+            unauthenticated.pop_first();
         }
-        strangers.insert(number, end);
-        drop(strangers);
-        Stranger { limits: self.clone(), number, ended }
+        unauthenticated.insert(number, end);
+        drop(unauthenticated);
+        Unauthenticated { limits: self.clone(), number, ended }
     }
 
     /// Ends connections that keep memory from others. Never returns.
@@ -197,7 +197,7 @@ impl Client {
     }
 }
 
-impl Stranger {
+impl Unauthenticated {
     /// Whether it must go.
     pub(super) async fn ended(&mut self) {
         // It is never sent: the sender goes.
@@ -205,20 +205,20 @@ impl Stranger {
     }
 
     /// It has said who it is.
-    pub(super) fn into_place(self) -> Place {
+    pub(super) fn into_slot(self) -> ClientSlot {
         let client = Arc::new(Client::new());
         lock(&self.limits.clients).insert(self.number, client.clone());
-        Place { limits: self.limits.clone(), number: self.number, client }
+        ClientSlot { limits: self.limits.clone(), number: self.number, client }
     }
 }
 
-impl Drop for Stranger {
+impl Drop for Unauthenticated {
     fn drop(&mut self) {
-        lock(&self.limits.strangers).remove(&self.number);
+        lock(&self.limits.unauthenticated).remove(&self.number);
     }
 }
 
-impl Place {
+impl ClientSlot {
     /// Whether it must go.
     pub(super) async fn ended(&self) {
         self.client.end.notified().await;
@@ -256,7 +256,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ClientSlot {
     fn drop(&mut self) {
         lock(&self.limits.clients).remove(&self.number);
     }
@@ -419,19 +419,16 @@ mod tests {
     #[tokio::test]
     async fn memory_is_free_again_when_its_answer_is_sent() {
         let limits = Limits::new();
-        let place = limits.stranger().into_place();
-        let mut memory = place.take(5000).await.unwrap();
-        assert_eq!(place.client.stuck(), 5000);
+        let slot = limits.unauthenticated().into_slot();
+        let mut memory = slot.take(5000).await.unwrap();
+        assert_eq!(slot.client.stuck(), 5000);
         memory.received();
-        assert_eq!(place.client.stuck(), 0, "the disk is not the client");
+        assert_eq!(slot.client.stuck(), 0, "the disk is not the client");
         memory.answered(10);
-        assert_eq!(
-            (place.client.stuck(), place.client.share.available_permits()),
-            (10, SHARE - 10)
-        );
+        assert_eq!((slot.client.stuck(), slot.client.share.available_permits()), (10, SHARE - 10));
         drop(memory);
-        assert_eq!((place.client.stuck(), place.client.share.available_permits()), (0, SHARE));
+        assert_eq!((slot.client.stuck(), slot.client.share.available_permits()), (0, SHARE));
         assert_eq!(limits.common.available_permits(), super::COMMON);
-        assert!(place.client.is_proven.load(Ordering::Relaxed));
+        assert!(slot.client.is_proven.load(Ordering::Relaxed));
     }
 }

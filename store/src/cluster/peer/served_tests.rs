@@ -14,14 +14,17 @@ use tokio::time::timeout;
 use super::store::tests::{CODE, flip, fragment};
 use super::{PeerStore, serve};
 use crate::cluster::client::Connection;
-use crate::cluster::protocol::{Answer, Hello, MAX_BODY, MAX_PUT, OLDEST, Request, VERSION};
-use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::protocol::{FragmentId, Held, MAX_BODY, MAX_PUT, Request};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, encode};
 use crate::error::{Error, ErrorKind};
 use crate::id::BlobId;
-use crate::net::frames::{HEADER, Header};
+use crate::net::frame::Header;
+use crate::net::handshake::PEER_PROTOCOL;
+use crate::net::handshake::testing::{Heard, frames_in, hello_frame};
 use crate::net::identity::Security;
+
+const VERSION: u16 = PEER_PROTOCOL.newest;
 
 struct Peer {
     address: SocketAddr,
@@ -76,7 +79,10 @@ async fn fragments_that_were_stored_are_given_back_after_a_restart() {
     let connection = peer.connect().await;
     assert_eq!(connection.peer(), id);
     for one in &all {
-        assert_eq!(connection.get(&one.description.blob).await.unwrap(), std::slice::from_ref(one));
+        assert_eq!(
+            get(&connection, &one.description.blob).await.unwrap(),
+            std::slice::from_ref(one)
+        );
     }
     let asked = [all[5].description.blob, BlobId::of(b"another")];
     let held = connection.have(&asked, true).await.unwrap();
@@ -119,7 +125,7 @@ async fn of_many_that_are_put_at_once_each_is_told_of() {
     let told = kinds(connection.put_all(vec![fragment(9, CODE, 0); 2]).await.unwrap());
     assert_eq!(told, [full, full]);
     for (at, one) in all.iter().enumerate() {
-        let found = connection.get(&one.description.blob).await.unwrap();
+        let found = get(&connection, &one.description.blob).await.unwrap();
         assert_eq!(found, if at == 1 { &[] } else { std::slice::from_ref(one) });
     }
     let small = |number: u8| {
@@ -128,34 +134,33 @@ async fn of_many_that_are_put_at_once_each_is_told_of() {
         Fragment { description, index: 0, block: blocks.share(0) }
     };
     let many: Vec<_> = (0..MAX_PUT + 1).map(|number| small(number as u8)).collect();
-    let hello = frame(&Request::Hello(Hello { oldest: OLDEST, newest: VERSION }));
+    let hello = hello_frame(&PEER_PROTOCOL, VERSION, VERSION);
     let too_many = say(&peer, &[hello, frame(&Request::Put(many))]).await;
-    assert!(matches!(too_many[..], [Answer::Welcome(..), Answer::Failed(ErrorKind::Corrupt, _)]));
+    assert!(matches!(too_many[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     assert_eq!(connection.usage().await.unwrap().fragments, 3);
     peer.stop().await;
 }
 
+/// The fragments that a peer has of a blob, each of which must be what its description says.
+async fn get(connection: &Connection, blob: &BlobId) -> Result<Vec<Fragment>, Error> {
+    let found = connection.fetch(blob).await?;
+    assert!(found.iter().all(|one| one.is_of(blob)));
+    Ok(found)
+}
+
 /// Says something, and returns all that is answered until the peer closes.
-async fn say(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Answer> {
+async fn say(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     let mut stream = TcpStream::connect(peer.address).await.unwrap();
     for (header, body) in frames {
         stream.write_all(&header.to_bytes()).await.unwrap();
         stream.write_all(body).await.unwrap();
     }
     stream.shutdown().await.unwrap();
-    let mut answers = Vec::new();
     let mut bytes = Vec::new();
     let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes)).await;
     // A reset is as good as an end.
     let _ = read.expect("the peer closes");
-    let mut rest = &bytes[..];
-    while let Some((head, behind)) = rest.split_first_chunk::<HEADER>() {
-        let header = Header::from_bytes(head, MAX_BODY).unwrap();
-        let (body, behind) = behind.split_at(header.len);
-        answers.push(Answer::from_body(header.kind, body).unwrap());
-        rest = behind;
-    }
-    answers
+    frames_in(&bytes)
 }
 
 fn frame(request: &Request) -> (Header, Vec<u8>) {
@@ -167,29 +172,26 @@ fn frame(request: &Request) -> (Header, Vec<u8>) {
 async fn who_does_not_speak_the_protocol_is_told_or_ignored() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
-    let hello = |oldest, newest| frame(&Request::Hello(Hello { oldest, newest }));
+    let hello = |oldest, newest| hello_frame(&PEER_PROTOCOL, oldest, newest);
     let future = say(&peer, &[hello(VERSION + 1, 9)]).await;
-    let past = say(&peer, &[hello(0, OLDEST - 1)]).await;
+    let past = say(&peer, &[hello(0, PEER_PROTOCOL.oldest - 1)]).await;
     for answer in [future, past] {
         assert!(
-            matches!(&answer[..], [Answer::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
+            matches!(&answer[..], [Heard::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
         );
     }
-    assert!(matches!(say(&peer, &[hello(0, 9)]).await[..], [Answer::Welcome(VERSION, _)]));
+    assert!(matches!(say(&peer, &[hello(0, 9)]).await[..], [Heard::Welcome(VERSION)]));
     let rude = say(&peer, &[frame(&Request::Usage)]).await;
-    assert!(matches!(rude[..], [Answer::Failed(ErrorKind::Invalid, _)]));
+    assert!(matches!(rude[..], [Heard::Failed(ErrorKind::Invalid, _)]));
     let twice = say(&peer, &[hello(VERSION, VERSION), hello(VERSION, VERSION)]).await;
-    assert!(matches!(twice[..], [Answer::Welcome(..), Answer::Failed(..)]), "{twice:?}");
+    assert!(matches!(twice[..], [Heard::Welcome(_), Heard::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 77, number: 1, len: 3 }, vec![1, 2, 3]);
     let confused = say(&peer, &[hello(VERSION, VERSION), unknown]).await;
-    assert!(matches!(confused[..], [Answer::Welcome(..), Answer::Failed(ErrorKind::Corrupt, _)]));
+    assert!(matches!(confused[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     let long = (Header { kind: 2, number: 1, len: MAX_BODY + 1 }, vec![0; 100]);
-    assert!(matches!(
-        say(&peer, &[hello(VERSION, VERSION), long]).await[..],
-        [Answer::Welcome(..)]
-    ));
+    assert!(matches!(say(&peer, &[hello(VERSION, VERSION), long]).await[..], [Heard::Welcome(_)]));
     let cut = (Header { kind: 2, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(say(&peer, &[hello(VERSION, VERSION), cut]).await[..], [Answer::Welcome(..)]));
+    assert!(matches!(say(&peer, &[hello(VERSION, VERSION), cut]).await[..], [Heard::Welcome(_)]));
     assert_eq!(peer.connect().await.usage().await.unwrap().fragments, 0, "it goes on");
     peer.stop().await;
 }
@@ -205,7 +207,7 @@ fn large(number: u8) -> Fragment {
 /// A client that says hello and something more, and then nothing; it takes no answers.
 async fn silent(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> TcpStream {
     let mut stream = TcpStream::connect(peer.address).await.unwrap();
-    let hello = frame(&Request::Hello(Hello { oldest: OLDEST, newest: VERSION }));
+    let hello = hello_frame(&PEER_PROTOCOL, VERSION, VERSION);
     for (header, body) in std::iter::once(&hello).chain(frames) {
         // It may have been ended.
         let _ = stream.write_all(&[&header.to_bytes()[..], body].concat()).await;
@@ -218,7 +220,7 @@ async fn assert_served(peer: &Peer, known: &Connection, one: &Fragment) {
     let mut times = Vec::new();
     let mut ask = async |connection: &Connection| {
         let start = Instant::now();
-        let asked = timeout(Duration::from_secs(20), connection.get(&one.description.blob)).await;
+        let asked = timeout(Duration::from_secs(20), get(&connection, &one.description.blob)).await;
         assert_eq!(asked.expect("in time").unwrap().len(), 1);
         times.push(start.elapsed());
     };
@@ -289,17 +291,17 @@ async fn clients_that_do_not_end_their_requests_do_not_stop_the_others() {
 async fn those_who_say_nothing_do_not_take_all_places() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
-    let mut strangers = Vec::new();
+    let mut unauthenticated = Vec::new();
     for _ in 0..200 {
-        strangers.push(TcpStream::connect(peer.address).await.unwrap());
+        unauthenticated.push(TcpStream::connect(peer.address).await.unwrap());
     }
     let good = peer.connect().await;
     assert_eq!(good.usage().await.unwrap().fragments, 0);
     // The oldest were ended for the newest, long before their time.
     let mut byte = [0];
-    let ended = timeout(Duration::from_secs(5), strangers[0].read(&mut byte)).await;
+    let ended = timeout(Duration::from_secs(5), unauthenticated[0].read(&mut byte)).await;
     assert!(matches!(ended.expect("it was ended"), Ok(0) | Err(_)));
-    let alive = timeout(Duration::from_millis(1), strangers[199].read(&mut byte)).await;
+    let alive = timeout(Duration::from_millis(1), unauthenticated[199].read(&mut byte)).await;
     assert!(alive.is_err(), "the newest has its time");
     peer.stop().await;
 }

@@ -22,15 +22,15 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::group_commit::{Asker, Put, keep};
-use super::limits::{Limits, Memory, Place, Stranger};
+use super::group_commit::{Put, ReplyTo, store_puts};
+use super::limits::{ClientSlot, Limits, Memory, Unauthenticated};
 use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
-    Answer, GET, HAVE, Hello, LIST, MAX_BODY, MAX_LISTED, OLDEST, RECORDS, Request, VERSION,
+    Answer, GET, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request, read_request_body,
 };
-use crate::error::{Error, ErrorKind, Result};
-use crate::net::frames::{Frames, READ_AHEAD, read_body, read_header};
-use crate::net::frames::{HEADER, Header};
+use crate::error::{Error, Result};
+use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_header};
+use crate::net::handshake::{PEER_PROTOCOL, greet};
 use crate::net::identity::{Role, Security};
 
 /// Connections at a time.
@@ -41,9 +41,6 @@ const LISTED: usize = 160;
 
 /// How long a connection may be silent.
 const IDLE: Duration = Duration::from_secs(600);
-
-/// How long a client may take for its first words.
-const GREETING: Duration = Duration::from_secs(10);
 
 /// An answer, and the memory that is free when it is sent.
 pub(super) struct Outgoing {
@@ -72,7 +69,7 @@ pub async fn serve(
     // Bounded by the memory that each of them holds.
     let (puts, waiting) = mpsc::unbounded_channel();
     let (own, runtime) = (store.clone(), Handle::current());
-    let storing = move || keep(&own, waiting, &runtime);
+    let storing = move || store_puts(&own, waiting, &runtime);
     let storing = thread::Builder::new().name("store".into()).spawn(storing)?;
     let mut watching = JoinSet::new();
     watching.spawn(limits.clone().watch());
@@ -89,10 +86,12 @@ pub async fn serve(
             Ok(_) if connections.len() >= MAX_CONNECTIONS => {}
             Ok((stream, address)) => {
                 let (store, puts, security) = (store.clone(), puts.clone(), security.clone());
-                let stranger = limits.stranger();
+                let unauthenticated = limits.unauthenticated();
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
-                    if let Err(error) = client(stream, stranger, &security, &store, &puts).await {
+                    if let Err(error) =
+                        client(stream, unauthenticated, &security, &store, &puts).await
+                    {
                         tracing::debug!(%address, %error, "a connection ends");
                     }
                 });
@@ -115,26 +114,27 @@ pub async fn serve(
 /// Serves one client as long as it keeps within the limits.
 async fn client(
     stream: TcpStream,
-    mut stranger: Stranger,
+    mut unauthenticated: Unauthenticated,
     security: &Security,
     store: &Arc<PeerStore>,
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
     let greeted = async {
         let (mut reader, mut writer, role) = security.accept(stream, &Role::ALL).await?;
-        let is_welcome = greet(&mut reader, &mut writer, store).await?;
+        let is_welcome =
+            greet(&mut reader, &mut writer, &PEER_PROTOCOL, store.id().as_bytes()).await?;
         io::Result::Ok(is_welcome.then_some((reader, writer, role)))
     };
     let greeted = tokio::select! {
         greeted = greeted => greeted?,
-        () = stranger.ended() => return Err(io::Error::other("it has not said who it is")),
+        () = unauthenticated.ended() => return Err(io::Error::other("it has not said who it is")),
     };
     let Some((reader, writer, role)) = greeted else { return Ok(()) };
-    let place = stranger.into_place();
-    let (reader, writer) = (place.count(reader), place.count(writer));
+    let slot = unauthenticated.into_slot();
+    let (reader, writer) = (slot.count(reader), slot.count(writer));
     tokio::select! {
-        served = connection(reader, writer, role, &place, store, puts) => served,
-        () = place.ended() => Err(io::Error::other("it keeps memory from others")),
+        served = connection(reader, writer, role, &slot, store, puts) => served,
+        () = slot.ended() => Err(io::Error::other("it keeps memory from others")),
     }
 }
 
@@ -143,30 +143,30 @@ async fn connection(
     reader: impl AsyncRead + Unpin,
     writer: impl AsyncWrite + Unpin + Send + 'static,
     role: Option<Role>,
-    place: &Place,
+    slot: &ClientSlot,
     store: &Arc<PeerStore>,
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
-    let mut reader = BufReader::with_capacity(READ_AHEAD, reader);
+    let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
     let room = Arc::new(Room::new(store.clone()));
     let (answers, outgoing) = mpsc::unbounded_channel();
     let mut sending = JoinSet::new();
     sending.spawn(send(writer, outgoing));
     loop {
         let header = tokio::select! {
-            header = read_header(&mut reader, IDLE) => header?,
+            header = read_header(&mut reader, IDLE, MAX_BODY) => header?,
             // The client takes no answers any more.
             _ = sending.join_next() => return Ok(()),
         };
         let Some(header) = header else { break };
         let header = header.map_err(io::Error::other)?;
-        let mut memory = place.take(units(&header)).await?;
-        let body = read_body(&mut reader, &header).await?;
+        let mut memory = slot.take(units(&header)).await?;
+        let body = read_request_body(&mut reader, &header).await?;
         memory.received();
         match Request::from_bytes(header.kind, &body) {
             Ok(Request::Put(fragments)) => {
-                let asker = Asker { number: header.number, answers: answers.clone(), memory };
-                let put = Put { fragments, room: room.clone(), asker };
+                let reply_to = ReplyTo { number: header.number, answers: answers.clone(), memory };
+                let put = Put { fragments, room: room.clone(), reply_to };
                 // It ends after the last connection, unless it has panicked.
                 puts.send(put).map_err(|_| io::Error::other("nothing can be stored"))?;
             }
@@ -229,52 +229,19 @@ fn answer_units(answer: &Answer) -> usize {
     }
 }
 
-/// Agrees on a version. Returns whether there is one.
-async fn greet(
-    reader: &mut (impl AsyncRead + Unpin),
-    writer: &mut (impl AsyncWrite + Unpin),
-    store: &PeerStore,
-) -> io::Result<bool> {
-    let Some(header) = read_header(reader, GREETING).await? else { return Ok(false) };
-    let header = header.map_err(io::Error::other)?;
-    if header.len > 1024 {
-        return Ok(false);
-    }
-    let body = read_body(reader, &header).await?;
-    let answer = match Request::from_body(header.kind, &body) {
-        Ok(Request::Hello(Hello { oldest, newest })) if oldest <= VERSION && newest >= OLDEST => {
-            Answer::Welcome(newest.min(VERSION), store.id())
-        }
-        Ok(Request::Hello(Hello { oldest, newest })) => Answer::Failed(
-            ErrorKind::Invalid,
-            format!(
-                "this peer speaks versions {OLDEST} to {VERSION} of the protocol, the client {oldest} \
-                 to {newest}; update the older one"
-            ),
-        ),
-        Ok(_) => Answer::Failed(ErrorKind::Invalid, "a client begins with a hello".into()),
-        Err(error) => Answer::failed(&error),
-    };
-    let is_welcome = matches!(answer, Answer::Welcome(..));
-    let mut frames = Frames::default();
-    frames.push(header.number, answer.to_parts());
-    frames.send(writer).await?;
-    Ok(is_welcome)
-}
-
 /// Sends answers, many with one system call. Their memory is free when they are sent.
 async fn send(
     mut writer: impl AsyncWrite + Unpin,
     mut outgoing: mpsc::UnboundedReceiver<Outgoing>,
 ) -> io::Result<()> {
-    let mut frames = Frames::default();
+    let mut frames = OutgoingFrames::default();
     let mut held = Vec::new();
     while let Some(first) = outgoing.recv().await {
         let mut next = Some(first);
         while let Some(Outgoing { number, answer, _memory }) = next.take() {
             frames.push(number, answer.to_parts());
             held.push(_memory);
-            if !frames.are_many() {
+            if !frames.is_full() {
                 next = outgoing.try_recv().ok();
             }
         }
@@ -296,8 +263,6 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
             room.reserve(bytes)?;
             Answer::Reserved
         }
-        Request::Hello(_) | Request::Put(_) => {
-            return Err(Error::BadArgument("a connection has one hello".into()));
-        }
+        Request::Put(_) => unreachable!("puts go to the thread that stores"),
     })
 }

@@ -41,7 +41,7 @@ impl Member {
 }
 
 /// The members at one time.
-pub(crate) struct Members {
+pub(crate) struct RankedMembers {
     pub(crate) all: Vec<Member>,
     /// As they are ranked for reads,
     readers: Vec<Candidate>,
@@ -49,9 +49,9 @@ pub(crate) struct Members {
     writers: Vec<Candidate>,
 }
 
-impl Members {
+impl RankedMembers {
     /// One that is named twice counts once.
-    pub(crate) fn new(mut all: Vec<Member>) -> Members {
+    pub(crate) fn new(mut all: Vec<Member>) -> RankedMembers {
         let mut seen = HashSet::new();
         all.retain(|member| seen.insert(member.id));
         let readers: Vec<_> = all.iter().map(Member::candidate).collect();
@@ -61,7 +61,7 @@ impl Members {
                 writer.weight = 0;
             }
         }
-        Members { all, readers, writers }
+        RankedMembers { all, readers, writers }
     }
 
     /// Where to look for a blob: by rank, and those that are down at last.
@@ -72,17 +72,17 @@ impl Members {
     }
 
     /// The places of a blob's fragments.
-    pub(crate) fn places(&self, blob: &BlobId, width: usize) -> Places {
+    pub(crate) fn places(&self, blob: &BlobId, width: usize) -> FragmentTargets {
         let ranks = rank(blob, &self.writers);
         let taken = (0..ranks.len()).map(|place| (place < width).then_some(true)).collect();
         let domains = ranks.iter().map(|at| self.writers[*at].domain.clone()).collect();
         let down = ranks.iter().map(|at| self.all[*at].state == MemberState::Down).collect();
-        Places { ranks, domains, down, taken: Mutex::new(taken) }
+        FragmentTargets { ranks, domains, down, taken: Mutex::new(taken) }
     }
 }
 
 /// The places that the fragments of one blob go to, by rank.
-pub(crate) struct Places {
+pub(crate) struct FragmentTargets {
     ranks: Vec<usize>,
     domains: Vec<String>,
     down: Vec<bool>,
@@ -90,7 +90,7 @@ pub(crate) struct Places {
     taken: Mutex<Vec<Option<bool>>>,
 }
 
-impl Places {
+impl FragmentTargets {
     /// The member of a place.
     pub(crate) fn member(&self, place: usize) -> usize {
         self.ranks[place]
@@ -104,7 +104,7 @@ impl Places {
         Some(place)
     }
 
-    /// The next place for a fragment that one did not take: in a failure domain that has none, if there is one. Members
+    /// The next place for a fragment that one did not take: in a failure domain that has none, if there is one. RankedMembers
     /// that are down come at last.
     pub(crate) fn instead_of(&self, place: usize) -> Option<usize> {
         let mut taken = self.taken.lock().expect("no code panics with the places locked");
@@ -122,10 +122,10 @@ impl Places {
 
 #[cfg(test)]
 mod tests {
-    use super::{BlobId, Member, MemberState, Members, PeerId};
+    use super::{BlobId, Member, MemberState, PeerId, RankedMembers};
 
     /// Two peers in each of four domains.
-    fn members(change: impl Fn(&mut Member)) -> Members {
+    fn members(change: impl Fn(&mut Member)) -> RankedMembers {
         let member = |n: u8| {
             let mut member = Member {
                 id: PeerId::from_bytes([n; 16]),
@@ -137,7 +137,7 @@ mod tests {
             change(&mut member);
             member
         };
-        Members::new((0..8).map(member).collect())
+        RankedMembers::new((0..8).map(member).collect())
     }
 
     #[test]

@@ -1,28 +1,20 @@
 //! What peers and their clients say to each other.
 //!
-//! A connection carries frames in both directions:
-//!
-//! ```text
-//! 0            4      6      8                16
-//! ┌────────────┬──────┬──────┬────────────────┬─────────┐
-//! │ body bytes │ kind │ zero │ request number │ body    │
-//! └────────────┴──────┴──────┴────────────────┴─────────┘
-//! ```
-//!
-//! All numbers are little endian. The client begins with a [`Hello`], and the server answers with the version that
-//! both know and its own id, or refuses in words. Then requests come in any number, and each has one answer with its
-//! number, in any order. Every length is bounded before memory is taken for it.
+//! After the [handshake](crate::net::handshake), a client sends any number of requests. Each has one
+//! answer, and answers come in any order. `docs/formats.md` describes the bytes.
+
+use std::io;
 
 use bytes::Bytes;
+use tokio::io::AsyncRead;
 
 use crate::encoding::fragment::{Description, Fragment, Kind, MAX_CONTENT};
 use crate::error::{Error, ErrorKind, Result};
-use crate::id::{BlobId, PeerId};
-
-/// The version of this protocol, and the oldest one that is still understood. Version 1 was never released.
-pub const VERSION: u16 = 2;
-/// See [`VERSION`].
-pub const OLDEST: u16 = 2;
+use crate::id::BlobId;
+use crate::net::frame::{Header, Message, read_aligned_body, read_body};
+use crate::net::message::{
+    FAILED, MessageReader, failure_body, failure_kind, failure_number, malformed, reason_of,
+};
 
 /// The longest body: blocks, their descriptions, and some.
 pub const MAX_BODY: usize = MAX_CONTENT + 8192;
@@ -45,20 +37,6 @@ pub const MAX_LISTED: usize = 4096;
 
 /// Bytes of all fragments in an answer.
 pub(crate) const MAX_FRAGMENTS_LEN: usize = MAX_BODY - 2;
-
-/// The longest reason in words.
-const MAX_TEXT: usize = 4096;
-
-const MAGIC: &[u8; 4] = b"CRNW";
-
-/// The first words of a client.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hello {
-    /// The oldest version that it knows,
-    pub oldest: u16,
-    /// and the newest.
-    pub newest: u16,
-}
 
 /// Which fragment it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,8 +82,6 @@ pub struct Usage {
 /// What a client asks of a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The first one of a connection.
-    Hello(Hello),
     /// Take these fragments: one to [`MAX_PUT`]. Answered when they are durable.
     Put(Vec<Fragment>),
     /// Give all fragments of this blob.
@@ -130,15 +106,13 @@ pub enum Request {
     Records(BlobId),
     /// Which fragments are there of the first blobs behind this one?
     List(BlobId),
-    /// Keep so many bytes free for what this connection puts, instead of what it has reserved before.
+    /// StoragePolicy so many bytes free for what this connection puts, instead of what it has reserved before.
     Reserve(u64),
 }
 
 /// What a peer answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// To a hello: the version that is spoken, and who speaks.
-    Welcome(u16, PeerId),
     /// All the fragments are durable.
     Stored,
     /// Not all of them are.
@@ -164,7 +138,6 @@ pub enum Answer {
     Failed(ErrorKind, String),
 }
 
-pub(crate) const HELLO: u16 = 1;
 pub(crate) const PUT: u16 = 2;
 pub(crate) const GET: u16 = 3;
 pub(crate) const HAVE: u16 = 4;
@@ -173,38 +146,19 @@ const DELETE: u16 = 6;
 pub(crate) const RECORDS: u16 = 7;
 pub(crate) const LIST: u16 = 8;
 const RESERVE: u16 = 9;
-const WELCOME: u16 = 101;
 const STORED: u16 = 102;
 const FRAGMENTS: u16 = 103;
 const HELD: u16 = 104;
 const USED: u16 = 105;
-const FAILED: u16 = 106;
 const DELETED: u16 = 107;
 const LISTED: u16 = 108;
 const RESERVED: u16 = 109;
 const REFUSED: u16 = 110;
 
-/// Kinds of failures, as they are sent.
-pub(crate) const KINDS: [ErrorKind; 5] = [
-    ErrorKind::Invalid,
-    ErrorKind::NotFound,
-    ErrorKind::Conflict,
-    ErrorKind::Corrupt,
-    ErrorKind::Unavailable,
-];
-
-fn wrong(what: &str) -> Error {
-    Error::corrupt("a message", what)
-}
-
 impl Request {
     /// Its kind and its body.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         match self {
-            Request::Hello(Hello { oldest, newest }) => {
-                let numbers = [oldest.to_le_bytes(), newest.to_le_bytes()].concat();
-                (HELLO, [&MAGIC[..], &numbers].concat())
-            }
             Request::Put(_) => {
                 let (kind, parts) = self.to_parts();
                 (kind, parts.concat())
@@ -232,7 +186,7 @@ impl Request {
     }
 
     /// The same without joining it: blocks are shared.
-    pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
+    pub(crate) fn to_parts(&self) -> Message {
         match self {
             Request::Put(fragments) => {
                 let mut heads = Vec::with_capacity(LEAD + fragments.len() * 128);
@@ -258,36 +212,29 @@ impl Request {
 
     /// The same; a block is a part of the body, and not copied.
     pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Request> {
-        let mut body = Body(whole, whole);
+        let mut body = MessageReader::new(whole);
         let request = match kind {
-            HELLO => {
-                if body.take::<4>()? != *MAGIC {
-                    return Err(wrong("a hello of another protocol"));
-                }
-                let (oldest, newest) = (body.u16()?, body.u16()?);
-                Request::Hello(Hello { oldest, newest })
-            }
             PUT => Request::Put(body.fragments()?),
             GET => Request::Get(body.blob()?),
             HAVE => {
                 let renew = body.flag()?;
-                let (ids, rest) = body.0.as_chunks::<32>();
+                let (ids, rest) = body.rest().as_chunks::<32>();
                 if ids.len() > MAX_ASKED || !rest.is_empty() {
-                    return Err(wrong("a question about too many blobs"));
+                    return Err(malformed("a question about too many blobs"));
                 }
-                body.0 = rest;
+                body.slice(ids.len() * 32)?;
                 let blobs = ids.iter().map(|id| BlobId::from_bytes(*id)).collect();
                 Request::Have { renew, blobs }
             }
             USAGE => Request::Usage,
             DELETE => {
-                let idle = body.take().map(u32::from_le_bytes)?;
+                let idle = body.u32()?;
                 let mut fragments = Vec::new();
-                while !body.0.is_empty() {
+                while !body.is_empty() {
                     if fragments.len() == MAX_DELETED {
-                        return Err(wrong("a deletion of too many fragments"));
+                        return Err(malformed("a deletion of too many fragments"));
                     }
-                    let (blob, encoding, [index]) = (body.blob()?, body.blob()?, body.take()?);
+                    let (blob, encoding, [index]) = (body.blob()?, body.blob()?, body.array()?);
                     fragments.push(FragmentId { blob, encoding, index });
                 }
                 Request::Delete { idle, fragments }
@@ -295,7 +242,7 @@ impl Request {
             RECORDS => Request::Records(body.blob()?),
             LIST => Request::List(body.blob()?),
             RESERVE => Request::Reserve(body.u64()?),
-            _ => return Err(wrong("a request of a kind that is not known here")),
+            _ => return Err(malformed("a request of a kind that is not known here")),
         };
         body.end().map(|()| request)
     }
@@ -311,15 +258,12 @@ impl Answer {
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         let mut body = Vec::new();
         let kind = match self {
-            Answer::Welcome(version, peer) => {
-                body.extend_from_slice(&version.to_le_bytes());
-                body.extend_from_slice(peer.as_bytes());
-                WELCOME
-            }
             Answer::Stored => STORED,
             Answer::Refused { which, reason } => {
                 body.push(which.len() as u8);
-                body.extend(which.iter().map(|kind| kind.map_or(0, |kind| 1 + number_of(kind))));
+                body.extend(
+                    which.iter().map(|kind| kind.map_or(0, |kind| 1 + failure_number(kind))),
+                );
                 body.extend_from_slice(reason.as_bytes());
                 REFUSED
             }
@@ -365,7 +309,7 @@ impl Answer {
     }
 
     /// The same without joining it: blocks are shared.
-    pub fn to_parts(&self) -> (u16, Vec<Bytes>) {
+    pub(crate) fn to_parts(&self) -> Message {
         let Answer::Fragments(fragments) = self else {
             let (kind, body) = self.to_body();
             return (kind, vec![body.into()]);
@@ -386,21 +330,20 @@ impl Answer {
 
     /// The same; blocks are parts of the body, and not copied.
     pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Answer> {
-        let mut body = Body(whole, whole);
+        let mut body = MessageReader::new(whole);
         let answer = match kind {
-            WELCOME => Answer::Welcome(body.u16()?, PeerId::from_bytes(body.take()?)),
             STORED => Answer::Stored,
             REFUSED => {
-                let [count] = body.take()?;
-                let which = (0..count).map(|_| match body.take()? {
-                    [0] => Ok(None),
-                    [kind] => kind_of(kind - 1).map(Some),
+                let count = body.u8()?;
+                let which = (0..count).map(|_| match body.u8()? {
+                    0 => Ok(None),
+                    kind => failure_kind(kind - 1).map(Some),
                 });
                 let which = which.collect::<Result<Vec<_>>>()?;
                 if which.len() > MAX_PUT || which.iter().all(Option::is_none) {
-                    return Err(wrong("a refusal of nothing"));
+                    return Err(malformed("a refusal of nothing"));
                 }
-                Answer::Refused { which, reason: read_reason(std::mem::take(&mut body.0))? }
+                Answer::Refused { which, reason: body.reason()? }
             }
             FRAGMENTS => {
                 let count = body.u16()?;
@@ -408,11 +351,11 @@ impl Answer {
             }
             HELD => {
                 let mut all = Vec::new();
-                while !body.0.is_empty() {
+                while !body.is_empty() {
                     if all.len() == MAX_ASKED {
-                        return Err(wrong("more answers than there were questions"));
+                        return Err(malformed("more answers than there were questions"));
                     }
-                    let [count] = body.take()?;
+                    let count = body.u8()?;
                     all.push((0..count).map(|_| body.held()).collect::<Result<_>>()?);
                 }
                 Answer::Held(all)
@@ -425,9 +368,9 @@ impl Answer {
             DELETED => Answer::Deleted(body.u64()?),
             LISTED => {
                 let mut all = Vec::new();
-                while !body.0.is_empty() {
+                while !body.is_empty() {
                     if all.len() == MAX_LISTED {
-                        return Err(wrong("a page that is too long"));
+                        return Err(malformed("a page that is too long"));
                     }
                     all.push((body.blob()?, body.held()?));
                 }
@@ -435,45 +378,13 @@ impl Answer {
             }
             RESERVED => Answer::Reserved,
             FAILED => {
-                let (kind, reason) = read_failure(std::mem::take(&mut body.0))?;
+                let (kind, reason) = body.failure()?;
                 Answer::Failed(kind, reason)
             }
-            _ => return Err(wrong("an answer of a kind that is not known here")),
+            _ => return Err(malformed("an answer of a kind that is not known here")),
         };
         body.end().map(|()| answer)
     }
-}
-
-/// Why something failed, in as many words as are sent at most.
-pub(crate) fn reason_of(error: &Error) -> String {
-    error.to_string().chars().take(MAX_TEXT / 4).collect()
-}
-
-/// A failure as peers and catalogs send it.
-pub(crate) fn failure_body(kind: ErrorKind, reason: &str) -> Vec<u8> {
-    [&[number_of(kind)], reason.as_bytes()].concat()
-}
-
-/// Reads it back.
-pub(crate) fn read_failure(body: &[u8]) -> Result<(ErrorKind, String)> {
-    let (kind, text) = body.split_first().ok_or_else(|| wrong("it is cut off"))?;
-    Ok((kind_of(*kind)?, read_reason(text)?))
-}
-
-fn number_of(kind: ErrorKind) -> u8 {
-    KINDS.iter().position(|one| *one == kind).expect("all are listed") as u8
-}
-
-fn kind_of(number: u8) -> Result<ErrorKind> {
-    KINDS.get(usize::from(number)).copied().ok_or_else(|| wrong("an unknown failure"))
-}
-
-fn read_reason(text: &[u8]) -> Result<String> {
-    if text.len() > MAX_TEXT {
-        return Err(wrong("a reason of too many words"));
-    }
-    let text = std::str::from_utf8(text).map_err(|_| wrong("a reason without words"))?;
-    Ok(text.to_owned())
 }
 
 /// What tells of a block: its index and its description, which says how long it is.
@@ -483,12 +394,24 @@ fn write_head(body: &mut Vec<u8>, fragment: &Fragment) {
 }
 
 /// Bytes of a put from which it is known where its blocks begin: how many there are, and the bytes of all heads.
-pub(crate) const LEAD: usize = 4;
+const LEAD: usize = 4;
 
 /// Where the blocks of a put begin, if it is one.
-pub(crate) fn blocks_at(lead: &[u8; LEAD]) -> usize {
+fn blocks_at(lead: &[u8; LEAD]) -> usize {
     let [_, _, heads @ ..] = *lead;
     LEAD + usize::from(u16::from_le_bytes(heads))
+}
+
+/// Reads the body of a request. The first block of a put begins at the start of a page, and so do
+/// the others if their lengths are multiples of a page: direct I/O takes them without a copy.
+pub(crate) async fn read_request_body(
+    reader: &mut (impl AsyncRead + Unpin),
+    header: &Header,
+) -> io::Result<Bytes> {
+    match header.kind {
+        PUT if header.len >= LEAD => read_aligned_body(reader, header, blocks_at).await,
+        _ => read_body(reader, header).await,
+    }
 }
 
 /// Bytes of a fragment in a body.
@@ -503,41 +426,21 @@ fn write_held(body: &mut Vec<u8>, held: &Held) {
     body.extend_from_slice(&len.to_le_bytes());
 }
 
-/// What is left of a body, and the whole of it.
-struct Body<'a>(&'a [u8], &'a Bytes);
-
-impl Body<'_> {
-    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let (head, rest) = self.0.split_first_chunk().ok_or_else(|| wrong("it is cut off"))?;
-        self.0 = rest;
-        Ok(*head)
-    }
-
-    fn u16(&mut self) -> Result<u16> {
-        self.take().map(u16::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Result<u64> {
-        self.take().map(u64::from_le_bytes)
-    }
-
+/// The parts of messages that only this protocol has.
+impl MessageReader<'_> {
     fn head(&mut self) -> Result<(Description, u8)> {
-        let [index] = self.take()?;
-        let (description, rest) = Description::from_bytes(self.0)?;
-        self.0 = rest;
+        let index = self.u8()?;
+        let (description, rest) = Description::from_bytes(self.rest())?;
+        self.slice(self.rest().len() - rest.len())?;
         if usize::from(index) >= description.width() {
-            return Err(wrong("a block that does not exist"));
+            return Err(malformed("a block that does not exist"));
         }
         Ok((description, index))
     }
 
     fn block(&mut self, (description, index): (Description, u8)) -> Result<Fragment> {
-        let (block, rest) = self
-            .0
-            .split_at_checked(description.block_len())
-            .ok_or_else(|| wrong("it is cut off"))?;
-        self.0 = rest;
-        Ok(Fragment { description, index, block: self.1.slice_ref(block) })
+        let block = self.share(description.block_len())?;
+        Ok(Fragment { description, index, block })
     }
 
     /// One whose block is behind its head.
@@ -550,39 +453,26 @@ impl Body<'_> {
     fn fragments(&mut self) -> Result<Vec<Fragment>> {
         let (count, len) = (usize::from(self.u16()?), usize::from(self.u16()?));
         if !(1..=MAX_PUT).contains(&count) {
-            return Err(wrong("a put of nothing, or of too many fragments"));
+            return Err(malformed("a put of nothing, or of too many fragments"));
         }
-        let behind = self.0.len().checked_sub(len);
+        let behind = self.rest().len().checked_sub(len);
         let heads = (0..count).map(|_| self.head()).collect::<Result<Vec<_>>>()?;
-        if behind != Some(self.0.len()) {
-            return Err(wrong("heads that are as long as they do not say"));
+        if behind != Some(self.rest().len()) {
+            return Err(malformed("heads that are as long as they do not say"));
         }
         heads.into_iter().map(|head| self.block(head)).collect()
     }
 
     fn held(&mut self) -> Result<Held> {
         let encoding = self.blob()?;
-        let [data, parity, index] = self.take()?;
+        let [data, parity, index] = self.array()?;
         let kind = if self.flag()? { Kind::Record } else { Kind::Content };
-        let len = self.take().map(u32::from_le_bytes)?;
+        let len = self.u32()?;
         Ok(Held { encoding, data, parity, index, kind, len })
     }
 
     fn blob(&mut self) -> Result<BlobId> {
-        self.take().map(BlobId::from_bytes)
-    }
-
-    fn flag(&mut self) -> Result<bool> {
-        match self.take()? {
-            [0] => Ok(false),
-            [1] => Ok(true),
-            _ => Err(wrong("neither yes nor no")),
-        }
-    }
-
-    /// Nothing may be behind a message.
-    fn end(self) -> Result<()> {
-        if self.0.is_empty() { Ok(()) } else { Err(wrong("there is more than a message")) }
+        self.array().map(BlobId::from_bytes)
     }
 }
 

@@ -1,12 +1,13 @@
 use proptest::collection::vec;
 use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
-use super::{Answer, Fragment, Hello, KINDS, Request};
+use super::{Answer, Fragment, Request};
 use super::{FragmentId, Held, Usage};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Kind, encode, encode_record};
-use crate::id::{BlobId, PeerId};
-use crate::net::frames::{HEADER, Header};
+use crate::id::BlobId;
+use crate::net::frame::{HEADER, Header};
+use crate::net::message::FAILURE_KINDS;
 
 fn blob() -> impl Strategy<Value = BlobId> {
     any::<[u8; 32]>().prop_map(BlobId::from_bytes)
@@ -51,7 +52,6 @@ fn held() -> impl Strategy<Value = Held> {
 
 fn request() -> impl Strategy<Value = Request> {
     prop_oneof![
-        any::<(u16, u16)>().prop_map(|(oldest, newest)| Request::Hello(Hello { oldest, newest })),
         vec(fragment(), 1..4).prop_map(Request::Put),
         blob().prop_map(Request::Get),
         (any::<bool>(), vec(blob(), 0..20))
@@ -67,13 +67,12 @@ fn request() -> impl Strategy<Value = Request> {
 
 fn answer() -> impl Strategy<Value = Answer> {
     prop_oneof![
-        any::<(u16, [u8; 16])>()
-            .prop_map(|(version, id)| Answer::Welcome(version, PeerId::from_bytes(id))),
         Just(Answer::Stored),
         (vec(proptest::option::of(0usize..5), 0..8), 0usize..5, ".{0,40}").prop_map(
             |(mut which, last, reason)| {
                 which.push(Some(last));
-                let which = which.into_iter().map(|kind| kind.map(|kind| KINDS[kind])).collect();
+                let which =
+                    which.into_iter().map(|kind| kind.map(|kind| FAILURE_KINDS[kind])).collect();
                 Answer::Refused { which, reason }
             }
         ),
@@ -85,7 +84,7 @@ fn answer() -> impl Strategy<Value = Answer> {
         any::<u64>().prop_map(Answer::Deleted),
         vec((blob(), held()), 0..8).prop_map(Answer::Listed),
         Just(Answer::Reserved),
-        (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(KINDS[kind], text)),
+        (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(FAILURE_KINDS[kind], text)),
     ]
 }
 

@@ -10,16 +10,16 @@ use tokio::task::JoinSet;
 
 use super::job::Shared;
 use super::peers::Peers;
-use super::plan::{Holding, Place, Plan, Step};
+use super::plan::{FragmentLocation, Holding, Plan, Step};
 use super::report::Report;
-use crate::cluster::client::assemble::Partial;
+use crate::cluster::client::assemble::EncodingAssembly;
 use crate::cluster::protocol::FragmentId;
 use crate::encoding::fragment::{Fragment, Kind, encode, encode_record};
 use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::error::{Error, ErrorKind};
 use crate::id::{BlobId, PeerId};
 
-/// How long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
+/// RepairLimits long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
 /// more copies than any name wants so far relies on it, and a large image takes hours.
 const SURPLUS_AGE: u32 = 24 * 3600;
 
@@ -29,13 +29,13 @@ pub(super) struct Entry {
     pub(super) blob: BlobId,
     pub(super) wanted: Redundancy,
     /// Fragments that are not what their holders say.
-    pub(super) damaged: HashSet<Place>,
+    pub(super) damaged: HashSet<FragmentLocation>,
     /// Fragments that were read or stored in this repair.
-    pub(super) good: HashSet<Place>,
+    pub(super) good: HashSet<FragmentLocation>,
     /// Copies that were stored in this repair, and not dropped elsewhere since: nobody else relies on so many.
     stored: usize,
     /// Copies that stay as long as somebody may rely on them.
-    spared: HashSet<Place>,
+    spared: HashSet<FragmentLocation>,
     /// Why the last step failed.
     pub(super) reason: Option<String>,
 }
@@ -50,7 +50,7 @@ impl Entry {
     pub(super) fn is_idle(&self, plan: &Plan) -> bool {
         plan.steps.iter().all(|step| match *step {
             Step::Drop { peer, encoding, index, .. } => {
-                self.spared.contains(&Place { peer, encoding, index })
+                self.spared.contains(&FragmentLocation { peer, encoding, index })
             }
             _ => false,
         })
@@ -63,13 +63,13 @@ impl Entry {
     }
 }
 
-fn place(holding: &Holding) -> Place {
+fn place(holding: &Holding) -> FragmentLocation {
     let Holding { peer, encoding, index, .. } = *holding;
-    Place { peer, encoding, index }
+    FragmentLocation { peer, encoding, index }
 }
 
 /// The work on one blob.
-pub(super) struct Mending<'a, P> {
+pub(super) struct Executor<'a, P> {
     shared: &'a Shared<P>,
     pub(super) entry: Entry,
     holdings: Vec<Holding>,
@@ -77,9 +77,9 @@ pub(super) struct Mending<'a, P> {
     pub(super) done: Report,
 }
 
-impl<'a, P: Peers> Mending<'a, P> {
+impl<'a, P: Peers> Executor<'a, P> {
     pub(super) fn new(shared: &'a Shared<P>, entry: Entry, holdings: Vec<Holding>) -> Self {
-        Mending { shared, entry, holdings, done: Report::default() }
+        Executor { shared, entry, holdings, done: Report::default() }
     }
 
     /// Bytes that the work on this blob holds at most.
@@ -95,7 +95,7 @@ impl<'a, P: Peers> Mending<'a, P> {
     }
 
     /// Does what is planned, as far as it can be done.
-    pub(super) async fn carry_out(&mut self, plan: &Plan) {
+    pub(super) async fn execute(&mut self, plan: &Plan) {
         let mut gathered = None;
         for step in &plan.steps {
             if self.shared.is_stopped() {
@@ -117,7 +117,8 @@ impl<'a, P: Peers> Mending<'a, P> {
                     }
                 }
                 Step::Copy { encoding, index, from, to } => {
-                    let place = Place { peer: *from, encoding: *encoding, index: *index };
+                    let place =
+                        FragmentLocation { peer: *from, encoding: *encoding, index: *index };
                     if let Some(fragment) = self.get(&place).await {
                         let is_done = self.put(to, *encoding, fragment).await;
                         self.done.moved += u64::from(is_done);
@@ -149,7 +150,7 @@ impl<'a, P: Peers> Mending<'a, P> {
     }
 
     /// Reads a fragment.
-    async fn get(&mut self, place: &Place) -> Option<Fragment> {
+    async fn get(&mut self, place: &FragmentLocation) -> Option<Fragment> {
         let found = fetch(self.shared, self.entry.blob, place).await;
         self.accept(place, found)
     }
@@ -157,7 +158,7 @@ impl<'a, P: Peers> Mending<'a, P> {
     /// Notes what came of reading a fragment.
     fn accept(
         &mut self,
-        place: &Place,
+        place: &FragmentLocation,
         found: Result<Option<Fragment>, Error>,
     ) -> Option<Fragment> {
         match found {
@@ -173,7 +174,7 @@ impl<'a, P: Peers> Mending<'a, P> {
     }
 
     /// A fragment is not what it should be.
-    fn note_damaged(&mut self, place: &Place) {
+    fn note_damaged(&mut self, place: &FragmentLocation) {
         let blob = self.entry.blob;
         tracing::warn!(%blob, peer = %place.peer, index = place.index, "a fragment is damaged");
         self.done.damaged += 1;
@@ -184,7 +185,7 @@ impl<'a, P: Peers> Mending<'a, P> {
     /// Stores a fragment. Whether it is durable.
     async fn put(&mut self, to: &PeerId, encoding: BlobId, fragment: Fragment) -> bool {
         let (len, index) = (fragment.block.len() as u64, fragment.index);
-        self.shared.pace(len).await;
+        self.shared.throttle(len).await;
         if self.shared.is_stopped() {
             return false;
         }
@@ -193,7 +194,7 @@ impl<'a, P: Peers> Mending<'a, P> {
             Ok(()) => {
                 self.entry.stored += usize::from(is_copy);
                 self.done.bytes += len;
-                let place = Place { peer: *to, encoding, index };
+                let place = FragmentLocation { peer: *to, encoding, index };
                 self.entry.good.insert(place);
                 self.entry.damaged.remove(&place);
                 true
@@ -219,7 +220,7 @@ impl<'a, P: Peers> Mending<'a, P> {
                 self.done.dropped += u64::from(is_gone || is_moved);
                 self.entry.stored = self.entry.stored.saturating_sub(1);
                 if !is_moved {
-                    self.entry.spared.insert(Place { peer: *peer, encoding, index });
+                    self.entry.spared.insert(FragmentLocation { peer: *peer, encoding, index });
                 }
             }
             Err(error) => self.fail(peer, &error),
@@ -228,9 +229,12 @@ impl<'a, P: Peers> Mending<'a, P> {
 
     /// Reads as many fragments of an encoding as are enough, all at once, and another one for each that is not
     /// what it should be, until they are the blob. Returns them, and its content.
-    async fn gather(&mut self, encoding: &BlobId) -> Option<(Partial<Place>, Vec<u8>)> {
-        let mut places: Vec<Place> = Vec::new();
-        let mut more: Vec<Place> = Vec::new();
+    async fn gather(
+        &mut self,
+        encoding: &BlobId,
+    ) -> Option<(EncodingAssembly<FragmentLocation>, Vec<u8>)> {
+        let mut places: Vec<FragmentLocation> = Vec::new();
+        let mut more: Vec<FragmentLocation> = Vec::new();
         let own: Vec<_> = self.holdings.iter().filter(|one| one.encoding == *encoding).collect();
         let needed: usize = own.first()?.data.into();
         // Each blob burdens others.
@@ -240,12 +244,12 @@ impl<'a, P: Peers> Mending<'a, P> {
                 places.len() < needed && places.iter().all(|other| other.index != one.index);
             if is_new { places.push(place(one)) } else { more.push(place(one)) }
         }
-        let mut gathered: Option<Partial<Place>> = None;
+        let mut gathered: Option<EncodingAssembly<FragmentLocation>> = None;
         let mut content = Vec::new();
         let mut asked = JoinSet::new();
         let mut next = places.into_iter().chain(more);
         loop {
-            let missing = gathered.as_ref().map_or(needed, Partial::missing);
+            let missing = gathered.as_ref().map_or(needed, EncodingAssembly::missing);
             while asked.len() < missing
                 && let Some(place) = next.next()
             {
@@ -256,7 +260,7 @@ impl<'a, P: Peers> Mending<'a, P> {
             let Some(fragment) = self.accept(&place, result) else { continue };
             let Fragment { description, index, block } = fragment;
             content.resize(description.len as usize, 0);
-            let gathered = gathered.get_or_insert_with(|| Partial::new(description));
+            let gathered = gathered.get_or_insert_with(|| EncodingAssembly::new(description));
             gathered.add(index, place, block);
             match gathered.decode(&mut content) {
                 Some(Ok(wrong)) => {
@@ -272,7 +276,9 @@ impl<'a, P: Peers> Mending<'a, P> {
 
     /// Encodes a blob as it is wanted.
     async fn encode(&mut self, from: &BlobId, to: &[PeerId]) {
-        let Some((Partial { description, .. }, content)) = self.gather(from).await else { return };
+        let Some((EncodingAssembly { description, .. }, content)) = self.gather(from).await else {
+            return;
+        };
         let (blob, wanted) = (self.entry.blob, self.entry.wanted);
         let (description, blocks) = match description.kind() {
             Kind::Content => encode(&blob, &content, wanted),
@@ -293,7 +299,7 @@ impl<'a, P: Peers> Mending<'a, P> {
 async fn fetch<P: Peers>(
     shared: &Shared<P>,
     blob: BlobId,
-    Place { peer, encoding, index }: &Place,
+    FragmentLocation { peer, encoding, index }: &FragmentLocation,
 ) -> Result<Option<Fragment>, Error> {
     let found = shared.peers.get(*peer, blob).await?;
     let is_it = |one: &Fragment| {
@@ -301,7 +307,7 @@ async fn fetch<P: Peers>(
     };
     let found = found.into_iter().find(is_it);
     if let Some(fragment) = &found {
-        shared.pace(fragment.block.len() as u64).await;
+        shared.throttle(fragment.block.len() as u64).await;
     }
     Ok(found)
 }

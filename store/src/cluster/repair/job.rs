@@ -22,11 +22,11 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::execute::{Entry, Mending};
-use super::members::{Members, State};
+use super::execute::{Entry, Executor};
+use super::members::{PeerState, RepairMembers};
 use super::peers::Peers;
 use super::plan::{Holding, Plan, plan};
-use super::rate_limiter::Pace;
+use super::rate_limiter::RateLimiter;
 use super::report::Report;
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
@@ -43,36 +43,36 @@ const GROUP: usize = 128;
 /// Groups at a time.
 const GROUPS: usize = 4;
 
-/// How often a blob is looked at: what is missing, what is surplus then, and again for what fails.
+/// RepairLimits often a blob is looked at: what is missing, what is surplus then, and again for what fails.
 const ROUNDS: usize = 6;
 
-/// How soon it is noticed that the repair is to stop.
+/// RepairLimits soon it is noticed that the repair is to stop.
 const NOTICE: Duration = Duration::from_millis(100);
 
 /// Limits of a repair.
 #[derive(Clone, Copy, Debug)]
-pub struct How {
+pub struct RepairLimits {
     /// The most bytes that are read and written in a second, together.
     pub rate: Option<u64>,
     /// The most bytes of blocks in memory. A blob that needs more is worked on alone.
     pub memory: usize,
 }
 
-impl Default for How {
-    fn default() -> How {
-        How { rate: None, memory: 64 << 20 }
+impl Default for RepairLimits {
+    fn default() -> RepairLimits {
+        RepairLimits { rate: None, memory: 64 << 20 }
     }
 }
 
 /// What all parts of a repair share.
 pub(super) struct Shared<P> {
     pub(super) peers: Arc<P>,
-    pace: Arc<Pace>,
+    throttle: Arc<RateLimiter>,
     inner: Arc<Inner>,
 }
 
 struct Inner {
-    members: Mutex<Members>,
+    members: Mutex<RepairMembers>,
     /// In KiB.
     memory: Arc<Semaphore>,
     most: u32,
@@ -81,13 +81,13 @@ struct Inner {
 
 impl<P> Clone for Shared<P> {
     fn clone(&self) -> Self {
-        let Shared { peers, pace, inner } = self;
-        Shared { peers: peers.clone(), pace: pace.clone(), inner: inner.clone() }
+        let Shared { peers, throttle, inner } = self;
+        Shared { peers: peers.clone(), throttle: throttle.clone(), inner: inner.clone() }
     }
 }
 
 impl<P> Shared<P> {
-    fn members(&self) -> Members {
+    fn members(&self) -> RepairMembers {
         self.inner.members.lock().expect("no code panics with the members locked").clone()
     }
 
@@ -95,9 +95,9 @@ impl<P> Shared<P> {
     pub(super) fn set_down(&self, peer: &PeerId) {
         let mut members =
             self.inner.members.lock().expect("no code panics with the members locked");
-        if members.find(peer).is_some_and(|at| members.nodes()[at].state == State::Up) {
+        if members.find(peer).is_some_and(|at| members.nodes()[at].state == PeerState::Up) {
             tracing::warn!(%peer, "a peer does not answer and counts as down");
-            members.set_state(peer, State::Down);
+            members.set_state(peer, PeerState::Down);
         }
     }
 
@@ -107,8 +107,8 @@ impl<P> Shared<P> {
     }
 
     /// Waits until so many bytes are allowed; or the repair is to stop.
-    pub(super) async fn pace(&self, bytes: u64) {
-        let mut wait = self.pace.take(bytes);
+    pub(super) async fn throttle(&self, bytes: u64) {
+        let mut wait = self.throttle.take(bytes);
         while wait > Duration::ZERO && !self.is_stopped() {
             let part = wait.min(NOTICE);
             sleep(part).await;
@@ -133,9 +133,9 @@ struct Work {
 /// `progress` is told what was done so far.
 pub async fn repair<P: Peers>(
     peers: Arc<P>,
-    members: Members,
+    members: RepairMembers,
     mut blobs: mpsc::Receiver<(BlobId, Redundancy)>,
-    how: How,
+    how: RepairLimits,
     goes_on: &dyn Fn() -> bool,
     progress: &dyn Fn(&Report),
 ) -> Report {
@@ -146,7 +146,8 @@ pub async fn repair<P: Peers>(
         most,
         stop: AtomicBool::new(false),
     };
-    let shared = Shared { peers, pace: Arc::new(Pace::new(how.rate)), inner: Arc::new(inner) };
+    let shared =
+        Shared { peers, throttle: Arc::new(RateLimiter::new(how.rate)), inner: Arc::new(inner) };
     let mut report = Report::default();
     let mut is_end = false;
     while !is_end {
@@ -191,7 +192,7 @@ impl<P: Peers> Shared<P> {
     }
 
     /// Asks everybody about blobs. Returns what was found of each, and the members as they were found.
-    async fn look(&self, blobs: &[BlobId]) -> (Members, Vec<Vec<Holding>>) {
+    async fn look(&self, blobs: &[BlobId]) -> (RepairMembers, Vec<Vec<Holding>>) {
         let mut found = vec![Vec::new(); blobs.len()];
         if blobs.is_empty() {
             return (self.members(), found);
@@ -272,7 +273,7 @@ impl<P: Peers> Shared<P> {
         for round in 0..=ROUNDS {
             let blobs: Vec<BlobId> = entries.iter().map(|entry| entry.blob).collect();
             let (members, found) = self.look(&blobs).await;
-            let mut mending = JoinSet::new();
+            let mut executing = JoinSet::new();
             for (entry, holdings) in entries.drain(..).zip(found) {
                 let holdings = entry.sift(holdings);
                 let plan = plan(&entry.blob, entry.wanted, &members, &holdings);
@@ -285,9 +286,9 @@ impl<P: Peers> Shared<P> {
                     continue;
                 }
                 let shared = self.clone();
-                mending.spawn(async move { shared.mend(entry, holdings, &plan).await });
+                executing.spawn(async move { shared.mend(entry, holdings, &plan).await });
             }
-            while let Some(mended) = mending.join_next().await {
+            while let Some(mended) = executing.join_next().await {
                 match mended {
                     Ok((entry, done)) => {
                         report.add(done);
@@ -304,11 +305,11 @@ impl<P: Peers> Shared<P> {
     }
 
     async fn mend(&self, entry: Entry, holdings: Vec<Holding>, plan: &Plan) -> (Entry, Report) {
-        let mut mending = Mending::new(self, entry, holdings);
-        let units = mending.memory(plan).div_ceil(1024).clamp(1, self.inner.most as usize) as u32;
+        let mut executing = Executor::new(self, entry, holdings);
+        let units = executing.memory(plan).div_ceil(1024).clamp(1, self.inner.most as usize) as u32;
         let memory = self.inner.memory.clone().acquire_many_owned(units).await;
-        mending.carry_out(plan).await;
+        executing.execute(plan).await;
         drop(memory);
-        (mending.entry, mending.done)
+        (executing.entry, executing.done)
     }
 }

@@ -6,7 +6,7 @@ use crate::id::{BlobId, PeerId};
 
 /// What a peer can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum State {
+pub enum PeerState {
     /// All that is asked of it.
     Up,
     /// Nothing for the moment. It keeps its places: what it holds comes back with it.
@@ -19,7 +19,7 @@ pub enum State {
 
 /// A peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
+pub struct RepairPeer {
     /// Who it is.
     pub id: PeerId,
     /// See [`Candidate::weight`].
@@ -27,69 +27,69 @@ pub struct Node {
     /// See [`Candidate::domain`].
     pub domain: String,
     /// What it can do.
-    pub state: State,
+    pub state: PeerState,
     /// It keeps what it has, but takes no more.
     pub full: bool,
 }
 
-impl Node {
+impl RepairPeer {
     /// It answers.
     pub(super) fn is_live(&self) -> bool {
-        matches!(self.state, State::Up | State::Draining)
+        matches!(self.state, PeerState::Up | PeerState::Draining)
     }
 
     /// It can be given a fragment.
     pub(super) fn takes(&self) -> bool {
-        self.state == State::Up && !self.full
+        self.state == PeerState::Up && !self.full
     }
 
     fn candidate(&self) -> Candidate {
         // One that is drained keeps a part only if there is nobody else.
-        let weight = if self.state == State::Draining { 0 } else { self.weight };
+        let weight = if self.state == PeerState::Draining { 0 } else { self.weight };
         Candidate { id: self.id, weight, domain: self.domain.clone() }
     }
 }
 
-impl From<&Member> for Node {
-    fn from(member: &Member) -> Node {
+impl From<&Member> for RepairPeer {
+    fn from(member: &Member) -> RepairPeer {
         let state = match member.state {
-            MemberState::Up => State::Up,
-            MemberState::Down => State::Down,
-            MemberState::Draining => State::Draining,
+            MemberState::Up => PeerState::Up,
+            MemberState::Down => PeerState::Down,
+            MemberState::Draining => PeerState::Draining,
         };
         let Member { id, weight, ref domain, .. } = *member;
-        Node { id, weight, domain: domain.clone(), state, full: false }
+        RepairPeer { id, weight, domain: domain.clone(), state, full: false }
     }
 }
 
 /// All peers that are registered.
 #[derive(Clone, Debug)]
-pub struct Members {
+pub struct RepairMembers {
     /// By id.
-    nodes: Vec<Node>,
+    nodes: Vec<RepairPeer>,
     /// Those that have a rank for every blob, and who they are.
     candidates: Vec<Candidate>,
     ranked: Vec<usize>,
 }
 
-impl Members {
+impl RepairMembers {
     /// These peers. One that is named twice counts once.
-    pub fn new(nodes: impl IntoIterator<Item = Node>) -> Members {
-        let mut nodes: Vec<Node> = nodes.into_iter().collect();
+    pub fn new(nodes: impl IntoIterator<Item = RepairPeer>) -> RepairMembers {
+        let mut nodes: Vec<RepairPeer> = nodes.into_iter().collect();
         nodes.sort_by_key(|node| node.id);
         nodes.dedup_by_key(|node| node.id);
-        let mut members = Members { nodes, candidates: Vec::new(), ranked: Vec::new() };
+        let mut members = RepairMembers { nodes, candidates: Vec::new(), ranked: Vec::new() };
         members.sort();
         members
     }
 
     /// The peers, by id.
-    pub fn nodes(&self) -> &[Node] {
+    pub fn nodes(&self) -> &[RepairPeer] {
         &self.nodes
     }
 
     /// Notes that a peer was found in this state.
-    pub fn set_state(&mut self, peer: &PeerId, state: State) {
+    pub fn set_state(&mut self, peer: &PeerId, state: PeerState) {
         if let Some(at) = self.find(peer) {
             self.nodes[at].state = state;
             self.sort();
@@ -107,7 +107,7 @@ impl Members {
     fn sort(&mut self) {
         let has_rank = |at: &usize| {
             let node = &self.nodes[*at];
-            node.takes() || node.state == State::Down
+            node.takes() || node.state == PeerState::Down
         };
         self.ranked = (0..self.nodes.len()).filter(has_rank).collect();
         self.candidates = self.ranked.iter().map(|at| self.nodes[*at].candidate()).collect();

@@ -19,8 +19,8 @@ mod simulation;
 #[cfg(test)]
 mod tests;
 
-pub use job::{How, repair};
-pub use members::{Members, Node, State};
-pub use peers::{Connected, DELETION, Peers};
-pub use plan::{Holding, Place, Plan, Step, plan};
+pub use job::{RepairLimits, repair};
+pub use members::{PeerState, RepairMembers, RepairPeer};
+pub use peers::{ConnectedPeers, DELETION_TIMEOUT, Peers};
+pub use plan::{FragmentLocation, Holding, Plan, Step, plan};
 pub use report::Report;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use crate::cluster::client::connection::Connection;
-use crate::cluster::client::pool::Ways;
+use crate::cluster::client::pool::ConnectionPool;
 use crate::cluster::placement::members::Member;
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::encoding::fragment::Fragment;
@@ -15,8 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
 
-/// How long a deletion may take. A peer that takes longer counts as down.
-pub const DELETION: Duration = Duration::from_secs(10);
+/// RepairLimits long a deletion may take. A peer that takes longer counts as down.
+pub const DELETION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Peers that can be asked. None of them is trusted: what they give is verified.
 pub trait Peers: Send + Sync + 'static {
@@ -45,22 +45,22 @@ pub trait Peers: Send + Sync + 'static {
 }
 
 /// Peers over the network.
-pub struct Connected {
-    ways: Arc<Ways>,
+pub struct ConnectedPeers {
+    pool: Arc<ConnectionPool>,
     members: BTreeMap<PeerId, Member>,
 }
 
-impl Connected {
+impl ConnectedPeers {
     /// These peers. Nobody is asked yet.
-    pub fn new(members: impl IntoIterator<Item = Member>, security: Security) -> Connected {
+    pub fn new(members: impl IntoIterator<Item = Member>, security: Security) -> ConnectedPeers {
         let members = members.into_iter().map(|member| (member.id, member)).collect();
-        Connected { ways: Ways::new(security), members }
+        ConnectedPeers { pool: ConnectionPool::new(security), members }
     }
 
     /// The fragments of the first blobs behind this one: see [`Connection::list`].
     pub(crate) async fn list(&self, peer: &PeerId, after: BlobId) -> Result<Vec<(BlobId, Held)>> {
         let list = |connection: Arc<Connection>| async move { connection.list(&after).await };
-        self.ways.ask(self.member(peer)?, list).await
+        self.pool.ask(self.member(peer)?, list).await
     }
 
     /// Deletes fragments that nobody has stored or asked for within so many seconds: see [`Connection::delete`].
@@ -72,7 +72,7 @@ impl Connected {
     ) -> Result<u64> {
         let delete =
             |connection: Arc<Connection>| async move { connection.delete(fragments, idle).await };
-        self.ways.ask(self.member(peer)?, delete).await
+        self.pool.ask(self.member(peer)?, delete).await
     }
 
     fn member(&self, peer: &PeerId) -> Result<&Member> {
@@ -84,15 +84,15 @@ impl Connected {
     }
 }
 
-impl Peers for Connected {
+impl Peers for ConnectedPeers {
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         let member = self.member(&peer)?;
-        self.ways.ask(member, |connection| async move { connection.have(blobs, false).await }).await
+        self.pool.ask(member, |connection| async move { connection.have(blobs, false).await }).await
     }
 
     async fn get(&self, peer: PeerId, blob: BlobId) -> Result<Vec<Fragment>> {
         let member = self.member(&peer)?;
-        self.ways.ask(member, |connection| async move { connection.fetch(&blob).await }).await
+        self.pool.ask(member, |connection| async move { connection.fetch(&blob).await }).await
     }
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
@@ -101,7 +101,7 @@ impl Peers for Connected {
             let fragment = fragment.clone();
             async move { connection.put(fragment).await }
         };
-        self.ways.ask(member, put).await
+        self.pool.ask(member, put).await
     }
 
     async fn delete(&self, peer: PeerId, fragment: FragmentId, idle: u32) -> Result<bool> {
@@ -110,7 +110,7 @@ impl Peers for Connected {
             kind: ErrorKind::Unavailable,
             reason: "it takes too long to delete something".into(),
         };
-        let deleted = timeout(DELETION, self.delete_idle(&peer, &[fragment], idle)).await;
+        let deleted = timeout(DELETION_TIMEOUT, self.delete_idle(&peer, &[fragment], idle)).await;
         deleted.map_err(late)?.map(|bytes| bytes > 0)
     }
 }

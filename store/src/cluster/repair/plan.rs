@@ -24,7 +24,7 @@
 use std::collections::BTreeMap;
 
 use super::matching::{bits, matching, size};
-use super::members::{Members, State};
+use super::members::{PeerState, RepairMembers};
 use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::id::{BlobId, PeerId};
 
@@ -47,7 +47,7 @@ pub struct Holding {
 
 /// A fragment of a blob, and where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct FragmentLocation {
     /// Who has it.
     pub peer: PeerId,
     /// The encoding.
@@ -95,11 +95,11 @@ pub enum Step {
         /// The fragment.
         index: u8,
         /// What must be there, and be what it should be, for this one to be surplus.
-        kept: Vec<Place>,
+        kept: Vec<FragmentLocation>,
     },
 }
 
-/// How a blob is, and what is to be done for it.
+/// RepairLimits a blob is, and what is to be done for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The encoding that is kept; nothing if there is none as it is wanted that can be read.
@@ -164,7 +164,7 @@ impl Layout {
 }
 
 /// Sorts what was found. What cannot be is left out.
-fn layouts(members: &Members, holdings: &[Holding]) -> Vec<Layout> {
+fn layouts(members: &RepairMembers, holdings: &[Holding]) -> Vec<Layout> {
     let mut found: BTreeMap<(BlobId, u8, u8), Layout> = BTreeMap::new();
     for Holding { peer, encoding, data, parity, index, .. } in holdings {
         let width = usize::from(*data) + usize::from(*parity);
@@ -180,9 +180,9 @@ fn layouts(members: &Members, holdings: &[Holding]) -> Vec<Layout> {
             down: BTreeMap::new(),
         });
         let holders = match members.nodes()[at].state {
-            State::Up | State::Draining => &mut layout.live,
-            State::Down => &mut layout.down,
-            State::Lost => continue,
+            PeerState::Up | PeerState::Draining => &mut layout.live,
+            PeerState::Down => &mut layout.down,
+            PeerState::Lost => continue,
         };
         *holders.entry(at).or_default() |= 1 << index;
     }
@@ -190,7 +190,12 @@ fn layouts(members: &Members, holdings: &[Holding]) -> Vec<Layout> {
 }
 
 /// Decides what is to be done for a blob that is wanted like this.
-pub fn plan(blob: &BlobId, wanted: Redundancy, members: &Members, holdings: &[Holding]) -> Plan {
+pub fn plan(
+    blob: &BlobId,
+    wanted: Redundancy,
+    members: &RepairMembers,
+    holdings: &[Holding],
+) -> Plan {
     let layouts = layouts(members, holdings);
     let survives = layouts.iter().map(Layout::survives).max();
     let survives = survives.unwrap_or(-(wanted.needed() as i32));
@@ -225,7 +230,7 @@ pub fn plan(blob: &BlobId, wanted: Redundancy, members: &Members, holdings: &[Ho
 fn unreadable(
     blob: &BlobId,
     wanted: Redundancy,
-    members: &Members,
+    members: &RepairMembers,
     source: Option<&Layout>,
     mut plan: Plan,
 ) -> Plan {
@@ -247,7 +252,7 @@ fn unreadable(
 
 /// A plan in the making, for one encoding.
 struct Work<'a> {
-    members: &'a Members,
+    members: &'a RepairMembers,
     layout: &'a Layout,
     /// The peers that are to have a fragment, or a copy, by rank.
     places: Vec<usize>,
@@ -264,7 +269,7 @@ impl<'a> Work<'a> {
     fn new(
         blob: &BlobId,
         wanted: Redundancy,
-        members: &'a Members,
+        members: &'a RepairMembers,
         layout: &'a Layout,
     ) -> Work<'a> {
         let width = wanted.width();
@@ -274,7 +279,7 @@ impl<'a> Work<'a> {
         loop {
             let mut places = members.rank(blob, &holders);
             places.truncate(width);
-            let kept = keep(layout, &places);
+            let kept = policy(layout, &places);
             // Who takes nothing, and has nothing that is needed there, is in the way.
             let idle: Vec<usize> = holders
                 .iter()
@@ -311,11 +316,11 @@ impl<'a> Work<'a> {
     }
 
     /// The fragments that are at their places.
-    fn all_kept(&self) -> Vec<Place> {
+    fn all_kept(&self) -> Vec<FragmentLocation> {
         let encoding = self.layout.encoding;
         let kept = self.places.iter().zip(&self.kept);
         kept.filter_map(|(at, index)| {
-            Some(Place { peer: self.id(*at), encoding, index: (*index)? })
+            Some(FragmentLocation { peer: self.id(*at), encoding, index: (*index)? })
         })
         .collect()
     }
@@ -332,7 +337,7 @@ impl<'a> Work<'a> {
         (0..self.places.len()).filter(is_down)
     }
 
-    /// Whole copies.
+    /// AssembledBlob copies.
     fn copies(&mut self, blob: &BlobId) {
         let (encoding, index) = (self.layout.encoding, 0);
         let holders: Vec<usize> = self.layout.live.keys().copied().collect();
@@ -413,7 +418,7 @@ impl<'a> Work<'a> {
                 let keeper = self.places[place.expect("all are at their places")];
                 if keeper != *holder {
                     let kept = match is_plain {
-                        true => vec![Place { peer: self.id(keeper), encoding, index }],
+                        true => vec![FragmentLocation { peer: self.id(keeper), encoding, index }],
                         false => self.all_kept(),
                     };
                     let peer = self.id(*holder);
@@ -436,7 +441,7 @@ impl<'a> Work<'a> {
 }
 
 /// Which of its fragments the peer at each place keeps.
-fn keep(layout: &Layout, places: &[usize]) -> Vec<Option<u8>> {
+fn policy(layout: &Layout, places: &[usize]) -> Vec<Option<u8>> {
     let has = |at: &usize| layout.live.get(at).copied().unwrap_or(0);
     if layout.is_copies() {
         return places.iter().map(|at| (has(at) != 0).then_some(0)).collect();

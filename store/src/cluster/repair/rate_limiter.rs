@@ -3,20 +3,20 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// How much may be done at once after a time of rest.
+/// RepairLimits much may be done at once after a time of rest.
 const BURST: f64 = 0.1;
 
 /// A limit for bytes per second, shared by all who take some.
-pub(super) struct Pace {
+pub(super) struct RateLimiter {
     rate: Option<f64>,
     /// When all that was taken is paid for.
     paid: Mutex<Instant>,
 }
 
-impl Pace {
-    pub(super) fn new(rate: Option<u64>) -> Pace {
+impl RateLimiter {
+    pub(super) fn new(rate: Option<u64>) -> RateLimiter {
         let rate = rate.map(|rate| rate.max(1) as f64);
-        Pace { rate, paid: Mutex::new(Instant::now()) }
+        RateLimiter { rate, paid: Mutex::new(Instant::now()) }
     }
 
     /// Takes so many bytes. Returns how long to wait until they are allowed.
@@ -37,20 +37,20 @@ impl Pace {
 
 #[cfg(test)]
 mod tests {
-    use super::{Duration, Instant, Pace};
+    use super::{Duration, Instant, RateLimiter};
 
     #[test]
     fn what_is_taken_is_paid_for_by_those_who_come_later() {
-        let pace = Pace::new(Some(1000));
+        let throttle = RateLimiter::new(Some(1000));
         let start = Instant::now() + Duration::from_secs(10);
         let seconds = |n: f64| Duration::from_secs_f64(n);
-        assert_eq!(pace.book(1.0, start), Duration::ZERO, "after a rest");
-        let wait = pace.book(2.0, start);
+        assert_eq!(throttle.book(1.0, start), Duration::ZERO, "after a rest");
+        let wait = throttle.book(2.0, start);
         assert_eq!(wait, seconds(0.9), "less what a rest allows");
-        assert_eq!(pace.book(0.5, start + seconds(1.9)), seconds(1.0));
+        assert_eq!(throttle.book(0.5, start + seconds(1.9)), seconds(1.0));
         // A long rest allows no more than a short one.
         let later = start + seconds(1000.0);
-        assert_eq!(pace.book(1.0, later), Duration::ZERO);
-        assert_eq!(pace.book(1.0, later), seconds(0.9));
+        assert_eq!(throttle.book(1.0, later), Duration::ZERO);
+        assert_eq!(throttle.book(1.0, later), seconds(0.9));
     }
 }

@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use super::{Connected, How, Members, Node, Peers, Report, State, repair};
+use super::{
+    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, repair,
+};
 use crate::cluster::client::Cluster;
 use crate::cluster::placement::{Member, MemberState};
 use crate::cluster::protocol::{FragmentId, Held};
-use crate::cluster::tests::{Peer, content, keep, members, start};
+use crate::cluster::tests::{Peer, content, members, policy, start};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
 use crate::error::Result;
@@ -30,7 +32,7 @@ impl Stored {
     async fn put(cluster: &Cluster, text: &str, count: u64) -> Stored {
         let blobs: Vec<_> = (0..count).map(|number| content(number, LEN)).collect();
         for (blob, content) in &blobs {
-            cluster.put(blob, content, &keep(text)).await.unwrap();
+            cluster.put(blob, content, &policy(text)).await.unwrap();
         }
         Stored { redundancy: text.parse().unwrap(), blobs }
     }
@@ -54,17 +56,17 @@ impl Stored {
     }
 
     async fn repair(&self, members: &[Member], lost: &[PeerId]) -> Report {
-        self.repair_with(members, lost, How::default()).await
+        self.repair_with(members, lost, RepairLimits::default()).await
     }
 
-    async fn repair_with(&self, members: &[Member], lost: &[PeerId], how: How) -> Report {
+    async fn repair_with(&self, members: &[Member], lost: &[PeerId], how: RepairLimits) -> Report {
         let nodes = members.iter().map(|member| {
-            let node = Node::from(member);
-            let state = if lost.contains(&member.id) { State::Lost } else { node.state };
-            Node { state, ..node }
+            let node = RepairPeer::from(member);
+            let state = if lost.contains(&member.id) { PeerState::Lost } else { node.state };
+            RepairPeer { state, ..node }
         });
-        let peers = Arc::new(Connected::new(members.to_vec(), Security::INSECURE));
-        repair(peers, Members::new(nodes), self.feed(), how, &|| true, &|_| ()).await
+        let peers = Arc::new(ConnectedPeers::new(members.to_vec(), Security::INSECURE));
+        repair(peers, RepairMembers::new(nodes), self.feed(), how, &|| true, &|_| ()).await
     }
 }
 
@@ -186,23 +188,24 @@ async fn it_stops_when_it_is_told_to_and_goes_not_faster() {
     peers[0].stop().await;
     let (lost, rate) = ([peers[0].id], 2_000_000);
     let nodes = || {
-        all.iter().map(|member| Node {
-            state: if member.id == lost[0] { State::Lost } else { State::Up },
-            ..Node::from(member)
+        all.iter().map(|member| RepairPeer {
+            state: if member.id == lost[0] { PeerState::Lost } else { PeerState::Up },
+            ..RepairPeer::from(member)
         })
     };
-    let connected = || Arc::new(Connected::new(all.clone(), Security::INSECURE));
+    let connected = || Arc::new(ConnectedPeers::new(all.clone(), Security::INSECURE));
     let told = AtomicU64::new(0);
     let goes_on = || told.load(Ordering::SeqCst) == 0;
     let progress = |_: &Report| {
         told.fetch_add(1, Ordering::SeqCst);
     };
-    let members = Members::new(nodes());
+    let members = RepairMembers::new(nodes());
     let report =
-        repair(connected(), members, stored.feed(), How::default(), &goes_on, &progress).await;
+        repair(connected(), members, stored.feed(), RepairLimits::default(), &goes_on, &progress)
+            .await;
     assert!(report.is_stopped && report.is_incomplete(), "{report:?}");
     let begin = Instant::now();
-    let how = How { rate: Some(rate), memory: 1 };
+    let how = RepairLimits { rate: Some(rate), memory: 1 };
     let report = stored.repair_with(&all, &lost, how).await;
     assert!(report.rebuilt > 5 && report.left == 0, "{report:?}");
     let least = Duration::from_secs_f64(report.bytes as f64 / rate as f64 / 2.0);
@@ -211,7 +214,7 @@ async fn it_stops_when_it_is_told_to_and_goes_not_faster() {
 
 /// Peers that delete something or do not, and how often one was asked to.
 struct Counting {
-    peers: Connected,
+    peers: ConnectedPeers,
     deletes: bool,
     asked: AtomicU64,
 }
@@ -245,16 +248,16 @@ async fn who_has_read_what_is_kept_deletes_nothing_when_its_turn_is_over() {
     assert!(held > 15, "{held} of 60, each at four of six");
     all[2].state = MemberState::Draining;
     let counting = |deletes| {
-        let peers = Connected::new(all.clone(), Security::INSECURE);
+        let peers = ConnectedPeers::new(all.clone(), Security::INSECURE);
         Arc::new(Counting { peers, deletes, asked: AtomicU64::new(0) })
     };
-    let nodes = || Members::new(all.iter().map(Node::from));
+    let nodes = || RepairMembers::new(all.iter().map(RepairPeer::from));
     // The first one dies when everything is twice there. The second one reads what it keeps, which takes a second for each,
     // and its turn is over when the first is deleted.
     let first = counting(false);
-    repair(first, nodes(), stored.feed(), How::default(), &|| true, &|_| ()).await;
+    repair(first, nodes(), stored.feed(), RepairLimits::default(), &|| true, &|_| ()).await;
     let second = counting(true);
-    let how = How { rate: Some(LEN as u64 / 2), ..How::default() };
+    let how = RepairLimits { rate: Some(LEN as u64 / 2), ..RepairLimits::default() };
     let goes_on = || second.asked.load(Ordering::SeqCst) == 0;
     let report = repair(second.clone(), nodes(), stored.feed(), how, &goes_on, &|_| ()).await;
     let deleted = second.asked.load(Ordering::SeqCst);
@@ -291,7 +294,7 @@ async fn a_copy_that_somebody_may_rely_on_stays() {
     let report = stored.repair(&all, &[]).await;
     assert_eq!((report.dropped, report.left, report.under), (0, 0, 0), "{report:?}");
     let blobs: Vec<BlobId> = stored.blobs.iter().map(|(blob, _)| *blob).collect();
-    let known = cluster.known(&blobs, &keep("replicas=3")).await;
+    let known = cluster.known(&blobs, &policy("replicas=3")).await;
     assert!(known.into_iter().all(|is_known| is_known));
     // When nobody has asked for so long, they go.
     for peer in &peers {

@@ -15,8 +15,8 @@ use proptest::prelude::{prop_assert_eq, proptest};
 use rcgen::{CertificateParams, IsCa, Issuer, KeyPair};
 use tempfile::TempDir;
 
-use super::{Etcd, document, removes};
-use crate::documents::{Change, Names, Wanted};
+use super::{EtcdDocuments, document, removes};
+use crate::documents::{Change, Documents, Query};
 use crate::error::ErrorKind;
 use crate::net::identity::{Role, Security, init};
 use crate::testing::own_port;
@@ -76,9 +76,10 @@ impl Process {
     }
 
     /// A client with more patience than usual: many of these processes run at once.
-    pub(in crate::documents) fn client(&self) -> Etcd {
-        let patience = Duration::from_secs(60);
-        Etcd::with_patience(&self.address(), &Security::INSECURE, patience).unwrap()
+    pub(in crate::documents) fn client(&self) -> EtcdDocuments {
+        let retry_timeout = Duration::from_secs(60);
+        EtcdDocuments::with_retry_timeout(&self.address(), &Security::INSECURE, retry_timeout)
+            .unwrap()
     }
 }
 
@@ -112,17 +113,17 @@ fn spawn(dir: &Path, port: u16, other_port: u16, more: &[String]) -> Child {
     spawned.expect("etcd cannot be started; `make setup` installs it")
 }
 
-fn count(names: &dyn Names) -> u64 {
-    names.read(&[Wanted::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
+fn count(documents: &dyn Documents) -> u64 {
+    documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
 /// Adds one, if nobody else has meanwhile.
-fn try_increment(names: &dyn Names) -> bool {
-    let view = names.read(&[Wanted::key("count")]).unwrap();
+fn try_increment(documents: &dyn Documents) -> bool {
+    let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
     let relies_on = vec![("count".into(), view.version("count"))];
     let change = Change { relies_on, ..Change::default() };
-    names.commit(&change.put("count", &(count + 1))).unwrap()
+    documents.commit(&change.put("count", &(count + 1))).unwrap()
 }
 
 #[test]
@@ -131,11 +132,11 @@ fn an_etcd_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
     let (stop, carried_out) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
         for _ in 0..3 {
-            let names = process.client();
+            let documents = process.client();
             let (stop, carried_out) = (&stop, &carried_out);
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    carried_out.fetch_add(try_increment(&names).into(), Ordering::Relaxed);
+                    carried_out.fetch_add(try_increment(&documents).into(), Ordering::Relaxed);
                 }
             });
         }
@@ -193,34 +194,40 @@ fn a_change_whose_answer_is_lost_is_carried_out_once_and_told_truly() {
     let process = Process::start();
     let deaf = Arc::new(AtomicBool::new(false));
     let address = format!("etcd://127.0.0.1:{}", proxy(process.port, deaf.clone()));
-    let patience = Duration::from_secs(60);
-    let names = Etcd::with_patience(&address, &Security::INSECURE, patience).unwrap();
-    assert!(try_increment(&names), "it has a lease for its tokens");
+    let retry_timeout = Duration::from_secs(60);
+    let documents =
+        EtcdDocuments::with_retry_timeout(&address, &Security::INSECURE, retry_timeout).unwrap();
+    assert!(try_increment(&documents), "it has a lease for its tokens");
     let direct = process.client();
     for round in 2..7 {
-        let view = names.read(&[Wanted::key("count")]).unwrap();
+        let view = documents.read(&[Query::key("count")]).unwrap();
         let relies_on = vec![("count".into(), view.version("count"))];
         let change = Change { relies_on, ..Change::default() }.put("count", &round);
         deaf.store(true, Ordering::SeqCst);
-        assert!(names.commit(&change).unwrap(), "what was carried out is not told to be refused");
+        assert!(
+            documents.commit(&change).unwrap(),
+            "what was carried out is not told to be refused"
+        );
         assert!(!deaf.load(Ordering::SeqCst), "an answer was lost");
         assert_eq!(count(&direct), round);
-        assert!(!names.commit(&change).unwrap(), "and the same again is another change");
+        assert!(!documents.commit(&change).unwrap(), "and the same again is another change");
     }
 }
 
 #[test]
 fn an_etcd_that_is_away_is_named_in_time() {
     let mut process = Process::start();
-    let patience = Duration::from_secs(2);
-    let names = Etcd::with_patience(&process.address(), &Security::INSECURE, patience).unwrap();
+    let retry_timeout = Duration::from_secs(2);
+    let documents =
+        EtcdDocuments::with_retry_timeout(&process.address(), &Security::INSECURE, retry_timeout)
+            .unwrap();
     assert!(try_increment(&process.client()));
     process.kill();
     let begin = Instant::now();
     for error in [
-        names.read(&[Wanted::key("count")]).unwrap_err(),
-        names.commit(&Change::default().put("x", &1)).unwrap_err(),
-        names.wait("a", 1, Duration::from_secs(10)).unwrap_err(),
+        documents.read(&[Query::key("count")]).unwrap_err(),
+        documents.commit(&Change::default().put("x", &1)).unwrap_err(),
+        documents.wait("a", 1, Duration::from_secs(10)).unwrap_err(),
     ] {
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.to_string().contains(&process.address()), "{error}");
@@ -233,35 +240,35 @@ fn an_etcd_that_is_away_is_named_in_time() {
 #[test]
 fn more_documents_than_a_transaction_has_room_for_are_read_as_of_one_moment() {
     let process = Process::start();
-    let names = process.client();
+    let documents = process.client();
     for begin in [0, 100, 200] {
         let change = (begin..begin + 100).fold(Change::default(), |change, number| {
             change.put(format!("many/{number}"), &number)
         });
-        assert!(names.commit(&change).unwrap());
+        assert!(documents.commit(&change).unwrap());
     }
-    let wanted: Vec<_> = (0..300).map(|number| Wanted::key(format!("many/{number}"))).collect();
-    let view = names.read(&wanted).unwrap();
+    let wanted: Vec<_> = (0..300).map(|number| Query::key(format!("many/{number}"))).collect();
+    let view = documents.read(&wanted).unwrap();
     assert_eq!(view.documents.len(), 300);
     assert_eq!(view.get("many/250").unwrap(), Some(250));
-    assert_eq!(names.read(&[]).unwrap().revision, view.revision);
+    assert_eq!(documents.read(&[]).unwrap().revision, view.revision);
     let change =
         (0..300).fold(Change::default(), |change, number| change.put(format!("{number}"), &1));
-    let error = names.commit(&change).unwrap_err();
+    let error = documents.commit(&change).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     // Leases and tokens are no documents.
-    let all = names.read(&[Wanted::prefix("")]).unwrap();
+    let all = documents.read(&[Query::prefix("")]).unwrap();
     assert_eq!(all.documents.len(), 300);
 }
 
 /// A certificate and its key.
 fn certificate(
-    names: &[&str],
+    documents: &[&str],
     issuer: Option<&Issuer<'_, KeyPair>>,
 ) -> (CertificateParams, KeyPair, String) {
     let key = KeyPair::generate().unwrap();
-    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-    let mut params = CertificateParams::new(names).unwrap();
+    let documents: Vec<String> = documents.iter().map(|name| (*name).to_owned()).collect();
+    let mut params = CertificateParams::new(documents).unwrap();
     let text = match issuer {
         Some(issuer) => params.signed_by(&key, issuer).unwrap().pem(),
         None => {
@@ -296,13 +303,15 @@ fn an_etcd_with_keys_is_reached_with_keys_only() {
     more.push("--client-cert-auth".into());
     let process = Process::start_with(&more);
     let security = Security::load(keys.path(), Role::Client).unwrap();
-    let names = crate::documents::open(&process.address(), &security).unwrap();
-    assert!(try_increment(&*names));
-    assert_eq!(count(&*names), 1);
-    let error = Etcd::new(&process.address(), &without).map(drop).unwrap_err().to_string();
+    let documents = crate::documents::open(&process.address(), &security).unwrap();
+    assert!(try_increment(&*documents));
+    assert_eq!(count(&*documents), 1);
+    let error = EtcdDocuments::new(&process.address(), &without).map(drop).unwrap_err().to_string();
     assert!(error.contains("etcd-ca.pem"), "{error}");
-    let patience = Duration::from_secs(2);
-    let plain = Etcd::with_patience(&process.address(), &Security::INSECURE, patience).unwrap();
+    let retry_timeout = Duration::from_secs(2);
+    let plain =
+        EtcdDocuments::with_retry_timeout(&process.address(), &Security::INSECURE, retry_timeout)
+            .unwrap();
     assert!(plain.read(&[]).is_err());
 }
 
@@ -320,10 +329,10 @@ proptest! {
             change = change.put(key, &1);
         }
         for key in &removed {
-            change = change.remove(Wanted::key(key));
+            change = change.remove(Query::key(key));
         }
         for prefix in &prefixes {
-            change = change.remove(Wanted::prefix(prefix));
+            change = change.remove(Query::prefix(prefix));
         }
         let puts: BTreeMap<_, _> = change.puts.iter().map(|put| (document(&put.key), put)).collect();
         let ranges = removes(&change, &puts);

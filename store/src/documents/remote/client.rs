@@ -7,73 +7,79 @@ use tokio::sync::Mutex;
 use tokio::time::timeout;
 
 use super::connection::Connection;
-use super::wire::{Answer, MAX_REQUEST, MAX_WANTED, Request, check_key};
-use crate::documents::background::{Background, Trouble, insist, unavailable};
-use crate::documents::{Change, Names, PATIENCE, View, WAIT, Wanted, new_token};
+use super::wire::{Answer, MAX_QUERIES, MAX_REQUEST, Request, check_key};
+use crate::documents::background::{Background, CallError, retry, unavailable};
+use crate::documents::{Change, Documents, LONGEST_WAIT, Query, RETRY_TIMEOUT, View, new_token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CatalogId;
+use crate::net::frame::Message;
 use crate::net::identity::Security;
 
 /// Documents of a catalog elsewhere. It connects when it is first used, and again whenever that is needed.
-pub struct Served {
+pub struct RemoteDocuments {
     background: Background,
-    way: Arc<Way>,
+    link: Arc<CatalogLink>,
 }
 
-struct Way {
+struct CatalogLink {
     address: String,
     security: Security,
-    patience: Duration,
+    retry_timeout: Duration,
     /// Which catalog was found first. Another one at its address has other names.
     catalog: OnceLock<CatalogId>,
     connection: Mutex<Option<Arc<Connection>>>,
 }
 
-impl Served {
+impl RemoteDocuments {
     /// The catalog at `host:port`. Nobody is asked yet.
-    pub fn new(address: &str, security: &Security) -> Result<Served> {
-        Served::with_patience(address, security, PATIENCE)
+    pub fn new(address: &str, security: &Security) -> Result<RemoteDocuments> {
+        RemoteDocuments::with_retry_timeout(address, security, RETRY_TIMEOUT)
     }
 
-    /// As [`Served::new`], for a caller who wants to hear of a catalog that is away after another time than ten
+    /// As [`RemoteDocuments::new`], for a caller who wants to hear of a catalog that is away after another time than ten
     /// seconds.
-    pub fn with_patience(address: &str, security: &Security, patience: Duration) -> Result<Served> {
-        let way = Way {
+    pub fn with_retry_timeout(
+        address: &str,
+        security: &Security,
+        retry_timeout: Duration,
+    ) -> Result<RemoteDocuments> {
+        let link = CatalogLink {
             address: address.into(),
             security: security.clone(),
-            patience,
+            retry_timeout,
             catalog: OnceLock::new(),
             connection: Mutex::default(),
         };
-        Ok(Served { background: Background::start(address)?, way: Arc::new(way) })
+        Ok(RemoteDocuments { background: Background::start(address)?, link: Arc::new(link) })
     }
 
     fn ask(&self, request: &Request, longer: Duration) -> Result<Answer> {
-        let body = request.to_body();
-        let len = body.1.len();
+        let (kind, body) = request.to_body();
+        let len = body.len();
         if len > MAX_REQUEST {
             let why = format!("a request of {len} bytes is too long; it may have {MAX_REQUEST}");
             return Err(Error::BadArgument(why));
         }
-        let way = self.way.clone();
+        let request: Message = (kind, vec![body.into()]);
+        let link = self.link.clone();
         self.background.run(async move {
-            let ask = || way.ask(&body, longer);
-            insist(&way.address, way.patience, !longer.is_zero(), ask).await
+            let ask = || link.ask(&request, longer);
+            retry(&link.address, link.retry_timeout, !longer.is_zero(), ask).await
         })
     }
 
     fn unexpected(&self) -> Error {
-        unavailable(&self.way.address, "the answer is not one to the question")
+        unavailable(&self.link.address, "the answer is not one to the question")
     }
 }
 
-impl Names for Served {
-    fn read(&self, wanted: &[Wanted]) -> Result<View> {
-        if wanted.len() > MAX_WANTED {
+impl Documents for RemoteDocuments {
+    fn read(&self, wanted: &[Query]) -> Result<View> {
+        if wanted.len() > MAX_QUERIES {
             let why = format!("{} documents are too many to ask for at once", wanted.len());
             return Err(Error::BadArgument(why));
         }
-        wanted.iter().try_for_each(|(Wanted::Key(key) | Wanted::Prefix(key))| check_key(key))?;
+        wanted.iter().try_for_each(|(Query::Key(key) | Query::Prefix(key))| check_key(key))?;
         match self.ask(&Request::Read(wanted.to_vec()), Duration::ZERO)? {
             Answer::View(view) => Ok(view),
             _ => Err(self.unexpected()),
@@ -81,12 +87,12 @@ impl Names for Served {
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
-        let removed = change.removes.iter().map(|(Wanted::Key(key) | Wanted::Prefix(key))| key);
+        let removed = change.removes.iter().map(|(Query::Key(key) | Query::Prefix(key))| key);
         let put = change.puts.iter().map(|put| &put.key);
         let relied_on = change.relies_on.iter().map(|(key, _)| key);
         removed.chain(put).chain(relied_on).try_for_each(|key| check_key(key))?;
         let token = new_token(change)
-            .map_err(|error| unavailable(&self.way.address, &format!("no random: {error}")))?;
+            .map_err(|error| unavailable(&self.link.address, &format!("no random: {error}")))?;
         match self.ask(&Request::Commit(token, change.clone()), Duration::ZERO)? {
             Answer::Committed(carried_out) => Ok(carried_out),
             _ => Err(self.unexpected()),
@@ -95,7 +101,7 @@ impl Names for Served {
 
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
         check_key(folder)?;
-        let limit = limit.min(WAIT);
+        let limit = limit.min(LONGEST_WAIT);
         match self.ask(&Request::Wait(folder.into(), revision, limit.as_millis() as u32), limit)? {
             Answer::Waited => Ok(()),
             _ => Err(self.unexpected()),
@@ -103,23 +109,23 @@ impl Names for Served {
     }
 }
 
-impl Way {
+impl CatalogLink {
     /// Asks once. A third of the time is for each try, so that a connection which leads nowhere is tried anew.
-    async fn ask(&self, body: &(u16, Vec<u8>), longer: Duration) -> Result<Answer, Trouble> {
-        let connection = match timeout(self.patience / 3, self.connection()).await {
+    async fn ask(&self, request: &Message, longer: Duration) -> Result<Answer, CallError> {
+        let connection = match timeout(self.retry_timeout / 3, self.connection()).await {
             Ok(connection) => connection?,
-            Err(_) => return Err(Trouble::Passing("it cannot be reached in time".into())),
+            Err(_) => return Err(CallError::Transient("it cannot be reached in time".into())),
         };
-        match timeout(self.patience / 3 + longer, connection.ask(body.clone())).await {
+        match timeout(self.retry_timeout / 3 + longer, connection.ask(request.clone())).await {
             Ok(answer) => answer,
             Err(_) => {
-                connection.end();
-                Err(Trouble::late())
+                connection.close();
+                Err(CallError::late())
             }
         }
     }
 
-    async fn connection(&self) -> Result<Arc<Connection>, Trouble> {
+    async fn connection(&self) -> Result<Arc<Connection>, CallError> {
         // One at a time: the others use what this one finds.
         let mut connection = self.connection.lock().await;
         if let Some(connection) = connection.as_ref().filter(|found| !found.is_lost()) {
@@ -132,7 +138,7 @@ impl Way {
                 "it is catalog {}, and was {first} before; start the one with the right directory",
                 opened.catalog()
             );
-            return Err(Trouble::Lasting(ErrorKind::Unavailable, reason));
+            return Err(CallError::Permanent(ErrorKind::Unavailable, reason));
         }
         let opened = Arc::new(opened);
         *connection = Some(opened.clone());

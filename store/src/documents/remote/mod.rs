@@ -1,7 +1,7 @@
 //! Documents that one process serves to all over the network.
 //!
 //! ```text
-//! Served ──► Connection ═══ frames ═══► serve ──► CatalogStore: a database in a directory of its own
+//! RemoteDocuments ──► Connection ═══ frames ═══► serve ──► CatalogStore: a database in a directory of its own
 //!   └─ asks again when a connection is lost          └─ knows by its token what was carried out before
 //! ```
 //!
@@ -16,6 +16,6 @@ mod store;
 pub(super) mod tests;
 pub mod wire;
 
-pub use client::Served;
+pub use client::RemoteDocuments;
 pub use server::serve;
 pub use store::CatalogStore;

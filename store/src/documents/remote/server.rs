@@ -13,19 +13,19 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncWrite, AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::{AsyncWrite, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::store::CatalogStore;
-use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, OLDEST, Request, Token, VERSION};
-use crate::cluster::protocol as peers;
-use crate::documents::{Change, Names, Wanted, folder};
+use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
+use crate::documents::{Change, Documents, Query, folder};
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::frames::{PROGRESS, read_body, read_header, read_header_within, write};
-use crate::net::identity::{Reader, Role, Security, Writer};
+use crate::net::frame::{OutgoingFrames, read_body, read_header};
+use crate::net::handshake::{CATALOG_PROTOCOL, greet};
+use crate::net::identity::{Role, Security};
 
 /// Memory for requests and answers, in units of a KiB.
 const MEMORY: usize = 256 << 10;
@@ -45,14 +45,11 @@ const WORKERS: usize = 4;
 /// How long a connection may be silent.
 const IDLE: Duration = Duration::from_secs(600);
 
-/// How long a client may take for its first words.
-pub(super) const GREETING: Duration = Duration::from_secs(10);
-
 /// The longest wait. A client that wants to wait longer asks again.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// How often is looked for changes by other processes.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What a peer may change: what it is, and what it has found out. The names are not its own.
 const FOLDERS_OF_PEERS: [&str; 5] = ["members", "alive", "suspects", "leader", "health"];
@@ -72,7 +69,7 @@ struct Outgoing {
     number: u64,
     body: (u16, Vec<u8>),
     _room: Option<OwnedSemaphorePermit>,
-    _turn: OwnedSemaphorePermit,
+    _slot: OwnedSemaphorePermit,
 }
 
 /// Serves connections until `stop` ends.
@@ -135,7 +132,7 @@ impl Server {
                 self.look.notified().await;
             }
             let store = self.store.clone();
-            match tokio::task::spawn_blocking(move || store.names().folders()).await {
+            match tokio::task::spawn_blocking(move || store.documents().folders()).await {
                 Ok(Ok(found)) => {
                     self.folders.send_if_modified(|folders| {
                         let changed = *folders != found;
@@ -147,7 +144,7 @@ impl Server {
                 Err(error) => tracing::warn!(%error, "changes cannot be looked for"),
             }
             // A change that was made here is told at once.
-            let _ = timeout(LOOK, self.look.notified()).await;
+            let _ = timeout(POLL_INTERVAL, self.look.notified()).await;
         }
     }
 
@@ -159,12 +156,13 @@ impl Server {
     ) -> io::Result<()> {
         let _ = stream.set_nodelay(true);
         let (reader, writer, role) = self.security.accept(stream, &Role::ALL).await?;
-        let (mut reader, mut writer) = (BufReader::new(reader), BufWriter::new(writer));
-        if !self.greet(&mut reader, &mut writer).await? {
+        let (mut reader, mut writer) = (BufReader::new(reader), writer);
+        let id = self.store.id();
+        if !greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await? {
             return Ok(());
         }
         drop(newcomer);
-        let turns = Arc::new(Semaphore::new(MAX_REQUESTS));
+        let slots = Arc::new(Semaphore::new(MAX_REQUESTS));
         let (answers, outgoing) = mpsc::unbounded_channel();
         let mut sending = JoinSet::new();
         sending.spawn(send(writer, outgoing));
@@ -172,13 +170,13 @@ impl Server {
         let mut answering = JoinSet::new();
         loop {
             let header = tokio::select! {
-                header = read_header_within(&mut reader, IDLE, MAX_REQUEST) => header?,
+                header = read_header(&mut reader, IDLE, MAX_REQUEST) => header?,
                 // The client takes no answers any more.
                 _ = sending.join_next() => return Ok(()),
             };
             let Some(header) = header else { break };
             let header = header.map_err(io::Error::other)?;
-            let turn = turns.clone().acquire_owned().await.map_err(io::Error::other)?;
+            let slot = slots.clone().acquire_owned().await.map_err(io::Error::other)?;
             let room = self.room(header.len).await?;
             let body = read_body(&mut reader, &header).await?;
             let number = header.number;
@@ -188,13 +186,13 @@ impl Server {
                     answering.spawn(async move {
                         let (body, _room) = server.answer(request, role, room).await;
                         // The client may have gone.
-                        let _ = answers.send(Outgoing { number, body, _room, _turn: turn });
+                        let _ = answers.send(Outgoing { number, body, _room, _slot: slot });
                     });
                 }
                 // Where the next frame starts is clear, but not what this client means by it.
                 Err(error) => {
                     let body = Answer::failed(&error).to_body();
-                    let _ = answers.send(Outgoing { number, body, _room: Some(room), _turn: turn });
+                    let _ = answers.send(Outgoing { number, body, _room: Some(room), _slot: slot });
                     break;
                 }
             }
@@ -211,46 +209,6 @@ impl Server {
     async fn room(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
         let units = (bytes.div_ceil(1024) + 1) as u32;
         self.memory.clone().acquire_many_owned(units).await.map_err(io::Error::other)
-    }
-
-    /// Makes both sides known. Returns whether they understand each other.
-    async fn greet(
-        &self,
-        reader: &mut BufReader<Reader>,
-        writer: &mut BufWriter<Writer>,
-    ) -> io::Result<bool> {
-        let Some(header) = read_header(reader, GREETING).await? else { return Ok(false) };
-        let header = header.map_err(io::Error::other)?;
-        if header.len > 1024 {
-            return Ok(false);
-        }
-        let body = timeout(GREETING, read_body(reader, &header)).await??;
-        let mut is_welcome = false;
-        let answer = match Request::from_body(header.kind, &body) {
-            // A peer's client would not understand an answer of this protocol.
-            _ if header.kind == peers::HELLO => {
-                let reason = "this is a catalog, not a peer; name a peer's address";
-                peers::Answer::Failed(ErrorKind::Invalid, reason.into()).to_body()
-            }
-            Ok(Request::Hello(oldest, newest)) if oldest <= VERSION && newest >= OLDEST => {
-                is_welcome = true;
-                Answer::Welcome(newest.min(VERSION), self.store.id()).to_body()
-            }
-            Ok(Request::Hello(oldest, newest)) => {
-                let reason = format!(
-                    "it speaks versions {OLDEST} to {VERSION} of the protocol, the client {oldest} to \
-                     {newest}; update the older one"
-                );
-                Answer::Failed(ErrorKind::Invalid, reason).to_body()
-            }
-            Ok(_) => {
-                Answer::Failed(ErrorKind::Invalid, "a client begins with a hello".into()).to_body()
-            }
-            Err(error) => Answer::failed(&error).to_body(),
-        };
-        write(writer, header.number, answer).await?;
-        timeout(PROGRESS, writer.flush()).await??;
-        Ok(is_welcome)
     }
 
     /// The answer to a request, and its room in memory. `room` is the request's.
@@ -289,13 +247,11 @@ impl Server {
     /// Carries out a request.
     fn work(&self, request: Request, role: Option<Role>) -> (u16, Vec<u8>) {
         let answer = match request {
-            Request::Read(wanted) => self.store.names().read(&wanted).map(Answer::View),
+            Request::Read(wanted) => self.store.documents().read(&wanted).map(Answer::View),
             Request::Commit(token, change) => {
                 self.commit(token.as_ref(), &change, role).map(Answer::Committed)
             }
-            Request::Hello(..) | Request::Wait(..) => {
-                Err(Error::BadArgument("a connection has one hello".into()))
-            }
+            Request::Wait(..) => unreachable!("waits are answered without a worker"),
         };
         let body = answer.unwrap_or_else(|error| Answer::failed(&error)).to_body();
         match body.1.len() {
@@ -311,10 +267,10 @@ impl Server {
         if role == Some(Role::Peer) {
             check_peer(change)?;
         }
-        let names = self.store.names();
+        let documents = self.store.documents();
         let carried_out = match token {
-            Some(token) => names.commit_once(token, change),
-            None => names.commit(change),
+            Some(token) => documents.commit_once(token, change),
+            None => documents.commit(change),
         }?;
         if carried_out {
             self.look.notify_one();
@@ -327,11 +283,11 @@ impl Server {
 fn check_peer(change: &Change) -> Result<()> {
     let own = |key: &str| FOLDERS_OF_PEERS.contains(&folder(key));
     let removed = change.removes.iter().find(|wanted| match wanted {
-        Wanted::Key(key) => !own(key),
+        Query::Key(key) => !own(key),
         // Without a slash it would be of other folders, too.
-        Wanted::Prefix(prefix) => !own(prefix) || !prefix.contains('/'),
+        Query::Prefix(prefix) => !own(prefix) || !prefix.contains('/'),
     });
-    let removed = removed.map(|(Wanted::Key(key) | Wanted::Prefix(key))| key);
+    let removed = removed.map(|(Query::Key(key) | Query::Prefix(key))| key);
     let put = change.puts.iter().map(|put| &put.key).find(|key| !own(key));
     match removed.or(put) {
         None => Ok(()),
@@ -342,25 +298,31 @@ fn check_peer(change: &Change) -> Result<()> {
     }
 }
 
-/// Sends answers, as many as there are with one system call.
+/// Sends answers, many with one system call.
 async fn send(
-    mut writer: BufWriter<impl AsyncWrite + Unpin>,
+    mut writer: impl AsyncWrite + Unpin,
     mut outgoing: mpsc::UnboundedReceiver<Outgoing>,
 ) -> io::Result<()> {
+    let mut frames = OutgoingFrames::default();
+    let mut held = Vec::new();
     while let Some(first) = outgoing.recv().await {
         let mut next = Some(first);
-        while let Some(Outgoing { number, body, _room, _turn }) = next {
-            write(&mut writer, number, body).await?;
-            next = outgoing.try_recv().ok();
+        while let Some(Outgoing { number, body: (kind, body), _room, _slot }) = next.take() {
+            frames.push(number, (kind, vec![body.into()]));
+            held.push((_room, _slot));
+            if !frames.is_full() {
+                next = outgoing.try_recv().ok();
+            }
         }
-        timeout(PROGRESS, writer.flush()).await??;
+        frames.send(&mut writer).await?;
+        held.clear();
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Change, Wanted, check_peer};
+    use super::{Change, Query, check_peer};
 
     #[test]
     fn a_peer_changes_what_is_its_own_and_no_names() {
@@ -368,17 +330,17 @@ mod tests {
         for good in [
             change(),
             change().put("alive/x", &1).put("leader", &1).put("members/a/b", &1),
-            change().remove(Wanted::prefix("suspects/")).remove(Wanted::key("health/x")),
+            change().remove(Query::prefix("suspects/")).remove(Query::key("health/x")),
         ] {
             check_peer(&good).unwrap();
         }
         for bad in [
             change().put("images/vm1", &1),
             change().put("alive/x", &1).put("aliveness/x", &1),
-            change().remove(Wanted::key("images/vm1")),
-            change().remove(Wanted::prefix("images/")),
-            change().remove(Wanted::prefix("alive")),
-            change().remove(Wanted::prefix("")),
+            change().remove(Query::key("images/vm1")),
+            change().remove(Query::prefix("images/")),
+            change().remove(Query::prefix("alive")),
+            change().remove(Query::prefix("")),
             change().put("", &1),
         ] {
             assert!(check_peer(&bad).is_err(), "{bad:?}");

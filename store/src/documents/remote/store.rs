@@ -10,7 +10,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::documents::Embedded;
+use crate::documents::SqliteDocuments;
 use crate::durable::data_directory::DataDirectory;
 use crate::error::Result;
 use crate::id::CatalogId;
@@ -28,7 +28,7 @@ const DIRECTORY: DataDirectory = DataDirectory {
 /// A catalog's directory, in use by this process.
 pub struct CatalogStore {
     id: CatalogId,
-    names: Arc<Embedded>,
+    documents: Arc<SqliteDocuments>,
     _lock: File,
 }
 
@@ -36,10 +36,10 @@ impl CatalogStore {
     /// Opens a data directory, and makes it first if it is empty or not there.
     pub fn open(directory: &Path) -> Result<CatalogStore> {
         let database = directory.join(DATABASE);
-        let (lock, id) = DIRECTORY.take(directory, || Embedded::create(&database))?;
+        let (lock, id) = DIRECTORY.take(directory, || SqliteDocuments::create(&database))?;
         let id = id.parse()?;
-        let names = Arc::new(Embedded::open(&database)?);
-        Ok(CatalogStore { id, names, _lock: lock })
+        let documents = Arc::new(SqliteDocuments::open(&database)?);
+        Ok(CatalogStore { id, documents, _lock: lock })
     }
 
     /// Which catalog this is.
@@ -48,8 +48,8 @@ impl CatalogStore {
     }
 
     /// Its documents. Who changes them here is seen by all who are served.
-    pub fn names(&self) -> &Arc<Embedded> {
-        &self.names
+    pub fn documents(&self) -> &Arc<SqliteDocuments> {
+        &self.documents
     }
 }
 

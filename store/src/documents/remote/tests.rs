@@ -10,15 +10,16 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 
-use super::server::GREETING;
-use super::wire::{Answer, MAX_REQUEST, Request};
-use super::{CatalogStore, Served, serve};
+use super::wire::{MAX_REQUEST, Request};
+use super::{CatalogStore, RemoteDocuments, serve};
 use crate::cluster::client::Connection as PeerConnection;
 use crate::cluster::peer;
 use crate::cluster::peer::PeerStore;
-use crate::documents::{Change, Names, Wanted};
+use crate::documents::{Change, Documents, Query};
 use crate::error::ErrorKind;
-use crate::net::frames::{HEADER, Header};
+use crate::net::frame::{HEADER, Header};
+use crate::net::handshake::testing::{Heard, frames_in, hello_frame};
+use crate::net::handshake::{CATALOG_PROTOCOL, HANDSHAKE_TIMEOUT};
 use crate::net::identity::{Role, Security, init};
 use crate::sys;
 use crate::testing::own_port;
@@ -64,8 +65,8 @@ impl Catalog {
         self.address.to_string()
     }
 
-    pub(in crate::documents) fn client(&self) -> Served {
-        Served::new(&self.address(), &Security::INSECURE).unwrap()
+    pub(in crate::documents) fn client(&self) -> RemoteDocuments {
+        RemoteDocuments::new(&self.address(), &Security::INSECURE).unwrap()
     }
 }
 
@@ -89,17 +90,17 @@ fn in_background<F: Future<Output = io::Result<()>>>(
     })
 }
 
-fn count(names: &dyn Names) -> u64 {
-    names.read(&[Wanted::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
+fn count(documents: &dyn Documents) -> u64 {
+    documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
 /// Adds one, if nobody else has meanwhile.
-fn try_increment(names: &dyn Names) -> bool {
-    let view = names.read(&[Wanted::key("count")]).unwrap();
+fn try_increment(documents: &dyn Documents) -> bool {
+    let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
     let relies_on = vec![("count".into(), view.version("count"))];
     let change = Change { relies_on, ..Change::default() };
-    names.commit(&change.put("count", &(count + 1))).unwrap()
+    documents.commit(&change.put("count", &(count + 1))).unwrap()
 }
 
 /// What becomes of a request on its way.
@@ -169,13 +170,13 @@ fn a_change_whose_answer_is_lost_is_carried_out_once_and_told_truly() {
     for fate in [Fate::IsNotAnswered, Fate::IsLost] {
         let mut fates = vec![fate, Fate::Arrives, fate];
         let address = proxy(catalog.address, move || fates.pop().unwrap_or(Fate::Arrives));
-        let names = Served::new(&address, &Security::INSECURE).unwrap();
-        let before = count(&names);
-        assert!(try_increment(&names), "what was carried out is not told to be refused");
-        assert!(try_increment(&names));
+        let documents = RemoteDocuments::new(&address, &Security::INSECURE).unwrap();
+        let before = count(&documents);
+        assert!(try_increment(&documents), "what was carried out is not told to be refused");
+        assert!(try_increment(&documents));
         assert_eq!(count(&catalog.client()), before + 2);
         let change = Change { relies_on: vec![("count".into(), 1)], ..Change::default() };
-        assert!(!names.commit(&change.put("count", &0)).unwrap(), "what was not, is");
+        assert!(!documents.commit(&change.put("count", &0)).unwrap(), "what was not, is");
     }
 }
 
@@ -198,9 +199,14 @@ fn counters_lose_nothing_over_a_bad_network() {
     let carried_out: usize = thread::scope(|scope| {
         let threads: Vec<_> = (0..4)
             .map(|_| {
-                let patience = Duration::from_secs(60);
-                let names = Served::with_patience(&address, &Security::INSECURE, patience).unwrap();
-                scope.spawn(move || (0..25).filter(|_| try_increment(&names)).count())
+                let retry_timeout = Duration::from_secs(60);
+                let documents = RemoteDocuments::with_retry_timeout(
+                    &address,
+                    &Security::INSECURE,
+                    retry_timeout,
+                )
+                .unwrap();
+                scope.spawn(move || (0..25).filter(|_| try_increment(&documents)).count())
             })
             .collect();
         threads.into_iter().map(|one| one.join().unwrap()).sum()
@@ -210,7 +216,7 @@ fn counters_lose_nothing_over_a_bad_network() {
 }
 
 /// Somebody without patience succeeds in the end.
-fn insist(is_done: impl Fn() -> bool) {
+fn retry(is_done: impl Fn() -> bool) {
     let begin = Instant::now();
     while !is_done() {
         assert!(begin.elapsed() < Duration::from_secs(60), "it does not succeed");
@@ -220,15 +226,17 @@ fn insist(is_done: impl Fn() -> bool) {
 #[test]
 fn a_catalog_that_is_away_is_named_in_time_and_used_when_it_returns() {
     let mut catalog = Catalog::start();
-    let patience = Duration::from_secs(1);
-    let hasty = Served::with_patience(&catalog.address(), &Security::INSECURE, patience).unwrap();
+    let retry_timeout = Duration::from_secs(1);
+    let hasty =
+        RemoteDocuments::with_retry_timeout(&catalog.address(), &Security::INSECURE, retry_timeout)
+            .unwrap();
     let patient = catalog.client();
     assert!(try_increment(&patient) && try_increment(&patient));
-    let is_used = || hasty.read(&[Wanted::key("count")]).is_ok();
-    insist(is_used);
+    let is_used = || hasty.read(&[Query::key("count")]).is_ok();
+    retry(is_used);
     catalog.stop();
     let begin = Instant::now();
-    let error = hasty.read(&[Wanted::key("count")]).unwrap_err();
+    let error = hasty.read(&[Query::key("count")]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains(&catalog.address()), "{error}");
     assert!(hasty.wait("a", 0, Duration::from_secs(20)).is_err());
@@ -240,7 +248,7 @@ fn a_catalog_that_is_away_is_named_in_time_and_used_when_it_returns() {
         assert!(waiting.join().unwrap(), "who has patience does not notice");
     });
     assert_eq!(count(&patient), 3);
-    insist(is_used);
+    retry(is_used);
     // Another catalog at its address is not taken for it.
     catalog.stop();
     catalog.dir = TempDir::new().unwrap();
@@ -252,19 +260,21 @@ fn a_catalog_that_is_away_is_named_in_time_and_used_when_it_returns() {
 #[test]
 fn who_waits_does_not_stop_who_asks() {
     let catalog = Catalog::start();
-    let names = Arc::new(catalog.client());
-    let revision = names.read(&[]).unwrap().revision;
+    let documents = Arc::new(catalog.client());
+    let revision = documents.read(&[]).unwrap().revision;
     let waiting: Vec<_> = (0..20)
         .map(|_| {
-            let names = names.clone();
-            thread::spawn(move || names.wait("count", revision, Duration::from_secs(60)).unwrap())
+            let documents = documents.clone();
+            thread::spawn(move || {
+                documents.wait("count", revision, Duration::from_secs(60)).unwrap()
+            })
         })
         .collect();
     let begin = Instant::now();
     for _ in 0..5 {
-        assert_eq!(count(&*names), 0);
+        assert_eq!(count(&*documents), 0);
     }
-    assert!(try_increment(&*names));
+    assert!(try_increment(&*documents));
     waiting.into_iter().for_each(|one| one.join().unwrap());
     assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
 }
@@ -272,28 +282,28 @@ fn who_waits_does_not_stop_who_asks() {
 #[test]
 fn large_documents_pass_and_too_large_ones_are_refused() {
     let catalog = Catalog::start();
-    let names = catalog.client();
+    let documents = catalog.client();
     let text = "x".repeat(900 << 10);
     for number in 0..75 {
         let change = Change { relaxed: true, ..Change::default() };
-        assert!(names.commit(&change.put(format!("large/{number:02}"), &text)).unwrap());
+        assert!(documents.commit(&change.put(format!("large/{number:02}"), &text)).unwrap());
         if number == 9 {
-            let view = names.read(&[Wanted::prefix("large/")]).unwrap();
+            let view = documents.read(&[Query::prefix("large/")]).unwrap();
             assert_eq!(view.get::<String>("large/07").unwrap(), Some(text.clone()));
         }
     }
-    let error = names.read(&[Wanted::prefix("large/")]).unwrap_err();
+    let error = documents.read(&[Query::prefix("large/")]).unwrap_err();
     assert!(error.to_string().contains("ask for less"), "{error}");
-    assert_eq!(names.read(&[Wanted::prefix("large/0")]).unwrap().documents.len(), 10);
+    assert_eq!(documents.read(&[Query::prefix("large/0")]).unwrap().documents.len(), 10);
     let long = Change::default().put("large", &"x".repeat(MAX_REQUEST));
-    assert_eq!(names.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(documents.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
     let long = Change::default().put("x".repeat(2000), &1);
-    assert_eq!(names.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
-    assert!(try_increment(&names), "it goes on");
+    assert_eq!(documents.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(try_increment(&documents), "it goes on");
 }
 
 /// Says something, and returns all that is answered until the catalog closes.
-fn say(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Answer> {
+fn say(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     let mut stream = TcpStream::connect(catalog.address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     for (header, body) in frames {
@@ -306,15 +316,7 @@ fn say(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Answer> {
         Err(error) if error.kind() != io::ErrorKind::ConnectionReset => panic!("{error}"),
         _ => {}
     }
-    let mut answers = Vec::new();
-    let mut rest = &bytes[..];
-    while let Some((head, behind)) = rest.split_first_chunk::<HEADER>() {
-        let header = Header::from_bytes(head, crate::cluster::protocol::MAX_BODY).unwrap();
-        let (body, behind) = behind.split_at(header.len);
-        answers.push(Answer::from_body(header.kind, body).unwrap());
-        rest = behind;
-    }
-    answers
+    frames_in(&bytes)
 }
 
 fn frame(request: &Request) -> (Header, Vec<u8>) {
@@ -325,41 +327,41 @@ fn frame(request: &Request) -> (Header, Vec<u8>) {
 #[test]
 fn who_does_not_speak_the_protocol_is_told_or_ignored() {
     let catalog = Catalog::start();
-    let hello = |oldest, newest| frame(&Request::Hello(oldest, newest));
-    let future = say(&catalog, &[hello(2, 9)]);
+    let hello = |oldest, newest| hello_frame(&CATALOG_PROTOCOL, oldest, newest);
+    let future = say(&catalog, &[hello(3, 9)]);
     assert!(
-        matches!(&future[..], [Answer::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
+        matches!(&future[..], [Heard::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
     );
-    assert!(matches!(say(&catalog, &[hello(0, 9)])[..], [Answer::Welcome(1, _)]));
+    assert!(matches!(say(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(2)]));
     let rude = say(&catalog, &[frame(&Request::Read(vec![]))]);
-    assert!(matches!(rude[..], [Answer::Failed(ErrorKind::Invalid, _)]));
-    let twice = say(&catalog, &[hello(1, 1), hello(1, 1)]);
-    assert!(matches!(twice[..], [Answer::Welcome(..), Answer::Failed(..)]), "{twice:?}");
+    assert!(matches!(rude[..], [Heard::Failed(ErrorKind::Invalid, _)]));
+    let twice = say(&catalog, &[hello(2, 2), hello(2, 2)]);
+    assert!(matches!(twice[..], [Heard::Welcome(_), Heard::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 250, number: 1, len: 3 }, vec![1, 2, 3]);
-    let confused = say(&catalog, &[hello(1, 1), unknown]);
-    assert!(matches!(confused[..], [Answer::Welcome(..), Answer::Failed(ErrorKind::Corrupt, _)]));
+    let confused = say(&catalog, &[hello(2, 2), unknown]);
+    assert!(matches!(confused[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     let long = (Header { kind: 203, number: 1, len: MAX_REQUEST + 1 }, vec![0; 100]);
-    assert!(matches!(say(&catalog, &[hello(1, 1), long])[..], [Answer::Welcome(..)]));
+    assert!(matches!(say(&catalog, &[hello(2, 2), long])[..], [Heard::Welcome(_)]));
     let cut = (Header { kind: 203, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(say(&catalog, &[hello(1, 1), cut])[..], [Answer::Welcome(..)]));
+    assert!(matches!(say(&catalog, &[hello(2, 2), cut])[..], [Heard::Welcome(_)]));
     assert!(try_increment(&catalog.client()), "it goes on");
 }
 
 #[test]
 fn newcomers_who_say_nothing_are_bounded_and_do_not_hurt_those_who_are_known() {
     let catalog = Catalog::start();
-    let names = catalog.client();
-    assert!(try_increment(&names));
+    let documents = catalog.client();
+    assert!(try_increment(&documents));
     let begin = Instant::now();
     let mut silent: Vec<_> =
         (0..200).map(|_| TcpStream::connect(catalog.address).unwrap()).collect();
-    assert!(try_increment(&names), "it has a connection");
+    assert!(try_increment(&documents), "it has a connection");
     // The first ones are given time for their first words. What is beyond the limit is closed at once.
     for stream in &mut silent[70..] {
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         assert!(!matches!(stream.read(&mut [0]), Ok(1..)));
     }
-    assert!(begin.elapsed() < GREETING, "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < HANDSHAKE_TIMEOUT, "{:?}", begin.elapsed());
     drop(silent);
     assert!(try_increment(&catalog.client()), "there is room again");
 }
@@ -382,7 +384,7 @@ fn a_peer_is_not_taken_for_a_catalog_nor_a_catalog_for_a_peer() {
             peer::serve(listener, store, as_peer, async { drop(stopped.await) }).await
         });
         let begin = Instant::now();
-        let error = Served::new(&address, &as_client).unwrap().read(&[]).unwrap_err();
+        let error = RemoteDocuments::new(&address, &as_client).unwrap().read(&[]).unwrap_err();
         assert!(error.to_string().contains("name the catalog's address"), "{error}");
         assert!(begin.elapsed() < Duration::from_secs(8), "it does not try in vain");
         drop(stop);
@@ -405,28 +407,28 @@ fn roles_decide_who_may_change_what() {
     let load = |role| Security::load(keys.path(), role).unwrap();
     let catalog = Catalog::start_with(load(Role::Catalog));
     let by = |security: &Security, seconds| {
-        let patience = Duration::from_secs(seconds);
-        Served::with_patience(&catalog.address(), security, patience).unwrap()
+        let retry_timeout = Duration::from_secs(seconds);
+        RemoteDocuments::with_retry_timeout(&catalog.address(), security, retry_timeout).unwrap()
     };
     for role in [Role::Client, Role::Catalog] {
-        let names = by(&load(role), 60);
-        assert!(names.commit(&Change::default().put("images/vm1", &1)).unwrap(), "{role:?}");
+        let documents = by(&load(role), 60);
+        assert!(documents.commit(&Change::default().put("images/vm1", &1)).unwrap(), "{role:?}");
     }
     let peer = by(&load(Role::Peer), 60);
     assert!(peer.commit(&Change::default().put_for(9, "alive/x", &1)).unwrap());
-    assert_eq!(peer.read(&[Wanted::prefix("")]).unwrap().documents.len(), 2);
-    let change = Change::default().put("alive/x", &2).remove(Wanted::key("images/vm1"));
+    assert_eq!(peer.read(&[Query::prefix("")]).unwrap().documents.len(), 2);
+    let change = Change::default().put("alive/x", &2).remove(Query::key("images/vm1"));
     let error = peer.commit(&change).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("a peer may not change 'images/vm1'"), "{error}");
-    let view = peer.read(&[Wanted::prefix("")]).unwrap();
+    let view = peer.read(&[Query::prefix("")]).unwrap();
     assert_eq!(view.get("alive/x").unwrap(), Some(1), "nothing of it was done");
     let stranger = Security::load(others.path(), Role::Client).unwrap();
     for stranger in [Security::INSECURE, stranger] {
-        assert!(by(&stranger, 2).read(&[Wanted::prefix("")]).is_err());
+        assert!(by(&stranger, 2).read(&[Query::prefix("")]).is_err());
     }
     let open = Catalog::start();
-    let client = Served::new(&open.address(), &load(Role::Client)).unwrap();
+    let client = RemoteDocuments::new(&open.address(), &load(Role::Client)).unwrap();
     let error = client.read(&[]).unwrap_err().to_string();
     assert!(error.contains("--insecure") || error.contains("away"), "{error}");
 }

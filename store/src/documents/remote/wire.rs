@@ -1,20 +1,15 @@
 //! What a catalog and its clients say to each other.
 //!
-//! The frames are those of the [peers' protocol](crate::cluster::protocol), with kinds of their own, so that whoever is
-//! reached by mistake can be told apart. Every count and length is checked against the bytes that are there before
-//! memory is taken for it, and each message has one form.
+//! The kinds of messages are not those of the peers' protocol. Every count and length is checked
+//! against the bytes that are there before memory is taken for it, and each message has one form.
 
 use std::collections::BTreeMap;
 
-use crate::cluster::protocol::{failure_body, read_failure, reason_of};
-use crate::documents::{Change, Document, Put, View, Wanted};
-use crate::error::{Error, ErrorKind, Result};
-use crate::id::CatalogId;
+use bytes::Bytes;
 
-/// The version of this protocol, and the oldest one that is still understood.
-pub const VERSION: u16 = 1;
-/// See [`VERSION`].
-pub const OLDEST: u16 = 1;
+use crate::documents::{Change, Document, Put, Query, View};
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason_of, utf8};
 
 /// The longest request.
 pub const MAX_REQUEST: usize = 1 << 20;
@@ -26,9 +21,7 @@ pub const MAX_ANSWER: usize = 64 << 20;
 pub const MAX_KEY: usize = 1024;
 
 /// The most keys and prefixes in one question.
-pub const MAX_WANTED: usize = 4096;
-
-const MAGIC: &[u8; 4] = b"CRNC";
+pub const MAX_QUERIES: usize = 4096;
 
 /// What makes a change one that is carried out once, however often it is sent.
 pub type Token = [u8; 16];
@@ -36,10 +29,8 @@ pub type Token = [u8; 16];
 /// What a client asks of a catalog.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The first one of a connection: the oldest and the newest version that the client knows.
-    Hello(u16, u16),
     /// What is there of this?
-    Read(Vec<Wanted>),
+    Read(Vec<Query>),
     /// Carry this out, once if there is a token.
     Commit(Option<Token>, Change),
     /// Answer when something in this folder has changed after this revision, or after so many milliseconds.
@@ -49,8 +40,6 @@ pub enum Request {
 /// What a catalog answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// To a hello: the version that is spoken, and which catalog this is.
-    Welcome(u16, CatalogId),
     /// What was asked for.
     View(View),
     /// Whether the change was carried out.
@@ -61,31 +50,18 @@ pub enum Answer {
     Failed(ErrorKind, String),
 }
 
-const HELLO: u16 = 201;
 const READ: u16 = 202;
 const COMMIT: u16 = 203;
 const WAIT: u16 = 204;
-const WELCOME: u16 = 301;
 const VIEW: u16 = 302;
 const COMMITTED: u16 = 303;
 const WAITED: u16 = 304;
-const FAILED: u16 = 305;
-
-fn wrong(what: &str) -> Error {
-    Error::corrupt("a message", what)
-}
 
 impl Request {
     /// Its kind and its body.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         let mut body = Vec::new();
         let kind = match self {
-            Request::Hello(oldest, newest) => {
-                body.extend_from_slice(MAGIC);
-                body.extend_from_slice(&oldest.to_le_bytes());
-                body.extend_from_slice(&newest.to_le_bytes());
-                HELLO
-            }
             Request::Read(wanted) => {
                 write_all(&mut body, wanted, write_wanted);
                 READ
@@ -119,33 +95,28 @@ impl Request {
 
     /// Reads it back.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
-        let mut body = Body(body);
+        let body = Bytes::copy_from_slice(body);
+        let mut body = MessageReader::new(&body);
         let request = match kind {
-            HELLO => {
-                if body.take::<4>()? != *MAGIC {
-                    return Err(wrong("a hello of another protocol"));
-                }
-                Request::Hello(body.u16()?, body.u16()?)
-            }
-            READ => match body.all(Body::wanted)? {
-                wanted if wanted.len() > MAX_WANTED => {
-                    return Err(wrong("a question about too many documents"));
+            READ => match body.all(MessageReader::wanted)? {
+                wanted if wanted.len() > MAX_QUERIES => {
+                    return Err(malformed("a question about too many documents"));
                 }
                 wanted => Request::Read(wanted),
             },
             COMMIT => {
-                let token = body.option(Body::take)?;
+                let token = body.option(MessageReader::array)?;
                 let relaxed = body.flag()?;
                 let relies_on = body.all(|body| Ok((body.text()?, body.u64()?)))?;
-                let removes = body.all(Body::wanted)?;
+                let removes = body.all(MessageReader::wanted)?;
                 let puts = body.all(|body| {
-                    let (key, seconds) = (body.text()?, body.option(Body::u32)?);
-                    Ok(Put { key, value: body.bytes()?.to_vec(), seconds })
+                    let (key, seconds) = (body.text()?, body.option(MessageReader::u32)?);
+                    Ok(Put { key, value: body.bytes()?, seconds })
                 })?;
                 Request::Commit(token, Change { relies_on, removes, puts, relaxed })
             }
             WAIT => Request::Wait(body.text()?, body.u64()?, body.u32()?),
-            _ => return Err(wrong("a request of a kind that is not known here")),
+            _ => return Err(malformed("a request of a kind that is not known here")),
         };
         body.end().map(|()| request)
     }
@@ -161,11 +132,6 @@ impl Answer {
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         let mut body = Vec::new();
         let kind = match self {
-            Answer::Welcome(version, catalog) => {
-                body.extend_from_slice(&version.to_le_bytes());
-                body.extend_from_slice(catalog.as_bytes());
-                WELCOME
-            }
             Answer::View(view) => {
                 body.extend_from_slice(&view.revision.to_le_bytes());
                 body.extend_from_slice(&(view.documents.len() as u32).to_le_bytes());
@@ -191,17 +157,17 @@ impl Answer {
 
     /// Reads it back.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
-        let mut body = Body(body);
+        let body = Bytes::copy_from_slice(body);
+        let mut body = MessageReader::new(&body);
         let answer = match kind {
-            WELCOME => Answer::Welcome(body.u16()?, CatalogId::from_bytes(body.take()?)),
             VIEW => {
                 let revision = body.u64()?;
                 let mut documents = BTreeMap::<String, Document>::new();
                 for _ in 0..body.u32()? {
                     let (key, version) = (body.text()?, body.u64()?);
-                    let value = body.bytes()?.to_vec();
+                    let value = body.bytes()?;
                     if documents.last_key_value().is_some_and(|(last, _)| *last >= key) {
-                        return Err(wrong("documents that are not in order"));
+                        return Err(malformed("documents that are not in order"));
                     }
                     documents.insert(key, Document { value, version });
                 }
@@ -210,10 +176,10 @@ impl Answer {
             COMMITTED => Answer::Committed(body.flag()?),
             WAITED => Answer::Waited,
             FAILED => {
-                let (kind, reason) = read_failure(std::mem::take(&mut body.0))?;
+                let (kind, reason) = body.failure()?;
                 Answer::Failed(kind, reason)
             }
-            _ => return Err(wrong("an answer of a kind that is not known here")),
+            _ => return Err(malformed("an answer of a kind that is not known here")),
         };
         body.end().map(|()| answer)
     }
@@ -239,10 +205,10 @@ fn write_bytes(body: &mut Vec<u8>, bytes: &[u8]) {
     body.extend_from_slice(bytes);
 }
 
-fn write_wanted(body: &mut Vec<u8>, wanted: &Wanted) {
+fn write_wanted(body: &mut Vec<u8>, wanted: &Query) {
     let (tag, text) = match wanted {
-        Wanted::Key(key) => (0, key),
-        Wanted::Prefix(prefix) => (1, prefix),
+        Query::Key(key) => (0, key),
+        Query::Prefix(prefix) => (1, prefix),
     };
     body.push(tag);
     write_text(body, text);
@@ -260,61 +226,22 @@ fn write_all<T>(body: &mut Vec<u8>, all: &[T], write: impl Fn(&mut Vec<u8>, &T))
     all.iter().for_each(|one| write(body, one));
 }
 
-fn utf8(bytes: &[u8]) -> Result<String> {
-    let text = std::str::from_utf8(bytes).map_err(|_| wrong("text that is none"))?;
-    Ok(text.to_owned())
-}
-
-/// What is left of a body.
-struct Body<'a>(&'a [u8]);
-
-impl<'a> Body<'a> {
-    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let (head, rest) = self.0.split_first_chunk().ok_or_else(|| wrong("it is cut off"))?;
-        self.0 = rest;
-        Ok(*head)
-    }
-
-    fn u16(&mut self) -> Result<u16> {
-        self.take().map(u16::from_le_bytes)
-    }
-
-    fn u32(&mut self) -> Result<u32> {
-        self.take().map(u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Result<u64> {
-        self.take().map(u64::from_le_bytes)
-    }
-
-    fn flag(&mut self) -> Result<bool> {
-        match self.take()? {
-            [0] => Ok(false),
-            [1] => Ok(true),
-            _ => Err(wrong("neither yes nor no")),
-        }
-    }
-
-    fn slice(&mut self, len: usize) -> Result<&'a [u8]> {
-        let (head, rest) = self.0.split_at_checked(len).ok_or_else(|| wrong("it is cut off"))?;
-        self.0 = rest;
-        Ok(head)
-    }
-
+/// The parts of messages that only this protocol has.
+impl MessageReader<'_> {
     fn text(&mut self) -> Result<String> {
         match self.u16()?.into() {
             len if len <= MAX_KEY => utf8(self.slice(len)?),
-            _ => Err(wrong("a key that is too long")),
+            _ => Err(malformed("a key that is too long")),
         }
     }
 
-    fn bytes(&mut self) -> Result<&'a [u8]> {
+    fn bytes(&mut self) -> Result<Vec<u8>> {
         let len = self.u32()? as usize;
-        self.slice(len)
+        self.slice(len).map(<[u8]>::to_vec)
     }
 
-    fn wanted(&mut self) -> Result<Wanted> {
-        Ok(if self.flag()? { Wanted::Prefix(self.text()?) } else { Wanted::Key(self.text()?) })
+    fn wanted(&mut self) -> Result<Query> {
+        Ok(if self.flag()? { Query::Prefix(self.text()?) } else { Query::Key(self.text()?) })
     }
 
     fn option<T>(&mut self, read: impl Fn(&mut Self) -> Result<T>) -> Result<Option<T>> {
@@ -329,11 +256,6 @@ impl<'a> Body<'a> {
         }
         Ok(all)
     }
-
-    /// Nothing may be behind a message.
-    fn end(self) -> Result<()> {
-        if self.0.is_empty() { Ok(()) } else { Err(wrong("there is more than a message")) }
-    }
 }
 
 #[cfg(test)]
@@ -342,14 +264,13 @@ mod tests {
     use proptest::option;
     use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
-    use super::{Answer, Change, Document, Put, Request, View, Wanted};
-    use crate::cluster::protocol::KINDS;
-    use crate::id::CatalogId;
+    use super::{Answer, Change, Document, Put, Query, Request, View};
+    use crate::net::message::FAILURE_KINDS;
 
-    fn wanted() -> impl Strategy<Value = Wanted> {
+    fn wanted() -> impl Strategy<Value = Query> {
         (any::<bool>(), ".{0,20}").prop_map(|(whole, text)| match whole {
-            true => Wanted::Key(text),
-            false => Wanted::Prefix(text),
+            true => Query::Key(text),
+            false => Query::Prefix(text),
         })
     }
 
@@ -364,7 +285,6 @@ mod tests {
 
     fn request() -> impl Strategy<Value = Request> {
         prop_oneof![
-            any::<(u16, u16)>().prop_map(|(oldest, newest)| Request::Hello(oldest, newest)),
             vec(wanted(), 0..5).prop_map(Request::Read),
             (any::<Option<[u8; 16]>>(), change()).prop_map(|(t, c)| Request::Commit(t, c)),
             (".{0,20}", any::<(u64, u32)>())
@@ -377,13 +297,12 @@ mod tests {
             .prop_map(|(value, version)| Document { value, version });
         let documents = btree_map(".{0,20}", document, 0..6);
         prop_oneof![
-            any::<(u16, [u8; 16])>()
-                .prop_map(|(version, id)| Answer::Welcome(version, CatalogId::from_bytes(id))),
             (any::<u64>(), documents)
                 .prop_map(|(revision, documents)| Answer::View(View { revision, documents })),
             any::<bool>().prop_map(Answer::Committed),
             Just(Answer::Waited),
-            (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(KINDS[kind], text)),
+            (0usize..5, ".{0,40}")
+                .prop_map(|(kind, text)| Answer::Failed(FAILURE_KINDS[kind], text)),
         ]
     }
 

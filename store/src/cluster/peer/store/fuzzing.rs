@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use super::group::{Entries, Key, Place, decode};
+use super::group::{Entries, Key, LogPosition, decode};
 use super::log::scan_file;
 use crate::durable::segment::ALIGNMENT;
 use crate::encoding::fragment::{Description, encode};
@@ -68,12 +68,12 @@ fn fragment(key: &Key, before: &[u8], len: u8, seed: u8) -> (Description, u8, Ve
             0 => (key, 1 << 30),
             _ => (&forged, before.len() as u64 + u64::from(seed - 0x80) * ALIGNMENT as u64),
         };
-        content = entries.record(key, Place { segment: NUMBER, offset });
+        content = entries.record(key, LogPosition { segment: NUMBER, offset });
         content.extend(b"x");
     }
     let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
-    let keep = if seed.is_multiple_of(3) { code } else { Redundancy::NONE };
-    let (description, blocks) = encode(&BlobId::of(&content), &content, keep);
+    let policy = if seed.is_multiple_of(3) { code } else { Redundancy::NONE };
+    let (description, blocks) = encode(&BlobId::of(&content), &content, policy);
     let block = blocks.get(0).to_vec();
     (description, 0, block)
 }
@@ -81,7 +81,7 @@ fn fragment(key: &Key, before: &[u8], len: u8, seed: u8) -> (Description, u8, Ve
 /// Appends a group.
 fn append(key: &Key, bytes: &mut Vec<u8>, fragments: &[(Description, u8, Vec<u8>)]) {
     let entries = Entries::new(fragments.iter().map(|(one, index, _)| (one, *index)));
-    let at = Place { segment: NUMBER, offset: bytes.len() as u64 };
+    let at = LogPosition { segment: NUMBER, offset: bytes.len() as u64 };
     let record = entries.record(key, at);
     let (len, known) = decode(key, at, &record).expect("a record is read as it was written");
     assert_eq!((len, known.len()), (record.len(), fragments.len()));

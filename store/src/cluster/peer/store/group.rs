@@ -38,21 +38,21 @@ const PAGES: u32 = 24;
 
 /// Where a block is in the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Place {
+pub(super) struct LogPosition {
     pub(super) segment: u64,
     pub(super) offset: u64,
 }
 
-impl Place {
+impl LogPosition {
     /// One number for both, in the order of the log.
     pub(super) fn number(self) -> i64 {
         ((self.segment << PAGES) | (self.offset / ALIGNMENT as u64)) as i64
     }
 
     /// The place with this number.
-    pub(super) fn from_number(number: i64) -> Place {
+    pub(super) fn from_number(number: i64) -> LogPosition {
         let page = number & ((1 << PAGES) - 1);
-        Place { segment: (number >> PAGES) as u64, offset: page as u64 * ALIGNMENT as u64 }
+        LogPosition { segment: (number >> PAGES) as u64, offset: page as u64 * ALIGNMENT as u64 }
     }
 
     /// Behind a block of this length.
@@ -63,15 +63,15 @@ impl Place {
 
 /// A fragment in the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Known {
+pub(super) struct KnownFragment {
     pub(super) description: Description,
     pub(super) index: u8,
-    pub(super) place: Place,
+    pub(super) place: LogPosition,
 }
 
-impl Known {
+impl KnownFragment {
     /// Whether it is the same fragment, wherever it is.
-    pub(super) fn is_like(&self, other: &Known) -> bool {
+    pub(super) fn is_like(&self, other: &KnownFragment) -> bool {
         self.index == other.index && self.description == other.description
     }
 
@@ -123,7 +123,7 @@ impl Entries {
     }
 
     /// The record at this place.
-    pub(super) fn record(&self, key: &Key, at: Place) -> Vec<u8> {
+    pub(super) fn record(&self, key: &Key, at: LogPosition) -> Vec<u8> {
         let mut record = Vec::with_capacity(self.record_len());
         record.extend_from_slice(MAGIC);
         record.extend_from_slice(&VERSION.to_le_bytes());
@@ -140,7 +140,11 @@ impl Entries {
 
 /// The fragments of a record at the start of `bytes`, which are at this place, and the record's length; nothing if no
 /// record is there. Their blocks may not be what they should be.
-pub(super) fn decode(key: &Key, at: Place, bytes: &[u8]) -> Option<(usize, Vec<Known>)> {
+pub(super) fn decode(
+    key: &Key,
+    at: LogPosition,
+    bytes: &[u8],
+) -> Option<(usize, Vec<KnownFragment>)> {
     let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     let wide = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
     let (count, len) = (number(12)? as usize, number(32)? as usize);
@@ -171,8 +175,8 @@ pub(super) fn decode(key: &Key, at: Place, bytes: &[u8]) -> Option<(usize, Vec<K
     let lens = entries.iter().map(|(description, _)| description.block_len());
     let (offsets, _) = segment::place(at.offset + record_len as u64, lens);
     let known = |((description, index), offset)| {
-        let place = Place { segment: at.segment, offset };
-        Known { description, index, place }
+        let place = LogPosition { segment: at.segment, offset };
+        KnownFragment { description, index, place }
     };
     rest.is_empty().then(|| (record_len, entries.into_iter().zip(offsets).map(known).collect()))
 }

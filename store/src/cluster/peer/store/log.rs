@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::group::{Entries, Key, Known, MAX_RECORD, Place, decode};
+use super::group::{Entries, Key, KnownFragment, LogPosition, MAX_RECORD, decode};
 use super::table::Table;
 use crate::durable::segment;
 use crate::durable::segment::{ALIGNMENT, Segment, fill_some, path_of, segments_in};
@@ -70,7 +70,7 @@ impl Log {
         &mut self,
         table: &Table,
         fragments: &[&Fragment],
-    ) -> Result<(Arc<Segment>, Vec<Known>)> {
+    ) -> Result<(Arc<Segment>, Vec<KnownFragment>)> {
         let segment = match self.current.take().filter(|segment| !segment.is_full()) {
             Some(segment) => segment,
             None => self.take(table.new_segment()?, 0)?,
@@ -80,14 +80,14 @@ impl Log {
         let blocks: Vec<&[u8]> = fragments.iter().map(|one| &one.block[..]).collect();
         let number = segment.number;
         let start = segment.append(entries.record_len(), &blocks, |offset| {
-            entries.record(&self.key, Place { segment: number, offset })
+            entries.record(&self.key, LogPosition { segment: number, offset })
         })?;
         let first = start + entries.record_len() as u64;
         let (offsets, _) = segment::place(first, blocks.iter().map(|block| block.len()));
-        let known = fragments.iter().zip(offsets).map(|(one, offset)| Known {
+        let known = fragments.iter().zip(offsets).map(|(one, offset)| KnownFragment {
             description: one.description.clone(),
             index: one.index,
-            place: Place { segment: number, offset },
+            place: LogPosition { segment: number, offset },
         });
         Ok((segment, known.collect()))
     }
@@ -108,7 +108,7 @@ impl Log {
 /// The fragments of a segment behind `from`, by their records, and where the next group goes. They are durable. What
 /// has been damaged, or was not whole when the process ended, is left out, and its place is not used again: its record
 /// would take what is there then for its own.
-fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<Known>, u64)> {
+fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<KnownFragment>, u64)> {
     let path = path_of(directory, number);
     let file = File::open(&path).map_err(|error| Error::io("reading", &path, error))?;
     let len = file.metadata().map_err(|error| Error::io("reading", &path, error))?.len();
@@ -125,7 +125,7 @@ pub(super) fn scan_file(
     key: &Key,
     number: u64,
     from: u64,
-) -> io::Result<(Vec<Known>, u64)> {
+) -> io::Result<(Vec<KnownFragment>, u64)> {
     let mut record = vec![0; MAX_RECORD];
     let mut block = Vec::new();
     let (mut found, mut end, mut at) = (Vec::new(), from, from);
@@ -133,7 +133,7 @@ pub(super) fn scan_file(
     while let Some(data) = sys::next_data(file, at)? {
         at = at.max(data.start - data.start % ALIGNMENT as u64);
         while at < data.end {
-            let place = Place { segment: number, offset: at };
+            let place = LogPosition { segment: number, offset: at };
             at += ALIGNMENT as u64;
             let (filled, error) = fill_some(file, &mut record, place.offset);
             if let Some(error) = error {
@@ -142,7 +142,7 @@ pub(super) fn scan_file(
                 end = end.max(data.end.next_multiple_of(ALIGNMENT as u64));
             }
             let Some((_, known)) = decode(key, place, &record[..filled]) else { continue };
-            end = known.iter().map(Known::end).fold(end, u64::max);
+            end = known.iter().map(KnownFragment::end).fold(end, u64::max);
             for one in known {
                 block.resize(one.description.block_len(), 0);
                 let whole = file.read_exact_at(&mut block, one.place.offset).is_ok();
@@ -169,7 +169,7 @@ impl Files {
     }
 
     /// Reads a block. Whether it is what its description says: what the disk has lost is not. Other failures may pass.
-    pub(super) fn read(&self, known: &Known, block: &mut [u8]) -> io::Result<bool> {
+    pub(super) fn read(&self, known: &KnownFragment, block: &mut [u8]) -> io::Result<bool> {
         let file = self.file(known.place.segment);
         match file.and_then(|file| file.read_exact_at(block, known.place.offset)) {
             Ok(()) => Ok(known.description.matches(known.index.into(), block)),

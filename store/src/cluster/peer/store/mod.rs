@@ -43,7 +43,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use self::filter::Filter;
-use self::group::{Key, Known, MAX_GROUP};
+use self::group::{Key, KnownFragment, MAX_GROUP};
 use self::log::{Files, Log};
 use self::pending::Pending;
 use self::reclaim::reclaim;
@@ -74,13 +74,13 @@ const MANY: (usize, u64) = (1024, 256 << 20);
 /// Without that, no more than so many times as much is taken.
 const BOUND: usize = 16;
 
-/// Names that are read from the table at a time, for the filter. Tests have few, and must see more than one step.
+/// Documents that are read from the table at a time, for the filter. Tests have few, and must see more than one step.
 const NAMES: usize = if cfg!(test) { 3 } else { 1 << 14 };
 
 /// A fragment whose put has not ended.
 struct Staged {
     id: FragmentId,
-    known: Known,
+    known: KnownFragment,
     how: How,
 }
 
@@ -88,13 +88,13 @@ enum How {
     /// It is new, and takes so much space.
     New(u64, Arc<Segment>),
     /// It replaces one that is damaged.
-    Instead(Known, Arc<Segment>),
+    Instead(KnownFragment, Arc<Segment>),
     /// It was there: its age begins again.
     Again,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct StoreState {
     staged: Vec<Staged>,
     /// Fragments whose put has not ended, those included that are just flushed.
     busy: HashSet<FragmentId>,
@@ -126,7 +126,7 @@ pub struct PeerStore {
     log: Mutex<Log>,
     /// Held by the one thread that tells the table.
     settling: Mutex<()>,
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
 }
 
 /// Room on a peer that one client has reserved. What is left of it is free again when this is dropped.
@@ -173,9 +173,9 @@ enum Admitted {
     /// It is new, and space was taken for it.
     New(u64),
     /// It is there, but damaged.
-    Damaged(Known),
+    Damaged(KnownFragment),
     /// It is there.
-    There(Known),
+    There(KnownFragment),
     /// Another put of it has not ended.
     Busy,
 }
@@ -203,7 +203,7 @@ impl PeerStore {
             flushing: Mutex::default(),
             log: Mutex::new(log),
             settling: Mutex::default(),
-            state: Mutex::new(State { fragments, used, ..State::default() }),
+            state: Mutex::new(StoreState { fragments, used, ..StoreState::default() }),
         };
         store.read_names()?;
         Ok(store)
@@ -303,7 +303,7 @@ impl PeerStore {
     fn admit(
         &self,
         fragment: &Fragment,
-        known: Vec<Known>,
+        known: Vec<KnownFragment>,
         coming: usize,
         capacity: u64,
         room: Option<&Room>,
@@ -318,7 +318,7 @@ impl PeerStore {
             return Ok(Admitted::Busy);
         }
         let count = known.len() + coming;
-        let is_it = |one: &Known| one.index == *index && one.description == *description;
+        let is_it = |one: &KnownFragment| one.index == *index && one.description == *description;
         if let Some(known) = known.into_iter().find(is_it) {
             let mut there = vec![0; block.len()];
             let read = self.files.read(&known, &mut there);
@@ -407,7 +407,7 @@ impl PeerStore {
         self.table.insert(&batch.all, &batch.ends, &batch.replaced_places())?;
         self.state().pending.remove(&batch);
         if !batch.replaced.is_empty() {
-            let old: Vec<_> = batch.replaced.iter().map(|one| Known::clone(one)).collect();
+            let old: Vec<_> = batch.replaced.iter().map(|one| KnownFragment::clone(one)).collect();
             reclaim(&self.files, &self.key, &self.table, &old, false);
         }
         self.read_some_names().map(drop)
@@ -423,7 +423,7 @@ impl PeerStore {
     /// The same, by who is the only one.
     fn read_some_names(&self) -> Result<bool> {
         let after = {
-            let State { filter, fragments, pending, .. } = &mut *self.state();
+            let StoreState { filter, fragments, pending, .. } = &mut *self.state();
             filter.wants(*fragments, pending.names())
         };
         let Some(after) = after else { return Ok(false) };
@@ -455,7 +455,7 @@ impl PeerStore {
         {
             let mut state = self.state();
             state.fragments = state.fragments.saturating_sub(deleted.len() as u64);
-            let space = deleted.iter().map(Known::space).sum();
+            let space = deleted.iter().map(KnownFragment::space).sum();
             state.used = state.used.saturating_sub(space);
         }
         let freed = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
@@ -494,7 +494,7 @@ impl PeerStore {
         self.log.lock().expect("no thread panics while it puts")
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, StoreState> {
         self.state.lock().expect("no thread panics while it holds the state")
     }
 }

@@ -4,31 +4,31 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
-use super::group::{Known, Place};
+use super::group::{KnownFragment, LogPosition};
 use crate::encoding::fragment::Kind;
 use crate::id::BlobId;
 
 #[derive(Default)]
 pub(super) struct Pending {
     /// In the order of the log.
-    order: Vec<Arc<Known>>,
-    by_blob: BTreeMap<BlobId, Vec<Arc<Known>>>,
+    order: Vec<Arc<KnownFragment>>,
+    by_blob: BTreeMap<BlobId, Vec<Arc<KnownFragment>>>,
     /// Rows of the table that some of them replace.
-    replaced: Vec<Arc<Known>>,
+    replaced: Vec<Arc<KnownFragment>>,
     /// Bytes of their blocks: so much is read again if the process ends now.
     bytes: u64,
 }
 
 /// What the table is to be told.
 pub(super) struct Batch {
-    pub(super) all: Vec<Arc<Known>>,
+    pub(super) all: Vec<Arc<KnownFragment>>,
     /// Up to where it knows each segment then.
     pub(super) ends: BTreeMap<u64, u64>,
-    pub(super) replaced: Vec<Arc<Known>>,
+    pub(super) replaced: Vec<Arc<KnownFragment>>,
 }
 
 impl Batch {
-    pub(super) fn replaced_places(&self) -> Vec<Place> {
+    pub(super) fn replaced_places(&self) -> Vec<LogPosition> {
         self.replaced.iter().map(|one| one.place).collect()
     }
 }
@@ -43,7 +43,7 @@ impl Pending {
     }
 
     /// Adds a fragment, which comes behind all others in the log, and may replace one.
-    pub(super) fn push(&mut self, known: Known, replaces: Option<Known>) {
+    pub(super) fn push(&mut self, known: KnownFragment, replaces: Option<KnownFragment>) {
         let known = Arc::new(known);
         let own = self.by_blob.entry(known.description.blob).or_default();
         if let Some(old) = replaces {
@@ -80,14 +80,15 @@ impl Pending {
 
     /// Whether this fragment is there.
     pub(super) fn contains(&self, blob: &BlobId, encoding: &BlobId, index: u8) -> bool {
-        let is_it = |one: &Arc<Known>| one.index == index && one.description.id() == *encoding;
+        let is_it =
+            |one: &Arc<KnownFragment>| one.index == index && one.description.id() == *encoding;
         self.by_blob.get(blob).is_some_and(|own| own.iter().any(is_it))
     }
 
     /// What is there of a blob.
-    pub(super) fn of_blob(&self, blob: &BlobId) -> Vec<Known> {
+    pub(super) fn of_blob(&self, blob: &BlobId) -> Vec<KnownFragment> {
         let own = self.by_blob.get(blob).into_iter().flatten();
-        own.map(|one| Known::clone(one)).collect()
+        own.map(|one| KnownFragment::clone(one)).collect()
     }
 
     /// All blobs of which something is there.
@@ -103,8 +104,9 @@ impl Pending {
 
     /// The first blob behind this one that is a record.
     pub(super) fn record(&self, after: &BlobId) -> Option<BlobId> {
-        let is_record =
-            |own: &[Arc<Known>]| own.iter().any(|one| one.description.kind() == Kind::Record);
+        let is_record = |own: &[Arc<KnownFragment>]| {
+            own.iter().any(|one| one.description.kind() == Kind::Record)
+        };
         let behind = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
         behind.filter(|(_, own)| is_record(own)).map(|(blob, _)| *blob).next()
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::PeerStore;
-use super::group::Known;
+use super::group::KnownFragment;
 use super::table::Found;
 use crate::cluster::protocol::Held;
 use crate::cluster::protocol::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
@@ -70,7 +70,7 @@ impl PeerStore {
     }
 
     /// The fragments whose blocks can be read, and those that are damaged, with zeros, if they are wanted.
-    fn read(&self, known: Vec<Known>, damaged: bool) -> Result<Vec<Fragment>> {
+    fn read(&self, known: Vec<KnownFragment>, damaged: bool) -> Result<Vec<Fragment>> {
         let mut found = Vec::with_capacity(known.len());
         for mut one in known {
             let mut block = vec![0; one.description.block_len().min(MAX_CONTENT)];
@@ -93,7 +93,7 @@ impl PeerStore {
                 }
                 block.fill(0);
             }
-            let Known { description, index, .. } = one;
+            let KnownFragment { description, index, .. } = one;
             found.push(Fragment { description, index, block: block.into() });
         }
         Ok(found)
@@ -133,7 +133,7 @@ impl PeerStore {
     pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
         let pending = self.state().pending.blobs(after, MAX_LISTED);
         let page = self.table.list(after, MAX_LISTED)?;
-        let mut all: BTreeMap<BlobId, Vec<Known>> = BTreeMap::new();
+        let mut all: BTreeMap<BlobId, Vec<KnownFragment>> = BTreeMap::new();
         for one in page.all {
             all.entry(one.description.blob).or_default().push(one);
         }
@@ -155,7 +155,7 @@ impl PeerStore {
     }
 
     /// What is known of a blob.
-    fn of_blob(&self, blob: &BlobId) -> Result<Vec<Known>> {
+    fn of_blob(&self, blob: &BlobId) -> Result<Vec<KnownFragment>> {
         let found = self.known(std::slice::from_ref(blob))?.pop();
         Ok(found.unwrap_or_default().known)
     }
@@ -197,8 +197,8 @@ fn held_within(found: &Found, room: &mut usize) -> Vec<Held> {
     all
 }
 
-fn held(known: &Known) -> Held {
-    let Known { description, index, .. } = known;
+fn held(known: &KnownFragment) -> Held {
+    let KnownFragment { description, index, .. } = known;
     let (data, width) = (description.needed() as u8, description.width() as u8);
     let (len, kind) = (description.block_len() as u32, description.kind());
     Held { encoding: description.id(), data, parity: width - data, index: *index, kind, len }

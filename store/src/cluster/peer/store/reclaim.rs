@@ -17,7 +17,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-use super::group::{Key, Known, MAX_RECORD, Place, decode};
+use super::group::{Key, KnownFragment, LogPosition, MAX_RECORD, decode};
 use super::log::Files;
 use super::table::Table;
 use crate::durable::segment::{ALIGNMENT, fill};
@@ -31,7 +31,7 @@ pub(super) fn reclaim(
     files: &Files,
     key: &Key,
     table: &Table,
-    deleted: &[Known],
+    deleted: &[KnownFragment],
     quiet: bool,
 ) -> u64 {
     let mut segments = BTreeMap::<_, Vec<_>>::new();
@@ -50,7 +50,7 @@ pub(super) fn reclaim(
 }
 
 /// Gives back the pages of blocks.
-fn punch(files: &Files, number: u64, deleted: &[&Known]) -> Result<u64> {
+fn punch(files: &Files, number: u64, deleted: &[&KnownFragment]) -> Result<u64> {
     let file = files.to_write(number)?;
     let mut freed = 0;
     for one in deleted {
@@ -67,7 +67,7 @@ fn clean(
     key: &Key,
     table: &Table,
     number: u64,
-    deleted: &[&Known],
+    deleted: &[&KnownFragment],
     quiet: bool,
 ) -> Result<()> {
     let file = files.to_write(number)?;
@@ -102,10 +102,11 @@ fn clean_gap(
         let mut dead = at;
         while at < end {
             let filled = fill(file, &mut buf, at)?;
-            let kept = match decode(key, Place { segment: number, offset: at }, &buf[..filled]) {
-                Some((len, all)) if is_needed(table, &all)? => len as u64,
-                _ => 0,
-            };
+            let kept =
+                match decode(key, LogPosition { segment: number, offset: at }, &buf[..filled]) {
+                    Some((len, all)) if is_needed(table, &all)? => len as u64,
+                    _ => 0,
+                };
             if kept > 0 && at > dead {
                 sys::punch(file, dead..at)?;
             }
@@ -122,7 +123,7 @@ fn clean_gap(
 }
 
 /// Whether the table knows a fragment of a record where the record says.
-fn is_needed(table: &Table, all: &[Known]) -> io::Result<bool> {
+fn is_needed(table: &Table, all: &[KnownFragment]) -> io::Result<bool> {
     for one in all {
         if table.is_at(one.place).map_err(io::Error::other)? {
             return Ok(true);

@@ -14,7 +14,7 @@ use rusqlite::{
     Connection, OptionalExtension, Row, ToSql, Transaction, TransactionBehavior, params,
 };
 
-use super::group::{Known, Place};
+use super::group::{KnownFragment, LogPosition};
 use crate::clock::now;
 use crate::cluster::protocol::FragmentId;
 use crate::durable::database;
@@ -61,14 +61,14 @@ pub(super) struct Table {
 /// The fragments of a blob.
 #[derive(Default)]
 pub(super) struct Found {
-    pub(super) known: Vec<Known>,
+    pub(super) known: Vec<KnownFragment>,
     /// Whether the age of one of them should be renewed, if somebody asks for that.
     pub(super) is_old: bool,
 }
 
 /// Fragments in the order of their blobs.
 pub(super) struct Page {
-    pub(super) all: Vec<Known>,
+    pub(super) all: Vec<KnownFragment>,
     /// The last blob whose fragments are all there; nothing if the page is the last one.
     pub(super) until: Option<BlobId>,
 }
@@ -127,7 +127,7 @@ impl Table {
     }
 
     /// Whether a fragment is known at this place.
-    pub(super) fn is_at(&self, place: Place) -> Result<bool> {
+    pub(super) fn is_at(&self, place: LogPosition) -> Result<bool> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached("SELECT 1 FROM fragments WHERE place = ?")?;
         Ok(query.exists([place.number()])?)
@@ -137,9 +137,9 @@ impl Table {
     /// are not known any more.
     pub(super) fn insert(
         &self,
-        all: &[Arc<Known>],
+        all: &[Arc<KnownFragment>],
         ends: &BTreeMap<u64, u64>,
-        replaced: &[Place],
+        replaced: &[LogPosition],
     ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
@@ -153,7 +153,7 @@ impl Table {
     }
 
     /// Makes what was found at the end of a segment known. What is newer replaces what is older.
-    pub(super) fn recover(&self, found: &[Known], number: u64, end: u64) -> Result<()> {
+    pub(super) fn recover(&self, found: &[KnownFragment], number: u64, end: u64) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         for one in found {
@@ -175,7 +175,7 @@ impl Table {
     }
 
     /// The age of these begins again.
-    pub(super) fn touch(&self, places: &[Place]) -> Result<()> {
+    pub(super) fn touch(&self, places: &[LogPosition]) -> Result<()> {
         let places = places.iter().map(|place| place.number());
         self.touch_all("UPDATE fragments SET touched = ? WHERE place = ?", places)
     }
@@ -200,7 +200,7 @@ impl Table {
 
     /// Takes fragments out that nobody has stored or asked for within so many seconds. Returns those that were
     /// there. That is durable when this returns.
-    pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Vec<Known>> {
+    pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Vec<KnownFragment>> {
         let until = match idle {
             0 => i64::MAX,
             seconds => now() as i64 - i64::from(seconds) - GRAIN,
@@ -275,21 +275,21 @@ impl Table {
 
     /// The part around a place in which nothing is known: from the end of the block before it to the start of the
     /// one behind it, if there is one.
-    pub(super) fn gap(&self, place: Place) -> Result<(u64, Option<u64>)> {
+    pub(super) fn gap(&self, place: LogPosition) -> Result<(u64, Option<u64>)> {
         let reader = lock(&self.reader);
-        let (first, behind) = (Place { offset: 0, ..place }, segment_behind(place.segment));
+        let (first, behind) = (LogPosition { offset: 0, ..place }, segment_behind(place.segment));
         let mut next = reader.prepare_cached(
             "SELECT place FROM fragments WHERE place > ? AND place < ? ORDER BY place LIMIT 1",
         )?;
         let next = next.query_row([place.number(), behind], |row| row.get(0)).optional()?;
-        let next = next.map(|number| Place::from_number(number).offset);
+        let next = next.map(|number| LogPosition::from_number(number).offset);
         let mut before = reader.prepare_cached(
             "SELECT place, space FROM fragments WHERE place < ? AND place >= ?
              ORDER BY place DESC LIMIT 1",
         )?;
         let end = |row: &Row<'_>| {
             let space: usize = row.get(1)?;
-            Ok(Place::from_number(row.get(0)?).behind(space))
+            Ok(LogPosition::from_number(row.get(0)?).behind(space))
         };
         let before = before.query_row([place.number(), first.number()], end).optional()?;
         Ok((before.unwrap_or(0), next))
@@ -298,7 +298,7 @@ impl Table {
     /// Whether a segment holds nothing.
     pub(super) fn is_empty(&self, segment: u64) -> Result<bool> {
         let reader = lock(&self.reader);
-        let (first, behind) = (Place { segment, offset: 0 }, segment_behind(segment));
+        let (first, behind) = (LogPosition { segment, offset: 0 }, segment_behind(segment));
         let mut query = reader
             .prepare_cached("SELECT 1 FROM fragments WHERE place >= ? AND place < ? LIMIT 1")?;
         Ok(!query.exists([first.number(), behind])?)
@@ -314,10 +314,13 @@ impl Table {
 
 /// The number of the first place behind a segment.
 fn segment_behind(segment: u64) -> i64 {
-    Place { segment: segment + 1, offset: 0 }.number()
+    LogPosition { segment: segment + 1, offset: 0 }.number()
 }
 
-fn insert<'a>(transaction: &Transaction<'_>, all: impl Iterator<Item = &'a Known>) -> Result<()> {
+fn insert<'a>(
+    transaction: &Transaction<'_>,
+    all: impl Iterator<Item = &'a KnownFragment>,
+) -> Result<()> {
     let mut insert = transaction.prepare_cached(
         "INSERT OR REPLACE INTO fragments (place, blob, number, kind, space, description, touched)
          VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -339,7 +342,7 @@ fn insert<'a>(transaction: &Transaction<'_>, all: impl Iterator<Item = &'a Known
     Ok(())
 }
 
-fn remove(transaction: &Transaction<'_>, place: Place) -> Result<()> {
+fn remove(transaction: &Transaction<'_>, place: LogPosition) -> Result<()> {
     let mut delete = transaction.prepare_cached("DELETE FROM fragments WHERE place = ?")?;
     delete.execute([place.number()])?;
     Ok(())
@@ -355,7 +358,7 @@ fn set_end(transaction: &Transaction<'_>, number: u64, end: u64) -> Result<()> {
 }
 
 /// Reads rows. One that makes no sense is told in the log, and left out: it is no reason to do without the others.
-fn collect(mut rows: rusqlite::Rows<'_>) -> Result<Vec<Known>> {
+fn collect(mut rows: rusqlite::Rows<'_>) -> Result<Vec<KnownFragment>> {
     let mut all = Vec::new();
     while let Some(row) = rows.next()? {
         all.extend(known(row)?);
@@ -363,10 +366,10 @@ fn collect(mut rows: rusqlite::Rows<'_>) -> Result<Vec<Known>> {
     Ok(all)
 }
 
-fn known(row: &Row<'_>) -> rusqlite::Result<Option<Known>> {
-    let (place, index) = (Place::from_number(row.get(0)?), row.get(1)?);
+fn known(row: &Row<'_>) -> rusqlite::Result<Option<KnownFragment>> {
+    let (place, index) = (LogPosition::from_number(row.get(0)?), row.get(1)?);
     match Description::from_bytes(row.get_ref(2)?.as_blob()?) {
-        Ok((description, _)) => Ok(Some(Known { description, index, place })),
+        Ok((description, _)) => Ok(Some(KnownFragment { description, index, place })),
         Err(error) => {
             tracing::error!(%error, "a fragment is not known any more");
             Ok(None)

@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 
 use super::{Holding, Plan, Step, plan};
 use crate::cluster::placement::{Candidate, rank};
-use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::encoding::Redundancy;
 use crate::id::{BlobId, PeerId};
 
@@ -12,14 +12,14 @@ fn id(number: u8) -> PeerId {
     PeerId::from_bytes([number; 16])
 }
 
-fn node(number: u8) -> Node {
+fn node(number: u8) -> RepairPeer {
     let domain = number.to_string();
-    Node { id: id(number), weight: 1, domain, state: State::Up, full: false }
+    RepairPeer { id: id(number), weight: 1, domain, state: PeerState::Up, full: false }
 }
 
 /// Some peers, and a blob.
 struct Scene {
-    nodes: Vec<Node>,
+    nodes: Vec<RepairPeer>,
     blob: BlobId,
     wanted: Redundancy,
     holdings: Vec<Holding>,
@@ -37,7 +37,7 @@ impl Scene {
     }
 
     fn ranking(&self) -> Vec<PeerId> {
-        let candidate = |node: &Node| Candidate {
+        let candidate = |node: &RepairPeer| Candidate {
             id: node.id,
             weight: node.weight,
             domain: node.domain.clone(),
@@ -55,24 +55,24 @@ impl Scene {
         self.holdings.push(Holding { peer, encoding, data, parity, index, len: 1 });
     }
 
-    fn node(&mut self, peer: PeerId) -> &mut Node {
+    fn node(&mut self, peer: PeerId) -> &mut RepairPeer {
         self.nodes.iter_mut().find(|node| node.id == peer).unwrap()
     }
 
     /// What a peer does not answer is not known.
-    fn set(&mut self, peer: PeerId, state: State) {
+    fn set(&mut self, peer: PeerId, state: PeerState) {
         self.node(peer).state = state;
-        if matches!(state, State::Down | State::Lost) {
+        if matches!(state, PeerState::Down | PeerState::Lost) {
             self.holdings.retain(|one| one.peer != peer);
         }
     }
 
     fn plan(&self) -> Plan {
-        plan(&self.blob, self.wanted, &Members::new(self.nodes.clone()), &self.holdings)
+        plan(&self.blob, self.wanted, &RepairMembers::new(self.nodes.clone()), &self.holdings)
     }
 
     /// Does what is planned.
-    fn carry_out(&mut self) -> Vec<Step> {
+    fn execute(&mut self) -> Vec<Step> {
         let steps = self.plan().steps;
         for step in &steps {
             match step {
@@ -102,12 +102,12 @@ fn what_is_whole_stays_as_it_is() {
 fn what_a_lost_peer_had_is_rebuilt_at_the_next_place() {
     let mut scene = Scene::new(9, CODE);
     let ranking = scene.ranking();
-    scene.set(ranking[2], State::Lost);
+    scene.set(ranking[2], PeerState::Lost);
     let plan = scene.plan();
     assert_eq!((plan.survives, plan.missing, plan.waiting), (1, 1, 0));
     let (encoding, to) = (BlobId::of(b"one"), ranking[6]);
     assert_eq!(plan.steps, [Step::Rebuild { encoding, index: 2, to }]);
-    scene.carry_out();
+    scene.execute();
     assert_eq!(scene.plan().steps, []);
 }
 
@@ -115,10 +115,10 @@ fn what_a_lost_peer_had_is_rebuilt_at_the_next_place() {
 fn a_copy_that_is_lost_is_made_again() {
     let mut scene = Scene::new(5, Redundancy::Replicas(3));
     let ranking = scene.ranking();
-    scene.set(ranking[0], State::Lost);
-    scene.set(ranking[1], State::Lost);
+    scene.set(ranking[0], PeerState::Lost);
+    scene.set(ranking[1], PeerState::Lost);
     assert_eq!(scene.plan().survives, 0);
-    let steps = scene.carry_out();
+    let steps = scene.execute();
     let to: BTreeSet<_> = steps
         .iter()
         .map(|step| match step {
@@ -135,7 +135,7 @@ fn a_peer_that_is_down_is_awaited() {
     for wanted in [CODE, Redundancy::Replicas(3)] {
         let mut scene = Scene::new(9, wanted);
         let ranking = scene.ranking();
-        (0..3).for_each(|place| scene.set(ranking[place], State::Down));
+        (0..3).for_each(|place| scene.set(ranking[place], PeerState::Down));
         let plan = scene.plan();
         assert_eq!((plan.steps, plan.missing, plan.waiting), (Vec::new(), 3, 3), "{wanted}");
         assert_eq!(plan.survives, -1, "it cannot be read now");
@@ -146,7 +146,7 @@ fn a_peer_that_is_down_is_awaited() {
 fn beside_a_peer_that_is_down_what_is_missing_is_rebuilt() {
     let mut scene = Scene::new(9, CODE);
     let ranking = scene.ranking();
-    scene.set(ranking[1], State::Down);
+    scene.set(ranking[1], PeerState::Down);
     scene.holdings.retain(|one| one.index != 4);
     let (encoding, to) = (BlobId::of(b"one"), ranking[4]);
     assert_eq!(scene.plan().steps, [Step::Rebuild { encoding, index: 4, to }]);
@@ -157,7 +157,7 @@ fn beside_a_peer_that_is_down_what_is_missing_is_rebuilt() {
 fn what_a_peer_is_known_to_have_that_is_down_is_not_rebuilt() {
     let mut scene = Scene::new(9, CODE);
     let ranking = scene.ranking();
-    scene.node(ranking[0]).state = State::Down;
+    scene.node(ranking[0]).state = PeerState::Down;
     scene.holdings.retain(|one| one.index != 5);
     let (encoding, to) = (BlobId::of(b"one"), ranking[5]);
     let plan = scene.plan();
@@ -171,11 +171,11 @@ fn a_peer_that_is_drained_keeps_its_fragment_until_another_has_it() {
         let mut scene = Scene::new(9, wanted);
         let ranking = scene.ranking();
         let (from, to) = (ranking[1], ranking[wanted.width()]);
-        scene.set(from, State::Draining);
+        scene.set(from, PeerState::Draining);
         assert_eq!(scene.plan().survives, wanted.survives() as i32);
-        let steps = scene.carry_out();
+        let steps = scene.execute();
         assert!(matches!(&steps[..], [Step::Copy { to: place, .. }] if *place == to), "{steps:?}");
-        let steps = scene.carry_out();
+        let steps = scene.execute();
         assert!(matches!(&steps[..], [Step::Drop { peer, .. }] if *peer == from), "{steps:?}");
         assert_eq!(scene.plan().steps, []);
     }
@@ -185,10 +185,10 @@ fn a_peer_that_is_drained_keeps_its_fragment_until_another_has_it() {
 fn the_last_peers_are_not_drained_at_the_cost_of_redundancy() {
     let mut scene = Scene::new(6, CODE);
     let ranking = scene.ranking();
-    scene.set(ranking[3], State::Draining);
+    scene.set(ranking[3], PeerState::Draining);
     assert_eq!((scene.plan().steps, scene.plan().missing), (Vec::new(), 0));
     scene.nodes.push(node(77));
-    let steps = scene.carry_out();
+    let steps = scene.execute();
     assert!(matches!(steps[..], [Step::Copy { to, .. }] if to == id(77)), "{steps:?}");
 }
 
@@ -204,9 +204,9 @@ fn a_peer_that_joins_gets_one_fragment_and_another_drops_it() {
     });
     scene.nodes.push(new.unwrap());
     let to = scene.nodes.last().unwrap().id;
-    let steps = scene.carry_out();
+    let steps = scene.execute();
     assert!(matches!(steps[..], [Step::Copy { to: place, .. }] if place == to), "{steps:?}");
-    let steps = scene.carry_out();
+    let steps = scene.execute();
     let [Step::Drop { peer, kept, .. }] = &steps[..] else { panic!("{steps:?}") };
     assert_eq!((*peer, kept.len(), kept[0].peer), (before[5], 1, to));
     assert_eq!(scene.plan().steps, []);
@@ -224,7 +224,7 @@ fn a_full_peer_is_passed_over_within_its_domain() {
     }
     scene.node(ranking[0]).full = true;
     let domain = scene.node(ranking[0]).domain.clone();
-    let steps = scene.carry_out();
+    let steps = scene.execute();
     let Step::Rebuild { index: 0, to, .. } = steps[0] else { panic!("{steps:?}") };
     assert_eq!((scene.node(to).domain.clone(), to == ranking[0]), (domain, false));
     assert_eq!(scene.plan().steps, []);
@@ -237,7 +237,7 @@ fn a_full_peer_is_passed_over_within_its_domain() {
 fn with_too_few_peers_each_has_one_and_the_rest_is_told() {
     let mut scene = Scene::new(6, CODE);
     let ranking = scene.ranking();
-    scene.set(ranking[0], State::Lost);
+    scene.set(ranking[0], PeerState::Lost);
     let plan = scene.plan();
     assert_eq!((plan.steps, plan.missing, plan.unplaced), (Vec::new(), 1, 1));
     assert_eq!(plan.survives, 1);
@@ -250,9 +250,9 @@ fn fragments_on_one_peer_are_lost_together() {
     scene.holdings.clear();
     (0..6).for_each(|index| scene.add(ranking[0], b"one", index));
     assert_eq!(scene.plan().survives, 0, "all are there, but with one peer they are gone");
-    assert_eq!(scene.carry_out().len(), 5);
+    assert_eq!(scene.execute().len(), 5);
     assert_eq!(scene.plan().survives, 2);
-    scene.carry_out();
+    scene.execute();
     assert_eq!((scene.plan().steps, scene.holdings.len()), (Vec::new(), 6));
 }
 
@@ -266,8 +266,8 @@ fn two_encodings_are_not_counted_together() {
     assert_eq!((scene.plan().survives, scene.plan().steps), (-1, Vec::new()));
     // One of them can be read: it is completed, and then the other is surplus.
     scene.add(ranking[3], b"one", 3);
-    assert!(scene.carry_out().iter().all(|step| matches!(step, Step::Rebuild { .. })));
-    let steps = scene.carry_out();
+    assert!(scene.execute().iter().all(|step| matches!(step, Step::Rebuild { .. })));
+    let steps = scene.execute();
     let other = BlobId::of(b"two");
     assert!(steps.iter().all(
         |step| matches!(step, Step::Drop { encoding, kept, .. } if *encoding == other && kept.len() == 6)

@@ -13,9 +13,9 @@ use super::{Rng, number};
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::repair::matching::size;
-use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::peers::Peers;
-use crate::cluster::repair::{How, Report, repair};
+use crate::cluster::repair::{RepairLimits, Report, repair};
 use crate::encoding::fragment::{Fragment, encode};
 use crate::encoding::redundancy::Redundancy;
 use crate::error::{Error, ErrorKind, Result};
@@ -29,7 +29,7 @@ const REPAIRS: u64 = 20;
 type Key = (BlobId, BlobId, u8);
 
 struct Peer {
-    node: Node,
+    node: RepairPeer,
     answers: bool,
     fragments: BTreeMap<Key, Fragment>,
     /// Of these, those that cannot be read any more.
@@ -97,8 +97,9 @@ impl World {
     }
 
     fn ranking(&self, blob: &BlobId) -> Vec<PeerId> {
-        let up = self.peers.values().map(|peer| &peer.node).filter(|node| node.state == State::Up);
-        let candidate = |node: &Node| Candidate {
+        let up =
+            self.peers.values().map(|peer| &peer.node).filter(|node| node.state == PeerState::Up);
+        let candidate = |node: &RepairPeer| Candidate {
             id: node.id,
             weight: node.weight,
             domain: node.domain.clone(),
@@ -112,8 +113,13 @@ impl World {
         let id = [a.to_le_bytes(), b.to_le_bytes()].concat().try_into().unwrap();
         let id = PeerId::from_bytes(id);
         let domain = self.rng.below(8).to_string();
-        let node =
-            Node { id, weight: 1 + self.rng.below(2), domain, state: State::Up, full: false };
+        let node = RepairPeer {
+            id,
+            weight: 1 + self.rng.below(2),
+            domain,
+            state: PeerState::Up,
+            full: false,
+        };
         let (fragments, bad) = (BTreeMap::new(), BTreeSet::new());
         self.peers.insert(id, Peer { node, answers: true, fragments, bad });
     }
@@ -127,24 +133,24 @@ impl World {
     fn event(&mut self) {
         match self.rng.below(10) {
             0..4 => {
-                if let Some(id) = self.any(|one| one.node.state != State::Lost) {
+                if let Some(id) = self.any(|one| one.node.state != PeerState::Lost) {
                     let peer = self.peers.get_mut(&id).unwrap();
                     peer.answers = !peer.answers;
                 }
             }
             4..6 => {
-                if let Some(id) = self.any(|one| one.node.state != State::Lost) {
+                if let Some(id) = self.any(|one| one.node.state != PeerState::Lost) {
                     let peer = self.peers.get_mut(&id).unwrap();
                     peer.node.full = !peer.node.full;
                 }
             }
             6 => {
-                let Some(id) = self.any(|one| one.node.state != State::Lost) else { return };
+                let Some(id) = self.any(|one| one.node.state != PeerState::Lost) else { return };
                 let held: BTreeSet<BlobId> =
                     self.peers[&id].fragments.keys().map(|key| key.0).collect();
                 if self.endure(&held) {
                     let peer = self.peers.get_mut(&id).unwrap();
-                    (peer.node.state, peer.answers) = (State::Lost, false);
+                    (peer.node.state, peer.answers) = (PeerState::Lost, false);
                     self.join();
                 }
             }
@@ -176,7 +182,7 @@ impl World {
                 peer.fragments.keys().filter(|key| key.0 == *blob && !peer.bad.contains(key));
             good.fold(0u32, |all, key| all | 1 << key.2)
         };
-        let present = self.peers.values().filter(|peer| peer.node.state != State::Lost);
+        let present = self.peers.values().filter(|peer| peer.node.state != PeerState::Lost);
         let holders: Vec<u32> = present.map(bits).filter(|bits| *bits != 0).collect();
         let strength = if wanted.needed() == 1 { holders.len() } else { size(&holders) };
         strength.min(wanted.width())
@@ -202,7 +208,7 @@ impl World {
     }
 
     fn most_come_back(&mut self) {
-        for peer in self.peers.values_mut().filter(|peer| peer.node.state != State::Lost) {
+        for peer in self.peers.values_mut().filter(|peer| peer.node.state != PeerState::Lost) {
             peer.answers |= self.rng.chance(85);
             peer.node.full &= self.rng.chance(30);
         }
@@ -211,7 +217,7 @@ impl World {
     /// Nothing goes wrong any more, and what is bad is known to be.
     fn calm_down(&mut self) {
         self.left = None;
-        for peer in self.peers.values_mut().filter(|peer| peer.node.state != State::Lost) {
+        for peer in self.peers.values_mut().filter(|peer| peer.node.state != PeerState::Lost) {
             (peer.answers, peer.node.full) = (true, false);
             let bad = std::mem::take(&mut peer.bad);
             peer.fragments.retain(|key, _| !bad.contains(key));
@@ -222,7 +228,7 @@ impl World {
     fn check_places(&self) {
         for (blob, Blob { wanted, content, .. }) in &self.blobs {
             let places: BTreeSet<_> = self.ranking(blob).into_iter().take(wanted.width()).collect();
-            let present = self.peers.values().filter(|peer| peer.node.state != State::Lost);
+            let present = self.peers.values().filter(|peer| peer.node.state != PeerState::Lost);
             let mut blocks = vec![None; if wanted.needed() == 1 { 1 } else { wanted.width() }];
             let mut description = None;
             for peer in present {
@@ -354,14 +360,16 @@ async fn run_once(memory: &Arc<Memory>) -> Option<Report> {
         world.blobs.iter().for_each(|(id, one)| sender.try_send((*id, one.wanted)).unwrap());
         // Some are known to be down, some are not.
         let knows = world.rng.chance(50);
-        Members::new(world.peers.values().map(|peer| match peer.node.state {
-            State::Up if knows && !peer.answers => Node { state: State::Down, ..peer.node.clone() },
-            _ => Node { full: false, ..peer.node.clone() },
+        RepairMembers::new(world.peers.values().map(|peer| match peer.node.state {
+            PeerState::Up if knows && !peer.answers => {
+                RepairPeer { state: PeerState::Down, ..peer.node.clone() }
+            }
+            _ => RepairPeer { full: false, ..peer.node.clone() },
         }))
     };
     drop(sender);
     tokio::select! {
-        report = repair(memory.clone(), members, blobs, How::default(), &|| true, &|_| ()) => {
+        report = repair(memory.clone(), members, blobs, RepairLimits::default(), &|| true, &|_| ()) => {
             Some(report)
         }
         () = memory.dead.notified() => None,

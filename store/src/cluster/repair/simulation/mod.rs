@@ -16,7 +16,7 @@ mod world;
 
 use self::repairing::{Done, Repairing};
 use self::world::World;
-use super::members::State;
+use super::members::PeerState;
 
 /// Steps before everything comes to its end.
 const STEPS: u64 = 2000;
@@ -52,7 +52,7 @@ enum Plant {
     LostIsUp,
 }
 
-/// How often each has happened.
+/// RepairLimits often each has happened.
 #[derive(Debug, Default)]
 struct Counts {
     joins: u64,
@@ -101,7 +101,7 @@ fn run(seed: u64, plant: Option<Plant>) -> Counts {
     world.all_come_back();
     // What one held that is lost is rebuilt, and nothing else moves.
     let before = world.places();
-    if world.lose_one(State::Up) {
+    if world.lose_one(PeerState::Up) {
         let expected = world.changed_places(&before);
         let Done { copied, rebuilt, .. } = repairing.come_to_rest(&mut world);
         assert_eq!(copied + rebuilt, expected, "after a loss");

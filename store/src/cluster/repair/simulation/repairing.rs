@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::Plant;
 use super::world::{Peer, World};
-use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::plan::{Holding, Plan, Step, plan};
 use crate::id::{BlobId, PeerId};
 
@@ -94,9 +94,9 @@ impl Repairing {
             Some(Plant::MixedEncodings) => {
                 holdings.iter_mut().for_each(|one| one.encoding = BlobId::of(b"any"));
             }
-            Some(Plant::DownIsLost) => members = with(world, State::Down, State::Lost),
+            Some(Plant::DownIsLost) => members = with(world, PeerState::Down, PeerState::Lost),
             Some(Plant::LostIsUp) => {
-                members = with(world, State::Lost, State::Up);
+                members = with(world, PeerState::Lost, PeerState::Up);
                 holdings = world.holdings(number, |_| true);
             }
             _ => {}
@@ -120,12 +120,12 @@ impl Repairing {
         let has_all_answers = world
             .peers
             .iter()
-            .all(|peer| peer.answers || !matches!(peer.node.state, State::Draining));
-        if world.peers.iter().all(|peer| peer.node.state != State::Down) {
+            .all(|peer| peer.answers || !matches!(peer.node.state, PeerState::Draining));
+        if world.peers.iter().all(|peer| peer.node.state != PeerState::Down) {
             return;
         }
-        let up = with(world, State::Down, State::Up);
-        let all = world.holdings(number, |peer| peer.node.state != State::Lost);
+        let up = with(world, PeerState::Down, PeerState::Up);
+        let all = world.holdings(number, |peer| peer.node.state != PeerState::Lost);
         let at_rest = plan(&blob.id, blob.wanted, &up, &all).steps.is_empty();
         // Of two encodings another one may be the better one meanwhile.
         let is_one = all.iter().all(|one| one.encoding == all[0].encoding);
@@ -215,7 +215,7 @@ impl Repairing {
                     return false;
                 }
                 // Another one there is surplus: somebody else has it, too.
-                let all = world.holdings(number, |peer| peer.node.state != State::Lost);
+                let all = world.holdings(number, |peer| peer.node.state != PeerState::Lost);
                 let mut others = all.iter().filter(|one| one.peer == *to && one.index != *index);
                 let is_elsewhere = |other: &Holding| {
                     let same =
@@ -282,10 +282,10 @@ fn is_enough(holdings: &[Holding]) -> bool {
 }
 
 /// The members, with those that are in one state in another.
-fn with(world: &World, state: State, other: State) -> Members {
-    let changed = |node: &Node| match node.state == state {
-        true => Node { state: other, ..node.clone() },
+fn with(world: &World, state: PeerState, other: PeerState) -> RepairMembers {
+    let changed = |node: &RepairPeer| match node.state == state {
+        true => RepairPeer { state: other, ..node.clone() },
         false => node.clone(),
     };
-    Members::new(world.members().nodes().iter().map(changed))
+    RepairMembers::new(world.members().nodes().iter().map(changed))
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Counts, Rng};
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::repair::matching::size;
-use crate::cluster::repair::members::{Members, Node, State};
+use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::plan::Holding;
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
@@ -23,7 +23,7 @@ const CODES: [Redundancy; 5] = [
 ];
 
 pub(super) struct Peer {
-    pub(super) node: Node,
+    pub(super) node: RepairPeer,
     /// Whether it answers, whatever the catalog believes.
     pub(super) answers: bool,
     /// By blob: encodings and indices.
@@ -69,8 +69,8 @@ impl World {
         match self.rng.below(100) {
             0..10 if self.present() < MAX_PEERS => self.join(),
             10..40 => self.flap(),
-            40..46 => drop(self.lose_one(State::Up)),
-            46..50 => drop(self.lose_one(State::Down)),
+            40..46 => drop(self.lose_one(PeerState::Up)),
+            46..50 => drop(self.lose_one(PeerState::Down)),
             50..53 => self.comes_back_from_the_dead(),
             53..57 => self.drain(),
             57..65 => self.fill(),
@@ -81,7 +81,7 @@ impl World {
 
     /// Peers that are not lost.
     fn present(&self) -> usize {
-        self.peers.iter().filter(|peer| peer.node.state != State::Lost).count()
+        self.peers.iter().filter(|peer| peer.node.state != PeerState::Lost).count()
     }
 
     /// A peer that joins, maybe one with an empty disk in place of another.
@@ -91,12 +91,12 @@ impl World {
         let digest = blake3::hash(&(number ^ self.rng.0).to_le_bytes());
         let id = PeerId::from_bytes(digest.as_bytes()[..16].try_into().expect("16 bytes"));
         let (weight, domain) = (1 + self.rng.below(3), self.rng.below(6).to_string());
-        let node = Node { id, weight, domain, state: State::Up, full: false };
+        let node = RepairPeer { id, weight, domain, state: PeerState::Up, full: false };
         self.peers.push(Peer { node, answers: true, has: BTreeMap::new() });
         // Those that were lost long ago never return.
-        let mut lost = self.peers.iter().filter(|peer| peer.node.state == State::Lost).count();
+        let mut lost = self.peers.iter().filter(|peer| peer.node.state == PeerState::Lost).count();
         self.peers.retain(|peer| {
-            let goes = lost > MAX_LOST && peer.node.state == State::Lost;
+            let goes = lost > MAX_LOST && peer.node.state == PeerState::Lost;
             lost -= usize::from(goes);
             !goes
         });
@@ -109,30 +109,30 @@ impl World {
 
     /// A peer is away for a while. One that is drained stays so for the catalog.
     fn flap(&mut self) {
-        let is_away = |peer: &Peer| !peer.answers && peer.node.state != State::Lost;
+        let is_away = |peer: &Peer| !peer.answers && peer.node.state != PeerState::Lost;
         let away = self.peers.iter().filter(|peer| is_away(peer)).count();
         if away > 0 && (away > 2 || self.rng.chance(60)) {
-            let Some(at) = self.any_peer(|one| !one.answers && one.node.state != State::Lost)
+            let Some(at) = self.any_peer(|one| !one.answers && one.node.state != PeerState::Lost)
             else {
                 return;
             };
             self.counts.flaps += 1;
             let peer = &mut self.peers[at];
             peer.answers = true;
-            if peer.node.state == State::Down {
-                peer.node.state = State::Up;
+            if peer.node.state == PeerState::Down {
+                peer.node.state = PeerState::Up;
             }
         } else if let Some(at) = self.any_peer(|one| one.answers) {
             let peer = &mut self.peers[at];
             peer.answers = false;
-            if peer.node.state == State::Up {
-                peer.node.state = State::Down;
+            if peer.node.state == PeerState::Up {
+                peer.node.state = PeerState::Down;
             }
         }
     }
 
     /// A peer is lost, if no blob that was whole is lost with it.
-    pub(super) fn lose_one(&mut self, state: State) -> bool {
+    pub(super) fn lose_one(&mut self, state: PeerState) -> bool {
         let Some(at) = self.any_peer(|one| one.node.state == state) else { return false };
         let held: Vec<usize> = self.peers[at].has.keys().copied().collect();
         let endures = |number: &usize| {
@@ -144,7 +144,7 @@ impl World {
         }
         self.counts.losses += 1;
         let peer = &mut self.peers[at];
-        (peer.node.state, peer.answers) = (State::Lost, false);
+        (peer.node.state, peer.answers) = (PeerState::Lost, false);
         for number in held {
             let blob = self.blobs.get_mut(&number).expect("what peers hold is a blob");
             blob.losses += 1;
@@ -161,10 +161,10 @@ impl World {
 
     /// A peer that was given up returns, with what it had.
     fn comes_back_from_the_dead(&mut self) {
-        if let Some(at) = self.any_peer(|one| one.node.state == State::Lost) {
+        if let Some(at) = self.any_peer(|one| one.node.state == PeerState::Lost) {
             self.counts.returns += 1;
             let peer = &mut self.peers[at];
-            (peer.node.state, peer.answers) = (State::Up, true);
+            (peer.node.state, peer.answers) = (PeerState::Up, true);
             for number in peer.has.keys().copied().collect::<Vec<_>>() {
                 self.check(number);
             }
@@ -172,21 +172,21 @@ impl World {
     }
 
     fn drain(&mut self) {
-        if let Some(at) = self.any_peer(|one| one.node.state == State::Draining)
+        if let Some(at) = self.any_peer(|one| one.node.state == PeerState::Draining)
             && self.rng.chance(70)
         {
             let peer = &mut self.peers[at];
-            peer.node.state = if peer.answers { State::Up } else { State::Down };
-        } else if let Some(at) = self.any_peer(|one| one.node.state == State::Up) {
+            peer.node.state = if peer.answers { PeerState::Up } else { PeerState::Down };
+        } else if let Some(at) = self.any_peer(|one| one.node.state == PeerState::Up) {
             self.counts.drains += 1;
-            self.peers[at].node.state = State::Draining;
+            self.peers[at].node.state = PeerState::Draining;
         }
     }
 
     fn fill(&mut self) {
         if let Some(at) = self.any_peer(|one| one.node.full) {
             self.peers[at].node.full = false;
-        } else if let Some(at) = self.any_peer(|one| one.node.state == State::Up) {
+        } else if let Some(at) = self.any_peer(|one| one.node.state == PeerState::Up) {
             self.counts.full += 1;
             self.peers[at].node.full = true;
         }
@@ -213,7 +213,7 @@ impl World {
             }
         };
         let Blob { id, wanted, .. } = self.blobs[&number];
-        let able = |peer: &&Peer| matches!(peer.node.state, State::Up) && !peer.node.full;
+        let able = |peer: &&Peer| matches!(peer.node.state, PeerState::Up) && !peer.node.full;
         let able: Vec<Candidate> = self.peers.iter().filter(able).map(candidate).collect();
         let is_optimistic = self.rng.chance(30);
         let count = if is_optimistic { wanted.needed() } else { wanted.width() };
@@ -289,7 +289,7 @@ impl World {
     fn is_readable(&self, number: usize) -> bool {
         let blob = &self.blobs[&number];
         blob.encodings.iter().any(|encoding| {
-            let holders = self.holders(number, encoding, |peer| peer.node.state != State::Lost);
+            let holders = self.holders(number, encoding, |peer| peer.node.state != PeerState::Lost);
             let found = holders.iter().fold(0, |all, one| all | one).count_ones();
             found as usize >= blob.wanted.needed()
         })
@@ -297,7 +297,7 @@ impl World {
 
     /// What is there of a blob, if all come back that are not lost. More copies than are wanted do not count.
     pub(super) fn total(&self, number: usize) -> usize {
-        let all = self.strength(number, |peer| peer.node.state != State::Lost);
+        let all = self.strength(number, |peer| peer.node.state != PeerState::Lost);
         all.min(self.blobs[&number].wanted.width())
     }
 
@@ -321,8 +321,8 @@ impl World {
         }
     }
 
-    pub(super) fn members(&self) -> Members {
-        Members::new(self.peers.iter().map(|peer| peer.node.clone()))
+    pub(super) fn members(&self) -> RepairMembers {
+        RepairMembers::new(self.peers.iter().map(|peer| peer.node.clone()))
     }
 
     /// What the peers say that they have.
@@ -356,24 +356,24 @@ impl World {
         for at in 0..self.peers.len() {
             let goes = self.rng.chance(40);
             let peer = &mut self.peers[at];
-            if goes && peer.node.state == State::Up {
-                (peer.node.state, peer.answers) = (State::Down, false);
+            if goes && peer.node.state == PeerState::Up {
+                (peer.node.state, peer.answers) = (PeerState::Down, false);
             }
         }
     }
 
     pub(super) fn all_come_back(&mut self) {
-        for peer in self.peers.iter_mut().filter(|peer| peer.node.state != State::Lost) {
+        for peer in self.peers.iter_mut().filter(|peer| peer.node.state != PeerState::Lost) {
             peer.answers = true;
-            if peer.node.state == State::Down {
-                peer.node.state = State::Up;
+            if peer.node.state == PeerState::Down {
+                peer.node.state = PeerState::Up;
             }
         }
     }
 
     /// The peers that are to hold each blob.
     pub(super) fn places(&self) -> BTreeMap<usize, BTreeSet<PeerId>> {
-        let up = self.peers.iter().filter(|peer| peer.node.state == State::Up);
+        let up = self.peers.iter().filter(|peer| peer.node.state == PeerState::Up);
         let up: Vec<Candidate> = up.map(candidate).collect();
         let places = |blob: &Blob| {
             let order = rank(&blob.id, &up).into_iter().take(blob.wanted.width());
@@ -389,7 +389,7 @@ impl World {
             .all(|(number, places)| places.len() == self.blobs[number].wanted.width())
     }
 
-    /// How many places there are that were none before.
+    /// RepairLimits many places there are that were none before.
     pub(super) fn changed_places(&self, before: &BTreeMap<usize, BTreeSet<PeerId>>) -> u64 {
         let new = |(number, places): (usize, BTreeSet<PeerId>)| {
             let new = places.difference(&before[&number]).count();
@@ -420,6 +420,6 @@ impl World {
 }
 
 fn candidate(peer: &Peer) -> Candidate {
-    let Node { id, weight, ref domain, .. } = peer.node;
+    let RepairPeer { id, weight, ref domain, .. } = peer.node;
     Candidate { id, weight, domain: domain.clone() }
 }

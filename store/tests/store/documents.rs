@@ -7,23 +7,23 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_store::documents;
-use cairn_store::documents::{CatalogStore, Names, remote};
+use cairn_store::documents::{CatalogStore, Documents, remote};
 use cairn_store::net::identity::Security;
 use tempfile::TempDir;
 
-/// How long a server may take to start.
+/// RepairLimits long a server may take to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A server of names. It ends with this.
-pub(crate) struct Keeper {
+pub(crate) struct DocumentServer {
     address: String,
     child: Option<Child>,
     _dir: TempDir,
 }
 
-impl Keeper {
+impl DocumentServer {
     /// A catalog as `cairn serve --catalog` serves it.
-    pub(crate) fn served() -> Keeper {
+    pub(crate) fn served() -> DocumentServer {
         let dir = TempDir::new().unwrap();
         let store = Arc::new(CatalogStore::open(dir.path()).unwrap());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -38,11 +38,11 @@ impl Keeper {
                 remote::serve(listener, store, Security::INSECURE, never).await.unwrap();
             });
         });
-        Keeper { address, child: None, _dir: dir }
+        DocumentServer { address, child: None, _dir: dir }
     }
 
     /// An etcd of one member.
-    pub(crate) fn etcd() -> Keeper {
+    pub(crate) fn etcd() -> DocumentServer {
         for _ in 0..20 {
             let dir = TempDir::new().unwrap();
             let [own, other] = [(), ()].map(|()| format!("127.0.0.1:{}", free_port()));
@@ -52,12 +52,12 @@ impl Keeper {
             while child.try_wait().unwrap().is_none() {
                 if TcpStream::connect(&own).is_ok() {
                     let address = format!("etcd://{own}");
-                    let keeper = Keeper { address, child: Some(child), _dir: dir };
+                    let server = DocumentServer { address, child: Some(child), _dir: dir };
                     // It listens before it answers.
-                    while let Err(error) = keeper.names().read(&[]) {
+                    while let Err(error) = server.documents().read(&[]) {
                         assert!(begin.elapsed() < 3 * PATIENCE, "etcd does not answer: {error}");
                     }
-                    return keeper;
+                    return server;
                 }
                 assert!(begin.elapsed() < PATIENCE, "etcd does not listen");
                 thread::sleep(Duration::from_millis(20));
@@ -71,12 +71,12 @@ impl Keeper {
     }
 
     /// One more way to them.
-    pub(crate) fn names(&self) -> Arc<dyn Names> {
+    pub(crate) fn documents(&self) -> Arc<dyn Documents> {
         documents::open(&self.address, &Security::INSECURE).unwrap()
     }
 }
 
-impl Drop for Keeper {
+impl Drop for DocumentServer {
     fn drop(&mut self) {
         if let Some(child) = &mut self.child {
             let _ = child.kill();
@@ -108,21 +108,21 @@ fn spawn_etcd(dir: &TempDir, own: &str, other: &str) -> Child {
 }
 
 /// Makes tests of functions that take a place, for each way to keep names.
-macro_rules! wherever_names_are {
+macro_rules! for_each_document_store {
     ($($test:ident),+ $(,)?) => {
         mod embedded {
             $(#[test] fn $test() { super::$test(&crate::support::Place::new()); })+
         }
         mod served {
             $(#[test] fn $test() {
-                super::$test(&crate::support::Place::with(crate::names::Keeper::served()));
+                super::$test(&crate::support::Place::with(crate::documents::DocumentServer::served()));
             })+
         }
         mod etcd {
             $(#[test] fn $test() {
-                super::$test(&crate::support::Place::with(crate::names::Keeper::etcd()));
+                super::$test(&crate::support::Place::with(crate::documents::DocumentServer::etcd()));
             })+
         }
     };
 }
-pub(crate) use wherever_names_are;
+pub(crate) use for_each_document_store;

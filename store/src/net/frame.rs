@@ -1,4 +1,13 @@
-//! Frames over a stream, with limits of time.
+//! Frames over a stream, with time limits.
+//!
+//! ```text
+//! 0            4      6      8                16
+//! ┌────────────┬──────┬──────┬────────────────┬─────────┐
+//! │ body bytes │ kind │ zero │ request number │ body    │
+//! └────────────┴──────┴──────┴────────────────┴─────────┘
+//! ```
+//!
+//! All numbers are little endian. An answer has the number of its request.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -8,27 +17,37 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
+use super::message::malformed;
 use crate::buffers::Buffer;
-use crate::cluster::protocol;
-use crate::cluster::protocol::MAX_BODY;
 use crate::error::Result;
 
 /// Bytes before a body.
 pub(crate) const HEADER: usize = 16;
 
-/// What comes before a body.
+/// How long a body may take to arrive, and a batch of frames to be sent.
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The size of a read buffer: the frames of small messages fit. Longer bodies bypass it.
+pub(crate) const READ_AHEAD_BYTES: usize = 1024;
+
+/// Frames are sent when they have this many bytes, even if more wait.
+const SEND_BATCH_BYTES: usize = 256 << 10;
+
+/// The kind of a message, and its body in parts that are sent without being joined.
+pub(crate) type Message = (u16, Vec<Bytes>);
+
+/// What precedes a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     /// What the body is.
     pub(crate) kind: u16,
-    /// Which request it is, or answers.
+    /// The request that this frame is, or answers.
     pub(crate) number: u64,
     /// Bytes of the body.
     pub(crate) len: usize,
 }
 
 impl Header {
-    /// As it is sent.
     pub(crate) fn to_bytes(self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[..4].copy_from_slice(&(self.len as u32).to_le_bytes());
@@ -37,113 +56,86 @@ impl Header {
         bytes
     }
 
-    /// As it was received, where a body has at most `longest` bytes.
-    pub(crate) fn from_bytes(bytes: &[u8; HEADER], longest: usize) -> Result<Header> {
+    /// The header in these bytes, of a body with at most `max_body` bytes.
+    pub(crate) fn from_bytes(bytes: &[u8; HEADER], max_body: usize) -> Result<Header> {
         let [a, b, c, d, e, f, zero @ .., _, _, _, _, _, _, _, _] = *bytes;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
-        if len > longest || zero != [0; 2] {
-            return Err(crate::error::Error::corrupt("a message", "a frame that nobody sends"));
+        if len > max_body || zero != [0; 2] {
+            return Err(malformed("a frame that is too long, or of another protocol"));
         }
         let number = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
         Ok(Header { kind: u16::from_le_bytes([e, f]), number, len })
     }
 }
 
-/// How long a body may take to come, and what is sent together to go.
-pub(crate) const PROGRESS: Duration = Duration::from_secs(30);
-
-/// Bytes that are read ahead: the frames of small messages. What is longer goes to its place at once.
-pub(crate) const READ_AHEAD: usize = 1024;
-
-/// Bytes that are sent together, about.
-const TOGETHER: usize = 256 << 10;
-
-/// The next header; nothing if the other side has closed, or is silent for longer than `idle`.
+/// Reads the next header. Returns `None` if the other side has closed the connection, or is silent
+/// for longer than `idle`.
 pub(crate) async fn read_header(
     reader: &mut (impl AsyncRead + Unpin),
     idle: Duration,
-) -> io::Result<Option<Result<Header>>> {
-    read_header_within(reader, idle, MAX_BODY).await
-}
-
-/// The next header, of a body of at most `longest` bytes.
-pub(crate) async fn read_header_within(
-    reader: &mut (impl AsyncRead + Unpin),
-    idle: Duration,
-    longest: usize,
+    max_body: usize,
 ) -> io::Result<Option<Result<Header>>> {
     let mut bytes = [0; HEADER];
     match timeout(idle, reader.read_exact(&mut bytes)).await {
-        Ok(Ok(_)) => Ok(Some(Header::from_bytes(&bytes, longest))),
+        Ok(Ok(_)) => Ok(Some(Header::from_bytes(&bytes, max_body))),
         Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
         Ok(Err(error)) => Err(error),
         Err(_) => Ok(None),
     }
 }
 
-/// The body behind a header. The first block of a put begins at the start of a page, and so do the others if they are as
-/// long as pages: then they can go to the disk as they are.
+/// Reads the body that follows a header.
 pub(crate) async fn read_body(
     reader: &mut (impl AsyncRead + Unpin),
     header: &Header,
 ) -> io::Result<Bytes> {
+    read_aligned_body::<0>(reader, header, |_| 0).await
+}
+
+/// Reads the body that follows a header, which has at least `N` bytes. From the first `N` bytes,
+/// `aligned_at` tells which offset of the body is to be at the start of a page in memory: direct
+/// I/O then takes what is there without a copy.
+pub(crate) async fn read_aligned_body<const N: usize>(
+    reader: &mut (impl AsyncRead + Unpin),
+    header: &Header,
+    aligned_at: impl FnOnce(&[u8; N]) -> usize,
+) -> io::Result<Bytes> {
     let read = async {
-        let mut lead = [0; protocol::LEAD];
-        let has_blocks = header.kind == protocol::PUT && header.len >= lead.len();
-        let (at, lead) = match has_blocks {
-            true => {
-                reader.read_exact(&mut lead).await?;
-                (protocol::blocks_at(&lead), &lead[..])
-            }
-            false => (0, &[][..]),
-        };
-        let mut body = Buffer::new(header.len, at);
-        let (start, rest) = body.split_at_mut(lead.len());
-        start.copy_from_slice(lead);
+        let mut lead = [0; N];
+        reader.read_exact(&mut lead).await?;
+        let mut body = Buffer::new(header.len, aligned_at(&lead));
+        let (start, rest) = body.split_at_mut(N);
+        start.copy_from_slice(&lead);
         reader.read_exact(rest).await?;
         Ok(body.share())
     };
-    timeout(PROGRESS, read).await?
+    timeout(TRANSFER_TIMEOUT, read).await?
 }
 
-/// Sends one frame. It may stay in the writer's buffer.
-pub(crate) async fn write(
-    writer: &mut (impl AsyncWrite + Unpin),
-    number: u64,
-    (kind, body): (u16, Vec<u8>),
-) -> io::Result<()> {
-    let header = Header { kind, number, len: body.len() };
-    timeout(PROGRESS, async {
-        writer.write_all(&header.to_bytes()).await?;
-        writer.write_all(&body).await
-    })
-    .await?
-}
-
-/// Frames on their way out, in parts that are not joined.
+/// Frames that wait to be sent, in parts that are not joined.
 #[derive(Default)]
-pub(crate) struct Frames {
+pub(crate) struct OutgoingFrames {
     parts: VecDeque<Bytes>,
     bytes: usize,
 }
 
-impl Frames {
-    /// Adds one.
-    pub(crate) fn push(&mut self, number: u64, (kind, parts): (u16, Vec<Bytes>)) {
+impl OutgoingFrames {
+    /// Appends a frame.
+    pub(crate) fn push(&mut self, number: u64, (kind, parts): Message) {
         let header = Header { kind, number, len: parts.iter().map(Bytes::len).sum() };
         self.bytes += HEADER + header.len;
         self.parts.push_back(Bytes::copy_from_slice(&header.to_bytes()));
         self.parts.extend(parts.into_iter().filter(|part| !part.is_empty()));
     }
 
-    /// Whether they should be sent before more is added.
-    pub(crate) fn are_many(&self) -> bool {
-        self.bytes >= TOGETHER
+    /// Whether they should be sent before more are appended.
+    pub(crate) fn is_full(&self) -> bool {
+        self.bytes >= SEND_BATCH_BYTES
     }
 
     /// Sends them all.
     pub(crate) async fn send(&mut self, writer: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
-        timeout(PROGRESS, async {
+        timeout(TRANSFER_TIMEOUT, async {
             writer.write_all_buf(self).await?;
             writer.flush().await
         })
@@ -151,7 +143,7 @@ impl Frames {
     }
 }
 
-impl Buf for Frames {
+impl Buf for OutgoingFrames {
     fn remaining(&self) -> usize {
         self.bytes
     }
@@ -183,7 +175,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert_eq, proptest};
 
-    use super::{Buf, Bytes, Frames, HEADER, Header, IoSlice};
+    use super::{Buf, Bytes, HEADER, Header, IoSlice, OutgoingFrames};
 
     proptest! {
         #[test]
@@ -191,7 +183,7 @@ mod tests {
             frames in vec(vec(vec(any::<u8>(), 0..40), 0..4), 0..6),
             steps in vec(1usize..60, 1..40),
         ) {
-            let mut out = Frames::default();
+            let mut out = OutgoingFrames::default();
             let mut expected = Vec::new();
             for (number, parts) in (0..).zip(&frames) {
                 let body = parts.concat();

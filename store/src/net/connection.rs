@@ -1,0 +1,186 @@
+//! A client's connection to a server: many requests at once, answered in any order.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tokio::io::BufReader;
+use tokio::net::TcpStream;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::AbortHandle;
+
+use super::frame::{Message, OutgoingFrames, READ_AHEAD_BYTES, read_body, read_header};
+use super::handshake::{HandshakeError, Protocol, introduce};
+use super::identity::{Reader, Role, Security, Writer};
+use crate::error::Result;
+
+/// Requests that wait to be sent.
+const QUEUED_REQUESTS: usize = 16;
+
+/// The kind and the body of an answer.
+pub(crate) type RawAnswer = (u16, Bytes);
+
+/// The connection ended, or was closed, before the answer came.
+#[derive(Debug)]
+pub(crate) struct ConnectionLost;
+
+/// The requests that wait for their answers, by number. `None` once the connection is lost.
+type Waiting = Mutex<Option<HashMap<u64, oneshot::Sender<RawAnswer>>>>;
+
+/// A connection. When it is lost, every request fails, including those in flight.
+pub(crate) struct Connection {
+    server: [u8; 16],
+    requests: mpsc::Sender<(Message, oneshot::Sender<RawAnswer>)>,
+    shared: Arc<Shared>,
+    task: AbortHandle,
+}
+
+struct Shared {
+    waiting: Waiting,
+    opened: Instant,
+    /// Milliseconds from `opened` to the last answer.
+    last_answer_ms: AtomicU64,
+}
+
+impl Shared {
+    fn waiting(&self) -> MutexGuard<'_, Option<HashMap<u64, oneshot::Sender<RawAnswer>>>> {
+        self.waiting.lock().expect("no code panics with this lock held")
+    }
+
+    /// Fails every request that waits.
+    fn lose(&self) {
+        self.waiting().take();
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Connection {
+    /// Connects to the server of this role at `address`, whose answers have at most `max_answer`
+    /// bytes.
+    pub(crate) async fn open(
+        address: &str,
+        security: &Security,
+        role: Role,
+        protocol: &Protocol,
+        max_answer: usize,
+    ) -> Result<Connection, HandshakeError> {
+        let stream = connect_tcp(address).await.map_err(HandshakeError::Io)?;
+        let (reader, mut writer) =
+            security.connect(stream, role).await.map_err(HandshakeError::Io)?;
+        let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
+        let server = introduce(&mut reader, &mut writer, protocol).await?;
+        let (requests, queue) = mpsc::channel(QUEUED_REQUESTS);
+        let shared = Arc::new(Shared {
+            waiting: Mutex::new(Some(HashMap::new())),
+            opened: Instant::now(),
+            last_answer_ms: AtomicU64::new(0),
+        });
+        let own = shared.clone();
+        let task = tokio::spawn(async move {
+            // Both halves end together: one alone would keep the connection open.
+            tokio::select! {
+                () = send(writer, queue, &own) => {}
+                () = receive(reader, max_answer, &own) => {}
+            }
+            own.lose();
+        });
+        Ok(Connection { server, requests, shared, task: task.abort_handle() })
+    }
+
+    /// The id of the server.
+    pub(crate) fn server(&self) -> [u8; 16] {
+        self.server
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.shared.waiting().is_none()
+    }
+
+    /// The time since the last answer.
+    pub(crate) fn silence(&self) -> Duration {
+        let last = Duration::from_millis(self.shared.last_answer_ms.load(Ordering::Relaxed));
+        self.shared.opened.elapsed().saturating_sub(last)
+    }
+
+    /// Closes the connection.
+    pub(crate) fn close(&self) {
+        self.task.abort();
+        self.shared.lose();
+    }
+
+    /// Sends a request and waits for its answer.
+    pub(crate) async fn ask(&self, request: Message) -> Result<RawAnswer, ConnectionLost> {
+        let (sender, answer) = oneshot::channel();
+        self.requests.send((request, sender)).await.map_err(|_| ConnectionLost)?;
+        answer.await.map_err(|_| ConnectionLost)
+    }
+}
+
+async fn connect_tcp(address: &str) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    // Where nothing listens, the kernel may have joined the two ends of this very socket.
+    if stream.local_addr()? == stream.peer_addr()? {
+        return Err(io::Error::new(io::ErrorKind::ConnectionRefused, "nothing listens there"));
+    }
+    Ok(stream)
+}
+
+/// Sends requests, many with one system call, until no sender is left.
+async fn send(
+    mut writer: Writer,
+    mut queue: mpsc::Receiver<(Message, oneshot::Sender<RawAnswer>)>,
+    shared: &Shared,
+) {
+    let mut number = 0;
+    let mut frames = OutgoingFrames::default();
+    while let Some(first) = queue.recv().await {
+        let mut next = Some(first);
+        while let Some((request, answer)) = next.take() {
+            // The caller may have given up.
+            if answer.is_closed() {
+                next = queue.try_recv().ok();
+                continue;
+            }
+            number += 1;
+            match &mut *shared.waiting() {
+                Some(waiting) => drop(waiting.insert(number, answer)),
+                None => return,
+            }
+            frames.push(number, request);
+            if !frames.is_full() {
+                next = queue.try_recv().ok();
+            }
+        }
+        if frames.send(&mut writer).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Hands out answers until the connection ends.
+async fn receive(mut reader: BufReader<Reader>, max_answer: usize, shared: &Shared) {
+    const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
+    while let Ok(Some(Ok(header))) = read_header(&mut reader, FOREVER, max_answer).await {
+        let Ok(body) = read_body(&mut reader, &header).await else { return };
+        let elapsed = shared.opened.elapsed().as_millis() as u64;
+        shared.last_answer_ms.store(elapsed, Ordering::Relaxed);
+        let sender = match &mut *shared.waiting() {
+            Some(waiting) => waiting.remove(&header.number),
+            None => return,
+        };
+        match sender {
+            // The caller may have given up.
+            Some(sender) => drop(sender.send((header.kind, body))),
+            None => return,
+        }
+    }
+}
