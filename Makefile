@@ -1,7 +1,6 @@
-# Builds, tests and shows Cairn. `make help` lists what there is.
+# Builds, tests and demonstrates Cairn. `make help` lists the targets.
 #
-# Everything that is fetched stays in .cache and in cargo's own cache: a second run of any target
-# needs no network.
+# All downloads stay in .cache and in cargo's own cache: a second run of a target needs no network.
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:
@@ -14,7 +13,7 @@ TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
 TRIPLE    := x86_64-unknown-linux-gnu
 AGENT     := $(TARGET)/$(TRIPLE)/agent/cairn-agent
 VERIFIER  := $(TARGET)/$(TRIPLE)/agent/verifier
-# The agent goes into every guest, whatever its size.
+# The agent is copied into every guest, so its size is limited.
 AGENT_MAX := 2000000
 INITRAMFS := $(CACHE)/guest/initramfs
 VSOCK     := $(CACHE)/tools/bin/vhost-device-vsock
@@ -25,7 +24,7 @@ say = @echo "==> $(1)"
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-build: build-packages $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent, optimised (default)
+build: build-packages $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent with optimisation (default)
 	$(call say,building the workspace with optimisation)
 	@$(CARGO) build --locked --release --workspace
 
@@ -34,14 +33,14 @@ $(AGENT): FORCE
 	@RUSTFLAGS='-C target-feature=+crt-static' \
 	  $(CARGO) build --locked --profile agent --target $(TRIPLE) -p cairn-agent
 	@size=$$(stat -c %s $@); [ $$size -le $(AGENT_MAX) ] || \
-	  { echo "the agent has $$size bytes, more than $(AGENT_MAX)"; exit 1; }
+	  { echo "the agent has $$size bytes; the limit is $(AGENT_MAX)"; exit 1; }
 
 $(VERIFIER): FORCE
 	$(call say,building the static verifier)
 	@RUSTFLAGS='-C target-feature=+crt-static' \
 	  $(CARGO) build --locked --profile agent --target $(TRIPLE) -p verifier
 
-setup: packages kernel vsock-device $(INITRAMFS) ## Obtain what the guests need, if it is not there
+setup: packages kernel vsock-device $(INITRAMFS) ## Download and build what the test guests need, unless present
 	$(call say,fetching crates)
 	@$(CARGO) fetch --locked --quiet
 
@@ -68,11 +67,11 @@ $(INITRAMFS): $(AGENT) $(VERIFIER) scripts/build-initramfs vmm-tests/guest/init 
 	$(call say,building the guest's initramfs)
 	@scripts/build-initramfs $(CACHE)/guest/modules $@ $(AGENT) $(VERIFIER)
 
-test: lint unit-test vm-test ## Run every check and every test, in guests too
-	$(call say,all tests have passed)
+test: lint unit-test vm-test ## Run all checks and all tests, including those in guests
+	$(call say,all tests passed)
 
-lint: packages ## Check format, lints and documentation
-	$(call say,checking the format)
+lint: packages ## Check formatting, lints and documentation
+	$(call say,checking formatting)
 	@$(CARGO) fmt --all --check
 	$(call say,checking lints)
 	@$(CARGO) clippy --locked --quiet --workspace --all-targets -- -D warnings
@@ -80,27 +79,28 @@ lint: packages ## Check format, lints and documentation
 	@RUSTDOCFLAGS='-D warnings' $(CARGO) doc --locked --quiet --workspace --no-deps \
 	  --document-private-items
 
-# The tests are built without optimisation: their assertions about lost requests and chunk states
-# exist only then.
+# Tests run without optimisation, because debug assertions check for lost requests and illegal chunk
+# states.
 unit-test: packages ## Run the tests that need no guest
 	$(call say,running the tests that need no guest)
 	@$(CARGO) test --locked --quiet --workspace --exclude vmm-tests
 
 vm-test: setup ## Run the tests that boot guests
-	$(call say,building what the guests' disks are served with)
+	$(call say,building the programs for the guests' disks)
 	@$(CARGO) build --locked --quiet --workspace
 	$(call say,running the tests in guests)
 	@CAIRN_BIN_DIR=$(TARGET)/debug CAIRN_CACHE_DIR=$(CACHE) \
 	  $(CARGO) test --locked -p vmm-tests -- --test-threads=1
 
-demo: setup build ## Show a checkpoint and a restart, from import to the checked result
+demo: setup build ## Demonstrate a checkpoint and a restart; every step is checked
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo
 
-demo-cluster: setup build ## The same on eight peers with TLS, of which four are destroyed
+demo-cluster: setup build ## The same demo on eight peers with TLS, four of which are destroyed
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo cluster
 
-# SOAK_SECONDS is the length of each part. All but the first run with assertions, as in `make test`.
-soak: packages ## Write, checkpoint, kill, cut the power and verify for about an hour
+# SOAK_SECONDS is the duration of each part. All parts but the first run with debug assertions, as
+# `make test` does.
+soak: packages ## Run the randomised tests (writes, kills, power cuts, simulation) for about an hour
 	$(call say,running the stamped writer)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
@@ -119,14 +119,14 @@ soak: packages ## Write, checkpoint, kill, cut the power and verify for about an
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2
 
-bench: packages ## Measure Cairn beside other programs, in about 20 minutes
-	$(call say,measuring; the machine should have nothing else to do)
+bench: packages ## Compare Cairn with other programs, in about 20 minutes
+	$(call say,measuring; the machine should be idle)
 	@$(CARGO) run --locked --release -p cairn-bench -- all
 
-# Every file there is a target. They share FUZZ_SECONDS equally.
+# Each file in fuzz_targets is a target. The targets share FUZZ_SECONDS equally.
 FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
 
-fuzz: ## Feed all that is read back with anything for half an hour (needs a nightly toolchain)
+fuzz: ## Fuzz all parsers for half an hour (needs a nightly toolchain)
 	@command -v cargo-fuzz >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-fuzz >/dev/null || \
 	  { echo "==> installing cargo-fuzz"; \
 	    $(CARGO) install --quiet cargo-fuzz --locked --root $(CACHE)/tools; }
@@ -138,18 +138,18 @@ fuzz: ## Feed all that is read back with anything for half an hour (needs a nigh
 	    -max_total_time=$$seconds -max_len=4096 || exit 1; \
 	done
 
-deny: ## Check licences, advisories and sources of all dependencies
+deny: ## Check licences, advisories and sources of the dependencies
 	@command -v cargo-deny >/dev/null || PATH="$(CACHE)/tools/bin:$$PATH" command -v cargo-deny >/dev/null || \
 	  { echo "==> installing cargo-deny"; \
 	    $(CARGO) install --quiet cargo-deny --locked --root $(CACHE)/tools; }
 	$(call say,checking dependencies)
 	@PATH="$(CACHE)/tools/bin:$$PATH" $(CARGO) deny --workspace check
 
-clean: ## Remove what was built
+clean: ## Remove build results
 	@rm -f $(INITRAMFS)
 	@$(CARGO) clean
 
-distclean: clean ## Remove what was fetched, too
+distclean: clean ## Remove build results and downloads
 	@rm -rf $(CACHE)
 
 FORCE:
