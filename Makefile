@@ -73,6 +73,8 @@ test: lint unit-test vm-test ## Run all checks and all tests, including those in
 lint: packages ## Check formatting, lints and documentation
 	$(call say,checking formatting)
 	@$(CARGO) fmt --all --check
+	$(call say,checking that modules form no cycles)
+	@scripts/check-module-cycles */src
 	$(call say,checking lints)
 	@$(CARGO) clippy --locked --quiet --workspace --all-targets -- -D warnings
 	$(call say,checking documentation)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cairn_agent::{Consistency, DEFAULT_PORT, Wait, is_valid_label};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::connection::Endpoint;
+use crate::endpoint::Endpoint;
 
 /// Checkpoints of this guest's disks, asked from inside.
 #[derive(Debug, Parser)]
@@ -144,7 +144,7 @@ mod tests {
     use clap::{CommandFactory, Parser};
 
     use super::{Arguments, CheckpointOptions, Command};
-    use crate::connection::Endpoint;
+    use crate::endpoint::Endpoint;
 
     fn checkpoint(line: &str) -> Result<CheckpointOptions, clap::Error> {
         let words = ["cairn-agent", "checkpoint"].into_iter().chain(line.split_whitespace());

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use cairn_agent::{Accepted, Checkpoint, Event, Follow, Request, Stable, Wait};
 
 use crate::args::CheckpointOptions;
-use crate::connection::{Connection, Deadline, Endpoint};
+use crate::connection::{Connection, Deadline};
+use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::freeze::Freezer;
 use crate::{report, sys};

@@ -1,33 +1,14 @@
 //! One connection to the process that serves one disk: lines out, events in, bounded in time.
 
-use std::fmt;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Event, MAX_LINE, Request};
 
+use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::sys;
-
-/// Where a disk's process listens.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Endpoint {
-    /// A vsock port of the host.
-    Vsock(u32),
-    /// A unix socket: for tests, and for sandboxes without vsock.
-    Unix(PathBuf),
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Endpoint::Vsock(port) => write!(f, "vsock:{port}"),
-            Endpoint::Unix(path) => write!(f, "unix:{}", path.display()),
-        }
-    }
-}
 
 /// The instant after which nobody waits any more.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use cairn_agent::{Refusal, RefusalKind};
 
-use crate::connection::Endpoint;
+use crate::endpoint::Endpoint;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {

@@ -19,6 +19,7 @@ use error::Error;
 mod args;
 mod checkpoint;
 mod connection;
+mod endpoint;
 mod error;
 mod freeze;
 mod report;

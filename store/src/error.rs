@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::id::BlobId;
+use crate::id::{BlobId, InvalidId};
 
 /// The result of everything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -30,7 +30,10 @@ pub enum ErrorKind {
 #[non_exhaustive]
 pub enum Error {
     /// A repository's address of unknown form.
-    #[error("'{url}' is not the address of a repository; write dir:PATH")]
+    #[error(
+        "'{url}' is not the address of a repository; write dir:PATH, cairn://HOST:PORT or \
+         etcd://HOST:PORT"
+    )]
     BadUrl {
         /// The address.
         url: String,
@@ -45,6 +48,9 @@ pub enum Error {
         /// The rule that it breaks.
         rule: &'static str,
     },
+    /// A text that is not an id.
+    #[error(transparent)]
+    InvalidId(#[from] InvalidId),
     /// A size or chunk size that no image can have.
     #[error("an image cannot have {what} {value}: {rule}")]
     BadGeometry {
@@ -58,6 +64,45 @@ pub enum Error {
     /// An argument that does not fit the object it is used on.
     #[error("{0}")]
     BadArgument(String),
+    /// The address of a catalog of unknown form.
+    #[error(
+        "'{address}' is not the address of a catalog; write HOST:PORT, or \
+         etcd://HOST:PORT[,HOST:PORT...]"
+    )]
+    BadCatalogAddress {
+        /// The address.
+        address: String,
+    },
+    /// Keys that are missing, cannot be used or cannot be made.
+    #[error("{0}")]
+    BadKeys(String),
+    /// A message, a key or a list that is longer than its protocol allows.
+    #[error("{what} has {actual}, and may have {limit}")]
+    TooLarge {
+        /// What is too large, and the unit of the two numbers.
+        what: &'static str,
+        /// Its size.
+        actual: usize,
+        /// The largest size that is allowed.
+        limit: usize,
+    },
+    /// A directory for a server or for keys that holds something else.
+    #[error("{} is not empty and {reason}; name another directory", path.display())]
+    NotEmpty {
+        /// The directory.
+        path: PathBuf,
+        /// Why it cannot be used.
+        reason: String,
+    },
+    /// The caller's role forbids the operation.
+    #[error("{what}; use the keys of a client")]
+    NotPermitted {
+        /// What is forbidden to whom.
+        what: String,
+    },
+    /// The operation needs peers.
+    #[error("a repository in a directory has no peers; name one of a cluster")]
+    NoCluster,
 
     /// Nothing is at the repository's address.
     #[error(
@@ -320,6 +365,14 @@ pub enum Error {
     /// One at a time repairs a cluster.
     #[error("another repair is under way; `cairn peers` shows what it has done when it has ended")]
     RepairRuns,
+    /// A task of this process has panicked, or was cancelled.
+    #[error("{doing} failed inside this process: {reason}; try again, and report this as a defect")]
+    Internal {
+        /// What was being done.
+        doing: &'static str,
+        /// What is known of the cause.
+        reason: String,
+    },
     /// Others were faster, again and again.
     #[error("the catalog is changed by many others at once; try again")]
     Contended,
@@ -334,8 +387,15 @@ impl Error {
         match self {
             Error::BadUrl { .. }
             | Error::BadName { .. }
+            | Error::InvalidId(_)
             | Error::BadGeometry { .. }
             | Error::BadArgument(_)
+            | Error::BadCatalogAddress { .. }
+            | Error::BadKeys(_)
+            | Error::TooLarge { .. }
+            | Error::NotEmpty { .. }
+            | Error::NotPermitted { .. }
+            | Error::NoCluster
             | Error::NotARepository { .. }
             | Error::NewerFormat { .. }
             | Error::OlderFormat { .. }
@@ -363,6 +423,7 @@ impl Error {
             | Error::NotStored { .. }
             | Error::PeerFull { .. }
             | Error::Io { .. }
+            | Error::Internal { .. }
             | Error::Contended
             | Error::Poisoned { .. } => ErrorKind::Unavailable,
             Error::Database(source) => match source.sqlite_error_code() {

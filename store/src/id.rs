@@ -3,7 +3,14 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::Error;
+/// A text that is not the id it was taken for.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{text}' cannot be {what}: {rule}")]
+pub struct InvalidId {
+    what: &'static str,
+    text: String,
+    rule: &'static str,
+}
 
 /// Declares an id of `$len` bytes, written in hexadecimal.
 macro_rules! byte_id {
@@ -37,14 +44,14 @@ macro_rules! byte_id {
         }
 
         impl FromStr for $name {
-            type Err = Error;
+            type Err = InvalidId;
 
-            fn from_str(text: &str) -> Result<Self, Error> {
+            fn from_str(text: &str) -> Result<Self, InvalidId> {
                 let mut bytes = [0; $len];
                 if parse_hex(text, &mut bytes) {
                     Ok(Self(bytes))
                 } else {
-                    Err(Error::BadName { what: $what, name: text.into(), rule: $rule })
+                    Err(InvalidId { what: $what, text: text.into(), rule: $rule })
                 }
             }
         }

@@ -229,10 +229,7 @@ pub fn check_address(address: &str) -> Result<()> {
         None => is_host_and_port(address),
     };
     if !is_good {
-        let why = format!(
-            "'{address}' is not the address of a catalog; write HOST:PORT, or etcd://HOST:PORT[,HOST:PORT...]"
-        );
-        return Err(Error::BadArgument(why));
+        return Err(Error::BadCatalogAddress { address: address.into() });
     }
     Ok(())
 }

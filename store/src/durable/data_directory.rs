@@ -94,10 +94,8 @@ impl DataDirectory {
                 || name.starts_with(self.marker)
                 || self.parts.iter().any(|part| name.starts_with(part));
             if !is_ours {
-                let (path, server) = (directory.display(), self.server);
-                let why =
-                    format!("{path} is not empty and not a {server}'s; name another directory");
-                return Err(Error::BadArgument(why));
+                let reason = format!("not a {}'s", self.server);
+                return Err(Error::NotEmpty { path: directory.to_owned(), reason });
             }
         }
         Ok(())

@@ -53,7 +53,7 @@ impl Repository {
         progress: &dyn Fn(u64),
     ) -> Result<Report> {
         let (Some((_, documents)), Some(security)) = (self.cluster(), self.security()) else {
-            return Err(Error::BadArgument("a repository in a directory has no peers".into()));
+            return Err(Error::NoCluster);
         };
         RepairLease::with(documents, |lease| {
             let goes_on = || goes_on() && lease.is_held();

@@ -73,11 +73,10 @@ pub fn init(directory: &Path) -> Result<()> {
     fs::create_dir_all(directory).map_err(|error| Error::io("making", directory, error))?;
     let mut found = fs::read_dir(directory).map_err(|e| Error::io("reading", directory, e))?;
     if found.next().is_some() {
-        let path = directory.display();
-        let why = format!("{path} is not empty; name a new directory, so that no key is replaced");
-        return Err(Error::BadArgument(why));
+        let (path, reason) = (directory.to_owned(), "no key may be replaced".into());
+        return Err(Error::NotEmpty { path, reason });
     }
-    let failed = |error: rcgen::Error| Error::BadArgument(format!("making keys: {error}"));
+    let failed = |error: rcgen::Error| Error::BadKeys(format!("cannot make keys: {error}"));
     let authority = KeyPair::generate().map_err(failed)?;
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -129,7 +128,7 @@ impl<'a> Access<'a> {
         match self.keys {
             Some(keys) => Security::load(keys, role),
             None if self.insecure => Ok(Security::INSECURE),
-            None => Err(Error::BadArgument(
+            None => Err(Error::BadKeys(
                 "no keys are named; use --keys DIR (`cairn keys init` makes them), or --insecure for plain TCP, \
                  which anybody in the network can read and write"
                     .into(),
@@ -179,7 +178,7 @@ impl Security {
         };
         let tls = tls(&authority, &certificate, &key).map_err(|error| {
             let (name, path) = (role.name(), directory.display());
-            Error::BadArgument(format!("the {name}'s keys in {path} cannot be used: {error}"))
+            Error::BadKeys(format!("the {name}'s keys in {path} cannot be used: {error}"))
         })?;
         Ok(Security(Some(Tls { etcd, ..tls })))
     }
@@ -191,7 +190,7 @@ impl Security {
             Some(Tls { etcd: Some(keys), .. }) => Ok(Some(keys.clone())),
             Some(_) => {
                 let why = "there are no keys for etcd; put etcd-ca.pem, etcd.pem and etcd.key beside the others";
-                Err(Error::BadArgument(why.into()))
+                Err(Error::BadKeys(why.into()))
             }
         }
     }

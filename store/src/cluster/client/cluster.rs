@@ -345,9 +345,10 @@ impl Cluster {
                     continue;
                 }
                 Ok(None) => break,
-                Ok(Some(answer)) => {
-                    answer.map_err(|error| Error::BadArgument(error.to_string()))?
-                }
+                Ok(Some(answer)) => answer.map_err(|error| Error::Internal {
+                    doing: "reading a blob",
+                    reason: error.to_string(),
+                })?,
             };
             let before = wrong.len();
             match answer {

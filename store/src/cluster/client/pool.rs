@@ -165,7 +165,9 @@ impl ConnectionPool {
         }
         let (pool, peer, member) = (self.clone(), peer.clone(), member.clone());
         let connected = tokio::spawn(async move { pool.connect(&peer, &member).await });
-        connected.await.unwrap_or_else(|error| Err(Error::BadArgument(error.to_string())))
+        connected.await.unwrap_or_else(|error| {
+            Err(Error::Internal { doing: "connecting to a peer", reason: error.to_string() })
+        })
     }
 
     async fn connect(

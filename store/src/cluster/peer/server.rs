@@ -199,7 +199,8 @@ async fn connection(
 fn allow(role: Option<Role>, request: &Request) -> Result<()> {
     match (role, request) {
         (Some(Role::Peer), Request::Delete { .. }) => {
-            Err(Error::BadArgument("a peer may not delete what another peer holds".into()))
+            let what = "a peer may not delete what another peer holds".into();
+            Err(Error::NotPermitted { what })
         }
         _ => Ok(()),
     }

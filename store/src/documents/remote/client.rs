@@ -57,8 +57,8 @@ impl RemoteDocuments {
         let (kind, body) = request.to_body();
         let len = body.len();
         if len > MAX_REQUEST {
-            let why = format!("a request of {len} bytes is too long; it may have {MAX_REQUEST}");
-            return Err(Error::BadArgument(why));
+            let what = "a request to the catalog, in bytes,";
+            return Err(Error::TooLarge { what, actual: len, limit: MAX_REQUEST });
         }
         let request: Message = (kind, vec![body.into()]);
         let link = self.link.clone();
@@ -76,8 +76,8 @@ impl RemoteDocuments {
 impl Documents for RemoteDocuments {
     fn read(&self, wanted: &[Query]) -> Result<View> {
         if wanted.len() > MAX_QUERIES {
-            let why = format!("{} documents are too many to ask for at once", wanted.len());
-            return Err(Error::BadArgument(why));
+            let what = "a read of the catalog, in keys and prefixes,";
+            return Err(Error::TooLarge { what, actual: wanted.len(), limit: MAX_QUERIES });
         }
         wanted.iter().try_for_each(|(Query::Key(key) | Query::Prefix(key))| check_key(key))?;
         match self.ask(&Request::Read(wanted.to_vec()), Duration::ZERO)? {

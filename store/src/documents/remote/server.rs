@@ -291,10 +291,11 @@ fn check_peer(change: &Change) -> Result<()> {
     let put = change.puts.iter().map(|put| &put.key).find(|key| !own(key));
     match removed.or(put) {
         None => Ok(()),
-        Some(key) => Err(Error::BadArgument(format!(
-            "a peer may not change '{key}', only what is in the folders {}; use the keys of a client",
-            FOLDERS_OF_PEERS.join(", ")
-        ))),
+        Some(key) => {
+            let folders = FOLDERS_OF_PEERS.join(", ");
+            let what = format!("a peer may not change '{key}', only the folders {folders}");
+            Err(Error::NotPermitted { what })
+        }
     }
 }
 

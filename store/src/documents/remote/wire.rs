@@ -188,8 +188,8 @@ impl Answer {
 /// Fails if a catalog would not take this key, prefix or folder.
 pub(super) fn check_key(key: &str) -> Result<()> {
     if key.len() > MAX_KEY {
-        let why = format!("a key of {} bytes is too long; it may have {MAX_KEY}", key.len());
-        return Err(Error::BadArgument(why));
+        let what = "a key of the catalog, in bytes,";
+        return Err(Error::TooLarge { what, actual: key.len(), limit: MAX_KEY });
     }
     Ok(())
 }
