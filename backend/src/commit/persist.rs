@@ -273,7 +273,7 @@ fn refill(device: &Device) {
     let wanted = device.commits.wanted_numbers();
     if wanted > 0 {
         match device.attachment.reserve(wanted) {
-            Ok(numbers) => device.commits.add_numbers(numbers),
+            Ok(numbers) => device.commits.add_numbers(numbers, &device.flags),
             Err(error) => tracing::error!(%error, "no snapshot numbers can be reserved"),
         }
     }
