@@ -6,7 +6,7 @@ use std::time::Duration;
 use cairn_agent::Wait;
 use cairn_store::cluster::{Compression, Redundancy};
 use cairn_store::{ImageName, MirrorId, SnapshotRef};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use crate::size::parse_size;
 
@@ -39,6 +39,46 @@ pub(crate) struct Cli {
     pub(crate) style: Style,
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+/// Global options that a command does not use, by their ids. The command accepts them, so that a
+/// wrapper can pass them to every command, and its help does not show them.
+const UNUSED: [(&str, &[&str]); 11] = [
+    ("create", &["bytes"]),
+    ("clone", &["bytes"]),
+    ("export", &["bytes"]),
+    ("rm", &["bytes"]),
+    ("mirrors", &["bytes"]),
+    ("checkpoint", &["store", "keys", "insecure", "bytes"]),
+    ("status", &["store", "keys", "insecure"]),
+    ("stats", &["store", "keys", "insecure"]),
+    ("serve", &["store", "bytes"]),
+    ("keys", &["store", "keys", "insecure", "bytes"]),
+    ("catalog", &["bytes"]),
+];
+
+impl Cli {
+    /// Parses the arguments of this process.
+    pub(crate) fn from_process() -> Result<Cli, clap::Error> {
+        let mut command = Cli::command_line();
+        let matches: ArgMatches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    }
+
+    /// The command line. The help of each command shows only the global options that it uses.
+    fn command_line() -> clap::Command {
+        let mut command = Cli::command();
+        let options: Vec<_> = command.get_arguments().cloned().collect();
+        for (name, unused) in UNUSED {
+            // A subcommand that has an argument of this id does not inherit the global one.
+            let hidden = options
+                .iter()
+                .filter(|option| unused.contains(&option.get_id().as_str()))
+                .map(|option| option.clone().hide(true));
+            command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
+        }
+        command
+    }
 }
 
 /// How to print.
@@ -313,12 +353,11 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::Cli;
-    use clap::CommandFactory;
+    use super::{Cli, CommandFactory};
 
     #[test]
     fn the_command_line_is_sound() {
-        Cli::command().debug_assert();
+        Cli::command_line().debug_assert();
     }
 
     #[test]

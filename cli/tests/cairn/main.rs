@@ -9,6 +9,7 @@ mod cluster_lies;
 mod cluster_partition;
 mod control;
 mod files;
+mod help;
 mod images;
 mod lab;
 mod proxy;
