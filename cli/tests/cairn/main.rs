@@ -12,6 +12,7 @@ mod files;
 mod help;
 mod images;
 mod lab;
+mod mirrors;
 mod proxy;
 mod repair;
 mod serve;
