@@ -100,7 +100,7 @@ pub struct Args {
     #[arg(long, value_name = "MIB")]
     pub cow_disk: Option<u64>,
 
-    /// RepairLimits long, in seconds, a guest's write may wait for room for an old block while no checkpoint gets
+    /// How long, in seconds, a guest's write may wait for room for an old block while no checkpoint gets
     /// on; then the oldest one fails, and its changes go into the next.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86400))]
     pub cow_stall: u32,
@@ -110,16 +110,16 @@ pub struct Args {
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     pub commit_rate: u64,
 
-    /// RepairLimits long, in seconds, storing a checkpoint is tried again while the repository fails; then the
+    /// How long, in seconds, storing a checkpoint is tried again while the repository fails; then the
     /// checkpoint fails, and its changes go into the next.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub commit_retry: u32,
 
-    /// RepairLimits long, in seconds, a guest's request may wait for data that cannot be fetched; then it fails.
+    /// How long, in seconds, a guest's request may wait for data that cannot be fetched; then it fails.
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub fetch_retry: u32,
 
-    /// RepairLimits long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
+    /// How long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
     /// looks [default: 50 while the host has two processors or more for each queue that runs and two
     /// to spare, else 0].
     #[arg(long, value_name = "US", overrides_with = "poll_us", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
@@ -139,7 +139,7 @@ impl Args {
             .unwrap_or_else(|| runtime().map_or("/run".into(), PathBuf::from).join("cairn"))
     }
 
-    /// RepairLimits long a worker looks before it sleeps, and how many queues may run for that.
+    /// How long a worker looks before it sleeps, and how many queues may run for that.
     pub(crate) fn poll(&self) -> (Duration, usize) {
         const DEFAULT: u32 = 50;
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);

@@ -25,10 +25,10 @@ use crate::mirror::layout::{BLOCK, Blocks};
 /// Chunks that are fetched at the same time.
 const THREADS: usize = 4;
 
-/// RepairLimits long a failure is the answer.
+/// How long a failure is the answer.
 const FAILURE: Duration = Duration::from_millis(500);
 
-/// RepairLimits long to wait before the second try; then twice as long each time,
+/// How long to wait before the second try; then twice as long each time,
 const FIRST_DELAY: Duration = Duration::from_millis(50);
 
 /// up to this.
@@ -59,7 +59,7 @@ struct Wanted {
 
 /// The chunks that the guest waits for.
 pub(crate) struct Fetcher {
-    /// RepairLimits long a request may wait for a chunk that cannot be had.
+    /// How long a request may wait for a chunk that cannot be had.
     patience: Duration,
     wanted: Mutex<Wanted>,
     arrived: Condvar,

@@ -18,7 +18,7 @@ use cairn_store::{
 
 use crate::args::Args;
 use crate::commit::pace::Pace;
-use crate::commit::{Commits, RESERVE, persist, stall};
+use crate::commit::{Commits, persist, stall};
 use crate::control::{self, Listeners};
 use crate::counters::Counters;
 use crate::device::{BOUNCE, Device, serial};
@@ -31,7 +31,7 @@ use crate::mirror::events::Events;
 use crate::mirror::journal::Journal;
 use crate::mirror::layer::Layer;
 use crate::mirror::layout::{Layout, SECTOR, Span};
-use crate::mirror::live::{self, Live};
+use crate::mirror::live::{self, Flags, Live};
 use crate::mirror::map::{Identity, MapError, MapFile, UseId};
 use crate::mirror::recovery::{Recovered, recover};
 use crate::mirror::{Mirror, Room};
@@ -41,7 +41,7 @@ use crate::worker::ledger::OwnLedgers;
 use crate::worker::{self, Command};
 use crate::{fetch, flush, lease, sys};
 
-/// RepairLimits long a stop waits for checkpoints that are almost stable.
+/// How long a stop waits for checkpoints that are almost stable.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Bytes of copies on their way from the disk to the spill file.
@@ -95,7 +95,7 @@ pub enum StartError {
     Mismatch {
         /// The directory.
         path: PathBuf,
-        /// RepairLimits it does not fit, and what to do.
+        /// How it does not fit, and what to do.
         reason: String,
     },
     /// A socket cannot be had.
@@ -342,6 +342,7 @@ fn commits(
     attachment: &Attachment,
     mode: Mode,
     resumed: Vec<Arc<Layer>>,
+    live: &Flags,
 ) -> cairn_store::Result<Commits> {
     if mode == Mode::ReadOnly {
         return Ok(Commits::new(0..0, HashSet::new(), resumed));
@@ -360,7 +361,13 @@ fn commits(
         .filter(|one| one.state.has_content())
         .filter_map(|one| one.label)
         .collect();
-    Ok(Commits::new(attachment.reserve(RESERVE)?, labels, resumed))
+    let unused = attachment.resume(&live.unused_numbers())?;
+    let commits = Commits::new(unused, labels, resumed);
+    let wanted = commits.wanted_numbers();
+    if wanted > 0 {
+        commits.add_numbers(attachment.reserve(wanted)?, live);
+    }
+    Ok(commits)
 }
 
 /// Runs the threads of the disk until it is told to stop.
@@ -422,7 +429,8 @@ fn serve(
         tracing::info!(checkpoints = resumed.len(), "going on with checkpoints that were accepted");
     }
     let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
-    let commits = commits(&repository, &attachment, mode, resumed).map_err(unavailable)?;
+    let commits =
+        commits(&repository, &attachment, mode, resumed, &live.flags).map_err(unavailable)?;
     let cut = Cut::new(live.epochs, journal, mailboxes.len(), current, layers);
     cut.prepare().map_err(serving("preparing checkpoints"))?;
     let ledgers = OwnLedgers::open(&live_dir.join(live::LEDGER), mailboxes.len(), args.queue_size)

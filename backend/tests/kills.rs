@@ -7,8 +7,10 @@
 mod support;
 mod survivor;
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
+use cairn_agent::{Checkpoint, Event, Request};
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
 use support::device::{Io, Layout, Shape};
@@ -84,6 +86,9 @@ fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
     assert!(guest.slowest < HANG, "a request took {:?}", guest.slowest);
     backend.control().wait_until_quiet();
     taken.iter().for_each(|taken| check(&site, taken));
+    // Each number that was given out was seen here.
+    let numbers: Vec<_> = taken.iter().map(|taken| taken.number).collect();
+    assert!(numbers.iter().copied().eq((2..).take(taken.len())), "{numbers:?}");
     backend.terminate();
     tally.requests += guest.completed;
     tally.checkpoints += taken.len() as u64;
@@ -127,6 +132,129 @@ fn nothing_is_lost_however_often_the_backend_is_killed() {
     let Tally { kills, requests, checkpoints, slowest } = tally;
     println!("{kills} kills, {requests} requests, {checkpoints} checkpoints, slowest {slowest:?}");
     assert!(kills >= 36 && checkpoints > 0 && requests > 1000, "too little was tested");
+}
+
+/// The most numbers that a process has in hand: `RESERVE` in `commit`.
+const RESERVED: u64 = 25;
+
+/// Takes checkpoints, and returns the last one's number. They have the numbers behind `last`.
+fn take(backend: &Backend, last: u64, count: u64, wait: bool) -> u64 {
+    let mut control = backend.control();
+    for number in (last + 1..).take(count as usize) {
+        let taken = match wait {
+            true => control.stable_checkpoint(),
+            false => control.checkpoint().expect("a checkpoint").number,
+        };
+        assert_eq!(taken, number);
+    }
+    last + count
+}
+
+#[test]
+fn snapshot_numbers_go_on_without_a_gap_after_a_kill() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let options = Options::new(&site);
+    let mut last = 1;
+    for round in 0..24 {
+        let backend = Backend::start(&options);
+        last = take(&backend, last, round % 5, round % 2 == 0);
+        match round % 6 {
+            // The stop may be complete, or may be killed after it has given the numbers back.
+            4 => backend.terminate(),
+            5 => backend.kill_while_it_stops(Duration::from_millis(round)),
+            _ => backend.kill(),
+        }
+    }
+    assert!(last > 1 + RESERVED, "numbers were reserved more than once");
+    let backend = Backend::start(&options);
+    backend.control().wait_until_quiet();
+    let names: HashSet<_> = backend.control().list().into_iter().map(|one| one.snapshot).collect();
+    assert_eq!(names, (1..=last).map(|number| format!("{IMAGE}@{number}")).collect());
+}
+
+#[test]
+fn no_snapshot_number_is_given_out_twice_wherever_the_kill_falls() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let options = Options::new(&site);
+    let mut rng = Rng::new(7);
+    let (mut last, mut kills) = (1, 0);
+    let begin = Instant::now();
+    // As many as make it necessary to reserve numbers again.
+    while kills < 12 || last <= 1 + RESERVED {
+        assert!(begin.elapsed() < Duration::from_secs(120), "{kills} kills, {last} is the last");
+        kills += 1;
+        let backend = Backend::start(&options);
+        let mut control = backend.control();
+        let asking = std::thread::spawn(move || {
+            let mut given = Vec::new();
+            while let Ok(event) = control.ask(&Request::Checkpoint(Checkpoint::default())) {
+                match event {
+                    Event::Accepted(accepted) => given.push(accepted.number),
+                    // Too many wait to become stable.
+                    _ => std::thread::sleep(Duration::from_micros(300)),
+                }
+            }
+            given
+        });
+        std::thread::sleep(Duration::from_micros(rng.below(60_000)));
+        backend.kill();
+        for (at, number) in asking.join().expect("ask").into_iter().enumerate() {
+            // The answer to the last request before the kill may be lost.
+            let most = if at == 0 { last + 2 } else { last + 1 };
+            assert!((last + 1..=most).contains(&number), "{number} after {last}");
+            last = number;
+        }
+    }
+    Backend::start(&options).control().wait_until_quiet();
+}
+
+/// Without the live directory, nobody knows which of the reserved numbers an agent was told.
+#[test]
+fn a_lost_live_directory_skips_the_reserved_numbers_and_no_more() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let options = Options::new(&site);
+    let mut last = 1;
+    for round in 0..4 {
+        let backend = Backend::start(&options);
+        // The last ones are accepted, and perhaps not known to the catalog.
+        last = take(&backend, last, 1, true);
+        last = take(&backend, last, round, false);
+        backend.kill_with_host();
+        let backend = Backend::start(&options);
+        let next = backend.control().stable_checkpoint();
+        assert!((last + 1..=last + 1 + RESERVED).contains(&next), "{next} after {last}");
+        last = next;
+        backend.kill();
+    }
+}
+
+/// The mirror is used on another host for a while, from a copy that was made when its process was
+/// dead. Then the first host goes on with what it has.
+#[test]
+fn a_mirror_that_goes_back_to_an_older_copy_uses_no_number_again() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let here = Options::new(&site);
+    let there =
+        Options { mirror: site.path("copy"), live: site.path("live-there"), ..here.clone() };
+    let backend = Backend::start(&here);
+    let first = take(&backend, 1, 2, true);
+    backend.kill();
+    std::fs::create_dir(&there.mirror).expect("make the copy's directory");
+    for name in ["disk", "map", "journal", "preserve"] {
+        let (from, to) = (here.mirror.join(name), there.mirror.join(name));
+        std::fs::copy(from, to).expect("copy the mirror");
+    }
+    let backend = Backend::start(&there);
+    let second = backend.control().checkpoint().expect("a checkpoint").number;
+    assert!((first + 1..=first + 1 + RESERVED).contains(&second), "{second} after {first}");
+    backend.kill();
+    let backend = Backend::start(&Options { image: format!("{IMAGE}@{first}"), ..here });
+    let third = backend.control().checkpoint().expect("a checkpoint").number;
+    assert!((second + 1..=second + 1 + RESERVED).contains(&third), "{third} after {second}");
 }
 
 /// A guest that has run for a while, and its backend.

@@ -26,7 +26,7 @@ use crate::stats::median;
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// RepairLimits blobs were stored before the loss.
+/// How blobs were stored before the loss.
 const ALL: [&str; 2] = ["rs=4+4", "replicas=3"];
 
 #[derive(Clone, Copy, Debug, Serialize)]

@@ -47,7 +47,7 @@ const ALL: [Contender; 7] = [
     contender("rs=4+4, 1 Gbit/s", "rs=4+4", true, false),
 ];
 
-/// RepairLimits often a round measures what is not limited.
+/// How often a round measures what is not limited.
 const PASSES: usize = 3;
 
 /// A copy of the bytes over TCP into a file.

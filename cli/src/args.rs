@@ -6,7 +6,7 @@ use std::time::Duration;
 use cairn_agent::Wait;
 use cairn_store::encoding::{Compression, Redundancy};
 use cairn_store::{ImageName, MirrorId, SnapshotRef};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use crate::size::parse_size;
 
@@ -41,7 +41,47 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// RepairLimits to print.
+/// Global options that a command does not use, by their ids. The command accepts them, so that a
+/// wrapper can pass them to every command, and its help does not show them.
+const UNUSED: [(&str, &[&str]); 11] = [
+    ("create", &["bytes"]),
+    ("clone", &["bytes"]),
+    ("export", &["bytes"]),
+    ("rm", &["bytes"]),
+    ("mirrors", &["bytes"]),
+    ("checkpoint", &["store", "keys", "insecure", "bytes"]),
+    ("status", &["store", "keys", "insecure"]),
+    ("stats", &["store", "keys", "insecure"]),
+    ("serve", &["store", "bytes"]),
+    ("keys", &["store", "keys", "insecure", "bytes"]),
+    ("catalog", &["bytes"]),
+];
+
+impl Cli {
+    /// Parses the arguments of this process.
+    pub(crate) fn from_process() -> Result<Cli, clap::Error> {
+        let mut command = Cli::command_line();
+        let matches: ArgMatches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    }
+
+    /// The command line. The help of each command shows only the global options that it uses.
+    fn command_line() -> clap::Command {
+        let mut command = Cli::command();
+        let options: Vec<_> = command.get_arguments().cloned().collect();
+        for (name, unused) in UNUSED {
+            // A subcommand that has an argument of this id does not inherit the global one.
+            let hidden = options
+                .iter()
+                .filter(|option| unused.contains(&option.get_id().as_str()))
+                .map(|option| option.clone().hide(true));
+            command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
+        }
+        command
+    }
+}
+
+/// How to print.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Style {
     /// Print JSON, also for errors
@@ -110,7 +150,7 @@ pub(crate) enum Command {
         force: bool,
     },
     /// Remove a snapshot, or an image with all its snapshots
-    #[command(after_help = "Documents are removed; their data stays until garbage collection.\n\n\
+    #[command(after_help = "Names are removed; their data stays until garbage collection.\n\n\
                             Examples:\n  cairn rm vm1@3\n  cairn rm vm1")]
     Rm {
         /// IMAGE@NUMBER, IMAGE@LABEL, or IMAGE for all of it
@@ -150,7 +190,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         control: Control,
     },
-    /// StoragePolicy fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
+    /// Keep fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
     #[command(
         after_help = "Examples:\n  cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
                             --keys /etc/cairn\n  \
@@ -272,11 +312,11 @@ pub(crate) struct Making {
     /// The chunk size, a power of two from 64K to 4M
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub(crate) chunk_size: u64,
-    /// RepairLimits its chunks are kept safe in a cluster: none, replicas=N or rs=K+M [default: by the number of
+    /// How its chunks are kept safe in a cluster: none, replicas=N or rs=K+M [default: by the number of
     /// peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
     #[arg(long, value_name = "HOW")]
     pub(crate) redundancy: Option<Redundancy>,
-    /// RepairLimits its chunks are made smaller in a cluster: auto, zstd, lz4 or none
+    /// How its chunks are made smaller in a cluster: auto, zstd, lz4 or none
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub(crate) compress: Compression,
 }
@@ -313,12 +353,11 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::Cli;
-    use clap::CommandFactory;
+    use super::{Cli, CommandFactory};
 
     #[test]
     fn the_command_line_is_sound() {
-        Cli::command().debug_assert();
+        Cli::command_line().debug_assert();
     }
 
     #[test]

@@ -25,13 +25,12 @@ use std::process::ExitCode;
 
 use cairn_store::Repository;
 use cairn_store::net::identity::Access;
-use clap::Parser;
 
 use crate::args::{Catalog, Cli, Command, Keys};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::from_process() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };

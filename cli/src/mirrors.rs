@@ -1,5 +1,7 @@
 //! The mirrors that refer to images: `mirrors`.
 
+use std::collections::{HashMap, HashSet};
+
 use cairn_store::{MirrorId, MirrorRecord, Repository};
 use serde_json::{Value, json};
 
@@ -10,8 +12,10 @@ use crate::time::utc;
 
 pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     let mirrors = repository.mirrors().doing(|| "listing the mirrors".into())?;
+    let stale: HashSet<MirrorId> = maybe_stale(&mirrors).collect();
     if style.json {
-        return print_json(&mirrors.iter().map(mirror_json).collect());
+        let json = |mirror| mirror_json(mirror, stale.contains(&mirror.id));
+        return print_json(&mirrors.iter().map(json).collect());
     }
     let mut table = Table::new(&[
         ("MIRROR", Align::Left),
@@ -20,9 +24,15 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ("WRITER", Align::Right),
         ("HOST", Align::Left),
         ("ATTACHED", Align::Left),
+        ("NOTE", Align::Left),
         ("DIRECTORY", Align::Left),
     ]);
+    let mut forget = String::new();
     for mirror in mirrors {
+        let is_stale = stale.contains(&mirror.id);
+        if is_stale {
+            forget += &format!("  cairn mirrors --forget {}\n", mirror.id);
+        }
         table.row([
             mirror.id.to_string(),
             format!("{}@{}", mirror.image, mirror.parent),
@@ -30,10 +40,33 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
             or_dash(mirror.writer),
             mirror.host,
             utc(mirror.attached),
+            or_dash(is_stale.then_some("stale?")),
             mirror.path,
         ]);
     }
-    table.print()
+    table.print()?;
+    if forget.is_empty() {
+        return Ok(());
+    }
+    print(&format!(
+        "\nstale?: another mirror was attached in the same directory later. If the older one is \
+         gone, forget it:\n{forget}"
+    ))
+}
+
+/// Mirrors in whose directory another mirror was attached later. A path is no proof that the older
+/// mirror is gone: another file system may be mounted there, or two hosts may have the same name.
+fn maybe_stale(mirrors: &[MirrorRecord]) -> impl Iterator<Item = MirrorId> {
+    let mut newest: HashMap<(&str, &str), u64> = HashMap::new();
+    for mirror in mirrors {
+        let attached = newest.entry((&mirror.host, &mirror.path)).or_default();
+        *attached = mirror.attached.max(*attached);
+    }
+    mirrors
+        .iter()
+        .filter(move |one| one.writer.is_none())
+        .filter(move |one| one.attached < newest[&(&*one.host, &*one.path)])
+        .map(|one| one.id)
 }
 
 pub(crate) fn forget(repository: &Repository, id: &MirrorId, style: Style) -> Outcome {
@@ -41,10 +74,12 @@ pub(crate) fn forget(repository: &Repository, id: &MirrorId, style: Style) -> Ou
     if style.json {
         return print_json(&json!({ "forgotten": id.to_string() }));
     }
-    print(&format!("forgot {id}\n"))
+    print(&format!(
+        "forgot {id}: what its directory holds beyond its last snapshot can no longer be used\n"
+    ))
 }
 
-fn mirror_json(mirror: &MirrorRecord) -> Value {
+fn mirror_json(mirror: &MirrorRecord, maybe_stale: bool) -> Value {
     json!({
         "id": mirror.id.to_string(),
         "image": mirror.image.as_str(),
@@ -55,5 +90,46 @@ fn mirror_json(mirror: &MirrorRecord) -> Value {
         "path": mirror.path,
         "attached": mirror.attached,
         "writer_pid": mirror.writer,
+        "maybe_stale": maybe_stale,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use cairn_store::{MirrorId, MirrorRecord, Mode, Root};
+
+    use super::maybe_stale;
+
+    fn mirror(id: u8, host: &str, path: &str, attached: u64, writer: Option<u32>) -> MirrorRecord {
+        MirrorRecord {
+            id: MirrorId::from_bytes([id; 16]),
+            image: "vm1".parse().unwrap(),
+            host: host.into(),
+            path: path.into(),
+            mode: Mode::ReadWrite,
+            parent: 1,
+            root: Root(None),
+            attached,
+            writer,
+        }
+    }
+
+    #[test]
+    fn only_what_a_later_mirror_of_the_same_directory_replaced_may_be_stale() {
+        let all = [
+            mirror(1, "a", "/m", 10, None),
+            mirror(2, "a", "/m", 20, None),
+            mirror(3, "a", "/m", 30, None),
+            mirror(4, "b", "/m", 5, None),
+            mirror(5, "a", "/other", 5, None),
+            // Attached in the same second: nobody knows which one came first.
+            mirror(6, "b", "/twins", 7, None),
+            mirror(7, "b", "/twins", 7, None),
+            // It runs, whatever the clocks say.
+            mirror(8, "c", "/m", 1, Some(77)),
+            mirror(9, "c", "/m", 2, None),
+        ];
+        let stale: Vec<_> = maybe_stale(&all).collect();
+        assert_eq!(stale, [1, 2].map(|id| MirrorId::from_bytes([id; 16])));
+    }
 }

@@ -1,4 +1,4 @@
-//! Documents made of bytes: of chunks, tree nodes, blobs and mirrors.
+//! Names made of bytes: of chunks, tree nodes, blobs and mirrors.
 
 use std::fmt;
 use std::str::FromStr;

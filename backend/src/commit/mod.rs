@@ -4,6 +4,11 @@
 //! number that was reserved before, so nothing it does depends on the disk's size, the amount of
 //! changes or the repository. What it accepted is queued for [`persist`], which makes it stable in the
 //! background, in order.
+//!
+//! A snapshot number that was given out is never given to another checkpoint. Before anybody can
+//! learn of a number, the live directory records it as used. After a kill, the next process goes on
+//! with the first number that is not recorded as used. Without a live directory nobody knows which
+//! of the reserved numbers were used, so the next process skips all of them.
 
 pub(crate) mod pace;
 pub(crate) mod persist;
@@ -20,10 +25,20 @@ use cairn_store::{Consistency, NewSnapshot};
 use tokio::sync::watch;
 
 use crate::device::Device;
+use crate::mirror::cut::MAX_LAYERS;
 use crate::mirror::layer::Layer;
+use crate::mirror::live::Flags;
 
-/// Snapshot numbers to have in hand.
-pub(crate) const RESERVE: u64 = 64;
+/// Snapshot numbers to have in hand. With eight more than [`LEAST`], the catalog is asked for
+/// numbers at every eighth checkpoint. At most so many numbers are skipped when the live directory
+/// is lost.
+const RESERVE: u64 = LEAST + 8;
+
+/// With fewer numbers in hand, more are reserved. There is one for each checkpoint that can wait to
+/// become stable, so that none is refused for lack of a number while the catalog is away. With one
+/// more, the record of each snapshot has a `next_number` above all numbers that were given out, so
+/// that a catalog that is rebuilt from records gives none of them out again.
+const LEAST: u64 = MAX_LAYERS as u64 + 1;
 
 /// Seconds since 1970, UTC.
 pub(crate) fn now() -> u64 {
@@ -170,6 +185,8 @@ impl Commits {
         };
         let number = queue.numbers.start;
         queue.numbers.start += 1;
+        // First of all: whoever learns of the number, no other checkpoint has it.
+        device.flags.set_unused_numbers(&queue.numbers);
         queue.labels.extend(request.label.clone());
         let new = NewSnapshot {
             number,
@@ -273,20 +290,22 @@ impl Commits {
         }
     }
 
-    /// RepairLimits many numbers to reserve so that enough are in hand; 0 if they are.
-    fn wanted_numbers(&self) -> u64 {
+    /// How many numbers to reserve so that enough are in hand; 0 if they are.
+    pub(crate) fn wanted_numbers(&self) -> u64 {
         let numbers = &self.queue().numbers;
         let left = numbers.end - numbers.start;
-        if left < RESERVE / 2 { RESERVE - left } else { 0 }
+        if left < LEAST { RESERVE - left } else { 0 }
     }
 
-    fn add_numbers(&self, more: Range<u64>) {
+    /// Takes numbers that were reserved, and records in the live directory that they are unused.
+    pub(crate) fn add_numbers(&self, more: Range<u64>, live: &Flags) {
         let numbers = &mut self.queue().numbers;
         if numbers.end == more.start {
             numbers.end = more.end;
         } else {
             *numbers = more;
         }
+        live.set_unused_numbers(numbers);
     }
 
     /// Accepts nothing more. Returns whether everything accepted became stable or failed within

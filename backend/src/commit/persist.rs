@@ -23,16 +23,16 @@ use crate::device::Device;
 use crate::mirror::layer::Layer;
 use crate::sys;
 
-/// RepairLimits often an idle thread sees to it that there are snapshot numbers.
+/// How often an idle thread sees to it that there are snapshot numbers.
 const REFILL: Duration = Duration::from_secs(2);
 
-/// RepairLimits long to wait before the second try; then twice as long each time,
+/// How long to wait before the second try; then twice as long each time,
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 
 /// up to this.
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
-/// RepairLimits often a waiting thread looks whether it has to stop.
+/// How often a waiting thread looks whether it has to stop.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// Why a snapshot did not become stable.
@@ -273,7 +273,7 @@ fn refill(device: &Device) {
     let wanted = device.commits.wanted_numbers();
     if wanted > 0 {
         match device.attachment.reserve(wanted) {
-            Ok(numbers) => device.commits.add_numbers(numbers),
+            Ok(numbers) => device.commits.add_numbers(numbers, &device.flags),
             Err(error) => tracing::error!(%error, "no snapshot numbers can be reserved"),
         }
     }

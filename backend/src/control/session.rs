@@ -18,13 +18,13 @@ use super::Origin;
 use crate::commit::{Commit, CommitState, now};
 use crate::device::Device;
 
-/// RepairLimits long a line may take, once begun, in either direction.
+/// How long a line may take, once begun, in either direction.
 const LINE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Characters of the reason why a line is no request.
 const MAX_REASON: usize = 200;
 
-/// RepairLimits long a connection may be silent.
+/// How long a connection may be silent.
 const IDLE_LIMIT: Duration = Duration::from_secs(600);
 
 /// Serves a connection until it ends or misbehaves.

@@ -318,7 +318,7 @@ impl Layer {
         self.done.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// RepairLimits many chunks have turned Idle.
+    /// How many chunks have turned Idle.
     pub(crate) fn done_count(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
@@ -347,7 +347,7 @@ impl Layer {
         chunks
     }
 
-    /// RepairLimits many chunks are durable.
+    /// How many chunks are durable.
     pub(crate) fn stored_count(&self) -> u64 {
         self.stored().len() as u64
     }

@@ -1,4 +1,4 @@
-//! RepairLimits a disk's bytes fall into blocks and chunks. Pure arithmetic.
+//! How a disk's bytes fall into blocks and chunks. Pure arithmetic.
 
 use cairn_store::{ChunkIndex, Geometry};
 
@@ -13,7 +13,7 @@ pub(crate) const BLOCK: u64 = 4096;
 pub(crate) struct Span {
     /// Where it starts.
     pub(crate) offset: u64,
-    /// RepairLimits long it is.
+    /// How long it is.
     pub(crate) len: u64,
 }
 
@@ -29,7 +29,7 @@ impl Span {
 pub(crate) struct Blocks {
     /// The first one.
     pub(crate) first: u64,
-    /// RepairLimits many.
+    /// How many.
     pub(crate) count: u64,
 }
 

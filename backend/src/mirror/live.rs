@@ -69,6 +69,19 @@ impl Flags {
     pub(crate) fn write_through(&self) -> &AtomicU64 {
         &self.0[FLAGS + 1]
     }
+
+    /// Snapshot numbers that this use of the mirror has reserved and that no checkpoint has had.
+    pub(crate) fn unused_numbers(&self) -> Range<u64> {
+        let [start, end] = [2, 3].map(|word| self.0[FLAGS + word].load(Ordering::SeqCst));
+        start..end.max(start)
+    }
+
+    /// Records what is unused from here on. No number of it was used.
+    pub(crate) fn set_unused_numbers(&self, unused: &Range<u64>) {
+        // In this order: if the process ends in between, no number that was used counts as unused.
+        self.0[FLAGS + 2].store(unused.start, Ordering::SeqCst);
+        self.0[FLAGS + 3].store(unused.end, Ordering::SeqCst);
+    }
 }
 
 /// The first word of the flags in the header's page.
@@ -317,6 +330,37 @@ mod tests {
         map.begin([8; 16]).unwrap();
         let live = open(&base, &map);
         assert!(!live.is_adopted && !live.presence.get(9), "of the use before");
+    }
+
+    #[test]
+    fn unused_numbers_outlive_the_process_and_end_with_the_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut map = map(dir.path());
+        let base = dir.path().join("run");
+        let live = open(&base, &map);
+        live.begin(&mut map, NEXT).unwrap();
+        assert!(live.flags.unused_numbers().is_empty());
+        // Reserved, used, all used, and reserved again with others between.
+        let steps = [2..10, 3..10, 10..10, 40..50, 41..60];
+        for (before, after) in steps.iter().zip(&steps[1..]) {
+            live.flags.set_unused_numbers(before);
+            assert_eq!(open_again(&base, &map), *before);
+            // The process ends after the first of the two words.
+            live.flags.0[super::FLAGS + 2].store(after.start, Ordering::SeqCst);
+            let unused = open_again(&base, &map);
+            assert!(unused.is_empty() || (unused.start == after.start && unused.end <= after.end));
+        }
+        drop(live);
+        map.begin([8; 16]).unwrap();
+        assert!(open(&base, &map).flags.unused_numbers().is_empty());
+    }
+
+    /// What another process would find.
+    fn open_again(base: &Path, map: &MapFile) -> std::ops::Range<u64> {
+        let dir = base.join(map.identity().mirror.to_string());
+        let file = super::options().open(dir.join("state")).unwrap();
+        let flags = super::Flags(crate::mapping::Words::shared(&file, 0, super::PAGE / 8).unwrap());
+        flags.unused_numbers()
     }
 
     #[test]

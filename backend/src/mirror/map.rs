@@ -44,7 +44,7 @@ enum Rest {
     Strange = 3,
 }
 
-/// Documents one use of a mirror, from a start to its clean stop. Processes that are killed in between and
+/// Names one use of a mirror, from a start to its clean stop. Processes that are killed in between and
 /// those that take over from them share it.
 pub(crate) type UseId = [u8; 16];
 

@@ -70,7 +70,7 @@ impl Bed {
         (lost, self.peers.iter().map(|peer| peer.member.clone()).collect())
     }
 
-    /// RepairLimits connections are kept safe.
+    /// How connections are kept safe.
     pub(crate) fn security(&self) -> &Security {
         &self.security
     }

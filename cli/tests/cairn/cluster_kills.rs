@@ -30,7 +30,7 @@ const WRITERS: u8 = 3;
 struct Storm {
     redundancy: Redundancy,
     peers: usize,
-    /// RepairLimits many may be away.
+    /// How many may be away.
     losses: usize,
     time: Duration,
 }
@@ -42,7 +42,7 @@ type Disk = BTreeMap<u64, u64>;
 struct World {
     operator: Operator,
     url: String,
-    /// RepairLimits messages call the catalog.
+    /// How messages call the catalog.
     catalog: String,
     policy: StoragePolicy,
     stable: Mutex<Vec<(Snapshot, Disk)>>,

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::support::{Place, Run};
 
-/// RepairLimits long anything may take that happens by itself.
+/// How long anything may take that happens by itself.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A server process.

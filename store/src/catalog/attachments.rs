@@ -186,12 +186,50 @@ impl Holder {
 
 impl Catalog {
     pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<Range<u64>> {
-        self.change(&[Query::Key(holder.image_key())], |view| {
+        let mirror_key = mirror_key(&holder.owner.id);
+        let wanted = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
+        self.change(&wanted, |view| {
             let mut image = holder.check(view)?;
-            let start = image.next_number;
-            image.next_number += count;
-            let end = image.next_number;
-            Ok((Change::default().put(holder.image_key(), &image), start..end))
+            let mut mirror = holder.mirror(view)?;
+            let numbers = image.next_number..image.next_number + count;
+            image.next_number = numbers.end;
+            if mirror.reserved.end != numbers.start {
+                mirror.reserved.start = numbers.start;
+            }
+            mirror.reserved.end = numbers.end;
+            let change = Change::default().put(holder.image_key(), &image);
+            Ok((change.put(&mirror_key, &mirror), numbers))
+        })
+    }
+
+    /// Returns the mirror's reserved numbers that were not used, and drops the rest of its
+    /// reservation. `left` is what one copy of the mirror has recorded as unused.
+    ///
+    /// Every process of a mirror calls this before it reserves, and a process without a record
+    /// drops the whole reservation. So a reservation that has a number below `left.end` was made by
+    /// processes that share this record. Numbers of it beyond `left.end` were reserved by a process
+    /// that was killed before it could record them. If all its numbers are above, another copy of
+    /// the mirror has reserved them, and `left` counts for nothing.
+    pub(crate) fn resume(&self, holder: &Holder, left: &Range<u64>) -> Result<Range<u64>> {
+        let mirror_key = mirror_key(&holder.owner.id);
+        let wanted = [
+            Query::Key(holder.image_key()),
+            Query::key(&mirror_key),
+            Query::Prefix(snapshots_of(&holder.image_name)),
+        ];
+        self.change(&wanted, |view| {
+            holder.check(view)?;
+            let mut mirror = holder.mirror(view)?;
+            let all = snapshots(view, &holder.image_name)?;
+            let last = all.iter().map(|(number, _)| *number).max().unwrap_or(0);
+            let start = left.start.max(mirror.reserved.start).max(last + 1);
+            let is_own = mirror.reserved.start < left.end && start < mirror.reserved.end;
+            let usable = if is_own { start..mirror.reserved.end } else { 0..0 };
+            if mirror.reserved == usable {
+                return Ok((Change::default(), usable));
+            }
+            mirror.reserved = usable.clone();
+            Ok((Change::default().put(&mirror_key, &mirror), usable))
         })
     }
 
@@ -322,10 +360,15 @@ impl Catalog {
     /// Frees the lease. Numbers that nobody has used go back if nothing was reserved after them, so
     /// that an orderly stop leaves no gap.
     pub(crate) fn release(&self, holder: &Holder, unused: Option<Range<u64>>) -> Result<()> {
-        let wanted =
-            [Query::Key(holder.image_key()), Query::Prefix(snapshots_of(&holder.image_name))];
+        let mirror_key = mirror_key(&holder.owner.id);
+        let wanted = [
+            Query::Key(holder.image_key()),
+            Query::key(&mirror_key),
+            Query::Prefix(snapshots_of(&holder.image_name)),
+        ];
         self.change(&wanted, |view| {
             let mut image = holder.check(view)?;
+            let mirror = MirrorDocument { reserved: 0..0, ..holder.mirror(view)? };
             if let Some(unused) = unused
                 .as_ref()
                 .filter(|range| range.start < range.end && range.start > 0)
@@ -338,7 +381,8 @@ impl Catalog {
             }
             let holding =
                 Holding { id: &holder.owner.id, name: &holder.image_name, document: Some(image) };
-            Ok((without_writer(Change::default(), &holding), ()))
+            let change = Change::default().put(&mirror_key, &mirror);
+            Ok((without_writer(change, &holding), ()))
         })
     }
 

@@ -1,5 +1,7 @@
 //! The catalog's documents and their keys. `docs/formats.md` explains every field.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::documents::View;
@@ -217,6 +219,9 @@ pub(super) struct MirrorDocument {
     #[serde(with = "optional_text")]
     pub(super) root: Option<NodeId>,
     pub(super) attached: u64,
+    /// Snapshot numbers that only this mirror may use. It has used some of them.
+    #[serde(default)]
+    pub(super) reserved: Range<u64>,
 }
 
 impl MirrorDocument {

@@ -153,14 +153,14 @@ fn renewed(
     snapshot: &Snapshot,
     mode: Mode,
 ) -> Result<MirrorDocument> {
-    let (parent, root) = match view.get::<MirrorDocument>(&mirror_key(&owner.id))? {
+    let (parent, root, reserved) = match view.get::<MirrorDocument>(&mirror_key(&owner.id))? {
         Some(known) if known.image != snapshot.image => {
             return Err(Error::BadArgument(format!(
                 "mirror {} belongs to image '{}', not to '{}'; use another directory",
                 owner.id, known.image, snapshot.image
             )));
         }
-        Some(known) => (known.parent, known.root),
+        Some(known) => (known.parent, known.root, known.reserved),
         // The snapshot may have been removed since it was looked up, and only what the catalog holds is
         // safe from garbage collection.
         None => {
@@ -170,7 +170,7 @@ fn renewed(
             let document = image(view, &snapshot.image)?;
             let found = found.snapshot(&snapshot.image, &document, snapshot.number)?;
             found.require_content()?;
-            (found.number, found.root.0)
+            (found.number, found.root.0, 0..0)
         }
     };
     Ok(MirrorDocument {
@@ -181,5 +181,6 @@ fn renewed(
         parent,
         root,
         attached: now(),
+        reserved,
     })
 }

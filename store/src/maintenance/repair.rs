@@ -23,7 +23,7 @@ use crate::id::BlobId;
 use crate::net::identity::Security;
 use crate::repository::Repository;
 
-/// RepairLimits old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
+/// How old, in seconds, something on a peer that is drained must be to be taken for garbage: what nothing refers
 /// to may be a part of a snapshot that is being stored, and a large image takes hours.
 const GARBAGE_AGE: u32 = 24 * 3600;
 

@@ -16,13 +16,13 @@ use crate::sys;
 /// The document of the one who repairs.
 const LEASE_KEY: &str = "leader/repair";
 
-/// RepairLimits long it lasts, in seconds.
+/// How long it lasts, in seconds.
 const LEASE_SECONDS: u32 = 30;
 
-/// RepairLimits often it is renewed.
+/// How often it is renewed.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
-/// RepairLimits long it counts as held after it was renewed. What is left of the term is more than a deletion takes
+/// How long it counts as held after it was renewed. What is left of the term is more than a deletion takes
 /// ([`DELETION_TIMEOUT`](crate::cluster::repair::DELETION_TIMEOUT)).
 const SAFE_HOLD: Duration = Duration::from_secs(12);
 

@@ -19,28 +19,28 @@ use crate::sys;
 
 const LEADER_KEY: &str = "leader/supervisor";
 
-/// RepairLimits long the document lasts, in seconds.
+/// How long the document lasts, in seconds.
 const LEASE_SECONDS: u32 = 10;
 
-/// RepairLimits often the members are looked at.
+/// How often the members are looked at.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// RepairLimits long the members must be the same before anything is moved: peers of one rack start one after the other.
+/// How long the members must be the same before anything is moved: peers of one rack start one after the other.
 const SETTLE_TIME: Duration = Duration::from_secs(6);
 
-/// RepairLimits often everything is looked at though nothing has changed.
+/// How often everything is looked at though nothing has changed.
 const FULL_SCAN_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
-/// RepairLimits soon a repair that left something to do is begun again; then twice as long each time,
+/// How soon a repair that left something to do is begun again; then twice as long each time,
 const FIRST_RETRY: Duration = Duration::from_secs(10);
 
 /// up to this.
 const LONGEST_RETRY: Duration = Duration::from_secs(600);
 
-/// RepairLimits a keeper does its work.
+/// How a keeper does its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SupervisorConfig {
-    /// RepairLimits long a peer may be down before it is lost.
+    /// How long a peer may be down before it is lost.
     pub lost_after: Duration,
     /// The most bytes a second that repair sends.
     pub rate: Option<u64>,

@@ -64,6 +64,16 @@ impl Attachment {
         self.repository.catalog().reserve(&self.holder, count)
     }
 
+    /// Takes up snapshot numbers that an earlier process of this mirror had reserved. `left` is
+    /// what that process has recorded as unused; it is empty if there is no record. Returns the
+    /// numbers that nobody has used: they are reserved for this copy of the mirror, and above all
+    /// snapshots of the image. All other numbers that the mirror had reserved are never used.
+    ///
+    /// Every process calls this before its first [`reserve`](Self::reserve).
+    pub fn resume(&self, left: &Range<u64>) -> Result<Range<u64>> {
+        self.repository.catalog().resume(&self.holder, left)
+    }
+
     /// Keeps the lease alive. It must be called well within [`LEASE_SECONDS`](crate::LEASE_SECONDS); a
     /// reader has no lease, and nothing to do.
     pub fn renew(&self) -> Result<()> {

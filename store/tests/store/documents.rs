@@ -11,7 +11,7 @@ use cairn_store::documents::{CatalogStore, Documents, remote};
 use cairn_store::net::identity::Security;
 use tempfile::TempDir;
 
-/// RepairLimits long a server may take to start.
+/// How long a server may take to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A server of names. It ends with this.

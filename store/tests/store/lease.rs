@@ -21,6 +21,9 @@ for_each_document_store!(
     a_mirror_that_comes_back_keeps_its_own_parent,
     an_orderly_stop_leaves_no_gap_in_the_numbers,
     numbers_that_were_used_or_passed_are_not_given_back,
+    a_restarted_mirror_goes_on_with_the_numbers_that_it_has_not_used,
+    a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy,
+    numbers_that_a_mirror_gave_back_or_that_are_of_another_image_are_not_taken_up,
     only_reserved_numbers_and_free_labels_can_be_announced,
     what_a_writer_asks_for_is_bounded,
     a_restarted_writer_may_repeat_its_last_steps,
@@ -190,6 +193,73 @@ fn numbers_that_were_used_or_passed_are_not_given_back(place: &Place) {
     assert_eq!(attachment.reserve(4).unwrap(), 6..10);
     attachment.release(Some(6..8)).unwrap();
     assert_eq!(place.attach(1, &first).unwrap().reserve(1).unwrap(), 10..11);
+}
+
+fn a_restarted_mirror_goes_on_with_the_numbers_that_it_has_not_used(place: &Place) {
+    let first = place.image("a");
+    assert_eq!(place.attach(1, &first).unwrap().reserve(4).unwrap(), 2..6);
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(3..6)).unwrap(), 3..6);
+    assert_eq!(attachment.reserve(2).unwrap(), 6..8, "behind them");
+    attachment.begin(&new_snapshot(3)).unwrap();
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(4..8)).unwrap(), 4..8);
+    // Whatever the mirror says, what is announced is used.
+    assert_eq!(attachment.resume(&(2..8)).unwrap(), 4..8);
+    // A process may be killed after a reservation and before it has recorded that.
+    attachment.reserve(2).unwrap();
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(5..8)).unwrap(), 5..10);
+    attachment.reserve(2).unwrap();
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(10..10)).unwrap(), 10..12, "all that are recorded are used");
+    // Another mirror has taken a snapshot since.
+    attachment.release(None).unwrap();
+    let other = place.attach(2, &first).unwrap();
+    assert_eq!(publish(&other, &Root::default()), 12);
+    other.release(None).unwrap();
+    assert_eq!(place.attach(1, &first).unwrap().resume(&(10..12)).unwrap(), 0..0);
+}
+
+/// A copy of the mirror's directory is used on another host, without the live directory. Then the
+/// first one is used again, with its live directory.
+fn a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy(place: &Place) {
+    let first = place.image("a");
+    let attach = || place.attach(1, &first).unwrap();
+    let here = attach();
+    assert_eq!(here.resume(&(0..0)).unwrap(), 0..0);
+    assert_eq!(here.reserve(4).unwrap(), 2..6);
+    let there = attach();
+    assert_eq!(there.resume(&(0..0)).unwrap(), 0..0, "nobody knows which of them were used");
+    assert_eq!(there.reserve(4).unwrap(), 6..10);
+    let here = attach();
+    assert_eq!(here.resume(&(3..6)).unwrap(), 0..0, "those after them may have been used");
+    assert_eq!(here.reserve(4).unwrap(), 10..14);
+    assert_eq!(attach().resume(&(7..10)).unwrap(), 0..0);
+}
+
+fn numbers_that_a_mirror_gave_back_or_that_are_of_another_image_are_not_taken_up(place: &Place) {
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.reserve(8).unwrap(), 2..10);
+    attachment.release(Some(3..10)).unwrap();
+    let other = place.attach(2, &first).unwrap();
+    assert_eq!(other.reserve(8).unwrap(), 3..11);
+    other.release(None).unwrap();
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(3..10)).unwrap(), 0..0);
+    assert_eq!(attachment.reserve(1).unwrap(), 11..12);
+
+    attachment.release(None).unwrap();
+    place.repository.remove_image(&name("a"), true).unwrap();
+    let first = place.image("a");
+    let attachment = place.attach(1, &first).unwrap();
+    attachment.reserve(32).unwrap();
+    attachment.release(None).unwrap();
+    let attachment = place.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(3..10)).unwrap(), 0..0, "an image of the same name");
+    let reader = place.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
+    assert_eq!(kind(reader.resume(&(3..10))), ErrorKind::Invalid);
 }
 
 fn only_reserved_numbers_and_free_labels_can_be_announced(place: &Place) {

@@ -13,7 +13,7 @@ use super::{CHUNK, CHUNKS, PARENT, PER_CHUNK, Rng, WORKERS, death, set_stamp, st
 use crate::mirror::layout::{BLOCK, Layout, Span};
 use crate::mirror::{Mirror, Plan};
 
-/// RepairLimits often blocks must have been forgotten.
+/// How often blocks must have been forgotten.
 const FORGOTTEN: u64 = 20_000;
 
 struct Shared {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::hash::Hash;
 
-/// RecentSet of each of two generations.
+/// Names of each of two generations.
 const GENERATION: usize = 128 << 10;
 
 /// A set of names in two generations: when the young one is full, the old one is forgotten.

@@ -104,7 +104,7 @@ impl FragmentTargets {
         Some(place)
     }
 
-    /// The next place for a fragment that one did not take: in a failure domain that has none, if there is one. RankedMembers
+    /// The next place for a fragment that one did not take: in a failure domain that has none, if there is one. Members
     /// that are down come at last.
     pub(crate) fn instead_of(&self, place: usize) -> Option<usize> {
         let mut taken = self.taken.lock().expect("no code panics with the places locked");

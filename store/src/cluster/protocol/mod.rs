@@ -106,7 +106,7 @@ pub enum Request {
     Records(BlobId),
     /// Which fragments are there of the first blobs behind this one?
     List(BlobId),
-    /// StoragePolicy so many bytes free for what this connection puts, instead of what it has reserved before.
+    /// Keep so many bytes free for what this connection puts, instead of what it has reserved before.
     Reserve(u64),
 }
 

@@ -19,7 +19,7 @@ use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::error::{Error, ErrorKind};
 use crate::id::{BlobId, PeerId};
 
-/// RepairLimits long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
+/// How long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
 /// more copies than any name wants so far relies on it, and a large image takes hours.
 const SURPLUS_AGE: u32 = 24 * 3600;
 

@@ -43,10 +43,10 @@ const GROUP: usize = 128;
 /// Groups at a time.
 const GROUPS: usize = 4;
 
-/// RepairLimits often a blob is looked at: what is missing, what is surplus then, and again for what fails.
+/// How often a blob is looked at: what is missing, what is surplus then, and again for what fails.
 const ROUNDS: usize = 6;
 
-/// RepairLimits soon it is noticed that the repair is to stop.
+/// How soon it is noticed that the repair is to stop.
 const NOTICE: Duration = Duration::from_millis(100);
 
 /// Limits of a repair.

@@ -18,7 +18,7 @@ pub(super) fn matching(holders: &[u32]) -> Vec<Option<u8>> {
     given
 }
 
-/// RepairLimits many holders have a fragment of their own: so many losses less one leave a fragment.
+/// How many holders have a fragment of their own: so many losses less one leave a fragment.
 pub(super) fn size(holders: &[u32]) -> usize {
     matching(holders).iter().flatten().count()
 }

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
 
-/// RepairLimits long a deletion may take. A peer that takes longer counts as down.
+/// How long a deletion may take. A peer that takes longer counts as down.
 pub const DELETION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Peers that can be asked. None of them is trusted: what they give is verified.

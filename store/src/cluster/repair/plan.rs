@@ -99,7 +99,7 @@ pub enum Step {
     },
 }
 
-/// RepairLimits a blob is, and what is to be done for it.
+/// How a blob is, and what is to be done for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The encoding that is kept; nothing if there is none as it is wanted that can be read.
@@ -337,7 +337,7 @@ impl<'a> Work<'a> {
         (0..self.places.len()).filter(is_down)
     }
 
-    /// AssembledBlob copies.
+    /// Whole copies.
     fn copies(&mut self, blob: &BlobId) {
         let (encoding, index) = (self.layout.encoding, 0);
         let holders: Vec<usize> = self.layout.live.keys().copied().collect();

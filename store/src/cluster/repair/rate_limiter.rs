@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// RepairLimits much may be done at once after a time of rest.
+/// How much may be done at once after a time of rest.
 const BURST: f64 = 0.1;
 
 /// A limit for bytes per second, shared by all who take some.

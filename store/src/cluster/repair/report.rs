@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use super::plan::Plan;
 use crate::id::BlobId;
 
-/// Documents and reasons that a report has at most.
+/// Names and reasons that a report has at most.
 const MAX_TOLD: usize = 10_000;
 
 /// What a repair has found, and what it has done.
@@ -29,7 +29,7 @@ pub struct Report {
     pub damaged: u64,
     /// Bytes of blocks that were read and written.
     pub bytes: u64,
-    /// RepairLimits many more losses the worst blob survives; nothing if there are no blobs. Less than 0 if it cannot
+    /// How many more losses the worst blob survives; nothing if there are no blobs. Less than 0 if it cannot
     /// be read.
     pub survives: Option<i64>,
     /// Blobs that cannot be read. There may be more of them than are named here.

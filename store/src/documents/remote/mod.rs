@@ -1,7 +1,7 @@
 //! Documents that one process serves to all over the network.
 //!
 //! ```text
-//! RemoteDocuments ──► Connection ═══ frames ═══► serve ──► CatalogStore: a database in a directory of its own
+//! Served ──► Connection ═══ frames ═══► serve ──► CatalogStore: a database in a directory of its own
 //!   └─ asks again when a connection is lost          └─ knows by its token what was carried out before
 //! ```
 //!

@@ -21,7 +21,7 @@ const LINE: usize = 512;
 /// How many they are.
 const PROBES: usize = 6;
 
-/// Documents for which there is room at least and at most. At first there is room for twice as many as there are; who has
+/// Names for which there is room at least and at most. At first there is room for twice as many as there are; who has
 /// too many fragments for that does without.
 const ROOM: (usize, usize) = (1 << 16, 1 << 27);
 

@@ -74,7 +74,7 @@ const MANY: (usize, u64) = (1024, 256 << 20);
 /// Without that, no more than so many times as much is taken.
 const BOUND: usize = 16;
 
-/// Documents that are read from the table at a time, for the filter. Tests have few, and must see more than one step.
+/// Names that are read from the table at a time, for the filter. Tests have few, and must see more than one step.
 const NAMES: usize = if cfg!(test) { 3 } else { 1 << 14 };
 
 /// A fragment whose put has not ended.

@@ -52,7 +52,7 @@ enum Plant {
     LostIsUp,
 }
 
-/// RepairLimits often each has happened.
+/// How often each has happened.
 #[derive(Debug, Default)]
 struct Counts {
     joins: u64,

@@ -389,7 +389,7 @@ impl World {
             .all(|(number, places)| places.len() == self.blobs[number].wanted.width())
     }
 
-    /// RepairLimits many places there are that were none before.
+    /// How many places there are that were none before.
     pub(super) fn changed_places(&self, before: &BTreeMap<usize, BTreeSet<PeerId>>) -> u64 {
         let new = |(number, places): (usize, BTreeSet<PeerId>)| {
             let new = places.difference(&before[&number]).count();

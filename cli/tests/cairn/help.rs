@@ -1,0 +1,61 @@
+//! The help of each command.
+
+use crate::support::Place;
+
+/// The options that every command accepts.
+const GLOBAL: [&str; 5] = ["--store", "--keys", "--insecure", "--json", "--bytes"];
+
+/// Those of them that a command's help shows.
+fn shown(place: &Place, command: &[&str]) -> Vec<&'static str> {
+    let help = place.ok(&[command, &["--help"]].concat());
+    let is_listed = |option: &&str| {
+        help.lines().any(|line| line.split_whitespace().next().is_some_and(|word| word == *option))
+    };
+    GLOBAL.into_iter().filter(is_listed).collect()
+}
+
+#[test]
+fn help_shows_just_the_global_options_that_a_command_uses() {
+    let place = Place::new();
+    let repository = &["--store", "--keys", "--insecure", "--json"][..];
+    let sizes = &GLOBAL[..];
+    let disk = &["--json", "--bytes"][..];
+    for (command, wanted) in [
+        (&["create"][..], repository),
+        (&["import"], sizes),
+        (&["ls"], sizes),
+        (&["show"], sizes),
+        (&["clone"], repository),
+        (&["export"], repository),
+        (&["rm"], repository),
+        (&["mirrors"], repository),
+        (&["checkpoint"], &["--json"]),
+        (&["status"], disk),
+        (&["stats"], disk),
+        (&["serve"], &["--keys", "--insecure", "--json"]),
+        (&["keys"], &["--json"]),
+        (&["keys", "init"], &["--json"]),
+        (&["peers"], sizes),
+        (&["repair"], sizes),
+        (&["catalog"], repository),
+        (&["catalog", "rebuild"], repository),
+    ] {
+        assert_eq!(shown(&place, command), wanted, "{command:?}");
+    }
+    assert_eq!(shown(&place, &[]), GLOBAL);
+}
+
+/// A wrapper passes the same options to every command.
+#[test]
+fn a_global_option_that_a_command_does_not_use_is_accepted_anywhere() {
+    let place = Place::new();
+    place.ok(&["--store", "dir:elsewhere", "--bytes", "keys", "init", "one"]);
+    place.ok(&["keys", "init", "other", "--store", "dir:elsewhere", "--insecure"]);
+    assert!(!place.path("elsewhere").exists());
+    place.ok(&["create", "vm1", "64K", "--bytes"]);
+    assert!(place.ok(&["--bytes", "ls"]).contains("65536"));
+    assert!(place.ok(&["ls", "--bytes"]).contains("65536"));
+    place.ok(&["create", "vm1", "64K", "--store", "dir:second"]);
+    place.ok(&["--store", "dir:third", "create", "vm1", "64K"]);
+    assert!(place.path("second").exists() && place.path("third").exists());
+}
