@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use cairn_store::{
     ChunkId, ChunkIndex, Error as StoreError, ErrorKind, Geometry, ImageName, MAX_SIZE, PutChunk,
-    Repository, Root, SECTOR_SIZE, SnapshotState, Space, is_zero,
+    Repository, ReservedSpace, Root, SECTOR_SIZE, SnapshotState, is_zero,
 };
 
 use crate::args::Style;
@@ -138,7 +138,7 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
 
     /// Reserves room for all that the file may need. It needs less if the repository has some of it, so it is tried
     /// without, too: then it may fail late.
-    fn reserve(&self, file: &File, len: u64, geometry: Geometry) -> Outcome<Option<Space>> {
+    fn reserve(&self, file: &File, len: u64, geometry: Geometry) -> Outcome<Option<ReservedSpace>> {
         let (mut next, mut chunks) = (ChunkIndex(0), 0);
         while let Some(found) = next_chunks(file, len, geometry, next).doing(self.doing)? {
             chunks += found.end - found.start;

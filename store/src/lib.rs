@@ -43,9 +43,10 @@ mod testing;
 mod tree;
 mod zero;
 
-pub use blobs::{Blobs, Counters, NewBlob};
+pub use blobs::{Blobs, NewBlob};
 pub use catalog::{LEASE_SECONDS, Rebuilt};
 pub use clock::now;
+pub use cluster::Counters;
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
@@ -54,7 +55,7 @@ pub use id::{BlobId, CatalogId, ChunkId, InvalidId, MirrorId, NodeId, PeerId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
 pub use repository::attachment::{Attachment, MAX_RESERVED};
-pub use repository::{Durability, PutChunk, Repository, Space};
+pub use repository::{Durability, PutChunk, Repository, ReservedSpace};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
 };

@@ -103,15 +103,11 @@ fn put_again(
     needed: impl Fn(u64) -> bool,
     abort: &Abort,
 ) -> Result<(), PersistError> {
-    if device.repository.cluster().is_none() {
-        return Ok(());
-    }
     let inherited = source.inherited().clone();
     let mut content = vec![0; device.mirror.layout().chunk_size()];
     for (_, id) in inherited.iter().filter(|(chunk, _)| needed(chunk.0)) {
         abort.check()?;
-        device.repository.read_chunk(id, &mut content)?;
-        device.repository.put_chunks(&[(*id, &content)])?;
+        device.repository.restore_redundancy(id, &mut content)?;
     }
     // They are on their way by now: whoever flushes waits for them.
     source.inherited().clear();

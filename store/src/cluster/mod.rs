@@ -9,5 +9,5 @@ pub mod repair;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use client::{Cluster, ClusterBlobs, Connection, Stored};
+pub use client::{Cluster, ClusterBlobs, Connection, Counters, Stored};
 pub use placement::{Member, MemberState};

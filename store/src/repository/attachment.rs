@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use super::Repository;
-use crate::blobs::Counters;
 use crate::catalog::{Holder, Published, Record};
+use crate::cluster::Counters;
 use crate::error::{Error, Result};
 use crate::name::{ImageName, check_label};
 use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};

@@ -9,19 +9,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use self::attachment::Attachment;
 use crate::blobs::Blobs;
-use crate::blobs::Counters;
 use crate::blobs::directory::DirectoryBlobs;
 use crate::catalog::{Catalog, Draft, FirstSnapshot, Rebuilt, Record, Referrer};
 use crate::cluster::client::Cluster;
 use crate::cluster::client::watcher::{MembershipWatcher, cluster_address, watch_members};
 use crate::cluster::membership;
 use crate::cluster::membership::Health;
+use crate::cluster::{ClusterBlobs, Counters};
 use crate::documents;
 use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, MirrorId, NodeId};
+use crate::id::{BlobId, ChunkId, MirrorId, NodeId, PeerId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::{Access, Role, Security};
 use crate::snapshot::{
@@ -41,15 +41,14 @@ pub struct PutChunk {
     pub new_bytes: u64,
 }
 
-/// Room that is reserved until this is dropped.
-pub struct Space {
-    blobs: Arc<dyn Blobs>,
-    number: u64,
-}
+/// Space on the peers that stays reserved until this is dropped. In a directory nothing is reserved.
+pub struct ReservedSpace(Option<(Arc<ClusterBlobs>, Vec<(PeerId, u64)>)>);
 
-impl Drop for Space {
+impl Drop for ReservedSpace {
     fn drop(&mut self) {
-        self.blobs.release_space(self.number);
+        if let Some((blobs, reserved)) = &self.0 {
+            blobs.release(reserved);
+        }
     }
 }
 
@@ -77,12 +76,18 @@ struct Inner {
     trees: Arc<Trees>,
     catalog: Catalog,
     documents: Arc<dyn Documents>,
-    /// Where the blobs are on peers.
-    cluster: Option<MembershipWatcher>,
+    /// `None` if the blobs are in a directory.
+    cluster: Option<ClusterPart>,
     /// How many peers had been lost when it was opened,
     losses: u64,
     /// and when what is known of the blobs was last forgotten for that.
     forgotten_at: AtomicU64,
+}
+
+/// What only a repository on peers has.
+struct ClusterPart {
+    blobs: Arc<ClusterBlobs>,
+    watcher: MembershipWatcher,
 }
 
 impl Repository {
@@ -128,7 +133,8 @@ impl Repository {
     pub fn of_cluster(documents: Arc<dyn Documents>, security: &Security) -> Result<Self> {
         let losses = Catalog::new(Arc::clone(&documents)).losses()?;
         let (blobs, watcher) = watch_members(&documents, security)?;
-        Ok(Self::with_losses(blobs, documents, Some(watcher), losses))
+        let cluster = ClusterPart { blobs: Arc::clone(&blobs), watcher };
+        Ok(Self::with_losses(blobs, documents, Some(cluster), losses))
     }
 
     /// Opens a repository that exists, in a directory or in a cluster.
@@ -150,7 +156,7 @@ impl Repository {
     fn of(
         blobs: Arc<dyn Blobs>,
         documents: Arc<dyn Documents>,
-        cluster: Option<MembershipWatcher>,
+        cluster: Option<ClusterPart>,
     ) -> Self {
         Self::with_losses(blobs, documents, cluster, 0)
     }
@@ -158,7 +164,7 @@ impl Repository {
     fn with_losses(
         blobs: Arc<dyn Blobs>,
         documents: Arc<dyn Documents>,
-        cluster: Option<MembershipWatcher>,
+        cluster: Option<ClusterPart>,
         losses: u64,
     ) -> Self {
         let forgotten_at = AtomicU64::new(losses);
@@ -199,8 +205,8 @@ impl Repository {
 
     /// The peers that hold the repository, and the documents that tell of them; nothing if it is in a directory.
     pub fn cluster(&self) -> Option<(&Cluster, &dyn Documents)> {
-        let watcher = self.inner.cluster.as_ref()?;
-        Some((watcher.cluster(), &*self.inner.documents))
+        let cluster = self.inner.cluster.as_ref()?;
+        Some((cluster.watcher.cluster(), &*self.inner.documents))
     }
 
     // Images and snapshots.
@@ -252,32 +258,37 @@ impl Repository {
         inserted
     }
 
-    /// Reserves room on the peers for so many bytes of chunks that are put through this handle. Fails at once, and says
-    /// so, if they do not have it. What is not used is free again when the result is dropped.
-    pub fn reserve_space(&self, bytes: u64) -> Result<Space> {
-        let number = self.inner.blobs.reserve_space(bytes, &self.policy)?;
-        Ok(Space { blobs: Arc::clone(&self.inner.blobs), number })
+    /// Reserves space on the peers for `bytes` of chunks that are put through this handle. Fails at
+    /// once if the peers do not have it.
+    pub fn reserve_space(&self, bytes: u64) -> Result<ReservedSpace> {
+        let reserve = |cluster: &ClusterPart| {
+            let reserved = cluster.blobs.reserve(bytes, &self.policy)?;
+            Ok((Arc::clone(&cluster.blobs), reserved))
+        };
+        self.inner.cluster.as_ref().map(reserve).transpose().map(ReservedSpace)
     }
 
-    /// What went to the peers through this handle and its clones so far; nothing if there are no peers.
+    /// Bytes that went to the peers through this handle and its clones. All are 0 in a directory.
     pub fn counters(&self) -> Counters {
-        self.inner.blobs.counters().unwrap_or_default()
+        self.inner.cluster.as_ref().map(|cluster| cluster.blobs.counters()).unwrap_or_default()
     }
 
-    /// Bytes that were sent and saved since then. In a directory that follows from what was stored of the changes.
+    /// Bytes that were sent and saved since `before`. In a directory, both follow from the bytes that
+    /// were stored of the changes.
     pub(crate) fn traffic_since(&self, before: &Counters, stored: u64, dirty: u64) -> (u64, u64) {
-        match self.inner.blobs.counters() {
-            Some(now) => {
-                (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
-            }
-            None => (stored, dirty.saturating_sub(stored)),
+        if self.inner.cluster.is_none() {
+            return (stored, dirty.saturating_sub(stored));
         }
+        let now = self.counters();
+        (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
     }
 
     /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.
     pub(crate) fn note_losses(&self, losses: u64) {
-        if self.inner.forgotten_at.fetch_max(losses, Ordering::SeqCst) < losses {
-            self.inner.blobs.forget_known();
+        if let Some(cluster) = &self.inner.cluster
+            && self.inner.forgotten_at.fetch_max(losses, Ordering::SeqCst) < losses
+        {
+            cluster.blobs.forget_known();
         }
     }
 
@@ -289,23 +300,25 @@ impl Repository {
         }
     }
 
-    /// Stores the record of a snapshot that is in this state beside the blobs, where that is needed. It is durable then,
-    /// and if the snapshot is stable, so is its record.
+    /// Stores the record of a snapshot that is in this state on the peers, durably, and returns its
+    /// name. The record of a stable snapshot has its full redundancy. A directory needs no records: its
+    /// catalog is lost with the blobs.
     pub(crate) fn put_record(
         &self,
         record: &Record,
         state: SnapshotState,
     ) -> Result<Option<BlobId>> {
+        let Some(cluster) = &self.inner.cluster else { return Ok(None) };
         let policy = record.policy().of_small_blobs();
         let lenient = state != SnapshotState::Stable;
-        self.inner.blobs.put_record(&record.to_bytes(), &policy, lenient)
+        cluster.blobs.put_record(&record.to_bytes(), &policy, lenient).map(Some)
     }
 
-    /// Records that a name is gone. That has happened, whether it can be recorded or not.
+    /// Records on the peers that a snapshot or an image was removed. The removal itself has happened,
+    /// so a failure is only logged.
     pub(crate) fn put_removal(&self, record: &Record) {
-        let policy = record.policy().of_small_blobs();
-        if let Err(error) = self.inner.blobs.put_record(&record.to_bytes(), &policy, true) {
-            tracing::warn!(%error, "a catalog that is rebuilt may have a name again that is gone");
+        if let Err(error) = self.put_record(record, SnapshotState::Available) {
+            tracing::warn!(%error, "a rebuilt catalog may bring back a name that was removed");
         }
     }
 
@@ -387,6 +400,17 @@ impl Repository {
         self.inner.blobs.put(&blobs, &self.policy)
     }
 
+    /// Stores again a chunk that an earlier process stored, which may have left it without its full
+    /// redundancy. Only missing fragments are sent. `buf` has the length of the image's chunks. In a
+    /// directory, where a stored chunk lacks nothing, this does nothing.
+    pub fn restore_redundancy(&self, chunk: &ChunkId, buf: &mut [u8]) -> Result<()> {
+        if self.inner.cluster.is_some() {
+            self.read_chunk(chunk, buf)?;
+            self.put_chunks(&[(*chunk, buf)])?;
+        }
+        Ok(())
+    }
+
     /// Takes one chunk, and names it.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
         let id = ChunkId::of(content);
@@ -409,7 +433,10 @@ impl Repository {
     pub fn flush(&self) -> Result<()> {
         match self.durability {
             Durability::Pessimistic => self.inner.blobs.flush(),
-            Durability::Optimistic => self.inner.blobs.flush_available(),
+            Durability::Optimistic => match &self.inner.cluster {
+                Some(cluster) => cluster.blobs.flush_available(),
+                None => self.inner.blobs.flush(),
+            },
         }
     }
 
@@ -450,7 +477,8 @@ impl Repository {
 
     /// Makes the names again that the peers' records tell of, after the catalog was lost.
     pub fn rebuild_catalog(&self) -> Result<Rebuilt> {
-        let records = self.inner.blobs.records()?;
+        let cluster = self.inner.cluster.as_ref();
+        let records = cluster.map(|cluster| cluster.blobs.records()).unwrap_or_default();
         let records = records.into_iter().filter_map(|bytes| {
             let record = Record::from_bytes(&bytes);
             let told = record.inspect_err(|error| tracing::warn!(%error, "a record is left out"));
@@ -497,7 +525,7 @@ impl Repository {
     }
 
     pub(crate) fn security(&self) -> Option<&Security> {
-        self.inner.cluster.as_ref().map(MembershipWatcher::security)
+        self.inner.cluster.as_ref().map(|cluster| cluster.watcher.security())
     }
 
     pub(crate) fn catalog(&self) -> &Catalog {

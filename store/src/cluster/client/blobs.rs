@@ -27,11 +27,11 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use super::cluster::{Cluster, Progress};
 use super::recent_set::RecentSet;
 use super::window::{Content, Entry, Status, Window};
-use crate::blobs::{Blobs, Counters, NewBlob};
+use crate::blobs::{Blobs, NewBlob};
 use crate::encoding::fragment::{Kind, MAX_CONTENT, Plain, cut};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
-use crate::id::BlobId;
+use crate::id::{BlobId, PeerId};
 
 /// Bytes of blocks in the window.
 const WINDOW_BYTES: usize = 64 << 20;
@@ -49,6 +49,17 @@ const WAKE_FRACTION: usize = 8;
 /// How long it is remembered what is stored. Then the peers are asked again, which renews its age: what nothing refers
 /// to is deleted when nobody has asked for it for longer.
 const KNOWN_TTL: Duration = Duration::from_secs(600);
+
+/// Bytes that went through a [`ClusterBlobs`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Content that was put.
+    pub dirty: u64,
+    /// Blocks that were sent: with the redundancy.
+    pub sent: u64,
+    /// Content that the peers had already.
+    pub saved: u64,
+}
 
 /// The peers of a cluster as a place for blobs. It must not be used by asynchronous code, which it would block.
 pub struct ClusterBlobs {
@@ -168,7 +179,7 @@ impl ClusterBlobs {
 
     /// Takes room in the window. Returns its number; nothing if the same blob is in the window already. Before it waits,
     /// those are sent that are not yet.
-    fn reserve(
+    fn enter_window(
         &self,
         name: (BlobId, Redundancy),
         bytes: usize,
@@ -323,7 +334,7 @@ impl Blobs for ClusterBlobs {
             let is_known = self.shared.known().blobs.contains(&name);
             let number = match is_known {
                 true => None,
-                false => self.reserve(name, bytes, &mut unsent.numbers)?,
+                false => self.enter_window(name, bytes, &mut unsent.numbers)?,
             };
             let Some(number) = number else {
                 self.shared.saved.fetch_add(len, Ordering::Relaxed);
@@ -351,53 +362,52 @@ impl Blobs for ClusterBlobs {
         self.flush_while(|_| true)?;
         self.complete_degraded()
     }
+}
 
-    fn flush_available(&self) -> Result<()> {
+impl ClusterBlobs {
+    /// Returns when everything that was put before this call can be read by everybody, though it may
+    /// not have its full redundancy.
+    pub fn flush_available(&self) -> Result<()> {
         self.shared.window().availability_waiters += 1;
         let flushed = self.flush_while(|entry| !entry.available);
         self.shared.window().availability_waiters -= 1;
         flushed
     }
 
-    fn put_record(
+    /// Stores a snapshot's record, durably, and returns its name. A `lenient` record may have less
+    /// than its redundancy.
+    pub(crate) fn put_record(
         &self,
         record: &[u8],
         policy: &StoragePolicy,
         lenient: bool,
-    ) -> Result<Option<BlobId>> {
-        // At once: it is one for each publication, which waits for it.
-        self.runtime.block_on(self.shared.cluster.put_record(record, policy, lenient)).map(Some)
+    ) -> Result<BlobId> {
+        // At once, outside the window: a publication waits for its one record.
+        self.runtime.block_on(self.shared.cluster.put_record(record, policy, lenient))
     }
 
-    fn counters(&self) -> Option<Counters> {
-        Some(ClusterBlobs::counters(self))
+    /// All records that the peers have.
+    pub(crate) fn records(&self) -> Vec<Vec<u8>> {
+        self.runtime.block_on(self.shared.cluster.records())
     }
 
-    fn reserve_space(&self, bytes: u64, policy: &StoragePolicy) -> Result<u64> {
+    /// Reserves space for `bytes` of content that is stored by this policy. Returns how much each
+    /// peer keeps free. Fails if the peers do not have it.
+    pub(crate) fn reserve(&self, bytes: u64, policy: &StoragePolicy) -> Result<Vec<(PeerId, u64)>> {
         let (width, needed) = (policy.redundancy.width() as u64, policy.redundancy.needed() as u64);
         let bytes = bytes.saturating_mul(width).div_ceil(needed.max(1));
-        let taken = self.runtime.block_on(self.shared.cluster.reserve(bytes))?;
-        let mut window = self.shared.window();
-        let number = window.next_space;
-        window.next_space += 1;
-        window.spaces.insert(number, taken);
-        Ok(number)
+        self.runtime.block_on(self.shared.cluster.reserve(bytes))
     }
 
-    fn release_space(&self, number: u64) {
-        let taken = self.shared.window().spaces.remove(&number);
-        if let Some(taken) = taken {
-            self.runtime.block_on(self.shared.cluster.release(&taken));
-        }
+    /// Releases space that was [reserved](ClusterBlobs::reserve).
+    pub(crate) fn release(&self, reserved: &[(PeerId, u64)]) {
+        self.runtime.block_on(self.shared.cluster.release(reserved));
     }
 
-    /// After a garbage collection, or the loss of a peer, blobs that no name refers to may be gone.
-    fn forget_known(&self) {
+    /// Forgets which blobs the peers are known to have. After the loss of a peer, blobs that no
+    /// snapshot refers to may be gone.
+    pub(crate) fn forget_known(&self) {
         self.shared.known().blobs.clear();
-    }
-
-    fn records(&self) -> Result<Vec<Vec<u8>>> {
-        Ok(self.runtime.block_on(self.shared.cluster.records()))
     }
 }
 

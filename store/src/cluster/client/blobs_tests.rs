@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::{Cluster, ClusterBlobs, Connection};
 use crate::blobs::Blobs;
-use crate::blobs::Counters;
+use crate::cluster::Counters;
 use crate::cluster::placement::MemberState;
 use crate::cluster::tests::{Peer, content, members, policy, start};
 use crate::error::{ErrorKind, Result};

@@ -14,6 +14,6 @@ mod reservation;
 pub(crate) mod watcher;
 mod window;
 
-pub use blobs::ClusterBlobs;
+pub use blobs::{ClusterBlobs, Counters};
 pub use cluster::{Cluster, Stored};
 pub use connection::Connection;

@@ -9,7 +9,6 @@ use std::collections::HashMap;
 
 use super::ClusterBlobs;
 use super::cluster::Cluster;
-use crate::blobs::Blobs;
 use crate::clock::now;
 use crate::cluster::membership;
 use crate::documents::Documents;
@@ -67,7 +66,7 @@ impl Drop for MembershipWatcher {
 pub(crate) fn watch_members(
     documents: &Arc<dyn Documents>,
     security: &Security,
-) -> Result<(Arc<dyn Blobs>, MembershipWatcher)> {
+) -> Result<(Arc<ClusterBlobs>, MembershipWatcher)> {
     let (peers, mut revision) = membership::peers(&**documents)?;
     let members = peers.iter().filter_map(membership::Peer::member).collect();
     let cluster = Cluster::new(members, security.clone());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::encoding::fragment::{Blocks, Description, Plain};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
-use crate::id::{BlobId, PeerId};
+use crate::id::BlobId;
 
 #[derive(Default)]
 pub(super) struct Window {
@@ -17,9 +17,6 @@ pub(super) struct Window {
     pub(super) contents: HashMap<BlobId, u64>,
     pub(super) bytes: usize,
     pub(super) next: u64,
-    /// Room that is reserved, by number.
-    pub(super) spaces: HashMap<u64, Vec<(PeerId, u64)>>,
-    pub(super) next_space: u64,
     /// Blobs that had to leave the window though they can only be read: they lack some of their redundancy.
     pub(super) degraded: HashSet<(BlobId, StoragePolicy)>,
     /// Threads that wait until blobs are durable,
