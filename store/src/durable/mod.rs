@@ -3,3 +3,4 @@
 pub(crate) mod data_directory;
 pub(crate) mod database;
 pub(crate) mod segment;
+pub(crate) mod sync;

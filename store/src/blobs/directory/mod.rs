@@ -23,7 +23,7 @@ mod scan;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -35,6 +35,7 @@ use self::index::{Index, Slot};
 use self::scan::scan;
 use super::{Blobs, NewBlob};
 use crate::durable::segment::{Segment, path_of, segments_in};
+use crate::durable::sync::SegmentSync;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
@@ -52,6 +53,7 @@ pub(crate) struct DirectoryBlobs {
     directory: PathBuf,
     index: Index,
     state: Mutex<WriterState>,
+    sync: SegmentSync,
     /// The segment that this handle appends to.
     current: Mutex<Option<Arc<Segment>>>,
     /// Held by the one thread that makes a group durable.
@@ -69,7 +71,6 @@ struct WriterState {
     /// Of that, what no thread flushes.
     waiting: Vec<Entry>,
     waiting_bytes: u64,
-    poisoned: bool,
 }
 
 impl WriterState {
@@ -101,7 +102,8 @@ impl DirectoryBlobs {
             })
         })?;
         let (state, current, flushing, files, damaged) = Default::default();
-        Ok(Self { directory, index, state, current, flushing, files, damaged })
+        let sync = SegmentSync::new(directory.clone());
+        Ok(Self { directory, index, state, sync, current, flushing, files, damaged })
     }
 
     /// The segment to append to.
@@ -152,7 +154,7 @@ impl DirectoryBlobs {
         let mut unstaged = Vec::with_capacity(blobs.len());
         {
             let state = self.state();
-            self.check(&state)?;
+            self.sync.check()?;
             let mut seen = HashSet::new();
             for (id, content) in blobs {
                 if !state.staged.contains_key(id) && seen.insert(*id) {
@@ -172,23 +174,9 @@ impl DirectoryBlobs {
 
     /// Makes blobs durable and known.
     fn commit(&self, entries: &[Entry]) -> Result<()> {
-        let mut ends = BTreeMap::new();
-        for Entry { segment, slot, .. } in entries {
-            let (_, end) = ends.entry(segment.number).or_insert((segment, 0));
-            *end = slot.end().max(*end);
-        }
-        for (segment, end) in ends.values() {
-            // Before the index: if that fails, it may know them all the same.
-            segment.set_known(*end);
-            segment.sync().map_err(|error| {
-                tracing::error!(%error, "blobs may be lost");
-                self.state().poisoned = true;
-                Error::Poisoned { path: self.directory.clone() }
-            })?;
-        }
+        let ends = self.sync.sync(entries.iter().map(|one| (&one.segment, one.slot.end())))?;
         let damaged = self.damaged().clone();
-        let ends = ends.into_values().map(|(segment, end)| (segment.number, end));
-        self.index.insert(entries, &damaged, ends)?;
+        self.index.insert(entries, &damaged, ends.into_iter())?;
         let mut still = self.damaged();
         entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
             still.remove(&entry.id);
@@ -239,13 +227,6 @@ impl DirectoryBlobs {
         Ok(file)
     }
 
-    fn check(&self, state: &WriterState) -> Result<()> {
-        match state.poisoned {
-            true => Err(Error::Poisoned { path: self.directory.clone() }),
-            false => Ok(()),
-        }
-    }
-
     fn damaged(&self) -> MutexGuard<'_, HashSet<BlobId>> {
         self.damaged.lock().expect("no thread panics with the set locked")
     }
@@ -281,7 +262,7 @@ impl Blobs for DirectoryBlobs {
             let segment = self.current()?;
             let slots = append(&segment, missing)?;
             let mut state = self.state();
-            self.check(&state)?;
+            self.sync.check()?;
             for ((id, _), slot) in missing.iter().copied().zip(slots) {
                 if state.staged.contains_key(&id) {
                     // Another thread was faster: nothing refers to these bytes.
@@ -306,7 +287,7 @@ impl Blobs for DirectoryBlobs {
         let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
         let entries = {
             let mut state = self.state();
-            self.check(&state)?;
+            self.sync.check()?;
             state.waiting_bytes = 0;
             std::mem::take(&mut state.waiting)
         };

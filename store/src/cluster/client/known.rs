@@ -7,6 +7,7 @@ use tokio::task::JoinSet;
 
 use super::cluster::Cluster;
 use super::connection::Connection;
+use crate::cluster::placement::matching;
 use crate::cluster::placement::members::RankedMembers;
 use crate::cluster::protocol::Held;
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
@@ -110,34 +111,19 @@ fn is_whole(held: &[(usize, Held)], redundancy: Redundancy) -> bool {
             peers.dedup();
             peers.len() >= copies.into()
         }
-        Redundancy::ReedSolomon { .. } => spread(places, data + parity),
+        Redundancy::ReedSolomon { .. } => is_spread(places, data + parity),
     })
 }
 
-/// Whether each index can be had from a peer of its own. One peer may have several of them, so this is the search
-/// for a perfect matching, by augmenting paths.
-fn spread(places: &[(usize, u8)], width: u8) -> bool {
-    fn find(
-        index: u8,
-        places: &[(usize, u8)],
-        taken: &mut HashMap<usize, u8>,
-        tried: &mut Vec<usize>,
-    ) -> bool {
-        for (peer, _) in places.iter().filter(|(_, one)| *one == index) {
-            if tried.contains(peer) {
-                continue;
-            }
-            tried.push(*peer);
-            let other = taken.get(peer).copied();
-            if other.is_none_or(|other| find(other, places, taken, tried)) {
-                taken.insert(*peer, index);
-                return true;
-            }
-        }
-        false
+/// Whether each index below `width` can be had from a peer of its own.
+fn is_spread(held: &[(usize, u8)], width: u8) -> bool {
+    let mut peers: BTreeMap<usize, u32> = BTreeMap::new();
+    // A peer may send any index.
+    for (peer, index) in held.iter().filter(|(_, index)| *index < width) {
+        *peers.entry(*peer).or_default() |= 1 << index;
     }
-    let mut taken = HashMap::new();
-    (0..width).all(|index| find(index, places, &mut taken, &mut Vec::new()))
+    let holders: Vec<u32> = peers.into_values().collect();
+    matching::size(&holders) == usize::from(width)
 }
 
 #[cfg(test)]
@@ -145,7 +131,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{prop_assert_eq, proptest};
 
-    use super::{BlobId, Held, Redundancy, is_whole, spread};
+    use super::{BlobId, Held, Redundancy, is_spread, is_whole};
     use crate::encoding::fragment::Kind;
 
     fn held(name: &[u8], data: u8, parity: u8, index: u8) -> Held {
@@ -169,13 +155,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn each_index_needs_a_peer_of_its_own(places in vec((0usize..4, 0u8..3), 0..8)) {
+        fn each_index_needs_a_peer_of_its_own(places in vec((0usize..4, 0u8..5), 0..8)) {
             let has = |peer, index| places.contains(&(peer, index));
             let mut found = false;
             for (a, b, c) in (0..64).map(|n| (n / 16, n / 4 % 4, n % 4)) {
                 found |= a != b && b != c && a != c && has(a, 0) && has(b, 1) && has(c, 2);
             }
-            prop_assert_eq!(spread(&places, 3), found);
+            prop_assert_eq!(is_spread(&places, 3), found);
         }
     }
 }

@@ -8,6 +8,7 @@
 //! Peers that would fail together are a *domain*. The order goes round the domains: the best peer of each comes
 //! before the second best of any.
 
+pub(crate) mod matching;
 pub(crate) mod members;
 
 pub use members::{Member, MemberState};

@@ -8,7 +8,6 @@
 
 mod execute;
 mod job;
-mod matching;
 mod members;
 mod peers;
 mod plan;

@@ -23,8 +23,8 @@
 
 use std::collections::BTreeMap;
 
-use super::matching::{bits, matching, size};
 use super::members::{PeerState, RepairMembers};
+use crate::cluster::placement::matching::{bits, matching, size};
 use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::id::{BlobId, PeerId};
 

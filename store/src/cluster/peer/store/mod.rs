@@ -37,7 +37,7 @@ mod table;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -51,6 +51,7 @@ use self::table::{DATABASE, Table};
 use crate::cluster::protocol::{FragmentId, Usage};
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
+use crate::durable::sync::SegmentSync;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
@@ -81,10 +82,10 @@ const NAMES: usize = if cfg!(test) { 3 } else { 1 << 14 };
 struct Staged {
     id: FragmentId,
     known: KnownFragment,
-    how: How,
+    how: Staging,
 }
 
-enum How {
+enum Staging {
     /// It is new, and takes so much space.
     New(u64, Arc<Segment>),
     /// It replaces one that is damaged.
@@ -107,7 +108,6 @@ pub(super) struct StoreState {
     reserved: u64,
     /// Fragments that are known.
     fragments: u64,
-    poisoned: bool,
 }
 
 /// The fragments of one peer.
@@ -120,6 +120,7 @@ pub struct PeerStore {
     table: Table,
     files: Files,
     key: Key,
+    sync: SegmentSync,
     /// Held by the one thread that makes fragments durable.
     flushing: Mutex<()>,
     /// Held by who puts fragments, and by who deletes some.
@@ -200,6 +201,7 @@ impl PeerStore {
             table,
             files: Files::new(directory),
             key: Key::of(&id),
+            sync: SegmentSync::new(directory.to_owned()),
             flushing: Mutex::default(),
             log: Mutex::new(log),
             settling: Mutex::default(),
@@ -227,7 +229,7 @@ impl PeerStore {
         room: impl Fn(usize) -> Option<&'a Room>,
     ) -> Result<Vec<Result<()>>> {
         let mut log = self.log();
-        self.check()?;
+        self.sync.check()?;
         if self.is_pending(BOUND) {
             // The table could not be told. Without another try there would be no bound.
             self.settle(false)?;
@@ -241,7 +243,7 @@ impl PeerStore {
                 ids.iter().filter(|id| state.busy.contains(id)).copied().collect();
             // Fragments of each blob that will be known.
             let mut coming = HashMap::<BlobId, usize>::new();
-            for one in state.staged.iter().filter(|one| matches!(one.how, How::New(..))) {
+            for one in state.staged.iter().filter(|one| matches!(one.how, Staging::New(..))) {
                 *coming.entry(one.id.blob).or_default() += 1;
             }
             (busy, coming)
@@ -261,7 +263,7 @@ impl PeerStore {
             results.push(match admitted {
                 Ok(Admitted::Busy) => Ok(()),
                 Ok(Admitted::There(known)) => {
-                    again.push(Staged { id, known, how: How::Again });
+                    again.push(Staged { id, known, how: Staging::Again });
                     Ok(())
                 }
                 Ok(Admitted::New(bytes)) => {
@@ -287,8 +289,8 @@ impl PeerStore {
             for ((_, id, old, bytes), known) in group.iter_mut().zip(all) {
                 let segment = segment.clone();
                 let how = match old.take() {
-                    Some(old) => How::Instead(old, segment),
-                    None => How::New(*bytes, segment),
+                    Some(old) => Staging::Instead(old, segment),
+                    None => Staging::New(*bytes, segment),
                 };
                 staged.push(Staged { id: *id, known, how });
             }
@@ -349,39 +351,28 @@ impl PeerStore {
     pub fn flush(&self) -> Result<()> {
         // Who waits here finds its fragments durable, or the store poisoned.
         let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
-        self.check()?;
+        self.sync.check()?;
         let staged = std::mem::take(&mut self.state().staged);
-        let mut segments = BTreeMap::new();
-        for Staged { known, how, .. } in &staged {
-            if let How::New(_, segment) | How::Instead(_, segment) = how {
-                let (_, end) = segments.entry(segment.number).or_insert((segment, 0));
-                *end = known.end().max(*end);
-            }
-        }
-        for (segment, end) in segments.values() {
-            segment.set_known(*end);
-            segment.sync().map_err(|error| {
-                tracing::error!(%error, "fragments may be lost");
-                self.state().poisoned = true;
-                Error::Poisoned { path: self.directory.clone() }
-            })?;
-        }
-        let again = staged.iter().filter(|one| matches!(one.how, How::Again));
+        self.sync.sync(staged.iter().filter_map(|Staged { known, how, .. }| match how {
+            Staging::New(_, segment) | Staging::Instead(_, segment) => Some((segment, known.end())),
+            Staging::Again => None,
+        }))?;
+        let again = staged.iter().filter(|one| matches!(one.how, Staging::Again));
         let again: Vec<_> = again.map(|one| one.known.place).collect();
         let touched = if again.is_empty() { Ok(()) } else { self.table.touch(&again) };
         let mut state = self.state();
         for Staged { id, known, how } in staged {
             state.busy.remove(&id);
             match how {
-                How::New(bytes, _) => {
+                Staging::New(bytes, _) => {
                     state.filter.insert(&id.blob);
                     state.taken -= bytes;
                     state.used += bytes;
                     state.fragments += 1;
                     state.pending.push(known, None);
                 }
-                How::Instead(old, _) => state.pending.push(known, Some(old)),
-                How::Again => {}
+                Staging::Instead(old, _) => state.pending.push(known, Some(old)),
+                Staging::Again => {}
             }
         }
         touched
@@ -481,13 +472,6 @@ impl PeerStore {
             None => used + sys::free_space(&self.directory)?,
         };
         Ok(Usage { capacity, used, reserved, fragments })
-    }
-
-    fn check(&self) -> Result<()> {
-        match self.state().poisoned {
-            true => Err(Error::Poisoned { path: self.directory.clone() }),
-            false => Ok(()),
-        }
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {

@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc};
 
 use super::{Rng, number};
+use crate::cluster::placement::matching::size;
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::protocol::{FragmentId, Held};
-use crate::cluster::repair::matching::size;
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::peers::Peers;
 use crate::cluster::repair::{RepairLimits, Report, repair};

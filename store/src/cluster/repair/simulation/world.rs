@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Counts, Rng};
+use crate::cluster::placement::matching::size;
 use crate::cluster::placement::{Candidate, rank};
-use crate::cluster::repair::matching::size;
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::plan::Holding;
 use crate::encoding::redundancy::Redundancy;

@@ -4,7 +4,7 @@ use crate::encoding::redundancy::MAX_WIDTH;
 
 /// Gives each holder at most one of the fragments that it has, each fragment to one holder, as many as
 /// possible. Fragments are bits. A holder that comes earlier is not left out for one that comes later.
-pub(super) fn matching(holders: &[u32]) -> Vec<Option<u8>> {
+pub(crate) fn matching(holders: &[u32]) -> Vec<Option<u8>> {
     let mut owners = [None; MAX_WIDTH];
     for holder in 0..holders.len() {
         augment(holder, holders, &mut owners, &mut 0);
@@ -19,7 +19,7 @@ pub(super) fn matching(holders: &[u32]) -> Vec<Option<u8>> {
 }
 
 /// How many holders have a fragment of their own: so many losses less one leave a fragment.
-pub(super) fn size(holders: &[u32]) -> usize {
+pub(crate) fn size(holders: &[u32]) -> usize {
     matching(holders).iter().flatten().count()
 }
 
@@ -48,7 +48,7 @@ fn augment(
 }
 
 /// The bits that are set.
-pub(super) fn bits(set: u32) -> impl Iterator<Item = u8> {
+pub(crate) fn bits(set: u32) -> impl Iterator<Item = u8> {
     (0..MAX_WIDTH as u8).filter(move |index| set & (1 << index) != 0)
 }
 
