@@ -5,6 +5,7 @@ use cairn_store::cluster::membership;
 use cairn_store::cluster::membership::{Health, Peer};
 use cairn_store::cluster::repair::Report;
 use cairn_store::documents::Documents;
+use cairn_store::maintenance;
 use serde_json::{Value, json};
 
 use crate::args::{Peers, Style};
@@ -154,8 +155,7 @@ fn find(peers: &[Peer], name: &str) -> Outcome<Peer> {
 pub(crate) fn repair(repository: &Repository, rate: Option<u64>, style: Style) -> Outcome {
     documents(repository)?;
     let progress = Progress::new(0);
-    let report = repository
-        .repair(rate, &|bytes| progress.set(bytes))
+    let report = maintenance::repair_all(repository, rate, &|bytes| progress.set(bytes))
         .doing(|| "repairing the cluster".into())?;
     drop(progress);
     let unreadable: Vec<String> = report.unreadable.iter().map(ToString::to_string).collect();
@@ -213,8 +213,8 @@ fn report_json(report: &Report) -> Value {
 
 pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
     documents(repository)?;
-    let rebuilt =
-        repository.rebuild_catalog().doing(|| "restoring the names from the peers".into())?;
+    let rebuilt = maintenance::rebuild_catalog(repository)
+        .doing(|| "restoring the names from the peers".into())?;
     if style.json {
         return print_json(&json!({
             "images": rebuilt.images,

@@ -425,7 +425,9 @@ impl Storm {
     fn verify(self, lab: &mut Lab, world: &World, mut dice: Dice) {
         lab.wait_for_peers(self.peers);
         let repository = world.connect();
-        wait_for_repair("all is stable", || !repository.has_available().unwrap());
+        wait_for_repair("all is stable", || {
+            !cairn_store::maintenance::has_available(&repository).unwrap()
+        });
         let stable = world.stable.lock().unwrap();
         assert!(stable.len() > 5, "{} snapshots", stable.len());
         for _ in 0..2 {

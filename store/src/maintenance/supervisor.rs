@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::repair::{has_available, repair_while};
 use crate::clock::now;
 use crate::cluster::membership;
 use crate::cluster::membership::Health;
@@ -157,7 +158,7 @@ impl Shared {
             }
             let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= SETTLE_TIME);
             let due = done.as_ref().is_none_or(|(before, at)| {
-                let again = left || self.repository.has_available().unwrap_or(false);
+                let again = left || has_available(&self.repository).unwrap_or(false);
                 *before != situation
                     || at.elapsed() >= FULL_SCAN_INTERVAL
                     || (at.elapsed() >= wait && again)
@@ -166,7 +167,7 @@ impl Shared {
                 continue;
             }
             let repaired =
-                self.repository.repair_while(self.config.rate, &|| self.goes_on(), &|_| ());
+                repair_while(&self.repository, self.config.rate, &|| self.goes_on(), &|_| ());
             left = match repaired {
                 Ok(report) => {
                     tracing::info!(

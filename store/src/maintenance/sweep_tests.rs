@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::{rebuild_catalog, repair_all};
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
 use crate::cluster::membership::{Announcement, PeerStats, drain, send_heartbeat};
@@ -101,7 +102,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
     let second = documents(&dir, "again.db");
     let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
-    let rebuilt = again.rebuild_catalog().unwrap();
+    let rebuilt = rebuild_catalog(&again).unwrap();
     assert_eq!((rebuilt.images, rebuilt.snapshots), (3, 3));
     assert_eq!(again.images().unwrap(), before);
 }
@@ -135,14 +136,14 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     drain(&*documents, &site.peers[drained].id, true).unwrap();
     site.stop(holder);
     // Another client, which remembers no node.
-    let report = open().repair(None, &|_| ()).unwrap();
+    let report = repair_all(&open(), None, &|_| ()).unwrap();
     // The record can be read, and is moved if it was there.
     assert!(report.moved <= 1 && report.dropped == report.moved, "{report:?}");
     assert_eq!(site.fragments_of(drained), before - report.moved, "{report:?}");
 
     site.restart(holder);
     let repository = open();
-    let report = repository.repair(None, &|_| ()).unwrap();
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
     assert!(!report.is_incomplete(), "{report:?}");
     assert_eq!(site.fragments_of(drained), 0, "garbage, too");
     let mut buffer = vec![0; CHUNK];

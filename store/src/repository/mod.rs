@@ -3,14 +3,14 @@
 pub(crate) mod attachment;
 mod layout;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use self::attachment::Attachment;
 use crate::blobs::Blobs;
 use crate::blobs::directory::DirectoryBlobs;
-use crate::catalog::{Catalog, Draft, FirstSnapshot, Rebuilt, Record, Referrer};
+use crate::catalog::{Catalog, Draft, FirstSnapshot, Record};
 use crate::cluster::client::Cluster;
 use crate::cluster::client::watcher::{MembershipWatcher, cluster_address, watch_members};
 use crate::cluster::membership;
@@ -21,13 +21,13 @@ use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, MirrorId, NodeId, PeerId};
+use crate::id::{BlobId, ChunkId, MirrorId, PeerId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::{Access, Role, Security};
 use crate::snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
 };
-use crate::tree::{Chunks, Referred, Root, TreeUpdate, Trees};
+use crate::tree::{Chunks, Root, TreeUpdate, Trees};
 
 /// The most memory for decoded tree nodes, over all clones of a handle.
 const NODE_CACHE: usize = 16 << 20;
@@ -445,48 +445,6 @@ impl Repository {
         self.inner.blobs.flush()
     }
 
-    /// Tells every blob that a name refers to, with the redundancy that it is to have: some of them several times.
-    /// What is below a node that cannot be read is left out; returns how many such there are.
-    pub(crate) fn references(&self, mut tell: impl FnMut(BlobId, Redundancy)) -> Result<u64> {
-        let mut unreadable = 0;
-        for (policy, roots) in self.inner.catalog.roots()? {
-            let mut seen = HashSet::new();
-            for root in roots {
-                unreadable += self.references_of(&root, &policy, &mut seen, &mut tell);
-            }
-        }
-        Ok(unreadable)
-    }
-
-    /// The same of one that refers to blobs, but for the nodes that were seen and what is below them.
-    pub(crate) fn references_of(
-        &self,
-        referrer: &Referrer,
-        policy: &StoragePolicy,
-        seen: &mut HashSet<NodeId>,
-        tell: &mut dyn FnMut(BlobId, Redundancy),
-    ) -> u64 {
-        let (chunks, small) = (policy.redundancy, policy.redundancy.of_small_blobs());
-        let Referrer { geometry, root, record } = referrer;
-        record.iter().for_each(|record| tell(*record, small));
-        self.inner.trees.references(root, *geometry, seen, &mut |one| match one {
-            Referred::Node(id) => tell(id.into(), small),
-            Referred::Chunk(id) => tell(id.into(), chunks),
-        })
-    }
-
-    /// Makes the names again that the peers' records tell of, after the catalog was lost.
-    pub fn rebuild_catalog(&self) -> Result<Rebuilt> {
-        let cluster = self.inner.cluster.as_ref();
-        let records = cluster.map(|cluster| cluster.blobs.records()).unwrap_or_default();
-        let records = records.into_iter().filter_map(|bytes| {
-            let record = Record::from_bytes(&bytes);
-            let told = record.inspect_err(|error| tracing::warn!(%error, "a record is left out"));
-            told.ok().map(|record| (BlobId::of(&bytes), record))
-        });
-        self.inner.catalog.rebuild(records.collect())
-    }
-
     /// The chunks of a tree that are not holes, in order.
     pub fn chunks(&self, root: &Root, geometry: Geometry) -> Chunks {
         self.inner.trees.chunks(root, geometry)
@@ -526,6 +484,15 @@ impl Repository {
 
     pub(crate) fn security(&self) -> Option<&Security> {
         self.inner.cluster.as_ref().map(|cluster| cluster.watcher.security())
+    }
+
+    /// The records on the peers; `None` in a directory.
+    pub(crate) fn records(&self) -> Option<Vec<Vec<u8>>> {
+        self.inner.cluster.as_ref().map(|cluster| cluster.blobs.records())
+    }
+
+    pub(crate) fn trees(&self) -> &Trees {
+        &self.inner.trees
     }
 
     pub(crate) fn catalog(&self) -> &Catalog {

@@ -1,0 +1,45 @@
+//! The blobs that the catalog refers to.
+
+use std::collections::HashSet;
+
+use crate::catalog::Referrer;
+use crate::encoding::{Redundancy, StoragePolicy};
+use crate::error::Result;
+use crate::id::{BlobId, NodeId};
+use crate::repository::Repository;
+use crate::tree::Referred;
+
+/// Reports every blob that the catalog refers to, with the redundancy that it is to have. A blob may
+/// be reported several times. What is below an unreadable node is left out; returns the number of
+/// such nodes.
+pub(super) fn all_references(
+    repository: &Repository,
+    mut report: impl FnMut(BlobId, Redundancy),
+) -> Result<u64> {
+    let mut unreadable = 0;
+    for (policy, roots) in repository.catalog().roots()? {
+        let mut seen = HashSet::new();
+        for root in roots {
+            unreadable += references_of(repository, &root, &policy, &mut seen, &mut report);
+        }
+    }
+    Ok(unreadable)
+}
+
+/// Reports the blobs of one referrer, except the nodes in `seen` and what is below them. Returns the
+/// number of unreadable nodes.
+pub(super) fn references_of(
+    repository: &Repository,
+    referrer: &Referrer,
+    policy: &StoragePolicy,
+    seen: &mut HashSet<NodeId>,
+    report: &mut dyn FnMut(BlobId, Redundancy),
+) -> u64 {
+    let (chunks, small) = (policy.redundancy, policy.redundancy.of_small_blobs());
+    let Referrer { geometry, root, record } = referrer;
+    record.iter().for_each(|record| report(*record, small));
+    repository.trees().references(root, *geometry, seen, &mut |one| match one {
+        Referred::Node(id) => report(id.into(), small),
+        Referred::Chunk(id) => report(id.into(), chunks),
+    })
+}
