@@ -1,22 +1,42 @@
-//! The repository of disk snapshots: chunks, trees, names and leases.
+//! The repository of disk snapshots, as a library: in a directory or on many machines.
 //!
 //! ```text
-//!                 Repository ──────────── attach ──► Attachment
+//!                 Repository ──────────── attach ──► Attachment: a mirror's hold on its image
 //!                 │    │    │                         │ reserve, begin, publish, renew
 //!      put, get   │    │    └───────── Catalog ◄──────┘
-//!                 │    │ chunk_at,     the names: images, snapshots, mirrors, leases
+//!                 │    │ chunk_at,     images, snapshots, mirrors and leases, as documents
 //!                 │    │ commit_tree
 //!                 │  Trees             nodes of 256 children, cached, path-copied
 //!                 ▼    ▼
 //!                 Blobs                immutable bytes under the name of their content
+//!                 ├─ a directory       segments and an index
+//!                 └─ a cluster         fragments on peers
 //! ```
 //!
-//! A snapshot is written as: [`Repository::put_chunks`] for the changed chunks that are not
-//! [zero](is_zero), [`Repository::commit_tree`] over the parent's root, [`Attachment::publish`].
-//! Everything before the publication is garbage after a crash, everything after it is permanent.
+//! To store a snapshot, a writer calls [`Repository::put_chunks`] for the changed chunks that are not
+//! [zero](is_zero), then [`Repository::commit_tree`] over the parent's root, then
+//! [`Attachment::publish`]. After a crash, everything before the publication is garbage, and
+//! everything after it is permanent.
 //!
-//! One repository is used by many processes at once: each of them opens it, and nothing is served.
-//! `docs/formats.md` describes the bytes on disk.
+//! Modules use only modules above them in this table, and `make lint` checks that they form no cycle.
+//!
+//! | module | is |
+//! |---|---|
+//! | `id`, `error`, `geometry`, `name`, `clock`, `process`, `sys`, `buffers`, `zero` | basics |
+//! | `durable` | files on a local disk: segments, data directories, databases |
+//! | [`net`] | connections: identity and TLS, handshake, frames, requests in flight |
+//! | [`encoding`] | how a blob becomes fragments: redundancy, Reed-Solomon, compression |
+//! | [`documents`] | small documents with compare-and-swap: SQLite, a server, etcd |
+//! | `blobs` | the trait [`Blobs`], and blobs in a directory |
+//! | `tree` | Merkle trees over chunk names |
+//! | `snapshot` | what the catalog says about images, snapshots and mirrors |
+//! | [`cluster`] | peers and their clients: protocol, placement, membership, repair |
+//! | `catalog` | images, snapshots, mirrors and leases, and their records on peers |
+//! | `repository` | [`Repository`] and [`Attachment`] |
+//! | [`maintenance`] | supervisor, repair of everything, rebuild of a catalog |
+//!
+//! Many processes use one repository at once. `docs/formats.md` describes the bytes on disk and on the
+//! wire.
 
 mod blobs;
 mod buffers;
