@@ -127,11 +127,11 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let wanted: SnapshotRef = args.image.parse().map_err(repository)?;
     let access = Access::new(args.keys.as_deref(), args.insecure);
     let store = Repository::open_anywhere(&args.store, &access).map_err(repository)?;
-    let snapshot = store.resolve(&wanted).map_err(repository)?;
+    let snapshot = store.catalog().resolve(&wanted).map_err(repository)?;
     snapshot.require_content().map_err(repository)?;
     let store = store.with_policy(snapshot.policy).with_durability(args.durability);
     let local = Local::open(args, &snapshot)?;
-    let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
+    let record = store.catalog().mirror(&local.map.identity().mirror).map_err(repository)?;
     local
         .check(&args.mirror, &wanted, &snapshot, record.as_ref(), &store)
         .map_err(|reason| StartError::Mismatch { path: args.mirror.clone(), reason })?;
@@ -317,6 +317,7 @@ impl Local {
             || (wanted.selector != Selector::Newest && identity.origin == snapshot.number);
         // The newest snapshot may be one that this mirror published just before it died.
         let own = store
+            .catalog()
             .snapshots(&snapshot.image)
             .map_err(|error| error.to_string())?
             .iter()
@@ -347,7 +348,7 @@ fn commits(
     if mode == Mode::ReadOnly {
         return Ok(Commits::new(0..0, HashSet::new(), resumed));
     }
-    let snapshots = store.snapshots(attachment.image())?;
+    let snapshots = store.catalog().snapshots(attachment.image())?;
     let is_resumed = |one: &&Snapshot| {
         resumed.iter().any(|layer| layer.accepted().is_some_and(|new| new.number == one.number))
     };
@@ -415,7 +416,7 @@ fn serve(
     let spill = spill.max(preserve.len().map_err(serving("looking for copies"))?);
     let room = Room { shelf: live.shelf, passage: Arena::new(PASSAGE), spill: Places::new(spill) };
     let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
-    let snapshots = repository.snapshots(attachment.image()).map_err(unavailable)?;
+    let snapshots = repository.catalog().snapshots(attachment.image()).map_err(unavailable)?;
     let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
     let Recovered { current, layers, resumed } =
         recover(live.states, &journal, &layout, &room, state_of)

@@ -30,7 +30,7 @@ pub(crate) fn export(
     style: Style,
 ) -> Outcome {
     let doing = || format!("exporting {name} to {}", path.display());
-    let snapshot = repository.resolve(name).doing(doing)?;
+    let snapshot = repository.catalog().resolve(name).doing(doing)?;
     snapshot.require_content().doing(doing)?;
     if path == Path::new("-") {
         return to_stdout(repository, &snapshot, doing);

@@ -69,7 +69,7 @@ pub(crate) fn print_name(snapshot: &Snapshot, style: Style) -> Outcome {
 }
 
 pub(crate) fn ls(repository: &Repository, style: Style) -> Outcome {
-    let images = repository.images().doing(|| "listing the images".into())?;
+    let images = repository.catalog().images().doing(|| "listing the images".into())?;
     if style.json {
         return print_json(&images.iter().map(image_json).collect());
     }
@@ -98,6 +98,7 @@ pub(crate) fn ls(repository: &Repository, style: Style) -> Outcome {
 
 pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style) -> Outcome {
     let snapshots = repository
+        .catalog()
         .snapshots(image)
         .doing(|| format!("listing the snapshots of image '{image}'"))?;
     if style.json {
@@ -130,7 +131,7 @@ pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style)
 
 pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) -> Outcome {
     let doing = || format!("showing {name}");
-    let snapshot = repository.resolve(name).doing(doing)?;
+    let snapshot = repository.catalog().resolve(name).doing(doing)?;
     // Only a stable snapshot has chunks to count.
     let stored = match snapshot.require_content() {
         Ok(()) => {

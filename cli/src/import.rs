@@ -48,7 +48,7 @@ pub(crate) fn import(
 ) -> Outcome {
     let doing = || format!("importing {} to image '{image}'", path.display());
     let start = Instant::now();
-    match repository.image(image) {
+    match repository.catalog().image(image) {
         Ok(_) => {
             let name = image.to_string();
             return Err(StoreError::ImageExists { name }).doing(doing);

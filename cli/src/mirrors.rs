@@ -11,7 +11,7 @@ use crate::output::{Align, Table, or_dash, print, print_json};
 use crate::time::utc;
 
 pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
-    let mirrors = repository.mirrors().doing(|| "listing the mirrors".into())?;
+    let mirrors = repository.catalog().mirrors().doing(|| "listing the mirrors".into())?;
     let stale: HashSet<MirrorId> = maybe_stale(&mirrors).collect();
     if style.json {
         let json = |mirror| mirror_json(mirror, stale.contains(&mirror.id));
@@ -70,7 +70,7 @@ fn maybe_stale(mirrors: &[MirrorRecord]) -> impl Iterator<Item = MirrorId> {
 }
 
 pub(crate) fn forget(repository: &Repository, id: &MirrorId, style: Style) -> Outcome {
-    repository.forget_mirror(id).doing(|| format!("forgetting mirror {id}"))?;
+    repository.catalog().forget_mirror(id).doing(|| format!("forgetting mirror {id}"))?;
     if style.json {
         return print_json(&json!({ "forgotten": id.to_string() }));
     }

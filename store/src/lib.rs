@@ -64,7 +64,7 @@ mod tree;
 mod zero;
 
 pub use blobs::{Blobs, NewBlob};
-pub use catalog::{LEASE_SECONDS, Rebuilt};
+pub use catalog::{Catalog, LEASE_SECONDS, Rebuilt};
 pub use clock::now;
 pub use cluster::Counters;
 pub use error::{Error, ErrorKind, Result};

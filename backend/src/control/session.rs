@@ -137,7 +137,7 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
         // In this order: what has left the queue meanwhile is in the catalog.
         let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
         let pending: Vec<String> = pending.collect();
-        let snapshots = shared.repository.snapshots(shared.attachment.image());
+        let snapshots = shared.repository.catalog().snapshots(shared.attachment.image());
         let taken = |name: &String| name == &label;
         match snapshots {
             Ok(all)
@@ -205,7 +205,7 @@ async fn follow(device: &Arc<Device>, number: u64) -> Event {
 /// The snapshots of the disk's image, as the catalog has them; or what to answer if it cannot tell.
 async fn snapshots(device: &Arc<Device>) -> Result<Vec<Snapshot>, Event> {
     let shared = device.clone();
-    let ask = move || shared.repository.snapshots(shared.attachment.image());
+    let ask = move || shared.repository.catalog().snapshots(shared.attachment.image());
     let asked = match tokio::task::spawn_blocking(ask).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),

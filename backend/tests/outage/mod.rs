@@ -264,7 +264,8 @@ fn look(repository: &Path, copies: &Path, last: Option<&Look>) -> Look {
     let number = fs::read_dir(copies).expect("list the copies").count();
     let path = copies.join(number.to_string());
     copy(repository, &path);
-    let snapshots = repository::open(&address(&path)).snapshots(&repository::image(IMAGE));
+    let snapshots =
+        repository::open(&address(&path)).catalog().snapshots(&repository::image(IMAGE));
     let is_stable = |one: &Snapshot| one.require_content().is_ok();
     let stable = snapshots.expect("list the snapshots").into_iter().filter(is_stable);
     let stable: Vec<_> = stable.map(|one| one.number).collect();

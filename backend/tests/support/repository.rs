@@ -46,7 +46,7 @@ pub(crate) fn create(store: &str, name: &str, chunk_size: u32, size: u64) -> Sna
 /// The snapshot `name@number`, as the repository knows it.
 pub(crate) fn snapshot(store: &str, name: &str, number: u64) -> Snapshot {
     let name = SnapshotRef::number(&image(name), number);
-    open(store).resolve(&name).unwrap_or_else(|e| panic!("{name}: {e}"))
+    open(store).catalog().resolve(&name).unwrap_or_else(|e| panic!("{name}: {e}"))
 }
 
 /// The whole content of a stable snapshot.

@@ -19,7 +19,7 @@ fn of_two_clients_that_commit_to_one_image_one_wins_and_the_other_is_told() {
     let lab = Lab::new(3);
     let (one, other) = (lab.repository(), lab.repository());
     let writer = Writer::create(&one, "vm", Redundancy::Replicas(3));
-    let first = one.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let first = one.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
     let told = Writer::attach(&other, &first, 2).err().unwrap();
     assert!(matches!(told, Error::Leased { .. }), "{told}");
     assert!(told.to_string().contains("/mirrors/v"), "{told}");
@@ -36,7 +36,7 @@ fn of_two_clients_that_commit_to_one_image_one_wins_and_the_other_is_told() {
     });
     assert!(matches!(lost, Error::Fenced { .. }), "{lost}");
     assert_holds(&one, &won, &chunks(2, 3));
-    let old = one.resolve(&format!("vm@{number}").parse().unwrap()).unwrap();
+    let old = one.catalog().resolve(&format!("vm@{number}").parse().unwrap()).unwrap();
     assert!(!old.state.has_content(), "{old:?}");
 }
 
@@ -49,7 +49,7 @@ fn clients_that_want_one_image_take_turns_and_lose_nothing() {
     let repository = lab.repository();
     let writer = Writer::create(&repository, "vm", Redundancy::Replicas(2));
     writer.attachment.release(None).unwrap();
-    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let first = repository.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
     let refused = AtomicU64::new(0);
     let snapshots = thread::scope(|scope| {
         let clients: Vec<_> = (1..=CLIENTS)
@@ -99,7 +99,7 @@ fn an_optimistic_commit_is_available_at_once_and_stable_when_it_is_whole() {
     let other = Writer::create(&pessimist, "other", TWO_AND_TWO);
     writer.attachment.release(None).unwrap();
     let optimist = repository.with_durability(Durability::Optimistic);
-    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let first = repository.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
     let writer = Writer::attach(&optimist, &first, b'v').unwrap();
     lab.kill(1);
     let refused = other.commit(&chunks(1, 4)).unwrap_err();
@@ -131,7 +131,7 @@ fn a_stable_snapshot_has_a_record_with_all_its_copies() {
     let repository = lab.repository();
     Writer::create(&repository, "vm", TWO_AND_TWO).attachment.release(None).unwrap();
     let optimist = repository.with_durability(Durability::Optimistic);
-    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let first = repository.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
     let writer = Writer::attach(&optimist, &first, b'v').unwrap();
     lab.kill(1);
     lab.kill(2);
@@ -165,7 +165,7 @@ fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
         let repository = lab.repository();
         Writer::create(&repository, "vm", TWO_AND_TWO).attachment.release(None).unwrap();
         let optimist = repository.with_durability(Durability::Optimistic);
-        let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+        let first = repository.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
         lab.kill(2);
         let writer = Writer::attach(&optimist, &first, b'v').unwrap();
         let available = writer.commit(&chunks(3, 4)).unwrap();
@@ -174,7 +174,7 @@ fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
     }
     lab.start_peer(2, &[]);
     let repository = lab.repository();
-    let resolve = || repository.resolve(&"vm@2".parse().unwrap()).unwrap();
+    let resolve = || repository.catalog().resolve(&"vm@2".parse().unwrap()).unwrap();
     wait_until("it is repaired", || resolve().state == SnapshotState::Stable);
     let unreadable = || lab.json(&["peers"])["repair"]["unreadable"].as_u64();
     wait_until("the damage is told", || unreadable() > Some(0));

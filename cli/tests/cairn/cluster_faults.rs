@@ -142,7 +142,7 @@ fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
     let snapshot = writer.publish(number, &root).unwrap();
     assert_eq!(snapshot.state, SnapshotState::Available, "half of its blocks may be gone");
     assert_holds(&repository, &snapshot, &chunks(1, 40));
-    let state = || repository.resolve(&snapshot.name()).unwrap().state;
+    let state = || repository.catalog().resolve(&snapshot.name()).unwrap().state;
     wait_until("it is stable", || lab.is_repaired() && state() == SnapshotState::Stable);
     lab.kill(1);
     lab.kill(2);

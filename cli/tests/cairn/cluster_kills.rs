@@ -188,7 +188,7 @@ impl<'a> Writer<'a> {
 
     /// What the snapshot with this number is derived from.
     fn base(&self, number: u64) -> Result<Root> {
-        let all = self.repository.snapshots(&self.first.image)?;
+        let all = self.repository.catalog().snapshots(&self.first.image)?;
         let before = all.iter().rev().find(|one| one.number < number && one.state.has_content());
         Ok(before.expect("the first one is there").root)
     }
@@ -201,7 +201,7 @@ impl<'a> Writer<'a> {
             other => other.map(|()| false),
         };
         patiently(reason).then(|| {
-            let all = patiently(|| self.repository.snapshots(&self.first.image));
+            let all = patiently(|| self.repository.catalog().snapshots(&self.first.image));
             all.into_iter().find(|one| one.number == number).unwrap()
         })
     }
@@ -455,8 +455,8 @@ impl Storm {
         }
         // Nothing else is called stable.
         let repository = world.connect();
-        for image in repository.images().unwrap() {
-            for one in repository.snapshots(&image.name).unwrap() {
+        for image in repository.catalog().images().unwrap() {
+            for one in repository.catalog().snapshots(&image.name).unwrap() {
                 let known = one.number == 1 || stable.iter().any(|(other, _)| *other == one);
                 assert!(known || !one.state.has_content(), "nobody knows {}", one.name());
             }

@@ -49,7 +49,7 @@ fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
         let before = proxy.flipped();
         while proxy.flipped() < before + 5 {
             for name in ["vm", "copies"] {
-                let snapshot = repository.resolve(&name.parse().unwrap()).unwrap();
+                let snapshot = repository.catalog().resolve(&name.parse().unwrap()).unwrap();
                 assert_reads(&repository, &snapshot, &disk);
             }
             assert!(begin.elapsed() < 3 * PATIENCE, "only {} answers are wrong", proxy.flipped());
@@ -64,7 +64,11 @@ fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
         for other in lab.peers[..liar].iter().flatten() {
             assert_eq!(wrong(&lab, &other.id), 0, "nobody else is named");
         }
-        assert_reads(&repository, &repository.resolve(&"vm".parse().unwrap()).unwrap(), &disk);
+        assert_reads(
+            &repository,
+            &repository.catalog().resolve(&"vm".parse().unwrap()).unwrap(),
+            &disk,
+        );
     });
 }
 
@@ -87,7 +91,7 @@ fn a_block_that_is_damaged_on_a_peers_disk_is_replaced_when_it_is_read() {
         let mut passes = 0;
         loop {
             let repository = lab.repository();
-            let snapshot = repository.resolve(&"vm".parse().unwrap()).unwrap();
+            let snapshot = repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
             assert_reads(&repository, &snapshot, &disk);
             let suspects = repository.cluster().unwrap().0.suspects();
             assert!(suspects.iter().all(|(peer, _)| peer.to_string() == id), "{suspects:?}");

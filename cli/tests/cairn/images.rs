@@ -68,7 +68,7 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     let url = format!("dir:{}", place.path("repository").display());
     let repository = Repository::open(&url).unwrap();
     let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/mirrors/7").unwrap();
-    let first = repository.resolve(&"vm1".parse().unwrap()).unwrap();
+    let first = repository.catalog().resolve(&"vm1".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner, &first, Mode::ReadWrite).unwrap();
     let number = attachment.reserve(1).unwrap().start;
     let new = NewSnapshot {

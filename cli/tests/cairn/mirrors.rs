@@ -22,7 +22,7 @@ fn mirrors_that_were_made_again_in_one_directory_are_marked_until_they_are_forgo
     place.ok(&["create", "vm1", "1M"]);
     let url = format!("dir:{}", place.path("repository").display());
     let repository = Repository::open(&url).unwrap();
-    let first = repository.resolve(&"vm1".parse().unwrap()).unwrap();
+    let first = repository.catalog().resolve(&"vm1".parse().unwrap()).unwrap();
     let attach = |id: u8, path: &str| {
         let owner = MirrorOwner::this_process(MirrorId::from_bytes([id; 16]), path).unwrap();
         repository.attach(&owner, &first, Mode::ReadWrite).unwrap()

@@ -142,7 +142,8 @@ impl Draft {
 }
 
 impl Catalog {
-    pub(crate) fn images(&self) -> Result<Vec<Image>> {
+    /// All images, by name.
+    pub fn images(&self) -> Result<Vec<Image>> {
         let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
         let all = view.under::<ImageDocument>(IMAGES)?.into_iter();
         all.map(|(name, document)| {
@@ -210,19 +211,24 @@ impl Catalog {
         })
     }
 
-    pub(crate) fn image(&self, name: &ImageName) -> Result<Image> {
+    /// One image.
+    pub fn image(&self, name: &ImageName) -> Result<Image> {
         let view = self.read(&with_snapshots(name))?;
         image(&view, name)?.image(name, &snapshots(&view, name)?)
     }
 
-    pub(crate) fn snapshots(&self, name: &ImageName) -> Result<Vec<Snapshot>> {
+    /// The snapshots of an image, oldest first, in any state.
+    pub fn snapshots(&self, name: &ImageName) -> Result<Vec<Snapshot>> {
         let view = self.read(&with_snapshots(name))?;
         let document = image(&view, name)?;
         let all = snapshots(&view, name)?.into_iter();
         all.map(|(number, one)| one.snapshot(name, &document, number)).collect()
     }
 
-    pub(crate) fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
+    /// The snapshot with this name. Without a selector it is the newest stable one. A snapshot that is
+    /// named may be pending or failed, so callers that need content ask
+    /// [`Snapshot::require_content`].
+    pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
         let wanted = match name.selector {
             Selector::Number(number) => {
                 let key = snapshot_key(&name.image, number);

@@ -23,7 +23,8 @@ use crate::tree::Root;
 pub const LEASE_SECONDS: u64 = 60;
 
 impl Catalog {
-    pub(crate) fn mirrors(&self) -> Result<Vec<MirrorRecord>> {
+    /// All mirrors, by image.
+    pub fn mirrors(&self) -> Result<Vec<MirrorRecord>> {
         let observer = Process::current()?;
         let view = self.read(&[Query::prefix(MIRRORS), Query::prefix(LEASES)])?;
         let all = view.under::<MirrorDocument>(MIRRORS)?.into_iter();
@@ -39,15 +40,16 @@ impl Catalog {
         Ok(all)
     }
 
-    pub(crate) fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
+    /// What is known about a mirror.
+    pub fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
         let view = self.read(&[Query::Key(mirror_key(id)), Query::prefix(LEASES)])?;
         let Some(mirror) = view.get::<MirrorDocument>(&mirror_key(id))? else { return Ok(None) };
         let lease = view.get(&lease_key(&mirror.image))?;
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
     }
 
-    /// Drops a mirror's reference, and its lease if that is dead.
-    pub(crate) fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
+    /// Drops the reference of a mirror that is gone, and its lease. Fails while the lease is live.
+    pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
         let observer = Process::current()?;
         let unknown = || Error::NoMirror { id: id.to_string() };
         let MirrorRecord { image: name, .. } = self.mirror(id)?.ok_or_else(unknown)?;

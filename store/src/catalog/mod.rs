@@ -30,7 +30,9 @@ const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest pause between two tries.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
-pub(crate) struct Catalog {
+/// Images, snapshots, mirrors and leases. It is reached through
+/// [`Repository::catalog`](crate::Repository::catalog).
+pub struct Catalog {
     documents: Arc<dyn Documents>,
 }
 

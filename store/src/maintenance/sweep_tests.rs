@@ -97,14 +97,14 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
         all.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     assert_eq!(made.iter().filter(|made| **made).count(), 1, "{made:?}");
-    let before = repository.images().unwrap();
+    let before = repository.catalog().images().unwrap();
     // The catalog is lost.
     let second = documents(&dir, "again.db");
     let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
     let rebuilt = rebuild_catalog(&again).unwrap();
     assert_eq!((rebuilt.images, rebuilt.snapshots), (3, 3));
-    assert_eq!(again.images().unwrap(), before);
+    assert_eq!(again.catalog().images().unwrap(), before);
 }
 
 #[test]

@@ -126,7 +126,7 @@ impl Attachment {
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
         // This is asked again and again, maybe until a repair was there: no record is stored that is of no use.
-        let mut completed = self.repository.resolve(&snapshot.name())?;
+        let mut completed = self.repository.catalog().resolve(&snapshot.name())?;
         let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = *snapshot;
         let state = SnapshotState::Stable;
         if completed.state != state {

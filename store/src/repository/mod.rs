@@ -1,7 +1,14 @@
-//! The repository as one object: blobs, trees and names.
+//! The repository as one object: blobs, trees and the catalog.
+//!
+//! | file | has |
+//! |---|---|
+//! | `open` | the constructors: in a directory, or on peers |
+//! | `layout` | the directory of a repository |
+//! | `attachment` | a mirror's hold on its image: reserve, begin, publish, fail |
 
 pub(crate) mod attachment;
 mod layout;
+mod open;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,28 +16,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use self::attachment::Attachment;
 use crate::blobs::Blobs;
-use crate::blobs::directory::DirectoryBlobs;
 use crate::catalog::{Catalog, Draft, FirstSnapshot, Record};
 use crate::cluster::client::Cluster;
-use crate::cluster::client::watcher::{MembershipWatcher, cluster_address, watch_members};
-use crate::cluster::membership;
-use crate::cluster::membership::Health;
+use crate::cluster::client::watcher::MembershipWatcher;
+use crate::cluster::membership::{self, Health};
 use crate::cluster::{ClusterBlobs, Counters};
-use crate::documents;
-use crate::documents::{Documents, SqliteDocuments};
+use crate::documents::Documents;
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, MirrorId, PeerId};
+use crate::id::{BlobId, ChunkId, PeerId};
 use crate::name::{ImageName, SnapshotRef};
-use crate::net::identity::{Access, Role, Security};
-use crate::snapshot::{
-    Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
-};
+use crate::net::identity::Security;
+use crate::snapshot::{Consistency, MirrorOwner, Mode, Snapshot, SnapshotState};
 use crate::tree::{Chunks, Root, TreeUpdate, Trees};
-
-/// The most memory for decoded tree nodes, over all clones of a handle.
-const NODE_CACHE: usize = 16 << 20;
 
 /// What [`Repository::put_chunk`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,13 +51,13 @@ impl Drop for ReservedSpace {
     }
 }
 
-/// When what was put counts as stored.
+/// When content counts as stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// When it is durable with its full redundancy.
+    /// When the content is durable with its full redundancy.
     #[default]
     Pessimistic,
-    /// When enough is durable to read it; the rest follows.
+    /// When enough is durable to read the content. The rest follows.
     Optimistic,
 }
 
@@ -91,101 +90,17 @@ struct ClusterPart {
 }
 
 impl Repository {
-    /// Opens a repository that exists, in a directory of this host. Changes nothing if there is none.
-    pub fn open(url: &str) -> Result<Self> {
-        Self::open_with(url, |blobs| blobs)
-    }
-
-    /// Opens a repository in a directory, and makes it first if nothing is there.
-    pub fn open_or_create(url: &str) -> Result<Self> {
-        layout::create(&layout::directory_of(url)?)?;
-        Self::open(url)
-    }
-
-    /// As [`Repository::open`], with something around the place of the blobs: to count, to slow down,
-    /// or to fail what goes there.
-    pub fn open_with(
-        url: &str,
-        wrap: impl FnOnce(Arc<dyn Blobs>) -> Arc<dyn Blobs>,
-    ) -> Result<Self> {
-        let path = layout::directory_of(url)?;
-        layout::check(&path)?;
-        let blobs = wrap(Arc::new(DirectoryBlobs::open(&path)?));
-        let documents = Arc::new(SqliteDocuments::open(&layout::catalog(&path))?);
-        Ok(Self::of(blobs, documents, None))
-    }
-
-    /// As [`Repository::open`], with the names elsewhere: what they promise does not depend on where the blobs are.
-    #[doc(hidden)]
-    pub fn with_documents(url: &str, documents: Arc<dyn Documents>) -> Result<Self> {
-        let path = layout::directory_of(url)?;
-        layout::check(&path)?;
-        Ok(Self::of(Arc::new(DirectoryBlobs::open(&path)?), documents, None))
-    }
-
-    /// Opens the repository of a cluster: `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an etcd that
-    /// is one.
-    pub fn connect(url: &str, security: &Security) -> Result<Self> {
-        Self::of_cluster(documents::open(cluster_address(url)?, security)?, security)
-    }
-
-    /// The repository of the cluster that these documents tell of.
-    pub fn of_cluster(documents: Arc<dyn Documents>, security: &Security) -> Result<Self> {
-        let losses = Catalog::new(Arc::clone(&documents)).losses()?;
-        let (blobs, watcher) = watch_members(&documents, security)?;
-        let cluster = ClusterPart { blobs: Arc::clone(&blobs), watcher };
-        Ok(Self::with_losses(blobs, documents, Some(cluster), losses))
-    }
-
-    /// Opens a repository that exists, in a directory or in a cluster.
-    pub fn open_anywhere(url: &str, access: &Access<'_>) -> Result<Self> {
-        match cluster_address(url) {
-            Ok(_) => Self::connect(url, &access.security(Role::Client)?),
-            Err(_) => Self::open(url),
-        }
-    }
-
-    /// As [`Repository::open_anywhere`]; a directory where nothing is becomes a repository first.
-    pub fn open_or_create_anywhere(url: &str, access: &Access<'_>) -> Result<Self> {
-        match cluster_address(url) {
-            Ok(_) => Self::open_anywhere(url, access),
-            Err(_) => Self::open_or_create(url),
-        }
-    }
-
-    fn of(
-        blobs: Arc<dyn Blobs>,
-        documents: Arc<dyn Documents>,
-        cluster: Option<ClusterPart>,
-    ) -> Self {
-        Self::with_losses(blobs, documents, cluster, 0)
-    }
-
-    fn with_losses(
-        blobs: Arc<dyn Blobs>,
-        documents: Arc<dyn Documents>,
-        cluster: Option<ClusterPart>,
-        losses: u64,
-    ) -> Self {
-        let forgotten_at = AtomicU64::new(losses);
-        let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE));
-        let catalog = Catalog::new(Arc::clone(&documents));
-        let inner =
-            Arc::new(Inner { blobs, trees, catalog, documents, cluster, losses, forgotten_at });
-        Self { inner, policy: StoragePolicy::default(), durability: Durability::default() }
-    }
-
-    /// A handle through which what is put is kept like this.
+    /// A handle that stores by this policy.
     pub fn with_policy(&self, policy: StoragePolicy) -> Self {
         Self { policy, ..self.clone() }
     }
 
-    /// A handle through which what is put counts as stored like this.
+    /// A handle whose content counts as stored at this durability.
     pub fn with_durability(&self, durability: Durability) -> Self {
         Self { durability, ..self.clone() }
     }
 
-    /// When what is put through this handle counts as stored.
+    /// When content that is put through this handle counts as stored.
     pub fn durability(&self) -> Durability {
         self.durability
     }
@@ -322,30 +237,9 @@ impl Repository {
         }
     }
 
-    /// All images, by name.
-    pub fn images(&self) -> Result<Vec<Image>> {
-        self.inner.catalog.images()
-    }
-
-    /// One image.
-    pub fn image(&self, name: &ImageName) -> Result<Image> {
-        self.inner.catalog.image(name)
-    }
-
-    /// The snapshots of an image, oldest first, in any state.
-    pub fn snapshots(&self, image: &ImageName) -> Result<Vec<Snapshot>> {
-        self.inner.catalog.snapshots(image)
-    }
-
-    /// The snapshot that this names. Without a selector it is the newest stable one; one that is named
-    /// may be pending or failed, so callers that need content ask [`Snapshot::require_content`].
-    pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        self.inner.catalog.resolve(name)
-    }
-
     /// Makes an image whose first snapshot is this one. Nothing is copied.
     pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
-        self.insert(&Draft::clone_of(&self.resolve(source)?, name)?)
+        self.insert(&Draft::clone_of(&self.inner.catalog.resolve(source)?, name)?)
     }
 
     /// Removes a snapshot's name, unless it is the last one with content. Its blobs stay until garbage
@@ -467,21 +361,6 @@ impl Repository {
         Ok(Attachment::new(self.with_policy(snapshot.policy), holder, parent, root))
     }
 
-    /// What is known about a mirror.
-    pub fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
-        self.inner.catalog.mirror(id)
-    }
-
-    /// All mirrors, by image.
-    pub fn mirrors(&self) -> Result<Vec<MirrorRecord>> {
-        self.inner.catalog.mirrors()
-    }
-
-    /// Drops the reference of a mirror that is gone. It is refused while the mirror's lease is live.
-    pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
-        self.inner.catalog.forget_mirror(id)
-    }
-
     pub(crate) fn security(&self) -> Option<&Security> {
         self.inner.cluster.as_ref().map(|cluster| cluster.watcher.security())
     }
@@ -495,7 +374,8 @@ impl Repository {
         &self.inner.trees
     }
 
-    pub(crate) fn catalog(&self) -> &Catalog {
+    /// The catalog: images, snapshots and mirrors.
+    pub fn catalog(&self) -> &Catalog {
         &self.inner.catalog
     }
 }

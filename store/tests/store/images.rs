@@ -35,13 +35,13 @@ fn an_image_begins_with_an_empty_stable_snapshot(place: &Place) {
     let first = place.image("vm1");
     assert_eq!(first.name().to_string(), "vm1@1");
     assert_eq!((first.root, first.state), (Root(None), SnapshotState::Stable));
-    assert_eq!(place.repository.resolve(&at("vm1")).unwrap(), first);
+    assert_eq!(place.repository.catalog().resolve(&at("vm1")).unwrap(), first);
     assert_eq!(
         place.repository.chunk_at(&first.root, first.geometry, ChunkIndex(999)).unwrap(),
         None
     );
 
-    let image = place.repository.image(&name("vm1")).unwrap();
+    let image = place.repository.catalog().image(&name("vm1")).unwrap();
     assert_eq!((image.snapshots, image.newest, image.geometry), (1, Some(1), disk(1000)));
     assert_eq!(kind(place.repository.create_image(&name("vm1"), disk(1))), ErrorKind::Conflict);
 }
@@ -57,10 +57,14 @@ fn an_imported_image_reads_back(place: &Place) {
 fn what_does_not_exist_is_not_found(place: &Place) {
     place.image("vm1");
     for missing in ["vm2", "vm1@2", "vm1@label"] {
-        assert_eq!(kind(place.repository.resolve(&at(missing))), ErrorKind::NotFound, "{missing}");
+        assert_eq!(
+            kind(place.repository.catalog().resolve(&at(missing))),
+            ErrorKind::NotFound,
+            "{missing}"
+        );
     }
-    assert_eq!(kind(place.repository.image(&name("vm2"))), ErrorKind::NotFound);
-    assert_eq!(kind(place.repository.snapshots(&name("vm2"))), ErrorKind::NotFound);
+    assert_eq!(kind(place.repository.catalog().image(&name("vm2"))), ErrorKind::NotFound);
+    assert_eq!(kind(place.repository.catalog().snapshots(&name("vm2"))), ErrorKind::NotFound);
     assert_eq!(kind(place.repository.remove_image(&name("vm2"), true)), ErrorKind::NotFound);
 }
 
@@ -70,7 +74,7 @@ fn a_clone_shares_content_and_goes_its_own_way(place: &Place) {
     repository.publish_image(&name("a"), disk(1000), &root, 0, 0).unwrap();
     let clone = repository.clone_snapshot(&at("a"), &name("b")).unwrap();
     assert_eq!((clone.name().to_string().as_str(), clone.root), ("b@1", root));
-    assert_eq!(repository.image(&name("b")).unwrap().origin.as_deref(), Some("a@1"));
+    assert_eq!(repository.catalog().image(&name("b")).unwrap().origin.as_deref(), Some("a@1"));
     assert_eq!(kind(repository.clone_snapshot(&at("a"), &name("b"))), ErrorKind::Conflict);
 
     repository.remove_image(&name("a"), false).unwrap();
@@ -85,7 +89,11 @@ fn snapshots_without_content_cannot_be_cloned_and_say_why(place: &Place) {
     attachment.fail(number, "the disk was full").unwrap();
     let error = place.repository.clone_snapshot(&at("a@2"), &name("b")).unwrap_err();
     assert!(error.to_string().contains("the disk was full"), "{error}");
-    assert_eq!(place.repository.resolve(&at("a")).unwrap().number, 1, "the newest stable one");
+    assert_eq!(
+        place.repository.catalog().resolve(&at("a")).unwrap().number,
+        1,
+        "the newest stable one"
+    );
 }
 
 fn the_last_snapshot_with_content_is_not_removed_alone(place: &Place) {
@@ -96,7 +104,7 @@ fn the_last_snapshot_with_content_is_not_removed_alone(place: &Place) {
     assert_eq!(kind(place.repository.remove_snapshot(&at("a@2"))), ErrorKind::Conflict, "pending");
     attachment.publish(number, &Root::default(), 0, 0).unwrap();
     assert_eq!(place.repository.remove_snapshot(&at("a@1")).unwrap().number, 1);
-    assert_eq!(kind(place.repository.resolve(&at("a@1"))), ErrorKind::NotFound);
+    assert_eq!(kind(place.repository.catalog().resolve(&at("a@1"))), ErrorKind::NotFound);
 }
 
 #[test]
@@ -220,7 +228,7 @@ fn many_threads_create_one_repository_at_once() {
             });
         }
     });
-    assert_eq!(Repository::open(&url).unwrap().images().unwrap().len(), 8);
+    assert_eq!(Repository::open(&url).unwrap().catalog().images().unwrap().len(), 8);
 }
 
 /// Fails syncs on demand, as a dying disk does.
@@ -268,7 +276,7 @@ fn nothing_is_published_whose_content_is_not_durable() {
         kind(repository.publish_image(&name("b"), disk(1000), &root, 0, 0)),
         ErrorKind::Unavailable
     );
-    assert_eq!(repository.resolve(&at("a@2")).unwrap().state, SnapshotState::Pending);
+    assert_eq!(repository.catalog().resolve(&at("a@2")).unwrap().state, SnapshotState::Pending);
     assert_eq!(attachment.parent(), (1, Root(None)));
 
     failing.store(false, Ordering::Relaxed);

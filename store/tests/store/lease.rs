@@ -52,16 +52,16 @@ fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent(place: &Place) {
     let label = Some("before-upgrade".to_owned());
     attachment.begin(&NewSnapshot { label, ..new_snapshot(2) }).unwrap();
     let at: SnapshotRef = "a@before-upgrade".parse().unwrap();
-    assert_eq!(place.repository.resolve(&at).unwrap().state, SnapshotState::Pending);
+    assert_eq!(place.repository.catalog().resolve(&at).unwrap().state, SnapshotState::Pending);
 
     let root = write(&place.repository, &first.root, &[(1, 1)]);
     let snapshot = attachment.publish(2, &root, 111, 222).unwrap();
-    assert_eq!(place.repository.resolve(&at).unwrap(), snapshot);
+    assert_eq!(place.repository.catalog().resolve(&at).unwrap(), snapshot);
     assert_eq!((snapshot.root, snapshot.parent), (root, Some(1)));
     assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes, snapshot.pause_us), (111, 222, 12));
     assert_eq!(snapshot.mirror, Some(owner(1).id));
     assert_eq!(attachment.parent(), (2, root));
-    let mirror = place.repository.mirror(&owner(1).id).unwrap().unwrap();
+    let mirror = place.repository.catalog().mirror(&owner(1).id).unwrap().unwrap();
     assert_eq!((mirror.parent, mirror.root, mirror.mode), (2, root, Mode::ReadWrite));
 }
 
@@ -99,7 +99,7 @@ fn readers_do_not_need_the_lease(place: &Place) {
     assert_eq!(kind(reader.reserve(1)), ErrorKind::Invalid);
     assert_eq!(kind(reader.publish(2, &Root::default(), 0, 0)), ErrorKind::Invalid);
     reader.detach().unwrap();
-    assert!(place.repository.mirror(&owner(2).id).unwrap().is_none());
+    assert!(place.repository.catalog().mirror(&owner(2).id).unwrap().is_none());
 }
 
 fn a_fenced_writer_can_change_nothing(place: &Place) {
@@ -128,9 +128,9 @@ fn a_fenced_writer_can_change_nothing(place: &Place) {
 fn an_expired_lease_that_nobody_took_can_be_renewed(place: &Place) {
     let attachment = place.attach(1, &place.image("a")).unwrap();
     place.expire_lease();
-    assert_eq!(place.repository.mirrors().unwrap()[0].writer, None);
+    assert_eq!(place.repository.catalog().mirrors().unwrap()[0].writer, None);
     attachment.renew().unwrap();
-    assert_eq!(place.repository.mirrors().unwrap()[0].writer, Some(std::process::id()));
+    assert_eq!(place.repository.catalog().mirrors().unwrap()[0].writer, Some(std::process::id()));
 }
 
 fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once(place: &Place) {
@@ -166,7 +166,7 @@ fn a_mirror_that_comes_back_keeps_its_own_parent(place: &Place) {
     let again = place.attach(1, &first).unwrap();
     assert_eq!(again.parent(), (2, root));
     place.image("b");
-    let other = place.repository.resolve(&"b".parse().unwrap()).unwrap();
+    let other = place.repository.catalog().resolve(&"b".parse().unwrap()).unwrap();
     assert_eq!(kind(place.attach(1, &other)), ErrorKind::Invalid, "a mirror has one image");
 }
 
@@ -274,7 +274,7 @@ fn only_reserved_numbers_and_free_labels_can_be_announced(place: &Place) {
     assert_eq!(kind(attachment.begin(&labelled(3, "x"))), ErrorKind::Conflict);
     attachment.fail(2, "no space").unwrap();
     attachment.begin(&labelled(3, "x")).unwrap();
-    let found = place.repository.resolve(&"a@x".parse().unwrap()).unwrap();
+    let found = place.repository.catalog().resolve(&"a@x".parse().unwrap()).unwrap();
     assert_eq!(found.number, 3, "a failed snapshot gives its label free");
 }
 
@@ -286,7 +286,7 @@ fn what_a_writer_asks_for_is_bounded(place: &Place) {
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
     attachment.fail(number, &"é".repeat(5000)).unwrap();
-    let failed = place.repository.resolve(&"a@2".parse().unwrap()).unwrap();
+    let failed = place.repository.catalog().resolve(&"a@2".parse().unwrap()).unwrap();
     assert_eq!(failed.reason.unwrap().chars().count(), 1000);
 }
 
@@ -304,7 +304,11 @@ fn a_restarted_writer_may_repeat_its_last_steps(place: &Place) {
     assert_eq!(attachment.publish(2, &root, 0, 0).unwrap(), published);
     assert_eq!(kind(attachment.publish(2, &Root::default(), 0, 0)), ErrorKind::Conflict);
     attachment.begin(&new_snapshot(2)).expect("it may not have heard that it is published");
-    assert_eq!(place.repository.snapshots(&name("a")).unwrap()[1], published, "nothing changes");
+    assert_eq!(
+        place.repository.catalog().snapshots(&name("a")).unwrap()[1],
+        published,
+        "nothing changes"
+    );
     assert_eq!(kind(attachment.fail(2, "x")), ErrorKind::Conflict);
     assert_eq!(kind(attachment.publish(3, &root, 0, 0)), ErrorKind::NotFound);
 }
@@ -314,22 +318,22 @@ fn an_image_in_use_is_not_removed(place: &Place) {
     let attachment = place.attach(1, &first).unwrap();
     let remove = |force| place.repository.remove_image(&name("a"), force);
     assert!(matches!(remove(true), Err(Error::Leased { .. })), "never under a live writer");
-    assert_eq!(kind(place.repository.forget_mirror(&owner(1).id)), ErrorKind::Conflict);
+    assert_eq!(kind(place.repository.catalog().forget_mirror(&owner(1).id)), ErrorKind::Conflict);
 
     attachment.release(None).unwrap();
     let error = remove(false).unwrap_err();
     assert!(matches!(error, Error::Referenced { .. }), "{error}");
     assert!(error.to_string().contains("/mirrors/1"), "{error}");
     remove(true).unwrap();
-    assert!(place.repository.mirrors().unwrap().is_empty());
+    assert!(place.repository.catalog().mirrors().unwrap().is_empty());
 }
 
 fn a_forgotten_mirror_frees_its_image(place: &Place) {
     place.attach(1, &place.image("a")).unwrap().release(None).unwrap();
-    place.repository.forget_mirror(&owner(1).id).unwrap();
+    place.repository.catalog().forget_mirror(&owner(1).id).unwrap();
     place.repository.remove_image(&name("a"), false).unwrap();
     let unknown = MirrorId::from_bytes([9; 16]);
-    assert_eq!(kind(place.repository.forget_mirror(&unknown)), ErrorKind::NotFound);
+    assert_eq!(kind(place.repository.catalog().forget_mirror(&unknown)), ErrorKind::NotFound);
 }
 
 fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it(place: &Place) {

@@ -40,7 +40,7 @@ fn chunks_of(number: u64) -> Vec<(u64, u64)> {
 }
 
 fn attach(repository: &Repository) -> Attachment {
-    let newest = repository.resolve(&"vm".parse::<SnapshotRef>().unwrap()).unwrap();
+    let newest = repository.catalog().resolve(&"vm".parse::<SnapshotRef>().unwrap()).unwrap();
     repository.attach(&owner(1), &newest, Mode::ReadWrite).unwrap()
 }
 
@@ -107,7 +107,7 @@ fn next_workload() {
     let Some(root) = recorded_root() else { return };
     let repository = Repository::open(&url_of(&root.join(REPOSITORY))).unwrap();
     let attachment = attach(&repository);
-    let last = repository.snapshots(&name("vm")).unwrap().pop().unwrap();
+    let last = repository.catalog().snapshots(&name("vm")).unwrap().pop().unwrap();
     store(&repository, &attachment, last.number);
     drop((attachment, repository));
     mark("done");
@@ -154,11 +154,11 @@ fn check(root: &Path, marks: &[String]) {
 
 /// Takes one more snapshot, as a mirror does that comes back.
 fn go_on(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
-    if repository.images().unwrap().is_empty() {
+    if repository.catalog().images().unwrap().is_empty() {
         repository.create_image(&name("vm"), disk(1000)).unwrap();
     }
     let attachment = attach(repository);
-    for snapshot in repository.snapshots(&name("vm")).unwrap() {
+    for snapshot in repository.catalog().snapshots(&name("vm")).unwrap() {
         if snapshot.state == SnapshotState::Pending {
             attachment.fail(snapshot.number, "the power was cut").unwrap();
         }
@@ -180,10 +180,10 @@ fn check_content(
     told: &Told<'_>,
     added: Option<&(Snapshot, Vec<(u64, u64)>)>,
 ) {
-    let images = repository.images().unwrap();
+    let images = repository.catalog().images().unwrap();
     let snapshots = match images.is_empty() {
         true => Vec::new(),
-        false => repository.snapshots(&name("vm")).unwrap(),
+        false => repository.catalog().snapshots(&name("vm")).unwrap(),
     };
     let state_of = |number| snapshots.iter().find(|s| s.number == number).map(|s| s.state);
     for number in told.all("published") {
@@ -205,7 +205,7 @@ fn check_content(
             (_, state) => panic!("snapshot {} is {state:?}", snapshot.number),
         }
     }
-    if let Some(mirror) = repository.mirror(&owner(1).id).unwrap() {
+    if let Some(mirror) = repository.catalog().mirror(&owner(1).id).unwrap() {
         let stable = snapshots.iter().rfind(|s| s.state == SnapshotState::Stable);
         let newest = stable.map(|s| (s.number, s.root)).unwrap_or((0, Root::default()));
         assert_eq!((mirror.parent, mirror.root), newest, "what the mirror is based on");

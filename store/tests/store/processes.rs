@@ -99,7 +99,7 @@ fn processes_that_fill_one_repository_do_not_disturb_each_other() {
     }
     let repository = Repository::open(&url).unwrap();
     for seed in 1..=4 {
-        let snapshots = repository.snapshots(&name(&format!("vm{seed}"))).unwrap();
+        let snapshots = repository.catalog().snapshots(&name(&format!("vm{seed}"))).unwrap();
         assert_eq!(snapshots.iter().map(|s| s.number).collect::<Vec<_>>(), [1, 2, 3]);
         assert_holds(&repository, &snapshots[1], &chunks_of(seed)[..20]);
         assert_holds(&repository, &snapshots[2], &chunks_of(seed));
@@ -111,7 +111,7 @@ fn processes_that_fill_one_repository_do_not_disturb_each_other() {
 /// Takes the image whenever it is free, publishes one snapshot, and lets it go.
 fn contend(url: &str, seed: u64) {
     let repository = open(url, env::var(NAMES).ok().as_deref());
-    let first = repository.resolve(&"vm@1".parse().unwrap()).unwrap();
+    let first = repository.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
     let mut published = 0;
     while published < 5 {
         let attachment = match repository.attach(&owner(seed as u8), &first, Mode::ReadWrite) {
@@ -140,7 +140,7 @@ fn processes_that_want_one_image_take_turns(place: &Place) {
     for writer in writers {
         assert!(writer.wait_with_output().unwrap().status.success());
     }
-    let snapshots = place.repository.snapshots(&name("vm")).unwrap();
+    let snapshots = place.repository.catalog().snapshots(&name("vm")).unwrap();
     assert_eq!(
         snapshots.iter().map(|s| s.number).collect::<Vec<_>>(),
         (1..=21).collect::<Vec<_>>()
@@ -163,7 +163,7 @@ fn step(number: u64) -> (u64, u64) {
 /// Publishes snapshot after snapshot until it is killed, and tells each.
 fn checkpoint_forever(url: &str, seed: u64) {
     let repository = open(url, env::var(NAMES).ok().as_deref());
-    let newest = repository.resolve(&"vm".parse().unwrap()).unwrap();
+    let newest = repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner(seed as u8), &newest, Mode::ReadWrite).unwrap();
     let (_, mut root) = attachment.parent();
     for _ in 0..10_000 {
@@ -194,7 +194,7 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) 
     }
 
     let repository = place.again();
-    let snapshots = repository.snapshots(&name("vm")).unwrap();
+    let snapshots = repository.catalog().snapshots(&name("vm")).unwrap();
     let stable = snapshots.iter().filter(|s| s.state == SnapshotState::Stable).collect::<Vec<_>>();
     let mut chunks = Vec::new();
     for snapshot in &stable {
@@ -210,7 +210,7 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) 
         );
     }
     assert!(stable.len() > ROUNDS as usize);
-    let mirror = repository.mirror(&owner(1).id).unwrap().unwrap();
+    let mirror = repository.catalog().mirror(&owner(1).id).unwrap().unwrap();
     assert_eq!(
         mirror.parent,
         stable.last().unwrap().number,
@@ -219,7 +219,7 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) 
 
     // The killed ones' segment is continued, and work goes on.
     assert_eq!(std::fs::read_dir(place.dir.path().join("segments")).unwrap().count(), 1);
-    let newest = repository.resolve(&"vm".parse().unwrap()).unwrap();
+    let newest = repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner(1), &newest, Mode::ReadWrite).unwrap();
     assert_ne!(attachment.parent().1, Root::default());
 }

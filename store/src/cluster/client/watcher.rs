@@ -19,16 +19,6 @@ use crate::net::identity::Security;
 /// How often the members are looked at, if nothing tells of a change.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The catalog's address in the address of a cluster.
-pub(crate) fn cluster_address(url: &str) -> Result<&str> {
-    let address = match url.strip_prefix("cairn://") {
-        Some(address) => Some(address.trim_end_matches('/')),
-        None => url.starts_with("etcd://").then_some(url),
-    };
-    let address = address.filter(|address| !address.is_empty());
-    address.ok_or_else(|| Error::BadUrl { url: url.into() })
-}
-
 /// A thread that tells a cluster who its members are, and the catalog whom it suspects. It ends with this.
 pub(crate) struct MembershipWatcher {
     cluster: Cluster,
