@@ -34,10 +34,10 @@ pub(crate) enum Class {
 }
 
 /// Buckets of a histogram for each doubling of the time.
-const STEPS: u32 = 4;
+const BUCKETS_PER_DOUBLING: u32 = 4;
 /// Doublings, from a microsecond on.
 const DOUBLINGS: u32 = 27;
-const BUCKETS: usize = (STEPS * DOUBLINGS) as usize;
+const BUCKETS: usize = (BUCKETS_PER_DOUBLING * DOUBLINGS) as usize;
 
 /// How long requests took, by buckets that are a few tens of percent wide.
 struct Histogram {
@@ -84,12 +84,13 @@ fn bucket_of(us: u64) -> usize {
     let doubling = us.ilog2();
     // The two bits below the highest one.
     let step = if doubling >= 2 { us >> (doubling - 2) & 3 } else { us << (2 - doubling) & 3 };
-    ((doubling * STEPS) as usize + step as usize).min(BUCKETS - 1)
+    ((doubling * BUCKETS_PER_DOUBLING) as usize + step as usize).min(BUCKETS - 1)
 }
 
 /// The longest time of a bucket, in microseconds.
 fn end_of(bucket: usize) -> u64 {
-    let (doubling, step) = (bucket as u32 / STEPS, bucket as u64 % u64::from(STEPS));
+    let (doubling, step) =
+        (bucket as u32 / BUCKETS_PER_DOUBLING, bucket as u64 % u64::from(BUCKETS_PER_DOUBLING));
     ((1u64 << doubling) * (5 + step)).div_ceil(4) - 1
 }
 

@@ -6,23 +6,23 @@ use std::sync::{Arc, Mutex};
 use cairn_store::{Attachment, ChunkIndex, Geometry, ImageName, Repository};
 
 use crate::commit::Commits;
-use crate::commit::pace::Pace;
+use crate::commit::throttle::CommitThrottle;
 use crate::counters::Counters;
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::Mirror;
-use crate::mirror::copies::Arena;
-use crate::mirror::disk::DiskFile;
-use crate::mirror::live::Flags;
-use crate::vhost::owner::Ownership;
-use crate::worker::ledger::OwnLedgers;
+use crate::mirror::cow::BufferPool;
+use crate::mirror::files::disk_file::DiskFile;
+use crate::mirror::files::live_dir::GuestFlags;
+use crate::vhost::ring_ownership::RingOwnership;
+use crate::worker::ledger::LedgerFile;
 
 /// Bytes of the serial number that a guest can ask for.
-const SERIAL: usize = 20;
+const SERIAL_BYTES: usize = 20;
 
 /// The serial number of an image's disk: its name, as far as it fits.
-pub(crate) fn serial(image: &ImageName) -> [u8; SERIAL] {
-    let mut serial = [0; SERIAL];
+pub(crate) fn serial(image: &ImageName) -> [u8; SERIAL_BYTES] {
+    let mut serial = [0; SERIAL_BYTES];
     for (to, from) in serial.iter_mut().zip(format!("cairn-{image}").bytes()) {
         *to = from;
     }
@@ -30,38 +30,38 @@ pub(crate) fn serial(image: &ImageName) -> [u8; SERIAL] {
 }
 
 /// Bytes of bounce buffers at the same time.
-pub(crate) const BOUNCE: usize = 64 << 20;
+pub(crate) const BOUNCE_BYTES: usize = 64 << 20;
 
 /// A disk in operation.
 pub(crate) struct Device {
     pub(crate) mirror: Mirror,
     pub(crate) disk: DiskFile,
     /// Takes copies when memory is short.
-    pub(crate) preserve: DiskFile,
+    pub(crate) spill: DiskFile,
     pub(crate) repository: Repository,
     pub(crate) attachment: Attachment,
     pub(crate) geometry: Geometry,
     pub(crate) read_only: bool,
-    pub(crate) serial: [u8; SERIAL],
+    pub(crate) serial: [u8; SERIAL_BYTES],
     /// Memory between unaligned requests and the disk.
-    pub(crate) bounce: Arc<Arena>,
+    pub(crate) bounce: Arc<BufferPool>,
     pub(crate) fetcher: Fetcher,
     pub(crate) flusher: Flusher,
     pub(crate) commits: Commits,
-    pub(crate) pace: Pace,
+    pub(crate) throttle: CommitThrottle,
     pub(crate) stats: Counters,
     /// Hypervisors that are connected.
     pub(crate) connected: AtomicUsize,
     /// Which of them runs the virtqueues.
-    pub(crate) owner: Ownership,
+    pub(crate) owner: RingOwnership,
     /// Virtqueues that run.
     pub(crate) running: AtomicUsize,
     /// What is known of the guest.
-    pub(crate) flags: Flags,
+    pub(crate) flags: GuestFlags,
     /// Requests in flight, for hypervisors that keep no record of them.
-    pub(crate) ledgers: OwnLedgers,
+    pub(crate) ledgers: LedgerFile,
     /// Why no checkpoint can be taken any more, if so.
-    pub(crate) trouble: Mutex<Option<String>>,
+    pub(crate) poison: Mutex<Option<String>>,
 }
 
 impl Device {
@@ -80,12 +80,12 @@ impl Device {
 
     /// Notes that no checkpoint can be taken any more, and why. The first reason stays.
     pub(crate) fn poison(&self, reason: String) {
-        self.trouble.lock().expect("no code panics with this lock held").get_or_insert(reason);
+        self.poison.lock().expect("no code panics with this lock held").get_or_insert(reason);
     }
 
     /// Why no checkpoint can be taken, if so.
-    pub(crate) fn trouble(&self) -> Option<String> {
-        self.trouble.lock().expect("no code panics with this lock held").clone()
+    pub(crate) fn poison_reason(&self) -> Option<String> {
+        self.poison.lock().expect("no code panics with this lock held").clone()
     }
 
     /// `image@number`.

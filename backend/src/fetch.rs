@@ -6,7 +6,7 @@
 //! growing intervals, for as long as a guest's request may wait. After that those who wait get an error; it
 //! is the answer for a moment, then the chunk may be asked for again.
 //!
-//! A chunk of the mirror that could not be read is *doubted*: it is examined block by block, and what is
+//! A chunk of the mirror that could not be read is *suspects*: it is scrubbed block by block, and what is
 //! unreadable is absent from then on, if the repository has it. The request that found it is then planned
 //! again, as any other that needs what is absent.
 
@@ -20,22 +20,22 @@ use cairn_store::ChunkIndex;
 
 use crate::device::Device;
 use crate::mapping::Buffer;
-use crate::mirror::layout::{BLOCK, Blocks};
+use crate::mirror::layout::{BLOCK_BYTES, Blocks};
 
 /// Chunks that are fetched at the same time.
-const THREADS: usize = 4;
+const FETCH_THREADS: usize = 4;
 
 /// How long a failure is the answer.
-const FAILURE: Duration = Duration::from_millis(500);
+const FAILURE_TTL: Duration = Duration::from_millis(500);
 
 /// How long to wait before the second try; then twice as long each time,
-const FIRST_DELAY: Duration = Duration::from_millis(50);
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// up to this.
-const LONGEST_DELAY: Duration = Duration::from_secs(2);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Copy)]
-enum State {
+enum FetchState {
     Wanted { since: Instant, delay: Duration },
     Failed(Instant),
 }
@@ -44,33 +44,33 @@ enum State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Task {
     Fetch(ChunkIndex),
-    Examine(ChunkIndex),
+    Scrub(ChunkIndex),
 }
 
 #[derive(Default)]
-struct Wanted {
+struct FetchQueue {
     queue: VecDeque<Task>,
-    /// Chunks to be examined.
-    doubted: HashSet<ChunkIndex>,
+    /// Chunks to be scrubbed.
+    suspects: HashSet<ChunkIndex>,
     /// Chunks to be tried again, and when.
     later: Vec<(Instant, ChunkIndex)>,
-    states: HashMap<ChunkIndex, State>,
+    states: HashMap<ChunkIndex, FetchState>,
 }
 
 /// The chunks that the guest waits for.
 pub(crate) struct Fetcher {
     /// How long a request may wait for a chunk that cannot be had.
-    patience: Duration,
-    wanted: Mutex<Wanted>,
+    retry_timeout: Duration,
+    wanted: Mutex<FetchQueue>,
     arrived: Condvar,
 }
 
 impl Fetcher {
-    pub(crate) fn new(patience: Duration) -> Fetcher {
-        Fetcher { patience, wanted: Mutex::default(), arrived: Condvar::new() }
+    pub(crate) fn new(retry_timeout: Duration) -> Fetcher {
+        Fetcher { retry_timeout, wanted: Mutex::default(), arrived: Condvar::new() }
     }
 
-    fn wanted(&self) -> MutexGuard<'_, Wanted> {
+    fn wanted(&self) -> MutexGuard<'_, FetchQueue> {
         self.wanted.lock().expect("no code panics with the fetch queue locked")
     }
 
@@ -79,33 +79,33 @@ impl Fetcher {
     pub(crate) fn want(&self, chunk: ChunkIndex) -> bool {
         let mut wanted = self.wanted();
         match wanted.states.get(&chunk) {
-            Some(State::Wanted { .. }) => return true,
-            Some(State::Failed(when)) if when.elapsed() < FAILURE => return false,
+            Some(FetchState::Wanted { .. }) => return true,
+            Some(FetchState::Failed(when)) if when.elapsed() < FAILURE_TTL => return false,
             _ => {}
         }
-        let state = State::Wanted { since: Instant::now(), delay: FIRST_DELAY };
+        let state = FetchState::Wanted { since: Instant::now(), delay: FIRST_RETRY_DELAY };
         wanted.states.insert(chunk, state);
         wanted.queue.push_back(Task::Fetch(chunk));
         self.arrived.notify_one();
         true
     }
 
-    /// Asks for a chunk to be examined. An event tells when it was.
-    pub(crate) fn doubt(&self, chunk: ChunkIndex) {
+    /// Asks for a chunk to be scrubbed. An event tells when it was.
+    pub(crate) fn mark_suspect(&self, chunk: ChunkIndex) {
         let mut wanted = self.wanted();
-        if wanted.doubted.insert(chunk) {
-            wanted.queue.push_back(Task::Examine(chunk));
+        if wanted.suspects.insert(chunk) {
+            wanted.queue.push_back(Task::Scrub(chunk));
             self.arrived.notify_one();
         }
     }
 
-    /// Whether a chunk is to be examined.
-    pub(crate) fn is_doubted(&self, chunk: ChunkIndex) -> bool {
-        self.wanted().doubted.contains(&chunk)
+    /// Whether a chunk is to be scrubbed.
+    pub(crate) fn is_suspect(&self, chunk: ChunkIndex) -> bool {
+        self.wanted().suspects.contains(&chunk)
     }
 
-    fn examined(&self, chunk: ChunkIndex) {
-        self.wanted().doubted.remove(&chunk);
+    fn scrubbed(&self, chunk: ChunkIndex) {
+        self.wanted().suspects.remove(&chunk);
     }
 
     fn next(&self) -> Task {
@@ -139,37 +139,37 @@ impl Fetcher {
     fn failed(&self, chunk: ChunkIndex) -> bool {
         let mut wanted = self.wanted();
         let now = Instant::now();
-        if let Some(State::Wanted { since, delay }) = wanted.states.get_mut(&chunk)
-            && now + *delay <= *since + self.patience
+        if let Some(FetchState::Wanted { since, delay }) = wanted.states.get_mut(&chunk)
+            && now + *delay <= *since + self.retry_timeout
         {
             let when = now + *delay;
-            *delay = (*delay * 2).min(LONGEST_DELAY);
+            *delay = (*delay * 2).min(MAX_RETRY_DELAY);
             wanted.later.push((when, chunk));
             self.arrived.notify_one();
             return false;
         }
         // Old failures are forgotten here, so that the table stays small.
         wanted.states.retain(|_, state| match state {
-            State::Wanted { .. } => true,
-            State::Failed(when) => when.elapsed() < FAILURE,
+            FetchState::Wanted { .. } => true,
+            FetchState::Failed(when) => when.elapsed() < FAILURE_TTL,
         });
-        wanted.states.insert(chunk, State::Failed(now));
+        wanted.states.insert(chunk, FetchState::Failed(now));
         true
     }
 }
 
 /// Starts the threads that serve the device's fetches.
 pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
-    for index in 0..THREADS {
+    for index in 0..FETCH_THREADS {
         let device = device.clone();
         thread::Builder::new().name(format!("fetch-{index}")).spawn(move || {
             let mut buffer = Buffer::zeroed(device.mirror.layout().chunk_size());
             loop {
                 match device.fetcher.next() {
                     Task::Fetch(chunk) => fetch(&device, chunk, &mut buffer),
-                    Task::Examine(chunk) => {
-                        examine(&device, chunk, &mut buffer);
-                        device.fetcher.examined(chunk);
+                    Task::Scrub(chunk) => {
+                        scrub(&device, chunk, &mut buffer);
+                        device.fetcher.scrubbed(chunk);
                     }
                 }
                 device.mirror.events.notify();
@@ -205,10 +205,10 @@ fn fill(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), F
         if device.mirror.presence.all(all) {
             return Ok(());
         }
-        let forgets = device.mirror.forgets();
+        let invalidations = device.mirror.invalidations();
         let found = device.read_parent(chunk, buffer)?;
         let runs = device.mirror.begin_fill(chunk);
-        if device.mirror.forgets() == forgets {
+        if device.mirror.invalidations() == invalidations {
             break (found, runs);
         }
         // A block that is absent now may have been written, and be in a newer parent.
@@ -232,16 +232,17 @@ fn fill(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), F
 /// write that failed.
 fn write_run(device: &Device, all: Blocks, run: Blocks, content: Option<&[u8]>) -> io::Result<()> {
     let Some(content) = content else { return device.disk.punch(run.span()) };
-    let from = ((run.first - all.first) * BLOCK) as usize;
+    let from = ((run.first - all.first) * BLOCK_BYTES) as usize;
     device.disk.write(&content[from..from + run.span().len as usize], run.span().offset)
 }
 
 /// Makes the blocks of a chunk absent that the mirror cannot give and the repository can.
-fn examine(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
+fn scrub(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
     let all = device.mirror.layout().blocks_of(chunk);
     let mut bad = Vec::new();
     for block in (all.first..all.end()).filter(|block| device.mirror.presence.get(*block)) {
-        let mut read = || device.disk.read(&mut buffer[..BLOCK as usize], block * BLOCK);
+        let mut read =
+            || device.disk.read(&mut buffer[..BLOCK_BYTES as usize], block * BLOCK_BYTES);
         // Once more: what passes by itself is no reason to forget anything.
         if let Err(error) = read().or_else(|_| read()) {
             bad.push((block, error));
@@ -253,9 +254,9 @@ fn examine(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
     device.stats.bad_blocks(bad.len() as u64);
     let elsewhere = device.read_parent(chunk, buffer);
     for (block, error) in bad {
-        let offset = block * BLOCK;
+        let offset = block * BLOCK_BYTES;
         match &elsewhere {
-            Ok(_) if is_lost(&error) && device.mirror.forget(block) => {
+            Ok(_) if is_medium_error(&error) && device.mirror.invalidate(block) => {
                 tracing::warn!(%error, offset, "a bad block of the mirror is fetched again");
             }
             Ok(_) => {
@@ -271,7 +272,7 @@ fn examine(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
 }
 
 /// Whether a read failed because the disk does not have the data any more.
-pub(crate) fn is_lost(error: &io::Error) -> bool {
+pub(crate) fn is_medium_error(error: &io::Error) -> bool {
     // The block layer's words for a device's error, a medium's, and two kinds of wrong checksums.
     let codes = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EBADMSG];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
@@ -288,7 +289,7 @@ mod tests {
     const CHUNK: ChunkIndex = ChunkIndex(7);
 
     #[test]
-    fn a_chunk_is_tried_again_for_as_long_as_patience_lasts() {
+    fn a_chunk_is_tried_again_for_until_the_retry_timeout() {
         let fetcher = Fetcher::new(Duration::from_secs(2));
         let start = Instant::now();
         assert!(fetcher.want(CHUNK));

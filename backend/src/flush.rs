@@ -1,6 +1,6 @@
 //! FLUSH when blocks have become present since the map was last written.
 //!
-//! Order: copy the presence bits of completed writes → sync the data → write the copy to the map →
+//! FlushRequest: copy the presence bits of completed writes → sync the data → write the copy to the map →
 //! sync the map. So presence never becomes durable before its data. One thread does it, for all the
 //! flushes that came in meanwhile at once. It also tells the map of regions before their first write.
 
@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use crate::device::Device;
 use crate::mirror::Mirror;
-use crate::mirror::disk::DiskFile;
+use crate::mirror::files::disk_file::DiskFile;
+use crate::mirror::files::map::MapFile;
 use crate::mirror::layout::Span;
-use crate::mirror::map::MapFile;
 use crate::mirror::presence::Presence;
 use crate::worker::{Command, Mailbox};
 
@@ -24,19 +24,19 @@ struct Flush {
     key: usize,
 }
 
-enum Order {
+enum FlushRequest {
     Flush(Flush),
-    Announce(Span),
+    RecordIntent(Span),
 }
 
 /// How long to wait after the map could not be told of a region.
-const PAUSE: Duration = Duration::from_millis(100);
+const INTENT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// The map file and those who wait for it.
 pub(crate) struct Flusher {
     map: Mutex<MapFile>,
-    sender: Sender<Order>,
-    receiver: Mutex<Option<Receiver<Order>>>,
+    sender: Sender<FlushRequest>,
+    receiver: Mutex<Option<Receiver<FlushRequest>>>,
     /// The presence version that the map holds.
     durable: AtomicU64,
 }
@@ -60,16 +60,16 @@ impl Flusher {
     /// Flushes everything completed so far, then answers `worker` with [`Command::Flushed`].
     pub(crate) fn request(&self, worker: Mailbox, key: usize) {
         // The receiver lives as long as the device.
-        let _ = self.sender.send(Order::Flush(Flush { worker, key }));
+        let _ = self.sender.send(FlushRequest::Flush(Flush { worker, key }));
     }
 
     /// Tells the map that `span` is going to change. An event tells when it knows.
-    pub(crate) fn announce(&self, span: Span) {
+    pub(crate) fn record_intent(&self, span: Span) {
         // As above.
-        let _ = self.sender.send(Order::Announce(span));
+        let _ = self.sender.send(FlushRequest::RecordIntent(span));
     }
 
-    fn announce_now(&self, mirror: &Mirror, span: Span) -> io::Result<()> {
+    fn write_intent(&self, mirror: &Mirror, span: Span) -> io::Result<()> {
         let map = self.map();
         if !mirror.intent.covers(span) {
             map.write_intent(mirror.layout(), &mirror.intent.bytes_with(span))?;
@@ -79,8 +79,12 @@ impl Flusher {
     }
 
     /// Makes the map forget regions in which nothing has changed since the parent snapshot.
-    pub(crate) fn tidy(&self, mirror: &Mirror, disk: &DiskFile) -> io::Result<()> {
-        if !mirror.intent.give_up(|region| mirror.is_changed(region)) {
+    pub(crate) fn clear_unchanged_intent(
+        &self,
+        mirror: &Mirror,
+        disk: &DiskFile,
+    ) -> io::Result<()> {
+        if !mirror.intent.clear_unchanged(|region| mirror.is_changed(region)) {
             return Ok(());
         }
         // The mirror must hold for good what the parent has, before the map says that they are equal. A
@@ -125,13 +129,13 @@ pub(crate) fn spawn(device: Arc<Device>) -> io::Result<()> {
             let mut announced = false;
             for order in std::iter::once(first).chain(receiver.try_iter()) {
                 match order {
-                    Order::Flush(flush) => waiting.push(flush),
-                    Order::Announce(span) => {
+                    FlushRequest::Flush(flush) => waiting.push(flush),
+                    FlushRequest::RecordIntent(span) => {
                         announced = true;
-                        if let Err(error) = device.flusher.announce_now(&device.mirror, span) {
+                        if let Err(error) = device.flusher.write_intent(&device.mirror, span) {
                             // The write waits, and asks again.
                             tracing::error!(%error, "the map cannot be told of a write");
-                            thread::sleep(PAUSE);
+                            thread::sleep(INTENT_RETRY_DELAY);
                         }
                     }
                 }

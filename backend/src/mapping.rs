@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 /// Alignment of buffers for direct I/O.
-pub(crate) const PAGE: usize = 4096;
+pub(crate) const PAGE_BYTES: usize = 4096;
 
 /// Maps `bytes` of a file.
 fn map(bytes: usize, file: &File, offset: u64) -> io::Result<NonNull<u8>> {
@@ -124,7 +124,8 @@ impl Buffer {
     }
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len, PAGE).expect("buffers are far smaller than the address space")
+        Layout::from_size_align(len, PAGE_BYTES)
+            .expect("buffers are far smaller than the address space")
     }
 
     /// The address, for an operation that owns this buffer until it completes.

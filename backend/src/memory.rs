@@ -28,7 +28,7 @@ pub(crate) struct Region {
 }
 
 /// A page of a [`DirtyLog`].
-const LOG_PAGE: u64 = 4096;
+const LOG_PAGE_BYTES: u64 = 4096;
 
 /// The hypervisor's record of the guest's pages that changed, a bit for each, while it migrates.
 pub(crate) struct DirtyLog {
@@ -46,8 +46,8 @@ impl DirtyLog {
     /// Records that a part of memory was written. It must have been: the hypervisor may take the record
     /// and look at the page at any time. Pages that the record has no bit for are not the guest's.
     fn mark(&self, address: u64, len: u64) {
-        let last = address.saturating_add(len.max(1) - 1) / LOG_PAGE;
-        for page in address / LOG_PAGE..=last {
+        let last = address.saturating_add(len.max(1) - 1) / LOG_PAGE_BYTES;
+        for page in address / LOG_PAGE_BYTES..=last {
             let Some(byte) = usize::try_from(page / 8).ok().filter(|at| *at < self.mapping.size())
             else {
                 return;

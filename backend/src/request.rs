@@ -7,22 +7,22 @@ use virtio_bindings::bindings::virtio_blk::{
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-use crate::mirror::layout::SECTOR;
+use crate::mirror::layout::SECTOR_BYTES;
 
 /// Segments of data in one request: what one vectored system call takes.
 pub(crate) const MAX_SEGMENTS: usize = 1024;
 
 /// Data bytes of one request. Linux sends at most a few MiB; this bounds bounce buffers.
-pub(crate) const MAX_DATA: u64 = 64 << 20;
+pub(crate) const MAX_DATA_BYTES: u64 = 64 << 20;
 
 /// Bytes of a discard or a write of zeros: bounds what one request touches.
-pub(crate) const MAX_DISCARD: u64 = 64 << 20;
+pub(crate) const MAX_DISCARD_BYTES: u64 = 64 << 20;
 
 /// Bytes in a request's header.
-const HEADER: usize = 16;
+const HEADER_BYTES: usize = 16;
 
 /// Bytes in the one range of a discard.
-const DISCARD_RANGE: usize = 16;
+const DISCARD_RANGE_BYTES: usize = 16;
 
 /// The flag of WRITE_ZEROES that allows to deallocate; every other flag is reserved.
 const FLAG_UNMAP: u32 = 1;
@@ -43,7 +43,7 @@ pub(crate) struct Descriptor {
 
 /// What the guest wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RequestKind {
     Read { sector: u64, data: Vec<Segment>, len: u64 },
     Write { sector: u64, data: Vec<Segment>, len: u64 },
     Flush,
@@ -65,7 +65,7 @@ pub(crate) enum Refused {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Parsed {
     pub(crate) status: GuestAddress,
-    pub(crate) request: Result<Kind, Refused>,
+    pub(crate) request: Result<RequestKind, Refused>,
 }
 
 /// Parses a chain. `None` if there is no place for a status: such a chain can only be returned
@@ -101,25 +101,25 @@ fn request(
     mut readable: Vec<Segment>,
     writable: Vec<Segment>,
     memory: &GuestMemoryMmap,
-) -> Result<Kind, Refused> {
-    let header: [u8; HEADER] = take(&mut readable, memory)?;
+) -> Result<RequestKind, Refused> {
+    let header: [u8; HEADER_BYTES] = take(&mut readable, memory)?;
     let kind = u32::from_le_bytes(header[0..4].try_into().expect("four bytes"));
     let sector = u64::from_le_bytes(header[8..16].try_into().expect("eight bytes"));
     match kind {
         VIRTIO_BLK_T_IN => {
             let len = data_len(&writable)?;
             readable.is_empty().then_some(()).ok_or(Refused::Invalid)?;
-            Ok(Kind::Read { sector, data: writable, len })
+            Ok(RequestKind::Read { sector, data: writable, len })
         }
         VIRTIO_BLK_T_OUT => {
             let len = data_len(&readable)?;
             writable.is_empty().then_some(()).ok_or(Refused::Invalid)?;
-            Ok(Kind::Write { sector, data: readable, len })
+            Ok(RequestKind::Write { sector, data: readable, len })
         }
-        VIRTIO_BLK_T_FLUSH => Ok(Kind::Flush),
-        VIRTIO_BLK_T_GET_ID => Ok(Kind::GetId { data: writable }),
+        VIRTIO_BLK_T_FLUSH => Ok(RequestKind::Flush),
+        VIRTIO_BLK_T_GET_ID => Ok(RequestKind::GetId { data: writable }),
         VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
-            let range: [u8; DISCARD_RANGE] = take(&mut readable, memory)?;
+            let range: [u8; DISCARD_RANGE_BYTES] = take(&mut readable, memory)?;
             let sector = u64::from_le_bytes(range[0..8].try_into().expect("eight bytes"));
             let sectors = u32::from_le_bytes(range[8..12].try_into().expect("four bytes"));
             let flags = u32::from_le_bytes(range[12..16].try_into().expect("four bytes"));
@@ -127,13 +127,13 @@ fn request(
             if !readable.is_empty() || !writable.is_empty() {
                 return Err(Refused::Invalid);
             }
-            if u64::from(sectors) * SECTOR > MAX_DISCARD {
+            if u64::from(sectors) * SECTOR_BYTES > MAX_DISCARD_BYTES {
                 return Err(Refused::Invalid);
             }
             match (kind, flags) {
-                (VIRTIO_BLK_T_DISCARD, 0) => Ok(Kind::Discard { sector, sectors }),
+                (VIRTIO_BLK_T_DISCARD, 0) => Ok(RequestKind::Discard { sector, sectors }),
                 (VIRTIO_BLK_T_WRITE_ZEROES, 0 | FLAG_UNMAP) => {
-                    Ok(Kind::WriteZeroes { sector, sectors })
+                    Ok(RequestKind::WriteZeroes { sector, sectors })
                 }
                 _ => Err(Refused::Unsupported),
             }
@@ -168,7 +168,7 @@ fn take<const N: usize>(
 /// The length of a request's data, if it is one that a disk can have.
 fn data_len(segments: &[Segment]) -> Result<u64, Refused> {
     let len: u64 = segments.iter().map(|segment| u64::from(segment.len)).sum();
-    let fits = len > 0 && len <= MAX_DATA && len.is_multiple_of(SECTOR);
+    let fits = len > 0 && len <= MAX_DATA_BYTES && len.is_multiple_of(SECTOR_BYTES);
     if fits && segments.len() <= MAX_SEGMENTS { Ok(len) } else { Err(Refused::Invalid) }
 }
 

@@ -17,35 +17,35 @@ use cairn_store::{
 };
 
 use crate::args::Args;
-use crate::commit::pace::Pace;
-use crate::commit::{Commits, RESERVE, persist, stall};
+use crate::commit::throttle::CommitThrottle;
+use crate::commit::{Commits, RESERVED_NUMBERS, persist, stall};
 use crate::control::{self, Listeners};
 use crate::counters::Counters;
-use crate::device::{BOUNCE, Device, serial};
+use crate::device::{BOUNCE_BYTES, Device, serial};
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
-use crate::mirror::copies::{Arena, Places};
-use crate::mirror::cut::Cut;
-use crate::mirror::disk::{DiskFile, make_directory};
+use crate::mirror::cow::{BufferPool, RangeAllocator};
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::manager::EpochManager;
+use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
-use crate::mirror::journal::Journal;
-use crate::mirror::layer::Layer;
-use crate::mirror::layout::{Layout, SECTOR, Span};
-use crate::mirror::live::{self, Live};
-use crate::mirror::map::{Identity, MapError, MapFile, UseId};
-use crate::mirror::recovery::{Recovered, recover};
-use crate::mirror::{Mirror, Room};
-use crate::vhost::owner::Ownership;
-use crate::vhost::server::{self, Source, Stop};
-use crate::worker::ledger::OwnLedgers;
+use crate::mirror::files::disk_file::{DiskFile, make_directory};
+use crate::mirror::files::journal::Journal;
+use crate::mirror::files::live_dir::{self, LiveDir};
+use crate::mirror::files::map::{Identity, MapError, MapFile, UseId};
+use crate::mirror::layout::{Layout, SECTOR_BYTES, Span};
+use crate::mirror::{CowSpace, Mirror};
+use crate::vhost::ring_ownership::RingOwnership;
+use crate::vhost::server::{self, Source, StopHandle};
+use crate::worker::ledger::LedgerFile;
 use crate::worker::{self, Command};
 use crate::{fetch, flush, lease, sys};
 
 /// How long a stop waits for checkpoints that are almost stable.
-const GRACE: Duration = Duration::from_secs(2);
+const COMMIT_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 /// Bytes of copies on their way from the disk to the spill file.
-const PASSAGE: usize = 8 << 20;
+const SPILL_BUFFER_BYTES: usize = 8 << 20;
 
 /// Why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +78,7 @@ pub enum StartError {
     #[error(
         "keeping live state under {}: {source}; choose a directory on a tmpfs with --live", path.display()
     )]
-    Live {
+    LiveDir {
         /// The directory of live directories.
         path: PathBuf,
         /// The system's answer.
@@ -130,7 +130,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let snapshot = store.resolve(&wanted).map_err(repository)?;
     snapshot.require_content().map_err(repository)?;
     let store = store.keeping(snapshot.keep).with_durability(args.durability);
-    let local = Local::open(args, &snapshot)?;
+    let local = LocalState::open(args, &snapshot)?;
     let record = store.mirror(&local.map.identity().mirror).map_err(repository)?;
     local
         .check(&args.mirror, &wanted, &snapshot, record.as_ref(), &store)
@@ -147,19 +147,19 @@ pub fn run(args: &Args) -> Result<(), StartError> {
 struct Sockets {
     source: Source,
     listeners: Listeners,
-    paths: Vec<Bound>,
+    paths: Vec<BoundSocket>,
 }
 
 /// A socket's path, as it was when it was bound.
-struct Bound {
+struct BoundSocket {
     path: PathBuf,
     inode: Option<u64>,
 }
 
-impl Bound {
-    fn new(path: PathBuf) -> Bound {
+impl BoundSocket {
+    fn new(path: PathBuf) -> BoundSocket {
         let inode = fs::symlink_metadata(&path).map(|file| file.ino()).ok();
-        Bound { path, inode }
+        BoundSocket { path, inode }
     }
 
     /// Removes it, unless somebody has done that already, or the next process has bound its own there.
@@ -178,7 +178,7 @@ impl Sockets {
         let mut listen = |path: PathBuf, private| {
             let listener =
                 sys::listen(&path, private).map_err(error(path.display().to_string()))?;
-            paths.push(Bound::new(path));
+            paths.push(BoundSocket::new(path));
             Ok(listener)
         };
         let control = args.control.clone().map(|path| listen(path, true)).transpose()?;
@@ -205,20 +205,20 @@ impl Sockets {
 }
 
 /// A mirror's directory: locked, and fitting the image.
-struct Local {
+struct LocalState {
     disk: DiskFile,
-    preserve: DiskFile,
+    spill_file: DiskFile,
     map: MapFile,
     journal: Arc<Journal>,
     layout: Layout,
-    live: Live,
+    live: LiveDir,
     /// The use of the mirror that begins, unless one is taken up.
     next_use: UseId,
 }
 
-impl Local {
+impl LocalState {
     /// Opens the directory, or makes it the mirror of `snapshot`.
-    fn open(args: &Args, snapshot: &Snapshot) -> Result<Local, StartError> {
+    fn open(args: &Args, snapshot: &Snapshot) -> Result<LocalState, StartError> {
         let path = &args.mirror;
         let failed = |source| StartError::Mirror { path: path.clone(), source };
         let mismatch =
@@ -233,12 +233,12 @@ impl Local {
             }
             _ => failed(source),
         })?;
-        if disk.alignment().offset > SECTOR {
+        if disk.alignment().offset > SECTOR_BYTES {
             return Err(mismatch(
                 "is on a disk whose sectors are larger than 512 bytes, which is not supported",
             ));
         }
-        let preserve = DiskFile::open(&path.join("preserve")).map_err(failed)?;
+        let spill_file = DiskFile::open(&path.join("preserve")).map_err(failed)?;
         let layout = Layout::new(snapshot.geometry);
         let len = disk.len().map_err(failed)?;
         let map = match MapFile::open(&map_path) {
@@ -281,18 +281,17 @@ impl Local {
         }
         let journal = Journal::open(&path.join("journal")).map_err(failed)?;
         let next_use = sys::random_id().map_err(failed)?;
-        let (base, shelf) = (args.live(), u64::from(args.cow_memory) << 20);
-        let live =
-            Live::open(&base, path, &map, &next_use, &layout, shelf).map_err(
-                |source| match source.kind() {
-                    io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
-                    _ => StartError::Live { path: base, source },
-                },
-            )?;
+        let (base, cow_memory_bytes) = (args.live(), u64::from(args.cow_memory) << 20);
+        let live = LiveDir::open(&base, path, &map, &next_use, &layout, cow_memory_bytes).map_err(
+            |source| match source.kind() {
+                io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
+                _ => StartError::LiveDir { path: base, source },
+            },
+        )?;
         if !live.is_adopted {
-            map.load(&layout, &live.presence, &live.states[0].dirty).map_err(map_failed)?;
+            map.load(&layout, &live.presence, &live.epochs[0].dirty).map_err(map_failed)?;
         }
-        Ok(Local { disk, preserve, map, journal: Arc::new(journal), layout, live, next_use })
+        Ok(LocalState { disk, spill_file, map, journal: Arc::new(journal), layout, live, next_use })
     }
 
     /// Whether the mirror continues what was asked for.
@@ -304,7 +303,7 @@ impl Local {
         record: Option<&MirrorRecord>,
         store: &Repository,
     ) -> Result<(), String> {
-        let changed = self.live.states.iter().any(|state| state.dirty.len() > 0);
+        let changed = self.live.epochs.iter().any(|state| state.dirty.len() > 0);
         let untouched = self.live.presence.local_bytes() == 0 && !changed;
         let Some(record) = record else {
             let reason = "is not known to the repository: it belongs to another one, or was forgotten; \
@@ -360,18 +359,18 @@ fn commits(
         .filter(|one| one.state.has_content())
         .filter_map(|one| one.label)
         .collect();
-    Ok(Commits::new(attachment.reserve(RESERVE)?, labels, resumed))
+    Ok(Commits::new(attachment.reserve(RESERVED_NUMBERS)?, labels, resumed))
 }
 
 /// Runs the threads of the disk until it is told to stop.
 fn serve(
     args: &Args,
     sockets: Sockets,
-    local: Local,
+    local: LocalState,
     repository: Repository,
     attachment: Attachment,
 ) -> Result<(), StartError> {
-    let Local { disk, preserve, mut map, journal, layout, live, next_use } = local;
+    let LocalState { disk, spill_file, mut map, journal, layout, live, next_use } = local;
     let live_dir = live.dir().to_owned();
     let geometry = map.identity().geometry;
     match (live.is_adopted, map.is_clean()) {
@@ -387,7 +386,7 @@ fn serve(
     let _lock = live.lock;
     if !live.is_adopted {
         // Not before: until here the next process may still need it.
-        let cleared = journal.clear().and_then(|()| preserve.set_len(0));
+        let cleared = journal.clear().and_then(|()| spill_file.set_len(0));
         cleared.map_err(serving("removing copies of old checkpoints"))?;
     }
     let mut mailboxes = Vec::new();
@@ -399,19 +398,23 @@ fn serve(
     }
     let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
     // One frozen epoch needs at most the whole disk, and the guest's own data must find room too.
-    let free = preserve.free_space().map_err(serving("looking for free space"))?;
+    let free = spill_file.free_space().map_err(serving("looking for free space"))?;
     let spill = match args.cow_disk {
         Some(mib) => mib.saturating_mul(1 << 20),
         None => layout.file_len().min(free / 2),
     };
     // Copies that are there already stay where they are.
-    let spill = spill.max(preserve.len().map_err(serving("looking for copies"))?);
-    let room = Room { shelf: live.shelf, passage: Arena::new(PASSAGE), spill: Places::new(spill) };
+    let spill = spill.max(spill_file.len().map_err(serving("looking for copies"))?);
+    let room = CowSpace {
+        memory: live.cow_memory,
+        spill_buffers: BufferPool::new(SPILL_BUFFER_BYTES),
+        spill: RangeAllocator::new(spill),
+    };
     let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
     let snapshots = repository.snapshots(attachment.image()).map_err(unavailable)?;
     let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
     let Recovered { current, layers, resumed } =
-        recover(live.states, &journal, &layout, &room, state_of)
+        recover(live.epochs, &journal, &layout, &room, state_of)
             .map_err(serving("taking up checkpoints"))?;
     if args.read_only && !resumed.is_empty() {
         let reason = "has checkpoints that are not stored yet; start it without --read-only first";
@@ -423,34 +426,35 @@ fn serve(
     }
     let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
     let commits = commits(&repository, &attachment, mode, resumed).map_err(unavailable)?;
-    let cut = Cut::new(live.epochs, journal, mailboxes.len(), current, layers);
-    cut.prepare().map_err(serving("preparing checkpoints"))?;
-    let ledgers = OwnLedgers::open(&live_dir.join(live::LEDGER), mailboxes.len(), args.queue_size)
-        .map_err(serving("making the ledger of requests"))?;
+    let epochs = EpochManager::new(live.epoch_files, journal, mailboxes.len(), current, layers);
+    epochs.prepare().map_err(serving("preparing checkpoints"))?;
+    let ledgers =
+        LedgerFile::open(&live_dir.join(live_dir::LEDGER_FILE), mailboxes.len(), args.queue_size)
+            .map_err(serving("making the ledger of requests"))?;
     let events = Events::new(wakes.collect());
     let intent = map.intent(&layout).map_err(serving("reading the map"))?;
-    let mirror = Mirror::new(layout, live.presence, intent, cut, room, events);
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, room, events);
     let device = Arc::new(Device {
         mirror,
         disk,
-        preserve,
+        spill: spill_file,
         serial: serial(attachment.image()),
         repository,
         attachment,
         geometry,
         read_only: args.read_only,
-        bounce: Arena::new(BOUNCE),
+        bounce: BufferPool::new(BOUNCE_BYTES),
         fetcher: Fetcher::new(Duration::from_secs(args.fetch_retry.into())),
         flusher: Flusher::new(map),
         commits,
-        pace: Pace::new(args.commit_rate),
+        throttle: CommitThrottle::new(args.commit_rate),
         stats: Counters::new(mailboxes.len()),
         connected: AtomicUsize::new(0),
-        owner: Ownership::default(),
+        owner: RingOwnership::default(),
         running: AtomicUsize::new(0),
         flags: live.flags,
         ledgers,
-        trouble: Mutex::new(None),
+        poison: Mutex::new(None),
     });
     let spawning = serving("starting a thread");
     let mut workers = Vec::new();
@@ -465,9 +469,10 @@ fn serve(
     let stall = Duration::from_secs(args.cow_stall.into());
     stall::spawn(device.clone(), stall).map_err(&spawning)?;
     let abort = persist::Abort::default();
-    let patience = Duration::from_secs(args.commit_retry.into());
-    let persist = persist::spawn(device.clone(), abort.clone(), patience).map_err(&spawning)?;
-    let stop = Stop::default();
+    let retry_timeout = Duration::from_secs(args.commit_retry.into());
+    let persist =
+        persist::spawn(device.clone(), abort.clone(), retry_timeout).map_err(&spawning)?;
+    let stop = StopHandle::default();
     control::spawn(sockets.listeners, device.clone(), stop.clone()).map_err(&spawning)?;
     tracing::info!(image = %device.attachment.image(), parent = device.attachment.parent().0, "serving");
     let served = server::serve(sockets.source, &device, &mailboxes, args.queue_size, &stop);
@@ -479,7 +484,7 @@ fn serve(
     for worker in workers {
         let _ = worker.join();
     }
-    if !device.commits.close(GRACE) {
+    if !device.commits.close(COMMIT_GRACE_PERIOD) {
         abort.set();
     }
     let _ = persist.join();
@@ -490,24 +495,24 @@ fn serve(
             "left to the next start: checkpoints that are not stable"
         );
     }
-    let rested = rest(&device);
+    let rested = close_mirror(&device);
     // The next process has to know of them, and of requests for a hypervisor that is away, too.
     let is_needed = left > 0
         || device.ledgers.is_in_use()
         || device.flags.write_through().load(Ordering::SeqCst) != 0;
     if rested.is_ok() && !is_needed {
-        live::remove(&live_dir);
+        live_dir::remove(&live_dir);
     }
-    sockets.paths.iter().for_each(Bound::remove);
+    sockets.paths.iter().for_each(BoundSocket::remove);
     served.map_err(serving("serving the hypervisor"))?;
     rested
 }
 
 /// Leaves the mirror so that the next start continues exactly here, with the live directory or without it.
-fn rest(device: &Device) -> Result<(), StartError> {
+fn close_mirror(device: &Device) -> Result<(), StartError> {
     let failed = serving("putting the mirror to rest");
     device.flusher.flush(&device.mirror, &device.disk).map_err(&failed)?;
-    let view = device.mirror.cut.view();
+    let view = device.mirror.epochs.view();
     // Without the live directory, checkpoints that are not stable are lost: then this is what has changed.
     let sets = view.layers.iter().map(|layer| layer.dirty()).chain([view.dirty()]);
     let (presence, layout) = (&device.mirror.presence, device.mirror.layout());

@@ -15,7 +15,7 @@ use slab::Slab;
 
 use crate::mapping::Buffer;
 use crate::memory::GuestMap;
-use crate::mirror::copies::ArenaBuffer;
+use crate::mirror::cow::PooledBuffer;
 use crate::mirror::layout::Span;
 
 /// Memory that stays where it is while the kernel uses it.
@@ -25,7 +25,7 @@ pub(crate) enum Memory {
     /// A small buffer of zeros.
     Buffer(Buffer),
     /// Memory of a bounded amount: a copy, or a buffer between an unaligned request and the file.
-    Arena(ArenaBuffer),
+    Pooled(PooledBuffer),
 }
 
 /// An operation on the ring's file.
@@ -75,20 +75,20 @@ pub(crate) enum Reaped<T> {
 }
 
 /// Marks the user data of polls; the low bits are their id.
-const POLL: u64 = 1 << 63;
+const POLL_FLAG: u64 = 1 << 63;
 /// The user data of operations whose completions tell nothing.
-const SILENT: u64 = 1 << 62;
+const SILENT_DATA: u64 = 1 << 62;
 
 /// The ring's files, as it knows them.
-const FILE: types::Fixed = types::Fixed(0);
-const SPILL: types::Fixed = types::Fixed(1);
+const DISK_FILE: types::Fixed = types::Fixed(0);
+const SPILL_FILE: types::Fixed = types::Fixed(1);
 
 /// How many operations are handed to the kernel at once. It holds the first back until it has prepared
 /// the last, so with many the disk waits; with few there are more system calls.
-const BATCH: usize = 4;
+const SUBMIT_BATCH: usize = 4;
 
 /// What an event descriptor is raised by.
-static ONE: u64 = 1;
+static EVENT_VALUE: u64 = 1;
 
 /// A ring and the operations in flight on it, each with a tag of the caller's.
 pub(crate) struct Ring<T> {
@@ -133,8 +133,8 @@ impl<T> Ring<T> {
         };
         let key = self.entries.insert(Entry { io, iovecs, done: 0, tag });
         self.issue(key)?;
-        if self.ring.submission().len() >= BATCH {
-            tolerate(self.ring.submit())?;
+        if self.ring.submission().len() >= SUBMIT_BATCH {
+            ignore_transient(self.ring.submit())?;
         }
         Ok(())
     }
@@ -143,25 +143,25 @@ impl<T> Ring<T> {
         let entry = &self.entries[key];
         let sqe = match &entry.io {
             Io::Read { offset, .. } => {
-                opcode::Readv::new(FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Readv::new(DISK_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
             Io::Write { offset, .. } => {
-                opcode::Writev::new(FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Writev::new(DISK_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
             Io::Spill { offset, .. } => {
-                opcode::Writev::new(SPILL, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Writev::new(SPILL_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
-            Io::Punch(span) => opcode::Fallocate::new(FILE, span.len)
+            Io::Punch(span) => opcode::Fallocate::new(DISK_FILE, span.len)
                 .offset(span.offset)
                 .mode(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)
                 .build(),
-            Io::Sync => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
+            Io::Sync => opcode::Fsync::new(DISK_FILE).flags(types::FsyncFlags::DATASYNC).build(),
         };
         self.push(sqe.user_data(key as u64))
     }
@@ -169,21 +169,21 @@ impl<T> Ring<T> {
     /// Reports each time that the event descriptor `fd` is raised. Nobody needs to read it.
     pub(crate) fn poll(&mut self, fd: RawFd, id: u32) -> io::Result<()> {
         let sqe = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).multi(true).build();
-        self.push(sqe.user_data(POLL | u64::from(id)))
+        self.push(sqe.user_data(POLL_FLAG | u64::from(id)))
     }
 
     /// Ends a poll.
     pub(crate) fn cancel_poll(&mut self, id: u32) -> io::Result<()> {
-        let sqe = opcode::AsyncCancel::new(POLL | u64::from(id)).build();
-        self.push(sqe.user_data(SILENT))
+        let sqe = opcode::AsyncCancel::new(POLL_FLAG | u64::from(id)).build();
+        self.push(sqe.user_data(SILENT_DATA))
     }
 
     /// Raises an event descriptor. It must be open until the next [`Ring::submit_all`], or until what
     /// was queued has reached the kernel otherwise.
-    pub(crate) fn raise(&mut self, fd: RawFd) -> io::Result<()> {
-        let one = (&raw const ONE).cast();
-        let sqe = opcode::Write::new(types::Fd(fd), one, size_of_val(&ONE) as u32).build();
-        self.push(sqe.user_data(SILENT))
+    pub(crate) fn signal(&mut self, fd: RawFd) -> io::Result<()> {
+        let one = (&raw const EVENT_VALUE).cast();
+        let sqe = opcode::Write::new(types::Fd(fd), one, size_of_val(&EVENT_VALUE) as u32).build();
+        self.push(sqe.user_data(SILENT_DATA))
     }
 
     fn push(&mut self, sqe: squeue::Entry) -> io::Result<()> {
@@ -193,14 +193,14 @@ impl<T> Ring<T> {
             if unsafe { self.ring.submission().push(&sqe) }.is_ok() {
                 return Ok(());
             }
-            tolerate(self.ring.submit())?;
+            ignore_transient(self.ring.submit())?;
         }
     }
 
     /// Hands everything queued to the kernel and waits for a completion, at most `limit`.
     pub(crate) fn enter(&mut self, limit: Option<Duration>) -> io::Result<()> {
         if !self.ring.completion().is_empty() {
-            return tolerate(self.ring.submit());
+            return ignore_transient(self.ring.submit());
         }
         let result = match limit {
             Some(limit) if limit.is_zero() => self.ring.submit(),
@@ -211,19 +211,19 @@ impl<T> Ring<T> {
             }
             None => self.ring.submit_and_wait(1),
         };
-        tolerate(result)
+        ignore_transient(result)
     }
 
     /// Whether there is something to reap, or the kernel has something to add to that. Needs no system
     /// call.
-    pub(crate) fn has_news(&mut self) -> bool {
+    pub(crate) fn has_completions(&mut self) -> bool {
         self.ring.submission().taskrun() || !self.ring.completion().is_empty()
     }
 
     /// Hands everything queued to the kernel: descriptors that it names may be closed afterwards.
     pub(crate) fn submit_all(&mut self) -> io::Result<()> {
         while !self.ring.submission().is_empty() {
-            tolerate(self.ring.submit())?;
+            ignore_transient(self.ring.submit())?;
         }
         Ok(())
     }
@@ -233,10 +233,10 @@ impl<T> Ring<T> {
         loop {
             let Some(cqe) = self.ring.completion().next() else { return Ok(None) };
             let data = cqe.user_data();
-            if data == SILENT {
+            if data == SILENT_DATA {
                 continue;
             }
-            if data & POLL != 0 {
+            if data & POLL_FLAG != 0 {
                 let ended = !cqueue::more(cqe.flags());
                 return Ok(Some(Reaped::Ready { id: data as u32, ended }));
             }
@@ -291,7 +291,7 @@ impl<T> Ring<T> {
 
 /// Entering the kernel fails in passing when a signal or a time limit comes first, when completions have
 /// to be reaped before, or when memory is short.
-fn tolerate(result: io::Result<usize>) -> io::Result<()> {
+fn ignore_transient(result: io::Result<usize>) -> io::Result<()> {
     match result {
         Ok(_) => Ok(()),
         Err(error) => match error.raw_os_error() {
@@ -305,7 +305,7 @@ fn take_iovecs(memory: &mut Memory) -> Vec<libc::iovec> {
     let (base, len) = match memory {
         Memory::Guest { iovecs, .. } => return std::mem::take(iovecs),
         Memory::Buffer(buffer) => (buffer.as_mut_ptr(), buffer.len()),
-        Memory::Arena(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+        Memory::Pooled(buffer) => (buffer.as_mut_ptr(), buffer.len()),
     };
     vec![libc::iovec { iov_base: base.cast(), iov_len: len }]
 }

@@ -5,10 +5,10 @@
 //! changes or the repository. What it accepted is queued for [`persist`], which makes it stable in the
 //! background, in order.
 
-pub(crate) mod pace;
 pub(crate) mod persist;
 pub(crate) mod stall;
 mod store_layer;
+pub(crate) mod throttle;
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -20,10 +20,10 @@ use cairn_store::{Consistency, NewSnapshot};
 use tokio::sync::watch;
 
 use crate::device::Device;
-use crate::mirror::layer::Layer;
+use crate::mirror::epoch::layer::Layer;
 
 /// Snapshot numbers to have in hand.
-pub(crate) const RESERVE: u64 = 64;
+pub(crate) const RESERVED_NUMBERS: u64 = 64;
 
 /// Seconds since 1970, UTC.
 pub(crate) fn now() -> u64 {
@@ -45,21 +45,21 @@ pub(crate) struct Commit {
     asked: Instant,
     state: watch::Sender<CommitState>,
     /// Why it does not get on at present, if so.
-    trouble: Mutex<Option<String>>,
+    last_error: Mutex<Option<String>>,
 }
 
 impl Commit {
     fn new(new: NewSnapshot, layer: Arc<Layer>, asked: Instant) -> Arc<Commit> {
         let state = watch::Sender::new(CommitState::Pending);
-        Arc::new(Commit { new, layer, asked, state, trouble: Mutex::default() })
+        Arc::new(Commit { new, layer, asked, state, last_error: Mutex::default() })
     }
 
-    fn trouble(&self) -> MutexGuard<'_, Option<String>> {
-        self.trouble.lock().expect("no code panics with this lock held")
+    fn last_error(&self) -> MutexGuard<'_, Option<String>> {
+        self.last_error.lock().expect("no code panics with this lock held")
     }
 
-    fn set_trouble(&self, trouble: String) {
-        *self.trouble() = Some(trouble);
+    fn set_last_error(&self, error: String) {
+        *self.last_error() = Some(error);
     }
 
     /// Follows what becomes of it.
@@ -69,13 +69,13 @@ impl Commit {
 }
 
 /// What there is for [`persist`] to do.
-enum Next {
+enum NextCommit {
     Commit(Arc<Commit>),
     Nothing,
     Closed,
 }
 
-struct Queue {
+struct CommitQueue {
     /// Accepted and not ended, oldest first. The first one is being persisted.
     commits: VecDeque<Arc<Commit>>,
     numbers: Range<u64>,
@@ -88,7 +88,7 @@ struct Queue {
 
 /// The checkpoints of a disk.
 pub(crate) struct Commits {
-    queue: Mutex<Queue>,
+    queue: Mutex<CommitQueue>,
     changed: Condvar,
 }
 
@@ -107,11 +107,11 @@ impl Commits {
         let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
         labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
         let unrecorded = Vec::new();
-        let queue = Queue { commits, numbers, labels, unrecorded, closed: false };
+        let queue = CommitQueue { commits, numbers, labels, unrecorded, closed: false };
         Commits { queue: Mutex::new(queue), changed: Condvar::new() }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+    fn queue(&self) -> MutexGuard<'_, CommitQueue> {
         self.queue.lock().expect("no code panics with the commits locked")
     }
 
@@ -130,7 +130,7 @@ impl Commits {
                 "the disk is read-only: it has nothing to checkpoint",
             );
         }
-        if let Some(reason) = device.trouble() {
+        if let Some(reason) = device.poison_reason() {
             return Err(Refusal { kind: RefusalKind::Unavailable, message: reason });
         }
         if request.label.as_deref().is_some_and(|label| !is_valid_label(label)) {
@@ -156,7 +156,7 @@ impl Commits {
                 "no snapshot number is at hand; try again in a moment",
             );
         }
-        let layer = match device.mirror.cut.freeze() {
+        let layer = match device.mirror.epochs.freeze() {
             Ok(Some(layer)) => layer,
             Ok(None) => {
                 return refuse(
@@ -223,21 +223,21 @@ impl Commits {
                 snapshot: device.snapshot_name(commit.new.number),
                 chunks: commit.layer.dirty().len(),
                 done: commit.layer.stored_count(),
-                trouble: commit.trouble().clone(),
+                trouble: commit.last_error().clone(),
             })
             .collect()
     }
 
     /// Waits for a checkpoint to persist, at most `limit`.
-    fn next(&self, limit: Duration) -> Next {
+    fn next(&self, limit: Duration) -> NextCommit {
         let queue = self.queue();
-        let idle = |queue: &mut Queue| queue.commits.is_empty() && !queue.closed;
+        let idle = |queue: &mut CommitQueue| queue.commits.is_empty() && !queue.closed;
         let (queue, _) =
             self.changed.wait_timeout_while(queue, limit, idle).expect("as in `queue`");
         match queue.commits.front() {
-            Some(commit) => Next::Commit(commit.clone()),
-            None if queue.closed => Next::Closed,
-            None => Next::Nothing,
+            Some(commit) => NextCommit::Commit(commit.clone()),
+            None if queue.closed => NextCommit::Closed,
+            None => NextCommit::Nothing,
         }
     }
 
@@ -277,7 +277,7 @@ impl Commits {
     fn wanted_numbers(&self) -> u64 {
         let numbers = &self.queue().numbers;
         let left = numbers.end - numbers.start;
-        if left < RESERVE / 2 { RESERVE - left } else { 0 }
+        if left < RESERVED_NUMBERS / 2 { RESERVED_NUMBERS - left } else { 0 }
     }
 
     fn add_numbers(&self, more: Range<u64>) {

@@ -5,7 +5,7 @@
 //!
 //! A process that is killed before that leaves garbage in the repository and a pending name; the next
 //! one goes on where it was. A failure leaves a failed name; the changes go into the next checkpoint (see
-//! `Cut::give_up`). A failed layer that a later one waits behind is absorbed: the later snapshot takes from it
+//! `EpochManager::give_up`). A failed layer that a later one waits behind is absorbed: the later snapshot takes from it
 //! what it does not have itself.
 
 use std::collections::BTreeMap;
@@ -18,22 +18,22 @@ use std::{mem, thread};
 use cairn_store::{ErrorKind, NewSnapshot, Snapshot, SnapshotState};
 
 use super::store_layer::{arena, store_layer};
-use super::{Commit, CommitState, Next};
+use super::{Commit, CommitState, NextCommit};
 use crate::device::Device;
-use crate::mirror::layer::Layer;
+use crate::mirror::epoch::layer::Layer;
 use crate::sys;
 
 /// How often an idle thread sees to it that there are snapshot numbers.
-const REFILL: Duration = Duration::from_secs(2);
+const REFILL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// How long to wait before the second try; then twice as long each time,
-const FIRST_DELAY: Duration = Duration::from_millis(100);
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// up to this.
-const LONGEST_DELAY: Duration = Duration::from_secs(5);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
 /// How often a waiting thread looks whether it has to stop.
-pub(super) const LOOK: Duration = Duration::from_millis(100);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Why a snapshot did not become stable.
 #[derive(Debug, thiserror::Error)]
@@ -58,7 +58,7 @@ pub(super) enum PersistError {
 
 impl PersistError {
     /// Whether another try may succeed.
-    fn may_pass(&self) -> bool {
+    fn is_transient(&self) -> bool {
         match self {
             // A sync that failed is told once only: what is lost then is not known.
             PersistError::Repository(cairn_store::Error::Poisoned { .. }) => false,
@@ -84,28 +84,30 @@ impl Abort {
     }
 }
 
-/// Starts the thread, which tries again for as long as `patience` says while the repository fails. It
+/// Starts the thread, which tries again for as long as `retry_timeout` says while the repository fails. It
 /// ends when the commits are closed and done.
 pub(crate) fn spawn(
     device: Arc<Device>,
     abort: Abort,
-    patience: Duration,
+    retry_timeout: Duration,
 ) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("persist".into()).spawn(move || {
         // The guest comes first.
         sys::yield_to_others();
         loop {
-            match device.commits.next(REFILL) {
-                Next::Commit(commit) => {
-                    if !run(&device, &commit, &abort, patience) {
+            match device.commits.next(REFILL_INTERVAL) {
+                NextCommit::Commit(commit) => {
+                    if !run(&device, &commit, &abort, retry_timeout) {
                         return;
                     }
-                    if let Err(error) = device.flusher.tidy(&device.mirror, &device.disk) {
+                    if let Err(error) =
+                        device.flusher.clear_unchanged_intent(&device.mirror, &device.disk)
+                    {
                         tracing::warn!(%error, "the map knows more regions than it has to");
                     }
                 }
-                Next::Nothing => {}
-                Next::Closed => return,
+                NextCommit::Nothing => {}
+                NextCommit::Closed => return,
             }
             // Also when nothing happens: numbers that ran out while the catalog was away must not
             // stay out.
@@ -116,18 +118,18 @@ pub(crate) fn spawn(
 
 /// Takes one checkpoint to its end. Returns whether it has one: when the process stops, the checkpoint is
 /// left to the next.
-fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) -> bool {
+fn run(device: &Device, commit: &Commit, abort: &Abort, retry_timeout: Duration) -> bool {
     let name = device.snapshot_name(commit.new.number);
     // Whatever becomes of it: only then is the dirty set complete.
     settle(device, &commit.layer);
-    let result = keep_trying(device, commit, abort, patience);
+    let result = persist_with_retries(device, commit, abort, retry_timeout);
     let mut is_recorded = true;
     let state = match result {
         Ok(snapshot) => {
-            device.mirror.cut.publish(&commit.layer);
+            device.mirror.epochs.publish(&commit.layer);
             // Writes need not wait for its redundancy.
             device.mirror.events.notify();
-            match complete(device, &snapshot, abort, patience) {
+            match complete(device, &snapshot, abort, retry_timeout) {
                 Ok(()) => {
                     device.stats.stable(1);
                     let (stored_bytes, elapsed) = (snapshot.stored_bytes, commit.asked.elapsed());
@@ -152,7 +154,7 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) -> b
             }
             tracing::error!(%name, %reason, "a checkpoint failed");
             is_recorded = record_failure(device, &commit.new, &reason);
-            device.mirror.cut.give_up(&commit.layer);
+            device.mirror.epochs.give_up(&commit.layer);
             device.stats.failed(1);
             CommitState::Failed(reason)
         }
@@ -168,17 +170,17 @@ fn complete(
     device: &Device,
     snapshot: &Snapshot,
     abort: &Abort,
-    patience: Duration,
+    retry_timeout: Duration,
 ) -> Result<(), PersistError> {
     if snapshot.state == SnapshotState::Stable {
         return Ok(());
     }
     let begin = Instant::now();
-    let mut delay = FIRST_DELAY;
+    let mut delay = FIRST_RETRY_DELAY;
     loop {
         match device.attachment.complete(snapshot).map_err(PersistError::from) {
             Ok(_) => return Ok(()),
-            Err(error) if error.may_pass() && begin.elapsed() < patience => {
+            Err(error) if error.is_transient() && begin.elapsed() < retry_timeout => {
                 let name = snapshot.name();
                 tracing::warn!(%name, %error, "a snapshot is not stable yet");
             }
@@ -196,9 +198,9 @@ fn pause(
     let until = Instant::now() + *delay;
     while Instant::now() < until {
         check()?;
-        thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+        thread::sleep(POLL_INTERVAL.min(until.saturating_duration_since(Instant::now())));
     }
-    *delay = (*delay * 2).min(LONGEST_DELAY);
+    *delay = (*delay * 2).min(MAX_RETRY_DELAY);
     Ok(())
 }
 
@@ -217,32 +219,32 @@ fn record_failure(device: &Device, new: &NewSnapshot, reason: &str) -> bool {
 
 /// Persists, and does so again while the repository fails in a way that may pass. What is durable stays
 /// so; the rest is guarded as before.
-fn keep_trying(
+fn persist_with_retries(
     device: &Device,
     commit: &Commit,
     abort: &Abort,
-    patience: Duration,
+    retry_timeout: Duration,
 ) -> Result<Snapshot, PersistError> {
-    let mut delay = FIRST_DELAY;
+    let mut delay = FIRST_RETRY_DELAY;
     let mut since: Option<Instant> = None;
     let mut durable = 0;
     loop {
         let error = match persist(device, commit, abort) {
-            Err(error) if error.may_pass() => error,
+            Err(error) if error.is_transient() => error,
             result => return result,
         };
-        // Patience begins anew with whatever was achieved.
+        // The retry timeout begins anew with whatever was achieved.
         let stored = commit.layer.stored_count();
         if mem::replace(&mut durable, stored) != stored {
             since = None;
         }
         let start = *since.get_or_insert_with(Instant::now);
-        if start.elapsed() + delay > patience {
+        if start.elapsed() + delay > retry_timeout {
             return Err(error);
         }
         let name = device.snapshot_name(commit.new.number);
         tracing::warn!(%name, %error, "storing a checkpoint is tried again");
-        commit.set_trouble(error.to_string());
+        commit.set_last_error(error.to_string());
         pause(&mut delay, || {
             abort.check()?;
             commit.layer.failure().map_or(Ok(()), |reason| Err(PersistError::Layer(reason)))
@@ -256,17 +258,17 @@ fn settle(device: &Device, layer: &Layer) {
     let events = &device.mirror.events;
     loop {
         let seen = events.count();
-        if device.mirror.cut.settle(layer) {
+        if device.mirror.epochs.settle(layer) {
             // Writes may wait for just that.
             return events.notify();
         }
-        events.wait(seen, LOOK);
+        events.wait(seen, POLL_INTERVAL);
     }
 }
 
 /// Makes ready what the checkpoints to come need.
 fn refill(device: &Device) {
-    if let Err(error) = device.mirror.cut.prepare() {
+    if let Err(error) = device.mirror.epochs.prepare() {
         tracing::warn!(%error, "the next checkpoint cannot be prepared");
     }
     device.commits.record_failures(|new, reason| record_failure(device, new, reason));
@@ -283,7 +285,7 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<Snapshot, 
     device.attachment.begin(&commit.new)?;
     // Before anything is stored: it fails at once where there is no room for it, and not when it is nearly done.
     let _space = device.repository.reserve_space(commit.new.dirty_bytes)?;
-    let layers = device.mirror.cut.view().layers.clone();
+    let layers = device.mirror.epochs.view().layers.clone();
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
     let stored = AtomicU64::new(0);

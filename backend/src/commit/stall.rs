@@ -11,24 +11,24 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::device::Device;
-use crate::mirror::cut::Progress;
+use crate::mirror::epoch::manager::StoreProgress;
 
 /// How often it is looked at.
-const TICK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Starts the thread. `limit` is how long writes may wait while nothing gets on.
 pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("stall".into()).spawn(move || {
-        let mut watch = Watch { limit, stuck: None };
+        let mut detector = StallDetector { limit, stuck: None };
         loop {
-            thread::sleep(TICK);
-            if !device.mirror.was_short() {
-                watch.stuck = None;
+            thread::sleep(POLL_INTERVAL);
+            if !device.mirror.take_cow_exhausted() {
+                detector.stuck = None;
                 continue;
             }
             // Those that still wait say so again.
             device.mirror.events.notify();
-            if watch.look(device.mirror.cut.progress(), Instant::now()) {
+            if detector.observe(device.mirror.epochs.progress(), Instant::now()) {
                 let seconds = limit.as_secs();
                 let reason = format!(
                     "the guest's writes waited {seconds} s for room for old blocks and nothing was \
@@ -36,7 +36,7 @@ pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::
                      --cow-memory or --cow-disk"
                 );
                 tracing::error!("{reason}");
-                device.mirror.cut.fail_oldest(&reason);
+                device.mirror.epochs.fail_oldest(&reason);
                 device.stats.stalls(1);
                 device.mirror.events.notify();
             }
@@ -44,15 +44,15 @@ pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::
     })
 }
 
-struct Watch {
+struct StallDetector {
     limit: Duration,
     /// How far storing was, and since when.
-    stuck: Option<(Progress, Instant)>,
+    stuck: Option<(StoreProgress, Instant)>,
 }
 
-impl Watch {
+impl StallDetector {
     /// Takes note of writes that wait, and tells whether that has lasted too long.
-    fn look(&mut self, progress: Progress, now: Instant) -> bool {
+    fn observe(&mut self, progress: StoreProgress, now: Instant) -> bool {
         match self.stuck {
             Some((before, since)) if before == progress => {
                 let over = now.saturating_duration_since(since) >= self.limit;
@@ -73,19 +73,19 @@ impl Watch {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use super::{Progress, Watch};
+    use super::{StallDetector, StoreProgress};
 
     #[test]
     fn only_a_standstill_counts() {
-        let mut watch = Watch { limit: Duration::from_secs(10), stuck: None };
+        let mut detector = StallDetector { limit: Duration::from_secs(10), stuck: None };
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let progress = |done| Progress { layers: 1, done };
-        assert!(!watch.look(progress(1), at(0)));
-        assert!(!watch.look(progress(1), at(9)));
-        assert!(!watch.look(progress(2), at(11)), "it got on");
-        assert!(!watch.look(progress(2), at(20)));
-        assert!(watch.look(progress(2), at(21)));
-        assert!(!watch.look(progress(2), at(22)), "the time begins anew");
+        let progress = |done| StoreProgress { layers: 1, done };
+        assert!(!detector.observe(progress(1), at(0)));
+        assert!(!detector.observe(progress(1), at(9)));
+        assert!(!detector.observe(progress(2), at(11)), "it got on");
+        assert!(!detector.observe(progress(2), at(20)));
+        assert!(detector.observe(progress(2), at(21)));
+        assert!(!detector.observe(progress(2), at(22)), "the time begins anew");
     }
 }

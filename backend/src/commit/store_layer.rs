@@ -6,7 +6,7 @@
 //! was put aside, so that this memory is free again soon.
 //!
 //! Chunks go in batches, by several threads, and several batches become durable together. If something fails, or
-//! the process ends, what is not durable is read again from the mirror. [`Pace`](super::pace::Pace) sees to it
+//! the process ends, what is not durable is read again from the mirror. [`CommitThrottle`](super::throttle::CommitThrottle) sees to it
 //! that the guest comes first.
 
 use std::io;
@@ -17,28 +17,28 @@ use std::{mem, thread};
 
 use cairn_store::{ChunkId, ChunkIndex, is_zero};
 
-use super::persist::{Abort, LOOK, PersistError};
+use super::persist::{Abort, POLL_INTERVAL, PersistError};
 use crate::device::Device;
-use crate::fetch::is_lost;
-use crate::mirror::blockset::BlockSet;
-use crate::mirror::copies::{Arena, Copy};
-use crate::mirror::layer::Layer;
-use crate::mirror::layout::BLOCK;
+use crate::fetch::is_medium_error;
+use crate::mirror::block_set::BlockSet;
+use crate::mirror::cow::{BufferPool, ChunkContent};
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::layout::BLOCK_BYTES;
 
 /// Threads that read, hash and store.
-const THREADS: usize = 3;
+const STORE_THREADS: usize = 3;
 
 /// Bytes of a batch.
-const BATCH: usize = 4 << 20;
+const BATCH_BYTES: usize = 4 << 20;
 
 /// Bytes that become durable together, at least: a sync for each batch would hold up the others.
-const GROUP: usize = 32 << 20;
+const GROUP_COMMIT_BYTES: usize = 32 << 20;
 
 /// The memory that storing a layer needs.
-pub(super) fn arena(device: &Device) -> Arc<Arena> {
+pub(super) fn arena(device: &Device) -> Arc<BufferPool> {
     // A batch for each thread, a group that is written and a group that is being made durable.
-    let batch = BATCH.max(device.mirror.layout().chunk_size());
-    Arena::new(THREADS * batch + 2 * (GROUP + THREADS * batch))
+    let batch = BATCH_BYTES.max(device.mirror.layout().chunk_size());
+    BufferPool::new(STORE_THREADS * batch + 2 * (GROUP_COMMIT_BYTES + STORE_THREADS * batch))
 }
 
 /// Makes every chunk of `source` durable that no layer of `newer` has.
@@ -46,13 +46,13 @@ pub(super) fn store_layer(
     device: &Device,
     source: &Layer,
     newer: &[Arc<Layer>],
-    arena: &Arc<Arena>,
+    arena: &Arc<BufferPool>,
     stored: &AtomicU64,
     abort: &Abort,
 ) -> Result<(), PersistError> {
     let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
     put_again(device, source, needed, abort)?;
-    let work = Work {
+    let writer = LayerWriter {
         device,
         source,
         arena,
@@ -73,16 +73,16 @@ pub(super) fn store_layer(
     let mut results: Vec<_> = thread::scope(|scope| {
         let spawn = |_| {
             let builder = thread::Builder::new().name("store".into());
-            builder.spawn_scoped(scope, || work.run())
+            builder.spawn_scoped(scope, || writer.run())
         };
         // Where no thread can be had, this one does it alone.
-        let threads: Vec<_> = (1..THREADS).map(spawn).collect();
-        let own = work.run();
+        let threads: Vec<_> = (1..STORE_THREADS).map(spawn).collect();
+        let own = writer.run();
         let threads = threads.into_iter().flatten();
         let others = threads.map(|thread| thread.join().expect("store threads do not panic"));
         std::iter::once(own).chain(others).collect()
     });
-    results.push(work.end());
+    results.push(writer.end());
     results.into_iter().collect::<Result<(), _>>()?;
     match source
         .dirty()
@@ -119,15 +119,15 @@ fn put_again(
 }
 
 /// A chunk on its way to being durable.
-struct Item {
+struct StoreItem {
     chunk: ChunkIndex,
-    copy: Copy,
+    content: ChunkContent,
 }
 
-struct Work<'a> {
+struct LayerWriter<'a> {
     device: &'a Device,
     source: &'a Layer,
-    arena: &'a Arc<Arena>,
+    arena: &'a Arc<BufferPool>,
     stored: &'a AtomicU64,
     abort: &'a Abort,
     chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
@@ -138,10 +138,10 @@ struct Work<'a> {
     durable: Mutex<()>,
 }
 
-/// An [`Item`] and its name, or nothing for a hole.
-type Written = (Item, Option<ChunkId>);
+/// An [`StoreItem`] and its name, or nothing for a hole.
+type Written = (StoreItem, Option<ChunkId>);
 
-impl Work<'_> {
+impl LayerWriter<'_> {
     /// Stores batches until there is nothing left.
     fn run(&self) -> Result<(), PersistError> {
         // The thread that failed tells why; the others just stop.
@@ -158,7 +158,7 @@ impl Work<'_> {
             };
             if let Err(error) = result {
                 self.failed.store(true, Ordering::SeqCst);
-                self.untake(batch);
+                self.cancel_store(batch);
                 return Err(error);
             }
         }
@@ -182,7 +182,7 @@ impl Work<'_> {
     }
 
     fn is_group(&self, written: &[Written]) -> bool {
-        written.len() * self.device.mirror.layout().chunk_size() >= GROUP
+        written.len() * self.device.mirror.layout().chunk_size() >= GROUP_COMMIT_BYTES
     }
 
     fn make_durable(&self, group: Vec<Written>) -> Result<(), PersistError> {
@@ -191,10 +191,11 @@ impl Work<'_> {
         }
         let ids: Vec<_> = group.iter().map(|(item, id)| (item.chunk, *id)).collect();
         let flushed = self.device.repository.flush().map_err(PersistError::from);
-        let stored = flushed.and_then(|()| self.source.store(&ids).map_err(PersistError::Journal));
+        let stored =
+            flushed.and_then(|()| self.source.mark_stored(&ids).map_err(PersistError::Journal));
         if let Err(error) = stored {
             self.failed.store(true, Ordering::SeqCst);
-            self.untake(group.into_iter().map(|(item, _)| item));
+            self.cancel_store(group.into_iter().map(|(item, _)| item));
             return Err(error);
         }
         drop(group);
@@ -207,14 +208,14 @@ impl Work<'_> {
     fn end(&self) -> Result<(), PersistError> {
         let group = mem::take(&mut *self.written());
         if self.failed.load(Ordering::SeqCst) {
-            self.untake(group.into_iter().map(|(item, _)| item));
+            self.cancel_store(group.into_iter().map(|(item, _)| item));
             return Ok(());
         }
         self.make_durable(group)
     }
 
-    fn untake(&self, items: impl IntoIterator<Item = Item>) {
-        items.into_iter().for_each(|item| self.source.untake(item.chunk));
+    fn cancel_store(&self, items: impl IntoIterator<Item = StoreItem>) {
+        items.into_iter().for_each(|item| self.source.cancel_store(item.chunk));
     }
 
     fn written(&self) -> MutexGuard<'_, Vec<Written>> {
@@ -223,27 +224,27 @@ impl Work<'_> {
 
     /// Waits until the rate allows this many more bytes.
     fn await_rate(&self, bytes: usize) -> Result<(), PersistError> {
-        let until = Instant::now() + self.device.pace.delay(bytes as u64);
+        let until = Instant::now() + self.device.throttle.delay(bytes as u64);
         loop {
             self.abort.check()?;
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.failed.load(Ordering::SeqCst) {
                 return Ok(());
             }
-            thread::sleep(left.min(LOOK));
+            thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 
     /// Collects a batch: first chunks that hold memory, then the next ones. Those that another thread has
     /// or had are left out, so it may be empty though there is more; that is told.
-    fn gather(&self, batch: &mut Vec<Item>) -> Result<bool, PersistError> {
+    fn gather(&self, batch: &mut Vec<StoreItem>) -> Result<bool, PersistError> {
         let chunk_size = self.device.mirror.layout().chunk_size();
-        let limit = (BATCH / chunk_size).max(1);
+        let limit = (BATCH_BYTES / chunk_size).max(1);
         self.abort.check()?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
-        let mut chunks = self.source.costly(limit.div_ceil(2));
+        let mut chunks = self.source.chunks_with_copies(limit.div_ceil(2));
         let mut more = !chunks.is_empty();
         while chunks.len() < limit {
             let Some(chunk) = self.next_chunk() else { break };
@@ -265,11 +266,16 @@ impl Work<'_> {
 
     /// Scheduled → Pending, with the chunks' bytes in memory, for neighbours. Those that somebody else has
     /// or had are left out.
-    fn gather_run(&self, run: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let taken: Vec<_> = run.iter().copied().filter(|chunk| self.source.take(*chunk)).collect();
+    fn gather_run(
+        &self,
+        run: &[ChunkIndex],
+        batch: &mut Vec<StoreItem>,
+    ) -> Result<(), PersistError> {
+        let taken: Vec<_> =
+            run.iter().copied().filter(|chunk| self.source.begin_store(*chunk)).collect();
         let mut left = &taken[..];
         let mut result = Ok(());
-        let busy = self.device.pace.is_guest_busy(&self.device.stats);
+        let busy = self.device.throttle.is_guest_busy(&self.device.stats);
         let step = if busy { 1 } else { taken.len().max(1) };
         let parts = taken.chunk_by(|one, next| one.0 + 1 == next.0);
         for part in parts.flat_map(|part| part.chunks(step)) {
@@ -279,14 +285,14 @@ impl Work<'_> {
             }
             left = &left[part.len()..];
         }
-        left.iter().for_each(|chunk| self.source.untake(*chunk));
+        left.iter().for_each(|chunk| self.source.cancel_store(*chunk));
         self.device.mirror.events.notify();
         result
     }
 
     /// Reads neighbours that are Pending. Their presence is looked at first: a block that is filled
     /// meanwhile has the parent's content, wherever it is read from.
-    fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
+    fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<StoreItem>) -> Result<(), PersistError> {
         let layout = self.device.mirror.layout();
         let room = |_| self.arena.take(layout.chunk_size());
         let buffers: Option<Vec<_>> = chunks.iter().map(room).collect();
@@ -294,22 +300,25 @@ impl Work<'_> {
         let mut buffers = buffers.ok_or_else(no_room)?;
         let present: Vec<_> = chunks
             .iter()
-            .map(|chunk| self.device.mirror.presence.of(layout.blocks_of(*chunk)))
+            .map(|chunk| self.device.mirror.presence.in_chunk(layout.blocks_of(*chunk)))
             .collect();
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
         let offset = layout.span_of(chunks[0]).offset;
         let read = || self.device.disk.read_vectored(&mut slices, offset);
-        match self.device.pace.run(&self.device.stats, read) {
-            Err(error) if is_lost(&error) => self.read_needed(chunks, &present, &mut slices)?,
+        match self.device.throttle.run(&self.device.stats, read) {
+            Err(error) if is_medium_error(&error) => {
+                self.read_needed(chunks, &present, &mut slices)?
+            }
             result => result?,
         }
-        let preserve = &self.device.preserve;
+        let preserve = &self.device.spill;
         let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
         let mut items = Vec::with_capacity(chunks.len());
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
-            let aside = self.source.aside(*chunk);
-            let present = aside.lay_over(&mut data, present, back).map_err(PersistError::Spill)?;
-            items.push(Item { chunk: *chunk, copy: Copy { data, present } });
+            let preserved = self.source.preserved(*chunk);
+            let present =
+                preserved.overlay(&mut data, present, back).map_err(PersistError::Spill)?;
+            items.push(StoreItem { chunk: *chunk, content: ChunkContent { data, present } });
         }
         // All or none: what is not in the batch is put back.
         batch.append(&mut items);
@@ -325,7 +334,7 @@ impl Work<'_> {
     ) -> io::Result<()> {
         for ((chunk, present), buffer) in chunks.iter().zip(present).zip(buffers) {
             let offset = self.device.mirror.layout().span_of(*chunk).offset;
-            for run in present.without(&self.source.aside(*chunk).decided).runs() {
+            for run in present.without(&self.source.preserved(*chunk).decided).runs() {
                 let span = run.span();
                 let part = &mut buffer[span.offset as usize..span.end() as usize];
                 self.device.disk.read(part, offset + span.offset)?;
@@ -335,38 +344,39 @@ impl Work<'_> {
     }
 
     /// Gives a batch to the repository, and returns the chunks' names.
-    fn store(&self, batch: &mut [Item]) -> Result<Vec<Option<ChunkId>>, PersistError> {
+    fn store(&self, batch: &mut [StoreItem]) -> Result<Vec<Option<ChunkId>>, PersistError> {
         for item in batch.iter_mut() {
             self.complete(item)?;
         }
-        let name = |item: &Item| {
-            let content = &item.copy.data;
+        let name = |item: &StoreItem| {
+            let content = &item.content.data;
             (!is_zero(content)).then(|| ChunkId::of(content))
         };
         let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
-        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.copy.data)));
+        let full =
+            batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.content.data)));
         let full: Vec<(ChunkId, &[u8])> = full.collect();
-        let pace = &self.device.pace;
-        let step = if pace.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
+        let throttle = &self.device.throttle;
+        let step = if throttle.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
         for part in full.chunks(step) {
             let put = || self.device.repository.put_chunks(part);
-            let new_bytes = pace.run(&self.device.stats, put)?;
+            let new_bytes = throttle.run(&self.device.stats, put)?;
             self.stored.fetch_add(new_bytes, Ordering::Relaxed);
         }
         Ok(ids)
     }
 
     /// Brings the blocks that were absent from the parent.
-    fn complete(&self, item: &mut Item) -> Result<(), PersistError> {
-        let Copy { data, present } = &mut item.copy;
+    fn complete(&self, item: &mut StoreItem) -> Result<(), PersistError> {
+        let ChunkContent { data, present } = &mut item.content;
         if present.len() == self.device.mirror.layout().blocks_per_chunk() {
             return Ok(());
         }
         let mut parent = vec![0; data.len()];
         self.device.read_parent(item.chunk, &mut parent)?;
         for (block, (to, from)) in data
-            .chunks_exact_mut(BLOCK as usize)
-            .zip(parent.chunks_exact(BLOCK as usize))
+            .chunks_exact_mut(BLOCK_BYTES as usize)
+            .zip(parent.chunks_exact(BLOCK_BYTES as usize))
             .enumerate()
         {
             if !present.contains(block as u64) {

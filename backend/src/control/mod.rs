@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 
 use crate::device::Device;
 use crate::sys::VsockListener;
-use crate::vhost::server::Stop;
+use crate::vhost::server::StopHandle;
 
 /// Connections of one kind at the same time.
 const MAX_CONNECTIONS: usize = 64;
@@ -43,7 +43,7 @@ pub(crate) struct Listeners {
 }
 
 /// Starts the thread that answers requests and signals. It ends `stop` when told to terminate.
-pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
+pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: StopHandle) -> io::Result<()> {
     // The one thread for catalog queries is started now and stays: later there may be none to be had.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -60,7 +60,7 @@ pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io
     Ok(())
 }
 
-async fn run(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
+async fn run(listeners: Listeners, device: Arc<Device>, stop: StopHandle) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     for (listener, origin) in [(listeners.control, Origin::Host), (listeners.proxy, Origin::Guest)]
@@ -89,10 +89,10 @@ async fn run(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Resul
 }
 
 async fn accept(listener: UnixListener, origin: Origin, device: Arc<Device>) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => admit(stream, origin, &device, &places),
+            Ok((stream, _)) => admit(stream, origin, &device, &slots),
             Err(error) => {
                 // Out of descriptors, most likely: let others end first.
                 tracing::warn!(%error, ?origin, "a connection could not be accepted");
@@ -128,24 +128,24 @@ async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) 
         tracing::error!(%error, "no thread for vsock");
         return;
     }
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Some(stream) = receiver.recv().await {
         match UnixStream::from_std(stream) {
-            Ok(stream) => admit(stream, Origin::Guest, &device, &places),
+            Ok(stream) => admit(stream, Origin::Guest, &device, &slots),
             Err(error) => tracing::warn!(%error, "a vsock connection cannot be used"),
         }
     }
 }
 
-/// Serves a connection if there is a place for it, and closes it otherwise.
-fn admit(stream: UnixStream, origin: Origin, device: &Arc<Device>, places: &Arc<Semaphore>) {
-    let Ok(place) = places.clone().try_acquire_owned() else {
+/// Serves a connection if there is a slot for it, and closes it otherwise.
+fn admit(stream: UnixStream, origin: Origin, device: &Arc<Device>, slots: &Arc<Semaphore>) {
+    let Ok(slot) = slots.clone().try_acquire_owned() else {
         tracing::warn!(?origin, "too many connections");
         return;
     };
     let device = device.clone();
     tokio::spawn(async move {
-        let _place = place;
+        let _slot = slot;
         if let Err(error) = session::serve(stream, origin, &device).await {
             tracing::debug!(%error, ?origin, "a connection ended");
         }

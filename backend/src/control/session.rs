@@ -19,13 +19,13 @@ use crate::commit::{Commit, CommitState, now};
 use crate::device::Device;
 
 /// How long a line may take, once begun, in either direction.
-const LINE_LIMIT: Duration = Duration::from_secs(10);
+const LINE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Characters of the reason why a line is no request.
-const MAX_REASON: usize = 200;
+const MAX_REASON_CHARS: usize = 200;
 
 /// How long a connection may be silent.
-const IDLE_LIMIT: Duration = Duration::from_secs(600);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Serves a connection until it ends or misbehaves.
 pub(super) async fn serve(
@@ -68,12 +68,12 @@ pub(super) async fn serve(
 pub(crate) async fn next_line(
     reader: &mut (impl AsyncBufRead + Unpin),
 ) -> io::Result<Option<Vec<u8>>> {
-    if timeout(IDLE_LIMIT, reader.fill_buf()).await??.is_empty() {
+    if timeout(IDLE_TIMEOUT, reader.fill_buf()).await??.is_empty() {
         return Ok(None);
     }
     let mut line = Vec::new();
     let mut limited = reader.take(MAX_LINE as u64 + 1);
-    timeout(LINE_LIMIT, limited.read_until(b'\n', &mut line)).await??;
+    timeout(LINE_TIMEOUT, limited.read_until(b'\n', &mut line)).await??;
     Ok(Some(line))
 }
 
@@ -84,7 +84,7 @@ pub(crate) fn parse(line: &[u8]) -> Result<Request, String> {
     }
     // The reason may quote what was said, and has to fit into a line itself.
     serde_json::from_slice(line)
-        .map_err(|error| error.to_string().chars().take(MAX_REASON).collect())
+        .map_err(|error| error.to_string().chars().take(MAX_REASON_CHARS).collect())
 }
 
 fn refusal(kind: RefusalKind, message: String) -> Event {
@@ -94,7 +94,7 @@ fn refusal(kind: RefusalKind, message: String) -> Event {
 async fn send(writer: &mut (impl AsyncWriteExt + Unpin), event: &Event) -> io::Result<()> {
     let mut line = serde_json::to_vec(event)?;
     line.push(b'\n');
-    timeout(LINE_LIMIT, writer.write_all(&line)).await?
+    timeout(LINE_TIMEOUT, writer.write_all(&line)).await?
 }
 
 async fn checkpoint(
@@ -235,7 +235,7 @@ async fn outcome(device: &Device, commit: &Commit) -> Event {
 }
 
 fn status(device: &Device) -> Status {
-    let view = device.mirror.cut.view();
+    let view = device.mirror.epochs.view();
     let layout = device.mirror.layout();
     Status {
         protocol: PROTOCOL_VERSION,
@@ -248,7 +248,7 @@ fn status(device: &Device) -> Status {
         dirty_bytes: view.dirty().len() * layout.chunk_size() as u64,
         present_bytes: device.mirror.presence.local_bytes(),
         pending: device.commits.pending(device),
-        trouble: device.trouble(),
+        trouble: device.poison_reason(),
         queues: device.stats.queues.iter().enumerate().map(|(n, queue)| queue.read(n)).collect(),
     }
 }

@@ -3,8 +3,8 @@
 use cairn_store::{Consistency, NewSnapshot};
 
 use super::{file_of, flip, path_of, take};
-use crate::mapping::PAGE;
-use crate::mirror::epoch::EpochState;
+use crate::mapping::PAGE_BYTES;
+use crate::mirror::epoch::record::EpochRecord;
 
 /// Bytes of the header that mean something.
 const HEADER: usize = 97 * 8;
@@ -22,11 +22,11 @@ pub fn epoch(mut data: &[u8]) {
     let (header, rest) = bytes.split_at(HEADER);
     let (dirty, rest) = rest.split_at(bitmap);
     let (summary, idle) = rest.split_at(summary);
-    let page = PAGE as u64;
+    let page = PAGE_BYTES as u64;
     // All these disks have bitmaps of one page.
     let pieces = [(0, header), (page, dirty), (2 * page, summary), (3 * page, idle)];
     let file = file_of(4 * page, &pieces);
-    let open = || EpochState::open(&path_of(&file), chunks).expect("memory");
+    let open = || EpochRecord::open(&path_of(&file), chunks).expect("memory");
     let Some(state) = open() else {
         assert!(!data.is_empty(), "a whole state is refused");
         return;
@@ -39,7 +39,7 @@ pub fn epoch(mut data: &[u8]) {
     assert_eq!(again.failure(), state.failure());
 }
 
-fn check(state: &EpochState, chunks: u64) {
+fn check(state: &EpochRecord, chunks: u64) {
     assert_ne!(state.epoch().0, 0, "it has begun");
     let dirty: Vec<u64> = state.dirty.iter().collect();
     assert!(dirty.is_sorted_by(|a, b| a < b) && dirty.iter().all(|chunk| *chunk < chunks));

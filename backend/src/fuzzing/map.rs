@@ -6,8 +6,8 @@ use cairn_store::{ChunkIndex, Geometry};
 
 use super::{file_of, flip, path_of, take};
 use crate::mirror::bits::{Bits, DirtySet};
-use crate::mirror::layout::{BLOCK, Layout};
-use crate::mirror::map::{MapError, MapFile};
+use crate::mirror::files::map::{MapError, MapFile};
+use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::{PAGE_BYTES, Presence};
 
 const HEADER: usize = 256;
@@ -93,7 +93,7 @@ fn header(sequence: u64, state: u8) -> [u8; HEADER] {
     bytes[24..40].copy_from_slice(&[7; 16]);
     bytes[40..48].copy_from_slice(&SIZE.to_le_bytes());
     bytes[48..52].copy_from_slice(&CHUNK.to_le_bytes());
-    bytes[52..56].copy_from_slice(&(BLOCK as u32).to_le_bytes());
+    bytes[52..56].copy_from_slice(&(BLOCK_BYTES as u32).to_le_bytes());
     bytes[56] = 3;
     bytes[64] = 3;
     bytes[66..69].copy_from_slice(b"vm1");

@@ -22,7 +22,7 @@ use super::presence::Presence;
 const SHARDS: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ClaimKind {
     Write,
     Fill,
 }
@@ -30,7 +30,7 @@ enum Kind {
 #[derive(Debug)]
 struct Claim {
     blocks: Blocks,
-    kind: Kind,
+    kind: ClaimKind,
 }
 
 /// All claims of a disk.
@@ -52,17 +52,18 @@ impl Claims {
     /// Claims blocks of one chunk for a write, unless a fill has one of them.
     pub(crate) fn try_write(&self, chunk: ChunkIndex, blocks: Blocks) -> bool {
         let mut claims = self.shard(chunk);
-        let free =
-            !claims.iter().any(|held| held.kind == Kind::Fill && held.blocks.overlaps(&blocks));
+        let free = !claims
+            .iter()
+            .any(|held| held.kind == ClaimKind::Fill && held.blocks.overlaps(&blocks));
         if free {
-            claims.push(Claim { blocks, kind: Kind::Write });
+            claims.push(Claim { blocks, kind: ClaimKind::Write });
         }
         free
     }
 
     /// Gives up a claim of [`Claims::try_write`].
     pub(crate) fn release_write(&self, chunk: ChunkIndex, blocks: Blocks) {
-        self.release(chunk, blocks, Kind::Write);
+        self.release(chunk, blocks, ClaimKind::Write);
     }
 
     /// Claims every block of `chunk` that is absent and claimed by no one, as runs.
@@ -87,7 +88,7 @@ impl Claims {
                 _ => runs.push(one),
             }
         }
-        claims.extend(runs.iter().map(|blocks| Claim { blocks: *blocks, kind: Kind::Fill }));
+        claims.extend(runs.iter().map(|blocks| Claim { blocks: *blocks, kind: ClaimKind::Fill }));
         runs
     }
 
@@ -96,7 +97,7 @@ impl Claims {
         let mut claims = self.shard(chunk);
         let free = !claims.iter().any(|held| held.blocks.overlaps(&blocks));
         if free {
-            claims.push(Claim { blocks, kind: Kind::Fill });
+            claims.push(Claim { blocks, kind: ClaimKind::Fill });
         }
         free
     }
@@ -104,11 +105,11 @@ impl Claims {
     /// Gives up the claims of [`Claims::take_fill`] or [`Claims::try_fill`].
     pub(crate) fn release_fill(&self, chunk: ChunkIndex, runs: &[Blocks]) {
         for run in runs {
-            self.release(chunk, *run, Kind::Fill);
+            self.release(chunk, *run, ClaimKind::Fill);
         }
     }
 
-    fn release(&self, chunk: ChunkIndex, blocks: Blocks, kind: Kind) {
+    fn release(&self, chunk: ChunkIndex, blocks: Blocks, kind: ClaimKind) {
         let mut claims = self.shard(chunk);
         let held = claims.iter().position(|held| held.kind == kind && held.blocks == blocks);
         debug_assert!(held.is_some(), "released a claim that nobody holds: {kind:?} {blocks:?}");

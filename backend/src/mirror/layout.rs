@@ -3,12 +3,12 @@
 use cairn_store::{ChunkIndex, Geometry};
 
 /// The unit of a virtio-blk request.
-pub(crate) const SECTOR: u64 = 512;
+pub(crate) const SECTOR_BYTES: u64 = 512;
 
 /// The unit of presence.
-pub(crate) const BLOCK: u64 = 4096;
+pub(crate) const BLOCK_BYTES: u64 = 4096;
 
-/// A range of the disk in bytes, a multiple of [`SECTOR`] at both ends, inside the disk.
+/// A range of the disk in bytes, a multiple of [`SECTOR_BYTES`] at both ends, inside the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     /// Where it starts.
@@ -46,7 +46,7 @@ impl Blocks {
 
     /// The bytes of these blocks.
     pub(crate) fn span(&self) -> Span {
-        Span { offset: self.first * BLOCK, len: self.count * BLOCK }
+        Span { offset: self.first * BLOCK_BYTES, len: self.count * BLOCK_BYTES }
     }
 }
 
@@ -85,7 +85,7 @@ impl Layout {
 
     /// Blocks in a chunk.
     pub(crate) fn blocks_per_chunk(&self) -> u64 {
-        self.chunk_size / BLOCK
+        self.chunk_size / BLOCK_BYTES
     }
 
     /// Blocks of the disk, counted in whole chunks.
@@ -100,9 +100,9 @@ impl Layout {
 
     /// `sectors` sectors from `sector` on, or nothing if they are not all on the disk.
     pub(crate) fn span(&self, sector: u64, len: u64) -> Option<Span> {
-        let offset = sector.checked_mul(SECTOR)?;
+        let offset = sector.checked_mul(SECTOR_BYTES)?;
         let end = offset.checked_add(len)?;
-        (end <= self.size && len.is_multiple_of(SECTOR)).then_some(Span { offset, len })
+        (end <= self.size && len.is_multiple_of(SECTOR_BYTES)).then_some(Span { offset, len })
     }
 
     /// The chunks that `span` touches, ascending.
@@ -125,8 +125,8 @@ impl Layout {
 
     /// The blocks that `span` touches.
     pub(crate) fn blocks(&self, span: Span) -> Blocks {
-        let first = span.offset / BLOCK;
-        Blocks { first, count: span.end().div_ceil(BLOCK) - first }
+        let first = span.offset / BLOCK_BYTES;
+        Blocks { first, count: span.end().div_ceil(BLOCK_BYTES) - first }
     }
 
     /// The blocks of `chunk` that `span` touches.
@@ -140,9 +140,12 @@ impl Layout {
     /// The blocks that `span` covers from end to end. A block that the disk's end cuts off counts
     /// as covered when the span reaches the end.
     pub(crate) fn covered(&self, span: Span) -> Blocks {
-        let first = span.offset.div_ceil(BLOCK);
-        let end =
-            if span.end() == self.size { span.end().div_ceil(BLOCK) } else { span.end() / BLOCK };
+        let first = span.offset.div_ceil(BLOCK_BYTES);
+        let end = if span.end() == self.size {
+            span.end().div_ceil(BLOCK_BYTES)
+        } else {
+            span.end() / BLOCK_BYTES
+        };
         Blocks { first, count: end.saturating_sub(first) }
     }
 

@@ -10,28 +10,22 @@
 //!                │                                                       │
 //!                ├───► Fill(chunks) ──► fetch them, then ────────────────┤
 //!                ├───► Announce(span) ► tell the map, then ──────────────┤
-//!                ├───► Preserve(jobs) ► copy chunks aside, then ─────────┤
+//!                ├───► BlockCopy(jobs) ► copy chunks aside, then ─────────┤
 //!                └───► Wait ─────────────────────────────────────────────┘
 //! ```
 //!
 //! A request that does not go on holds nothing: no ticket, no claim.
 
 pub(crate) mod bits;
-pub(crate) mod blockset;
+pub(crate) mod block_set;
 mod claims;
-pub(crate) mod copies;
-pub(crate) mod cut;
-pub(crate) mod disk;
+pub(crate) mod cow;
 pub(crate) mod epoch;
 pub(crate) mod events;
+pub(crate) mod files;
 pub(crate) mod intent;
-pub(crate) mod journal;
-pub(crate) mod layer;
 pub(crate) mod layout;
-pub(crate) mod live;
-pub(crate) mod map;
 pub(crate) mod presence;
-pub(crate) mod recovery;
 #[cfg(test)]
 mod simulation;
 
@@ -42,11 +36,14 @@ use std::sync::{Arc, Mutex};
 use cairn_store::ChunkIndex;
 
 use self::claims::Claims;
-use self::copies::{Arena, ArenaBuffer, Old, Piece, Place, Places, Shelf};
-use self::cut::{Cut, Entrance};
+use self::cow::{
+    BufferPool, CopyData, CowMemory, PooledBuffer, PreservedRun, RangeAllocator, SpillRange,
+};
+use self::epoch::Epoch;
+use self::epoch::layer::{CowAction, Layer};
+use self::epoch::manager::{EpochHandle, EpochManager};
 use self::events::Events;
-use self::intent::Intent;
-use self::layer::{Epoch, Layer, Owed};
+use self::intent::WriteIntent;
 use self::layout::{Blocks, Layout, Span};
 use self::presence::Presence;
 
@@ -57,9 +54,9 @@ pub(crate) enum Plan {
     /// Fetch these chunks, then plan again.
     Fill(Vec<ChunkIndex>),
     /// Make the map know that this span is going to change, then plan again.
-    Announce(Span),
+    RecordIntent(Span),
     /// Copy these blocks aside, then plan again.
-    Preserve(Vec<(Preserve, ArenaBuffer)>),
+    Copy(Vec<(BlockCopy, PooledBuffer)>),
     /// Plan again after the next event.
     Wait,
 }
@@ -86,41 +83,41 @@ impl Drop for Permit {
 }
 
 /// The order to copy a run of blocks of a frozen epoch into memory. The holder ends it with
-/// [`Mirror::preserved`].
+/// [`Mirror::finish_copy`].
 #[must_use]
-pub(crate) struct Preserve {
+pub(crate) struct BlockCopy {
     chunk: ChunkIndex,
     /// Counted from the chunk's start.
     run: Blocks,
     layer: Arc<Layer>,
     /// Where in the spill file the copy goes, if not into memory for good.
-    place: Option<Place>,
+    range: Option<SpillRange>,
 }
 
-impl Preserve {
+impl BlockCopy {
     /// The offset in the spill file that the copy has to be written to before it is preserved.
     pub(crate) fn spill_offset(&self) -> Option<u64> {
-        self.place.as_ref().map(|place| place.offset)
+        self.range.as_ref().map(|range| range.offset)
     }
 }
 
 /// The room for copies.
-pub(crate) struct Room {
+pub(crate) struct CowSpace {
     /// Memory that holds copies.
-    pub(crate) shelf: Shelf,
+    pub(crate) memory: CowMemory,
     /// Memory through which copies pass on their way to the spill file.
-    pub(crate) passage: Arc<Arena>,
-    /// Places in the spill file.
-    pub(crate) spill: Arc<Places>,
+    pub(crate) spill_buffers: Arc<BufferPool>,
+    /// RangeAllocator in the spill file.
+    pub(crate) spill: Arc<RangeAllocator>,
 }
 
-impl Room {
-    /// A buffer for a copy of `len` bytes, and its place in the spill file if memory is short.
-    fn take(&self, len: u64) -> Option<(ArenaBuffer, Option<Place>)> {
-        if let Some(buffer) = self.shelf.take(len) {
+impl CowSpace {
+    /// A buffer for a copy of `len` bytes, and its range in the spill file if memory is short.
+    fn take(&self, len: u64) -> Option<(PooledBuffer, Option<SpillRange>)> {
+        if let Some(buffer) = self.memory.take(len) {
             return Some((buffer, None));
         }
-        let buffer = self.passage.take(len as usize)?;
+        let buffer = self.spill_buffers.take(len as usize)?;
         Some((buffer, Some(self.spill.take(len)?)))
     }
 }
@@ -129,15 +126,15 @@ impl Room {
 pub(crate) struct Mirror {
     layout: Layout,
     pub(crate) presence: Presence,
-    pub(crate) cut: Cut,
-    pub(crate) intent: Intent,
+    pub(crate) epochs: EpochManager,
+    pub(crate) intent: WriteIntent,
     claims: Claims,
-    room: Room,
+    cow_space: CowSpace,
     /// Whether a write found no room for a copy.
-    short: AtomicBool,
-    /// Grows before a block is forgotten and after it: odd while that is under way. See [`Mirror::forget`].
-    forgets: AtomicU64,
-    forgetting: Mutex<()>,
+    cow_exhausted: AtomicBool,
+    /// Grows before a block is forgotten and after it: odd while that is under way. See [`Mirror::invalidate`].
+    invalidations: AtomicU64,
+    invalidating: Mutex<()>,
     pub(crate) events: Events,
 }
 
@@ -146,21 +143,21 @@ impl Mirror {
     pub(crate) fn new(
         layout: Layout,
         presence: Presence,
-        intent: Intent,
-        cut: Cut,
-        room: Room,
+        intent: WriteIntent,
+        epochs: EpochManager,
+        cow_space: CowSpace,
         events: Events,
     ) -> Mirror {
         Mirror {
             layout,
             presence,
-            cut,
+            epochs,
             intent,
             claims: Claims::new(),
-            room,
-            short: AtomicBool::new(false),
-            forgets: AtomicU64::new(0),
-            forgetting: Mutex::new(()),
+            cow_space,
+            cow_exhausted: AtomicBool::new(false),
+            invalidations: AtomicU64::new(0),
+            invalidating: Mutex::new(()),
             events,
         }
     }
@@ -170,8 +167,8 @@ impl Mirror {
     }
 
     /// Whether a write found no room for a copy since this was last asked.
-    pub(crate) fn was_short(&self) -> bool {
-        self.short.swap(false, Ordering::Relaxed)
+    pub(crate) fn take_cow_exhausted(&self) -> bool {
+        self.cow_exhausted.swap(false, Ordering::Relaxed)
     }
 
     /// The chunks that a read of `span` has to fetch first; none if it can go on.
@@ -186,7 +183,12 @@ impl Mirror {
     }
 
     /// Plans a write, a discard or a write of zeros (BlobCR, algorithm 4).
-    pub(crate) fn plan_write(&self, entrance: &mut Entrance, worker: usize, span: Span) -> Plan {
+    pub(crate) fn plan_write(
+        &self,
+        epoch_handle: &mut EpochHandle,
+        worker: usize,
+        span: Span,
+    ) -> Plan {
         let missing: Vec<ChunkIndex> = self
             .layout
             .edges(span)
@@ -196,11 +198,11 @@ impl Mirror {
         if !missing.is_empty() {
             return Plan::Fill(missing);
         }
-        let (epoch, stale) = self.cut.enter(entrance);
+        let (epoch, stale) = self.epochs.take_ticket(epoch_handle);
         if stale {
             self.events.notify();
         }
-        let view = entrance.view();
+        let view = epoch_handle.view();
         if let Some(plan) = self.preserve_before(&view.layers, span) {
             self.leave(worker, epoch);
             return plan;
@@ -217,12 +219,13 @@ impl Mirror {
         let permit = Permit { span, epoch, worker, claimed, returned: false };
         if !self.intent.covers(span) {
             self.give_back(permit);
-            return Plan::Announce(span);
+            return Plan::RecordIntent(span);
         }
         let is_there = match claimed {
             true => self.layout.edges(span).all(|block| self.presence.get(block)),
             false => {
-                self.forgets().is_multiple_of(2) && self.presence.all(self.layout.blocks(span))
+                self.invalidations().is_multiple_of(2)
+                    && self.presence.all(self.layout.blocks(span))
             }
         };
         if !is_there {
@@ -234,7 +237,7 @@ impl Mirror {
 
     /// What a write to `span` owes to the frozen epochs, if anything.
     fn preserve_before(&self, layers: &[Arc<Layer>], span: Span) -> Option<Plan> {
-        if !layers.iter().all(|layer| self.cut.settle(layer)) {
+        if !layers.iter().all(|layer| self.epochs.settle(layer)) {
             return Some(Plan::Wait);
         }
         let mut jobs = Vec::new();
@@ -244,29 +247,29 @@ impl Mirror {
                 let own = self.layout.blocks_of(chunk);
                 let hit = self.layout.blocks_within(span, chunk);
                 let hit = Blocks { first: hit.first - own.first, ..hit };
-                let runs = match layer.owed(chunk, hit, self.presence.of(own)) {
-                    Ok(Owed::Nothing) => continue,
-                    Ok(Owed::Wait) => Vec::new(),
-                    Ok(Owed::Copies(runs)) => runs,
+                let runs = match layer.cow_action(chunk, hit, self.presence.in_chunk(own)) {
+                    Ok(CowAction::None) => continue,
+                    Ok(CowAction::Wait) => Vec::new(),
+                    Ok(CowAction::Copy(runs)) => runs,
                     Err(error) => {
-                        self.lose(layer, chunk, &error);
+                        self.fail_layer(layer, chunk, &error);
                         continue;
                     }
                 };
                 blocked |= runs.is_empty();
                 for run in runs {
-                    let taken = self.take_room(layer, chunk, run, &mut jobs);
+                    let taken = self.reserve_space_for(layer, chunk, run, &mut jobs);
                     if taken < run.count {
                         let (first, count) = (run.first + taken, run.count - taken);
-                        layer.not_copied(chunk, Blocks { first, count });
-                        self.short.store(true, Ordering::Relaxed);
+                        layer.cancel_copy(chunk, Blocks { first, count });
+                        self.cow_exhausted.store(true, Ordering::Relaxed);
                         blocked = true;
                     }
                 }
             }
         }
         match (jobs.is_empty(), blocked) {
-            (false, _) => Some(Plan::Preserve(jobs)),
+            (false, _) => Some(Plan::Copy(jobs)),
             (true, true) => Some(Plan::Wait),
             (true, false) => None,
         }
@@ -274,21 +277,21 @@ impl Mirror {
 
     /// Takes room for the copy of a run, in pieces if there is none for the whole. Returns how many blocks
     /// have found room.
-    fn take_room(
+    fn reserve_space_for(
         &self,
         layer: &Arc<Layer>,
         chunk: ChunkIndex,
         run: Blocks,
-        jobs: &mut Vec<(Preserve, ArenaBuffer)>,
+        jobs: &mut Vec<(BlockCopy, PooledBuffer)>,
     ) -> u64 {
         let mut first = run.first;
         let mut count = run.count;
         while first < run.end() && count > 0 {
             let piece = Blocks { first, count: count.min(run.end() - first) };
-            match self.room.take(piece.span().len) {
-                Some((buffer, place)) => {
+            match self.cow_space.take(piece.span().len) {
+                Some((buffer, range)) => {
                     let layer = layer.clone();
-                    jobs.push((Preserve { chunk, run: piece, layer, place }, buffer));
+                    jobs.push((BlockCopy { chunk, run: piece, layer, range }, buffer));
                     first += piece.count;
                 }
                 None => count = piece.count / 2,
@@ -299,8 +302,8 @@ impl Mirror {
 
     /// Gives up a frozen epoch whose old content cannot be kept: its snapshot is lost, the guest's write
     /// is not.
-    fn lose(&self, layer: &Layer, chunk: ChunkIndex, error: &io::Error) {
-        self.cut.fail(layer, &format!("copying chunk {} of the mirror: {error}", chunk.0));
+    fn fail_layer(&self, layer: &Layer, chunk: ChunkIndex, error: &io::Error) {
+        self.epochs.fail(layer, &format!("copying chunk {} of the mirror: {error}", chunk.0));
     }
 
     /// Claims the blocks of `span` in chunks that are not wholly present. `None` if one of them is
@@ -327,7 +330,7 @@ impl Mirror {
 
     /// Whether a chunk of `span` has changed since the parent snapshot.
     pub(crate) fn is_changed(&self, span: Span) -> bool {
-        let view = self.cut.view();
+        let view = self.epochs.view();
         let end = span.end().min(self.layout.file_len());
         let span = Span { offset: span.offset, len: end - span.offset };
         let sets = || view.layers.iter().map(|layer| layer.dirty()).chain([view.dirty()]);
@@ -335,7 +338,7 @@ impl Mirror {
     }
 
     fn leave(&self, worker: usize, epoch: Epoch) {
-        if self.cut.leave(worker, epoch) {
+        if self.epochs.return_ticket(worker, epoch) {
             self.events.notify();
         }
     }
@@ -359,23 +362,25 @@ impl Mirror {
     }
 
     /// Where in the mirror's file a run lies that is to be copied.
-    pub(crate) fn span_to_preserve(&self, job: &Preserve) -> Span {
+    pub(crate) fn copy_source(&self, job: &BlockCopy) -> Span {
         let first = self.layout.blocks_of(job.chunk).first + job.run.first;
         Blocks { first, ..job.run }.span()
     }
 
     /// Ends a copy. On success the frozen epoch has the blocks and the guest may write to them.
-    pub(crate) fn preserved(&self, job: Preserve, data: ArenaBuffer, result: io::Result<()>) {
-        let Preserve { chunk, run, layer, place } = job;
-        let old = match place {
-            Some(place) => {
+    pub(crate) fn finish_copy(&self, job: BlockCopy, data: PooledBuffer, result: io::Result<()>) {
+        let BlockCopy { chunk, run, layer, range } = job;
+        let old = match range {
+            Some(range) => {
                 drop(data);
-                Old::File(place)
+                CopyData::File(range)
             }
-            None => Old::Memory(data),
+            None => CopyData::Memory(data),
         };
-        if let Err(error) = result.and_then(|()| layer.copied(chunk, Piece { run, old })) {
-            self.lose(&layer, chunk, &error);
+        if let Err(error) =
+            result.and_then(|()| layer.record_copy(chunk, PreservedRun { run, data: old }))
+        {
+            self.fail_layer(&layer, chunk, &error);
         }
         self.events.notify();
     }
@@ -401,19 +406,19 @@ impl Mirror {
     /// A write that has no claim marks its chunks as changed and then looks whether a block is being
     /// forgotten; here it is the other way round. So at least one of them sees the other, and between the
     /// look and the bit nobody changes the block.
-    pub(crate) fn forget(&self, block: u64) -> bool {
+    pub(crate) fn invalidate(&self, block: u64) -> bool {
         let (chunk, one) = (self.layout.chunk_of(block), Blocks { first: block, count: 1 });
         if !self.claims.try_fill(chunk, one) {
             return false;
         }
-        let alone = self.forgetting.lock().expect("no code panics with this lock held");
-        self.forgets.fetch_add(1, Ordering::SeqCst);
+        let alone = self.invalidating.lock().expect("no code panics with this lock held");
+        self.invalidations.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         let changed = self.is_changed(one.span());
         if !changed {
             self.presence.clear(block);
         }
-        self.forgets.fetch_add(1, Ordering::SeqCst);
+        self.invalidations.fetch_add(1, Ordering::SeqCst);
         drop(alone);
         self.end_fill(chunk, &[one], 0);
         !changed
@@ -421,7 +426,7 @@ impl Mirror {
 
     /// Differs after a block was forgotten. What was read from the parent snapshot before may be too old
     /// for that block.
-    pub(crate) fn forgets(&self) -> u64 {
-        self.forgets.load(Ordering::SeqCst)
+    pub(crate) fn invalidations(&self) -> u64 {
+        self.invalidations.load(Ordering::SeqCst)
     }
 }

@@ -1,7 +1,7 @@
 //! Which blocks of the disk are local.
 //!
 //! A bit is set when the block's data has reached the mirror file. It is cleared only when that data
-//! cannot be read any more and the parent snapshot has it ([`Mirror::forget`](super::Mirror::forget)).
+//! cannot be read any more and the parent snapshot has it ([`Mirror::invalidate`](super::Mirror::invalidate)).
 //! What changed since the last time it was made durable is remembered by pages, so that a flush costs
 //! what changed.
 //!
@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::bits::{Bits, masks, ones};
-use super::blockset::BlockSet;
-use super::layout::{BLOCK, Blocks};
+use super::block_set::BlockSet;
+use super::layout::{BLOCK_BYTES, Blocks};
 use crate::mapping::Buffer;
 
 /// Words in a page of the bitmap: the unit in which the map file is written.
@@ -168,7 +168,7 @@ impl Presence {
     }
 
     /// The present ones of a chunk's blocks, counted from its start.
-    pub(crate) fn of(&self, blocks: Blocks) -> BlockSet {
+    pub(crate) fn in_chunk(&self, blocks: Blocks) -> BlockSet {
         // A chunk has 16 blocks at least and a power of two of them: its bits either fill whole
         // words or lie within one.
         BlockSet::from_words(masks(blocks.first, blocks.count).map(|(word, mask)| {
@@ -179,7 +179,7 @@ impl Presence {
 
     /// Local bytes, in whole blocks.
     pub(crate) fn local_bytes(&self) -> u64 {
-        self.count.load(Ordering::Relaxed) * BLOCK
+        self.count.load(Ordering::Relaxed) * BLOCK_BYTES
     }
 
     /// The number of changes so far. What [`Presence::take_changed`] returns later holds every bit
@@ -288,11 +288,13 @@ mod tests {
         for per_chunk in [16u64, 64, 1024] {
             let presence = Presence::absent(per_chunk * 8).unwrap();
             presence.set(Blocks { first: per_chunk * 3 + 1, count: 2 });
-            let third = presence.of(Blocks { first: per_chunk * 3, count: per_chunk });
+            let third = presence.in_chunk(Blocks { first: per_chunk * 3, count: per_chunk });
             assert_eq!(third, BlockSet::run(Blocks { first: 1, count: 2 }));
-            assert!(presence.of(Blocks { first: per_chunk * 2, count: per_chunk }).is_empty());
+            assert!(
+                presence.in_chunk(Blocks { first: per_chunk * 2, count: per_chunk }).is_empty()
+            );
             presence.set(Blocks { first: per_chunk * 5, count: per_chunk });
-            let fifth = presence.of(Blocks { first: per_chunk * 5, count: per_chunk });
+            let fifth = presence.in_chunk(Blocks { first: per_chunk * 5, count: per_chunk });
             assert_eq!(fifth.len(), per_chunk);
             assert_eq!(presence.touched_chunks(per_chunk).collect::<Vec<_>>(), [3, 5]);
         }

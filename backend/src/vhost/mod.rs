@@ -9,7 +9,7 @@
 //! `worker::ledger`.
 
 mod config;
-pub(crate) mod owner;
+pub(crate) mod ring_ownership;
 pub(crate) mod server;
 
 use std::fs::File;
@@ -29,20 +29,20 @@ use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 
-use self::owner::ConnectionId;
+use self::ring_ownership::ConnectionId;
 use crate::device::Device;
 use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
 use crate::sys;
-use crate::worker::ledger::{Ledger, Region, RingIndices, RingPlace};
+use crate::worker::ledger::{GuestRingAddresses, Ledger, LedgerRegion, RingIndices};
 use crate::worker::queue::{QueueSetup, chains};
-use crate::worker::{Command, Mailbox, Waiting};
+use crate::worker::{Command, Mailbox, ParkedRequests};
 
 /// Memory slots, as many as KVM guests use.
 const MAX_MEMORY_SLOTS: u64 = 509;
 
 /// Where a ring lies, in the hypervisor's addresses.
 #[derive(Clone, Copy)]
-struct RingAddresses {
+struct UserRingAddresses {
     descriptors: u64,
     available: u64,
     used: u64,
@@ -52,7 +52,7 @@ struct RingAddresses {
 #[derive(Default)]
 struct Ring {
     size: u16,
-    addresses: Option<RingAddresses>,
+    addresses: Option<UserRingAddresses>,
     next_avail: u16,
     kick: Option<File>,
     call: Option<File>,
@@ -74,7 +74,7 @@ pub(crate) struct Handler {
     /// The hypervisor's record of changed pages, used while the feature for it is set.
     log: Option<Arc<DirtyLog>>,
     /// The ledgers that the hypervisor keeps.
-    ledgers: Option<Region>,
+    ledgers: Option<LedgerRegion>,
     map: Arc<GuestMap>,
     rings: Vec<Ring>,
 }
@@ -159,14 +159,14 @@ impl Handler {
         let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let mut queue = self.queue(index, addresses)?;
         let (ledger, heads) = self.ledger(index, &mut queue)?;
-        let again = chains(&queue, self.map.memory(), &heads).map_err(failed)?;
-        if !again.is_empty() {
-            tracing::info!(index, requests = again.len(), "finishing what was in flight");
+        let resubmit = chains(&queue, self.map.memory(), &heads).map_err(failed)?;
+        if !resubmit.is_empty() {
+            tracing::info!(index, requests = resubmit.len(), "finishing what was in flight");
         }
         self.inherit_caching(queue.next_used());
         self.apply_caching();
         self.device.flags.known_rings().fetch_or(1 << index, Ordering::SeqCst);
-        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, again };
+        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].running = true;
         self.device.running.fetch_add(1, Ordering::Relaxed);
@@ -174,7 +174,7 @@ impl Handler {
     }
 
     /// Checks everything that a ring says about itself.
-    fn queue(&self, index: usize, addresses: RingAddresses) -> Result<Queue> {
+    fn queue(&self, index: usize, addresses: UserRingAddresses) -> Result<Queue> {
         let ring = &self.rings[index];
         let translate = |user| self.map.guest_address(user).ok_or(Error::InvalidParam);
         let mut queue = Queue::new(self.queue_size).map_err(failed)?;
@@ -200,7 +200,7 @@ impl Handler {
         let available = queue.avail_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?.0;
         let indices = RingIndices { available, used: queue.next_used() };
         let size = queue.size();
-        let place = RingPlace {
+        let ring_addresses = GuestRingAddresses {
             descriptors: queue.desc_table(),
             available: queue.avail_ring(),
             used: queue.used_ring(),
@@ -212,7 +212,7 @@ impl Handler {
                 (ledger, heads)
             }
             None => {
-                let own = self.device.ledgers.resume(index, size, place, indices);
+                let own = self.device.ledgers.resume(index, size, ring_addresses, indices);
                 own.ok_or(Error::InvalidParam)?
             }
         };
@@ -239,12 +239,12 @@ impl Handler {
 
     /// Stops a ring after the last request that was popped is completed.
     fn stop(&mut self, index: usize) {
-        self.halt(index..index + 1, Waiting::Finish);
+        self.halt(index..index + 1, ParkedRequests::Finish);
         self.release_if_idle();
     }
 
     /// Stops all rings. If the connection has ended, requests that wait are left to the next one.
-    pub(crate) fn stop_all(&mut self, waiting: Waiting) {
+    pub(crate) fn stop_all(&mut self, waiting: ParkedRequests) {
         self.halt(0..self.rings.len(), waiting);
         self.release_if_idle();
     }
@@ -262,14 +262,14 @@ impl Handler {
         index: usize,
         change: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
-        self.halt(index..index + 1, Waiting::Finish);
+        self.halt(index..index + 1, ParkedRequests::Finish);
         let result = change(self).and_then(|()| self.update(index));
         self.release_if_idle();
         result
     }
 
     /// Stops rings, all at the same time.
-    fn halt(&mut self, indices: Range<usize>, waiting: Waiting) {
+    fn halt(&mut self, indices: Range<usize>, waiting: ParkedRequests) {
         let mut answers = Vec::new();
         for index in indices {
             if std::mem::take(&mut self.rings[index].running) {
@@ -323,7 +323,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn reset_device(&mut self) -> Result<()> {
-        self.stop_all(Waiting::Finish);
+        self.stop_all(ParkedRequests::Finish);
         for ring in &mut self.rings {
             *ring = Ring { size: self.queue_size, ..Ring::default() };
         }
@@ -410,7 +410,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     ) -> Result<()> {
         self.ring(index)?;
         let index = index as usize;
-        let addresses = RingAddresses { descriptors: descriptor, available, used };
+        let addresses = UserRingAddresses { descriptors: descriptor, available, used };
         let change = |handler: &mut Self| {
             handler.queue(index, addresses)?;
             handler.rings[index].addresses = Some(addresses);
@@ -504,7 +504,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
         match (offset, bytes) {
-            (config::WRITEBACK, [cached @ (0 | 1)])
+            (config::WRITEBACK_OFFSET, [cached @ (0 | 1)])
                 if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
             {
                 self.cached = *cached == 1;
@@ -548,7 +548,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
         if usize::from(queues) > self.rings.len() || entries > self.queue_size {
             return Err(Error::InvalidParam);
         }
-        let len = Region::len(usize::from(queues), entries);
+        let len = LedgerRegion::len(usize::from(queues), entries);
         let file = sys::shared_memory(len).map_err(failed)?;
         Ok((VhostUserInflight::new(len, 0, queues, entries), file))
     }
@@ -558,7 +558,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
             return Err(Error::InvalidOperation("a ring is running"));
         }
         let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
-        let region = Region::map(&file, kept.mmap_offset, queues, entries).map_err(failed)?;
+        let region = LedgerRegion::map(&file, kept.mmap_offset, queues, entries).map_err(failed)?;
         self.ledgers = Some(region);
         Ok(())
     }

@@ -12,9 +12,9 @@ use std::time::Duration;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::Handler;
-use super::owner::ConnectionId;
+use super::ring_ownership::ConnectionId;
 use crate::device::Device;
-use crate::worker::{Mailbox, Waiting};
+use crate::worker::{Mailbox, ParkedRequests};
 
 /// Where hypervisors come from.
 pub(crate) enum Source {
@@ -29,18 +29,18 @@ const MAX_CONNECTIONS: usize = 2;
 
 /// The sockets to shut down in order to end [`serve`].
 #[derive(Clone, Default)]
-pub(crate) struct Stop(Arc<(Mutex<StopState>, Condvar)>);
+pub(crate) struct StopHandle(Arc<(Mutex<ConnectionTable>, Condvar)>);
 
 #[derive(Default)]
-struct StopState {
+struct ConnectionTable {
     stopped: bool,
     listener: Option<UnixListener>,
     streams: HashMap<u64, UnixStream>,
     next_id: u64,
 }
 
-impl Stop {
-    fn state(&self) -> MutexGuard<'_, StopState> {
+impl StopHandle {
+    fn state(&self) -> MutexGuard<'_, ConnectionTable> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -60,7 +60,8 @@ impl Stop {
 
     /// Waits until one more connection can be served. Returns whether it may come.
     fn await_room(&self) -> bool {
-        let full = |state: &mut StopState| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
+        let full =
+            |state: &mut ConnectionTable| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
         let state = self.0.1.wait_while(self.state(), full);
         !state.unwrap_or_else(PoisonError::into_inner).stopped
     }
@@ -93,7 +94,7 @@ pub(crate) fn serve(
     device: &Arc<Device>,
     workers: &[Mailbox],
     queue_size: u16,
-    stop: &Stop,
+    stop: &StopHandle,
 ) -> io::Result<()> {
     let handler =
         |id, migratable| Handler::new(id, migratable, device.clone(), workers.to_vec(), queue_size);
@@ -140,7 +141,7 @@ fn connection(
     id: ConnectionId,
     handler: Handler,
     device: &Device,
-    stop: &Stop,
+    stop: &StopHandle,
 ) {
     tracing::info!("a hypervisor is connected");
     device.connected.fetch_add(1, Ordering::SeqCst);
@@ -158,7 +159,7 @@ fn connection(
             Err(error) => break Err(io::Error::other(error.to_string())),
         }
     };
-    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(Waiting::Leave);
+    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(ParkedRequests::Leave);
     device.connected.fetch_sub(1, Ordering::SeqCst);
     stop.leave(id);
     match end {

@@ -7,12 +7,12 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::Worker;
 use super::queue::{Chain, Outcome};
-use crate::fetch::is_lost;
+use crate::fetch::is_medium_error;
 use crate::mapping::Buffer;
 use crate::memory::{GuestMap, OutsideMemory};
-use crate::mirror::layout::{BLOCK, SECTOR, Span};
-use crate::mirror::{Permit, Plan, Preserve};
-use crate::request::{Kind, Segment};
+use crate::mirror::layout::{BLOCK_BYTES, SECTOR_BYTES, Span};
+use crate::mirror::{BlockCopy, Permit, Plan};
+use crate::request::{RequestKind, Segment};
 use crate::uring::{Completion, Io, Memory};
 
 /// A request that was not submitted yet. It holds nothing but its chain.
@@ -22,7 +22,7 @@ pub(super) enum Job {
         span: Span,
         data: Vec<Segment>,
         /// Whether it has met a bad block before.
-        again: bool,
+        is_retry: bool,
     },
     Write {
         chain: Chain,
@@ -50,7 +50,7 @@ pub(super) enum Tag {
         chain: Chain,
         data: Vec<Segment>,
         span: Span,
-        again: bool,
+        is_retry: bool,
     },
     Write {
         chain: Chain,
@@ -61,12 +61,12 @@ pub(super) enum Tag {
     /// A sync of the mirror's data, for the flushes in `Worker::syncing`.
     Sync,
     /// A copy that the write under this key waits for.
-    Copy(Preserve, usize),
-    Spill(Preserve, usize),
+    Copy(BlockCopy, usize),
+    Spill(BlockCopy, usize),
 }
 
 /// A write that waits for copies of its own making.
-pub(super) struct Copying {
+pub(super) struct CopyingWrite {
     pub(super) job: Job,
     pub(super) left: usize,
 }
@@ -80,7 +80,7 @@ enum NoMemory {
 }
 
 /// A request that is several operations.
-pub(super) struct Parts {
+pub(super) struct SplitRequest {
     chain: Chain,
     permit: Permit,
     left: usize,
@@ -89,26 +89,30 @@ pub(super) struct Parts {
 
 impl Worker {
     /// Takes a request that was popped.
-    pub(super) fn accept(&mut self, chain: Chain, kind: Kind) -> io::Result<()> {
+    pub(super) fn accept(&mut self, chain: Chain, kind: RequestKind) -> io::Result<()> {
         let layout = *self.device.mirror.layout();
         let counters = self.counters();
         counters.taken.add(1);
-        let writes =
-            matches!(kind, Kind::Write { .. } | Kind::Discard { .. } | Kind::WriteZeroes { .. });
+        let writes = matches!(
+            kind,
+            RequestKind::Write { .. }
+                | RequestKind::Discard { .. }
+                | RequestKind::WriteZeroes { .. }
+        );
         if writes && self.device.read_only {
             self.end(chain, Outcome::Failed);
             return Ok(());
         }
         match kind {
-            Kind::Read { sector, data, len } => match layout.span(sector, len) {
+            RequestKind::Read { sector, data, len } => match layout.span(sector, len) {
                 Some(span) => {
                     counters.reads.add(1);
                     counters.read_bytes.add(len);
-                    return self.plan(Job::Read { chain, span, data, again: false });
+                    return self.plan(Job::Read { chain, span, data, is_retry: false });
                 }
                 None => self.end(chain, Outcome::Failed),
             },
-            Kind::Write { sector, data, len } => match layout.span(sector, len) {
+            RequestKind::Write { sector, data, len } => match layout.span(sector, len) {
                 Some(span) => {
                     counters.writes.add(1);
                     counters.written_bytes.add(len);
@@ -116,19 +120,20 @@ impl Worker {
                 }
                 None => self.end(chain, Outcome::Failed),
             },
-            Kind::Flush => {
+            RequestKind::Flush => {
                 counters.flushes.add(1);
                 return self.flush(chain);
             }
-            Kind::GetId { data } => self.get_id(chain, &data),
-            Kind::Discard { sector, sectors } | Kind::WriteZeroes { sector, sectors } => {
-                let Some(span) = layout.span(sector, u64::from(sectors) * SECTOR) else {
+            RequestKind::GetId { data } => self.get_id(chain, &data),
+            RequestKind::Discard { sector, sectors }
+            | RequestKind::WriteZeroes { sector, sectors } => {
+                let Some(span) = layout.span(sector, u64::from(sectors) * SECTOR_BYTES) else {
                     self.end(chain, Outcome::Failed);
                     return Ok(());
                 };
                 counters.discards.add(1);
                 // A discard is a hint: what it does not cover by whole blocks stays.
-                let span = if matches!(kind, Kind::Discard { .. }) {
+                let span = if matches!(kind, RequestKind::Discard { .. }) {
                     let blocks = layout.covered(span).span();
                     Span {
                         len: blocks.len.min(layout.size().saturating_sub(blocks.offset)),
@@ -159,9 +164,9 @@ impl Worker {
             Err(NoMemory::Later) => return self.park(job),
         };
         let plan = match &job {
-            Job::Read { span, again, .. } => {
+            Job::Read { span, is_retry, .. } => {
                 let mut chunks = device.mirror.layout().chunks(*span);
-                if *again && chunks.any(|chunk| device.fetcher.is_doubted(chunk)) {
+                if *is_retry && chunks.any(|chunk| device.fetcher.is_suspect(chunk)) {
                     drop(memory);
                     return self.park(job);
                 }
@@ -172,7 +177,7 @@ impl Worker {
                 Plan::Fill(missing)
             }
             Job::Write { span, .. } | Job::Zero { span, .. } => {
-                device.mirror.plan_write(&mut self.entrance, self.index, *span)
+                device.mirror.plan_write(&mut self.epoch_handle, self.index, *span)
             }
         };
         match plan {
@@ -190,19 +195,19 @@ impl Worker {
                     return Ok(());
                 }
             }
-            Plan::Preserve(copies) => {
+            Plan::Copy(copies) => {
                 let left = copies.len();
-                let key = self.copying.insert(Copying { job, left });
-                for (preserve, buffer) in copies {
-                    let span = device.mirror.span_to_preserve(&preserve);
-                    let io = Io::Read { offset: span.offset, memory: Memory::Arena(buffer) };
-                    self.ring.start(io, Tag::Copy(preserve, key))?;
+                let key = self.copying.insert(CopyingWrite { job, left });
+                for (copy, buffer) in copies {
+                    let span = device.mirror.copy_source(&copy);
+                    let io = Io::Read { offset: span.offset, memory: Memory::Pooled(buffer) };
+                    self.ring.start(io, Tag::Copy(copy, key))?;
                     self.counters().copies.add(1);
                     self.counters().copied_bytes.add(span.len);
                 }
                 return Ok(());
             }
-            Plan::Announce(span) => device.flusher.announce(span),
+            Plan::RecordIntent(span) => device.flusher.record_intent(span),
             Plan::Wait => {}
         }
         self.park(job)
@@ -215,17 +220,17 @@ impl Worker {
     }
 
     fn submit_read(&mut self, job: Job, memory: Option<Memory>) -> io::Result<()> {
-        let (Job::Read { chain, span, data, again }, Some(memory)) = (job, memory) else {
+        let (Job::Read { chain, span, data, is_retry }, Some(memory)) = (job, memory) else {
             unreachable!("only reads are submitted without a permit, and they have memory")
         };
-        let tag = Tag::Read { chain, data, span, again };
+        let tag = Tag::Read { chain, data, span, is_retry };
         self.ring.start(Io::Read { offset: span.offset, memory }, tag)
     }
 
     fn submit_write(&mut self, job: Job, memory: Option<Memory>, permit: Permit) -> io::Result<()> {
         match (job, memory) {
             (Job::Write { chain, span, data }, Some(mut memory)) => {
-                if let Memory::Arena(buffer) = &mut memory
+                if let Memory::Pooled(buffer) = &mut memory
                     && self
                         .map()
                         .ok_or(OutsideMemory)
@@ -242,7 +247,7 @@ impl Worker {
             (Job::Zero { chain, span }, _) => {
                 let operations = zeroing(span, self.device.mirror.layout().covered(span).span());
                 let left = operations.len();
-                let key = self.parts.insert(Parts { chain, permit, left, result: Ok(()) });
+                let key = self.parts.insert(SplitRequest { chain, permit, left, result: Ok(()) });
                 for io in operations {
                     self.ring.start(io, Tag::Part(key))?;
                 }
@@ -273,7 +278,7 @@ impl Worker {
             return Ok(Some(Memory::Guest { iovecs, _map: map.clone() }));
         }
         let buffer = self.device.bounce.take(span.len as usize).ok_or(NoMemory::Later)?;
-        Ok(Some(Memory::Arena(buffer)))
+        Ok(Some(Memory::Pooled(buffer)))
     }
 
     /// Handles the end of an operation.
@@ -283,22 +288,22 @@ impl Worker {
             (&tag, &io),
             (
                 Tag::Read { .. } | Tag::Write { .. },
-                Io::Read { memory: Memory::Arena(_), .. }
-                    | Io::Write { memory: Memory::Arena(_), .. }
+                Io::Read { memory: Memory::Pooled(_), .. }
+                    | Io::Write { memory: Memory::Pooled(_), .. }
             )
         );
         match tag {
-            Tag::Read { chain, data, span, again: false }
-                if result.as_ref().is_err_and(is_lost) =>
+            Tag::Read { chain, data, span, is_retry: false }
+                if result.as_ref().is_err_and(is_medium_error) =>
             {
                 for chunk in self.device.mirror.layout().chunks(span) {
-                    self.device.fetcher.doubt(chunk);
+                    self.device.fetcher.mark_suspect(chunk);
                 }
-                self.park(Job::Read { chain, span, data, again: true })?;
+                self.park(Job::Read { chain, span, data, is_retry: true })?;
             }
             Tag::Read { chain, data, span, .. } => {
                 let result = match (result, &io) {
-                    (Ok(()), Io::Read { memory: Memory::Arena(buffer), .. }) => self
+                    (Ok(()), Io::Read { memory: Memory::Pooled(buffer), .. }) => self
                         .map()
                         .ok_or(OutsideMemory)
                         .and_then(|map| scatter(map, &data, buffer))
@@ -322,19 +327,19 @@ impl Worker {
                     parts.result = result;
                 }
                 if parts.left == 0 {
-                    let Parts { chain, permit, result, .. } = self.parts.remove(key);
+                    let SplitRequest { chain, permit, result, .. } = self.parts.remove(key);
                     self.device.mirror.complete(permit, result.is_ok());
                     self.written(chain, result)?;
                 }
             }
             Tag::Sync => return self.synced(&result),
-            Tag::Spill(preserve, key) => {
+            Tag::Spill(copy, key) => {
                 let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
-                return self.preserved(preserve, key, memory, result);
+                return self.finish_copy(copy, key, memory, result);
             }
-            Tag::Copy(preserve, key) => {
+            Tag::Copy(copy, key) => {
                 let Io::Read { memory, .. } = io else { unreachable!("copies are read") };
-                return self.copied(preserve, key, memory, result);
+                return self.copy_read(copy, key, memory, result);
             }
         }
         if bounced {
@@ -345,9 +350,9 @@ impl Worker {
     }
 
     /// A copy is in memory: that is enough, or it goes on to the spill file.
-    fn copied(
+    fn copy_read(
         &mut self,
-        copy: Preserve,
+        copy: BlockCopy,
         key: usize,
         memory: Memory,
         read: io::Result<()>,
@@ -357,25 +362,25 @@ impl Worker {
                 self.counters().spilled.add(1);
                 self.ring.start(Io::Spill { offset, memory }, Tag::Spill(copy, key))
             }
-            _ => self.preserved(copy, key, memory, read),
+            _ => self.finish_copy(copy, key, memory, read),
         }
     }
 
     /// A copy has ended. With the last one the write that made them is planned again.
-    fn preserved(
+    fn finish_copy(
         &mut self,
-        copy: Preserve,
+        copy: BlockCopy,
         key: usize,
         memory: Memory,
         result: io::Result<()>,
     ) -> io::Result<()> {
-        let Memory::Arena(buffer) = memory else { unreachable!("copies are made into the arena") };
-        self.device.mirror.preserved(copy, buffer, result);
+        let Memory::Pooled(buffer) = memory else { unreachable!("copies are made into the arena") };
+        self.device.mirror.finish_copy(copy, buffer, result);
         self.copying[key].left -= 1;
         if self.copying[key].left > 0 {
             return Ok(());
         }
-        let Copying { job, .. } = self.copying.remove(key);
+        let CopyingWrite { job, .. } = self.copying.remove(key);
         match self.paused {
             Some(_) => self.park(job),
             None => self.plan(job),
@@ -472,7 +477,7 @@ fn zeroing(span: Span, covered: Span) -> Vec<Io> {
     if covered.len == 0 {
         return zeros(span.offset, span.end()).into_iter().collect();
     }
-    debug_assert!(covered.offset - span.offset < BLOCK);
+    debug_assert!(covered.offset - span.offset < BLOCK_BYTES);
     let head = zeros(span.offset, covered.offset);
     let tail = zeros(covered.end(), span.end());
     head.into_iter().chain([Io::Punch(covered)]).chain(tail).collect()

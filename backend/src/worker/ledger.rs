@@ -26,55 +26,60 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::mapping::{PAGE, Words};
-use crate::mirror::disk::allocate;
+use crate::mapping::{PAGE_BYTES, Words};
+use crate::mirror::files::disk_file::allocate;
 
 const VERSION: u64 = 1;
 
 /// Words before a queue's entries.
-const HEADER: usize = 2;
+const HEADER_WORDS: usize = 2;
 
 /// Stands for the last head while none was returned.
 const NO_HEAD: u16 = u16::MAX;
 
 /// The ledgers of all queues of a device, each for so many entries.
 #[derive(Clone)]
-pub(crate) struct Region {
+pub(crate) struct LedgerRegion {
     words: Arc<Words>,
     queues: usize,
     entries: u16,
 }
 
-impl Region {
+impl LedgerRegion {
     /// Bytes that the ledgers need.
     pub(crate) fn len(queues: usize, entries: u16) -> u64 {
-        (queues * Region::queue_words(entries) * 8) as u64
+        (queues * LedgerRegion::queue_words(entries) * 8) as u64
     }
 
     /// Words of one queue: whole cache lines.
     fn queue_words(entries: u16) -> usize {
-        (HEADER + 2 * usize::from(entries)).next_multiple_of(8)
+        (HEADER_WORDS + 2 * usize::from(entries)).next_multiple_of(8)
     }
 
     /// Maps the ledgers that lie in `file` from `offset` on.
-    pub(crate) fn map(file: &File, offset: u64, queues: usize, entries: u16) -> io::Result<Region> {
+    pub(crate) fn map(
+        file: &File,
+        offset: u64,
+        queues: usize,
+        entries: u16,
+    ) -> io::Result<LedgerRegion> {
         let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what);
-        if entries == 0 || !offset.is_multiple_of(PAGE as u64) {
+        if entries == 0 || !offset.is_multiple_of(PAGE_BYTES as u64) {
             return Err(wrong("ledgers need entries and begin with a page"));
         }
-        let len = Region::len(queues, entries);
+        let len = LedgerRegion::len(queues, entries);
         if offset.checked_add(len).is_none_or(|end| file.metadata().map_or(0, |m| m.len()) < end) {
             return Err(wrong("the file of the ledgers is too short"));
         }
         let words = Arc::new(Words::shared(file, offset, (len / 8) as usize)?);
-        Ok(Region { words, queues, entries })
+        Ok(LedgerRegion { words, queues, entries })
     }
 
     /// The ledger of a queue with `size` entries, if there is one.
     pub(crate) fn ledger(&self, queue: usize, size: u16) -> Option<Ledger> {
         (queue < self.queues && size <= self.entries).then(|| Ledger {
             words: self.words.clone(),
-            start: queue * Region::queue_words(self.entries),
+            start: queue * LedgerRegion::queue_words(self.entries),
             size,
             counter: 0,
         })
@@ -119,7 +124,7 @@ impl Ledger {
     }
 
     fn entry(head: u16) -> usize {
-        HEADER + 2 * usize::from(head)
+        HEADER_WORDS + 2 * usize::from(head)
     }
 
     fn is_in_flight(&self, head: u16) -> bool {
@@ -193,29 +198,29 @@ impl Ledger {
 
 /// Where a ring lies: what a ledger of ours must agree on with the hypervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RingPlace {
+pub(crate) struct GuestRingAddresses {
     pub(crate) descriptors: u64,
     pub(crate) available: u64,
     pub(crate) used: u64,
 }
 
 /// Ledgers of our own, for hypervisors that keep none for us.
-pub(crate) struct OwnLedgers {
-    places: Words,
-    region: Region,
+pub(crate) struct LedgerFile {
+    addresses: Words,
+    region: LedgerRegion,
 }
 
 /// Words for the place of one ring.
-const PLACE: usize = 4;
+const ADDRESS_WORDS: usize = 4;
 
-impl OwnLedgers {
+impl LedgerFile {
     /// Opens the file, or makes it anew if it is for other queues.
-    pub(crate) fn open(path: &Path, queues: usize, entries: u16) -> io::Result<OwnLedgers> {
+    pub(crate) fn open(path: &Path, queues: usize, entries: u16) -> io::Result<LedgerFile> {
         let mut options = OpenOptions::new();
         let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(path)?;
-        let ledgers = (queues * PLACE * 8).next_multiple_of(PAGE) as u64;
-        let len = ledgers + Region::len(queues, entries);
+        let ledgers = (queues * ADDRESS_WORDS * 8).next_multiple_of(PAGE_BYTES) as u64;
+        let len = ledgers + LedgerRegion::len(queues, entries);
         let found = file.metadata()?.len();
         if found != len {
             if found > 0 {
@@ -227,9 +232,9 @@ impl OwnLedgers {
             file.set_len(0)?;
             allocate(&file, len)?;
         }
-        Ok(OwnLedgers {
-            places: Words::shared(&file, 0, queues * PLACE)?,
-            region: Region::map(&file, ledgers, queues, entries)?,
+        Ok(LedgerFile {
+            addresses: Words::shared(&file, 0, queues * ADDRESS_WORDS)?,
+            region: LedgerRegion::map(&file, ledgers, queues, entries)?,
         })
     }
 
@@ -238,12 +243,12 @@ impl OwnLedgers {
         &self,
         queue: usize,
         size: u16,
-        place: RingPlace,
+        addresses: GuestRingAddresses,
         ring: RingIndices,
     ) -> Option<(Ledger, Option<Vec<u16>>)> {
         let mut ledger = self.region.ledger(queue, size)?;
-        let known = &self.places[queue * PLACE..(queue + 1) * PLACE];
-        let wanted = [place.descriptors, place.available, place.used, u64::from(size)];
+        let known = &self.addresses[queue * ADDRESS_WORDS..(queue + 1) * ADDRESS_WORDS];
+        let wanted = [addresses.descriptors, addresses.available, addresses.used, u64::from(size)];
         let is_known = known.iter().zip(wanted).all(|(a, b)| a.load(Ordering::Acquire) == b);
         let heads = if is_known && ring.used == 0 && ledger.is_unused() {
             ledger.reset(ring.used);
@@ -269,12 +274,12 @@ impl OwnLedgers {
 
 #[cfg(test)]
 mod tests {
-    use super::{Ledger, OwnLedgers, Region, RingIndices, RingPlace};
+    use super::{GuestRingAddresses, Ledger, LedgerFile, LedgerRegion, RingIndices};
 
-    fn region() -> Region {
+    fn region() -> LedgerRegion {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(Region::len(2, 64)).unwrap();
-        Region::map(&file, 0, 2, 64).unwrap()
+        file.set_len(LedgerRegion::len(2, 64)).unwrap();
+        LedgerRegion::map(&file, 0, 2, 64).unwrap()
     }
 
     fn ring(available: u16, used: u16) -> RingIndices {
@@ -282,7 +287,7 @@ mod tests {
     }
 
     /// The next process's view of queue 1.
-    fn again(region: &Region, indices: RingIndices) -> (Ledger, Option<Vec<u16>>) {
+    fn again(region: &LedgerRegion, indices: RingIndices) -> (Ledger, Option<Vec<u16>>) {
         let mut ledger = region.ledger(1, 64).unwrap();
         let heads = ledger.resume(indices);
         (ledger, heads)
@@ -344,26 +349,27 @@ mod tests {
     fn our_own_ledger_counts_only_for_the_same_rings() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ledger");
-        let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
-        let open = |queues| OwnLedgers::open(&path, queues, 64).unwrap();
-        let (mut ledger, heads) = open(2).resume(1, 64, place, ring(0, 7)).unwrap();
+        let addresses = GuestRingAddresses { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        let open = |queues| LedgerFile::open(&path, queues, 64).unwrap();
+        let (mut ledger, heads) = open(2).resume(1, 64, addresses, ring(0, 7)).unwrap();
         assert_eq!(heads, None, "it is another place than before");
         assert!(!open(2).is_in_use());
         ledger.popped(9);
         assert!(open(2).is_in_use());
-        let heads = |queues, place| open(queues).resume(1, 64, place, ring(8, 7)).unwrap().1;
-        assert_eq!(heads(2, place), Some(vec![9]));
-        assert_eq!(heads(2, RingPlace { used: 0x4000, ..place }), None);
-        assert_eq!(heads(2, place), None, "the last one is another guest's");
-        assert_eq!(heads(3, place), None, "other queues");
+        let heads =
+            |queues, addresses| open(queues).resume(1, 64, addresses, ring(8, 7)).unwrap().1;
+        assert_eq!(heads(2, addresses), Some(vec![9]));
+        assert_eq!(heads(2, GuestRingAddresses { used: 0x4000, ..addresses }), None);
+        assert_eq!(heads(2, addresses), None, "the last one is another guest's");
+        assert_eq!(heads(3, addresses), None, "other queues");
     }
 
     #[test]
     fn while_nothing_was_returned_the_ring_itself_has_what_is_in_flight() {
         let dir = tempfile::tempdir().unwrap();
-        let ledgers = OwnLedgers::open(&dir.path().join("ledger"), 1, 64).unwrap();
-        let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
-        let resume = |indices| ledgers.resume(0, 64, place, indices).unwrap();
+        let ledgers = LedgerFile::open(&dir.path().join("ledger"), 1, 64).unwrap();
+        let addresses = GuestRingAddresses { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        let resume = |indices| ledgers.resume(0, 64, addresses, indices).unwrap();
         let (mut ledger, _) = resume(ring(0, 0));
         ledger.popped(9);
         let (mut ledger, heads) = resume(ring(1, 0));

@@ -12,9 +12,9 @@
 //! on is parked: it holds nothing, and is planned again from the start after the next event. A write that
 //! has to copy old blocks first is planned again when its last copy has ended.
 
+mod busy_poll;
 mod jobs;
 pub(crate) mod ledger;
-mod poll;
 pub(crate) mod queue;
 
 use std::os::fd::AsRawFd;
@@ -27,22 +27,22 @@ use std::{fs::File, io, thread};
 use slab::Slab;
 use vmm_sys_util::eventfd::EventFd;
 
-use self::jobs::{Copying, Job, Parts, Tag};
-use self::poll::Poll;
+use self::busy_poll::BusyPoll;
+use self::jobs::{CopyingWrite, Job, SplitRequest, Tag};
 use self::queue::{ActiveQueue, Chain, Outcome, QueueSetup};
 use crate::counters::QueueCounters;
 use crate::device::Device;
 use crate::memory::GuestMap;
-use crate::mirror::cut::Entrance;
+use crate::mirror::epoch::manager::EpochHandle;
 use crate::uring::{Reaped, Ring};
 
 /// How long a stop waits for requests that wait for something else, such as a fetch, before it
 /// fails them.
-const STOP_LIMIT: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What becomes of requests that wait for something else when their queue stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Waiting {
+pub(crate) enum ParkedRequests {
     /// They get some time, and fail then: the guest asked for the stop.
     Finish,
     /// They stay in flight, for whoever drives the queue next.
@@ -50,7 +50,7 @@ pub(crate) enum Waiting {
 }
 
 /// The poll of the wake-up descriptor. Kick polls count up from here.
-const WAKE: u32 = 0;
+const WAKE_POLL_ID: u32 = 0;
 
 /// What a worker is told.
 pub(crate) enum Command {
@@ -65,7 +65,7 @@ pub(crate) enum Command {
     Resume(Arc<GuestMap>),
     /// Finish every request that was submitted, let the queue go, and answer with the next available
     /// index.
-    Stop(Waiting, Sender<u16>),
+    Stop(ParkedRequests, Sender<u16>),
     /// A flush of the map that was asked for under this key has ended.
     Flushed(usize, io::Result<()>),
     /// End the thread.
@@ -119,19 +119,19 @@ pub(crate) fn spawn(
     thread::Builder::new().name(format!("queue-{index}")).spawn(move || {
         // The ring belongs to the thread that makes it.
         let depth = u32::from(queue_size).max(64);
-        let ring = Ring::new(device.disk.raw_fd(), device.preserve.raw_fd(), depth);
+        let ring = Ring::new(device.disk.raw_fd(), device.spill.raw_fd(), depth);
         let worker = ring.map(|ring| {
-            let entrance = device.mirror.cut.entrance(index);
+            let epoch_handle = device.mirror.epochs.handle(index);
             Worker {
                 index,
                 ring,
                 inbox,
                 mailbox,
-                entrance,
+                epoch_handle,
                 device: device.clone(),
                 queue: None,
                 kick_poll: None,
-                next_poll: WAKE,
+                next_poll: WAKE_POLL_ID,
                 wake_armed: false,
                 parked: Vec::new(),
                 copying: Slab::new(),
@@ -141,7 +141,7 @@ pub(crate) fn spawn(
                 unsynced: Vec::new(),
                 seen: 0,
                 now: Instant::now(),
-                poll: Poll::new(poll),
+                poll: BusyPoll::new(poll),
                 most_queues,
                 paused: None,
                 stopping: None,
@@ -165,7 +165,7 @@ struct Worker {
     ring: Ring<Tag>,
     inbox: Inbox,
     mailbox: Mailbox,
-    entrance: Entrance,
+    epoch_handle: EpochHandle,
     device: Arc<Device>,
     queue: Option<ActiveQueue>,
     /// The poll of the present queue's kick, while it is armed.
@@ -173,8 +173,8 @@ struct Worker {
     next_poll: u32,
     wake_armed: bool,
     parked: Vec<Job>,
-    copying: Slab<Copying>,
-    parts: Slab<Parts>,
+    copying: Slab<CopyingWrite>,
+    parts: Slab<SplitRequest>,
     flushes: Slab<Chain>,
     /// Flushes whose sync is under way,
     syncing: Vec<Chain>,
@@ -184,7 +184,7 @@ struct Worker {
     seen: u64,
     /// When the worker last came back from its wait: one look at the clock for each turn.
     now: Instant,
-    poll: Poll,
+    poll: BusyPoll,
     /// The most queues that may run for it to look before it sleeps: others need the processors too.
     most_queues: usize,
     paused: Option<Pause>,
@@ -194,7 +194,7 @@ struct Worker {
 
 /// A stop that was asked for.
 struct Stopping {
-    waiting: Waiting,
+    waiting: ParkedRequests,
     deadline: Instant,
     reply: Sender<u16>,
 }
@@ -254,7 +254,7 @@ impl Worker {
                     }
                 }
                 Command::Stop(waiting, reply) => {
-                    let deadline = Instant::now() + STOP_LIMIT;
+                    let deadline = Instant::now() + STOP_TIMEOUT;
                     self.stopping = Some(Stopping { waiting, deadline, reply });
                 }
                 Command::Flushed(key, result) => {
@@ -279,14 +279,14 @@ impl Worker {
 
     /// Whether a stop leaves to the next what waits.
     fn leaves(&self) -> bool {
-        self.stopping.as_ref().is_some_and(|stopping| stopping.waiting == Waiting::Leave)
+        self.stopping.as_ref().is_some_and(|stopping| stopping.waiting == ParkedRequests::Leave)
     }
 
     /// Pops and starts what the guest has made available.
     fn pop_all(&mut self) -> io::Result<()> {
         let (stopping, leaving) = (self.stopping.is_some(), self.leaves());
         let Some(queue) = &mut self.queue else { return Ok(()) };
-        if self.paused.is_some() || leaving || (stopping && !queue.has_again()) {
+        if self.paused.is_some() || leaving || (stopping && !queue.has_resubmissions()) {
             return Ok(());
         }
         queue.disable_kicks();
@@ -303,7 +303,7 @@ impl Worker {
     /// Tells the guest what was completed since the last time, once for all of it.
     fn announce(&mut self) -> io::Result<()> {
         match self.queue.as_mut().and_then(ActiveQueue::announce) {
-            Some(call) => self.ring.raise(call),
+            Some(call) => self.ring.signal(call),
             None => Ok(()),
         }
     }
@@ -318,15 +318,15 @@ impl Worker {
     /// Submits, and sleeps unless there is something to do.
     fn wait(&mut self) -> io::Result<()> {
         if !self.wake_armed {
-            self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE)?;
+            self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE_POLL_ID)?;
             self.wake_armed = true;
         }
         if let (Some(queue), None) = (&self.queue, self.kick_poll) {
-            self.next_poll = self.next_poll.wrapping_add(1).max(WAKE + 1);
+            self.next_poll = self.next_poll.wrapping_add(1).max(WAKE_POLL_ID + 1);
             self.ring.poll(queue.kick_fd(), self.next_poll)?;
             self.kick_poll = Some(self.next_poll);
         }
-        if self.look_for_more()? {
+        if self.busy_poll()? {
             return Ok(());
         }
         let more =
@@ -346,7 +346,7 @@ impl Worker {
 
     /// While the guest has to act next: looks at its queue for a short time instead of sleeping. Returns
     /// whether something is there.
-    fn look_for_more(&mut self) -> io::Result<bool> {
+    fn busy_poll(&mut self) -> io::Result<bool> {
         let idle = self.ring.in_flight() == 0 && self.parked.is_empty() && self.flushes.is_empty();
         let Some(queue) = &self.queue else { return Ok(false) };
         let spare = self.device.running.load(Ordering::Relaxed) <= self.most_queues;
@@ -356,8 +356,8 @@ impl Worker {
         // The interrupt that makes the guest act must go out first.
         self.ring.submit_all()?;
         let ring = &mut self.ring;
-        let found = self.poll.run(|| queue.has_more() || ring.has_news());
-        if self.ring.has_news() {
+        let found = self.poll.run(|| queue.has_more() || ring.has_completions());
+        if self.ring.has_completions() {
             // The kernel adds it to the completions only when it is asked.
             self.ring.enter(Some(Duration::ZERO))?;
         }
@@ -368,7 +368,7 @@ impl Worker {
         while let Some(reaped) = self.ring.reap()? {
             match reaped {
                 Reaped::Done(done) => self.completed(done)?,
-                Reaped::Ready { id: WAKE, ended } => self.wake_armed = !ended,
+                Reaped::Ready { id: WAKE_POLL_ID, ended } => self.wake_armed = !ended,
                 Reaped::Ready { id, ended } if self.kick_poll == Some(id) => {
                     self.poll.kicked(self.now);
                     if ended {
@@ -410,7 +410,7 @@ impl Worker {
                 self.end(job.into_chain(), Outcome::Failed);
             }
         }
-        let again = self.queue.as_ref().is_some_and(ActiveQueue::has_again);
+        let again = self.queue.as_ref().is_some_and(ActiveQueue::has_resubmissions);
         let waiting = again && self.paused.is_none() && !leaving;
         if self.ring.in_flight() > 0
             || !self.flushes.is_empty()

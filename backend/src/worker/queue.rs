@@ -19,7 +19,7 @@ use vm_memory::{
 use super::ledger::Ledger;
 use crate::counters::Class;
 use crate::memory::GuestMap;
-use crate::request::{self, Descriptor, Kind, Refused, Segment};
+use crate::request::{self, Descriptor, Refused, RequestKind, Segment};
 
 /// Everything a worker needs to drive a queue.
 pub(crate) struct QueueSetup {
@@ -29,7 +29,7 @@ pub(crate) struct QueueSetup {
     pub(crate) call: Option<File>,
     pub(crate) ledger: Ledger,
     /// Chains that a process before this one had popped and not returned, oldest first.
-    pub(crate) again: VecDeque<InFlight>,
+    pub(crate) resubmit: VecDeque<InFlightChain>,
 }
 
 /// A popped chain. It is completed exactly once, or left on purpose: losing one trips an assertion.
@@ -73,7 +73,7 @@ pub(crate) struct ActiveQueue {
     call: Option<File>,
     ledger: Ledger,
     /// Chains to be done again.
-    again: VecDeque<InFlight>,
+    resubmit: VecDeque<InFlightChain>,
     /// Completions that the guest was not told of.
     unannounced: bool,
     /// The guest broke its rings: nothing more is popped.
@@ -82,13 +82,13 @@ pub(crate) struct ActiveQueue {
 
 impl ActiveQueue {
     pub(crate) fn new(setup: QueueSetup) -> ActiveQueue {
-        let QueueSetup { queue, map, kick, call, ledger, again } = setup;
-        ActiveQueue { queue, map, kick, call, ledger, again, unannounced: false, broken: false }
+        let QueueSetup { queue, map, kick, call, ledger, resubmit } = setup;
+        ActiveQueue { queue, map, kick, call, ledger, resubmit, unannounced: false, broken: false }
     }
 
     /// Whether chains of a process before this one are still to be done.
-    pub(crate) fn has_again(&self) -> bool {
-        !self.again.is_empty() && !self.broken
+    pub(crate) fn has_resubmissions(&self) -> bool {
+        !self.resubmit.is_empty() && !self.broken
     }
 
     pub(crate) fn map(&self) -> &Arc<GuestMap> {
@@ -115,15 +115,19 @@ impl ActiveQueue {
         self.queue.next_avail()
     }
 
-    /// The next request; `only_again` leaves those alone that no process has seen. Chains that are none
+    /// The next request; `only_resubmit` leaves those alone that no process has seen. Chains that are none
     /// are answered here.
-    pub(crate) fn pop(&mut self, now: Instant, only_again: bool) -> Option<(Chain, Kind)> {
+    pub(crate) fn pop(
+        &mut self,
+        now: Instant,
+        only_resubmit: bool,
+    ) -> Option<(Chain, RequestKind)> {
         while !self.broken {
             let map = self.map.clone();
-            let (head, parsed) = match self.again.pop_front() {
+            let (head, parsed) = match self.resubmit.pop_front() {
                 // It is in the ledger already.
                 Some((head, chain)) => (head, request::parse(chain.into_iter(), map.memory())),
-                None if only_again => return None,
+                None if only_resubmit => return None,
                 // The ring is checked at each pop: an index that jumps by more than the queue holds
                 // means that the guest's driver is beyond repair until it resets the device.
                 None => match self.queue.iter(map.memory()).map(|mut chains| chains.next()) {
@@ -143,9 +147,9 @@ impl ActiveQueue {
             let status = parsed.as_ref().map(|parsed| parsed.status);
             let parsed = parsed.map(|parsed| parsed.request);
             let class = match &parsed {
-                Some(Ok(Kind::Read { .. })) => Class::Read,
-                Some(Ok(Kind::Write { .. })) => Class::Write,
-                Some(Ok(Kind::Flush)) => Class::Flush,
+                Some(Ok(RequestKind::Read { .. })) => Class::Read,
+                Some(Ok(RequestKind::Write { .. })) => Class::Write,
+                Some(Ok(RequestKind::Flush)) => Class::Flush,
                 _ => Class::Other,
             };
             let chain = Chain { head, status, class, since: now, returned: false };
@@ -213,7 +217,7 @@ impl ActiveQueue {
     /// Whether the guest has made requests available. A look at one number of its memory.
     pub(crate) fn has_more(&self) -> bool {
         let next = std::num::Wrapping(self.queue.next_avail());
-        self.has_again()
+        self.has_resubmissions()
             || !self.broken
                 && self
                     .queue
@@ -255,7 +259,7 @@ fn descriptor(one: virtio_queue::desc::split::Descriptor) -> Descriptor {
 }
 
 /// A chain that was popped by a process before this one: its head and what it consists of.
-pub(crate) type InFlight = (u16, Vec<Descriptor>);
+pub(crate) type InFlightChain = (u16, Vec<Descriptor>);
 
 /// The chains with these heads. The guest's available ring does not have them any more, so they are made
 /// available in a ring of our own, in a piece of memory beside the guest's.
@@ -263,16 +267,17 @@ pub(crate) fn chains(
     queue: &Queue,
     memory: &GuestMemoryMmap,
     heads: &[u16],
-) -> io::Result<VecDeque<InFlight>> {
-    const PAGE: u64 = 4096;
+) -> io::Result<VecDeque<InFlightChain>> {
+    const PAGE_BYTES: u64 = 4096;
     if heads.is_empty() {
         return Ok(VecDeque::new());
     }
     // Flags, index, entries, event index.
     let len = 6 + 2 * u64::from(queue.size());
-    let ring = MmapRegion::new(len.next_multiple_of(PAGE) as usize).map_err(io::Error::other)?;
-    let behind = memory.last_addr().checked_align_up(PAGE).unwrap_or(GuestAddress(0));
-    let start = GuestAddress(behind.0.max(PAGE));
+    let ring =
+        MmapRegion::new(len.next_multiple_of(PAGE_BYTES) as usize).map_err(io::Error::other)?;
+    let behind = memory.last_addr().checked_align_up(PAGE_BYTES).unwrap_or(GuestAddress(0));
+    let start = GuestAddress(behind.0.max(PAGE_BYTES));
     let region = GuestRegionMmap::new(ring, start).ok_or(io::ErrorKind::OutOfMemory)?;
     let memory = memory.insert_region(Arc::new(region)).map_err(io::Error::other)?;
     let mut own = Queue::new(queue.max_size()).map_err(io::Error::other)?;

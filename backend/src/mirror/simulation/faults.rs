@@ -15,7 +15,7 @@ pub(super) enum Fault {
     Fill,
     /// A fill fails between its first run and its last.
     ShortFill,
-    /// Old blocks that a write is going to change cannot be read.
+    /// CopyData blocks that a write is going to change cannot be read.
     CopyRead,
     /// They cannot be written to the spill file, or not all of them.
     SpillWrite,
@@ -36,7 +36,7 @@ pub(super) enum Fault {
     /// No space for a record of the journal, or not for all of it.
     NoRecord,
     /// No space for more of the shelf.
-    NoShelf,
+    NoCowMemory,
 }
 
 /// How often each has happened.
@@ -59,7 +59,7 @@ impl Faults {
         Fault::Stall,
         Fault::NoEpoch,
         Fault::NoRecord,
-        Fault::NoShelf,
+        Fault::NoCowMemory,
     ];
 
     pub(super) fn add(&mut self, fault: Fault, times: u64) {
@@ -116,10 +116,10 @@ impl World {
         }
     }
 
-    /// A block turns bad. What the repository does not have is not touched: the guest would lose it.
+    /// A block turns bad. What the repository does not have is not touched: the guest would fail_layer it.
     pub(super) fn bad_block(&mut self) {
         let block = self.rng.below(self.layout.block_count());
-        if self.mirror.presence.get(block) && self.mirror.forget(block) {
+        if self.mirror.presence.get(block) && self.mirror.invalidate(block) {
             self.faults.add(Fault::BadBlock, 1);
             self.disk[block as usize] = GARBAGE;
         }
@@ -127,8 +127,8 @@ impl World {
 
     /// What a write has to wait for may not come.
     pub(super) fn stall_step(&mut self) {
-        if self.mirror.was_short() && self.strikes(Fault::Stall, 1) {
-            self.mirror.cut.fail_oldest("the simulated guest waits too long");
+        if self.mirror.take_cow_exhausted() && self.strikes(Fault::Stall, 1) {
+            self.mirror.epochs.fail_oldest("the simulated guest waits too long");
         }
     }
 
@@ -138,7 +138,7 @@ impl World {
         space::set(None);
         let refused = space::look();
         self.faults.add(Fault::NoRecord, refused.records);
-        // Epochs and the shelf are the files that grow.
-        self.faults.add(Fault::NoShelf, refused.files - self.faults.of(Fault::NoEpoch));
+        // EpochFiles and the shelf are the files that grow.
+        self.faults.add(Fault::NoCowMemory, refused.files - self.faults.of(Fault::NoEpoch));
     }
 }

@@ -18,9 +18,9 @@
 //! snapshots, which fail then, but nothing else: at the end all works again, and a last snapshot has to be
 //! complete and right.
 
-mod death;
+mod crash;
 mod faults;
-mod forgetting;
+mod invalidation;
 mod kernel;
 mod ring;
 pub(super) mod space;
@@ -37,13 +37,14 @@ use self::faults::Faults;
 use self::kernel::Operation;
 use self::ring::{Job, Queue, Ring, Write};
 use super::Mirror;
-use super::cut::Entrance;
-use super::layer::{Epoch, Layer};
-use super::layout::{BLOCK, Blocks, Layout, Span};
+use super::epoch::Epoch;
+use super::epoch::layer::Layer;
+use super::epoch::manager::EpochHandle;
+use super::layout::{BLOCK_BYTES, Blocks, Layout, Span};
 
 const CHUNK: u64 = 64 * 1024;
 const CHUNKS: u64 = 8;
-const PER_CHUNK: u64 = CHUNK / BLOCK;
+const PER_CHUNK: u64 = CHUNK / BLOCK_BYTES;
 const WORKERS: usize = 2;
 /// Steps before everything comes to its end.
 const STEPS: u64 = 2000;
@@ -70,7 +71,7 @@ impl Rng {
 
 /// A mistake that is made on purpose: the simulation has to find it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Plant {
+enum PlantedBug {
     /// The last record of the journal is lost with the process.
     LostRecord,
     /// A request that was in flight is not in the ledger any more.
@@ -93,13 +94,13 @@ enum Plant {
 
 struct World {
     rng: Rng,
-    plant: Option<Plant>,
+    planted_bug: Option<PlantedBug>,
     /// What outlives the process.
     dir: TempDir,
     layout: Layout,
     room: (u64, u64),
     mirror: Mirror,
-    entrances: Vec<Entrance>,
+    epoch_handles: Vec<EpochHandle>,
     /// The guest's memory, and the hypervisor's for ledgers.
     rings: Vec<Ring>,
     ledgers: File,
@@ -125,7 +126,7 @@ struct World {
     /// The spill file.
     spilled: HashMap<u64, Vec<u8>>,
     published: u64,
-    deaths: u64,
+    crashes: u64,
     faults: Faults,
     /// Steps until there is space again.
     full_for: u64,
@@ -134,23 +135,23 @@ struct World {
 }
 
 impl World {
-    fn new(seed: u64, shelf: u64, plant: Option<Plant>) -> World {
+    fn new(seed: u64, cow_blocks: u64, planted_bug: Option<PlantedBug>) -> World {
         space::begin();
         let layout = Layout::new(Geometry::new(CHUNKS * CHUNK, CHUNK as u32).unwrap());
         // In memory where that can be had, as the live directory is.
         let dir = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
-        let room = (shelf, 4);
-        let (mirror, _) = death::open(&dir, layout, room, &HashMap::new());
+        let room = (cow_blocks, 4);
+        let (mirror, _) = crash::open(&dir, layout, room, &HashMap::new());
         let blocks = layout.block_count() as usize;
         let rings: Vec<Ring> = (0..WORKERS).map(|_| Ring::new()).collect();
         let ledgers = ring::ledgers();
         World {
             rng: Rng(seed),
-            plant,
+            planted_bug,
             dir,
             layout,
             room,
-            entrances: (0..WORKERS).map(|worker| mirror.cut.entrance(worker)).collect(),
+            epoch_handles: (0..WORKERS).map(|worker| mirror.epochs.handle(worker)).collect(),
             mirror,
             queues: ring::open(&ledgers, &rings),
             rings,
@@ -168,7 +169,7 @@ impl World {
             states: HashMap::new(),
             spilled: HashMap::new(),
             published: 0,
-            deaths: 0,
+            crashes: 0,
             faults: Faults::default(),
             full_for: 0,
             calm: false,
@@ -187,7 +188,7 @@ impl World {
             28 => self.new_fill(),
             29..31 => self.freeze(),
             31 if self.rng.chance(50) => self.bad_block(),
-            31 => drop(self.dies(400)),
+            31 => drop(self.crashes_now(400)),
             32..38 => self.plan_parked(worker),
             38..48 => self.persist(),
             _ => self.kernel_step(),
@@ -207,8 +208,8 @@ impl World {
         let Some(head) = self.rings[worker].free_head(&mut self.rng) else { return };
         let span = match self.rng.chance(25) {
             // Sectors within blocks: the block's version is the write's all the same.
-            true => Span { offset: first * BLOCK + 512, len: len * BLOCK - 1024 },
-            false => Span { offset: first * BLOCK, len: len * BLOCK },
+            true => Span { offset: first * BLOCK_BYTES + 512, len: len * BLOCK_BYTES - 1024 },
+            false => Span { offset: first * BLOCK_BYTES, len: len * BLOCK_BYTES },
         };
         self.in_flight[blocks].fill(true);
         let version = self.next_version;
@@ -281,15 +282,15 @@ impl World {
 }
 
 fn stamp(data: &[u8], block: u64) -> u64 {
-    u64::from_le_bytes(data[(block * BLOCK) as usize..][..8].try_into().unwrap())
+    u64::from_le_bytes(data[(block * BLOCK_BYTES) as usize..][..8].try_into().unwrap())
 }
 
 fn set_stamp(data: &mut [u8], block: u64, version: u64) {
-    data[(block * BLOCK) as usize..][..8].copy_from_slice(&version.to_le_bytes());
+    data[(block * BLOCK_BYTES) as usize..][..8].copy_from_slice(&version.to_le_bytes());
 }
 
-fn run(seed: u64, plant: Option<Plant>) -> World {
-    let mut world = World::new(seed, 1 + seed % 40, plant);
+fn run(seed: u64, planted_bug: Option<PlantedBug>) -> World {
+    let mut world = World::new(seed, 1 + seed % 40, planted_bug);
     for _ in 0..STEPS {
         world.step();
     }
@@ -304,23 +305,23 @@ fn snapshots_and_the_live_disk_are_exact_whatever_the_order_of_steps() {
     let start = std::time::Instant::now();
     let soak = std::time::Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
     let first = number("CAIRN_SEED");
-    let (mut seeds, mut deaths, mut published) = (0, 0, 0);
+    let (mut seeds, mut crashes, mut published) = (0, 0, 0);
     let mut faults = Faults::default();
     while seeds < 250 || start.elapsed() < soak {
         let seed = first.unwrap_or(seeds);
         println!("CAIRN_SEED={seed}");
         let world = run(seed, None);
-        (seeds, deaths, published) =
-            (seeds + 1, deaths + world.deaths, published + world.published);
+        (seeds, crashes, published) =
+            (seeds + 1, crashes + world.crashes, published + world.published);
         faults.add_all(&world.faults);
         if first.is_some() {
             break;
         }
     }
     let steps = seeds * STEPS;
-    println!("{steps} steps, {deaths} deaths, {published} snapshots, {faults}, no violation");
+    println!("{steps} steps, {crashes} crashes, {published} snapshots, {faults}, no violation");
     if first.is_none() {
-        assert!(deaths > seeds && published > 5 * seeds, "not enough happened");
+        assert!(crashes > seeds && published > 5 * seeds, "not enough happened");
         let missing = Faults::ALL.into_iter().find(|fault| faults.of(*fault) == 0);
         assert_eq!(missing, None, "it did not happen");
     }
@@ -330,19 +331,20 @@ fn snapshots_and_the_live_disk_are_exact_whatever_the_order_of_steps() {
 #[test]
 fn planted_mistakes_are_found() {
     let plants = [
-        Plant::LostRecord,
-        Plant::LostLedgerEntry,
-        Plant::Unsettled,
-        Plant::StoredTooEarly,
-        Plant::PresentTooEarly,
-        Plant::Unmarked,
-        Plant::FailedWrite,
-        Plant::FailedFill,
-        Plant::FailedCopy,
+        PlantedBug::LostRecord,
+        PlantedBug::LostLedgerEntry,
+        PlantedBug::Unsettled,
+        PlantedBug::StoredTooEarly,
+        PlantedBug::PresentTooEarly,
+        PlantedBug::Unmarked,
+        PlantedBug::FailedWrite,
+        PlantedBug::FailedFill,
+        PlantedBug::FailedCopy,
     ];
-    for plant in plants {
-        let found = |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(plant))).is_err();
-        let seed = (0..20).find(found).unwrap_or_else(|| panic!("{plant:?} was not found"));
-        println!("{plant:?} is found with CAIRN_SEED={seed}");
+    for planted_bug in plants {
+        let found =
+            |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(planted_bug))).is_err();
+        let seed = (0..20).find(found).unwrap_or_else(|| panic!("{planted_bug:?} was not found"));
+        println!("{planted_bug:?} is found with CAIRN_SEED={seed}");
     }
 }

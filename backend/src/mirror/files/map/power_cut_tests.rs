@@ -19,24 +19,24 @@ use crash_images::{
 };
 
 use super::tests::{identity, load};
-use super::{Identity, MapError, MapFile, Rest};
+use super::{Identity, MapError, MapFile, MapState};
 use crate::flush::Flusher;
 use crate::mapping::Buffer;
-use crate::mirror::copies::{Arena, Places};
-use crate::mirror::cut::Cut;
-use crate::mirror::disk::{DiskFile, make_directory};
+use crate::mirror::cow::{BufferPool, RangeAllocator};
+use crate::mirror::epoch::manager::EpochManager;
+use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
-use crate::mirror::journal::Journal;
-use crate::mirror::layout::{BLOCK, Blocks, Layout, SECTOR, Span};
-use crate::mirror::live::Live;
-use crate::mirror::recovery::{Recovered, recover};
-use crate::mirror::{Mirror, Room};
+use crate::mirror::files::disk_file::{DiskFile, make_directory};
+use crate::mirror::files::journal::Journal;
+use crate::mirror::files::live_dir::LiveDir;
+use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout, SECTOR_BYTES, Span};
+use crate::mirror::{CowSpace, Mirror};
 
-const WORD: usize = 8;
+const WORD_BYTES: usize = 8;
 
 fn command(workload: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    let name = format!("mirror::map::power_cut::{workload}");
+    let name = format!("mirror::files::map::power_cut_tests::{workload}");
     command.args(["--exact", &name, "--test-threads=1"]);
     command
 }
@@ -46,7 +46,7 @@ fn recorded(workload: &str) -> Recording {
 }
 
 /// For checks that must find a mistake.
-const FEW: Draw = Draw { seed: 1, images: 8, atom: WORD };
+const FEW_IMAGES: Draw = Draw { seed: 1, images: 8, atom: WORD_BYTES };
 
 fn has(marks: &[String], text: &str) -> bool {
     marks.iter().any(|mark| mark == text)
@@ -101,7 +101,7 @@ fn session(mut map: MapFile, layout: &Layout, number: u64) {
     map.begin([1; 16]).unwrap();
     mark("begun");
     let intent = map.intent(layout).unwrap();
-    mark(&format!("found {}", presence.local_bytes() / BLOCK));
+    mark(&format!("found {}", presence.local_bytes() / BLOCK_BYTES));
     for step in number * STEPS..(number + 1) * STEPS {
         for blocks in blocks_of(step) {
             // Durable before the write that it is for.
@@ -143,12 +143,12 @@ fn check_map(root: &Path, marks: &[String]) {
     let stages = ["created", "beginning", "begun", "ending", "ended", "killed"];
     let stage = |mark: &&String| stages.contains(&first_word(mark));
     match marks.iter().rfind(stage).map(|mark| first_word(mark)) {
-        Some("begun") => assert_eq!(map.header.rest, Rest::InUse),
-        Some("ended") => assert_eq!(map.header.rest, Rest::Clean),
-        None => assert_eq!(map.header.rest, Rest::Fresh),
+        Some("begun") => assert_eq!(map.header.state, MapState::InUse),
+        Some("ended") => assert_eq!(map.header.state, MapState::Clean),
+        None => assert_eq!(map.header.state, MapState::Fresh),
         _ => {}
     }
-    assert!(!has(marks, "begun") || map.header.rest != Rest::Fresh, "a used map is fresh");
+    assert!(!has(marks, "begun") || map.header.state != MapState::Fresh, "a used map is fresh");
 
     let layout = Layout::new(identity().geometry);
     let (presence, state) = load(&map, &layout).unwrap();
@@ -162,15 +162,15 @@ fn check_map(root: &Path, marks: &[String]) {
         .flat_map(|blocks| blocks.first..blocks.end())
         .collect();
     let present = set.iter().filter(|block| presence.get(**block)).count() as u64;
-    assert_eq!(presence.local_bytes(), present * BLOCK, "a block is present that never was");
+    assert_eq!(presence.local_bytes(), present * BLOCK_BYTES, "a block is present that never was");
     assert!(present >= all(marks, "found").pop_last().unwrap_or(0), "blocks that were found");
     let dirty: Vec<_> = state.dirty.iter().collect();
-    match map.header.rest {
-        Rest::Fresh => assert!(present == 0 && dirty.is_empty()),
-        Rest::InUse => {
+    match map.header.state {
+        MapState::Fresh => assert!(present == 0 && dirty.is_empty()),
+        MapState::InUse => {
             assert!(presence.touched_chunks(layout.blocks_per_chunk()).eq(dirty.iter().copied()));
         }
-        Rest::Clean | Rest::Strange => {
+        MapState::Clean | MapState::GuestsUnknown => {
             let exact = present == set.len() as u64;
             assert!(exact || has(marks, "killed"), "at rest the map is exact");
             let session = all(marks, "ending").pop_last().expect("a stop was begun");
@@ -190,7 +190,7 @@ fn check_map(root: &Path, marks: &[String]) {
     assert!(!map.is_clean());
     let (presence, _) = load(&map, &layout).unwrap();
     assert!(presence.all(added));
-    assert_eq!(presence.local_bytes(), (present + 1) * BLOCK);
+    assert_eq!(presence.local_bytes(), (present + 1) * BLOCK_BYTES);
 }
 
 fn first_word(mark: &str) -> &str {
@@ -199,30 +199,30 @@ fn first_word(mark: &str) -> &str {
 
 #[test]
 fn a_power_cut_at_any_point_leaves_every_flushed_page_and_no_other_bit() {
-    cut_the_power(&recorded("map_workload"), 32, WORD, check_map);
+    cut_the_power(&recorded("map_workload"), 32, WORD_BYTES, check_map);
 }
 
 #[test]
 fn a_power_cut_after_a_kill_leaves_what_the_next_process_found() {
-    let (during, draw) = (("created", "done"), Draw { seed: 1, images: 16, atom: WORD });
+    let (during, draw) = (("created", "done"), Draw { seed: 1, images: 16, atom: WORD_BYTES });
     let next = command("next_map_workload");
     kill_and_cut_the_power(&recorded("map_workload"), during, &next, draw, check_map);
 }
 
 #[test]
 fn a_sync_of_the_map_that_is_left_out_is_found() {
-    leave_out_syncs(&recorded("map_workload"), "map", FEW, check_map);
+    leave_out_syncs(&recorded("map_workload"), "map", FEW_IMAGES, check_map);
 }
 
 // Map and data together, as flushes keep them in step.
 
 const FLUSHES: u64 = 8;
-const DISK: u64 = 512 << 10;
+const DISK_BYTES: u64 = 512 << 10;
 /// Where the mirror is, below what is recorded: its directory and the one above it are made, too.
 const MIRROR: &str = "mirrors/vm1";
 
 fn small() -> Identity {
-    Identity { geometry: Geometry::new(DISK, 64 * 1024).unwrap(), ..identity() }
+    Identity { geometry: Geometry::new(DISK_BYTES, 64 * 1024).unwrap(), ..identity() }
 }
 
 /// The blocks that are written before a flush. Some of them were written before.
@@ -242,39 +242,42 @@ fn flush_workload() {
     let (path, elsewhere) = (root.join(MIRROR), tempfile::tempdir().unwrap());
     make_directory(&path).unwrap();
     let disk = DiskFile::open(&path.join("disk")).unwrap();
-    disk.set_len(DISK).unwrap();
-    disk.punch(Span { offset: 0, len: DISK }).unwrap();
+    disk.set_len(DISK_BYTES).unwrap();
+    disk.punch(Span { offset: 0, len: DISK_BYTES }).unwrap();
     disk.sync_name(&path).unwrap();
     let mut map = MapFile::create(&path.join("map"), small()).unwrap();
     mark("created");
     let layout = Layout::new(small().geometry);
-    let live = Live::open(
+    let live = LiveDir::open(
         &elsewhere.path().join("live"),
         elsewhere.path(),
         &map,
         &[1; 16],
         &layout,
-        BLOCK,
+        BLOCK_BYTES,
     );
     let live = live.unwrap();
     map.begin([1; 16]).unwrap();
-    let room =
-        Room { shelf: live.shelf, passage: Arena::new(BLOCK as usize), spill: Places::new(0) };
+    let room = CowSpace {
+        memory: live.cow_memory,
+        spill_buffers: BufferPool::new(BLOCK_BYTES as usize),
+        spill: RangeAllocator::new(0),
+    };
     let journal = Arc::new(Journal::open(&elsewhere.path().join("journal")).unwrap());
     let Recovered { current, layers, .. } =
-        recover(live.states, &journal, &layout, &room, |_| None).unwrap();
-    let cut = Cut::new(live.epochs, journal, 1, current, layers);
+        recover(live.epochs, &journal, &layout, &room, |_| None).unwrap();
+    let epochs = EpochManager::new(live.epoch_files, journal, 1, current, layers);
     let intent = map.intent(&layout).unwrap();
-    let mirror = Mirror::new(layout, live.presence, intent, cut, room, Events::new(Vec::new()));
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, room, Events::new(Vec::new()));
     let flusher = Flusher::new(map);
     for flush in 0..FLUSHES {
         for block in written_before(flush) {
             mark(&format!("writing {flush}"));
-            let mut buffer = Buffer::zeroed(BLOCK as usize);
-            for sector in buffer.chunks_exact_mut(SECTOR as usize) {
+            let mut buffer = Buffer::zeroed(BLOCK_BYTES as usize);
+            for sector in buffer.chunks_exact_mut(SECTOR_BYTES as usize) {
                 sector[..16].copy_from_slice(&stamp(block, flush));
             }
-            disk.write(&buffer, block * BLOCK).unwrap();
+            disk.write(&buffer, block * BLOCK_BYTES).unwrap();
             mirror.presence.set(Blocks { first: block, count: 1 });
         }
         flusher.flush(&mirror, &disk).unwrap();
@@ -296,8 +299,8 @@ fn check_flush(root: &Path, marks: &[String]) {
     };
     let (presence, _) = load(&map, &Layout::new(small().geometry)).unwrap();
     let disk = std::fs::read(path.join("disk")).unwrap();
-    assert_eq!(disk.len() as u64, DISK);
-    for block in 0..DISK / BLOCK {
+    assert_eq!(disk.len() as u64, DISK_BYTES);
+    for block in 0..DISK_BYTES / BLOCK_BYTES {
         let last = |flushes: &BTreeSet<u64>| {
             flushes.iter().rev().copied().find(|flush| written_before(*flush).contains(&block))
         };
@@ -307,8 +310,9 @@ fn check_flush(root: &Path, marks: &[String]) {
             continue;
         }
         let newest = newest.unwrap_or_else(|| panic!("block {block} was never written"));
-        let start = (block * BLOCK) as usize;
-        for sector in disk[start..start + BLOCK as usize].chunks_exact(SECTOR as usize) {
+        let start = (block * BLOCK_BYTES) as usize;
+        for sector in disk[start..start + BLOCK_BYTES as usize].chunks_exact(SECTOR_BYTES as usize)
+        {
             let mut versions = oldest.unwrap_or(0)..=newest;
             let found = versions.any(|version| sector[..16] == stamp(block, version));
             assert!(found, "block {block} is present and holds {:?}", &sector[..16]);
@@ -318,13 +322,13 @@ fn check_flush(root: &Path, marks: &[String]) {
 
 #[test]
 fn a_power_cut_at_any_point_leaves_the_data_of_every_present_block() {
-    cut_the_power(&recorded("flush_workload"), 32, WORD, check_flush);
+    cut_the_power(&recorded("flush_workload"), 32, WORD_BYTES, check_flush);
 }
 
 #[test]
 fn a_sync_of_data_map_or_directories_that_is_left_out_is_found() {
     let recording = recorded("flush_workload");
     for name in ["mirrors/vm1/disk", "mirrors/vm1/map", "mirrors/vm1", "mirrors", ""] {
-        leave_out_syncs(&recording, name, FEW, check_flush);
+        leave_out_syncs(&recording, name, FEW_IMAGES, check_flush);
     }
 }

@@ -12,36 +12,36 @@ use std::path::Path;
 
 use cairn_store::{ChunkIndex, Geometry, ImageName, MirrorId};
 
-use super::bits::DirtySet;
-use super::disk::allocate;
-use super::intent::Intent;
-use super::layout::{BLOCK, Layout};
-use super::presence::{PAGE_BYTES, Page, Presence};
 use crate::mapping::Buffer;
+use crate::mirror::bits::DirtySet;
+use crate::mirror::files::disk_file::allocate;
+use crate::mirror::intent::WriteIntent;
+use crate::mirror::layout::{BLOCK_BYTES, Layout};
+use crate::mirror::presence::{PAGE_BYTES, Page, Presence};
 
 const MAGIC: &[u8; 8] = b"CAIRNMAP";
 const VERSION: u32 = 2;
-const SLOT: u64 = 4096;
-const PRESENCE: u64 = 2 * SLOT;
-const HEADER: usize = 256;
-const HASHED: usize = 224;
-const NAME: std::ops::Range<usize> = 66..130;
-const USE: std::ops::Range<usize> = 136..152;
-const BITMAPS: std::ops::Range<usize> = 160..192;
+const SLOT_BYTES: u64 = 4096;
+const PRESENCE_OFFSET: u64 = 2 * SLOT_BYTES;
+const HEADER_BYTES: usize = 256;
+const HASHED_BYTES: usize = 224;
+const NAME_RANGE: std::ops::Range<usize> = 66..130;
+const USE_ID_RANGE: std::ops::Range<usize> = 136..152;
+const BITMAP_HASH_RANGE: std::ops::Range<usize> = 160..192;
 /// Pages that are cheaper to write each for itself than with a sync for all.
-const FEW: usize = 2;
+const DIRECT_WRITE_MAX_PAGES: usize = 2;
 
 /// The state of the bitmaps behind a header, in its flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Rest {
+enum MapState {
     /// In use: presence may be behind, the dirty set means nothing.
     InUse = 0,
-    /// At rest, and the bitmaps have this checksum.
+    /// At state, and the bitmaps have this checksum.
     Clean = 1,
     /// Never used: both bitmaps are empty.
     Fresh = 2,
     /// As `Clean`, but what guests wrote before may be lost: none of them may go on.
-    Strange = 3,
+    GuestsUnknown = 3,
 }
 
 /// Names one use of a mirror, from a start to its clean stop. Processes that are killed in between and
@@ -90,10 +90,10 @@ pub(crate) struct MapFile {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     sequence: u64,
-    rest: Rest,
+    state: MapState,
     /// The use that is going on, or the last one.
     use_id: UseId,
-    /// The checksum of the bitmaps, at rest.
+    /// The checksum of the bitmaps, at state.
     bitmaps: [u8; 32],
 }
 
@@ -108,7 +108,8 @@ impl MapFile {
             .truncate(true)
             .mode(0o600)
             .open(&fresh)?;
-        let header = Header { sequence: 1, rest: Rest::Fresh, use_id: [0; 16], bitmaps: [0; 32] };
+        let header =
+            Header { sequence: 1, state: MapState::Fresh, use_id: [0; 16], bitmaps: [0; 32] };
         file.write_all(&encode(&identity, header))?;
         // All of it now: a flush must not fail later for want of space.
         allocate(&file, file_len(&Layout::new(identity.geometry)))?;
@@ -126,8 +127,8 @@ impl MapFile {
         // A killed process may have left a header that is not durable: the next one goes to the other slot,
         // and a power cut must not take both.
         file.sync_data()?;
-        let slots = [0, SLOT].map(|offset| {
-            let mut bytes = [0; HEADER];
+        let slots = [0, SLOT_BYTES].map(|offset| {
+            let mut bytes = [0; HEADER_BYTES];
             read_up_to(&file, &mut bytes, offset)
                 .map_err(MapError::from)
                 .and_then(|()| decode(&bytes))
@@ -160,19 +161,19 @@ impl MapFile {
 
     /// Whether a guest that ran before the stop may go on: nothing that it wrote is lost.
     pub(crate) fn knows_guests(&self) -> bool {
-        matches!(self.header.rest, Rest::Clean | Rest::Fresh)
+        matches!(self.header.state, MapState::Clean | MapState::Fresh)
     }
 
     /// Whether the last process stopped in good order.
     pub(crate) fn is_clean(&self) -> bool {
-        self.header.rest != Rest::InUse
+        self.header.state != MapState::InUse
     }
 
     /// Reads which regions may differ from the parent.
-    pub(crate) fn intent(&self, layout: &Layout) -> io::Result<Intent> {
-        let mut bytes = vec![0; Intent::bytes_for(layout)];
+    pub(crate) fn intent(&self, layout: &Layout) -> io::Result<WriteIntent> {
+        let mut bytes = vec![0; WriteIntent::bytes_for(layout)];
         self.file.read_exact_at(&mut bytes, intent_at(layout))?;
-        Ok(Intent::new(&bytes))
+        Ok(WriteIntent::new(&bytes))
     }
 
     /// Makes the bits of regions durable.
@@ -194,19 +195,19 @@ impl MapFile {
         let mut checksum = blake3::Hasher::new();
         let mut page = vec![0; PAGE_BYTES];
         for index in 0..presence.bytes() / PAGE_BYTES as u64 {
-            self.file.read_exact_at(&mut page, PRESENCE + index * PAGE_BYTES as u64)?;
+            self.file.read_exact_at(&mut page, PRESENCE_OFFSET + index * PAGE_BYTES as u64)?;
             checksum.update(&page);
             presence.load_page(index, &page);
         }
         if presence.any_from(layout.block_count()) {
             return Err(MapError::Damaged("a block beyond the disk's end is present"));
         }
-        if self.header.rest == Rest::Fresh {
+        if self.header.state == MapState::Fresh {
             // Then the header that said otherwise is gone.
             let empty = presence.local_bytes() == 0;
             return empty.then_some(()).ok_or(MapError::Damaged("its header is lost"));
         }
-        if self.header.rest == Rest::InUse {
+        if self.header.state == MapState::InUse {
             let intent = self.intent(layout)?;
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
                 if intent.covers_any(layout.span_of(ChunkIndex(chunk))) {
@@ -216,7 +217,7 @@ impl MapFile {
             return Ok(());
         }
         let mut bytes = vec![0; dirty_len(layout)];
-        self.file.read_exact_at(&mut bytes, PRESENCE + presence.bytes())?;
+        self.file.read_exact_at(&mut bytes, PRESENCE_OFFSET + presence.bytes())?;
         checksum.update(&bytes);
         if checksum.finalize() != self.header.bitmaps {
             return Err(MapError::Damaged("the checksum of its bitmaps is wrong"));
@@ -238,10 +239,10 @@ impl MapFile {
     /// A few pages, as most flushes have, are written straight to the disk. The file is allocated, so
     /// that takes no commit of the file system's journal; many pages share one.
     pub(crate) fn write_pages(&self, pages: &[Page]) -> io::Result<()> {
-        let few = pages.len() <= FEW;
+        let few = pages.len() <= DIRECT_WRITE_MAX_PAGES;
         let file = if few { &self.direct } else { &self.file };
         for page in pages {
-            file.write_all_at(&page.bytes, PRESENCE + page.index * PAGE_BYTES as u64)?;
+            file.write_all_at(&page.bytes, PRESENCE_OFFSET + page.index * PAGE_BYTES as u64)?;
         }
         if few { Ok(()) } else { self.file.sync_data() }
     }
@@ -249,10 +250,10 @@ impl MapFile {
     /// Notes durably that a use of the mirror begins: what follows may end uncleanly.
     pub(crate) fn begin(&mut self, use_id: UseId) -> io::Result<()> {
         self.header.use_id = use_id;
-        self.write_header(Rest::InUse, [0; 32])
+        self.write_header(MapState::InUse, [0; 32])
     }
 
-    /// Notes durably that the mirror is at rest with these changed chunks, and whether guests that ran
+    /// Notes durably that the mirror is at state with these changed chunks, and whether guests that ran
     /// may go on. The presence pages must be written already.
     pub(crate) fn end(
         &mut self,
@@ -265,25 +266,25 @@ impl MapFile {
         for chunk in dirty {
             bytes[(chunk / 8) as usize] |= 1 << (chunk % 8);
         }
-        self.file.write_all_at(&bytes, PRESENCE + presence.bytes())?;
+        self.file.write_all_at(&bytes, PRESENCE_OFFSET + presence.bytes())?;
         self.file.sync_data()?;
         let mut checksum = blake3::Hasher::new();
         // Of what the file holds: a fetch may set bits until the very end of the process.
         let mut page = vec![0; PAGE_BYTES];
         for index in 0..presence.bytes() / PAGE_BYTES as u64 {
-            self.file.read_exact_at(&mut page, PRESENCE + index * PAGE_BYTES as u64)?;
+            self.file.read_exact_at(&mut page, PRESENCE_OFFSET + index * PAGE_BYTES as u64)?;
             checksum.update(&page);
         }
         checksum.update(&bytes);
-        let rest = if knows_guests { Rest::Clean } else { Rest::Strange };
-        self.write_header(rest, *checksum.finalize().as_bytes())
+        let state = if knows_guests { MapState::Clean } else { MapState::GuestsUnknown };
+        self.write_header(state, *checksum.finalize().as_bytes())
     }
 
-    fn write_header(&mut self, rest: Rest, bitmaps: [u8; 32]) -> io::Result<()> {
+    fn write_header(&mut self, state: MapState, bitmaps: [u8; 32]) -> io::Result<()> {
         let sequence = self.header.sequence + 1;
-        let header = Header { sequence, rest, use_id: self.header.use_id, bitmaps };
+        let header = Header { sequence, state, use_id: self.header.use_id, bitmaps };
         let bytes = encode(&self.identity, header);
-        self.file.write_all_at(&bytes, if header.sequence % 2 == 1 { 0 } else { SLOT })?;
+        self.file.write_all_at(&bytes, if header.sequence % 2 == 1 { 0 } else { SLOT_BYTES })?;
         self.file.sync_data()?;
         self.header = header;
         Ok(())
@@ -301,15 +302,15 @@ fn dirty_len(layout: &Layout) -> usize {
 
 /// Where the bits of regions begin: a page of their own, which is written in one piece.
 fn intent_at(layout: &Layout) -> u64 {
-    let dirty = PRESENCE + Presence::bytes_for(layout.block_count());
-    (dirty + dirty_len(layout) as u64).next_multiple_of(SLOT)
+    let dirty = PRESENCE_OFFSET + Presence::bytes_for(layout.block_count());
+    (dirty + dirty_len(layout) as u64).next_multiple_of(SLOT_BYTES)
 }
 
 fn file_len(layout: &Layout) -> u64 {
-    intent_at(layout) + (Intent::bytes_for(layout) as u64).next_multiple_of(SLOT)
+    intent_at(layout) + (WriteIntent::bytes_for(layout) as u64).next_multiple_of(SLOT_BYTES)
 }
 
-/// Reads as much as the file has; the rest of `bytes` is zero.
+/// Reads as much as the file has; the state of `bytes` is zero.
 fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
     let mut done = 0;
     while done < bytes.len() {
@@ -324,35 +325,35 @@ fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
     Ok(())
 }
 
-fn encode(identity: &Identity, header: Header) -> [u8; HEADER] {
-    let mut bytes = [0; HEADER];
+fn encode(identity: &Identity, header: Header) -> [u8; HEADER_BYTES] {
+    let mut bytes = [0; HEADER_BYTES];
     bytes[0..8].copy_from_slice(MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
-    bytes[12..16].copy_from_slice(&(header.rest as u32).to_le_bytes());
+    bytes[12..16].copy_from_slice(&(header.state as u32).to_le_bytes());
     bytes[16..24].copy_from_slice(&header.sequence.to_le_bytes());
     bytes[24..40].copy_from_slice(identity.mirror.as_bytes());
     bytes[40..48].copy_from_slice(&identity.geometry.size().to_le_bytes());
     bytes[48..52].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
-    bytes[52..56].copy_from_slice(&(BLOCK as u32).to_le_bytes());
+    bytes[52..56].copy_from_slice(&(BLOCK_BYTES as u32).to_le_bytes());
     bytes[56..64].copy_from_slice(&identity.origin.to_le_bytes());
     let name = identity.image.as_str().as_bytes();
     bytes[64..66].copy_from_slice(&(name.len() as u16).to_le_bytes());
-    bytes[NAME][..name.len()].copy_from_slice(name);
-    bytes[USE].copy_from_slice(&header.use_id);
-    bytes[BITMAPS].copy_from_slice(&header.bitmaps);
-    let hash = blake3::hash(&bytes[..HASHED]);
-    bytes[HASHED..].copy_from_slice(hash.as_bytes());
+    bytes[NAME_RANGE][..name.len()].copy_from_slice(name);
+    bytes[USE_ID_RANGE].copy_from_slice(&header.use_id);
+    bytes[BITMAP_HASH_RANGE].copy_from_slice(&header.bitmaps);
+    let hash = blake3::hash(&bytes[..HASHED_BYTES]);
+    bytes[HASHED_BYTES..].copy_from_slice(hash.as_bytes());
     bytes
 }
 
-fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
+fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
     let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
     let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
     if &bytes[0..8] != MAGIC {
         return Err(MapError::Damaged("no map header"));
     }
-    if blake3::hash(&bytes[..HASHED])
-        != blake3::Hash::from_bytes(bytes[HASHED..].try_into().expect("32 bytes"))
+    if blake3::hash(&bytes[..HASHED_BYTES])
+        != blake3::Hash::from_bytes(bytes[HASHED_BYTES..].try_into().expect("32 bytes"))
     {
         return Err(MapError::Damaged("its header's checksum is wrong"));
     }
@@ -362,25 +363,25 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
     if u32_at(8) < VERSION {
         return Err(MapError::Older(u32_at(8)));
     }
-    if u64::from(u32_at(52)) != BLOCK {
+    if u64::from(u32_at(52)) != BLOCK_BYTES {
         return Err(MapError::Damaged("an unknown block size"));
     }
     let mirror: [u8; 16] = bytes[24..40].try_into().expect("16 bytes");
     let geometry = Geometry::new(u64_at(40), u32_at(48))
         .map_err(|_| MapError::Damaged("an impossible disk size"))?;
     let length = usize::from(u16::from_le_bytes(bytes[64..66].try_into().expect("two bytes")));
-    let image = bytes[NAME]
+    let image = bytes[NAME_RANGE]
         .get(..length)
         .and_then(|name| std::str::from_utf8(name).ok())
         .and_then(|name| name.parse().ok())
         .ok_or(MapError::Damaged("an impossible image name"))?;
     let identity =
         Identity { mirror: MirrorId::from_bytes(mirror), image, geometry, origin: u64_at(56) };
-    let rest = match u32_at(12) {
-        0 => Rest::InUse,
-        1 => Rest::Clean,
-        2 => Rest::Fresh,
-        3 => Rest::Strange,
+    let state = match u32_at(12) {
+        0 => MapState::InUse,
+        1 => MapState::Clean,
+        2 => MapState::Fresh,
+        3 => MapState::GuestsUnknown,
         _ => return Err(MapError::Damaged("an unknown state")),
     };
     let sequence = u64_at(16);
@@ -388,13 +389,13 @@ fn decode(bytes: &[u8; HEADER]) -> Result<(Identity, Header), MapError> {
     if sequence > u64::MAX / 2 {
         return Err(MapError::Damaged("an impossible sequence number"));
     }
-    let bitmaps = bytes[BITMAPS].try_into().expect("32 bytes");
-    let use_id = bytes[USE].try_into().expect("16 bytes");
-    Ok((identity, Header { sequence, rest, use_id, bitmaps }))
+    let bitmaps = bytes[BITMAP_HASH_RANGE].try_into().expect("32 bytes");
+    let use_id = bytes[USE_ID_RANGE].try_into().expect("16 bytes");
+    Ok((identity, Header { sequence, state, use_id, bitmaps }))
 }
 
 #[cfg(test)]
-mod power_cut;
+mod power_cut_tests;
 
 #[cfg(test)]
 mod tests {
@@ -404,8 +405,10 @@ mod tests {
     use cairn_store::{Geometry, MirrorId};
     use tempfile::TempDir;
 
-    use super::{Header, Identity, MapError, MapFile, PRESENCE, Rest, SLOT, decode, encode};
-    use crate::mirror::epoch::EpochState;
+    use super::{
+        Header, Identity, MapError, MapFile, MapState, PRESENCE_OFFSET, SLOT_BYTES, decode, encode,
+    };
+    use crate::mirror::epoch::record::EpochRecord;
     use crate::mirror::layout::{Blocks, Layout, Span};
     use crate::mirror::presence::Presence;
 
@@ -418,11 +421,14 @@ mod tests {
         }
     }
 
-    pub(super) fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochState), MapError> {
+    pub(super) fn load(
+        map: &MapFile,
+        layout: &Layout,
+    ) -> Result<(Presence, EpochRecord), MapError> {
         let presence = Presence::absent(layout.block_count()).unwrap();
-        let state = EpochState::private(layout.chunk_count()).unwrap();
-        map.load(layout, &presence, &state.dirty)?;
-        Ok((presence, state))
+        let record = EpochRecord::private(layout.chunk_count()).unwrap();
+        map.load(layout, &presence, &record.dirty)?;
+        Ok((presence, record))
     }
 
     /// A fresh map that is in use.
@@ -437,8 +443,8 @@ mod tests {
     #[test]
     fn presence_and_changes_survive_a_clean_stop() {
         let (_dir, path, layout, mut map) = in_use();
-        let (presence, state) = load(&map, &layout).unwrap();
-        assert_eq!(state.dirty.len(), 0);
+        let (presence, record) = load(&map, &layout).unwrap();
+        assert_eq!(record.dirty.len(), 0);
         presence.set(Blocks { first: 100, count: 50 });
         map.write_pages(&presence.take_changed()).unwrap();
         map.end(&presence, &layout, [0, 9, 4095].into_iter(), true).unwrap();
@@ -446,7 +452,7 @@ mod tests {
         assert_eq!(map.identity(), &identity());
         assert!(map.is_clean() && map.knows_guests());
         assert_eq!(map.use_id(), &[1; 16]);
-        let (presence, EpochState { dirty, .. }) = load(&map, &layout).unwrap();
+        let (presence, EpochRecord { dirty, .. }) = load(&map, &layout).unwrap();
         assert!(presence.all(Blocks { first: 100, count: 50 }));
         assert!(!presence.get(99));
         assert_eq!(presence.local_bytes(), 50 * 4096);
@@ -467,7 +473,7 @@ mod tests {
         drop(map);
         let map = MapFile::open(&path).unwrap();
         assert!(!map.is_clean());
-        let (_, EpochState { dirty, .. }) = load(&map, &layout).unwrap();
+        let (_, EpochRecord { dirty, .. }) = load(&map, &layout).unwrap();
         assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 10]);
     }
 
@@ -476,7 +482,7 @@ mod tests {
     fn a_torn_header_leaves_the_one_before_it() {
         let (_dir, path, _, map) = in_use();
         assert!(!MapFile::open(&path).unwrap().is_clean());
-        map.file.write_all_at(&[0xff; 100], SLOT + 50).unwrap();
+        map.file.write_all_at(&[0xff; 100], SLOT_BYTES + 50).unwrap();
         assert!(MapFile::open(&path).unwrap().is_clean(), "the older header counts again");
         map.file.write_all_at(&[0xff; 100], 50).unwrap();
         assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
@@ -490,9 +496,9 @@ mod tests {
         let stopped = MapFile::open(&path).unwrap();
         assert!(stopped.is_clean() && !stopped.knows_guests());
         assert!(load(&stopped, &layout).is_ok());
-        map.file.write_all_at(&[1], PRESENCE + 77).unwrap();
+        map.file.write_all_at(&[1], PRESENCE_OFFSET + 77).unwrap();
         assert!(matches!(load(&MapFile::open(&path).unwrap(), &layout), Err(MapError::Damaged(_))));
-        map.file.set_len(PRESENCE + 4096).unwrap();
+        map.file.set_len(PRESENCE_OFFSET + 4096).unwrap();
         assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
     }
 
@@ -518,8 +524,12 @@ mod tests {
 
     #[test]
     fn a_sequence_number_that_has_none_behind_it_is_refused() {
-        let header =
-            |sequence| Header { sequence, rest: Rest::InUse, use_id: [0; 16], bitmaps: [0; 32] };
+        let header = |sequence| Header {
+            sequence,
+            state: MapState::InUse,
+            use_id: [0; 16],
+            bitmaps: [0; 32],
+        };
         assert!(decode(&encode(&identity(), header(u64::MAX / 2))).is_ok());
         let last = decode(&encode(&identity(), header(u64::MAX)));
         assert!(matches!(last, Err(MapError::Damaged(_))));

@@ -1,4 +1,4 @@
-//! Epochs: which writes a checkpoint holds.
+//! EpochFiles: which writes a checkpoint holds.
 //!
 //! A write takes a *ticket* of the current epoch before it is submitted and gives it back when it
 //! completes. The snapshot of epoch e holds exactly the writes with tickets up to e. Since the
@@ -18,28 +18,29 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::bits::DirtySet;
-use super::epoch::{EpochState, Epochs};
-use super::journal::Journal;
-use super::layer::{Epoch, Layer};
+use crate::mirror::bits::DirtySet;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::record::{EpochFiles, EpochRecord};
+use crate::mirror::files::journal::Journal;
 
 /// The most frozen epochs that may wait to be published.
 pub(crate) const MAX_LAYERS: usize = 16;
 
 /// Ticket counters of each worker, indexed by epoch. More than [`MAX_LAYERS`], so that two epochs
 /// with tickets out never share a counter.
-const COUNTERS: u64 = 32;
+const TICKET_COUNTERS: u64 = 32;
 
 /// What a write needs to know of epochs; replaced as a whole.
-pub(crate) struct View {
+pub(crate) struct EpochView {
     generation: u64,
     pub(crate) epoch: Epoch,
-    state: Arc<EpochState>,
+    state: Arc<EpochRecord>,
     /// Frozen epochs that are not published, oldest first.
     pub(crate) layers: Vec<Arc<Layer>>,
 }
 
-impl View {
+impl EpochView {
     /// What this epoch changed so far.
     pub(crate) fn dirty(&self) -> &DirtySet {
         &self.state.dirty
@@ -48,51 +49,51 @@ impl View {
 
 /// The ticket counters of one worker, on cache lines of their own.
 #[repr(align(128))]
-struct Tickets([AtomicU64; COUNTERS as usize]);
+struct Tickets([AtomicU64; TICKET_COUNTERS as usize]);
 
 /// One worker's access to the epochs: its number and the view it saw last.
-pub(crate) struct Entrance {
+pub(crate) struct EpochHandle {
     worker: usize,
-    view: Arc<View>,
+    view: Arc<EpochView>,
 }
 
-impl Entrance {
+impl EpochHandle {
     /// The view that the last ticket belongs to.
-    pub(crate) fn view(&self) -> &Arc<View> {
+    pub(crate) fn view(&self) -> &Arc<EpochView> {
         &self.view
     }
 }
 
 /// How far storing the frozen epochs has come. Equal values mean that it did not get on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Progress {
+pub(crate) struct StoreProgress {
     pub(crate) layers: usize,
     pub(crate) done: u64,
 }
 
 /// The epochs of a mirror.
-pub(crate) struct Cut {
-    epochs: Epochs,
+pub(crate) struct EpochManager {
+    files: EpochFiles,
     pub(crate) journal: Arc<Journal>,
     generation: AtomicU64,
     epoch: AtomicU64,
-    current: Mutex<Arc<View>>,
+    current: Mutex<Arc<EpochView>>,
     tickets: Vec<Tickets>,
 }
 
-impl Cut {
+impl EpochManager {
     /// `state` is that of the current epoch, `layers` are those before it that are not published.
     pub(crate) fn new(
-        epochs: Epochs,
+        files: EpochFiles,
         journal: Arc<Journal>,
         workers: usize,
-        state: EpochState,
+        state: EpochRecord,
         layers: Vec<Arc<Layer>>,
-    ) -> Cut {
+    ) -> EpochManager {
         let epoch = state.epoch();
-        let view = View { generation: 0, epoch, state: Arc::new(state), layers };
-        Cut {
-            epochs,
+        let view = EpochView { generation: 0, epoch, state: Arc::new(state), layers };
+        EpochManager {
+            files,
             journal,
             generation: AtomicU64::new(0),
             epoch: AtomicU64::new(epoch.0),
@@ -103,33 +104,33 @@ impl Cut {
         }
     }
 
-    fn current(&self) -> MutexGuard<'_, Arc<View>> {
+    fn current(&self) -> MutexGuard<'_, Arc<EpochView>> {
         self.current.lock().expect("no code panics with the epochs locked")
     }
 
     /// The present view.
-    pub(crate) fn view(&self) -> Arc<View> {
+    pub(crate) fn view(&self) -> Arc<EpochView> {
         self.current().clone()
     }
 
-    pub(crate) fn entrance(&self, worker: usize) -> Entrance {
-        Entrance { worker, view: self.view() }
+    pub(crate) fn handle(&self, worker: usize) -> EpochHandle {
+        EpochHandle { worker, view: self.view() }
     }
 
-    /// Takes a ticket of the current epoch, which is then `entrance.view().epoch`. Also tells
+    /// Takes a ticket of the current epoch, which is then `epoch_handle.view().epoch`. Also tells
     /// whether a ticket of an older epoch was held for a moment: whoever looked for that epoch to
     /// settle just then has to look again.
-    pub(crate) fn enter(&self, entrance: &mut Entrance) -> (Epoch, bool) {
+    pub(crate) fn take_ticket(&self, epoch_handle: &mut EpochHandle) -> (Epoch, bool) {
         let mut stale = false;
         loop {
-            if self.generation.load(Ordering::SeqCst) != entrance.view.generation {
-                entrance.view = self.view();
+            if self.generation.load(Ordering::SeqCst) != epoch_handle.view.generation {
+                epoch_handle.view = self.view();
             }
-            let epoch = entrance.view.epoch;
-            let counter = self.counter(entrance.worker, epoch);
+            let epoch = epoch_handle.view.epoch;
+            let counter = self.counter(epoch_handle.worker, epoch);
             counter.fetch_add(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
-            if self.generation.load(Ordering::SeqCst) == entrance.view.generation {
+            if self.generation.load(Ordering::SeqCst) == epoch_handle.view.generation {
                 return (epoch, stale);
             }
             counter.fetch_sub(1, Ordering::SeqCst);
@@ -138,7 +139,7 @@ impl Cut {
     }
 
     /// Gives a ticket back. Returns whether a frozen epoch may have settled by that.
-    pub(crate) fn leave(&self, worker: usize, epoch: Epoch) -> bool {
+    pub(crate) fn return_ticket(&self, worker: usize, epoch: Epoch) -> bool {
         let before = self.counter(worker, epoch).fetch_sub(1, Ordering::SeqCst);
         debug_assert!(before > 0, "a ticket was given back twice");
         fence(Ordering::SeqCst);
@@ -146,7 +147,7 @@ impl Cut {
     }
 
     fn counter(&self, worker: usize, epoch: Epoch) -> &AtomicU64 {
-        &self.tickets[worker].0[(epoch.0 % COUNTERS) as usize]
+        &self.tickets[worker].0[(epoch.0 % TICKET_COUNTERS) as usize]
     }
 
     /// Whether no write of the layer's epoch is submitted any more.
@@ -169,7 +170,7 @@ impl Cut {
     /// Ends the current epoch: its dirty set becomes a layer. Constant time. `None` if
     /// [`MAX_LAYERS`] wait already.
     pub(crate) fn freeze(&self) -> io::Result<Option<Arc<Layer>>> {
-        let next = self.epochs.take()?;
+        let next = self.files.allocate()?;
         let mut current = self.current();
         if current.layers.len() == MAX_LAYERS {
             next.remove();
@@ -180,13 +181,16 @@ impl Cut {
         layers.push(layer.clone());
         let epoch = Epoch(current.epoch.0 + 1);
         next.begin(epoch);
-        self.replace(&mut current, View { generation: 0, epoch, state: Arc::new(next), layers });
+        self.replace(
+            &mut current,
+            EpochView { generation: 0, epoch, state: Arc::new(next), layers },
+        );
         Ok(Some(layer))
     }
 
-    /// Makes ready what the next [`Cut::freeze`] needs.
+    /// Makes ready what the next [`EpochManager::freeze`] needs.
     pub(crate) fn prepare(&self) -> io::Result<()> {
-        self.epochs.prepare()
+        self.files.prepare()
     }
 
     /// Removes `layer` and all before it, which it has absorbed: they are published.
@@ -217,10 +221,10 @@ impl Cut {
     }
 
     /// How far storing the frozen epochs has come.
-    pub(crate) fn progress(&self) -> Progress {
+    pub(crate) fn progress(&self) -> StoreProgress {
         let view = self.view();
         let done = view.layers.iter().map(|layer| layer.done_count()).sum();
-        Progress { layers: view.layers.len(), done }
+        StoreProgress { layers: view.layers.len(), done }
     }
 
     /// Gives a frozen epoch up: its snapshot cannot be had any more, and no write waits for it. Its changes
@@ -236,7 +240,7 @@ impl Cut {
         layer.set_failure(reason);
     }
 
-    /// As [`Cut::fail`], for the oldest one that is not given up already. One that is not settled has no
+    /// As [`EpochManager::fail`], for the oldest one that is not given up already. One that is not settled has no
     /// copies yet that anybody would wait for.
     pub(crate) fn fail_oldest(&self, reason: &str) {
         let view = self.view();
@@ -248,7 +252,7 @@ impl Cut {
 
     fn drop_layers(
         &self,
-        current: &mut MutexGuard<'_, Arc<View>>,
+        current: &mut MutexGuard<'_, Arc<EpochView>>,
         done: Vec<Arc<Layer>>,
         layers: Vec<Arc<Layer>>,
     ) {
@@ -259,19 +263,19 @@ impl Cut {
         let is_needed = |epoch| layers.iter().any(|layer| layer.epoch == epoch);
         let shortened = match layers.is_empty() {
             true => self.journal.clear(),
-            false => self.journal.tidy(is_needed),
+            false => self.journal.compact(is_needed),
         };
         if let Err(error) = shortened {
             tracing::error!(%error, "the journal of the mirror cannot be shortened");
         }
         let state = current.state.clone();
-        self.replace(current, View { generation: 0, epoch: current.epoch, state, layers });
+        self.replace(current, EpochView { generation: 0, epoch: current.epoch, state, layers });
     }
 
-    fn replace(&self, current: &mut MutexGuard<'_, Arc<View>>, view: View) {
+    fn replace(&self, current: &mut MutexGuard<'_, Arc<EpochView>>, view: EpochView) {
         let generation = current.generation + 1;
         self.epoch.store(view.epoch.0, Ordering::SeqCst);
-        **current = Arc::new(View { generation, ..view });
+        **current = Arc::new(EpochView { generation, ..view });
         self.generation.store(generation, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
@@ -281,59 +285,59 @@ impl Cut {
 mod tests {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-    use super::{Cut, Epoch, Epochs, Journal, MAX_LAYERS};
+    use super::{Epoch, EpochFiles, EpochManager, Journal, MAX_LAYERS};
 
-    fn cut() -> Cut {
-        let epochs = Epochs::private(100);
-        let state = epochs.take().unwrap();
+    fn manager() -> EpochManager {
+        let files = EpochFiles::private(100);
+        let state = files.allocate().unwrap();
         state.begin(Epoch(1));
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(&dir.path().join("journal")).unwrap();
-        Cut::new(epochs, journal.into(), 2, state, Vec::new())
+        EpochManager::new(files, journal.into(), 2, state, Vec::new())
     }
 
     #[test]
     fn a_layer_settles_when_its_last_ticket_is_back() {
-        let cut = cut();
-        let (mut a, mut b) = (cut.entrance(0), cut.entrance(1));
-        let (first, _) = cut.enter(&mut a);
-        let layer = cut.freeze().unwrap().unwrap();
-        assert!(!cut.settle(&layer));
-        let (second, _) = cut.enter(&mut b);
+        let epochs = manager();
+        let (mut a, mut b) = (epochs.handle(0), epochs.handle(1));
+        let (first, _) = epochs.take_ticket(&mut a);
+        let layer = epochs.freeze().unwrap().unwrap();
+        assert!(!epochs.settle(&layer));
+        let (second, _) = epochs.take_ticket(&mut b);
         assert!(second > first);
-        assert!(!cut.settle(&layer));
-        cut.leave(0, first);
-        assert!(cut.settle(&layer));
-        cut.leave(1, second);
+        assert!(!epochs.settle(&layer));
+        epochs.return_ticket(0, first);
+        assert!(epochs.settle(&layer));
+        epochs.return_ticket(1, second);
     }
 
     /// Real threads: while a worker holds a ticket, nobody finds that ticket's epoch settled.
     #[test]
     fn an_epoch_never_settles_while_a_ticket_of_it_is_out() {
-        let cut = cut();
+        let epochs = manager();
         let settled = AtomicU64::new(0);
         let (stop, broken) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             for worker in 0..2 {
-                let (cut, settled, stop, broken) = (&cut, &settled, &stop, &broken);
+                let (epochs, settled, stop, broken) = (&epochs, &settled, &stop, &broken);
                 scope.spawn(move || {
-                    let mut entrance = cut.entrance(worker);
+                    let mut epoch_handle = epochs.handle(worker);
                     while !stop.load(Ordering::Relaxed) {
-                        let (epoch, _) = cut.enter(&mut entrance);
+                        let (epoch, _) = epochs.take_ticket(&mut epoch_handle);
                         if (0..10).any(|_| settled.load(Ordering::SeqCst) >= epoch.0) {
                             broken.store(true, Ordering::SeqCst);
                         }
-                        cut.leave(worker, epoch);
+                        epochs.return_ticket(worker, epoch);
                     }
                 });
             }
             for _ in 0..2_000 {
-                let layer = cut.freeze().unwrap().unwrap();
-                while !cut.settle(&layer) {
+                let layer = epochs.freeze().unwrap().unwrap();
+                while !epochs.settle(&layer) {
                     std::thread::yield_now();
                 }
                 settled.store(layer.epoch.0, Ordering::SeqCst);
-                cut.publish(&layer);
+                epochs.publish(&layer);
             }
             stop.store(true, Ordering::Relaxed);
         });
@@ -342,37 +346,37 @@ mod tests {
 
     #[test]
     fn the_number_of_waiting_layers_is_bounded() {
-        let cut = cut();
+        let epochs = manager();
         for _ in 0..MAX_LAYERS {
-            assert!(cut.freeze().unwrap().is_some());
+            assert!(epochs.freeze().unwrap().is_some());
         }
-        assert!(cut.freeze().unwrap().is_none());
+        assert!(epochs.freeze().unwrap().is_none());
     }
 
     #[test]
     fn a_failed_layer_joins_the_current_epoch_unless_a_later_one_waits() {
-        let cut = cut();
-        cut.view().dirty().insert(1);
-        let first = cut.freeze().unwrap().unwrap();
-        cut.view().dirty().insert(2);
-        let second = cut.freeze().unwrap().unwrap();
-        cut.give_up(&first);
-        assert_eq!(cut.view().layers.len(), 2, "the second absorbs the first");
-        cut.view().dirty().insert(3);
-        cut.give_up(&second);
-        assert!(cut.view().layers.is_empty());
-        assert_eq!(cut.view().dirty().iter().collect::<Vec<_>>(), [1, 2, 3]);
+        let epochs = manager();
+        epochs.view().dirty().insert(1);
+        let first = epochs.freeze().unwrap().unwrap();
+        epochs.view().dirty().insert(2);
+        let second = epochs.freeze().unwrap().unwrap();
+        epochs.give_up(&first);
+        assert_eq!(epochs.view().layers.len(), 2, "the second absorbs the first");
+        epochs.view().dirty().insert(3);
+        epochs.give_up(&second);
+        assert!(epochs.view().layers.is_empty());
+        assert_eq!(epochs.view().dirty().iter().collect::<Vec<_>>(), [1, 2, 3]);
     }
 
     #[test]
     fn a_published_layer_takes_the_ones_it_absorbed_along() {
-        let cut = cut();
-        let first = cut.freeze().unwrap().unwrap();
-        let second = cut.freeze().unwrap().unwrap();
-        let third = cut.freeze().unwrap().unwrap();
-        cut.give_up(&first);
-        cut.publish(&second);
-        let left: Vec<_> = cut.view().layers.iter().map(|layer| layer.epoch).collect();
+        let epochs = manager();
+        let first = epochs.freeze().unwrap().unwrap();
+        let second = epochs.freeze().unwrap().unwrap();
+        let third = epochs.freeze().unwrap().unwrap();
+        epochs.give_up(&first);
+        epochs.publish(&second);
+        let left: Vec<_> = epochs.view().layers.iter().map(|layer| layer.epoch).collect();
         assert_eq!(left, [third.epoch]);
     }
 }

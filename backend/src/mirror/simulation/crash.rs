@@ -7,26 +7,27 @@ use std::sync::Arc;
 use cairn_store::SnapshotState;
 use tempfile::TempDir;
 
-use super::kernel::{Kind, Operation};
+use super::kernel::{Operation, OperationKind};
 use super::ring::Write;
-use super::{CHUNKS, Plant, WORKERS, World, ring};
-use crate::mirror::copies::{Arena, Places, Shelf};
-use crate::mirror::cut::Cut;
-use crate::mirror::epoch::Epochs;
+use super::{CHUNKS, PlantedBug, WORKERS, World, ring};
+use crate::mirror::cow::{BufferPool, CowMemory, RangeAllocator};
+use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::manager::EpochManager;
+use crate::mirror::epoch::record::EpochFiles;
+use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
-use crate::mirror::intent::Intent;
-use crate::mirror::journal::Journal;
-use crate::mirror::layer::{Epoch, Layer};
-use crate::mirror::layout::{BLOCK, Layout};
+use crate::mirror::files::journal::Journal;
+use crate::mirror::intent::WriteIntent;
+use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::Presence;
-use crate::mirror::recovery::{Recovered, recover};
-use crate::mirror::{Mirror, Room};
+use crate::mirror::{CowSpace, Mirror};
 
 /// The mirror that a process finds in `dir`, and the checkpoints that it has to go on with.
 pub(super) fn open(
     dir: &TempDir,
     layout: Layout,
-    (shelf, passage): (u64, u64),
+    (cow_blocks, spill_buffers): (u64, u64),
     states: &HashMap<u64, SnapshotState>,
 ) -> (Mirror, Vec<Arc<Layer>>) {
     let file = |name: &str| {
@@ -38,32 +39,32 @@ pub(super) fn open(
     presence.set_len(Presence::shared_len(layout.block_count())).unwrap();
     let presence = Presence::shared(&presence, 0, layout.block_count()).unwrap();
     presence.recount();
-    let (epochs, mut found) = Epochs::open(dir.path(), CHUNKS).unwrap();
+    let (files, mut found) = EpochFiles::open(dir.path(), CHUNKS).unwrap();
     if found.is_empty() {
-        found.push(epochs.take().unwrap());
+        found.push(files.allocate().unwrap());
         found[0].begin(Epoch(1));
     }
-    let room = Room {
-        shelf: Shelf::new(file("shelf"), shelf * BLOCK).unwrap(),
-        passage: Arena::new((passage * BLOCK) as usize),
-        spill: Places::new(200 * BLOCK),
+    let room = CowSpace {
+        memory: CowMemory::new(file("cow-memory"), cow_blocks * BLOCK_BYTES).unwrap(),
+        spill_buffers: BufferPool::new((spill_buffers * BLOCK_BYTES) as usize),
+        spill: RangeAllocator::new(200 * BLOCK_BYTES),
     };
     let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
     let Recovered { current, layers, resumed } =
         recover(found, &journal, &layout, &room, |number| states.get(&number).copied()).unwrap();
-    let cut = Cut::new(epochs, journal, WORKERS, current, layers);
+    let epochs = EpochManager::new(files, journal, WORKERS, current, layers);
     let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
-    let (intent, events) = (Intent::new(&intent), Events::new(Vec::new()));
-    (Mirror::new(layout, presence, intent, cut, room, events), resumed)
+    let (intent, events) = (WriteIntent::new(&intent), Events::new(Vec::new()));
+    (Mirror::new(layout, presence, intent, epochs, room, events), resumed)
 }
 
 impl World {
     /// What the kernel has in its hands lands or not; all else of the process is gone.
-    fn die(&mut self) {
-        self.deaths += 1;
+    fn crash(&mut self) {
+        self.crashes += 1;
         for Operation { kind, left, .. } in std::mem::take(&mut self.kernel) {
             match kind {
-                Kind::Write { job, mut permit, .. } => {
+                OperationKind::Write { job, mut permit, .. } => {
                     permit.returned = true;
                     let Write { span, version } = job.write;
                     for block in left {
@@ -76,18 +77,20 @@ impl World {
                         self.torn[block as usize].push((permit.epoch, version));
                     }
                 }
-                Kind::Fill { .. } => {
+                OperationKind::Fill { .. } => {
                     for block in left {
                         if self.rng.chance(50) {
                             self.disk[block as usize] = self.parent[block as usize];
                         }
                     }
                 }
-                Kind::Copy { .. } | Kind::Spill { .. } | Kind::Persist { .. } => {}
+                OperationKind::Copy { .. }
+                | OperationKind::Spill { .. }
+                | OperationKind::Persist { .. } => {}
             }
         }
         self.parked.iter_mut().for_each(Vec::clear);
-        if self.plant == Some(Plant::LostRecord) {
+        if self.planted_bug == Some(PlantedBug::LostRecord) {
             let path = self.dir.path().join("journal");
             let journal = OpenOptions::new().write(true).open(path).unwrap();
             let len = journal.metadata().unwrap().len();
@@ -97,21 +100,21 @@ impl World {
         let (mirror, resumed) = open(&self.dir, self.layout, self.room, &self.states);
         self.mirror = mirror;
         self.commits = resumed;
-        let entrance = |worker| self.mirror.cut.entrance(worker);
-        self.entrances = (0..WORKERS).map(entrance).collect();
+        let epoch_handle = |worker| self.mirror.epochs.handle(worker);
+        self.epoch_handles = (0..WORKERS).map(epoch_handle).collect();
         self.queues = ring::open(&self.ledgers, &self.rings);
-        if self.plant == Some(Plant::LostLedgerEntry) {
+        if self.planted_bug == Some(PlantedBug::LostLedgerEntry) {
             self.queues[0].lose_one(&self.rings[0]);
             self.queues = ring::open(&self.ledgers, &self.rings);
         }
     }
 
     /// Whether the process dies now, as in so many of a thousand cases. The next one has taken over then.
-    pub(super) fn dies(&mut self, per_mille: u64) -> bool {
-        let dies = !self.calm && self.rng.below(1000) < per_mille;
-        if dies {
-            self.die();
+    pub(super) fn crashes_now(&mut self, per_mille: u64) -> bool {
+        let crashes = !self.calm && self.rng.below(1000) < per_mille;
+        if crashes {
+            self.crash();
         }
-        dies
+        crashes
     }
 }

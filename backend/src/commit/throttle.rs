@@ -11,19 +11,19 @@ use std::time::{Duration, Instant};
 use crate::counters::Counters;
 
 /// A guest that has sent nothing for this long is idle.
-const IDLE: Duration = Duration::from_millis(5);
+const GUEST_IDLE_AFTER: Duration = Duration::from_millis(5);
 
 /// The longest time that a bounded rate may be exceeded for.
-const BURST: Duration = Duration::from_millis(100);
+const MAX_BURST: Duration = Duration::from_millis(100);
 
-pub(crate) struct Pace {
+pub(crate) struct CommitThrottle {
     /// Bytes a second; 0 is unbounded.
     rate: u64,
     /// When the bytes that were let through are within the rate.
     due: Mutex<Option<Instant>>,
     guest: Mutex<Guest>,
     /// Held by the one operation that goes to the disk while the guest is busy.
-    turn: Mutex<()>,
+    exclusive: Mutex<()>,
 }
 
 /// What is known about the guest.
@@ -32,11 +32,16 @@ struct Guest {
     active: Option<Instant>,
 }
 
-impl Pace {
+impl CommitThrottle {
     /// At most `rate` bytes a second, or any number if it is 0.
-    pub(crate) fn new(rate: u64) -> Pace {
+    pub(crate) fn new(rate: u64) -> CommitThrottle {
         let guest = Guest { requests: 0, active: None };
-        Pace { rate, due: Mutex::default(), guest: Mutex::new(guest), turn: Mutex::default() }
+        CommitThrottle {
+            rate,
+            due: Mutex::default(),
+            guest: Mutex::new(guest),
+            exclusive: Mutex::default(),
+        }
     }
 
     /// How long to wait before this many more bytes are stored. Who asks has to wait.
@@ -46,7 +51,7 @@ impl Pace {
         }
         let now = Instant::now();
         let mut due = lock(&self.due);
-        let from = due.map_or(now, |due| due.max(now - BURST));
+        let from = due.map_or(now, |due| due.max(now - MAX_BURST));
         *due = Some(from + Duration::from_secs_f64(bytes as f64 / self.rate as f64));
         from.saturating_duration_since(now)
     }
@@ -60,55 +65,55 @@ impl Pace {
             guest.requests = requests;
             guest.active = Some(now);
         }
-        guest.active.is_some_and(|active| now.duration_since(active) < IDLE)
+        guest.active.is_some_and(|active| now.duration_since(active) < GUEST_IDLE_AFTER)
     }
 
-    /// Runs an operation on the disk: at once, or in its turn if the guest is busy.
+    /// Runs an operation on the disk: at once, or in its exclusive if the guest is busy.
     pub(crate) fn run<T>(&self, counters: &Counters, operation: impl FnOnce() -> T) -> T {
         if !self.is_guest_busy(counters) {
             return operation();
         }
-        let _turn = lock(&self.turn);
+        let _exclusive = lock(&self.exclusive);
         operation()
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("no code panics with a lock of the pace held")
+    mutex.lock().expect("no code panics with a lock of the throttle held")
 }
 
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
 
-    use super::{IDLE, Pace};
+    use super::{CommitThrottle, GUEST_IDLE_AFTER};
     use crate::counters::{Class, Counters};
 
     #[test]
     fn a_rate_is_kept_over_time_with_a_short_burst() {
-        let pace = Pace::new(1_000_000);
+        let throttle = CommitThrottle::new(1_000_000);
         let (begin, mut delay) = (Instant::now(), Duration::ZERO);
         for _ in 0..10 {
-            delay = pace.delay(1_000_000);
+            delay = throttle.delay(1_000_000);
         }
         // What has passed meanwhile need not be waited for.
         let end = delay + begin.elapsed();
         assert!(delay.as_secs_f64() <= 9.01 && end.as_secs_f64() >= 8.8, "{delay:?}, {end:?}");
-        assert_eq!(Pace::new(0).delay(u64::MAX), Duration::ZERO);
+        assert_eq!(CommitThrottle::new(0).delay(u64::MAX), Duration::ZERO);
     }
 
     #[test]
     fn a_guest_is_busy_with_requests_under_way_and_shortly_after() {
-        let (pace, counters) = (Pace::new(0), Counters::new(1));
-        assert!(!pace.is_guest_busy(&counters));
+        let (throttle, counters) = (CommitThrottle::new(0), Counters::new(1));
+        assert!(!throttle.is_guest_busy(&counters));
         counters.queues[0].taken.add(1);
-        assert!(pace.is_guest_busy(&counters));
-        std::thread::sleep(2 * IDLE);
-        assert!(pace.is_guest_busy(&counters), "it still waits");
+        assert!(throttle.is_guest_busy(&counters));
+        std::thread::sleep(2 * GUEST_IDLE_AFTER);
+        assert!(throttle.is_guest_busy(&counters), "it still waits");
         let begin = Instant::now();
         counters.queues[0].answer(Class::Read, Duration::ZERO);
-        assert!(pace.is_guest_busy(&counters) || begin.elapsed() >= IDLE);
-        std::thread::sleep(2 * IDLE);
-        assert!(!pace.is_guest_busy(&counters));
+        assert!(throttle.is_guest_busy(&counters) || begin.elapsed() >= GUEST_IDLE_AFTER);
+        std::thread::sleep(2 * GUEST_IDLE_AFTER);
+        assert!(!throttle.is_guest_busy(&counters));
     }
 }

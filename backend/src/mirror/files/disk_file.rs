@@ -12,11 +12,11 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::layout::Span;
 use crate::mapping::Buffer;
+use crate::mirror::layout::Span;
 
 /// How long a lock may outlive its process.
-const PATIENCE: Duration = Duration::from_secs(2);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The alignment of addresses, offsets and lengths that a file wants for direct I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,7 +166,7 @@ impl DiskFile {
 /// Locks a file that a process which was killed may have for another moment. `WouldBlock` if somebody has
 /// it for longer.
 pub(crate) fn lock(file: &File) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
     while let Err(error) = file.try_lock() {
         let error = io::Error::from(error);
         if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
@@ -185,7 +185,7 @@ pub(crate) fn allocate(file: &File, len: u64) -> io::Result<()> {
 /// Makes a file at least `offset + len` bytes long, with space for the last `len` of them.
 pub(crate) fn allocate_more(file: &File, offset: u64, len: u64) -> io::Result<()> {
     #[cfg(test)]
-    super::simulation::space::take_for_file(len)?;
+    crate::mirror::simulation::space::take_for_file(len)?;
     // SAFETY: no memory is passed; the descriptor is open as long as `file`.
     let result = unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, len as i64) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

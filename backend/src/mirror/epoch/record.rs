@@ -18,15 +18,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cairn_store::{Consistency, NewSnapshot};
 
-use super::bits::{Bits, DirtySet};
-use super::disk::allocate;
-use super::layer::Epoch;
-use crate::mapping::{PAGE, Words};
+use super::Epoch;
+use crate::mapping::{PAGE_BYTES, Words};
+use crate::mirror::bits::{Bits, DirtySet};
+use crate::mirror::files::disk_file::allocate;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CRNEPOCH");
 const VERSION: u64 = 1;
 
-/// Places of words in the header.
+/// RangeAllocator of words in the header.
 mod word {
     pub(super) const MAGIC: usize = 0;
     pub(super) const VERSION: usize = 1;
@@ -45,8 +45,8 @@ mod word {
     pub(super) const COUNT: usize = 512;
 }
 
-const LABEL_MAX: usize = 64;
-const REASON_MAX: usize = 512;
+const LABEL_MAX_BYTES: usize = 64;
+const REASON_MAX_BYTES: usize = 512;
 
 /// Values of the state word: a bit each.
 const ACCEPTED: u64 = 1;
@@ -54,7 +54,7 @@ const FAILED: u64 = 2;
 const ENDED: u64 = 4;
 
 /// One epoch's sets of chunks and, once a checkpoint has ended it, that checkpoint's record.
-pub(crate) struct EpochState {
+pub(crate) struct EpochRecord {
     header: Words,
     /// Chunks that were changed in the epoch.
     pub(crate) dirty: DirtySet,
@@ -64,28 +64,28 @@ pub(crate) struct EpochState {
 }
 
 /// Offsets of the parts in the file, and its length.
-struct Parts {
+struct SplitRequest {
     dirty: u64,
     summary: u64,
     idle: u64,
     len: u64,
 }
 
-fn parts(chunks: u64) -> Parts {
-    let page = PAGE as u64;
+fn parts(chunks: u64) -> SplitRequest {
+    let page = PAGE_BYTES as u64;
     let bytes = |bits: u64| (bits.div_ceil(64).max(1) * 8).next_multiple_of(page);
     let dirty = page;
     let summary = dirty + bytes(chunks);
     let idle = summary + bytes(chunks.div_ceil(64));
-    Parts { dirty, summary, idle, len: idle + bytes(chunks) }
+    SplitRequest { dirty, summary, idle, len: idle + bytes(chunks) }
 }
 
-impl EpochState {
+impl EpochRecord {
     /// In this process's own memory.
     #[cfg(any(test, fuzzing))]
-    pub(crate) fn private(chunks: u64) -> io::Result<EpochState> {
+    pub(crate) fn private(chunks: u64) -> io::Result<EpochRecord> {
         let dirty = DirtySet::new(Bits::zeroed(chunks)?, Bits::zeroed(chunks.div_ceil(64))?);
-        let state = EpochState {
+        let state = EpochRecord {
             header: Words::zeroed(word::COUNT)?,
             dirty,
             idle: Bits::zeroed(chunks)?,
@@ -95,10 +95,10 @@ impl EpochState {
         Ok(state)
     }
 
-    fn create(path: &Path, chunks: u64) -> io::Result<EpochState> {
+    fn create(path: &Path, chunks: u64) -> io::Result<EpochRecord> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
         let state = allocate(&file, parts(chunks).len)
-            .and_then(|()| EpochState::map(&file, path, chunks))
+            .and_then(|()| EpochRecord::map(&file, path, chunks))
             // Half of a file is of no use to the next process.
             .inspect_err(|_| drop(fs::remove_file(path)))?;
         state.stamp(chunks);
@@ -111,11 +111,11 @@ impl EpochState {
         self.header[word::MAGIC].store(MAGIC, Ordering::Release);
     }
 
-    fn map(file: &File, path: &Path, chunks: u64) -> io::Result<EpochState> {
-        let Parts { dirty, summary, idle, .. } = parts(chunks);
+    fn map(file: &File, path: &Path, chunks: u64) -> io::Result<EpochRecord> {
+        let SplitRequest { dirty, summary, idle, .. } = parts(chunks);
         let bits = |offset, count| Bits::shared(file, offset, count);
         let dirty = DirtySet::new(bits(dirty, chunks)?, bits(summary, chunks.div_ceil(64))?);
-        Ok(EpochState {
+        Ok(EpochRecord {
             header: Words::shared(file, 0, word::COUNT)?,
             dirty,
             idle: bits(idle, chunks)?,
@@ -124,12 +124,12 @@ impl EpochState {
     }
 
     /// Takes up what a process left. `None` if it is not the state of an epoch that has begun.
-    pub(crate) fn open(path: &Path, chunks: u64) -> io::Result<Option<EpochState>> {
+    pub(crate) fn open(path: &Path, chunks: u64) -> io::Result<Option<EpochRecord>> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         if file.metadata()?.len() != parts(chunks).len {
             return Ok(None);
         }
-        let state = EpochState::map(&file, path, chunks)?;
+        let state = EpochRecord::map(&file, path, chunks)?;
         let is = |at: usize, value| state.header[at].load(Ordering::Acquire) == value;
         let known = is(word::MAGIC, MAGIC)
             && is(word::VERSION, VERSION)
@@ -161,7 +161,7 @@ impl EpochState {
             Consistency::Application => 2,
         };
         set(word::CONSISTENCY, consistency);
-        self.put_text(word::LABEL, new.label.as_deref().unwrap_or(""), LABEL_MAX);
+        self.put_text(word::LABEL, new.label.as_deref().unwrap_or(""), LABEL_MAX_BYTES);
         self.header[word::STATE].fetch_or(ACCEPTED, Ordering::Release);
     }
 
@@ -171,7 +171,7 @@ impl EpochState {
             return None;
         }
         let get = |at: usize| self.header[at].load(Ordering::Relaxed);
-        let label = self.text(word::LABEL, LABEL_MAX);
+        let label = self.text(word::LABEL, LABEL_MAX_BYTES);
         Some(NewSnapshot {
             number: get(word::NUMBER),
             label: (!label.is_empty()).then_some(label),
@@ -189,7 +189,7 @@ impl EpochState {
     /// Records that the epoch's snapshot cannot be had any more. The first reason stays.
     pub(crate) fn fail(&self, reason: &str) {
         if self.failure().is_none() {
-            self.put_text(word::REASON, reason, REASON_MAX);
+            self.put_text(word::REASON, reason, REASON_MAX_BYTES);
             self.header[word::STATE].fetch_or(FAILED, Ordering::Release);
         }
     }
@@ -206,7 +206,7 @@ impl EpochState {
     /// Why the epoch's snapshot cannot be had, if so.
     pub(crate) fn failure(&self) -> Option<String> {
         let failed = self.header[word::STATE].load(Ordering::Acquire) & FAILED != 0;
-        failed.then(|| self.text(word::REASON, REASON_MAX))
+        failed.then(|| self.text(word::REASON, REASON_MAX_BYTES))
     }
 
     fn put_text(&self, at: usize, text: &str, max: usize) {
@@ -241,23 +241,23 @@ impl EpochState {
 }
 
 /// Makes the state of epochs to come. One is made ahead, so that a checkpoint need not wait for it.
-pub(crate) struct Epochs {
+pub(crate) struct EpochFiles {
     chunks: u64,
     /// The directory of the files; memory of this process if there is none.
     dir: Option<PathBuf>,
     next_file: AtomicU64,
-    spare: Mutex<Option<EpochState>>,
+    spare: Mutex<Option<EpochRecord>>,
 }
 
-impl Epochs {
-    /// Epochs of a disk with this many chunks that leave nothing behind.
+impl EpochFiles {
+    /// EpochFiles of a disk with this many chunks that leave nothing behind.
     #[cfg(test)]
-    pub(crate) fn private(chunks: u64) -> Epochs {
-        Epochs { chunks, dir: None, next_file: AtomicU64::new(0), spare: Mutex::default() }
+    pub(crate) fn private(chunks: u64) -> EpochFiles {
+        EpochFiles { chunks, dir: None, next_file: AtomicU64::new(0), spare: Mutex::default() }
     }
 
     /// Takes up the epochs that a process left in `dir`, oldest first. Others are removed.
-    pub(crate) fn open(dir: &Path, chunks: u64) -> io::Result<(Epochs, Vec<EpochState>)> {
+    pub(crate) fn open(dir: &Path, chunks: u64) -> io::Result<(EpochFiles, Vec<EpochRecord>)> {
         let mut found = Vec::new();
         let mut next_file = 0;
         for entry in fs::read_dir(dir)? {
@@ -268,40 +268,43 @@ impl Epochs {
                 continue;
             };
             next_file = next_file.max(number.saturating_add(1));
-            match EpochState::open(&entry.path(), chunks)? {
+            match EpochRecord::open(&entry.path(), chunks)? {
                 Some(state) => found.push(state),
                 None => fs::remove_file(entry.path())?,
             }
         }
-        found.sort_by_key(EpochState::epoch);
+        found.sort_by_key(EpochRecord::epoch);
         let next_file = AtomicU64::new(next_file);
-        Ok((Epochs { chunks, dir: Some(dir.into()), next_file, spare: Mutex::default() }, found))
+        Ok((
+            EpochFiles { chunks, dir: Some(dir.into()), next_file, spare: Mutex::default() },
+            found,
+        ))
     }
 
     /// A state for the next epoch.
-    pub(crate) fn take(&self) -> io::Result<EpochState> {
+    pub(crate) fn allocate(&self) -> io::Result<EpochRecord> {
         let spare = self.spare.lock().expect("no code panics with the spare locked").take();
         spare.map_or_else(|| self.make(), Ok)
     }
 
     /// Makes one ahead.
     pub(crate) fn prepare(&self) -> io::Result<()> {
-        let missing = self.spare.lock().expect("as in `take`").is_none();
+        let missing = self.spare.lock().expect("as in `allocate`").is_none();
         if missing {
             let made = self.make()?;
-            *self.spare.lock().expect("as in `take`") = Some(made);
+            *self.spare.lock().expect("as in `allocate`") = Some(made);
         }
         Ok(())
     }
 
-    fn make(&self) -> io::Result<EpochState> {
+    fn make(&self) -> io::Result<EpochRecord> {
         match &self.dir {
             Some(dir) => {
                 let number = self.next_file.fetch_add(1, Ordering::Relaxed);
-                EpochState::create(&dir.join(format!("epoch-{number}")), self.chunks)
+                EpochRecord::create(&dir.join(format!("epoch-{number}")), self.chunks)
             }
             #[cfg(test)]
-            None => EpochState::private(self.chunks),
+            None => EpochRecord::private(self.chunks),
             #[cfg(not(test))]
             None => unreachable!("only tests have epochs without a directory"),
         }
@@ -312,7 +315,7 @@ impl Epochs {
 mod tests {
     use cairn_store::{Consistency, NewSnapshot};
 
-    use super::{Epoch, Epochs};
+    use super::{Epoch, EpochFiles};
 
     fn new(label: Option<&str>) -> NewSnapshot {
         NewSnapshot {
@@ -328,10 +331,10 @@ mod tests {
     #[test]
     fn an_epoch_is_found_again_with_its_sets_and_its_checkpoint() {
         let dir = tempfile::tempdir().unwrap();
-        let (epochs, found) = Epochs::open(dir.path(), 100_000).unwrap();
+        let (epochs, found) = EpochFiles::open(dir.path(), 100_000).unwrap();
         assert!(found.is_empty());
         epochs.prepare().unwrap();
-        let (first, second) = (epochs.take().unwrap(), epochs.take().unwrap());
+        let (first, second) = (epochs.allocate().unwrap(), epochs.allocate().unwrap());
         epochs.prepare().unwrap();
         first.begin(Epoch(4));
         second.begin(Epoch(5));
@@ -341,7 +344,7 @@ mod tests {
         first.accept(&new(Some("before-upgrade")));
         second.fail("no room");
         drop((epochs, first, second));
-        let (_, found) = Epochs::open(dir.path(), 100_000).unwrap();
+        let (_, found) = EpochFiles::open(dir.path(), 100_000).unwrap();
         assert_eq!(found.iter().map(|one| one.epoch().0).collect::<Vec<_>>(), [4, 5]);
         let (first, second) = (&found[0], &found[1]);
         assert_eq!(first.dirty.iter().collect::<Vec<_>>(), [3, 99_999]);
@@ -351,15 +354,15 @@ mod tests {
         assert_eq!(first.failure(), None);
         assert_eq!((second.accepted(), second.failure()), (None, Some("no room".into())));
         first.remove();
-        assert_eq!(Epochs::open(dir.path(), 100_000).unwrap().1.len(), 1);
-        assert_eq!(Epochs::open(dir.path(), 5).unwrap().1.len(), 0, "of another disk");
+        assert_eq!(EpochFiles::open(dir.path(), 100_000).unwrap().1.len(), 1);
+        assert_eq!(EpochFiles::open(dir.path(), 5).unwrap().1.len(), 0, "of another disk");
     }
 
     #[test]
     fn a_long_reason_is_cut_between_characters() {
         let dir = tempfile::tempdir().unwrap();
-        let (epochs, _) = Epochs::open(dir.path(), 10).unwrap();
-        let state = epochs.take().unwrap();
+        let (epochs, _) = EpochFiles::open(dir.path(), 10).unwrap();
+        let state = epochs.allocate().unwrap();
         state.fail(&"ü".repeat(600));
         assert_eq!(state.failure(), Some("ü".repeat(256)));
     }

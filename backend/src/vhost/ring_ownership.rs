@@ -7,25 +7,25 @@ use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 /// How long a hypervisor may wait for another to stop its rings.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ConnectionId(pub(crate) u64);
 
 #[derive(Default)]
-pub(crate) struct Ownership {
+pub(crate) struct RingOwnership {
     owner: Mutex<Option<ConnectionId>>,
     released: Condvar,
 }
 
-impl Ownership {
+impl RingOwnership {
     /// Waits until no other connection runs a ring. Returns whether that was so in time.
     pub(crate) fn acquire(&self, id: ConnectionId) -> bool {
         let owner = self.owner.lock().expect("no code panics with the owner locked");
         let taken = |owner: &mut Option<ConnectionId>| owner.is_some_and(|other| other != id);
         let (mut owner, _) =
-            self.released.wait_timeout_while(owner, PATIENCE, taken).expect("as above");
+            self.released.wait_timeout_while(owner, ACQUIRE_TIMEOUT, taken).expect("as above");
         if taken(&mut owner) {
             return false;
         }

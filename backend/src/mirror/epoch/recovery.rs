@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use cairn_store::SnapshotState;
 
-use super::Room;
-use super::bits::DirtySet;
-use super::epoch::EpochState;
-use super::journal::Journal;
-use super::layer::Layer;
-use super::layout::Layout;
+use crate::mirror::CowSpace;
+use crate::mirror::bits::DirtySet;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::record::EpochRecord;
+use crate::mirror::files::journal::Journal;
+use crate::mirror::layout::Layout;
 
 /// The epochs of a mirror, as the process before this one left them.
 pub(crate) struct Recovered {
-    pub(crate) current: EpochState,
+    pub(crate) current: EpochRecord,
     /// Frozen epochs that are not published, oldest first.
     pub(crate) layers: Vec<Arc<Layer>>,
     /// Those of them whose checkpoint can still become stable.
@@ -24,10 +24,10 @@ pub(crate) struct Recovered {
 /// Takes them up. `states` has the current epoch's last; `state_of` tells what the catalog has of a
 /// snapshot.
 pub(crate) fn recover(
-    mut states: Vec<EpochState>,
+    mut states: Vec<EpochRecord>,
     journal: &Arc<Journal>,
     layout: &Layout,
-    room: &Room,
+    cow_space: &CowSpace,
     state_of: impl Fn(u64) -> Option<SnapshotState>,
 ) -> io::Result<Recovered> {
     let current = states.pop().expect("there is always a current epoch");
@@ -41,7 +41,7 @@ pub(crate) fn recover(
     }
     let records = journal.read()?;
     let take_up = |state| {
-        let places = (&room.shelf, &room.spill);
+        let places = (&cow_space.memory, &cow_space.spill);
         Arc::new(Layer::recover(state, journal, records.as_deref(), layout, places))
     };
     let mut layers: Vec<Arc<Layer>> = accepted.into_iter().map(take_up).collect();
@@ -66,7 +66,7 @@ pub(crate) fn recover(
         layer.close();
     }
     if layers.is_empty() {
-        // Epochs to come must not find records of others.
+        // EpochFiles to come must not find records of others.
         journal.clear()?;
     }
     Ok(Recovered { current, layers, resumed })

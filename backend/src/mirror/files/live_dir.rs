@@ -3,7 +3,7 @@
 //! ```text
 //! state     a header, then presence: which blocks are local
 //! epoch-N   what is known of an epoch (see `epoch`)
-//! shelf     copies of old blocks
+//! cow-memory  copies of old blocks
 //! ledger    requests in flight, for hypervisors that keep no record of them
 //! ```
 //!
@@ -22,31 +22,31 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::copies::Shelf;
-use super::disk::{allocate, lock};
-use super::epoch::{EpochState, Epochs};
-use super::layer::Epoch;
-use super::layout::Layout;
-use super::map::{MapFile, UseId};
-use super::presence::Presence;
-use crate::mapping::{PAGE, Words};
+use crate::mapping::{PAGE_BYTES, Words};
+use crate::mirror::cow::CowMemory;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::record::{EpochFiles, EpochRecord};
+use crate::mirror::files::disk_file::{allocate, lock};
+use crate::mirror::files::map::{MapFile, UseId};
+use crate::mirror::layout::Layout;
+use crate::mirror::presence::Presence;
 use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
 const VERSION: u32 = 1;
 
 /// Bytes of the header that mean something.
-const HEADER: usize = 128;
+const HEADER_BYTES: usize = 128;
 
 /// The live directory of a mirror.
-pub(crate) struct Live {
+pub(crate) struct LiveDir {
     dir: PathBuf,
     pub(crate) presence: Presence,
-    pub(crate) epochs: Epochs,
+    pub(crate) epoch_files: EpochFiles,
     /// The states of epochs, oldest first; the last one is the current epoch's.
-    pub(crate) states: Vec<EpochState>,
-    pub(crate) shelf: Shelf,
-    pub(crate) flags: Flags,
+    pub(crate) epochs: Vec<EpochRecord>,
+    pub(crate) cow_memory: CowMemory,
+    pub(crate) flags: GuestFlags,
     /// Whether it is that of a process before this one. Otherwise it is empty.
     pub(crate) is_adopted: bool,
     /// The file with the header.
@@ -56,25 +56,25 @@ pub(crate) struct Live {
 }
 
 /// What is known of the guest, behind the header.
-pub(crate) struct Flags(Words);
+pub(crate) struct GuestFlags(Words);
 
-impl Flags {
+impl GuestFlags {
     /// The virtqueues, a bit each, that may be in use when they are started: those that were started in
     /// this use of the mirror, or all if nothing that a guest wrote before can be lost.
     pub(crate) fn known_rings(&self) -> &AtomicU64 {
-        &self.0[FLAGS]
+        &self.0[FLAGS_WORD]
     }
 
     /// Whether a write is answered only when it is durable: 1 if so.
     pub(crate) fn write_through(&self) -> &AtomicU64 {
-        &self.0[FLAGS + 1]
+        &self.0[FLAGS_WORD + 1]
     }
 }
 
 /// The first word of the flags in the header's page.
-const FLAGS: usize = 2 * HEADER / 8;
+const FLAGS_WORD: usize = 2 * HEADER_BYTES / 8;
 
-impl Live {
+impl LiveDir {
     /// Takes up what a process before this one left, or begins anew under `base`, for the use `next`. The mirror
     /// at `mirror` is locked. `WouldBlock` if another process has the live directory.
     pub(crate) fn open(
@@ -83,14 +83,14 @@ impl Live {
         map: &MapFile,
         next: &UseId,
         layout: &Layout,
-        shelf: u64,
-    ) -> io::Result<Live> {
+        cow_memory_bytes: u64,
+    ) -> io::Result<LiveDir> {
         let boot = boot_id()?;
         let link = mirror.join("live-state");
         let dir = base.join(map.identity().mirror.to_string());
         let current = header(&boot, map, map.use_id());
         for dir in [Ok(dir.clone()), fs::read_link(&link)].into_iter().flatten() {
-            if let Some(live) = Live::adopt(&dir, &current, layout, shelf)? {
+            if let Some(live) = LiveDir::adopt(&dir, &current, layout, cow_memory_bytes)? {
                 return Ok(live);
             }
         }
@@ -105,18 +105,19 @@ impl Live {
         let lock = take_lock(&dir)?;
         for entry in fs::read_dir(&dir)? {
             let entry = entry?;
-            if entry.file_name() != LOCK {
+            if entry.file_name() != LOCK_FILE {
                 fs::remove_file(entry.path())?;
             }
         }
         let file = options().create_new(true).open(dir.join("state"))?;
         allocate(&file, state_len(layout))?;
-        let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
-        let (epochs, _) = Epochs::open(&dir, layout.chunk_count())?;
-        let first = epochs.take()?;
+        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout.block_count())?;
+        let (epoch_files, _) = EpochFiles::open(&dir, layout.chunk_count())?;
+        let first = epoch_files.allocate()?;
         first.begin(Epoch(1));
-        let shelf = Shelf::new(options().create_new(true).open(dir.join("shelf"))?, shelf)?;
-        let flags = Flags(Words::shared(&file, 0, PAGE / 8)?);
+        let file_of_copies = options().create_new(true).open(dir.join("cow-memory"))?;
+        let cow_memory = CowMemory::new(file_of_copies, cow_memory_bytes)?;
+        let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let known = if map.is_clean() && map.knows_guests() { u64::MAX } else { 0 };
         flags.known_rings().store(known, Ordering::SeqCst);
         // It begins to count when the mirror's map says that this use has begun.
@@ -125,8 +126,18 @@ impl Live {
         let _ = fs::remove_file(&fresh);
         std::os::unix::fs::symlink(&dir, &fresh)?;
         fs::rename(fresh, link)?;
-        let (states, is_adopted) = (vec![first], false);
-        Ok(Live { dir, presence, epochs, states, shelf, flags, is_adopted, file, lock })
+        let (epochs, is_adopted) = (vec![first], false);
+        Ok(LiveDir {
+            dir,
+            presence,
+            epoch_files,
+            epochs,
+            cow_memory,
+            flags,
+            is_adopted,
+            file,
+            lock,
+        })
     }
 
     /// Makes the map say that the mirror is in use, and this the live directory of that use.
@@ -136,7 +147,7 @@ impl Live {
     pub(crate) fn begin(&self, map: &mut MapFile, next: UseId) -> io::Result<()> {
         match (self.is_adopted, map.is_clean()) {
             (true, false) => return Ok(()),
-            (true, true) => self.file.write_all_at(&next, PROMISED.start as u64)?,
+            (true, true) => self.file.write_all_at(&next, NEXT_USE_ID_RANGE.start as u64)?,
             (false, _) => {}
         }
         map.begin(next)?;
@@ -146,10 +157,10 @@ impl Live {
     /// Takes up what is in `dir` if its header is `current`.
     fn adopt(
         dir: &Path,
-        current: &[u8; HEADER],
+        current: &[u8; HEADER_BYTES],
         layout: &Layout,
-        shelf: u64,
-    ) -> io::Result<Option<Live>> {
+        cow_memory_bytes: u64,
+    ) -> io::Result<Option<LiveDir>> {
         let state = dir.join("state");
         if !has_header(&state, current)? {
             return Ok(None);
@@ -159,21 +170,31 @@ impl Live {
         if file.metadata()?.len() != state_len(layout) {
             return Err(io::Error::other("the live state has the wrong length"));
         }
-        let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
+        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout.block_count())?;
         presence.recount();
-        let flags = Flags(Words::shared(&file, 0, PAGE / 8)?);
-        let (epochs, mut states) = Epochs::open(dir, layout.chunk_count())?;
-        if states.last().is_none_or(|last| last.accepted().is_some()) {
+        let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
+        let (epoch_files, mut epochs) = EpochFiles::open(dir, layout.chunk_count())?;
+        if epochs.last().is_none_or(|last| last.accepted().is_some()) {
             // Cannot be: the next epoch is there before the last one ends.
-            let last = states.last().map_or(0, |last| last.epoch().0);
-            states.push(epochs.take()?);
-            states.last().expect("just pushed").begin(Epoch(last + 1));
+            let last = epochs.last().map_or(0, |last| last.epoch().0);
+            epochs.push(epoch_files.allocate()?);
+            epochs.last().expect("just pushed").begin(Epoch(last + 1));
         }
-        let copies = options().create(true).truncate(false).open(dir.join("shelf"))?;
+        let copies = options().create(true).truncate(false).open(dir.join("cow-memory"))?;
         let len = copies.metadata()?.len();
-        let shelf = Shelf::new(copies, shelf.max(len))?;
+        let cow_memory = CowMemory::new(copies, cow_memory_bytes.max(len))?;
         let (dir, is_adopted) = (dir.to_owned(), true);
-        Ok(Some(Live { dir, presence, epochs, states, shelf, flags, is_adopted, file, lock }))
+        Ok(Some(LiveDir {
+            dir,
+            presence,
+            epoch_files,
+            epochs,
+            cow_memory,
+            flags,
+            is_adopted,
+            file,
+            lock,
+        }))
     }
 
     /// The directory's path.
@@ -182,29 +203,29 @@ impl Live {
     }
 }
 
-const LOCK: &str = "lock";
-pub(crate) const LEDGER: &str = "ledger";
+const LOCK_FILE: &str = "lock";
+pub(crate) const LEDGER_FILE: &str = "ledger";
 
 /// Where in the header the id of the use is, and that of one which may have begun.
-const USE: Range<usize> = 80..96;
-const PROMISED: Range<usize> = 96..112;
+const USE_ID_RANGE: Range<usize> = 80..96;
+const NEXT_USE_ID_RANGE: Range<usize> = 96..112;
 
 fn take_lock(dir: &Path) -> io::Result<File> {
-    let file = options().create(true).truncate(false).open(dir.join(LOCK))?;
+    let file = options().create(true).truncate(false).open(dir.join(LOCK_FILE))?;
     lock(&file)?;
     Ok(file)
 }
 
 /// Whether a state file has this header. An error is no answer: the file may be all that is left.
-fn has_header(state: &Path, wanted: &[u8; HEADER]) -> io::Result<bool> {
+fn has_header(state: &Path, wanted: &[u8; HEADER_BYTES]) -> io::Result<bool> {
     match options().open(state) {
-        Ok(file) if file.metadata()?.len() < PAGE as u64 => Ok(false),
+        Ok(file) if file.metadata()?.len() < PAGE_BYTES as u64 => Ok(false),
         Ok(file) => {
             let mut found = read_header(&file)?;
-            let promised: UseId = found[PROMISED].try_into().expect("16 bytes");
-            found[PROMISED].fill(0);
+            let promised: UseId = found[NEXT_USE_ID_RANGE].try_into().expect("16 bytes");
+            found[NEXT_USE_ID_RANGE].fill(0);
             let is_it = found == *wanted;
-            found[USE].copy_from_slice(&promised);
+            found[USE_ID_RANGE].copy_from_slice(&promised);
             Ok(is_it || (promised != UseId::default() && found == *wanted))
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -220,7 +241,7 @@ fn options() -> OpenOptions {
 
 /// Bytes of the state file.
 fn state_len(layout: &Layout) -> u64 {
-    PAGE as u64 + Presence::shared_len(layout.block_count())
+    PAGE_BYTES as u64 + Presence::shared_len(layout.block_count())
 }
 
 /// Removes a live directory: the mirror is at rest.
@@ -238,21 +259,21 @@ fn boot_id() -> io::Result<[u8; 36]> {
         .ok_or_else(|| io::Error::other("the host's boot id is not to be had"))
 }
 
-fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER] {
+fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER_BYTES] {
     let identity = map.identity();
-    let mut bytes = [0; HEADER];
+    let mut bytes = [0; HEADER_BYTES];
     bytes[0..8].copy_from_slice(MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
     bytes[12..48].copy_from_slice(boot);
     bytes[48..64].copy_from_slice(identity.mirror.as_bytes());
     bytes[64..72].copy_from_slice(&identity.geometry.size().to_le_bytes());
     bytes[72..76].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
-    bytes[USE].copy_from_slice(use_id);
+    bytes[USE_ID_RANGE].copy_from_slice(use_id);
     bytes
 }
 
-fn read_header(file: &File) -> io::Result<[u8; HEADER]> {
-    let mut bytes = [0; HEADER];
+fn read_header(file: &File) -> io::Result<[u8; HEADER_BYTES]> {
+    let mut bytes = [0; HEADER_BYTES];
     file.read_exact_at(&mut bytes, 0)?;
     Ok(bytes)
 }
@@ -265,18 +286,18 @@ mod tests {
 
     use cairn_store::{Geometry, MirrorId};
 
-    use super::{Live, PROMISED};
+    use super::{LiveDir, NEXT_USE_ID_RANGE};
+    use crate::mirror::files::map::{Identity, MapFile, UseId};
     use crate::mirror::layout::{Blocks, Layout};
-    use crate::mirror::map::{Identity, MapFile, UseId};
 
     const NEXT: UseId = [9; 16];
 
-    fn try_open(base: &Path, map: &MapFile) -> std::io::Result<Live> {
+    fn try_open(base: &Path, map: &MapFile) -> std::io::Result<LiveDir> {
         let mirror = base.parent().unwrap();
-        Live::open(base, mirror, map, &NEXT, &Layout::new(map.identity().geometry), 1 << 20)
+        LiveDir::open(base, mirror, map, &NEXT, &Layout::new(map.identity().geometry), 1 << 20)
     }
 
-    fn open(base: &Path, map: &MapFile) -> Live {
+    fn open(base: &Path, map: &MapFile) -> LiveDir {
         try_open(base, map).unwrap()
     }
 
@@ -304,12 +325,12 @@ mod tests {
         let live = open(&base, &map);
         assert!(live.is_adopted && !live.presence.get(9));
         live.presence.set(Blocks { first: 9, count: 1 });
-        live.states[0].dirty.insert(5);
+        live.epochs[0].dirty.insert(5);
         drop(live);
         let live = open(&base, &map);
         assert!(live.is_adopted && live.presence.get(9));
-        assert_eq!(live.states.len(), 1);
-        assert!(live.states[0].dirty.contains(5));
+        assert_eq!(live.epochs.len(), 1);
+        assert!(live.epochs[0].dirty.contains(5));
         drop(live);
         let elsewhere = open(&dir.path().join("elsewhere"), &map);
         assert!(elsewhere.is_adopted && elsewhere.presence.get(9), "it is found all the same");
@@ -371,7 +392,7 @@ mod tests {
                 live.begin(&mut map, other).unwrap();
             }
             if (1..3).contains(&step) {
-                live.file.write_all_at(&other, PROMISED.start as u64).unwrap();
+                live.file.write_all_at(&other, NEXT_USE_ID_RANGE.start as u64).unwrap();
             }
             if step == 2 {
                 map.begin(other).unwrap();
