@@ -11,7 +11,7 @@ use crate::counters::Counters;
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
 use crate::mirror::Mirror;
-use crate::mirror::cow::BufferPool;
+use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::files::disk_file::DiskFile;
 use crate::mirror::files::live_dir::GuestFlags;
 use crate::vhost::ring_ownership::RingOwnership;

@@ -172,7 +172,7 @@ pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
                         device.fetcher.scrubbed(chunk);
                     }
                 }
-                device.mirror.events.notify();
+                device.mirror.notify();
             }
         })?;
     }
@@ -202,7 +202,7 @@ fn fetch(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
 fn fill(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), FetchError> {
     let all = device.mirror.layout().blocks_of(chunk);
     let (found, runs) = loop {
-        if device.mirror.presence.all(all) {
+        if device.mirror.presence().all(all) {
             return Ok(());
         }
         let invalidations = device.mirror.invalidations();
@@ -240,7 +240,7 @@ fn write_run(device: &Device, all: Blocks, run: Blocks, content: Option<&[u8]>) 
 fn scrub(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
     let all = device.mirror.layout().blocks_of(chunk);
     let mut bad = Vec::new();
-    for block in (all.first..all.end()).filter(|block| device.mirror.presence.get(*block)) {
+    for block in (all.first..all.end()).filter(|block| device.mirror.presence().get(*block)) {
         let mut read =
             || device.disk.read(&mut buffer[..BLOCK_BYTES as usize], block * BLOCK_BYTES);
         // Once more: what passes by itself is no reason to forget anything.

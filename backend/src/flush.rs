@@ -71,9 +71,9 @@ impl Flusher {
 
     fn write_intent(&self, mirror: &Mirror, span: Span) -> io::Result<()> {
         let map = self.map();
-        if !mirror.intent.covers(span) {
-            map.write_intent(mirror.layout(), &mirror.intent.bytes_with(span))?;
-            mirror.intent.set(span);
+        if !mirror.intent().covers(span) {
+            map.write_intent(mirror.layout(), &mirror.intent().bytes_with(span))?;
+            mirror.intent().set(span);
         }
         Ok(())
     }
@@ -84,31 +84,31 @@ impl Flusher {
         mirror: &Mirror,
         disk: &DiskFile,
     ) -> io::Result<()> {
-        if !mirror.intent.clear_unchanged(|region| mirror.is_changed(region)) {
+        if !mirror.intent().clear_unchanged(|region| mirror.is_changed(region)) {
             return Ok(());
         }
         // The mirror must hold for good what the parent has, before the map says that they are equal. A
         // region that is announced meanwhile is among the bits again.
         let map = self.map();
         disk.sync()?;
-        map.write_intent(mirror.layout(), &mirror.intent.bytes())
+        map.write_intent(mirror.layout(), &mirror.intent().bytes())
     }
 
     /// Makes everything completed so far durable.
     pub(crate) fn flush(&self, mirror: &Mirror, disk: &DiskFile) -> io::Result<()> {
         let map = self.map();
-        let version = mirror.presence.version();
-        let pages = mirror.presence.take_changed();
+        let version = mirror.presence().version();
+        let pages = mirror.presence().take_changed();
         let result = disk.sync().and_then(|()| match pages.is_empty() {
             true => Ok(()),
             false => map.write_pages(&pages),
         });
         match &result {
             Ok(()) => {
-                mirror.presence.are_durable();
+                mirror.presence().are_durable();
                 self.durable.store(version, Ordering::SeqCst);
             }
-            Err(_) => mirror.presence.give_back(),
+            Err(_) => mirror.presence().give_back(),
         }
         result
     }
@@ -141,7 +141,7 @@ pub(crate) fn spawn(device: Arc<Device>) -> io::Result<()> {
                 }
             }
             if announced {
-                device.mirror.events.notify();
+                device.mirror.notify();
             }
             if waiting.is_empty() {
                 continue;

@@ -24,7 +24,10 @@ use crate::counters::Counters;
 use crate::device::{BOUNCE_BYTES, Device, serial};
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
-use crate::mirror::cow::{BufferPool, RangeAllocator};
+use crate::mirror::Mirror;
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::range_allocator::RangeAllocator;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
@@ -34,7 +37,6 @@ use crate::mirror::files::journal::Journal;
 use crate::mirror::files::live_dir::{self, LiveDir};
 use crate::mirror::files::map::{Identity, MapError, MapFile, UseId};
 use crate::mirror::layout::{Layout, SECTOR_BYTES, Span};
-use crate::mirror::{CowSpace, Mirror};
 use crate::vhost::ring_ownership::RingOwnership;
 use crate::vhost::server::{self, Source, StopHandle};
 use crate::worker::ledger::LedgerFile;
@@ -289,7 +291,7 @@ impl LocalState {
             },
         )?;
         if !live.is_adopted {
-            map.load(&layout, &live.presence, &live.epochs[0].dirty).map_err(map_failed)?;
+            map.load(&layout, &live.presence, live.epochs[0].chunks.dirty()).map_err(map_failed)?;
         }
         Ok(LocalState { disk, spill_file, map, journal: Arc::new(journal), layout, live, next_use })
     }
@@ -303,7 +305,7 @@ impl LocalState {
         record: Option<&MirrorRecord>,
         store: &Repository,
     ) -> Result<(), String> {
-        let changed = self.live.epochs.iter().any(|state| state.dirty.len() > 0);
+        let changed = self.live.epochs.iter().any(|record| record.chunks.dirty().len() > 0);
         let untouched = self.live.presence.local_bytes() == 0 && !changed;
         let Some(record) = record else {
             let reason = "is not known to the repository: it belongs to another one, or was forgotten; \
@@ -405,7 +407,7 @@ fn serve(
     };
     // Copies that are there already stay where they are.
     let spill = spill.max(spill_file.len().map_err(serving("looking for copies"))?);
-    let room = CowSpace {
+    let cow_space = CowSpace {
         memory: live.cow_memory,
         spill_buffers: BufferPool::new(SPILL_BUFFER_BYTES),
         spill: RangeAllocator::new(spill),
@@ -414,7 +416,7 @@ fn serve(
     let snapshots = repository.snapshots(attachment.image()).map_err(unavailable)?;
     let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
     let Recovered { current, layers, resumed } =
-        recover(live.epochs, &journal, &layout, &room, state_of)
+        recover(live.epochs, &journal, &layout, &cow_space, state_of)
             .map_err(serving("taking up checkpoints"))?;
     if args.read_only && !resumed.is_empty() {
         let reason = "has checkpoints that are not stored yet; start it without --read-only first";
@@ -433,7 +435,7 @@ fn serve(
             .map_err(serving("making the ledger of requests"))?;
     let events = Events::new(wakes.collect());
     let intent = map.intent(&layout).map_err(serving("reading the map"))?;
-    let mirror = Mirror::new(layout, live.presence, intent, epochs, room, events);
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, cow_space, events);
     let device = Arc::new(Device {
         mirror,
         disk,
@@ -512,10 +514,10 @@ fn serve(
 fn close_mirror(device: &Device) -> Result<(), StartError> {
     let failed = serving("putting the mirror to rest");
     device.flusher.flush(&device.mirror, &device.disk).map_err(&failed)?;
-    let view = device.mirror.epochs.view();
+    let view = device.mirror.epoch_view();
     // Without the live directory, checkpoints that are not stable are lost: then this is what has changed.
-    let sets = view.layers.iter().map(|layer| layer.dirty()).chain([view.dirty()]);
-    let (presence, layout) = (&device.mirror.presence, device.mirror.layout());
+    let sets = view.dirty_sets();
+    let (presence, layout) = (&device.mirror.presence(), device.mirror.layout());
     let known = device.flags.known_rings().load(Ordering::SeqCst) != 0;
     let dirty = sets.flat_map(|dirty| dirty.iter());
     device.flusher.map().end(presence, layout, dirty, known).map_err(&failed)?;

@@ -15,7 +15,7 @@ use slab::Slab;
 
 use crate::mapping::Buffer;
 use crate::memory::GuestMap;
-use crate::mirror::cow::PooledBuffer;
+use crate::mirror::cow::buffer_pool::PooledBuffer;
 use crate::mirror::layout::Span;
 
 /// Memory that stays where it is while the kernel uses it.

@@ -156,7 +156,7 @@ impl Commits {
                 "no snapshot number is at hand; try again in a moment",
             );
         }
-        let layer = match device.mirror.epochs.freeze() {
+        let layer = match device.mirror.freeze() {
             Ok(Some(layer)) => layer,
             Ok(None) => {
                 return refuse(

@@ -126,9 +126,9 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, retry_timeout: Duration)
     let mut is_recorded = true;
     let state = match result {
         Ok(snapshot) => {
-            device.mirror.epochs.publish(&commit.layer);
+            device.mirror.publish(&commit.layer);
             // Writes need not wait for its redundancy.
-            device.mirror.events.notify();
+            device.mirror.notify();
             match complete(device, &snapshot, abort, retry_timeout) {
                 Ok(()) => {
                     device.stats.stable(1);
@@ -154,12 +154,12 @@ fn run(device: &Device, commit: &Commit, abort: &Abort, retry_timeout: Duration)
             }
             tracing::error!(%name, %reason, "a checkpoint failed");
             is_recorded = record_failure(device, &commit.new, &reason);
-            device.mirror.epochs.give_up(&commit.layer);
+            device.mirror.give_up(&commit.layer);
             device.stats.failed(1);
             CommitState::Failed(reason)
         }
     };
-    device.mirror.events.notify();
+    device.mirror.notify();
     device.commits.ended(commit, state, is_recorded);
     true
 }
@@ -255,10 +255,10 @@ fn persist_with_retries(
 /// Waits until no write of the layer's epoch is submitted any more. That takes as long as the local
 /// disk, nothing else.
 fn settle(device: &Device, layer: &Layer) {
-    let events = &device.mirror.events;
+    let events = &device.mirror.events();
     loop {
         let seen = events.count();
-        if device.mirror.epochs.settle(layer) {
+        if device.mirror.settle(layer) {
             // Writes may wait for just that.
             return events.notify();
         }
@@ -268,7 +268,7 @@ fn settle(device: &Device, layer: &Layer) {
 
 /// Makes ready what the checkpoints to come need.
 fn refill(device: &Device) {
-    if let Err(error) = device.mirror.epochs.prepare() {
+    if let Err(error) = device.mirror.prepare_freeze() {
         tracing::warn!(%error, "the next checkpoint cannot be prepared");
     }
     device.commits.record_failures(|new, reason| record_failure(device, new, reason));
@@ -285,7 +285,7 @@ fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<Snapshot, 
     device.attachment.begin(&commit.new)?;
     // Before anything is stored: it fails at once where there is no room for it, and not when it is nearly done.
     let _space = device.repository.reserve_space(commit.new.dirty_bytes)?;
-    let layers = device.mirror.epochs.view().layers.clone();
+    let layers = device.mirror.epoch_view().layers.clone();
     let mut sources: Vec<_> =
         layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
     let stored = AtomicU64::new(0);

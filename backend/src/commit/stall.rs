@@ -27,8 +27,8 @@ pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::
                 continue;
             }
             // Those that still wait say so again.
-            device.mirror.events.notify();
-            if detector.observe(device.mirror.epochs.progress(), Instant::now()) {
+            device.mirror.notify();
+            if detector.observe(device.mirror.store_progress(), Instant::now()) {
                 let seconds = limit.as_secs();
                 let reason = format!(
                     "the guest's writes waited {seconds} s for room for old blocks and nothing was \
@@ -36,9 +36,9 @@ pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::
                      --cow-memory or --cow-disk"
                 );
                 tracing::error!("{reason}");
-                device.mirror.epochs.fail_oldest(&reason);
+                device.mirror.fail_oldest(&reason);
                 device.stats.stalls(1);
-                device.mirror.events.notify();
+                device.mirror.notify();
             }
         }
     })

@@ -21,7 +21,7 @@ use super::persist::{Abort, POLL_INTERVAL, PersistError};
 use crate::device::Device;
 use crate::fetch::is_medium_error;
 use crate::mirror::block_set::BlockSet;
-use crate::mirror::cow::{BufferPool, ChunkContent};
+use crate::mirror::cow::buffer_pool::{BufferPool, PooledBuffer};
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::layout::BLOCK_BYTES;
 
@@ -121,7 +121,10 @@ fn put_again(
 /// A chunk on its way to being durable.
 struct StoreItem {
     chunk: ChunkIndex,
-    content: ChunkContent,
+    /// The bytes of the chunk. Blocks that are not in `present` hold arbitrary bytes.
+    data: PooledBuffer,
+    /// The blocks of `data` that are valid. All others have the parent's content.
+    present: BlockSet,
 }
 
 struct LayerWriter<'a> {
@@ -200,7 +203,7 @@ impl LayerWriter<'_> {
         }
         drop(group);
         // Memory that writes wait for may be free again.
-        self.device.mirror.events.notify();
+        self.device.mirror.notify();
         Ok(())
     }
 
@@ -286,7 +289,7 @@ impl LayerWriter<'_> {
             left = &left[part.len()..];
         }
         left.iter().for_each(|chunk| self.source.cancel_store(*chunk));
-        self.device.mirror.events.notify();
+        self.device.mirror.notify();
         result
     }
 
@@ -300,7 +303,7 @@ impl LayerWriter<'_> {
         let mut buffers = buffers.ok_or_else(no_room)?;
         let present: Vec<_> = chunks
             .iter()
-            .map(|chunk| self.device.mirror.presence.in_chunk(layout.blocks_of(*chunk)))
+            .map(|chunk| self.device.mirror.presence().in_chunk(layout.blocks_of(*chunk)))
             .collect();
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
         let offset = layout.span_of(chunks[0]).offset;
@@ -318,7 +321,7 @@ impl LayerWriter<'_> {
             let preserved = self.source.preserved(*chunk);
             let present =
                 preserved.overlay(&mut data, present, back).map_err(PersistError::Spill)?;
-            items.push(StoreItem { chunk: *chunk, content: ChunkContent { data, present } });
+            items.push(StoreItem { chunk: *chunk, data, present });
         }
         // All or none: what is not in the batch is put back.
         batch.append(&mut items);
@@ -349,12 +352,11 @@ impl LayerWriter<'_> {
             self.complete(item)?;
         }
         let name = |item: &StoreItem| {
-            let content = &item.content.data;
+            let content = &item.data;
             (!is_zero(content)).then(|| ChunkId::of(content))
         };
         let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
-        let full =
-            batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.content.data)));
+        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.data)));
         let full: Vec<(ChunkId, &[u8])> = full.collect();
         let throttle = &self.device.throttle;
         let step = if throttle.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
@@ -368,12 +370,12 @@ impl LayerWriter<'_> {
 
     /// Brings the blocks that were absent from the parent.
     fn complete(&self, item: &mut StoreItem) -> Result<(), PersistError> {
-        let ChunkContent { data, present } = &mut item.content;
+        let StoreItem { chunk, data, present } = item;
         if present.len() == self.device.mirror.layout().blocks_per_chunk() {
             return Ok(());
         }
         let mut parent = vec![0; data.len()];
-        self.device.read_parent(item.chunk, &mut parent)?;
+        self.device.read_parent(*chunk, &mut parent)?;
         for (block, (to, from)) in data
             .chunks_exact_mut(BLOCK_BYTES as usize)
             .zip(parent.chunks_exact(BLOCK_BYTES as usize))

@@ -235,7 +235,7 @@ async fn outcome(device: &Device, commit: &Commit) -> Event {
 }
 
 fn status(device: &Device) -> Status {
-    let view = device.mirror.epochs.view();
+    let view = device.mirror.epoch_view();
     let layout = device.mirror.layout();
     Status {
         protocol: PROTOCOL_VERSION,
@@ -246,7 +246,7 @@ fn status(device: &Device) -> Status {
         read_only: device.read_only,
         connected: device.connected.load(Ordering::SeqCst) > 0,
         dirty_bytes: view.dirty().len() * layout.chunk_size() as u64,
-        present_bytes: device.mirror.presence.local_bytes(),
+        present_bytes: device.mirror.presence().local_bytes(),
         pending: device.commits.pending(device),
         trouble: device.poison_reason(),
         queues: device.stats.queues.iter().enumerate().map(|(n, queue)| queue.read(n)).collect(),

@@ -4,6 +4,7 @@ use cairn_store::{Consistency, NewSnapshot};
 
 use super::{file_of, flip, path_of, take};
 use crate::mapping::PAGE_BYTES;
+use crate::mirror::epoch::layer_state::LayerState;
 use crate::mirror::epoch::record::EpochRecord;
 
 /// Bytes of the header that mean something.
@@ -13,7 +14,7 @@ const HEADER: usize = 97 * 8;
 pub fn epoch(mut data: &[u8]) {
     let [size] = take(&mut data);
     let chunks = [1, 64, 100, 5000][usize::from(size % 4)];
-    let mut bytes = [*b"CRNEPOCH", word(1), word(chunks), word(1)].concat();
+    let mut bytes = [*b"CRNEPOCH", word(2), word(chunks), word(1)].concat();
     // The words of the bitmaps, and one more: those behind the last one mean nothing.
     let words = chunks.div_ceil(64) as usize;
     let (bitmap, summary) = ((words + 1) * 8, (words.div_ceil(64) + 1) * 8);
@@ -34,17 +35,17 @@ pub fn epoch(mut data: &[u8]) {
     check(&state, chunks);
     let again = open().expect("it is as good as before");
     assert_eq!(again.epoch(), state.epoch());
-    assert!(again.dirty.iter().eq(state.dirty.iter()));
+    assert!(again.chunks.dirty().iter().eq(state.chunks.dirty().iter()));
     assert_eq!(again.accepted(), state.accepted());
     assert_eq!(again.failure(), state.failure());
 }
 
 fn check(state: &EpochRecord, chunks: u64) {
     assert_ne!(state.epoch().0, 0, "it has begun");
-    let dirty: Vec<u64> = state.dirty.iter().collect();
+    let dirty: Vec<u64> = state.chunks.dirty().iter().collect();
     assert!(dirty.is_sorted_by(|a, b| a < b) && dirty.iter().all(|chunk| *chunk < chunks));
-    assert_eq!(state.dirty.len(), dirty.len() as u64);
-    let contained = (0..chunks).filter(|chunk| state.dirty.contains(*chunk));
+    assert_eq!(state.chunks.dirty().len(), dirty.len() as u64);
+    let contained = (0..chunks).filter(|chunk| state.chunks.dirty().contains(*chunk));
     assert!(contained.eq(dirty.iter().copied()), "the summary tells all of it");
     // What is no text may have become longer by that.
     let label = state.accepted().and_then(|new| new.label);
@@ -64,6 +65,10 @@ fn check(state: &EpochRecord, chunks: u64) {
     state.accept(&new);
     assert_eq!(state.accepted(), Some(new));
     let failure = state.failure();
+    if state.state() == LayerState::Open {
+        state.freeze();
+    }
+    state.settle();
     state.fail("no room");
     assert_eq!(state.failure(), failure.or(Some("no room".into())), "the first reason stays");
 }

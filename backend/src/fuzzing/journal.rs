@@ -6,7 +6,10 @@ use std::sync::Arc;
 use cairn_store::{ChunkIndex, Geometry};
 
 use super::{file_of, path_of, take};
-use crate::mirror::cow::{CowMemory, RangeAllocator};
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::memory::CowMemory;
+use crate::mirror::cow::range_allocator::RangeAllocator;
 use crate::mirror::epoch::Epoch;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::record::EpochRecord;
@@ -38,21 +41,24 @@ pub fn journal(mut data: &[u8]) {
     let memory =
         CowMemory::new(file_of(SPACE_BLOCKS / 2 * BLOCK_BYTES, &[]), SPACE_BLOCKS * BLOCK_BYTES)
             .expect("memory");
-    let spill = RangeAllocator::new(SPACE_BLOCKS * BLOCK_BYTES);
     let layout = Layout::new(Geometry::new(CHUNKS * u64::from(CHUNK), CHUNK).expect("a disk"));
-    let places = (&memory, &spill);
+    let space = CowSpace {
+        memory,
+        spill_buffers: BufferPool::new(0),
+        spill: RangeAllocator::new(SPACE_BLOCKS * BLOCK_BYTES),
+    };
     let layers =
-        states.map(|state| Layer::recover(state, &journal, records.as_deref(), &layout, places));
+        states.map(|state| Layer::recover(state, &journal, records.as_deref(), &layout, &space));
     let mut taken = BTreeSet::new();
     layers.iter().for_each(|layer| check(layer, &mut taken));
     assert!(records.is_some() || layers.iter().all(|layer| layer.failure().is_some()));
     layers.iter().for_each(Layer::close);
     assert!(
-        memory.take_at(0, SPACE_BLOCKS / 2 * BLOCK_BYTES).is_some(),
+        space.memory.take_at(0, SPACE_BLOCKS / 2 * BLOCK_BYTES).is_some(),
         "all memory is free again"
     );
     assert!(
-        spill.take_at(0, SPACE_BLOCKS * BLOCK_BYTES).is_some(),
+        space.spill.take_at(0, SPACE_BLOCKS * BLOCK_BYTES).is_some(),
         "all of the file is free again"
     );
 }
@@ -63,13 +69,13 @@ fn check(layer: &Layer, taken: &mut BTreeSet<(bool, u64)>) {
     for chunk in (0..CHUNKS).map(ChunkIndex) {
         let preserved = layer.preserved(chunk);
         assert!(
-            preserved.decided.is_empty() || layer.guards(chunk),
+            preserved.decided.is_empty() || layer.is_guarding(chunk),
             "only what is guarded has copies"
         );
         assert!(preserved.decided.runs().last().is_none_or(|run| run.end() <= CHUNK_BLOCKS));
-        assert!(!failed || !layer.guards(chunk), "no write waits for what is lost");
+        assert!(!failed || !layer.is_guarding(chunk), "no write waits for what is lost");
         assert!(failed || !layer.is_stored(chunk) || layer.dirty().contains(chunk.0));
-        assert!(!(layer.is_stored(chunk) && layer.guards(chunk)), "idle is forever");
+        assert!(!(layer.is_stored(chunk) && layer.is_guarding(chunk)), "idle is forever");
         for piece in &preserved.runs {
             assert!(
                 (piece.run.first..piece.run.end()).all(|block| preserved.decided.contains(block))
@@ -106,8 +112,8 @@ fn state(epoch: u64, dirty: [u8; 2], idle: [u8; 2]) -> EpochRecord {
     let state = EpochRecord::private(CHUNKS).expect("memory");
     state.begin(Epoch(epoch));
     let bits = |bytes| (0..CHUNKS).filter(move |bit| u16::from_le_bytes(bytes) & (1 << bit) != 0);
-    bits(dirty).for_each(|chunk| state.dirty.insert(chunk));
-    bits(idle).for_each(|chunk| _ = state.idle.set(chunk));
+    bits(dirty).for_each(|chunk| state.chunks.schedule(chunk));
+    bits(idle).for_each(|chunk| state.chunks.corrupt_idle(chunk));
     state
 }
 

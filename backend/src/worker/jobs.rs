@@ -191,7 +191,7 @@ impl Worker {
                     // Others may wait for the memory that this one had. (One that is parked below
                     // waits for an event itself, which wakes them too.)
                     drop(memory);
-                    device.mirror.events.notify();
+                    device.mirror.notify();
                     return Ok(());
                 }
             }
@@ -344,7 +344,7 @@ impl Worker {
         }
         if bounced {
             drop(io);
-            self.device.mirror.events.notify();
+            self.device.mirror.notify();
         }
         Ok(())
     }
@@ -399,7 +399,7 @@ impl Worker {
     /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become
     /// present since the map was last written, the data alone is enough.
     fn flush(&mut self, chain: Chain) -> io::Result<()> {
-        if self.device.flusher.is_current(&self.device.mirror.presence) {
+        if self.device.flusher.is_current(&self.device.mirror.presence()) {
             // One sync at a time. Those that come meanwhile need another, and share it.
             self.unsynced.push(chain);
             return self.start_sync();

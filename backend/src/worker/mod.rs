@@ -121,7 +121,7 @@ pub(crate) fn spawn(
         let depth = u32::from(queue_size).max(64);
         let ring = Ring::new(device.disk.raw_fd(), device.spill.raw_fd(), depth);
         let worker = ring.map(|ring| {
-            let epoch_handle = device.mirror.epochs.handle(index);
+            let epoch_handle = device.mirror.epoch_handle(index);
             Worker {
                 index,
                 ring,
@@ -206,7 +206,7 @@ impl Worker {
             if self.exit {
                 return Ok(());
             }
-            let events = self.device.mirror.events.count();
+            let events = self.device.mirror.events().count();
             let again = std::mem::replace(&mut self.seen, events) != events;
             if self.paused.is_none() {
                 if again {
@@ -333,7 +333,7 @@ impl Worker {
             self.takes_requests() && self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks);
         let may_sleep = !more
             && (self.parked.is_empty()
-                || self.device.mirror.events.may_sleep(self.index, self.seen));
+                || self.device.mirror.events().may_sleep(self.index, self.seen));
         let limit = match &self.stopping {
             _ if !may_sleep => Some(Duration::ZERO),
             Some(Stopping { deadline, .. }) => Some(

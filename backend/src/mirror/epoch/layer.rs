@@ -1,93 +1,86 @@
-//! A frozen epoch and selective copy-on-write (BlobCR, algorithms 2 to 4).
+//! A frozen epoch and its selective copy-on-write (BlobCR, algorithms 2 to 4).
 //!
-//! ```text
-//!                    persist takes it          its blob is durable
-//!   Scheduled ──────────────────────► Pending ──────────────────────► Idle
-//!       ▲                                │
-//!       └────────────────────────────────┘ something failed
-//! ```
+//! Each chunk of the epoch's dirty set is stored in the repository by persist. Until the chunk is
+//! durable, the layer guards it (see [`chunk_state`](super::chunk_state) for the states).
 //!
-//! A chunk of the epoch's dirty set is *Scheduled* until persist takes it, and *Pending* until its content
-//! is durable in the repository. *Idle* is forever: the epoch has event it needs, the mirror is free to
-//! change. A chunk outside the dirty set is Idle from the start.
+//! Copies are made by blocks, not by chunks. A write to a guarded chunk first preserves the old
+//! content of the blocks that it changes. These blocks are then *decided* for this epoch, and later
+//! writes to them need no copy. In the paper, a write waits for a Pending chunk. Here it does not
+//! wait: after persist has read the chunk, persist overlays the preserved blocks. So it does not
+//! matter whether the read saw a block before the write, after it, or torn.
 //!
-//! Copies are made by blocks, not by chunks: a write to a chunk that is not Idle first puts aside the old
-//! content of just the blocks that it hits. These are then *decided* for this epoch, and later writes to
-//! them owe nothing. In the paper a write waits for a Pending chunk. Here it need not: when persist has
-//! read the chunk, it lays event was put aside over it, so it does not matter whether its read saw
-//! the block before the write, after it, or torn.
+//! The dirty set is final, and its chunks may be stored and copied, only when the layer is
+//! *settled*: no write of the epoch is in flight.
 //!
-//! The dirty set is complete, and its chunks may be entry, only when the layer is *settled*: no write
-//! of the epoch is submitted any more.
-//!
-//! A layer outlives the process: its sets are in shared memory ([`EpochRecord`]), copies lie on the memory
-//! or in the spill file, and the [`Journal`] has a record of each before the write that it allows. Because
-//! a chunk is guarded until its blob is durable, nothing that persist has in memory is needed for that.
+//! A layer outlives the process. Its states are in shared memory ([`EpochRecord`]), its copies are
+//! in the copy-on-write memory or in the spill file, and the [`Journal`] has a record of each copy
+//! before the write that depends on it is submitted. Because a chunk is guarded until its content
+//! is durable, nothing that persist has in its own memory is needed for recovery.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cairn_store::{ChunkId, ChunkIndex, NewSnapshot};
 
 use super::Epoch;
+use super::chunk_state::ChunkState;
+use super::layer_state::LayerState;
 use super::record::EpochRecord;
 use crate::mirror::bits::DirtySet;
 use crate::mirror::block_set::BlockSet;
-use crate::mirror::cow::{CopyData, CowMemory, PreservedBlocks, PreservedRun, RangeAllocator};
+use crate::mirror::cow::{CopyData, CowSpace, PreservedBlocks, PreservedRun};
 use crate::mirror::files::journal::{ChunkEvent, CopyLocation, Journal, Record};
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout};
 
 /// Locks over which the chunks are spread.
 const SHARDS: usize = 32;
 
-/// ChunkEvent a write has to do before it may touch blocks of a chunk.
+/// What a write has to do before it may change blocks of a chunk.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum CowAction {
-    /// Nothing.
+    /// Nothing: the write may go on.
     None,
-    /// Wait for an event: somebody else is copying these blocks.
+    /// Wait for an event: another write is copying these blocks.
     Wait,
-    /// Copy these runs aside and report each with [`Layer::record_copy`] or [`Layer::cancel_copy`].
+    /// Copy these runs, and report each with [`Layer::record_copy`] or [`Layer::cancel_copy`].
     Copy(Vec<Blocks>),
 }
 
-/// One chunk between Scheduled and Idle.
+/// What this process knows of a guarded chunk.
 #[derive(Default)]
 struct TrackedChunk {
     preserved: PreservedBlocks,
     /// Blocks that a write is copying at the moment.
     copying: BlockSet,
-    pending: bool,
+    /// Whether persist is storing the chunk: the bit that tells Pending from Scheduled.
+    is_taken: bool,
 }
+
+type Shard = HashMap<u64, TrackedChunk>;
 
 /// One frozen epoch on its way into the repository.
 pub(crate) struct Layer {
     pub(crate) epoch: Epoch,
-    state: Arc<EpochRecord>,
+    record: Arc<EpochRecord>,
     journal: Arc<Journal>,
-    settled: AtomicBool,
-    /// Set once no write has to look at this layer any more: it is published, given up or lost.
-    closed: AtomicBool,
-    tracked: Vec<Mutex<HashMap<u64, TrackedChunk>>>,
-    /// Chunks that have turned Idle.
+    tracked: Vec<Mutex<Shard>>,
+    /// The number of chunks that have become Idle in this process.
     done: AtomicU64,
-    /// Chunks whose blob is durable (`None`: the chunk is a hole).
+    /// Chunks whose content is durable (`None`: the chunk is a hole).
     stored: Mutex<BTreeMap<ChunkIndex, Option<ChunkId>>>,
-    /// Those of them that a process stored which is gone, perhaps with less than their full redundancy.
+    /// Chunks that an earlier process stored, perhaps without their full redundancy.
     inherited: Mutex<Vec<(ChunkIndex, ChunkId)>>,
 }
 
 impl Layer {
-    /// The epoch of `state` has ended.
-    pub(crate) fn new(state: Arc<EpochRecord>, journal: Arc<Journal>) -> Layer {
+    /// The layer of the epoch of `record`, which is frozen.
+    pub(crate) fn new(record: Arc<EpochRecord>, journal: Arc<Journal>) -> Layer {
         Layer {
-            epoch: state.epoch(),
-            state,
+            epoch: record.epoch(),
+            record,
             journal,
-            settled: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
             tracked: (0..SHARDS).map(|_| Mutex::default()).collect(),
             done: AtomicU64::new(0),
             stored: Mutex::default(),
@@ -95,36 +88,32 @@ impl Layer {
         }
     }
 
-    /// Takes up a layer of a process that is gone, with event the journal has of it. No write of its epoch
-    /// is submitted any more. If the journal does not fit, its snapshot cannot be had.
+    /// Recovers a layer of a process that is gone, with the records that the journal has of it. No
+    /// write of its epoch is in flight any more. If the journal does not fit, the layer fails.
     pub(crate) fn recover(
-        state: EpochRecord,
+        record: EpochRecord,
         journal: &Arc<Journal>,
         records: Option<&[Record]>,
         layout: &Layout,
-        (memory, spill): (&CowMemory, &Arc<RangeAllocator>),
+        space: &CowSpace,
     ) -> Layer {
-        let layer = Layer::new(Arc::new(state), journal.clone());
-        layer.set_settled();
-        if layer.failure().is_some() {
-            layer.closed.store(true, Ordering::Release);
-        } else if records.and_then(|all| layer.replay(all, layout, (memory, spill))).is_none() {
-            layer.set_failure(
-                "the mirror's journal was damaged when the disk's process was restarted",
-            );
+        if record.state() == LayerState::Open {
+            record.freeze();
+        }
+        record.settle();
+        let layer = Layer::new(Arc::new(record), journal.clone());
+        if layer.failure().is_none()
+            && records.and_then(|all| layer.replay(all, layout, space)).is_none()
+        {
+            layer.fail("the mirror's journal was damaged when the disk's process was restarted");
         }
         layer
     }
 
-    /// Does again event the journal says. `None` if that cannot be.
-    fn replay(
-        &self,
-        records: &[Record],
-        layout: &Layout,
-        (memory, spill): (&CowMemory, &Arc<RangeAllocator>),
-    ) -> Option<()> {
+    /// Applies the journal's records again. `None` if they contradict the layer.
+    fn replay(&self, records: &[Record], layout: &Layout, space: &CowSpace) -> Option<()> {
         let own = || records.iter().filter(|record| record.epoch == self.epoch);
-        // Nothing happens to a chunk that the epoch did not change.
+        // Only chunks that the epoch changed have records.
         let is_changed =
             |chunk: ChunkIndex| chunk.0 < layout.chunk_count() && self.dirty().contains(chunk.0);
         if !own().all(|record| is_changed(record.chunk)) {
@@ -134,7 +123,9 @@ impl Layer {
             if let ChunkEvent::Stored(id) = event {
                 self.stored().insert(*chunk, *id);
                 self.inherited().extend(id.map(|id| (*chunk, id)));
-                self.finish(*chunk);
+                // The process may have ended before it set the chunk's state.
+                self.begin_store(*chunk);
+                self.finish_store(*chunk);
             }
         }
         for Record { chunk, event, .. } in own() {
@@ -142,102 +133,104 @@ impl Layer {
             if run.count == 0 || run.end() > layout.blocks_per_chunk() {
                 return None;
             }
-            // ChunkEvent an idle chunk had put aside is gone.
-            if !self.guards(*chunk) {
+            // The copies of a chunk that is Idle are gone.
+            if !self.is_guarding(*chunk) {
                 continue;
             }
             let len = run.span().len;
-            let old = match event {
+            let data = match event {
                 ChunkEvent::Copied(_, CopyLocation::Memory(at)) => {
-                    Some(CopyData::Memory(memory.take_at(*at, len)?))
+                    Some(CopyData::Memory(space.memory.take_at(*at, len)?))
                 }
-                // Direct I/O needs whole blocks, and so do the places between those that are taken.
+                // Direct I/O needs whole blocks, and so do the free ranges between the copies.
                 ChunkEvent::Copied(_, CopyLocation::File(at))
                     if !at.is_multiple_of(BLOCK_BYTES) =>
                 {
                     return None;
                 }
                 ChunkEvent::Copied(_, CopyLocation::File(at)) => {
-                    Some(CopyData::File(spill.take_at(*at, len)?))
+                    Some(CopyData::File(space.spill.take_at(*at, len)?))
                 }
                 _ => None,
             };
             let mut shard = self.shard(*chunk);
             let preserved = &mut shard.entry(chunk.0).or_default().preserved;
             preserved.decided = preserved.decided.union(&BlockSet::run(*run));
-            preserved.runs.extend(old.map(|old| Arc::new(PreservedRun { run: *run, data: old })));
+            preserved.runs.extend(data.map(|data| Arc::new(PreservedRun { run: *run, data })));
         }
         Some(())
     }
 
     /// The chunks that the epoch changed.
     pub(crate) fn dirty(&self) -> &DirtySet {
-        &self.state.dirty
+        self.record.chunks.dirty()
     }
 
-    /// Records the checkpoint that froze the epoch: from here on it survives the process.
+    /// Records the checkpoint that froze the epoch. From here on the checkpoint survives the
+    /// process.
     pub(crate) fn accept(&self, new: &NewSnapshot) {
-        self.state.accept(new);
+        self.record.accept(new);
     }
 
-    /// The checkpoint that froze the epoch.
+    /// The checkpoint that froze the epoch, if it was recorded.
     pub(crate) fn accepted(&self) -> Option<NewSnapshot> {
-        self.state.accepted()
+        self.record.accepted()
     }
 
-    /// The checkpoint has ended without a snapshot. ChunkEvent it changed is for later ones.
-    pub(crate) fn end(&self) {
-        self.state.end();
+    pub(crate) fn state(&self) -> LayerState {
+        self.record.state()
     }
 
-    /// Whether the checkpoint has ended without a snapshot.
-    pub(crate) fn has_ended(&self) -> bool {
-        self.state.has_ended()
+    /// No write of the epoch is in flight.
+    pub(crate) fn settle(&self) {
+        self.record.settle();
     }
 
-    fn shard(&self, chunk: ChunkIndex) -> MutexGuard<'_, HashMap<u64, TrackedChunk>> {
+    /// The checkpoint ended without a snapshot. Its changes are left to later checkpoints.
+    pub(crate) fn abandon(&self) {
+        self.record.abandon();
+    }
+
+    fn shard(&self, chunk: ChunkIndex) -> MutexGuard<'_, Shard> {
         let shard = &self.tracked[chunk.0 as usize % SHARDS];
         shard.lock().expect("no code panics with a layer locked")
     }
 
-    /// The durable chunks so far.
+    /// The chunks that are durable so far.
     pub(crate) fn stored(&self) -> MutexGuard<'_, BTreeMap<ChunkIndex, Option<ChunkId>>> {
         self.stored.lock().expect("no code panics with a layer locked")
     }
 
-    /// The chunks that a process stored which is gone, until somebody has seen to it that they have their full
-    /// redundancy.
+    /// The chunks that an earlier process stored. The list is cleared once they are known to have
+    /// their full redundancy.
     pub(crate) fn inherited(&self) -> MutexGuard<'_, Vec<(ChunkIndex, ChunkId)>> {
         self.inherited.lock().expect("no code panics with a layer locked")
     }
 
-    pub(crate) fn is_settled(&self) -> bool {
-        self.settled.load(Ordering::Acquire)
+    /// Whether writes have to preserve blocks of `chunk`. This is a few loads.
+    pub(crate) fn is_guarding(&self, chunk: ChunkIndex) -> bool {
+        self.state().is_guarding() && self.record.chunks.get(chunk, false).is_guarded()
     }
 
-    pub(crate) fn set_settled(&self) {
-        self.settled.store(true, Ordering::Release);
+    /// The state of a chunk, with its shard locked. `None` if the layer guards nothing any more:
+    /// then nobody may change the state.
+    fn chunk_state(&self, chunk: ChunkIndex, shard: &Shard) -> Option<ChunkState> {
+        let is_taken = shard.get(&chunk.0).is_some_and(|entry| entry.is_taken);
+        self.state().is_guarding().then(|| self.record.chunks.get(chunk, is_taken))
     }
 
-    /// Whether `chunk` is Scheduled or Pending. A few loads.
-    pub(crate) fn guards(&self, chunk: ChunkIndex) -> bool {
-        !self.closed.load(Ordering::Acquire)
-            && self.dirty().contains(chunk.0)
-            && !self.state.idle.get(chunk.0)
-    }
-
-    /// ChunkEvent a write to `blocks` of `chunk` owes. `present` are the chunk's blocks that are present:
-    /// an undecided one that is absent has the parent's content, and needs no copy.
+    /// What a write to `blocks` of `chunk` has to do first. `present` are the chunk's blocks that
+    /// are present. An undecided block that is absent has the parent's content and needs no copy.
     pub(crate) fn cow_action(
         &self,
         chunk: ChunkIndex,
         blocks: Blocks,
         present: BlockSet,
     ) -> io::Result<CowAction> {
-        debug_assert!(self.is_settled(), "the dirty set may still grow");
+        debug_assert!(self.state().is_settled(), "the dirty set may still grow");
         let mut shard = self.shard(chunk);
-        // Idle is set under this lock, so this look is final.
-        if !self.guards(chunk) {
+        // A chunk becomes Idle under this lock, so this check is final.
+        if !self.is_guarding(chunk) {
             return Ok(CowAction::None);
         }
         let entry = shard.entry(chunk.0).or_default();
@@ -247,7 +240,7 @@ impl Layer {
         }
         let absent = undecided.without(&present);
         if !absent.is_empty() {
-            self.record(chunk, absent.runs().into_iter().map(ChunkEvent::Absent))?;
+            self.write_journal(chunk, absent.runs().into_iter().map(ChunkEvent::Absent))?;
             entry.preserved.decided = entry.preserved.decided.union(&absent);
         }
         let wanted = undecided.intersection(&present);
@@ -260,7 +253,7 @@ impl Layer {
         })
     }
 
-    fn record(
+    fn write_journal(
         &self,
         chunk: ChunkIndex,
         events: impl Iterator<Item = ChunkEvent>,
@@ -268,48 +261,59 @@ impl Layer {
         self.journal.write(events.map(|event| Record { epoch: self.epoch, chunk, event }))
     }
 
-    /// A run was copied aside: its blocks are decided.
-    pub(crate) fn record_copy(&self, chunk: ChunkIndex, piece: PreservedRun) -> io::Result<()> {
+    /// Records the copy of a run: its blocks are decided.
+    pub(crate) fn record_copy(&self, chunk: ChunkIndex, copy: PreservedRun) -> io::Result<()> {
         let mut shard = self.shard(chunk);
-        // A chunk that turned Idle meanwhile, or a layer that ended, needs no copy.
-        if !self.guards(chunk) {
+        // A chunk that has become Idle, or a layer that has ended, needs no copy.
+        if !self.is_guarding(chunk) {
             return Ok(());
         }
-        let event = ChunkEvent::Copied(piece.run, piece.data.location());
-        self.record(chunk, std::iter::once(event))?;
+        let event = ChunkEvent::Copied(copy.run, copy.data.location());
+        self.write_journal(chunk, std::iter::once(event))?;
         let entry = shard.entry(chunk.0).or_default();
-        let run = BlockSet::run(piece.run);
+        let run = BlockSet::run(copy.run);
         entry.copying = entry.copying.without(&run);
         entry.preserved.decided = entry.preserved.decided.union(&run);
-        entry.preserved.runs.push(Arc::new(piece));
+        entry.preserved.runs.push(Arc::new(copy));
         Ok(())
     }
 
-    /// A run could not be copied: it is as before.
+    /// Takes back the order to copy a run.
     pub(crate) fn cancel_copy(&self, chunk: ChunkIndex, run: Blocks) {
         if let Some(entry) = self.shard(chunk).get_mut(&chunk.0) {
             entry.copying = entry.copying.without(&BlockSet::run(run));
         }
     }
 
-    /// Scheduled → Pending, for persist. `false` if the chunk is Idle, or Pending with somebody else.
+    /// Scheduled → Pending: the caller stores the chunk. Returns `false`, without a change, if the
+    /// chunk is in another state.
     pub(crate) fn begin_store(&self, chunk: ChunkIndex) -> bool {
-        debug_assert!(self.is_settled(), "the dirty set may still grow");
+        debug_assert!(self.state().is_settled(), "the dirty set may still grow");
         let mut shard = self.shard(chunk);
-        if !self.guards(chunk) {
-            return false;
+        let is_scheduled = self.chunk_state(chunk, &shard) == Some(ChunkState::Scheduled);
+        if is_scheduled {
+            let entry = shard.entry(chunk.0).or_default();
+            self.record.chunks.set(chunk, &mut entry.is_taken, ChunkState::Pending);
         }
-        let entry = shard.entry(chunk.0).or_default();
-        !std::mem::replace(&mut entry.pending, true)
+        is_scheduled
     }
 
-    /// ChunkEvent writes have put aside of a Pending chunk. It counts more than event was read from the mirror
-    /// before this call.
+    /// Pending → Scheduled: the caller could not store the chunk.
+    pub(crate) fn cancel_store(&self, chunk: ChunkIndex) {
+        let mut shard = self.shard(chunk);
+        if self.chunk_state(chunk, &shard).is_some() {
+            let entry = shard.entry(chunk.0).or_default();
+            self.record.chunks.set(chunk, &mut entry.is_taken, ChunkState::Scheduled);
+        }
+    }
+
+    /// The blocks of a Pending chunk that writes have preserved. They take precedence over what was
+    /// read from the mirror before this call.
     pub(crate) fn preserved(&self, chunk: ChunkIndex) -> PreservedBlocks {
         self.shard(chunk).get(&chunk.0).map(|entry| entry.preserved.clone()).unwrap_or_default()
     }
 
-    /// Pending → Idle: the chunks' blobs are durable.
+    /// Pending → Idle, for chunks whose content is durable.
     pub(crate) fn mark_stored(&self, ids: &[(ChunkIndex, Option<ChunkId>)]) -> io::Result<()> {
         let record = |(chunk, id): &_| Record {
             epoch: self.epoch,
@@ -318,39 +322,37 @@ impl Layer {
         };
         self.journal.write(ids.iter().map(record))?;
         self.stored().extend(ids.iter().copied());
-        ids.iter().for_each(|(chunk, _)| self.finish(*chunk));
+        ids.iter().for_each(|(chunk, _)| self.finish_store(*chunk));
         Ok(())
     }
 
-    fn finish(&self, chunk: ChunkIndex) {
+    /// Pending → Idle. A chunk that an earlier process made Idle stays so.
+    fn finish_store(&self, chunk: ChunkIndex) {
         let mut shard = self.shard(chunk);
-        // Before event was put aside is gone: its place may be used again.
-        self.state.idle.set(chunk.0);
+        match self.chunk_state(chunk, &shard) {
+            None | Some(ChunkState::Idle) => return,
+            Some(_) => {}
+        }
+        let entry = shard.entry(chunk.0).or_default();
+        // Before the copies are dropped: other copies may use their ranges after that.
+        self.record.chunks.set(chunk, &mut entry.is_taken, ChunkState::Idle);
         shard.remove(&chunk.0);
         self.done.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many chunks have turned Idle.
+    /// The number of chunks that have become Idle in this process.
     pub(crate) fn done_count(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// Pending → Scheduled, after a failure.
-    pub(crate) fn cancel_store(&self, chunk: ChunkIndex) {
-        if let Some(entry) = self.shard(chunk).get_mut(&chunk.0) {
-            entry.pending = false;
-        }
-    }
-
-    /// At most `limit` Scheduled chunks of which something was put aside: to take them first frees
-    /// memory soonest.
+    /// At most `limit` Scheduled chunks that have copies. Storing these first frees memory soonest.
     pub(crate) fn chunks_with_copies(&self, limit: usize) -> Vec<ChunkIndex> {
         let mut chunks = Vec::new();
         for shard in &self.tracked {
             let shard = shard.lock().expect("no code panics with a layer locked");
-            let chunks_with_copies =
-                shard.iter().filter(|(_, one)| !one.pending && !one.preserved.runs.is_empty());
-            chunks.extend(chunks_with_copies.map(|(chunk, _)| ChunkIndex(*chunk)));
+            let found =
+                shard.iter().filter(|(_, one)| !one.is_taken && !one.preserved.runs.is_empty());
+            chunks.extend(found.map(|(chunk, _)| ChunkIndex(*chunk)));
             if chunks.len() >= limit {
                 break;
             }
@@ -359,7 +361,7 @@ impl Layer {
         chunks
     }
 
-    /// How many chunks are durable.
+    /// The number of chunks that are durable.
     pub(crate) fn stored_count(&self) -> u64 {
         self.stored().len() as u64
     }
@@ -369,16 +371,16 @@ impl Layer {
         self.stored().contains_key(&chunk)
     }
 
-    /// Notes that the snapshot cannot be completed. The first reason stays. From here on no write
-    /// has to wait for this layer, and event was put aside for it is gone. ChunkEvent is read for it from the
-    /// mirror may be newer than it: so whoever publishes looks at [`Layer::failure`] after all reading.
-    pub(crate) fn set_failure(&self, reason: &str) {
-        self.state.fail(reason);
-        self.closed.store(true, Ordering::Release);
-        self.clear_tracked();
+    /// Records that old content was lost. The first reason stays. From here on no write has to
+    /// preserve blocks for this layer, and its copies are dropped. What is read for it from the
+    /// mirror may be newer than the epoch, so the caller that publishes a snapshot checks
+    /// [`Layer::failure`] after all reading.
+    pub(crate) fn fail(&self, reason: &str) {
+        self.record.fail(reason);
+        self.drop_copies();
     }
 
-    fn clear_tracked(&self) {
+    fn drop_copies(&self) {
         for shard in &self.tracked {
             shard.lock().expect("no code panics with a layer locked").clear();
         }
@@ -386,15 +388,15 @@ impl Layer {
 
     /// Why the snapshot cannot be completed, if so.
     pub(crate) fn failure(&self) -> Option<String> {
-        self.state.failure()
+        self.record.failure()
     }
 
-    /// Ends the layer: it guards nothing and holds nothing any more, and the next process does not find it.
+    /// Ends the layer: it guards nothing and holds nothing any more, and the next process does not
+    /// find it.
     pub(crate) fn close(&self) {
-        self.closed.store(true, Ordering::Release);
-        // Before event was put aside is gone: its places may be used again.
-        self.state.remove();
-        self.clear_tracked();
+        // Before the copies are dropped: other copies may use their ranges after that.
+        self.record.close();
+        self.drop_copies();
         self.stored().clear();
     }
 }
@@ -406,17 +408,20 @@ mod tests {
     use cairn_store::{ChunkId, ChunkIndex, Geometry};
 
     use super::{BlockSet, Blocks, CowAction, Epoch, Layer};
-    use crate::mirror::cow::{CopyData, CowMemory, PreservedRun, RangeAllocator};
+    use crate::mirror::cow::buffer_pool::BufferPool;
+    use crate::mirror::cow::memory::CowMemory;
+    use crate::mirror::cow::range_allocator::RangeAllocator;
+    use crate::mirror::cow::{CopyData, CowSpace, PreservedRun};
     use crate::mirror::epoch::record::EpochFiles;
     use crate::mirror::files::journal::{ChunkEvent, CopyLocation, Journal, Record};
     use crate::mirror::layout::Layout;
 
     const CHUNK: ChunkIndex = ChunkIndex(3);
 
-    /// A layer of ten chunks and event it leaves behind.
+    /// A layer of ten chunks, and what it leaves behind.
     struct Bench {
         dir: tempfile::TempDir,
-        memory: CowMemory,
+        space: CowSpace,
         journal: Arc<Journal>,
         layer: Layer,
     }
@@ -425,14 +430,19 @@ mod tests {
         fn new() -> Bench {
             let dir = tempfile::tempdir().unwrap();
             let (epochs, _) = EpochFiles::open(dir.path(), 10).unwrap();
-            let state = epochs.allocate().unwrap();
-            state.begin(Epoch(1));
-            state.dirty.insert(CHUNK.0);
+            let record = epochs.allocate().unwrap();
+            record.begin(Epoch(1));
+            record.chunks.schedule(CHUNK.0);
+            record.freeze();
             let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
-            let layer = Layer::new(Arc::new(state), journal.clone());
-            layer.set_settled();
-            let memory = CowMemory::new(tempfile::tempfile().unwrap(), 1 << 20).unwrap();
-            Bench { dir, memory, journal, layer }
+            let layer = Layer::new(Arc::new(record), journal.clone());
+            layer.settle();
+            let space = CowSpace {
+                memory: CowMemory::new(tempfile::tempfile().unwrap(), 1 << 20).unwrap(),
+                spill_buffers: BufferPool::new(0),
+                spill: RangeAllocator::new(1 << 20),
+            };
+            Bench { dir, space, journal, layer }
         }
 
         fn cow_action(&self, run: Blocks, present: BlockSet) -> CowAction {
@@ -440,7 +450,7 @@ mod tests {
         }
 
         fn copy(&self, run: Blocks, fill: u8) {
-            let mut buffer = self.memory.take(run.span().len).unwrap();
+            let mut buffer = self.space.memory.take(run.span().len).unwrap();
             buffer.fill(fill);
             self.layer
                 .record_copy(CHUNK, PreservedRun { run, data: CopyData::Memory(buffer) })
@@ -452,8 +462,8 @@ mod tests {
             let (_, mut found) = EpochFiles::open(self.dir.path(), 10).unwrap();
             let records = self.journal.read().unwrap().unwrap();
             let layout = Layout::new(Geometry::new(10 * 256 * 1024, 256 * 1024).unwrap());
-            let places = (&self.memory, &RangeAllocator::new(1 << 20));
-            Layer::recover(found.pop().unwrap(), &self.journal, Some(&records), &layout, places)
+            let record = found.pop().unwrap();
+            Layer::recover(record, &self.journal, Some(&records), &layout, &self.space)
         }
     }
 
@@ -491,10 +501,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_aside_while_persist_reads_counts_more_than_what_it_read() {
+    fn preserved_blocks_take_precedence_over_what_persist_read() {
         let bench = Bench::new();
         assert!(bench.layer.begin_store(CHUNK));
-        assert!(!bench.layer.begin_store(CHUNK), "a chunk is taken by one");
+        assert!(!bench.layer.begin_store(CHUNK), "one thread stores a chunk");
         assert_eq!(bench.cow_action(run(1, 1), all()), CowAction::Copy(vec![run(1, 1)]));
         bench.copy(run(1, 1), 0);
         let mut read = vec![0xff; 64 * 4096];
@@ -508,11 +518,11 @@ mod tests {
         );
         bench.layer.mark_stored(&[(CHUNK, Some(ChunkId::of(&read)))]).unwrap();
         assert_eq!(bench.cow_action(run(3, 1), all()), CowAction::None);
-        assert!(!bench.layer.begin_store(CHUNK), "idle is forever");
+        assert!(!bench.layer.begin_store(CHUNK), "idle is final");
     }
 
     #[test]
-    fn a_chunk_that_was_not_changed_is_idle() {
+    fn a_chunk_that_was_not_changed_is_not_guarded() {
         let bench = Bench::new();
         assert_eq!(
             bench.layer.cow_action(ChunkIndex(4), run(0, 64), all()).unwrap(),
@@ -538,8 +548,8 @@ mod tests {
         bench.copy(run(1, 2), 0x11);
         bench.cow_action(run(10, 1), all());
         bench.cow_action(run(20, 1), BlockSet::default());
-        // In truth the places are free because the process is gone.
-        bench.layer.clear_tracked();
+        // In truth the ranges are free because the process is gone.
+        bench.layer.drop_copies();
         let again = bench.recover();
         let preserved = again.preserved(CHUNK);
         assert!(preserved.decided.contains(1) && preserved.decided.contains(2));
@@ -547,7 +557,7 @@ mod tests {
         let mut read = vec![0xff; 64 * 4096];
         preserved.overlay(&mut read, all(), |_, _| Ok(())).unwrap();
         assert!(read[4096..3 * 4096].iter().all(|byte| *byte == 0x11));
-        assert!(bench.memory.take_at(0, 8192).is_none(), "the copy's place is in use");
+        assert!(bench.space.memory.take_at(0, 8192).is_none(), "the copy's range is in use");
         assert_eq!(
             again.cow_action(CHUNK, run(10, 1), all()).unwrap(),
             CowAction::Copy(vec![run(10, 1)])
@@ -555,27 +565,29 @@ mod tests {
     }
 
     #[test]
-    fn the_next_process_owes_nothing_for_what_is_durable_or_lost() {
+    fn the_next_process_guards_nothing_that_is_durable_or_lost() {
         let bench = Bench::new();
         bench.cow_action(run(1, 1), all());
         bench.copy(run(1, 1), 0x11);
+        assert!(bench.layer.begin_store(CHUNK));
         bench.layer.mark_stored(&[(CHUNK, None)]).unwrap();
         let again = bench.recover();
-        assert!(again.is_stored(CHUNK) && !again.guards(CHUNK));
-        assert!(bench.memory.take_at(0, 4096).is_some(), "the copy is not needed");
-        assert!(again.inherited().is_empty(), "a hole is nowhere");
+        assert!(again.is_stored(CHUNK) && !again.is_guarding(CHUNK));
+        assert!(bench.space.memory.take_at(0, 4096).is_some(), "the copy is not needed");
+        assert!(again.inherited().is_empty(), "a hole is stored nowhere");
 
         let bench = Bench::new();
         let id = ChunkId::of(b"stored");
+        assert!(bench.layer.begin_store(CHUNK));
         bench.layer.mark_stored(&[(CHUNK, Some(id))]).unwrap();
-        assert!(bench.layer.inherited().is_empty(), "it is its own");
+        assert!(bench.layer.inherited().is_empty(), "this process stored it");
         assert_eq!(*bench.recover().inherited(), [(CHUNK, id)]);
 
         let bench = Bench::new();
-        bench.layer.set_failure("no room");
+        bench.layer.fail("no room");
         let again = bench.recover();
         assert_eq!(again.failure().as_deref(), Some("no room"));
-        assert!(!again.guards(CHUNK));
+        assert!(!again.is_guarding(CHUNK));
     }
 
     #[test]
@@ -583,7 +595,7 @@ mod tests {
         let bench = Bench::new();
         bench.cow_action(run(1, 1), all());
         bench.copy(run(1, 1), 0x11);
-        assert!(bench.recover().failure().is_some(), "two copies at one place");
+        assert!(bench.recover().failure().is_some(), "two copies in one range");
 
         let copied = |at| ChunkEvent::Copied(run(1, 1), CopyLocation::File(at));
         for (chunk, event) in [
@@ -597,7 +609,7 @@ mod tests {
             let bench = Bench::new();
             bench.journal.write([Record { epoch: Epoch(1), chunk, event }]).unwrap();
             let again = bench.recover();
-            assert!(again.failure().is_some() && !again.guards(CHUNK), "{chunk:?} {event:?}");
+            assert!(again.failure().is_some() && !again.is_guarding(CHUNK), "{chunk:?} {event:?}");
         }
         let bench = Bench::new();
         let event = copied(4096);

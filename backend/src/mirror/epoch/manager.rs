@@ -1,49 +1,61 @@
-//! EpochFiles: which writes a checkpoint holds.
+//! The current epoch, and the layers of earlier epochs.
 //!
-//! A write takes a *ticket* of the current epoch before it is submitted and gives it back when it
-//! completes. The snapshot of epoch e holds exactly the writes with tickets up to e. Since the
-//! epoch only grows and a ticket is taken after the request was popped, a write that the guest
-//! sends after another's completion never has an older epoch: the cut is consistent over queues.
+//! A write takes a *ticket* of the current epoch before it is submitted, and returns the ticket
+//! when it completes. The snapshot of epoch e holds exactly the writes with tickets of epochs up to
+//! e. The epoch only grows, and a ticket is taken after the request was popped. So a write that the
+//! guest sends after another write's completion never has an older epoch: a checkpoint is consistent
+//! over all queues.
 //!
-//! Taking a ticket and freezing race on two variables, the ticket count and the generation. The
-//! worker counts itself in and then looks at the generation; the freeze changes the generation and
-//! then looks at the counts. With a sequentially consistent fence between, at least one sees the
-//! other: either the worker starts again in the new epoch, or the freeze sees its ticket.
+//! Taking a ticket and freezing an epoch race on two variables, the ticket count and the generation.
+//! The worker counts its ticket and then checks the generation. The freeze changes the generation
+//! and then checks the counts. With a sequentially consistent fence in between, at least one of them
+//! sees the other: either the worker starts again in the new epoch, or the freeze sees the ticket.
 //!
-//! A layer is *settled* when no ticket of its epoch is out. Writes of later epochs wait for that:
-//! it takes as long as the slowest write in flight, and it makes everything after it simple, because
-//! the dirty set of a settled layer is final and no old write can land in the mirror any more.
+//! A layer is *settled* when no ticket of its epoch is out. Writes of later epochs wait for that,
+//! which takes as long as the slowest write in flight. It keeps everything after it simple: the
+//! dirty set of a settled layer is final, and no write of its epoch can reach the mirror any more.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::Epoch;
+use super::layer::Layer;
+use super::layer_state::LayerState;
+use super::record::{EpochFiles, EpochRecord};
 use crate::mirror::bits::DirtySet;
-use crate::mirror::epoch::Epoch;
-use crate::mirror::epoch::layer::Layer;
-use crate::mirror::epoch::record::{EpochFiles, EpochRecord};
 use crate::mirror::files::journal::Journal;
 
-/// The most frozen epochs that may wait to be published.
+/// The most layers that may wait to be published.
 pub(crate) const MAX_LAYERS: usize = 16;
 
 /// Ticket counters of each worker, indexed by epoch. More than [`MAX_LAYERS`], so that two epochs
 /// with tickets out never share a counter.
 const TICKET_COUNTERS: u64 = 32;
 
-/// What a write needs to know of epochs; replaced as a whole.
+/// What a write needs to know about epochs. It is replaced as a whole.
 pub(crate) struct EpochView {
     generation: u64,
     pub(crate) epoch: Epoch,
-    state: Arc<EpochRecord>,
-    /// Frozen epochs that are not published, oldest first.
+    record: Arc<EpochRecord>,
+    /// The layers that are not published, oldest first.
     pub(crate) layers: Vec<Arc<Layer>>,
 }
 
 impl EpochView {
-    /// What this epoch changed so far.
+    /// The chunks that the current epoch has changed so far.
     pub(crate) fn dirty(&self) -> &DirtySet {
-        &self.state.dirty
+        self.record.chunks.dirty()
+    }
+
+    /// Records that the current epoch changes a chunk.
+    pub(crate) fn mark_dirty(&self, chunk: u64) {
+        self.record.chunks.schedule(chunk);
+    }
+
+    /// The sets of chunks that differ from the parent snapshot.
+    pub(crate) fn dirty_sets(&self) -> impl Iterator<Item = &DirtySet> {
+        self.layers.iter().map(|layer| layer.dirty()).chain([self.dirty()])
     }
 }
 
@@ -51,7 +63,7 @@ impl EpochView {
 #[repr(align(128))]
 struct Tickets([AtomicU64; TICKET_COUNTERS as usize]);
 
-/// One worker's access to the epochs: its number and the view it saw last.
+/// One worker's access to the epochs: the worker's number, and the view that it saw last.
 pub(crate) struct EpochHandle {
     worker: usize,
     view: Arc<EpochView>,
@@ -64,7 +76,7 @@ impl EpochHandle {
     }
 }
 
-/// How far storing the frozen epochs has come. Equal values mean that it did not get on.
+/// How far the layers have been stored. Equal values mean that there was no progress in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StoreProgress {
     pub(crate) layers: usize,
@@ -74,7 +86,7 @@ pub(crate) struct StoreProgress {
 /// The epochs of a mirror.
 pub(crate) struct EpochManager {
     files: EpochFiles,
-    pub(crate) journal: Arc<Journal>,
+    journal: Arc<Journal>,
     generation: AtomicU64,
     epoch: AtomicU64,
     current: Mutex<Arc<EpochView>>,
@@ -82,16 +94,17 @@ pub(crate) struct EpochManager {
 }
 
 impl EpochManager {
-    /// `state` is that of the current epoch, `layers` are those before it that are not published.
+    /// `record` is that of the current epoch. `layers` are the earlier epochs that are not
+    /// published.
     pub(crate) fn new(
         files: EpochFiles,
         journal: Arc<Journal>,
         workers: usize,
-        state: EpochRecord,
+        record: EpochRecord,
         layers: Vec<Arc<Layer>>,
     ) -> EpochManager {
-        let epoch = state.epoch();
-        let view = EpochView { generation: 0, epoch, state: Arc::new(state), layers };
+        let epoch = record.epoch();
+        let view = EpochView { generation: 0, epoch, record: Arc::new(record), layers };
         EpochManager {
             files,
             journal,
@@ -117,20 +130,20 @@ impl EpochManager {
         EpochHandle { worker, view: self.view() }
     }
 
-    /// Takes a ticket of the current epoch, which is then `epoch_handle.view().epoch`. Also tells
-    /// whether a ticket of an older epoch was held for a moment: whoever looked for that epoch to
-    /// settle just then has to look again.
-    pub(crate) fn take_ticket(&self, epoch_handle: &mut EpochHandle) -> (Epoch, bool) {
+    /// Takes a ticket of the current epoch, which is then `handle.view().epoch`. Also returns
+    /// whether a ticket of an older epoch was held for a moment. In that case a thread that checked
+    /// at that moment whether the older epoch is settled has to check again.
+    pub(crate) fn take_ticket(&self, handle: &mut EpochHandle) -> (Epoch, bool) {
         let mut stale = false;
         loop {
-            if self.generation.load(Ordering::SeqCst) != epoch_handle.view.generation {
-                epoch_handle.view = self.view();
+            if self.generation.load(Ordering::SeqCst) != handle.view.generation {
+                handle.view = self.view();
             }
-            let epoch = epoch_handle.view.epoch;
-            let counter = self.counter(epoch_handle.worker, epoch);
+            let epoch = handle.view.epoch;
+            let counter = self.counter(handle.worker, epoch);
             counter.fetch_add(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
-            if self.generation.load(Ordering::SeqCst) == epoch_handle.view.generation {
+            if self.generation.load(Ordering::SeqCst) == handle.view.generation {
                 return (epoch, stale);
             }
             counter.fetch_sub(1, Ordering::SeqCst);
@@ -138,10 +151,10 @@ impl EpochManager {
         }
     }
 
-    /// Gives a ticket back. Returns whether a frozen epoch may have settled by that.
+    /// Returns a ticket. The result tells whether a frozen epoch may have settled by that.
     pub(crate) fn return_ticket(&self, worker: usize, epoch: Epoch) -> bool {
         let before = self.counter(worker, epoch).fetch_sub(1, Ordering::SeqCst);
-        debug_assert!(before > 0, "a ticket was given back twice");
+        debug_assert!(before > 0, "a ticket was returned twice");
         fence(Ordering::SeqCst);
         before == 1 && self.epoch.load(Ordering::SeqCst) != epoch.0
     }
@@ -150,25 +163,26 @@ impl EpochManager {
         &self.tickets[worker].0[(epoch.0 % TICKET_COUNTERS) as usize]
     }
 
-    /// Whether no write of the layer's epoch is submitted any more.
+    /// Frozen → Settled, if no write of the layer's epoch is in flight. Returns whether the layer is
+    /// settled.
     ///
-    /// A worker's counter that is zero after the freeze stays so but for tickets that are given
-    /// back unused, hence the counters may be looked at one after the other.
+    /// A worker's counter that is zero after the freeze stays zero, except for tickets that are
+    /// returned unused. So the counters can be checked one after the other.
     pub(crate) fn settle(&self, layer: &Layer) -> bool {
-        if layer.is_settled() {
+        if layer.state().is_settled() {
             return true;
         }
         fence(Ordering::SeqCst);
         let settled = (0..self.tickets.len())
             .all(|worker| self.counter(worker, layer.epoch).load(Ordering::SeqCst) == 0);
         if settled {
-            layer.set_settled();
+            layer.settle();
         }
         settled
     }
 
-    /// Ends the current epoch: its dirty set becomes a layer. Constant time. `None` if
-    /// [`MAX_LAYERS`] wait already.
+    /// Ends the current epoch, which becomes a layer. Takes constant time. Returns `None` if
+    /// [`MAX_LAYERS`] layers wait already.
     pub(crate) fn freeze(&self) -> io::Result<Option<Arc<Layer>>> {
         let next = self.files.allocate()?;
         let mut current = self.current();
@@ -176,24 +190,24 @@ impl EpochManager {
             next.remove();
             return Ok(None);
         }
-        let layer = Arc::new(Layer::new(current.state.clone(), self.journal.clone()));
+        let epoch = Epoch(current.epoch.0 + 1);
+        // First: there is an open epoch at any time.
+        next.begin(epoch);
+        current.record.freeze();
+        let layer = Arc::new(Layer::new(current.record.clone(), self.journal.clone()));
         let mut layers = current.layers.clone();
         layers.push(layer.clone());
-        let epoch = Epoch(current.epoch.0 + 1);
-        next.begin(epoch);
-        self.replace(
-            &mut current,
-            EpochView { generation: 0, epoch, state: Arc::new(next), layers },
-        );
+        let view = EpochView { generation: 0, epoch, record: Arc::new(next), layers };
+        self.replace(&mut current, view);
         Ok(Some(layer))
     }
 
-    /// Makes ready what the next [`EpochManager::freeze`] needs.
+    /// Prepares what the next [`EpochManager::freeze`] needs.
     pub(crate) fn prepare(&self) -> io::Result<()> {
         self.files.prepare()
     }
 
-    /// Removes `layer` and all before it, which it has absorbed: they are published.
+    /// Closes `layer`, whose snapshot is published, and all earlier layers, which it has absorbed.
     pub(crate) fn publish(&self, layer: &Layer) {
         let mut current = self.current();
         let (done, layers) =
@@ -201,51 +215,55 @@ impl EpochManager {
         self.drop_layers(&mut current, done, layers);
     }
 
-    /// Deals with a layer that cannot be published.
+    /// Abandons a layer whose checkpoint failed.
     ///
-    /// While a later layer waits, the failed one stays: the later one absorbs it. Otherwise its
-    /// changes, and those of the layers that it had absorbed, join the current epoch.
+    /// While a later layer waits, the abandoned one stays, and the later one absorbs it. Otherwise
+    /// its changes, and the changes of the layers that it had absorbed, join the current epoch.
     pub(crate) fn give_up(&self, layer: &Layer) {
         let mut current = self.current();
-        // Before anything else: the process may end in between.
-        layer.end();
+        // Before anything else: the process can end in between.
+        layer.abandon();
         if current.layers.last().is_some_and(|last| last.epoch > layer.epoch) {
             return;
         }
-        // No freeze can come between: this set is the next layer's.
+        // No freeze can come in between, so this set belongs to the next layer.
         for chunk in current.layers.iter().flat_map(|failed| failed.dirty().iter()) {
-            current.dirty().insert(chunk);
+            current.mark_dirty(chunk);
         }
         let done = current.layers.clone();
         self.drop_layers(&mut current, done, Vec::new());
     }
 
-    /// How far storing the frozen epochs has come.
+    /// How far the layers have been stored.
     pub(crate) fn progress(&self) -> StoreProgress {
         let view = self.view();
         let done = view.layers.iter().map(|layer| layer.done_count()).sum();
         StoreProgress { layers: view.layers.len(), done }
     }
 
-    /// Gives a frozen epoch up: its snapshot cannot be had any more, and no write waits for it. Its changes
-    /// join the current epoch at once, so that the next checkpoint does not need this one.
+    /// Fails a layer: no snapshot can be made of it, and no write waits for it any more. Its changes
+    /// join the current epoch at once, so that the next checkpoint does not need this layer.
     pub(crate) fn fail(&self, layer: &Layer, reason: &str) {
-        debug_assert!(layer.is_settled(), "the dirty set may still grow");
-        // No freeze can come between.
+        // No freeze can come in between.
         let current = self.current();
-        // Its changes first: the process may end in between.
-        for chunk in layer.dirty().iter() {
-            current.dirty().insert(chunk);
+        if !matches!(layer.state(), LayerState::Settled | LayerState::Abandoned) {
+            debug_assert!(layer.state().is_settled(), "the dirty set may still grow");
+            return;
         }
-        layer.set_failure(reason);
+        // Its changes first: the process can end in between.
+        for chunk in layer.dirty().iter() {
+            current.mark_dirty(chunk);
+        }
+        layer.fail(reason);
     }
 
-    /// As [`EpochManager::fail`], for the oldest one that is not given up already. One that is not settled has no
-    /// copies yet that anybody would wait for.
+    /// Does [`EpochManager::fail`] for the oldest layer that has not failed. A layer that is not
+    /// settled has no copies yet, so no write waits for space because of it.
     pub(crate) fn fail_oldest(&self, reason: &str) {
         let view = self.view();
-        let is_it = |layer: &&Arc<Layer>| layer.is_settled() && layer.failure().is_none();
-        if let Some(layer) = view.layers.iter().find(is_it) {
+        let can_fail =
+            |layer: &&Arc<Layer>| layer.state().is_settled() && !layer.state().has_failed();
+        if let Some(layer) = view.layers.iter().find(can_fail) {
             self.fail(layer, reason);
         }
     }
@@ -259,17 +277,17 @@ impl EpochManager {
         for layer in done {
             layer.close();
         }
-        // Nobody writes a record for an epoch without a layer that would still be needed.
+        // Records of an epoch that has no layer are not needed any more.
         let is_needed = |epoch| layers.iter().any(|layer| layer.epoch == epoch);
         let shortened = match layers.is_empty() {
             true => self.journal.clear(),
             false => self.journal.compact(is_needed),
         };
         if let Err(error) = shortened {
-            tracing::error!(%error, "the journal of the mirror cannot be shortened");
+            tracing::error!(%error, "cannot shorten the mirror's journal");
         }
-        let state = current.state.clone();
-        self.replace(current, EpochView { generation: 0, epoch: current.epoch, state, layers });
+        let record = current.record.clone();
+        self.replace(current, EpochView { generation: 0, epoch: current.epoch, record, layers });
     }
 
     fn replace(&self, current: &mut MutexGuard<'_, Arc<EpochView>>, view: EpochView) {
@@ -285,15 +303,15 @@ impl EpochManager {
 mod tests {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-    use super::{Epoch, EpochFiles, EpochManager, Journal, MAX_LAYERS};
+    use super::{Epoch, EpochFiles, EpochManager, Journal, LayerState, MAX_LAYERS};
 
     fn manager() -> EpochManager {
         let files = EpochFiles::private(100);
-        let state = files.allocate().unwrap();
-        state.begin(Epoch(1));
+        let record = files.allocate().unwrap();
+        record.begin(Epoch(1));
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(&dir.path().join("journal")).unwrap();
-        EpochManager::new(files, journal.into(), 2, state, Vec::new())
+        EpochManager::new(files, journal.into(), 2, record, Vec::new())
     }
 
     #[test]
@@ -321,9 +339,9 @@ mod tests {
             for worker in 0..2 {
                 let (epochs, settled, stop, broken) = (&epochs, &settled, &stop, &broken);
                 scope.spawn(move || {
-                    let mut epoch_handle = epochs.handle(worker);
+                    let mut handle = epochs.handle(worker);
                     while !stop.load(Ordering::Relaxed) {
-                        let (epoch, _) = epochs.take_ticket(&mut epoch_handle);
+                        let (epoch, _) = epochs.take_ticket(&mut handle);
                         if (0..10).any(|_| settled.load(Ordering::SeqCst) >= epoch.0) {
                             broken.store(true, Ordering::SeqCst);
                         }
@@ -356,13 +374,14 @@ mod tests {
     #[test]
     fn a_failed_layer_joins_the_current_epoch_unless_a_later_one_waits() {
         let epochs = manager();
-        epochs.view().dirty().insert(1);
+        epochs.view().mark_dirty(1);
         let first = epochs.freeze().unwrap().unwrap();
-        epochs.view().dirty().insert(2);
+        epochs.view().mark_dirty(2);
         let second = epochs.freeze().unwrap().unwrap();
+        assert!(epochs.settle(&first) && epochs.settle(&second));
         epochs.give_up(&first);
         assert_eq!(epochs.view().layers.len(), 2, "the second absorbs the first");
-        epochs.view().dirty().insert(3);
+        epochs.view().mark_dirty(3);
         epochs.give_up(&second);
         assert!(epochs.view().layers.is_empty());
         assert_eq!(epochs.view().dirty().iter().collect::<Vec<_>>(), [1, 2, 3]);
@@ -374,9 +393,33 @@ mod tests {
         let first = epochs.freeze().unwrap().unwrap();
         let second = epochs.freeze().unwrap().unwrap();
         let third = epochs.freeze().unwrap().unwrap();
+        assert!(epochs.settle(&first) && epochs.settle(&second));
         epochs.give_up(&first);
         epochs.publish(&second);
         let left: Vec<_> = epochs.view().layers.iter().map(|layer| layer.epoch).collect();
         assert_eq!(left, [third.epoch]);
+    }
+
+    /// The state of a layer after each step of its life, and where its changes are.
+    #[test]
+    fn a_layer_that_fails_joins_the_current_epoch_at_once_and_stays_until_its_checkpoint_ends() {
+        let epochs = manager();
+        epochs.view().mark_dirty(1);
+        let layer = epochs.freeze().unwrap().unwrap();
+        assert_eq!(layer.state(), LayerState::Frozen);
+        assert!(epochs.settle(&layer));
+        assert_eq!(layer.state(), LayerState::Settled);
+        epochs.fail_oldest("no space");
+        assert_eq!(layer.state(), LayerState::Failed);
+        assert!(epochs.view().dirty().contains(1));
+        epochs.fail(&layer, "again");
+        assert_eq!(layer.failure().as_deref(), Some("no space"), "the first reason stays");
+        let later = epochs.freeze().unwrap().unwrap();
+        assert!(epochs.settle(&later));
+        epochs.give_up(&layer);
+        assert_eq!(layer.state(), LayerState::Lost);
+        epochs.publish(&later);
+        assert_eq!((layer.state(), later.state()), (LayerState::Closed, LayerState::Closed));
+        assert!(epochs.view().layers.is_empty());
     }
 }

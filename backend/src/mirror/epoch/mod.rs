@@ -1,6 +1,18 @@
-//! Epochs and layers: which writes a checkpoint holds, and what protects them until they are stored.
+//! Epochs and layers: which writes a checkpoint holds, and what protects them until they are
+//! stored.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`manager`] | the current epoch, tickets, freezing, the list of layers |
+//! | [`layer`] | a frozen epoch and its selective copy-on-write |
+//! | [`chunk_state`] | the states of a chunk in an epoch |
+//! | [`layer_state`] | the states of an epoch and its layer |
+//! | [`record`] | an epoch in shared memory |
+//! | [`recovery`] | the epochs that a killed process left |
 
+pub(crate) mod chunk_state;
 pub(crate) mod layer;
+pub(crate) mod layer_state;
 pub(crate) mod manager;
 pub(crate) mod record;
 pub(crate) mod recovery;

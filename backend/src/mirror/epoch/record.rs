@@ -1,14 +1,15 @@
-//! What is known of one epoch, in shared memory: it outlives the process.
+//! One epoch in shared memory, which outlives the process.
 //!
 //! ```text
 //! page 0   header: the words below
 //! then     dirty chunks, a bit each   ┐
-//! then     their summary              ├ each from a page's start
+//! then     their summary              ├ each from the start of a page
 //! then     idle chunks, a bit each    ┘
 //! ```
 //!
-//! Words are written in an order in which every prefix makes sense, because the process may end between
-//! any two of them: a record's words first, the word that says that they are there last.
+//! The process can end between any two stores. Words are therefore written in an order in which
+//! every prefix makes sense: first the words of a record, and last the word that says that the
+//! record is there.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -19,12 +20,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cairn_store::{Consistency, NewSnapshot};
 
 use super::Epoch;
+use super::chunk_state::ChunkStates;
+use super::layer_state::LayerState;
 use crate::mapping::{PAGE_BYTES, Words};
 use crate::mirror::bits::{Bits, DirtySet};
 use crate::mirror::files::disk_file::allocate;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CRNEPOCH");
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// RangeAllocator of words in the header.
 mod word {
@@ -32,15 +35,18 @@ mod word {
     pub(super) const VERSION: usize = 1;
     pub(super) const CHUNKS: usize = 2;
     pub(super) const EPOCH: usize = 3;
+    /// A [`super::LayerState`].
     pub(super) const STATE: usize = 4;
     pub(super) const NUMBER: usize = 5;
     pub(super) const TIME: usize = 6;
     pub(super) const DIRTY_BYTES: usize = 7;
     pub(super) const PAUSE_US: usize = 8;
     pub(super) const CONSISTENCY: usize = 9;
-    /// A length, then 8 words of bytes.
+    /// 1 once the words of the checkpoint are complete.
+    pub(super) const ACCEPTED: usize = 10;
+    /// A length in bytes, then 8 words of text.
     pub(super) const LABEL: usize = 16;
-    /// A length, then 64 words of bytes.
+    /// A length in bytes, then 64 words of text.
     pub(super) const REASON: usize = 32;
     pub(super) const COUNT: usize = 512;
 }
@@ -48,61 +54,53 @@ mod word {
 const LABEL_MAX_BYTES: usize = 64;
 const REASON_MAX_BYTES: usize = 512;
 
-/// Values of the state word: a bit each.
-const ACCEPTED: u64 = 1;
-const FAILED: u64 = 2;
-const ENDED: u64 = 4;
-
-/// One epoch's sets of chunks and, once a checkpoint has ended it, that checkpoint's record.
+/// The record of one epoch: its state, the states of its chunks and, once a checkpoint has ended
+/// the epoch, that checkpoint.
 pub(crate) struct EpochRecord {
     header: Words,
-    /// Chunks that were changed in the epoch.
-    pub(crate) dirty: DirtySet,
-    /// Chunks that the epoch's snapshot needs nothing of any more.
-    pub(crate) idle: Bits,
+    pub(crate) chunks: ChunkStates,
     path: Option<PathBuf>,
 }
 
 /// Offsets of the parts in the file, and its length.
-struct SplitRequest {
+struct FileParts {
     dirty: u64,
     summary: u64,
     idle: u64,
     len: u64,
 }
 
-fn parts(chunks: u64) -> SplitRequest {
+fn file_parts(chunks: u64) -> FileParts {
     let page = PAGE_BYTES as u64;
     let bytes = |bits: u64| (bits.div_ceil(64).max(1) * 8).next_multiple_of(page);
     let dirty = page;
     let summary = dirty + bytes(chunks);
     let idle = summary + bytes(chunks.div_ceil(64));
-    SplitRequest { dirty, summary, idle, len: idle + bytes(chunks) }
+    FileParts { dirty, summary, idle, len: idle + bytes(chunks) }
 }
 
 impl EpochRecord {
-    /// In this process's own memory.
+    /// A record in this process's own memory.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn private(chunks: u64) -> io::Result<EpochRecord> {
         let dirty = DirtySet::new(Bits::zeroed(chunks)?, Bits::zeroed(chunks.div_ceil(64))?);
-        let state = EpochRecord {
+        let record = EpochRecord {
             header: Words::zeroed(word::COUNT)?,
-            dirty,
-            idle: Bits::zeroed(chunks)?,
+            chunks: ChunkStates::new(dirty, Bits::zeroed(chunks)?),
             path: None,
         };
-        state.stamp(chunks);
-        Ok(state)
+        record.stamp(chunks);
+        Ok(record)
     }
 
     fn create(path: &Path, chunks: u64) -> io::Result<EpochRecord> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
-        let state = allocate(&file, parts(chunks).len)
+        let record = allocate(&file, file_parts(chunks).len)
             .and_then(|()| EpochRecord::map(&file, path, chunks))
-            // Half of a file is of no use to the next process.
+            // The next process cannot use half of a file.
             .inspect_err(|_| drop(fs::remove_file(path)))?;
-        state.stamp(chunks);
-        Ok(state)
+        record.stamp(chunks);
+        Ok(record)
     }
 
     fn stamp(&self, chunks: u64) {
@@ -112,43 +110,93 @@ impl EpochRecord {
     }
 
     fn map(file: &File, path: &Path, chunks: u64) -> io::Result<EpochRecord> {
-        let SplitRequest { dirty, summary, idle, .. } = parts(chunks);
+        let FileParts { dirty, summary, idle, .. } = file_parts(chunks);
         let bits = |offset, count| Bits::shared(file, offset, count);
         let dirty = DirtySet::new(bits(dirty, chunks)?, bits(summary, chunks.div_ceil(64))?);
         Ok(EpochRecord {
             header: Words::shared(file, 0, word::COUNT)?,
-            dirty,
-            idle: bits(idle, chunks)?,
+            chunks: ChunkStates::new(dirty, bits(idle, chunks)?),
             path: Some(path.into()),
         })
     }
 
-    /// Takes up what a process left. `None` if it is not the state of an epoch that has begun.
+    /// Opens the record that a process left. `None` if the file is not the record of an epoch that
+    /// has begun, or if nothing of the epoch is needed any more.
     pub(crate) fn open(path: &Path, chunks: u64) -> io::Result<Option<EpochRecord>> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
-        if file.metadata()?.len() != parts(chunks).len {
+        if file.metadata()?.len() != file_parts(chunks).len {
             return Ok(None);
         }
-        let state = EpochRecord::map(&file, path, chunks)?;
-        let is = |at: usize, value| state.header[at].load(Ordering::Acquire) == value;
+        let record = EpochRecord::map(&file, path, chunks)?;
+        let is = |at: usize, value| record.header[at].load(Ordering::Acquire) == value;
         let known = is(word::MAGIC, MAGIC)
             && is(word::VERSION, VERSION)
             && is(word::CHUNKS, chunks)
-            && !is(word::EPOCH, 0);
-        state.dirty.recount(chunks);
-        Ok(known.then_some(state))
+            && !is(word::EPOCH, 0)
+            && record.state() != LayerState::Closed;
+        record.chunks.adopt(chunks);
+        Ok(known.then_some(record))
     }
 
     pub(crate) fn epoch(&self) -> Epoch {
         Epoch(self.header[word::EPOCH].load(Ordering::Acquire))
     }
 
-    /// The epoch begins with this state.
+    /// Begins an epoch with this record.
     pub(crate) fn begin(&self, epoch: Epoch) {
         self.header[word::EPOCH].store(epoch.0, Ordering::Release);
     }
 
-    /// Records the checkpoint that ended the epoch: from here on it survives the process.
+    /// The epoch's state. A damaged word counts as Lost: then the epoch's changes go into the next
+    /// checkpoint.
+    pub(crate) fn state(&self) -> LayerState {
+        LayerState::load(&self.header[word::STATE]).unwrap_or(LayerState::Lost)
+    }
+
+    fn transition(&self, from: LayerState, to: LayerState) -> bool {
+        LayerState::transition(&self.header[word::STATE], from, to)
+    }
+
+    /// Ends the epoch: writes go into the next one.
+    pub(crate) fn freeze(&self) {
+        self.transition(self.state(), LayerState::Frozen);
+    }
+
+    /// No write of the epoch is in flight. Several threads may find that at the same time.
+    pub(crate) fn settle(&self) {
+        self.transition(LayerState::Frozen, LayerState::Settled);
+    }
+
+    /// Old content was lost, so the epoch has no snapshot. The first reason stays. The epoch's
+    /// changes must be in the current epoch already.
+    pub(crate) fn fail(&self, reason: &str) {
+        let (from, to) = match self.state() {
+            LayerState::Failed | LayerState::Lost | LayerState::Closed => return,
+            LayerState::Abandoned => (LayerState::Abandoned, LayerState::Lost),
+            from => (from, LayerState::Failed),
+        };
+        self.put_text(word::REASON, reason, REASON_MAX_BYTES);
+        self.transition(from, to);
+    }
+
+    /// The checkpoint of the epoch has ended without a snapshot: no process resumes it.
+    pub(crate) fn abandon(&self) {
+        let (from, to) = match self.state() {
+            LayerState::Abandoned | LayerState::Lost => return,
+            LayerState::Failed => (LayerState::Failed, LayerState::Lost),
+            from => (from, LayerState::Abandoned),
+        };
+        self.transition(from, to);
+    }
+
+    /// Nothing of the epoch is needed any more: the next process does not find it.
+    pub(crate) fn close(&self) {
+        self.transition(self.state(), LayerState::Closed);
+        self.remove();
+    }
+
+    /// Records the checkpoint that ended the epoch. From here on the checkpoint survives the
+    /// process.
     pub(crate) fn accept(&self, new: &NewSnapshot) {
         let set = |at: usize, value: u64| self.header[at].store(value, Ordering::Relaxed);
         set(word::NUMBER, new.number);
@@ -162,12 +210,12 @@ impl EpochRecord {
         };
         set(word::CONSISTENCY, consistency);
         self.put_text(word::LABEL, new.label.as_deref().unwrap_or(""), LABEL_MAX_BYTES);
-        self.header[word::STATE].fetch_or(ACCEPTED, Ordering::Release);
+        self.header[word::ACCEPTED].store(1, Ordering::Release);
     }
 
-    /// The checkpoint that ended the epoch, if one did.
+    /// The checkpoint that ended the epoch, if it was recorded.
     pub(crate) fn accepted(&self) -> Option<NewSnapshot> {
-        if self.header[word::STATE].load(Ordering::Acquire) & ACCEPTED == 0 {
+        if self.header[word::ACCEPTED].load(Ordering::Acquire) == 0 {
             return None;
         }
         let get = |at: usize| self.header[at].load(Ordering::Relaxed);
@@ -186,27 +234,9 @@ impl EpochRecord {
         })
     }
 
-    /// Records that the epoch's snapshot cannot be had any more. The first reason stays.
-    pub(crate) fn fail(&self, reason: &str) {
-        if self.failure().is_none() {
-            self.put_text(word::REASON, reason, REASON_MAX_BYTES);
-            self.header[word::STATE].fetch_or(FAILED, Ordering::Release);
-        }
-    }
-
-    /// Records that the epoch's checkpoint has ended without a snapshot: nobody takes it up again.
-    pub(crate) fn end(&self) {
-        self.header[word::STATE].fetch_or(ENDED, Ordering::Release);
-    }
-
-    pub(crate) fn has_ended(&self) -> bool {
-        self.header[word::STATE].load(Ordering::Acquire) & ENDED != 0
-    }
-
-    /// Why the epoch's snapshot cannot be had, if so.
+    /// Why no snapshot can be made of the epoch, if so.
     pub(crate) fn failure(&self) -> Option<String> {
-        let failed = self.header[word::STATE].load(Ordering::Acquire) & FAILED != 0;
-        failed.then(|| self.text(word::REASON, REASON_MAX_BYTES))
+        self.state().has_failed().then(|| self.text(word::REASON, REASON_MAX_BYTES))
     }
 
     fn put_text(&self, at: usize, text: &str, max: usize) {
@@ -230,33 +260,35 @@ impl EpochRecord {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Forgets the epoch: the next process does not find it.
+    /// Removes the file. For records of epochs that never began; others are closed.
     pub(crate) fn remove(&self) {
         if let Some(path) = &self.path
             && let Err(error) = fs::remove_file(path)
         {
-            tracing::error!(%error, path = %path.display(), "an epoch that has ended cannot be removed");
+            tracing::error!(%error, path = %path.display(), "cannot remove the record of an epoch that has ended");
         }
     }
 }
 
-/// Makes the state of epochs to come. One is made ahead, so that a checkpoint need not wait for it.
+/// Creates the records of epochs. One record is created ahead of time, so that a checkpoint does not
+/// wait for it.
 pub(crate) struct EpochFiles {
     chunks: u64,
-    /// The directory of the files; memory of this process if there is none.
+    /// The directory of the files. Without one, records are in this process's own memory.
     dir: Option<PathBuf>,
     next_file: AtomicU64,
     spare: Mutex<Option<EpochRecord>>,
 }
 
 impl EpochFiles {
-    /// EpochFiles of a disk with this many chunks that leave nothing behind.
+    /// Records of a disk with this many chunks, in this process's own memory.
     #[cfg(test)]
     pub(crate) fn private(chunks: u64) -> EpochFiles {
         EpochFiles { chunks, dir: None, next_file: AtomicU64::new(0), spare: Mutex::default() }
     }
 
-    /// Takes up the epochs that a process left in `dir`, oldest first. Others are removed.
+    /// Opens the records that a process left in `dir`, and returns them oldest first. Files that are
+    /// of no use are removed.
     pub(crate) fn open(dir: &Path, chunks: u64) -> io::Result<(EpochFiles, Vec<EpochRecord>)> {
         let mut found = Vec::new();
         let mut next_file = 0;
@@ -281,13 +313,13 @@ impl EpochFiles {
         ))
     }
 
-    /// A state for the next epoch.
+    /// Returns a record for the next epoch.
     pub(crate) fn allocate(&self) -> io::Result<EpochRecord> {
         let spare = self.spare.lock().expect("no code panics with the spare locked").take();
         spare.map_or_else(|| self.make(), Ok)
     }
 
-    /// Makes one ahead.
+    /// Creates a record ahead of time, unless there is one.
     pub(crate) fn prepare(&self) -> io::Result<()> {
         let missing = self.spare.lock().expect("as in `allocate`").is_none();
         if missing {
@@ -313,9 +345,10 @@ impl EpochFiles {
 
 #[cfg(test)]
 mod tests {
-    use cairn_store::{Consistency, NewSnapshot};
+    use cairn_store::{ChunkIndex, Consistency, NewSnapshot};
 
-    use super::{Epoch, EpochFiles};
+    use super::{Epoch, EpochFiles, LayerState};
+    use crate::mirror::epoch::chunk_state::ChunkState;
 
     fn new(label: Option<&str>) -> NewSnapshot {
         NewSnapshot {
@@ -338,22 +371,29 @@ mod tests {
         epochs.prepare().unwrap();
         first.begin(Epoch(4));
         second.begin(Epoch(5));
-        first.dirty.insert(3);
-        first.dirty.insert(99_999);
-        first.idle.set(3);
+        first.chunks.schedule(3);
+        first.chunks.schedule(99_999);
+        (first.chunks).set(ChunkIndex(3), &mut false, ChunkState::Pending);
+        (first.chunks).set(ChunkIndex(3), &mut true, ChunkState::Idle);
         first.accept(&new(Some("before-upgrade")));
+        second.freeze();
+        second.settle();
         second.fail("no room");
         drop((epochs, first, second));
         let (_, found) = EpochFiles::open(dir.path(), 100_000).unwrap();
         assert_eq!(found.iter().map(|one| one.epoch().0).collect::<Vec<_>>(), [4, 5]);
         let (first, second) = (&found[0], &found[1]);
-        assert_eq!(first.dirty.iter().collect::<Vec<_>>(), [3, 99_999]);
-        assert_eq!(first.dirty.len(), 2);
-        assert!(first.idle.get(3) && !first.idle.get(99_999));
+        assert_eq!(first.chunks.dirty().iter().collect::<Vec<_>>(), [3, 99_999]);
+        assert_eq!(first.chunks.dirty().len(), 2);
+        assert_eq!(first.chunks.get(ChunkIndex(3), false), ChunkState::Idle);
+        assert_eq!(first.chunks.get(ChunkIndex(99_999), false), ChunkState::Scheduled);
+        assert_eq!((first.state(), second.state()), (LayerState::Open, LayerState::Failed));
         assert_eq!(first.accepted(), Some(new(Some("before-upgrade"))));
         assert_eq!(first.failure(), None);
         assert_eq!((second.accepted(), second.failure()), (None, Some("no room".into())));
-        first.remove();
+        first.freeze();
+        first.settle();
+        first.close();
         assert_eq!(EpochFiles::open(dir.path(), 100_000).unwrap().1.len(), 1);
         assert_eq!(EpochFiles::open(dir.path(), 5).unwrap().1.len(), 0, "of another disk");
     }
@@ -362,8 +402,35 @@ mod tests {
     fn a_long_reason_is_cut_between_characters() {
         let dir = tempfile::tempdir().unwrap();
         let (epochs, _) = EpochFiles::open(dir.path(), 10).unwrap();
-        let state = epochs.allocate().unwrap();
-        state.fail(&"ü".repeat(600));
-        assert_eq!(state.failure(), Some("ü".repeat(256)));
+        let record = epochs.allocate().unwrap();
+        record.freeze();
+        record.settle();
+        record.fail(&"ü".repeat(600));
+        assert_eq!(record.failure(), Some("ü".repeat(256)));
+    }
+
+    #[test]
+    fn the_first_reason_of_a_failure_stays_whatever_the_order_of_failure_and_end() {
+        for abandon_first in [true, false] {
+            let record = EpochFiles::private(10).allocate().unwrap();
+            record.freeze();
+            record.settle();
+            if abandon_first {
+                record.abandon();
+                assert_eq!((record.state(), record.failure()), (LayerState::Abandoned, None));
+            }
+            record.fail("first");
+            record.abandon();
+            record.fail("second");
+            assert_eq!(record.state(), LayerState::Lost);
+            assert_eq!(record.failure().as_deref(), Some("first"));
+        }
+    }
+
+    #[test]
+    fn a_damaged_state_counts_as_lost() {
+        let record = EpochFiles::private(10).allocate().unwrap();
+        record.header[super::word::STATE].store(77, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(record.state(), LayerState::Lost);
     }
 }

@@ -23,8 +23,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::mapping::{PAGE_BYTES, Words};
-use crate::mirror::cow::CowMemory;
+use crate::mirror::cow::memory::CowMemory;
 use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::layer_state::LayerState;
 use crate::mirror::epoch::record::{EpochFiles, EpochRecord};
 use crate::mirror::files::disk_file::{allocate, lock};
 use crate::mirror::files::map::{MapFile, UseId};
@@ -174,7 +175,7 @@ impl LiveDir {
         presence.recount();
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let (epoch_files, mut epochs) = EpochFiles::open(dir, layout.chunk_count())?;
-        if epochs.last().is_none_or(|last| last.accepted().is_some()) {
+        if epochs.last().is_none_or(|last| last.state() != LayerState::Open) {
             // Cannot be: the next epoch is there before the last one ends.
             let last = epochs.last().map_or(0, |last| last.epoch().0);
             epochs.push(epoch_files.allocate()?);
@@ -325,12 +326,12 @@ mod tests {
         let live = open(&base, &map);
         assert!(live.is_adopted && !live.presence.get(9));
         live.presence.set(Blocks { first: 9, count: 1 });
-        live.epochs[0].dirty.insert(5);
+        live.epochs[0].chunks.schedule(5);
         drop(live);
         let live = open(&base, &map);
         assert!(live.is_adopted && live.presence.get(9));
         assert_eq!(live.epochs.len(), 1);
-        assert!(live.epochs[0].dirty.contains(5));
+        assert!(live.epochs[0].chunks.dirty().contains(5));
         drop(live);
         let elsewhere = open(&dir.path().join("elsewhere"), &map);
         assert!(elsewhere.is_adopted && elsewhere.presence.get(9), "it is found all the same");

@@ -427,7 +427,7 @@ mod tests {
     ) -> Result<(Presence, EpochRecord), MapError> {
         let presence = Presence::absent(layout.block_count()).unwrap();
         let record = EpochRecord::private(layout.chunk_count()).unwrap();
-        map.load(layout, &presence, &record.dirty)?;
+        map.load(layout, &presence, record.chunks.dirty())?;
         Ok((presence, record))
     }
 
@@ -444,7 +444,7 @@ mod tests {
     fn presence_and_changes_survive_a_clean_stop() {
         let (_dir, path, layout, mut map) = in_use();
         let (presence, record) = load(&map, &layout).unwrap();
-        assert_eq!(record.dirty.len(), 0);
+        assert_eq!(record.chunks.dirty().len(), 0);
         presence.set(Blocks { first: 100, count: 50 });
         map.write_pages(&presence.take_changed()).unwrap();
         map.end(&presence, &layout, [0, 9, 4095].into_iter(), true).unwrap();
@@ -452,7 +452,8 @@ mod tests {
         assert_eq!(map.identity(), &identity());
         assert!(map.is_clean() && map.knows_guests());
         assert_eq!(map.use_id(), &[1; 16]);
-        let (presence, EpochRecord { dirty, .. }) = load(&map, &layout).unwrap();
+        let (presence, record) = load(&map, &layout).unwrap();
+        let dirty = record.chunks.dirty();
         assert!(presence.all(Blocks { first: 100, count: 50 }));
         assert!(!presence.get(99));
         assert_eq!(presence.local_bytes(), 50 * 4096);
@@ -473,7 +474,8 @@ mod tests {
         drop(map);
         let map = MapFile::open(&path).unwrap();
         assert!(!map.is_clean());
-        let (_, EpochRecord { dirty, .. }) = load(&map, &layout).unwrap();
+        let (_, record) = load(&map, &layout).unwrap();
+        let dirty = record.chunks.dirty();
         assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 10]);
     }
 

@@ -10,7 +10,11 @@ use tempfile::TempDir;
 use super::kernel::{Operation, OperationKind};
 use super::ring::Write;
 use super::{CHUNKS, PlantedBug, WORKERS, World, ring};
-use crate::mirror::cow::{BufferPool, CowMemory, RangeAllocator};
+use crate::mirror::Mirror;
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::memory::CowMemory;
+use crate::mirror::cow::range_allocator::RangeAllocator;
 use crate::mirror::epoch::Epoch;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::manager::EpochManager;
@@ -21,7 +25,6 @@ use crate::mirror::files::journal::Journal;
 use crate::mirror::intent::WriteIntent;
 use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::Presence;
-use crate::mirror::{CowSpace, Mirror};
 
 /// The mirror that a process finds in `dir`, and the checkpoints that it has to go on with.
 pub(super) fn open(
@@ -44,18 +47,18 @@ pub(super) fn open(
         found.push(files.allocate().unwrap());
         found[0].begin(Epoch(1));
     }
-    let room = CowSpace {
+    let space = CowSpace {
         memory: CowMemory::new(file("cow-memory"), cow_blocks * BLOCK_BYTES).unwrap(),
         spill_buffers: BufferPool::new((spill_buffers * BLOCK_BYTES) as usize),
         spill: RangeAllocator::new(200 * BLOCK_BYTES),
     };
     let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
     let Recovered { current, layers, resumed } =
-        recover(found, &journal, &layout, &room, |number| states.get(&number).copied()).unwrap();
+        recover(found, &journal, &layout, &space, |number| states.get(&number).copied()).unwrap();
     let epochs = EpochManager::new(files, journal, WORKERS, current, layers);
     let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
     let (intent, events) = (WriteIntent::new(&intent), Events::new(Vec::new()));
-    (Mirror::new(layout, presence, intent, epochs, room, events), resumed)
+    (Mirror::new(layout, presence, intent, epochs, space, events), resumed)
 }
 
 impl World {
@@ -100,7 +103,7 @@ impl World {
         let (mirror, resumed) = open(&self.dir, self.layout, self.room, &self.states);
         self.mirror = mirror;
         self.commits = resumed;
-        let epoch_handle = |worker| self.mirror.epochs.handle(worker);
+        let epoch_handle = |worker| self.mirror.epoch_handle(worker);
         self.epoch_handles = (0..WORKERS).map(epoch_handle).collect();
         self.queues = ring::open(&self.ledgers, &self.rings);
         if self.planted_bug == Some(PlantedBug::LostLedgerEntry) {

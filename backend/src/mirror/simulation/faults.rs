@@ -119,7 +119,7 @@ impl World {
     /// A block turns bad. What the repository does not have is not touched: the guest would fail_layer it.
     pub(super) fn bad_block(&mut self) {
         let block = self.rng.below(self.layout.block_count());
-        if self.mirror.presence.get(block) && self.mirror.invalidate(block) {
+        if self.mirror.presence().get(block) && self.mirror.invalidate(block) {
             self.faults.add(Fault::BadBlock, 1);
             self.disk[block as usize] = GARBAGE;
         }
@@ -128,7 +128,7 @@ impl World {
     /// What a write has to wait for may not come.
     pub(super) fn stall_step(&mut self) {
         if self.mirror.take_cow_exhausted() && self.strikes(Fault::Stall, 1) {
-            self.mirror.epochs.fail_oldest("the simulated guest waits too long");
+            self.mirror.fail_oldest("the simulated guest waits too long");
         }
     }
 

@@ -51,7 +51,7 @@ impl Shared {
     /// One writer has the even blocks, the other the odd ones. Both stay in a chunk for a while, so that
     /// others have not changed.
     fn write(&self, worker: usize, mut rng: Rng) {
-        let mut epoch_handle = self.mirror.epochs.handle(worker);
+        let mut epoch_handle = self.mirror.epoch_handle(worker);
         for version in (PARENT + 1..).take_while(|_| self.goes_on()) {
             let chunk = version / 64 % CHUNKS;
             let block = chunk * PER_CHUNK + rng.below(PER_CHUNK / 2) * 2 + worker as u64;
@@ -63,7 +63,7 @@ impl Shared {
                 match self.mirror.plan_write(&mut epoch_handle, worker, span) {
                     Plan::Direct(permit) => break permit,
                     Plan::Fill(chunks) => chunks.into_iter().for_each(|chunk| self.fill(chunk)),
-                    Plan::RecordIntent(span) => self.mirror.intent.set(span),
+                    Plan::RecordIntent(span) => self.mirror.intent().set(span),
                     Plan::Wait => thread::yield_now(),
                     Plan::Copy(jobs) => {
                         for (job, mut buffer) in jobs {
@@ -86,16 +86,16 @@ impl Shared {
     /// What the guest had before is in the snapshot, or something newer.
     fn checkpoint(&self, number: u64) {
         let before: Vec<_> = self.written.iter().map(|one| one.load(Ordering::SeqCst)).collect();
-        let Some(layer) = self.mirror.epochs.freeze().unwrap() else { return };
+        let Some(layer) = self.mirror.freeze().unwrap() else { return };
         accept(&layer, number);
-        while !self.mirror.epochs.settle(&layer) {
+        while !self.mirror.settle(&layer) {
             thread::yield_now();
         }
         let mut snapshot = self.parent.read().unwrap().clone();
         for chunk in layer.dirty().iter() {
             assert!(layer.begin_store(ChunkIndex(chunk)));
             let own = self.mirror.layout().blocks_of(ChunkIndex(chunk));
-            let present = self.mirror.presence.in_chunk(own);
+            let present = self.mirror.presence().in_chunk(own);
             let mut data = vec![0; CHUNK as usize];
             for at in 0..PER_CHUNK {
                 let version = &self.disk[(own.first + at) as usize];
@@ -113,7 +113,7 @@ impl Shared {
             assert!(found >= before, "block {block} of snapshot {number}: {found}, not {before}");
         }
         *self.parent.write().unwrap() = snapshot;
-        self.mirror.epochs.publish(&layer);
+        self.mirror.publish(&layer);
     }
 }
 
@@ -150,7 +150,7 @@ fn a_block_is_not_invalidated_once_somebody_may_have_written_it() {
                 let mut rng = Rng(seed * 10 + 8);
                 while shared.goes_on() {
                     let block = rng.below(blocks);
-                    let was_present = shared.mirror.presence.get(block);
+                    let was_present = shared.mirror.presence().get(block);
                     if shared.mirror.invalidate(block) && was_present {
                         shared.invalidated.fetch_add(1, Ordering::SeqCst);
                     }
@@ -163,7 +163,7 @@ fn a_block_is_not_invalidated_once_somebody_may_have_written_it() {
             (1..).take_while(|_| shared.goes_on()).for_each(|number| shared.checkpoint(number));
         });
         for block in 0..blocks as usize {
-            let found = match shared.mirror.presence.get(block as u64) {
+            let found = match shared.mirror.presence().get(block as u64) {
                 true => shared.disk[block].load(Ordering::SeqCst),
                 false => shared.parent.read().unwrap()[block],
             };

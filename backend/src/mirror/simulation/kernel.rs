@@ -9,7 +9,8 @@ use super::faults::Fault;
 use super::ring::Job;
 use super::{PER_CHUNK, PlantedBug, World, set_stamp};
 use crate::mirror::block_set::BlockSet;
-use crate::mirror::cow::{CopyData, PooledBuffer};
+use crate::mirror::cow::CopyData;
+use crate::mirror::cow::buffer_pool::PooledBuffer;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Span};
 use crate::mirror::{BlockCopy, Permit, Plan};
@@ -71,7 +72,7 @@ impl World {
         match self.mirror.plan_write(&mut self.epoch_handles[worker], worker, span) {
             Plan::Direct(permit) => {
                 if self.planted_bug == Some(PlantedBug::PresentTooEarly) {
-                    self.mirror.presence.set(self.layout.covered(span));
+                    self.mirror.presence().set(self.layout.covered(span));
                 }
                 let view = self.epoch_handles[worker].view();
                 unmarked.iter().for_each(|chunk| view.dirty().remove(chunk.0));
@@ -91,9 +92,9 @@ impl World {
                 self.parked[worker].push(job);
             }
             Plan::RecordIntent(span) => {
-                let bytes = self.mirror.intent.bytes_with(span);
+                let bytes = self.mirror.intent().bytes_with(span);
                 std::fs::write(self.dir.path().join("intent"), bytes).unwrap();
-                self.mirror.intent.set(span);
+                self.mirror.intent().set(span);
                 self.parked[worker].push(job);
             }
             Plan::Wait => self.parked[worker].push(job),
@@ -102,7 +103,7 @@ impl World {
 
     /// The chunks that do not count as changed.
     fn unmarked(&self, span: Span) -> Vec<ChunkIndex> {
-        let view = self.mirror.epochs.view();
+        let view = self.mirror.epoch_view();
         self.layout.chunks(span).filter(|chunk| !view.dirty().contains(chunk.0)).collect()
     }
 
@@ -229,7 +230,8 @@ impl World {
         for block in blocks.first..blocks.end() {
             // What a failed write leaves in a block that was absent is garbage. It may have landed when a
             // process before this one tried it.
-            let is_there = self.mirror.presence.get(block) && self.disk[block as usize] == version;
+            let is_there =
+                self.mirror.presence().get(block) && self.disk[block as usize] == version;
             if !fails || is_there {
                 self.history[block as usize].push((permit.epoch, version));
             }
@@ -268,6 +270,9 @@ impl World {
         }
         self.store(layer.epoch, chunk.0, &data, present);
         if self.crashes_now(20) {
+            return;
+        }
+        if self.planted_bug == Some(PlantedBug::StoredTooEarly) {
             return;
         }
         if layer.mark_stored(&ids).is_err() {

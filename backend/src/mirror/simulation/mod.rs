@@ -151,7 +151,7 @@ impl World {
             dir,
             layout,
             room,
-            epoch_handles: (0..WORKERS).map(|worker| mirror.epochs.handle(worker)).collect(),
+            epoch_handles: (0..WORKERS).map(|worker| mirror.epoch_handle(worker)).collect(),
             mirror,
             queues: ring::open(&ledgers, &rings),
             rings,

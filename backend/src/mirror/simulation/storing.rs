@@ -27,16 +27,16 @@ pub(super) fn accept(layer: &Layer, number: u64) {
 impl World {
     pub(super) fn freeze(&mut self) {
         // A state for the epoch after this one may be made ahead, if there is space.
-        if self.rng.chance(30) && self.mirror.epochs.prepare().is_err() {
+        if self.rng.chance(30) && self.mirror.prepare_freeze().is_err() {
             self.faults.add(Fault::NoEpoch, 1);
         }
-        let layer = match self.mirror.epochs.freeze() {
+        let layer = match self.mirror.freeze() {
             Ok(Some(layer)) => layer,
             Ok(None) => return,
             Err(_) => return self.faults.add(Fault::NoEpoch, 1),
         };
         if self.planted_bug == Some(PlantedBug::Unsettled) {
-            layer.set_settled();
+            layer.settle();
         }
         // It may end before the checkpoint is answered: then there was none.
         if self.crashes_now(50) {
@@ -49,7 +49,7 @@ impl World {
     /// One step of persisting the oldest layer.
     pub(super) fn persist(&mut self) {
         let Some(layer) = self.commits.first().cloned() else { return };
-        if !self.mirror.epochs.settle(&layer) {
+        if !self.mirror.settle(&layer) {
             return;
         }
         let sources = self.sources(&layer);
@@ -59,7 +59,7 @@ impl World {
         }
         for (source, chunk) in needed(&sources) {
             if !source.is_stored(chunk) && source.begin_store(chunk) {
-                let present = self.mirror.presence.in_chunk(self.layout.blocks_of(chunk));
+                let present = self.mirror.presence().in_chunk(self.layout.blocks_of(chunk));
                 let (layer, data) = (source.clone(), vec![0; CHUNK as usize]);
                 let kind = OperationKind::Persist { layer, data, present, chunk };
                 return self.submit(kind, (0..PER_CHUNK).collect());
@@ -84,14 +84,14 @@ impl World {
             }
         }
         self.commits.remove(0);
-        self.mirror.epochs.give_up(&layer);
+        self.mirror.give_up(&layer);
     }
 
     /// The layer and the failed ones that it absorbs, newest first, without those that have nothing that
     /// a newer one has not.
     fn sources(&self, layer: &Layer) -> Vec<Arc<Layer>> {
         let mut sources: Vec<Arc<Layer>> = Vec::new();
-        let layers = self.mirror.epochs.view().layers.clone();
+        let layers = self.mirror.epoch_view().layers.clone();
         for source in layers.into_iter().rev().filter(|other| other.epoch <= layer.epoch) {
             let hidden = |chunk| sources.iter().any(|newer| newer.dirty().contains(chunk));
             if !source.dirty().iter().all(hidden) {
@@ -142,7 +142,7 @@ impl World {
         if self.crashes_now(100) {
             return;
         }
-        self.mirror.epochs.publish(layer);
+        self.mirror.publish(layer);
         self.commits.remove(0);
     }
 }

@@ -22,7 +22,10 @@ use super::tests::{identity, load};
 use super::{Identity, MapError, MapFile, MapState};
 use crate::flush::Flusher;
 use crate::mapping::Buffer;
-use crate::mirror::cow::{BufferPool, RangeAllocator};
+use crate::mirror::Mirror;
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::range_allocator::RangeAllocator;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
@@ -30,7 +33,6 @@ use crate::mirror::files::disk_file::{DiskFile, make_directory};
 use crate::mirror::files::journal::Journal;
 use crate::mirror::files::live_dir::LiveDir;
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout, SECTOR_BYTES, Span};
-use crate::mirror::{CowSpace, Mirror};
 
 const WORD_BYTES: usize = 8;
 
@@ -151,7 +153,7 @@ fn check_map(root: &Path, marks: &[String]) {
     assert!(!has(marks, "begun") || map.header.state != MapState::Fresh, "a used map is fresh");
 
     let layout = Layout::new(identity().geometry);
-    let (presence, state) = load(&map, &layout).unwrap();
+    let (presence, record) = load(&map, &layout).unwrap();
     for step in all(marks, "durable") {
         let present = blocks_of(step).into_iter().all(|blocks| presence.all(blocks));
         assert!(present, "blocks of flush {step} are absent");
@@ -164,7 +166,7 @@ fn check_map(root: &Path, marks: &[String]) {
     let present = set.iter().filter(|block| presence.get(**block)).count() as u64;
     assert_eq!(presence.local_bytes(), present * BLOCK_BYTES, "a block is present that never was");
     assert!(present >= all(marks, "found").pop_last().unwrap_or(0), "blocks that were found");
-    let dirty: Vec<_> = state.dirty.iter().collect();
+    let dirty: Vec<_> = record.chunks.dirty().iter().collect();
     match map.header.state {
         MapState::Fresh => assert!(present == 0 && dirty.is_empty()),
         MapState::InUse => {
@@ -258,17 +260,17 @@ fn flush_workload() {
     );
     let live = live.unwrap();
     map.begin([1; 16]).unwrap();
-    let room = CowSpace {
+    let space = CowSpace {
         memory: live.cow_memory,
         spill_buffers: BufferPool::new(BLOCK_BYTES as usize),
         spill: RangeAllocator::new(0),
     };
     let journal = Arc::new(Journal::open(&elsewhere.path().join("journal")).unwrap());
     let Recovered { current, layers, .. } =
-        recover(live.epochs, &journal, &layout, &room, |_| None).unwrap();
+        recover(live.epochs, &journal, &layout, &space, |_| None).unwrap();
     let epochs = EpochManager::new(live.epoch_files, journal, 1, current, layers);
     let intent = map.intent(&layout).unwrap();
-    let mirror = Mirror::new(layout, live.presence, intent, epochs, room, Events::new(Vec::new()));
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
     let flusher = Flusher::new(map);
     for flush in 0..FLUSHES {
         for block in written_before(flush) {
@@ -278,7 +280,7 @@ fn flush_workload() {
                 sector[..16].copy_from_slice(&stamp(block, flush));
             }
             disk.write(&buffer, block * BLOCK_BYTES).unwrap();
-            mirror.presence.set(Blocks { first: block, count: 1 });
+            mirror.presence().set(Blocks { first: block, count: 1 });
         }
         flusher.flush(&mirror, &disk).unwrap();
         mark(&format!("flushed {flush}"));
