@@ -29,12 +29,14 @@ pub mod args;
 mod commit;
 mod control;
 mod counters;
-mod device;
 mod fetch;
 mod flush;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod guest;
+mod image;
 mod lease;
+mod local_disk;
 mod mapping;
 mod memory;
 mod mirror;

@@ -7,7 +7,13 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use crate::vhost::server::Source;
+/// A unix socket that a hypervisor uses.
+pub(crate) enum UnixSocket {
+    /// Each connection is one hypervisor.
+    Listener(UnixListener),
+    /// The one connection there is.
+    Stream(UnixStream),
+}
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -79,7 +85,7 @@ pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {
 }
 
 /// Takes over a unix socket that was inherited under this number: a listening or a connected one.
-pub(crate) fn inherited(fd: RawFd) -> io::Result<Source> {
+pub(crate) fn inherited(fd: RawFd) -> io::Result<UnixSocket> {
     let mut listening: libc::c_int = 0;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: both pointers are to live variables of the sizes that are passed.
@@ -95,8 +101,8 @@ pub(crate) fn inherited(fd: RawFd) -> io::Result<Source> {
     // SAFETY: the number is an open socket, and by the convention of the argument it is ours alone.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     Ok(match listening {
-        0 => Source::Stream(socket.into()),
-        _ => Source::Listener(socket.into()),
+        0 => UnixSocket::Stream(socket.into()),
+        _ => UnixSocket::Listener(socket.into()),
     })
 }
 

@@ -19,7 +19,9 @@ use cairn_agent::{Checkpoint, PendingCommit, Refusal, RefusalKind, is_valid_labe
 use cairn_store::{Consistency, NewSnapshot};
 use tokio::sync::watch;
 
-use crate::device::Device;
+use crate::counters::Counters;
+use crate::image::Image;
+use crate::local_disk::LocalDisk;
 use crate::mirror::epoch::layer::Layer;
 
 /// Snapshot numbers to have in hand.
@@ -88,6 +90,9 @@ struct CommitQueue {
 
 /// The checkpoints of a disk.
 pub(crate) struct Commits {
+    disk: Arc<LocalDisk>,
+    image: Arc<Image>,
+    counters: Arc<Counters>,
     queue: Mutex<CommitQueue>,
     changed: Condvar,
 }
@@ -96,6 +101,7 @@ impl Commits {
     /// `labels` are in use in the image already; `layers` are of checkpoints that a process before this
     /// one had accepted.
     pub(crate) fn new(
+        (disk, image, counters): (Arc<LocalDisk>, Arc<Image>, Arc<Counters>),
         numbers: Range<u64>,
         mut labels: HashSet<String>,
         layers: impl IntoIterator<Item = Arc<Layer>>,
@@ -108,7 +114,7 @@ impl Commits {
         labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
         let unrecorded = Vec::new();
         let queue = CommitQueue { commits, numbers, labels, unrecorded, closed: false };
-        Commits { queue: Mutex::new(queue), changed: Condvar::new() }
+        Commits { disk, image, counters, queue: Mutex::new(queue), changed: Condvar::new() }
     }
 
     fn queue(&self) -> MutexGuard<'_, CommitQueue> {
@@ -119,18 +125,17 @@ impl Commits {
     /// its return is. `asked` is when the request was read.
     pub(crate) fn checkpoint(
         &self,
-        device: &Device,
         request: &Checkpoint,
         asked: Instant,
     ) -> Result<Arc<Commit>, Refusal> {
         let refuse = |kind, message: &str| Err(Refusal { kind, message: message.into() });
-        if device.read_only {
+        if self.disk.read_only {
             return refuse(
                 RefusalKind::Denied,
                 "the disk is read-only: it has nothing to checkpoint",
             );
         }
-        if let Some(reason) = device.poison_reason() {
+        if let Some(reason) = self.image.poison_reason() {
             return Err(Refusal { kind: RefusalKind::Unavailable, message: reason });
         }
         if request.label.as_deref().is_some_and(|label| !is_valid_label(label)) {
@@ -156,7 +161,7 @@ impl Commits {
                 "no snapshot number is at hand; try again in a moment",
             );
         }
-        let layer = match device.mirror.freeze() {
+        let layer = match self.disk.mirror.freeze() {
             Ok(Some(layer)) => layer,
             Ok(None) => {
                 return refuse(
@@ -180,7 +185,7 @@ impl Commits {
                 cairn_agent::Consistency::Application => Consistency::Application,
             },
             time: now(),
-            dirty_bytes: layer.dirty().len() * device.mirror.layout().chunk_size() as u64,
+            dirty_bytes: layer.dirty().len() * self.disk.mirror.layout().chunk_size() as u64,
             pause_us: asked.elapsed().as_micros() as u64,
         };
         // From here on it survives the death of this process.
@@ -188,7 +193,7 @@ impl Commits {
         let commit = Commit::new(new, layer, asked);
         queue.commits.push_back(commit.clone());
         self.changed.notify_all();
-        device.stats.checkpoints(1);
+        self.counters.checkpoints(1);
         Ok(commit)
     }
 
@@ -215,12 +220,12 @@ impl Commits {
     }
 
     /// Checkpoints that are not stable yet, oldest first.
-    pub(crate) fn pending(&self, device: &Device) -> Vec<PendingCommit> {
+    pub(crate) fn pending(&self) -> Vec<PendingCommit> {
         let commits: Vec<_> = self.queue().commits.iter().cloned().collect();
         commits
             .iter()
             .map(|commit| PendingCommit {
-                snapshot: device.snapshot_name(commit.new.number),
+                snapshot: self.image.snapshot_name(commit.new.number),
                 chunks: commit.layer.dirty().len(),
                 done: commit.layer.stored_count(),
                 trouble: commit.last_error().clone(),

@@ -10,25 +10,30 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::device::Device;
+use crate::counters::Counters;
+use crate::local_disk::LocalDisk;
 use crate::mirror::epoch::manager::StoreProgress;
 
 /// How often it is looked at.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Starts the thread. `limit` is how long writes may wait while nothing gets on.
-pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::JoinHandle<()>> {
+pub(crate) fn spawn(
+    disk: Arc<LocalDisk>,
+    counters: Arc<Counters>,
+    limit: Duration,
+) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("stall".into()).spawn(move || {
         let mut detector = StallDetector { limit, stuck: None };
         loop {
             thread::sleep(POLL_INTERVAL);
-            if !device.mirror.take_cow_exhausted() {
+            if !disk.mirror.take_cow_exhausted() {
                 detector.stuck = None;
                 continue;
             }
             // Those that still wait say so again.
-            device.mirror.notify();
-            if detector.observe(device.mirror.store_progress(), Instant::now()) {
+            disk.mirror.notify();
+            if detector.observe(disk.mirror.store_progress(), Instant::now()) {
                 let seconds = limit.as_secs();
                 let reason = format!(
                     "the guest's writes waited {seconds} s for room for old blocks and nothing was \
@@ -36,9 +41,8 @@ pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::
                      --cow-memory or --cow-disk"
                 );
                 tracing::error!("{reason}");
-                device.mirror.fail_oldest(&reason);
-                device.stats.stalls(1);
-                device.mirror.notify();
+                counters.stalls(1);
+                disk.mirror.fail_oldest(&reason);
             }
         }
     })

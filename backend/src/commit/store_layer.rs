@@ -1,13 +1,18 @@
 //! Makes the chunks of a frozen epoch durable.
 //!
-//! For every chunk of the dirty set: take it (Pending) → read it from the mirror into memory → lay over it what
-//! writes have put aside → complete its absent blocks from the parent → hash and store it, unless it is all
-//! zeros → when it is durable, Idle: the guest may write it again. Half of a batch are chunks of which something
-//! was put aside, so that this memory is free again soon.
+//! For every chunk of the dirty set:
 //!
-//! Chunks go in batches, by several threads, and several batches become durable together. If something fails, or
-//! the process ends, what is not durable is read again from the mirror. [`CommitThrottle`](super::throttle::CommitThrottle) sees to it
-//! that the guest comes first.
+//! 1. Take the chunk (Scheduled → Pending).
+//! 2. Read it from the mirror into memory.
+//! 3. Overlay the blocks that writes have preserved.
+//! 4. Take the blocks that are absent from the parent snapshot.
+//! 5. Hash the chunk and store it, unless it is all zeros.
+//! 6. When it is durable, it becomes Idle, and the guest may write it without a copy.
+//!
+//! Up to half of a batch are chunks with preserved blocks, so that their memory is free again soon.
+//! Several threads store batches, and several batches become durable together. If something fails,
+//! or the process ends, chunks that are not durable are read from the mirror again.
+//! [`CommitThrottle`](super::throttle::CommitThrottle) ensures that the guest comes first.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,47 +22,44 @@ use std::{mem, thread};
 
 use cairn_store::{ChunkId, ChunkIndex, is_zero};
 
-use super::persist::{Abort, POLL_INTERVAL, PersistError};
-use crate::device::Device;
-use crate::fetch::is_medium_error;
+use super::persist::{POLL_INTERVAL, PersistError, Persister};
 use crate::mirror::block_set::BlockSet;
 use crate::mirror::cow::buffer_pool::{BufferPool, PooledBuffer};
 use crate::mirror::epoch::layer::Layer;
+use crate::mirror::files::disk_file::is_medium_error;
 use crate::mirror::layout::BLOCK_BYTES;
 
-/// Threads that read, hash and store.
+/// The number of threads that read, hash and store.
 const STORE_THREADS: usize = 3;
 
-/// Bytes of a batch.
+/// The size of a batch.
 const BATCH_BYTES: usize = 4 << 20;
 
-/// Bytes that become durable together, at least: a sync for each batch would hold up the others.
+/// How much becomes durable together, at least: a sync for each batch would delay the other threads.
 const GROUP_COMMIT_BYTES: usize = 32 << 20;
 
-/// The memory that storing a layer needs.
-pub(super) fn arena(device: &Device) -> Arc<BufferPool> {
-    // A batch for each thread, a group that is written and a group that is being made durable.
-    let batch = BATCH_BYTES.max(device.mirror.layout().chunk_size());
+/// The memory for storing a layer.
+pub(super) fn buffer_pool(chunk_size: usize) -> Arc<BufferPool> {
+    // A batch for each thread, a group that is written, and a group that becomes durable.
+    let batch = BATCH_BYTES.max(chunk_size);
     BufferPool::new(STORE_THREADS * batch + 2 * (GROUP_COMMIT_BYTES + STORE_THREADS * batch))
 }
 
-/// Makes every chunk of `source` durable that no layer of `newer` has.
+/// Makes every chunk of `source` durable that is in no layer of `newer`.
 pub(super) fn store_layer(
-    device: &Device,
+    persister: &Persister,
     source: &Layer,
     newer: &[Arc<Layer>],
-    arena: &Arc<BufferPool>,
-    stored: &AtomicU64,
-    abort: &Abort,
+    buffers: &Arc<BufferPool>,
+    stored_bytes: &AtomicU64,
 ) -> Result<(), PersistError> {
     let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
-    put_again(device, source, needed, abort)?;
+    store_inherited_again(persister, source, needed)?;
     let writer = LayerWriter {
-        device,
+        persister,
         source,
-        arena,
-        stored,
-        abort,
+        buffers,
+        stored_bytes,
         chunks: Mutex::new(Box::new(
             source
                 .dirty()
@@ -75,7 +77,7 @@ pub(super) fn store_layer(
             let builder = thread::Builder::new().name("store".into());
             builder.spawn_scoped(scope, || writer.run())
         };
-        // Where no thread can be had, this one does it alone.
+        // If no thread can be started, this one does everything.
         let threads: Vec<_> = (1..STORE_THREADS).map(spawn).collect();
         let own = writer.run();
         let threads = threads.into_iter().flatten();
@@ -94,26 +96,26 @@ pub(super) fn store_layer(
     }
 }
 
-/// Puts the chunks again that a process stored which is gone. It may have been content with less than their full
-/// redundancy, and what it had under way is gone with it: nobody else knows of that, and the snapshot would be
-/// called stable. Peers are asked first, and get only what they lack.
-fn put_again(
-    device: &Device,
+/// Stores again the chunks that an earlier process stored. That process may have left them without
+/// their full redundancy, and nobody else knows of that, so the snapshot would wrongly be called
+/// stable. Only missing fragments are sent.
+fn store_inherited_again(
+    persister: &Persister,
     source: &Layer,
     needed: impl Fn(u64) -> bool,
-    abort: &Abort,
 ) -> Result<(), PersistError> {
-    if device.repository.cluster().is_none() {
+    if !persister.image.may_lack_redundancy() {
         return Ok(());
     }
     let inherited = source.inherited().clone();
-    let mut content = vec![0; device.mirror.layout().chunk_size()];
+    let repository = &persister.image.repository;
+    let mut content = vec![0; persister.disk.mirror.layout().chunk_size()];
     for (_, id) in inherited.iter().filter(|(chunk, _)| needed(chunk.0)) {
-        abort.check()?;
-        device.repository.read_chunk(id, &mut content)?;
-        device.repository.put_chunks(&[(*id, &content)])?;
+        persister.abort.check()?;
+        repository.read_chunk(id, &mut content)?;
+        repository.put_chunks(&[(*id, &content)])?;
     }
-    // They are on their way by now: whoever flushes waits for them.
+    // The next flush of the repository waits for them.
     source.inherited().clear();
     Ok(())
 }
@@ -128,11 +130,10 @@ struct StoreItem {
 }
 
 struct LayerWriter<'a> {
-    device: &'a Device,
+    persister: &'a Persister,
     source: &'a Layer,
-    arena: &'a Arc<BufferPool>,
-    stored: &'a AtomicU64,
-    abort: &'a Abort,
+    buffers: &'a Arc<BufferPool>,
+    stored_bytes: &'a AtomicU64,
     chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
     failed: AtomicBool,
     /// What was given to the repository and may not be durable.
@@ -185,7 +186,7 @@ impl LayerWriter<'_> {
     }
 
     fn is_group(&self, written: &[Written]) -> bool {
-        written.len() * self.device.mirror.layout().chunk_size() >= GROUP_COMMIT_BYTES
+        written.len() * self.persister.disk.mirror.layout().chunk_size() >= GROUP_COMMIT_BYTES
     }
 
     fn make_durable(&self, group: Vec<Written>) -> Result<(), PersistError> {
@@ -193,7 +194,7 @@ impl LayerWriter<'_> {
             return Ok(());
         }
         let ids: Vec<_> = group.iter().map(|(item, id)| (item.chunk, *id)).collect();
-        let flushed = self.device.repository.flush().map_err(PersistError::from);
+        let flushed = self.persister.image.repository.flush().map_err(PersistError::from);
         let stored =
             flushed.and_then(|()| self.source.mark_stored(&ids).map_err(PersistError::Journal));
         if let Err(error) = stored {
@@ -203,7 +204,7 @@ impl LayerWriter<'_> {
         }
         drop(group);
         // Memory that writes wait for may be free again.
-        self.device.mirror.notify();
+        self.persister.disk.mirror.notify();
         Ok(())
     }
 
@@ -227,9 +228,9 @@ impl LayerWriter<'_> {
 
     /// Waits until the rate allows this many more bytes.
     fn await_rate(&self, bytes: usize) -> Result<(), PersistError> {
-        let until = Instant::now() + self.device.throttle.delay(bytes as u64);
+        let until = Instant::now() + self.persister.throttle.delay(bytes as u64);
         loop {
-            self.abort.check()?;
+            self.persister.abort.check()?;
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.failed.load(Ordering::SeqCst) {
                 return Ok(());
@@ -241,9 +242,9 @@ impl LayerWriter<'_> {
     /// Collects a batch: first chunks that hold memory, then the next ones. Those that another thread has
     /// or had are left out, so it may be empty though there is more; that is told.
     fn gather(&self, batch: &mut Vec<StoreItem>) -> Result<bool, PersistError> {
-        let chunk_size = self.device.mirror.layout().chunk_size();
+        let chunk_size = self.persister.disk.mirror.layout().chunk_size();
         let limit = (BATCH_BYTES / chunk_size).max(1);
-        self.abort.check()?;
+        self.persister.abort.check()?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
@@ -278,7 +279,7 @@ impl LayerWriter<'_> {
             run.iter().copied().filter(|chunk| self.source.begin_store(*chunk)).collect();
         let mut left = &taken[..];
         let mut result = Ok(());
-        let busy = self.device.throttle.is_guest_busy(&self.device.stats);
+        let busy = self.persister.throttle.is_guest_busy(&self.persister.counters);
         let step = if busy { 1 } else { taken.len().max(1) };
         let parts = taken.chunk_by(|one, next| one.0 + 1 == next.0);
         for part in parts.flat_map(|part| part.chunks(step)) {
@@ -289,32 +290,32 @@ impl LayerWriter<'_> {
             left = &left[part.len()..];
         }
         left.iter().for_each(|chunk| self.source.cancel_store(*chunk));
-        self.device.mirror.notify();
+        self.persister.disk.mirror.notify();
         result
     }
 
     /// Reads neighbours that are Pending. Their presence is looked at first: a block that is filled
     /// meanwhile has the parent's content, wherever it is read from.
     fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<StoreItem>) -> Result<(), PersistError> {
-        let layout = self.device.mirror.layout();
-        let room = |_| self.arena.take(layout.chunk_size());
-        let buffers: Option<Vec<_>> = chunks.iter().map(room).collect();
-        let no_room = || io::Error::other("the memory of this commit is used up");
-        let mut buffers = buffers.ok_or_else(no_room)?;
+        let layout = self.persister.disk.mirror.layout();
+        let take = |_| self.buffers.take(layout.chunk_size());
+        let buffers: Option<Vec<_>> = chunks.iter().map(take).collect();
+        let exhausted = || io::Error::other("the memory of this commit is used up");
+        let mut buffers = buffers.ok_or_else(exhausted)?;
         let present: Vec<_> = chunks
             .iter()
-            .map(|chunk| self.device.mirror.presence().in_chunk(layout.blocks_of(*chunk)))
+            .map(|chunk| self.persister.disk.mirror.presence().in_chunk(layout.blocks_of(*chunk)))
             .collect();
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
         let offset = layout.span_of(chunks[0]).offset;
-        let read = || self.device.disk.read_vectored(&mut slices, offset);
-        match self.device.throttle.run(&self.device.stats, read) {
+        let read = || self.persister.disk.data.read_vectored(&mut slices, offset);
+        match self.persister.throttle.run(&self.persister.counters, read) {
             Err(error) if is_medium_error(&error) => {
                 self.read_needed(chunks, &present, &mut slices)?
             }
             result => result?,
         }
-        let preserve = &self.device.spill;
+        let preserve = &self.persister.disk.spill;
         let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
         let mut items = Vec::with_capacity(chunks.len());
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
@@ -336,11 +337,11 @@ impl LayerWriter<'_> {
         buffers: &mut [&mut [u8]],
     ) -> io::Result<()> {
         for ((chunk, present), buffer) in chunks.iter().zip(present).zip(buffers) {
-            let offset = self.device.mirror.layout().span_of(*chunk).offset;
+            let offset = self.persister.disk.mirror.layout().span_of(*chunk).offset;
             for run in present.without(&self.source.preserved(*chunk).decided).runs() {
                 let span = run.span();
                 let part = &mut buffer[span.offset as usize..span.end() as usize];
-                self.device.disk.read(part, offset + span.offset)?;
+                self.persister.disk.data.read(part, offset + span.offset)?;
             }
         }
         Ok(())
@@ -358,12 +359,13 @@ impl LayerWriter<'_> {
         let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
         let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.data)));
         let full: Vec<(ChunkId, &[u8])> = full.collect();
-        let throttle = &self.device.throttle;
-        let step = if throttle.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
+        let throttle = &self.persister.throttle;
+        let step =
+            if throttle.is_guest_busy(&self.persister.counters) { 1 } else { full.len().max(1) };
         for part in full.chunks(step) {
-            let put = || self.device.repository.put_chunks(part);
-            let new_bytes = throttle.run(&self.device.stats, put)?;
-            self.stored.fetch_add(new_bytes, Ordering::Relaxed);
+            let put = || self.persister.image.repository.put_chunks(part);
+            let new_bytes = throttle.run(&self.persister.counters, put)?;
+            self.stored_bytes.fetch_add(new_bytes, Ordering::Relaxed);
         }
         Ok(ids)
     }
@@ -371,11 +373,11 @@ impl LayerWriter<'_> {
     /// Brings the blocks that were absent from the parent.
     fn complete(&self, item: &mut StoreItem) -> Result<(), PersistError> {
         let StoreItem { chunk, data, present } = item;
-        if present.len() == self.device.mirror.layout().blocks_per_chunk() {
+        if present.len() == self.persister.disk.mirror.layout().blocks_per_chunk() {
             return Ok(());
         }
         let mut parent = vec![0; data.len()];
-        self.device.read_parent(*chunk, &mut parent)?;
+        self.persister.image.read_parent(*chunk, &mut parent)?;
         for (block, (to, from)) in data
             .chunks_exact_mut(BLOCK_BYTES as usize)
             .zip(parent.chunks_exact(BLOCK_BYTES as usize))

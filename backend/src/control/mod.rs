@@ -16,7 +16,11 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
-use crate::device::Device;
+use crate::commit::Commits;
+use crate::counters::Counters;
+use crate::guest::GuestState;
+use crate::image::Image;
+use crate::local_disk::LocalDisk;
 use crate::sys::VsockListener;
 use crate::vhost::server::StopHandle;
 
@@ -42,8 +46,21 @@ pub(crate) struct Listeners {
     pub(crate) vsock: Option<(VsockListener, u32)>,
 }
 
+/// What the answers to requests are made from.
+pub(crate) struct ControlContext {
+    pub(crate) commits: Arc<Commits>,
+    pub(crate) image: Arc<Image>,
+    pub(crate) disk: Arc<LocalDisk>,
+    pub(crate) guest: Arc<GuestState>,
+    pub(crate) counters: Arc<Counters>,
+}
+
 /// Starts the thread that answers requests and signals. It ends `stop` when told to terminate.
-pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: StopHandle) -> io::Result<()> {
+pub(crate) fn spawn(
+    listeners: Listeners,
+    context: Arc<ControlContext>,
+    stop: StopHandle,
+) -> io::Result<()> {
     // The one thread for catalog queries is started now and stays: later there may be none to be had.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -52,7 +69,7 @@ pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: StopHandle)
         .build()?;
     drop(runtime.spawn_blocking(|| ()));
     thread::Builder::new().name("control".into()).spawn(move || {
-        if let Err(error) = runtime.block_on(run(listeners, device, stop.clone())) {
+        if let Err(error) = runtime.block_on(run(listeners, context, stop.clone())) {
             tracing::error!(%error, "the control thread failed");
             stop.stop();
         }
@@ -60,18 +77,22 @@ pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: StopHandle)
     Ok(())
 }
 
-async fn run(listeners: Listeners, device: Arc<Device>, stop: StopHandle) -> io::Result<()> {
+async fn run(
+    listeners: Listeners,
+    context: Arc<ControlContext>,
+    stop: StopHandle,
+) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     for (listener, origin) in [(listeners.control, Origin::Host), (listeners.proxy, Origin::Guest)]
     {
         if let Some(listener) = listener {
             listener.set_nonblocking(true)?;
-            tokio::spawn(accept(UnixListener::from_std(listener)?, origin, device.clone()));
+            tokio::spawn(accept(UnixListener::from_std(listener)?, origin, context.clone()));
         }
     }
     if let Some((listener, guest)) = listeners.vsock {
-        tokio::spawn(accept_vsock(listener, guest, device));
+        tokio::spawn(accept_vsock(listener, guest, context));
     }
     tokio::select! {
         _ = terminate.recv() => {}
@@ -88,11 +109,11 @@ async fn run(listeners: Listeners, device: Arc<Device>, stop: StopHandle) -> io:
     std::process::exit(1);
 }
 
-async fn accept(listener: UnixListener, origin: Origin, device: Arc<Device>) {
+async fn accept(listener: UnixListener, origin: Origin, context: Arc<ControlContext>) {
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => admit(stream, origin, &device, &slots),
+            Ok((stream, _)) => admit(stream, origin, &context, &slots),
             Err(error) => {
                 // Out of descriptors, most likely: let others end first.
                 tracing::warn!(%error, ?origin, "a connection could not be accepted");
@@ -103,7 +124,7 @@ async fn accept(listener: UnixListener, origin: Origin, device: Arc<Device>) {
 }
 
 /// The kernel's vsock listener hears all guests: only the one that this disk belongs to is let in.
-async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) {
+async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlContext>) {
     let (sender, mut receiver) = mpsc::channel(1);
     // Accepting blocks; it ends with the process.
     let accepting = thread::Builder::new().name("vsock".into()).spawn(move || {
@@ -131,22 +152,27 @@ async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) 
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Some(stream) = receiver.recv().await {
         match UnixStream::from_std(stream) {
-            Ok(stream) => admit(stream, Origin::Guest, &device, &slots),
+            Ok(stream) => admit(stream, Origin::Guest, &context, &slots),
             Err(error) => tracing::warn!(%error, "a vsock connection cannot be used"),
         }
     }
 }
 
 /// Serves a connection if there is a slot for it, and closes it otherwise.
-fn admit(stream: UnixStream, origin: Origin, device: &Arc<Device>, slots: &Arc<Semaphore>) {
+fn admit(
+    stream: UnixStream,
+    origin: Origin,
+    context: &Arc<ControlContext>,
+    slots: &Arc<Semaphore>,
+) {
     let Ok(slot) = slots.clone().try_acquire_owned() else {
         tracing::warn!(?origin, "too many connections");
         return;
     };
-    let device = device.clone();
+    let context = context.clone();
     tokio::spawn(async move {
         let _slot = slot;
-        if let Err(error) = session::serve(stream, origin, &device).await {
+        if let Err(error) = session::serve(stream, origin, &context).await {
             tracing::debug!(%error, ?origin, "a connection ended");
         }
     });

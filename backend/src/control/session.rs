@@ -2,7 +2,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
@@ -14,9 +13,8 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufR
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use super::Origin;
+use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState, now};
-use crate::device::Device;
 
 /// How long a line may take, once begun, in either direction.
 const LINE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -31,7 +29,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 pub(super) async fn serve(
     stream: UnixStream,
     origin: Origin,
-    device: &Arc<Device>,
+    context: &Arc<ControlContext>,
 ) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
@@ -52,14 +50,14 @@ pub(super) async fn serve(
         }
         match request {
             Request::Checkpoint(request) => {
-                checkpoint(&mut writer, device, &request, asked).await?;
+                checkpoint(&mut writer, context, &request, asked).await?;
             }
             Request::Follow(Follow { number }) => {
-                send(&mut writer, &follow(device, number).await).await?;
+                send(&mut writer, &follow(context, number).await).await?;
             }
-            Request::Status => send(&mut writer, &Event::Status(status(device))).await?,
-            Request::List => send(&mut writer, &list(device).await).await?,
-            Request::Stats => send(&mut writer, &Event::Stats(device.stats.read())).await?,
+            Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
+            Request::List => send(&mut writer, &list(context).await).await?,
+            Request::Stats => send(&mut writer, &Event::Stats(context.counters.read())).await?,
         }
     }
 }
@@ -99,13 +97,13 @@ async fn send(writer: &mut (impl AsyncWriteExt + Unpin), event: &Event) -> io::R
 
 async fn checkpoint(
     writer: &mut (impl AsyncWriteExt + Unpin),
-    device: &Arc<Device>,
+    context: &Arc<ControlContext>,
     request: &Checkpoint,
     asked: Instant,
 ) -> io::Result<()> {
-    let commit = match device.commits.checkpoint(device, request, asked) {
-        Err(refused) if is_label_free(device, request, &refused).await => {
-            device.commits.checkpoint(device, request, asked)
+    let commit = match context.commits.checkpoint(request, asked) {
+        Err(refused) if is_label_free(context, request, &refused).await => {
+            context.commits.checkpoint(request, asked)
         }
         result => result,
     };
@@ -115,29 +113,33 @@ async fn checkpoint(
     };
     let new = &commit.new;
     let accepted = Accepted {
-        snapshot: device.snapshot_name(new.number),
+        snapshot: context.image.snapshot_name(new.number),
         number: new.number,
         dirty_bytes: new.dirty_bytes,
         pause_us: new.pause_us,
     };
     send(writer, &Event::Accepted(accepted)).await?;
     if request.wait == Wait::Stable {
-        send(writer, &outcome(device, &commit).await).await?;
+        send(writer, &outcome(context, &commit).await).await?;
     }
     Ok(())
 }
 
 /// Whether a label was refused that has been removed from the catalog since it was used.
-async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Refusal) -> bool {
+async fn is_label_free(
+    context: &Arc<ControlContext>,
+    request: &Checkpoint,
+    refused: &Refusal,
+) -> bool {
     let (Some(label), RefusalKind::Invalid) = (request.label.clone(), refused.kind) else {
         return false;
     };
-    let shared = device.clone();
+    let shared = context.clone();
     let used = tokio::task::spawn_blocking(move || {
         // In this order: what has left the queue meanwhile is in the catalog.
         let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
         let pending: Vec<String> = pending.collect();
-        let snapshots = shared.repository.snapshots(shared.attachment.image());
+        let snapshots = shared.image.snapshots();
         let taken = |name: &String| name == &label;
         match snapshots {
             Ok(all)
@@ -158,22 +160,22 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
 }
 
 /// What becomes of a checkpoint, whoever accepted it.
-async fn follow(device: &Arc<Device>, number: u64) -> Event {
+async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
     // In this order: what has left the queue meanwhile is in the catalog, or could not be told to it.
-    if let Some(commit) = device.commits.find(number) {
-        return outcome(device, &commit).await;
+    if let Some(commit) = context.commits.find(number) {
+        return outcome(context, &commit).await;
     }
-    let name = device.snapshot_name(number);
+    let name = context.image.snapshot_name(number);
     let failed = |reason| Event::Failed(Failed { snapshot: name.clone(), number, reason });
-    if let Some(reason) = device.commits.unrecorded_failure(number) {
+    if let Some(reason) = context.commits.unrecorded_failure(number) {
         return failed(reason);
     }
-    let snapshot = match snapshots(device).await {
+    let snapshot = match snapshots(context).await {
         Ok(all) => all.into_iter().find(|one| one.number == number),
         Err(refused) => return refused,
     };
     let Some(snapshot) = snapshot else {
-        return match number < device.commits.unused_numbers().start {
+        return match number < context.commits.unused_numbers().start {
             true => failed("it was lost before the catalog knew of it, or was removed".into()),
             false => refusal(RefusalKind::Invalid, format!("there is no snapshot {name}")),
         };
@@ -203,9 +205,9 @@ async fn follow(device: &Arc<Device>, number: u64) -> Event {
 }
 
 /// The snapshots of the disk's image, as the catalog has them; or what to answer if it cannot tell.
-async fn snapshots(device: &Arc<Device>) -> Result<Vec<Snapshot>, Event> {
-    let shared = device.clone();
-    let ask = move || shared.repository.snapshots(shared.attachment.image());
+async fn snapshots(context: &Arc<ControlContext>) -> Result<Vec<Snapshot>, Event> {
+    let shared = context.clone();
+    let ask = move || shared.image.snapshots();
     let asked = match tokio::task::spawn_blocking(ask).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
@@ -214,11 +216,11 @@ async fn snapshots(device: &Arc<Device>) -> Result<Vec<Snapshot>, Event> {
 }
 
 /// Waits for the end of a checkpoint.
-async fn outcome(device: &Device, commit: &Commit) -> Event {
+async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
     let mut state = commit.watch();
     let ended = state.wait_for(|state| *state != CommitState::Pending).await;
     let ended = ended.map(|state| state.clone()).unwrap_or(CommitState::Pending);
-    let (snapshot, number) = (device.snapshot_name(commit.new.number), commit.new.number);
+    let (snapshot, number) = (context.image.snapshot_name(commit.new.number), commit.new.number);
     match ended {
         CommitState::Stable { stored_bytes, elapsed } => Event::Stable(Stable {
             snapshot,
@@ -234,30 +236,31 @@ async fn outcome(device: &Device, commit: &Commit) -> Event {
     }
 }
 
-fn status(device: &Device) -> Status {
-    let view = device.mirror.epoch_view();
-    let layout = device.mirror.layout();
+fn status(context: &ControlContext) -> Status {
+    let mirror = &context.disk.mirror;
+    let layout = mirror.layout();
+    let queues = context.counters.queues.iter().enumerate();
     Status {
         protocol: PROTOCOL_VERSION,
-        image: device.attachment.image().to_string(),
-        parent: device.snapshot_name(device.attachment.parent().0),
+        image: context.image.name().to_string(),
+        parent: context.image.parent_name(),
         size: layout.size(),
-        chunk_size: device.geometry.chunk_size(),
-        read_only: device.read_only,
-        connected: device.connected.load(Ordering::SeqCst) > 0,
-        dirty_bytes: view.dirty().len() * layout.chunk_size() as u64,
-        present_bytes: device.mirror.presence().local_bytes(),
-        pending: device.commits.pending(device),
-        trouble: device.poison_reason(),
-        queues: device.stats.queues.iter().enumerate().map(|(n, queue)| queue.read(n)).collect(),
+        chunk_size: context.image.geometry.chunk_size(),
+        read_only: context.disk.read_only,
+        connected: context.guest.is_connected(),
+        dirty_bytes: mirror.epoch_view().dirty().len() * layout.chunk_size() as u64,
+        present_bytes: mirror.presence().local_bytes(),
+        pending: context.commits.pending(),
+        trouble: context.image.poison_reason(),
+        queues: queues.map(|(number, queue)| queue.read(number)).collect(),
     }
 }
 
 /// The snapshots of the disk's image. A checkpoint is in it from the moment that it is accepted, though
 /// the catalog may learn of it a little later.
-async fn list(device: &Arc<Device>) -> Event {
-    let accepted = device.commits.accepted();
-    let snapshots = match snapshots(device).await {
+async fn list(context: &Arc<ControlContext>) -> Event {
+    let accepted = context.commits.accepted();
+    let snapshots = match snapshots(context).await {
         Ok(snapshots) => snapshots,
         Err(refused) => return refused,
     };
@@ -272,7 +275,7 @@ async fn list(device: &Arc<Device>) -> Event {
         })
         .collect();
     lines.extend(accepted.into_iter().filter(|new| new.number > last).map(|new| SnapshotLine {
-        snapshot: device.snapshot_name(new.number),
+        snapshot: context.image.snapshot_name(new.number),
         state: SnapshotState::Pending.to_string(),
         time: new.time,
         label: new.label,

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use super::{file_of, flip, path_of, take};
+use crate::guest::ledger::{GuestRingAddresses, Ledger, LedgerFile, LedgerRegion, RingIndices};
 use crate::mapping::PAGE_BYTES;
-use crate::worker::ledger::{GuestRingAddresses, Ledger, LedgerFile, LedgerRegion, RingIndices};
 
 const QUEUES: usize = 2;
 const ENTRIES: u16 = 16;

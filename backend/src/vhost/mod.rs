@@ -9,7 +9,6 @@
 //! `worker::ledger`.
 
 mod config;
-pub(crate) mod ring_ownership;
 pub(crate) mod server;
 
 use std::fs::File;
@@ -29,11 +28,12 @@ use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 
-use self::ring_ownership::ConnectionId;
-use crate::device::Device;
+use crate::guest::GuestState;
+use crate::guest::ledger::{GuestRingAddresses, Ledger, LedgerRegion, RingIndices};
+use crate::guest::ring_ownership::ConnectionId;
+use crate::local_disk::LocalDisk;
 use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
 use crate::sys;
-use crate::worker::ledger::{GuestRingAddresses, Ledger, LedgerRegion, RingIndices};
 use crate::worker::queue::{QueueSetup, chains};
 use crate::worker::{Command, Mailbox, ParkedRequests};
 
@@ -65,7 +65,8 @@ pub(crate) struct Handler {
     id: ConnectionId,
     /// Whether another hypervisor can connect, to take the guest over.
     migratable: bool,
-    device: Arc<Device>,
+    disk: Arc<LocalDisk>,
+    guest: Arc<GuestState>,
     workers: Vec<Mailbox>,
     queue_size: u16,
     features: u64,
@@ -87,7 +88,7 @@ impl Handler {
     pub(crate) fn new(
         id: ConnectionId,
         migratable: bool,
-        device: Arc<Device>,
+        (disk, guest): (Arc<LocalDisk>, Arc<GuestState>),
         workers: Vec<Mailbox>,
         queue_size: u16,
     ) -> Handler {
@@ -95,7 +96,8 @@ impl Handler {
         Handler {
             id,
             migratable,
-            device,
+            disk,
+            guest,
             workers,
             queue_size,
             features: 0,
@@ -108,7 +110,7 @@ impl Handler {
     }
 
     fn offered(&self) -> u64 {
-        config::features(self.device.read_only, self.migratable)
+        config::features(self.disk.read_only, self.migratable)
     }
 
     fn runs(&self) -> bool {
@@ -118,13 +120,12 @@ impl Handler {
     /// Lets the workers know whether writes are cached. That is for the hypervisor to say whose rings
     /// run.
     fn apply_caching(&self) {
-        self.device.flags.write_through().store((!self.cached).into(), Ordering::Relaxed);
+        self.guest.set_write_through(!self.cached);
     }
 
     /// A guest that turned the cache off does not say so again when its hypervisor connects anew.
     fn inherit_caching(&mut self, used: u16) {
-        let write_through = self.device.flags.write_through().load(Ordering::Relaxed) != 0;
-        if used != 0 && !self.runs() && write_through {
+        if used != 0 && !self.runs() && self.guest.is_write_through() {
             self.cached = false;
         }
     }
@@ -150,7 +151,7 @@ impl Handler {
         else {
             return Ok(());
         };
-        if !self.device.owner.acquire(self.id) {
+        if !self.guest.acquire_rings(self.id) {
             let reason = "another hypervisor runs this disk; stop its guest, or migrate it";
             tracing::error!("{reason}");
             return Err(failed(reason));
@@ -165,11 +166,11 @@ impl Handler {
         }
         self.inherit_caching(queue.next_used());
         self.apply_caching();
-        self.device.flags.known_rings().fetch_or(1 << index, Ordering::SeqCst);
+        self.guest.add_known_ring(index);
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].running = true;
-        self.device.running.fetch_add(1, Ordering::Relaxed);
+        self.guest.queue_started();
         Ok(())
     }
 
@@ -212,7 +213,7 @@ impl Handler {
                 (ledger, heads)
             }
             None => {
-                let own = self.device.ledgers.resume(index, size, ring_addresses, indices);
+                let own = self.guest.resume_ledger(index, size, ring_addresses, indices);
                 own.ok_or(Error::InvalidParam)?
             }
         };
@@ -226,8 +227,7 @@ impl Handler {
     /// it would read old data as if nothing had happened. A ring that this process sees for the first
     /// time must be unused then.
     fn check_known(&self, index: usize, used: u16) -> Result<()> {
-        let known = self.device.flags.known_rings().load(Ordering::SeqCst) & (1 << index) != 0;
-        if known || (used == 0 && self.rings[index].next_avail == 0) {
+        if self.guest.knows_ring(index) || (used == 0 && self.rings[index].next_avail == 0) {
             return Ok(());
         }
         let reason = "the guest was running before this process started, but the mirror was not \
@@ -252,7 +252,7 @@ impl Handler {
     /// Lets another hypervisor run the disk when no ring of this one does.
     fn release_if_idle(&self) {
         if !self.runs() {
-            self.device.owner.release(self.id);
+            self.guest.release_rings(self.id);
         }
     }
 
@@ -273,7 +273,7 @@ impl Handler {
         let mut answers = Vec::new();
         for index in indices {
             if std::mem::take(&mut self.rings[index].running) {
-                self.device.running.fetch_sub(1, Ordering::Relaxed);
+                self.guest.queue_stopped();
                 let (reply, answer) = mpsc::channel();
                 self.workers[index].send(Command::Stop(waiting, reply));
                 answers.push((index, answer));
@@ -496,7 +496,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let queues = self.rings.len() as u16;
-        let layout = self.device.mirror.layout();
+        let layout = self.disk.mirror.layout();
         let config = config::space(layout, queues, self.queue_size, self.cached);
         let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
         config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -12,17 +11,11 @@ use std::time::Duration;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::Handler;
-use super::ring_ownership::ConnectionId;
-use crate::device::Device;
+use crate::guest::GuestState;
+use crate::guest::ring_ownership::ConnectionId;
+use crate::local_disk::LocalDisk;
+use crate::sys::{self, UnixSocket};
 use crate::worker::{Mailbox, ParkedRequests};
-
-/// Where hypervisors come from.
-pub(crate) enum Source {
-    /// Each connection is one. Two are served at a time, the next waits until one ends.
-    Listener(UnixListener),
-    /// There is just this one.
-    Stream(UnixStream),
-}
 
 /// Connections that are served at the same time.
 const MAX_CONNECTIONS: usize = 2;
@@ -49,7 +42,7 @@ impl StopHandle {
         let mut state = self.state();
         state.stopped = true;
         if let Some(listener) = state.listener.take() {
-            crate::sys::shutdown(&listener);
+            sys::shutdown(&listener);
         }
         for stream in state.streams.values() {
             // Fails when the peer has gone already.
@@ -90,22 +83,24 @@ impl StopHandle {
 
 /// Serves hypervisors until stopped, or until the only one has gone.
 pub(crate) fn serve(
-    source: Source,
-    device: &Arc<Device>,
+    socket: UnixSocket,
+    (disk, guest): (&Arc<LocalDisk>, &Arc<GuestState>),
     workers: &[Mailbox],
     queue_size: u16,
     stop: &StopHandle,
 ) -> io::Result<()> {
-    let handler =
-        |id, migratable| Handler::new(id, migratable, device.clone(), workers.to_vec(), queue_size);
-    let listener = match source {
-        Source::Stream(stream) => {
+    let handler = |id, migratable| {
+        let shared = (disk.clone(), guest.clone());
+        Handler::new(id, migratable, shared, workers.to_vec(), queue_size)
+    };
+    let listener = match socket {
+        UnixSocket::Stream(stream) => {
             if let Some(id) = stop.enter(&stream)? {
-                connection(stream, id, handler(id, false), device, stop);
+                connection(stream, id, handler(id, false), guest, stop);
             }
             return Ok(());
         }
-        Source::Listener(listener) => listener,
+        UnixSocket::Listener(listener) => listener,
     };
     stop.state().listener = Some(listener.try_clone()?);
     thread::scope(|scope| {
@@ -116,7 +111,7 @@ pub(crate) fn serve(
             let spawned = match accepted {
                 Ok(Some((stream, id))) => {
                     let handler = handler(id, true);
-                    let serve = move || connection(stream, id, handler, device, stop);
+                    let serve = move || connection(stream, id, handler, guest, stop);
                     let spawned =
                         thread::Builder::new().name("vhost".into()).spawn_scoped(scope, serve);
                     spawned.map(drop).inspect_err(|_| stop.leave(id))
@@ -140,11 +135,11 @@ fn connection(
     stream: UnixStream,
     id: ConnectionId,
     handler: Handler,
-    device: &Device,
+    guest: &GuestState,
     stop: &StopHandle,
 ) {
     tracing::info!("a hypervisor is connected");
-    device.connected.fetch_add(1, Ordering::SeqCst);
+    guest.connection_opened();
     let handler = Arc::new(Mutex::new(handler));
     let mut requests = BackendReqHandler::from_stream(stream, handler.clone());
     let end = loop {
@@ -160,7 +155,7 @@ fn connection(
         }
     };
     handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(ParkedRequests::Leave);
-    device.connected.fetch_sub(1, Ordering::SeqCst);
+    guest.connection_closed();
     stop.leave(id);
     match end {
         Ok(()) => tracing::info!("the hypervisor has disconnected"),

@@ -1,15 +1,14 @@
 //! What becomes of one request: planned, submitted, completed.
 
 use std::io;
-use std::sync::atomic::Ordering;
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::Worker;
 use super::queue::{Chain, Outcome};
-use crate::fetch::is_medium_error;
+use super::{Command, Worker};
 use crate::mapping::Buffer;
 use crate::memory::{GuestMap, OutsideMemory};
+use crate::mirror::files::disk_file::is_medium_error;
 use crate::mirror::layout::{BLOCK_BYTES, SECTOR_BYTES, Span};
 use crate::mirror::{BlockCopy, Permit, Plan};
 use crate::request::{RequestKind, Segment};
@@ -58,7 +57,7 @@ pub(super) enum Tag {
     },
     /// A piece of a request that is several operations, by its key.
     Part(usize),
-    /// A sync of the mirror's data, for the flushes in `Worker::syncing`.
+    /// A sync of the mirror's data, for the running flush.
     Sync,
     /// A copy that the write under this key waits for.
     Copy(BlockCopy, usize),
@@ -90,7 +89,7 @@ pub(super) struct SplitRequest {
 impl Worker {
     /// Takes a request that was popped.
     pub(super) fn accept(&mut self, chain: Chain, kind: RequestKind) -> io::Result<()> {
-        let layout = *self.device.mirror.layout();
+        let layout = *self.context.disk.mirror.layout();
         let counters = self.counters();
         counters.taken.add(1);
         let writes = matches!(
@@ -99,7 +98,7 @@ impl Worker {
                 | RequestKind::Discard { .. }
                 | RequestKind::WriteZeroes { .. }
         );
-        if writes && self.device.read_only {
+        if writes && self.context.disk.read_only {
             self.end(chain, Outcome::Failed);
             return Ok(());
         }
@@ -154,7 +153,7 @@ impl Worker {
 
     /// Submits a request if it may go on, parks it otherwise.
     pub(super) fn plan(&mut self, job: Job) -> io::Result<()> {
-        let device = self.device.clone();
+        let context = self.context.clone();
         let memory = match self.memory_of(&job) {
             Ok(memory) => memory,
             Err(NoMemory::Outside) => {
@@ -165,19 +164,19 @@ impl Worker {
         };
         let plan = match &job {
             Job::Read { span, is_retry, .. } => {
-                let mut chunks = device.mirror.layout().chunks(*span);
-                if *is_retry && chunks.any(|chunk| device.fetcher.is_suspect(chunk)) {
+                let mut chunks = context.disk.mirror.layout().chunks(*span);
+                if *is_retry && chunks.any(|chunk| context.fetcher.is_suspect(chunk)) {
                     drop(memory);
                     return self.park(job);
                 }
-                let missing = device.mirror.plan_read(*span);
+                let missing = context.disk.mirror.plan_read(*span);
                 if missing.is_empty() {
                     return self.submit_read(job, memory);
                 }
                 Plan::Fill(missing)
             }
             Job::Write { span, .. } | Job::Zero { span, .. } => {
-                device.mirror.plan_write(&mut self.epoch_handle, self.index, *span)
+                context.disk.mirror.plan_write(&mut self.epoch_handle, self.index, *span)
             }
         };
         match plan {
@@ -185,13 +184,13 @@ impl Worker {
             Plan::Fill(chunks) => {
                 // Ask for all of them, then see whether one is known not to come.
                 let refused =
-                    chunks.into_iter().filter(|chunk| !device.fetcher.want(*chunk)).count();
+                    chunks.into_iter().filter(|chunk| !context.fetcher.request(*chunk)).count();
                 if refused > 0 {
                     self.end(job.into_chain(), Outcome::Failed);
                     // Others may wait for the memory that this one had. (One that is parked below
                     // waits for an event itself, which wakes them too.)
                     drop(memory);
-                    device.mirror.notify();
+                    context.disk.mirror.notify();
                     return Ok(());
                 }
             }
@@ -199,7 +198,7 @@ impl Worker {
                 let left = copies.len();
                 let key = self.copying.insert(CopyingWrite { job, left });
                 for (copy, buffer) in copies {
-                    let span = device.mirror.copy_source(&copy);
+                    let span = context.disk.mirror.copy_source(&copy);
                     let io = Io::Read { offset: span.offset, memory: Memory::Pooled(buffer) };
                     self.ring.start(io, Tag::Copy(copy, key))?;
                     self.counters().copies.add(1);
@@ -207,7 +206,7 @@ impl Worker {
                 }
                 return Ok(());
             }
-            Plan::RecordIntent(span) => device.flusher.record_intent(span),
+            Plan::RecordIntent(span) => context.flusher.record_intent(span),
             Plan::Wait => {}
         }
         self.park(job)
@@ -237,7 +236,7 @@ impl Worker {
                         .and_then(|map| gather(map, &data, buffer))
                         .is_err()
                 {
-                    self.device.mirror.complete(permit, false);
+                    self.context.disk.mirror.complete(permit, false);
                     self.end(chain, Outcome::Failed);
                     return Ok(());
                 }
@@ -245,7 +244,8 @@ impl Worker {
                 self.ring.start(io, Tag::Write { chain, permit })
             }
             (Job::Zero { chain, span }, _) => {
-                let operations = zeroing(span, self.device.mirror.layout().covered(span).span());
+                let operations =
+                    zeroing(span, self.context.disk.mirror.layout().covered(span).span());
                 let left = operations.len();
                 let key = self.parts.insert(SplitRequest { chain, permit, left, result: Ok(()) });
                 for io in operations {
@@ -269,7 +269,7 @@ impl Worker {
         };
         let map = self.queue.as_ref().ok_or(NoMemory::Outside)?.map();
         let iovecs = map.iovecs(data).map_err(|OutsideMemory| NoMemory::Outside)?;
-        let alignment = self.device.disk.alignment();
+        let alignment = self.context.disk.data.alignment();
         let direct = iovecs.iter().all(|iovec| {
             (iovec.iov_base as usize).is_multiple_of(alignment.memory)
                 && (iovec.iov_len as u64).is_multiple_of(alignment.offset)
@@ -277,7 +277,7 @@ impl Worker {
         if direct {
             return Ok(Some(Memory::Guest { iovecs, _map: map.clone() }));
         }
-        let buffer = self.device.bounce.take(span.len as usize).ok_or(NoMemory::Later)?;
+        let buffer = self.context.bounce_buffers.take(span.len as usize).ok_or(NoMemory::Later)?;
         Ok(Some(Memory::Pooled(buffer)))
     }
 
@@ -296,8 +296,8 @@ impl Worker {
             Tag::Read { chain, data, span, is_retry: false }
                 if result.as_ref().is_err_and(is_medium_error) =>
             {
-                for chunk in self.device.mirror.layout().chunks(span) {
-                    self.device.fetcher.mark_suspect(chunk);
+                for chunk in self.context.disk.mirror.layout().chunks(span) {
+                    self.context.fetcher.mark_suspect(chunk);
                 }
                 self.park(Job::Read { chain, span, data, is_retry: true })?;
             }
@@ -317,7 +317,7 @@ impl Worker {
                 self.finish(chain, result, span.len as u32);
             }
             Tag::Write { chain, permit } => {
-                self.device.mirror.complete(permit, result.is_ok());
+                self.context.disk.mirror.complete(permit, result.is_ok());
                 self.written(chain, result)?;
             }
             Tag::Part(key) => {
@@ -328,11 +328,11 @@ impl Worker {
                 }
                 if parts.left == 0 {
                     let SplitRequest { chain, permit, result, .. } = self.parts.remove(key);
-                    self.device.mirror.complete(permit, result.is_ok());
+                    self.context.disk.mirror.complete(permit, result.is_ok());
                     self.written(chain, result)?;
                 }
             }
-            Tag::Sync => return self.synced(&result),
+            Tag::Sync => return self.finish_flush(&result),
             Tag::Spill(copy, key) => {
                 let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
                 return self.finish_copy(copy, key, memory, result);
@@ -344,7 +344,7 @@ impl Worker {
         }
         if bounced {
             drop(io);
-            self.device.mirror.notify();
+            self.context.disk.mirror.notify();
         }
         Ok(())
     }
@@ -375,61 +375,61 @@ impl Worker {
         result: io::Result<()>,
     ) -> io::Result<()> {
         let Memory::Pooled(buffer) = memory else { unreachable!("copies are made into the arena") };
-        self.device.mirror.finish_copy(copy, buffer, result);
+        self.context.disk.mirror.finish_copy(copy, buffer, result);
         self.copying[key].left -= 1;
         if self.copying[key].left > 0 {
             return Ok(());
         }
         let CopyingWrite { job, .. } = self.copying.remove(key);
-        match self.paused {
-            Some(_) => self.park(job),
-            None => self.plan(job),
+        match self.state.may_plan() {
+            true => self.plan(job),
+            false => self.park(job),
         }
     }
 
     /// A write has ended. In write-through mode it is answered when it is durable.
     fn written(&mut self, chain: Chain, result: io::Result<()>) -> io::Result<()> {
-        if result.is_ok() && self.device.flags.write_through().load(Ordering::Relaxed) != 0 {
+        if result.is_ok() && self.context.guest.is_write_through() {
             return self.flush(chain);
         }
         self.finish(chain, result, 0);
         Ok(())
     }
 
-    /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become
-    /// present since the map was last written, the data alone is enough.
+    /// FLUSH: makes completed writes durable.
     fn flush(&mut self, chain: Chain) -> io::Result<()> {
-        if self.device.flusher.is_current(&self.device.mirror.presence()) {
-            // One sync at a time. Those that come meanwhile need another, and share it.
-            self.unsynced.push(chain);
-            return self.start_sync();
+        self.flushes.push(chain);
+        self.start_flush()
+    }
+
+    /// Starts a flush for all requests that wait for one, unless a flush is running.
+    fn start_flush(&mut self) -> io::Result<()> {
+        if !self.flushes.start() {
+            return Ok(());
         }
-        let key = self.flushes.insert(chain);
-        self.device.flusher.request(self.mailbox.clone(), key);
+        // While no block has become present since the map was last written, the data is enough.
+        if self.context.flusher.is_current() {
+            return self.ring.start(Io::Sync, Tag::Sync);
+        }
+        let mailbox = self.mailbox.clone();
+        let done = move |result| mailbox.send(Command::Flushed(result));
+        self.context.flusher.request(Box::new(done));
         Ok(())
     }
 
-    /// Starts a sync for all flushes that wait for one, unless one is under way.
-    fn start_sync(&mut self) -> io::Result<()> {
-        if !self.syncing.is_empty() || self.unsynced.is_empty() {
-            return Ok(());
-        }
-        self.syncing = std::mem::take(&mut self.unsynced);
-        self.ring.start(Io::Sync, Tag::Sync)
-    }
-
-    fn synced(&mut self, result: &io::Result<()>) -> io::Result<()> {
-        for chain in std::mem::take(&mut self.syncing) {
+    /// Answers the requests whose flush has ended.
+    pub(super) fn finish_flush(&mut self, result: &io::Result<()>) -> io::Result<()> {
+        for chain in self.flushes.finish() {
             match result {
                 Ok(()) => self.end(chain, Outcome::Ok(0)),
                 Err(error) => self.finish(chain, Err(io::Error::from(error.kind())), 0),
             }
         }
-        self.start_sync()
+        self.start_flush()
     }
 
     fn get_id(&mut self, chain: Chain, data: &[Segment]) {
-        let id = self.device.serial;
+        let id = self.context.serial;
         let room: usize = data.iter().map(|segment| segment.len as usize).sum();
         let len = id.len().min(room);
         let written =

@@ -16,8 +16,8 @@ use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
 };
 
-use super::ledger::Ledger;
 use crate::counters::Class;
+use crate::guest::ledger::Ledger;
 use crate::memory::GuestMap;
 use crate::request::{self, Descriptor, Refused, RequestKind, Segment};
 

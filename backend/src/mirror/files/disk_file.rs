@@ -191,6 +191,14 @@ pub(crate) fn allocate_more(file: &File, offset: u64, len: u64) -> io::Result<()
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Whether a read failed because the disk cannot return the data.
+pub(crate) fn is_medium_error(error: &io::Error) -> bool {
+    // What the block layer reports for an error of a device, an error of a medium, and two kinds of
+    // wrong checksums.
+    let codes = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EBADMSG];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
 /// Asks the kernel; where it does not tell, a page for memory and a sector for offsets.
 fn direct_alignment(file: &File) -> DirectAlignment {
     let fallback = DirectAlignment { memory: 4096, offset: 512 };

@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 use std::fs::File;
 
 use super::{Rng, WORKERS, World};
+use crate::guest::ledger::{Ledger, LedgerRegion, RingIndices};
 use crate::mirror::layout::Span;
-use crate::worker::ledger::{Ledger, LedgerRegion, RingIndices};
 
 /// Entries of a ring.
 const RING_ENTRIES: u16 = 16;

@@ -20,7 +20,7 @@ use crash_images::{
 
 use super::tests::{identity, load};
 use super::{Identity, MapError, MapFile, MapState};
-use crate::flush::Flusher;
+use crate::flush::MapWriter;
 use crate::mapping::Buffer;
 use crate::mirror::Mirror;
 use crate::mirror::cow::CowSpace;
@@ -271,7 +271,7 @@ fn flush_workload() {
     let epochs = EpochManager::new(live.epoch_files, journal, 1, current, layers);
     let intent = map.intent(&layout).unwrap();
     let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
-    let flusher = Flusher::new(map);
+    let writer = MapWriter::new(map);
     for flush in 0..FLUSHES {
         for block in written_before(flush) {
             mark(&format!("writing {flush}"));
@@ -282,7 +282,7 @@ fn flush_workload() {
             disk.write(&buffer, block * BLOCK_BYTES).unwrap();
             mirror.presence().set(Blocks { first: block, count: 1 });
         }
-        flusher.flush(&mirror, &disk).unwrap();
+        writer.flush(&mirror, &disk).unwrap();
         mark(&format!("flushed {flush}"));
     }
     mark("done");
