@@ -1,9 +1,9 @@
-//! Checkpoints: asked for, accepted, persisted, published.
+//! Checkpoints: requested, accepted, persisted, published.
 //!
-//! [`Commits::checkpoint`] is BlobCR's CHECKPOINT and COMMIT: it ends the epoch and answers with a
-//! number that was reserved before, so nothing it does depends on the disk's size, the amount of
-//! changes or the repository. What it accepted is queued for [`persist`], which makes it stable in the
-//! background, in order.
+//! [`Commits::checkpoint`] is BlobCR's CHECKPOINT and COMMIT. It ends the epoch, and answers with a
+//! number that was reserved before. So its duration depends neither on the size of the disk, nor on
+//! the amount of changes, nor on the repository. Accepted checkpoints are queued for [`persist`],
+//! which makes them stable in the background, in order.
 
 pub(crate) mod persist;
 pub(crate) mod stall;
@@ -24,7 +24,7 @@ use crate::image::Image;
 use crate::local_disk::LocalDisk;
 use crate::mirror::epoch::layer::Layer;
 
-/// Snapshot numbers to have in hand.
+/// The number of snapshot numbers that are reserved ahead of time.
 pub(crate) const RESERVED_NUMBERS: u64 = 64;
 
 /// Seconds since 1970, UTC.
@@ -32,7 +32,7 @@ pub(crate) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// What became of a checkpoint.
+/// The state of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum CommitState {
     Pending,
@@ -46,7 +46,7 @@ pub(crate) struct Commit {
     layer: Arc<Layer>,
     asked: Instant,
     state: watch::Sender<CommitState>,
-    /// Why it does not get on at present, if so.
+    /// Why the last try to store the checkpoint failed, if it did.
     last_error: Mutex<Option<String>>,
 }
 
@@ -64,13 +64,13 @@ impl Commit {
         *self.last_error() = Some(error);
     }
 
-    /// Follows what becomes of it.
+    /// Returns a receiver that follows the checkpoint's state.
     pub(crate) fn watch(&self) -> watch::Receiver<CommitState> {
         self.state.subscribe()
     }
 }
 
-/// What there is for [`persist`] to do.
+/// What [`persist`] does next.
 enum NextCommit {
     Commit(Arc<Commit>),
     Nothing,
@@ -78,13 +78,14 @@ enum NextCommit {
 }
 
 struct CommitQueue {
-    /// Accepted and not ended, oldest first. The first one is being persisted.
+    /// Checkpoints that are accepted and have not ended, oldest first. The first one is being
+    /// persisted.
     commits: VecDeque<Arc<Commit>>,
     numbers: Range<u64>,
     labels: HashSet<String>,
-    /// Checkpoints that failed without the catalog's knowledge, and why.
+    /// Failed checkpoints whose failure is not recorded in the catalog yet, with the reason.
     unrecorded: Vec<(NewSnapshot, String)>,
-    /// Set when the process stops: nothing more is accepted or persisted.
+    /// Set when the process stops. Then nothing more is accepted.
     closed: bool,
 }
 
@@ -98,8 +99,8 @@ pub(crate) struct Commits {
 }
 
 impl Commits {
-    /// `labels` are in use in the image already; `layers` are of checkpoints that a process before this
-    /// one had accepted.
+    /// `labels` are in use in the image. `layers` belong to checkpoints that an earlier process
+    /// accepted.
     pub(crate) fn new(
         (disk, image, counters): (Arc<LocalDisk>, Arc<Image>, Arc<Counters>),
         numbers: Range<u64>,
@@ -121,8 +122,8 @@ impl Commits {
         self.queue.lock().expect("no code panics with the commits locked")
     }
 
-    /// Takes a checkpoint: everything completed before this call is in it, nothing submitted after
-    /// its return is. `asked` is when the request was read.
+    /// Takes a checkpoint. It holds every write that completed before this call, and no write that
+    /// is submitted after the call returns. `asked` is the time when the request was read.
     pub(crate) fn checkpoint(
         &self,
         request: &Checkpoint,
@@ -188,7 +189,7 @@ impl Commits {
             dirty_bytes: layer.dirty().len() * self.disk.mirror.layout().chunk_size() as u64,
             pause_us: asked.elapsed().as_micros() as u64,
         };
-        // From here on it survives the death of this process.
+        // From here on the checkpoint survives the death of this process.
         layer.accept(&new);
         let commit = Commit::new(new, layer, asked);
         queue.commits.push_back(commit.clone());
@@ -197,12 +198,12 @@ impl Commits {
         Ok(commit)
     }
 
-    /// Frees a label that the catalog does not have any more.
+    /// Frees a label that is no longer in the catalog.
     pub(crate) fn forget_label(&self, label: &str) {
         self.queue().labels.remove(label);
     }
 
-    /// What was accepted and has not ended, oldest first.
+    /// The checkpoints that are accepted and have not ended, oldest first.
     pub(crate) fn accepted(&self) -> Vec<NewSnapshot> {
         self.queue().commits.iter().map(|commit| commit.new.clone()).collect()
     }
@@ -212,7 +213,7 @@ impl Commits {
         self.queue().commits.iter().find(|commit| commit.new.number == number).cloned()
     }
 
-    /// Why the checkpoint with this number failed, if the catalog could not be told yet.
+    /// Why the checkpoint with this number failed, if the failure is not in the catalog yet.
     pub(crate) fn unrecorded_failure(&self, number: u64) -> Option<String> {
         let queue = self.queue();
         let found = queue.unrecorded.iter().find(|(new, _)| new.number == number);
@@ -233,7 +234,7 @@ impl Commits {
             .collect()
     }
 
-    /// Waits for a checkpoint to persist, at most `limit`.
+    /// Waits at most `limit` for a checkpoint to persist.
     fn next(&self, limit: Duration) -> NextCommit {
         let queue = self.queue();
         let idle = |queue: &mut CommitQueue| queue.commits.is_empty() && !queue.closed;
@@ -246,8 +247,8 @@ impl Commits {
         }
     }
 
-    /// The first checkpoint has ended. If it failed and the catalog could not be told, its label stays in
-    /// use until it is.
+    /// Removes the first checkpoint, which has ended. If it failed and the catalog could not record
+    /// that, its label stays in use until the failure is recorded.
     fn ended(&self, commit: &Commit, state: CommitState, is_recorded: bool) {
         let mut queue = self.queue();
         if let CommitState::Failed(reason) = &state {
@@ -263,7 +264,7 @@ impl Commits {
         self.changed.notify_all();
     }
 
-    /// Tries again to tell the catalog of failures that it could not be told of.
+    /// Tries again to record failures in the catalog.
     fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> bool) {
         let failures = self.queue().unrecorded.clone();
         for (new, reason) in failures {
@@ -278,7 +279,7 @@ impl Commits {
         }
     }
 
-    /// How many numbers to reserve so that enough are in hand; 0 if they are.
+    /// The number of snapshot numbers that have to be reserved; 0 if enough are left.
     fn wanted_numbers(&self) -> u64 {
         let numbers = &self.queue().numbers;
         let left = numbers.end - numbers.start;
@@ -294,8 +295,7 @@ impl Commits {
         }
     }
 
-    /// Accepts nothing more. Returns whether everything accepted became stable or failed within
-    /// `limit`.
+    /// Stops accepting checkpoints. Returns whether all accepted checkpoints ended within `limit`.
     pub(crate) fn close(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut queue = self.queue();
@@ -311,7 +311,7 @@ impl Commits {
         true
     }
 
-    /// The numbers that were not used.
+    /// The reserved numbers that were not used.
     pub(crate) fn unused_numbers(&self) -> Range<u64> {
         self.queue().numbers.clone()
     }

@@ -1,9 +1,9 @@
-//! Sees to it that a guest's write waits for a bounded time only.
+//! Limits how long a guest's write waits for copy-on-write space.
 //!
-//! While a checkpoint is stored, writes put old blocks aside: into memory, then into a file. When both
-//! are full, writes wait until storing frees some of it. If storing does not get on meanwhile, because
-//! the repository is away, say, the oldest checkpoint fails: the guest's writes go on, and the changes
-//! go into the next checkpoint.
+//! While a checkpoint is stored, writes preserve old blocks in memory, and then in a file. When
+//! both are full, writes wait until storing frees some space. If storing makes no progress, for
+//! example because the repository is unavailable, the oldest checkpoint fails. Then the guest's
+//! writes go on, and the changes go into the next checkpoint.
 
 use std::io;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::counters::Counters;
 use crate::local_disk::LocalDisk;
 use crate::mirror::epoch::manager::StoreProgress;
 
-/// How often it is looked at.
+/// How often the thread checks for a stall.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Starts the thread. `limit` is how long writes may wait while nothing gets on.
+/// Starts the thread. `limit` is how long writes may wait while storing makes no progress.
 pub(crate) fn spawn(
     disk: Arc<LocalDisk>,
     counters: Arc<Counters>,
@@ -31,7 +31,7 @@ pub(crate) fn spawn(
                 detector.stuck = None;
                 continue;
             }
-            // Those that still wait say so again.
+            // Writes that still wait set the flag again.
             disk.mirror.notify();
             if detector.observe(disk.mirror.store_progress(), Instant::now()) {
                 let seconds = limit.as_secs();
@@ -50,12 +50,12 @@ pub(crate) fn spawn(
 
 struct StallDetector {
     limit: Duration,
-    /// How far storing was, and since when.
+    /// The progress that was seen last, and since when it has not changed.
     stuck: Option<(StoreProgress, Instant)>,
 }
 
 impl StallDetector {
-    /// Takes note of writes that wait, and tells whether that has lasted too long.
+    /// Call this while writes wait. Returns whether there was no progress for too long.
     fn observe(&mut self, progress: StoreProgress, now: Instant) -> bool {
         match self.stuck {
             Some((before, since)) if before == progress => {

@@ -136,19 +136,19 @@ struct LayerWriter<'a> {
     stored_bytes: &'a AtomicU64,
     chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
     failed: AtomicBool,
-    /// What was given to the repository and may not be durable.
+    /// Chunks that the repository has, and that may not be durable yet.
     written: Mutex<Vec<Written>>,
     /// Held by the thread that makes a group durable.
     durable: Mutex<()>,
 }
 
-/// An [`StoreItem`] and its name, or nothing for a hole.
+/// A [`StoreItem`] and its id; `None` for a hole.
 type Written = (StoreItem, Option<ChunkId>);
 
 impl LayerWriter<'_> {
-    /// Stores batches until there is nothing left.
+    /// Stores batches until no chunk is left.
     fn run(&self) -> Result<(), PersistError> {
-        // The thread that failed tells why; the others just stop.
+        // The thread that failed returns the error; the others stop without one.
         let mut more = true;
         while more && !self.failed.load(Ordering::SeqCst) {
             let mut batch = Vec::new();
@@ -169,13 +169,13 @@ impl LayerWriter<'_> {
         Ok(())
     }
 
-    /// Adds a batch to what is written, and makes that durable if it is enough.
+    /// Adds a batch to the written chunks, and makes them durable if there are enough.
     fn add_written(&self, batch: impl Iterator<Item = Written>) -> Result<(), PersistError> {
         let mut written = self.written();
         written.extend(batch);
         if self.is_group(&written) {
             drop(written);
-            // One at a time, which bounds the memory in use.
+            // One thread at a time, which bounds the memory in use.
             let _durable = self.durable.lock().expect("no code panics while it waits for a sync");
             let mut written = self.written();
             let group = if self.is_group(&written) { mem::take(&mut *written) } else { Vec::new() };
@@ -203,12 +203,12 @@ impl LayerWriter<'_> {
             return Err(error);
         }
         drop(group);
-        // Memory that writes wait for may be free again.
+        // Memory that writes wait for may be free now.
         self.persister.disk.mirror.notify();
         Ok(())
     }
 
-    /// Makes the rest durable, unless something failed.
+    /// Makes the remaining chunks durable, unless a thread failed.
     fn end(&self) -> Result<(), PersistError> {
         let group = mem::take(&mut *self.written());
         if self.failed.load(Ordering::SeqCst) {
@@ -226,7 +226,7 @@ impl LayerWriter<'_> {
         self.written.lock().expect("no code panics with the written chunks locked")
     }
 
-    /// Waits until the rate allows this many more bytes.
+    /// Waits until the rate allows `bytes` more bytes.
     fn await_rate(&self, bytes: usize) -> Result<(), PersistError> {
         let until = Instant::now() + self.persister.throttle.delay(bytes as u64);
         loop {
@@ -239,8 +239,9 @@ impl LayerWriter<'_> {
         }
     }
 
-    /// Collects a batch: first chunks that hold memory, then the next ones. Those that another thread has
-    /// or had are left out, so it may be empty though there is more; that is told.
+    /// Collects a batch: first chunks that have copies, then the next chunks in order. Chunks that
+    /// another thread has taken are left out, so the batch may be empty. Returns whether there are
+    /// more chunks.
     fn gather(&self, batch: &mut Vec<StoreItem>) -> Result<bool, PersistError> {
         let chunk_size = self.persister.disk.mirror.layout().chunk_size();
         let limit = (BATCH_BYTES / chunk_size).max(1);
@@ -268,8 +269,8 @@ impl LayerWriter<'_> {
         self.chunks.lock().expect("no code panics with the iterator locked").next()
     }
 
-    /// Scheduled → Pending, with the chunks' bytes in memory, for neighbours. Those that somebody else has
-    /// or had are left out.
+    /// Takes adjacent chunks (Scheduled → Pending) and reads them. Chunks that another thread has
+    /// taken are left out.
     fn gather_run(
         &self,
         run: &[ChunkIndex],
@@ -294,8 +295,8 @@ impl LayerWriter<'_> {
         result
     }
 
-    /// Reads neighbours that are Pending. Their presence is looked at first: a block that is filled
-    /// meanwhile has the parent's content, wherever it is read from.
+    /// Reads adjacent chunks that are Pending. Their presence is read first: a block that is filled
+    /// in between has the parent's content, from either source.
     fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<StoreItem>) -> Result<(), PersistError> {
         let layout = self.persister.disk.mirror.layout();
         let take = |_| self.buffers.take(layout.chunk_size());
@@ -324,12 +325,13 @@ impl LayerWriter<'_> {
                 preserved.overlay(&mut data, present, back).map_err(PersistError::Spill)?;
             items.push(StoreItem { chunk: *chunk, data, present });
         }
-        // All or none: what is not in the batch is put back.
+        // All or none: the caller cancels the chunks that are not in the batch.
         batch.append(&mut items);
         Ok(())
     }
 
-    /// As the read above, where something cannot be read: that may be nothing that is needed.
+    /// Reads only the blocks that are needed, after the read of whole chunks failed: the blocks
+    /// that cannot be read may not be needed.
     fn read_needed(
         &self,
         chunks: &[ChunkIndex],
@@ -347,7 +349,7 @@ impl LayerWriter<'_> {
         Ok(())
     }
 
-    /// Gives a batch to the repository, and returns the chunks' names.
+    /// Puts a batch into the repository. Returns the ids of the chunks.
     fn store(&self, batch: &mut [StoreItem]) -> Result<Vec<Option<ChunkId>>, PersistError> {
         for item in batch.iter_mut() {
             self.complete(item)?;
@@ -370,7 +372,7 @@ impl LayerWriter<'_> {
         Ok(ids)
     }
 
-    /// Brings the blocks that were absent from the parent.
+    /// Copies the blocks that were absent from the parent snapshot.
     fn complete(&self, item: &mut StoreItem) -> Result<(), PersistError> {
         let StoreItem { chunk, data, present } = item;
         if present.len() == self.persister.disk.mirror.layout().blocks_per_chunk() {

@@ -1,9 +1,9 @@
-//! How fast checkpoints are stored: the guest comes first.
+//! Limits how fast checkpoints are stored, so that the guest comes first.
 //!
-//! While the guest is idle, storing goes as fast as it can. While the guest's queues are busy, one
-//! operation at a time goes to the disk, of one chunk. To go slower still would not help: the longer
-//! storing takes, the more of the guest's writes have to copy first. `--commit-rate` bounds it in any
-//! case.
+//! While the guest is idle, checkpoints are stored at full speed. While the guest's queues are
+//! busy, storing does one operation of one chunk at a time. Going slower would not help: the longer
+//! storing takes, the more writes of the guest have to make copies. `--commit-rate` limits the rate
+//! in either case.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -13,27 +13,27 @@ use crate::counters::Counters;
 /// A guest that has sent nothing for this long is idle.
 const GUEST_IDLE_AFTER: Duration = Duration::from_millis(5);
 
-/// The longest time that a bounded rate may be exceeded for.
+/// The longest time for which a limited rate may be exceeded.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
 pub(crate) struct CommitThrottle {
-    /// Bytes a second; 0 is unbounded.
+    /// Bytes per second; 0 means no limit.
     rate: u64,
-    /// When the bytes that were let through are within the rate.
+    /// The time at which the bytes that were admitted so far are within the rate.
     due: Mutex<Option<Instant>>,
     guest: Mutex<Guest>,
-    /// Held by the one operation that goes to the disk while the guest is busy.
+    /// Held by the one operation that uses the disk while the guest is busy.
     exclusive: Mutex<()>,
 }
 
-/// What is known about the guest.
+/// What was last seen of the guest.
 struct Guest {
     requests: u64,
     active: Option<Instant>,
 }
 
 impl CommitThrottle {
-    /// At most `rate` bytes a second, or any number if it is 0.
+    /// Limits the rate to `rate` bytes per second, or not at all if `rate` is 0.
     pub(crate) fn new(rate: u64) -> CommitThrottle {
         let guest = Guest { requests: 0, active: None };
         CommitThrottle {
@@ -44,7 +44,7 @@ impl CommitThrottle {
         }
     }
 
-    /// How long to wait before this many more bytes are stored. Who asks has to wait.
+    /// Admits `bytes` more bytes. Returns how long the caller has to wait before it stores them.
     pub(crate) fn delay(&self, bytes: u64) -> Duration {
         if self.rate == 0 {
             return Duration::ZERO;
@@ -56,7 +56,7 @@ impl CommitThrottle {
         from.saturating_duration_since(now)
     }
 
-    /// Whether the guest uses its disk at present.
+    /// Whether the guest is using its disk.
     pub(crate) fn is_guest_busy(&self, counters: &Counters) -> bool {
         let (requests, in_flight) = counters.load();
         let now = Instant::now();
@@ -68,7 +68,7 @@ impl CommitThrottle {
         guest.active.is_some_and(|active| now.duration_since(active) < GUEST_IDLE_AFTER)
     }
 
-    /// Runs an operation on the disk: at once, or in its exclusive if the guest is busy.
+    /// Runs an operation on the disk. While the guest is busy, only one operation runs at a time.
     pub(crate) fn run<T>(&self, counters: &Counters, operation: impl FnOnce() -> T) -> T {
         if !self.is_guest_busy(counters) {
             return operation();
@@ -96,7 +96,7 @@ mod tests {
         for _ in 0..10 {
             delay = throttle.delay(1_000_000);
         }
-        // What has passed meanwhile need not be waited for.
+        // Time that has passed meanwhile counts.
         let end = delay + begin.elapsed();
         assert!(delay.as_secs_f64() <= 9.01 && end.as_secs_f64() >= 8.8, "{delay:?}, {end:?}");
         assert_eq!(CommitThrottle::new(0).delay(u64::MAX), Duration::ZERO);

@@ -1,8 +1,9 @@
-//! The control socket of the host and the proxy of the guest: one JSON object a line.
+//! The control socket of the host and the proxy for the guest. Messages are JSON objects, one per
+//! line.
 //!
-//! Both speak the messages of `cairn_agent`; a guest may use fewer of them. The proxy knows one disk,
-//! the one that this process serves, so a guest cannot name another's. Every connection is bounded
-//! in time, in line length and in number, and none can hold up the others or the disk.
+//! Both use the messages of `cairn_agent`; a guest may use fewer of them. The proxy serves only the
+//! disk of this process, so a guest cannot name another disk. The time, the line length and the
+//! number of connections are bounded, and no connection can delay another one or the disk.
 
 pub(crate) mod session;
 
@@ -24,10 +25,10 @@ use crate::local_disk::LocalDisk;
 use crate::sys::VsockListener;
 use crate::vhost::server::StopHandle;
 
-/// Connections of one kind at the same time.
+/// The most connections of one kind at the same time.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Who is at the other end.
+/// The peer of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// The operator, through the control socket.
@@ -36,17 +37,17 @@ pub(crate) enum Origin {
     Guest,
 }
 
-/// Where requests come from.
+/// The sockets on which requests arrive.
 #[derive(Default)]
 pub(crate) struct Listeners {
     pub(crate) control: Option<StdListener>,
     /// The unix socket to which a hypervisor forwards the guest's vsock connections.
     pub(crate) proxy: Option<StdListener>,
-    /// The kernel's vsock, and the guest that may use it.
+    /// The kernel's vsock, and the context id of the guest that may use it.
     pub(crate) vsock: Option<(VsockListener, u32)>,
 }
 
-/// What the answers to requests are made from.
+/// What is needed to answer requests.
 pub(crate) struct ControlContext {
     pub(crate) commits: Arc<Commits>,
     pub(crate) image: Arc<Image>,
@@ -55,13 +56,14 @@ pub(crate) struct ControlContext {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// Starts the thread that answers requests and signals. It ends `stop` when told to terminate.
+/// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`.
 pub(crate) fn spawn(
     listeners: Listeners,
     context: Arc<ControlContext>,
     stop: StopHandle,
 ) -> io::Result<()> {
-    // The one thread for catalog queries is started now and stays: later there may be none to be had.
+    // The one thread for catalog queries is started here and stays: later the system may be out of
+    // threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(1)
@@ -100,7 +102,7 @@ async fn run(
     }
     tracing::info!("stopping");
     stop.stop();
-    // A second signal means that somebody is out of patience.
+    // A second signal ends the process at once.
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
@@ -115,7 +117,7 @@ async fn accept(listener: UnixListener, origin: Origin, context: Arc<ControlCont
         match listener.accept().await {
             Ok((stream, _)) => admit(stream, origin, &context, &slots),
             Err(error) => {
-                // Out of descriptors, most likely: let others end first.
+                // Most likely the process is out of descriptors: wait until other connections end.
                 tracing::warn!(%error, ?origin, "a connection could not be accepted");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
@@ -123,10 +125,11 @@ async fn accept(listener: UnixListener, origin: Origin, context: Arc<ControlCont
     }
 }
 
-/// The kernel's vsock listener hears all guests: only the one that this disk belongs to is let in.
+/// The kernel's vsock listener accepts connections of all guests. Only the guest of this disk is
+/// admitted.
 async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlContext>) {
     let (sender, mut receiver) = mpsc::channel(1);
-    // Accepting blocks; it ends with the process.
+    // Accepting blocks. The thread ends with the process.
     let accepting = thread::Builder::new().name("vsock".into()).spawn(move || {
         loop {
             match listener.accept() {
@@ -158,7 +161,7 @@ async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlC
     }
 }
 
-/// Serves a connection if there is a slot for it, and closes it otherwise.
+/// Serves a connection if a slot is free, and closes it otherwise.
 fn admit(
     stream: UnixStream,
     origin: Origin,

@@ -16,16 +16,16 @@ use tokio::time::timeout;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState, now};
 
-/// How long a line may take, once begun, in either direction.
+/// How long it may take to receive or send one line, once it has begun.
 const LINE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Characters of the reason why a line is no request.
+/// The longest reason in the answer to an invalid line, in characters.
 const MAX_REASON_CHARS: usize = 200;
 
-/// How long a connection may be silent.
+/// How long a connection may be idle.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Serves a connection until it ends or misbehaves.
+/// Serves a connection until it ends or violates the protocol.
 pub(super) async fn serve(
     stream: UnixStream,
     origin: Origin,
@@ -39,7 +39,7 @@ pub(super) async fn serve(
         let request = match parse(&line) {
             Ok(request) => request,
             Err(message) => {
-                // Where the next line starts is anybody's guess.
+                // After an invalid line it is unknown where the next one starts.
                 return send(&mut writer, &refusal(RefusalKind::Invalid, message)).await;
             }
         };
@@ -62,7 +62,8 @@ pub(super) async fn serve(
     }
 }
 
-/// The next line, or as much of it as shows that it is too long. Nothing if there are no more.
+/// Returns the next line, or a part of it that shows that it is too long. Returns `None` at the
+/// end.
 pub(crate) async fn next_line(
     reader: &mut (impl AsyncBufRead + Unpin),
 ) -> io::Result<Option<Vec<u8>>> {
@@ -75,12 +76,12 @@ pub(crate) async fn next_line(
     Ok(Some(line))
 }
 
-/// The request of a line, or why it is none.
+/// Parses a line. The error is the reason why the line is not a request.
 pub(crate) fn parse(line: &[u8]) -> Result<Request, String> {
     if line.len() > MAX_LINE {
         return Err(format!("a line is at most {MAX_LINE} bytes"));
     }
-    // The reason may quote what was said, and has to fit into a line itself.
+    // The reason may quote the line, and has to fit into a line itself.
     serde_json::from_slice(line)
         .map_err(|error| error.to_string().chars().take(MAX_REASON_CHARS).collect())
 }
@@ -125,7 +126,8 @@ async fn checkpoint(
     Ok(())
 }
 
-/// Whether a label was refused that has been removed from the catalog since it was used.
+/// Checks whether a label was refused although the catalog no longer has it. If so, frees the
+/// label.
 async fn is_label_free(
     context: &Arc<ControlContext>,
     request: &Checkpoint,
@@ -136,7 +138,7 @@ async fn is_label_free(
     };
     let shared = context.clone();
     let used = tokio::task::spawn_blocking(move || {
-        // In this order: what has left the queue meanwhile is in the catalog.
+        // In this order: a checkpoint that leaves the queue in between is in the catalog.
         let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
         let pending: Vec<String> = pending.collect();
         let snapshots = shared.image.snapshots();
@@ -159,9 +161,10 @@ async fn is_label_free(
     used.await.unwrap_or(false)
 }
 
-/// What becomes of a checkpoint, whoever accepted it.
+/// Returns the outcome of a checkpoint, whichever process accepted it.
 async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
-    // In this order: what has left the queue meanwhile is in the catalog, or could not be told to it.
+    // In this order: a checkpoint that leaves the queue in between is in the catalog or in the list
+    // of unrecorded failures.
     if let Some(commit) = context.commits.find(number) {
         return outcome(context, &commit).await;
     }
@@ -204,7 +207,7 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
     }
 }
 
-/// The snapshots of the disk's image, as the catalog has them; or what to answer if it cannot tell.
+/// Returns the snapshots of the image, or the answer to send if the catalog is unavailable.
 async fn snapshots(context: &Arc<ControlContext>) -> Result<Vec<Snapshot>, Event> {
     let shared = context.clone();
     let ask = move || shared.image.snapshots();
@@ -256,8 +259,8 @@ fn status(context: &ControlContext) -> Status {
     }
 }
 
-/// The snapshots of the disk's image. A checkpoint is in it from the moment that it is accepted, though
-/// the catalog may learn of it a little later.
+/// Lists the snapshots of the image. A checkpoint is listed as soon as it is accepted, even if the
+/// catalog learns of it a little later.
 async fn list(context: &Arc<ControlContext>) -> Event {
     let accepted = context.commits.accepted();
     let snapshots = match snapshots(context).await {

@@ -1,7 +1,7 @@
-//! Which requests of a virtqueue are in flight, in shared memory: the next process finishes them if this
-//! one is killed.
+//! The ledger: which requests of a virtqueue are in flight, in shared memory. If this process is
+//! killed, the next one finishes them.
 //!
-//! The layout is the vhost-user specification's for split virtqueues, as words of 64 bits:
+//! The layout is that of the vhost-user specification for split virtqueues, as words of 64 bits:
 //!
 //! ```text
 //! 0        features, unused
@@ -10,14 +10,15 @@
 //! 3 + 2h   its age: a counter
 //! ```
 //!
-//! A chain is in flight from the moment that it is popped until the guest sees it in the used ring. Between
-//! the ring's index and the ledger's the process may end: then they differ by one, and the last head says
-//! which chain is done.
+//! A chain is in flight from the moment it is popped until the guest sees it in the used ring. The
+//! process can end between the update of the ring's index and the update of the ledger's. Then the
+//! two differ by one, and the last head tells which chain is done.
 //!
-//! QEMU and Cloud Hypervisor keep this memory for us (GET_INFLIGHT_FD and SET_INFLIGHT_FD) and drop it
-//! when the guest resets. For other hypervisors there is a file of our own with the same layout, which may
-//! be of a guest that is gone: it counts only if it fits the rings. As long as nothing was returned a new
-//! guest's rings look the same; but then all that is in flight is still in the available ring.
+//! QEMU and Cloud Hypervisor keep this memory (GET_INFLIGHT_FD and SET_INFLIGHT_FD), and drop it
+//! when the guest resets. For other hypervisors this process has its own file with the same layout.
+//! That file may belong to an earlier guest, so it is used only if it fits the rings. As long as no
+//! chain was returned, the rings of a new guest look the same; but then every chain in flight is
+//! still in the available ring.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -31,13 +32,13 @@ use crate::mirror::files::disk_file::allocate;
 
 const VERSION: u64 = 1;
 
-/// Words before a queue's entries.
+/// The number of words before a queue's entries.
 const HEADER_WORDS: usize = 2;
 
-/// Stands for the last head while none was returned.
+/// The value of the last head while no chain was returned.
 const NO_HEAD: u16 = u16::MAX;
 
-/// The ledgers of all queues of a device, each for so many entries.
+/// The ledgers of all queues of a device. Each has room for `entries` entries.
 #[derive(Clone)]
 pub(crate) struct LedgerRegion {
     words: Arc<Words>,
@@ -46,17 +47,17 @@ pub(crate) struct LedgerRegion {
 }
 
 impl LedgerRegion {
-    /// Bytes that the ledgers need.
+    /// The size of the ledgers in bytes.
     pub(crate) fn len(queues: usize, entries: u16) -> u64 {
         (queues * LedgerRegion::queue_words(entries) * 8) as u64
     }
 
-    /// Words of one queue: whole cache lines.
+    /// The number of words of one queue, rounded up to whole cache lines.
     fn queue_words(entries: u16) -> usize {
         (HEADER_WORDS + 2 * usize::from(entries)).next_multiple_of(8)
     }
 
-    /// Maps the ledgers that lie in `file` from `offset` on.
+    /// Maps the ledgers that start at `offset` of `file`.
     pub(crate) fn map(
         file: &File,
         offset: u64,
@@ -86,7 +87,7 @@ impl LedgerRegion {
     }
 }
 
-/// What a ring looks like when its ledger is taken up.
+/// The indices of a ring when its ledger is resumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RingIndices {
     pub(crate) available: u16,
@@ -96,7 +97,7 @@ pub(crate) struct RingIndices {
 /// The ledger of one queue.
 pub(crate) struct Ledger {
     words: Arc<Words>,
-    /// Its first word.
+    /// The index of its first word.
     start: usize,
     size: u16,
     /// The age of the next request.
@@ -108,7 +109,7 @@ impl Ledger {
         self.words[self.start + at].load(Ordering::Acquire)
     }
 
-    /// Stores are seen by the next process in the order in which they are made.
+    /// The next process sees stores in the order in which they were made.
     fn set(&self, at: usize, value: u64) {
         self.words[self.start + at].store(value, Ordering::Release);
     }
@@ -131,8 +132,9 @@ impl Ledger {
         self.get(Ledger::entry(head)) & 0xff != 0
     }
 
-    /// The chains that a process before this one had popped and not returned, oldest first. `None` if the
-    /// ledger is not that of this ring; it is a new one then, and nothing is in flight.
+    /// Returns the chains that an earlier process popped and did not return, oldest first. Returns
+    /// `None` if the ledger does not belong to this ring. Then the ledger is reset, and nothing is
+    /// in flight.
     pub(crate) fn resume(&mut self, ring: RingIndices) -> Option<Vec<u16>> {
         let [version, entries, last, used] = self.header();
         let behind = ring.used.wrapping_sub(used);
@@ -146,7 +148,7 @@ impl Ledger {
         self.set_header(last, ring.used);
         let mut heads: Vec<u16> = (0..self.size).filter(|head| self.is_in_flight(*head)).collect();
         if heads.len() > usize::from(ring.available.wrapping_sub(ring.used)) {
-            // The guest has made fewer available than are in flight: it was reset.
+            // The guest has made fewer chains available than are in flight, so it was reset.
             self.reset(ring.used);
             return None;
         }
@@ -156,9 +158,9 @@ impl Ledger {
         Some(heads)
     }
 
-    /// Forgets everything.
+    /// Removes all entries.
     pub(crate) fn reset(&mut self, used: u16) {
-        // First: half of it must not be taken for a ledger.
+        // First: a partial reset must not look like a valid ledger.
         self.set(1, 0);
         for head in 0..self.size {
             self.set(Ledger::entry(head), 0);
@@ -173,7 +175,7 @@ impl Ledger {
         last == NO_HEAD
     }
 
-    /// A chain was popped.
+    /// Records that a chain was popped.
     pub(crate) fn popped(&mut self, head: u16) {
         if head < self.size {
             self.set(Ledger::entry(head) + 1, self.counter);
@@ -182,12 +184,12 @@ impl Ledger {
         }
     }
 
-    /// A chain is about to appear in the used ring, whose index is `used`.
+    /// Records that a chain is about to appear in the used ring, whose index is `used`.
     pub(crate) fn returning(&self, head: u16, used: u16) {
         self.set_header(head, used);
     }
 
-    /// It has, and the index is `used` now.
+    /// Records that the chain is in the used ring, whose index is `used` after that.
     pub(crate) fn returned(&self, head: u16, used: u16) {
         if head < self.size {
             self.set(Ledger::entry(head), 0);
@@ -196,7 +198,7 @@ impl Ledger {
     }
 }
 
-/// Where a ring lies: what a ledger of ours must agree on with the hypervisor.
+/// The guest addresses of a ring. The process's own ledger is used only if they match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GuestRingAddresses {
     pub(crate) descriptors: u64,
@@ -204,17 +206,17 @@ pub(crate) struct GuestRingAddresses {
     pub(crate) used: u64,
 }
 
-/// Ledgers of our own, for hypervisors that keep none for us.
+/// The process's own ledgers, for hypervisors that keep none.
 pub(crate) struct LedgerFile {
     addresses: Words,
     region: LedgerRegion,
 }
 
-/// Words for the place of one ring.
+/// The number of words for the addresses of one ring.
 const ADDRESS_WORDS: usize = 4;
 
 impl LedgerFile {
-    /// Opens the file, or makes it anew if it is for other queues.
+    /// Opens the file. Its content is discarded if it is for other queues.
     pub(crate) fn open(path: &Path, queues: usize, entries: u16) -> io::Result<LedgerFile> {
         let mut options = OpenOptions::new();
         let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
@@ -238,7 +240,8 @@ impl LedgerFile {
         })
     }
 
-    /// The ledger of a ring at `place`, and the chains in flight if it had that place before.
+    /// Returns the ledger of a ring at `addresses`. Also returns the chains in flight, if the ring
+    /// had these addresses before.
     pub(crate) fn resume(
         &self,
         queue: usize,
