@@ -1,10 +1,10 @@
 //! Lazy restart: fetches chunks from the repository when the guest needs them, and fetches blocks
 //! again that the local disk has lost.
 //!
-//! A chunk is fetched once, however many requests wait for it. Its content is written only to blocks
-//! that are absent and that nobody else is writing. If the repository fails, the fetch is retried at
-//! growing intervals until the retry timeout. Then the waiting requests fail. The failure is
-//! remembered for a moment; after that the chunk can be requested again.
+//! A chunk is fetched once, however many requests wait for it. Its content is written only to
+//! blocks that are absent and that nobody else is writing. If the repository fails, the fetch is
+//! retried at growing intervals until the retry timeout. Then the waiting requests fail. The
+//! failure is remembered for a moment; after that the chunk can be requested again.
 //!
 //! A chunk of the mirror that could not be read is *suspect*. It is scrubbed block by block, and
 //! blocks that cannot be read become absent if the repository has their content. The request that
@@ -248,8 +248,8 @@ impl Fetcher {
             if mirror.invalidations() == invalidations {
                 break (found, runs);
             }
-            // A block that is absent now may have been written in between, and its content may be in
-            // a newer parent.
+            // A block that is absent now may have been written in between, and its content may be
+            // in a newer parent.
             mirror.end_fill(chunk, &runs, 0);
         };
         if found {
@@ -274,8 +274,8 @@ impl Fetcher {
         self.disk.data.write(&content[from..from + run.span().len as usize], run.span().offset)
     }
 
-    /// Reads each block of a chunk, and invalidates the blocks that the mirror cannot return and the
-    /// repository can.
+    /// Reads each block of a chunk, and invalidates the blocks that the mirror cannot return and
+    /// the repository can.
     fn scrub(&self, chunk: ChunkIndex, buffer: &mut Buffer) {
         let mirror = &self.disk.mirror;
         let all = mirror.layout().blocks_of(chunk);

@@ -1,7 +1,8 @@
-//! Flushes that have to write the map, because blocks have become present since it was last written.
+//! Flushes that have to write the map, because blocks have become present since it was last
+//! written.
 //!
-//! The order is: copy the presence bits of completed writes, sync the data, write the copied bits to
-//! the map, sync the map. So a presence bit never becomes durable before the block's data. One
+//! The order is: copy the presence bits of completed writes, sync the data, write the copied bits
+//! to the map, sync the map. So a presence bit never becomes durable before the block's data. One
 //! thread does this, for all flushes that have come in meanwhile at once. The same thread records
 //! write intent in the map before the first write to a region.
 
@@ -63,8 +64,8 @@ impl MapWriter {
         if !mirror.intent().clear_unchanged(|region| mirror.is_changed(region)) {
             return Ok(());
         }
-        // The mirror must hold the parent's content durably before the map says that they are equal.
-        // A region whose intent is recorded in between is among the bits again.
+        // The mirror must hold the parent's content durably before the map says that they are
+        // equal. A region whose intent is recorded in between is among the bits again.
         let map = self.map();
         data.sync()?;
         map.write_intent(mirror.layout(), &mirror.intent().bytes())
@@ -117,7 +118,8 @@ impl Flusher {
         let _ = self.sender.send(FlushRequest::Flush(done));
     }
 
-    /// Requests that the map records the intent to write `span`. An event tells when it is recorded.
+    /// Requests that the map records the intent to write `span`. An event tells when it is
+    /// recorded.
     pub(crate) fn record_intent(&self, span: Span) {
         // As above.
         let _ = self.sender.send(FlushRequest::RecordIntent(span));

@@ -52,8 +52,8 @@ impl Image {
         self.repository.snapshots(self.name())
     }
 
-    /// Reads a chunk of the parent snapshot. Returns `false` if the chunk is a hole: then the buffer
-    /// is unchanged.
+    /// Reads a chunk of the parent snapshot. Returns `false` if the chunk is a hole: then the
+    /// buffer is unchanged.
     pub(crate) fn read_parent(
         &self,
         chunk: ChunkIndex,

@@ -72,7 +72,7 @@ pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {
         Ok(found) if std::os::unix::fs::FileTypeExt::is_socket(&found.file_type()) => {
             std::fs::remove_file(path)?;
         }
-        Ok(_) => return Err(io::Error::other("something that is not a socket is there")),
+        Ok(_) => return Err(io::Error::other("the path exists and is not a socket")),
         Err(_) => {}
     }
     // SAFETY: this changes a number of the process. It is restored below, and no other thread

@@ -133,7 +133,7 @@ impl Commits {
         if self.disk.read_only {
             return refuse(
                 RefusalKind::Denied,
-                "the disk is read-only: it has nothing to checkpoint",
+                "the disk is read-only, so there is nothing to checkpoint",
             );
         }
         if let Some(reason) = self.image.poison_reason() {
@@ -159,7 +159,7 @@ impl Commits {
         if queue.numbers.is_empty() {
             return refuse(
                 RefusalKind::Busy,
-                "no snapshot number is at hand; try again in a moment",
+                "no snapshot number is reserved; try again in a moment",
             );
         }
         let layer = match self.disk.mirror.freeze() {

@@ -4,10 +4,10 @@
 //! ([`store_layer`]). Then the tree is written and the snapshot is published, in one transaction.
 //!
 //! A process that is killed before the publication leaves garbage in the repository and a pending
-//! snapshot in the catalog. The next process resumes the checkpoint. A checkpoint that fails leaves a
-//! failed snapshot, and its changes go into the next checkpoint (see `EpochManager::give_up`). If a
-//! later layer waits behind a failed one, the later one absorbs it: the later snapshot takes from the
-//! failed layer the chunks that it does not have itself.
+//! snapshot in the catalog. The next process resumes the checkpoint. A checkpoint that fails leaves
+//! a failed snapshot, and its changes go into the next checkpoint (see `EpochManager::give_up`). If
+//! a later layer waits behind a failed one, the later one absorbs it: the later snapshot takes from
+//! the failed layer the chunks that it does not have itself.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -54,8 +54,8 @@ pub(super) enum PersistError {
     #[error("{0}")]
     Layer(String),
     #[error(
-        "the disk's process stopped before the snapshot was stable; its changes are kept and go into the \
-         next one"
+        "the disk's process stopped before the snapshot was stable; its changes are kept and go \
+         into the next one"
     )]
     Stopped,
     #[error("chunk {0} was left out, which is a defect of this program")]
@@ -154,7 +154,7 @@ impl Persister {
                     }
                     Err(error) => {
                         let reason = format!(
-                            "it can be read, and is not yet stored with its full redundancy: \
+                            "it can be read, but is not yet stored with its full redundancy: \
                              {error}; `cairn repair` completes it"
                         );
                         tracing::error!(%name, %reason, "a checkpoint is not stable");
@@ -214,8 +214,8 @@ impl Persister {
         }
     }
 
-    /// Persists a checkpoint, and retries while the repository fails in a transient way. Chunks that
-    /// are durable stay so, and all others are guarded as before.
+    /// Persists a checkpoint, and retries while the repository fails in a transient way. Chunks
+    /// that are durable stay so, and all others are guarded as before.
     fn persist_with_retries(&self, commit: &Commit) -> Result<Snapshot, PersistError> {
         let mut delay = FIRST_RETRY_DELAY;
         let mut since: Option<Instant> = None;
@@ -316,7 +316,8 @@ impl Persister {
     }
 }
 
-/// Waits before a retry, and doubles the delay. Ends early with the error of `check`, if it has one.
+/// Waits before a retry, and doubles the delay. Ends early with the error of `check`, if it has
+/// one.
 fn back_off(
     delay: &mut Duration,
     check: impl Fn() -> Result<(), PersistError>,

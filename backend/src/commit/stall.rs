@@ -36,8 +36,8 @@ pub(crate) fn spawn(
             if detector.observe(disk.mirror.store_progress(), Instant::now()) {
                 let seconds = limit.as_secs();
                 let reason = format!(
-                    "the guest's writes waited {seconds} s for room for old blocks and nothing was \
-                     stored meanwhile; see whether the repository works, or give more room with \
+                    "the guest's writes waited {seconds} s for space for old blocks, and nothing was \
+                     stored meanwhile; check that the repository works, or allow more space with \
                      --cow-memory or --cow-disk"
                 );
                 tracing::error!("{reason}");
@@ -80,16 +80,16 @@ mod tests {
     use super::{StallDetector, StoreProgress};
 
     #[test]
-    fn only_a_standstill_counts() {
+    fn only_a_lack_of_progress_is_a_stall() {
         let mut detector = StallDetector { limit: Duration::from_secs(10), stuck: None };
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let progress = |done| StoreProgress { layers: 1, done };
         assert!(!detector.observe(progress(1), at(0)));
         assert!(!detector.observe(progress(1), at(9)));
-        assert!(!detector.observe(progress(2), at(11)), "it got on");
+        assert!(!detector.observe(progress(2), at(11)), "there was progress");
         assert!(!detector.observe(progress(2), at(20)));
         assert!(detector.observe(progress(2), at(21)));
-        assert!(!detector.observe(progress(2), at(22)), "the time begins anew");
+        assert!(!detector.observe(progress(2), at(22)), "the time starts again");
     }
 }

@@ -35,7 +35,8 @@ const STORE_THREADS: usize = 3;
 /// The size of a batch.
 const BATCH_BYTES: usize = 4 << 20;
 
-/// How much becomes durable together, at least: a sync for each batch would delay the other threads.
+/// How much becomes durable together, at least: a sync for each batch would delay the other
+/// threads.
 const GROUP_COMMIT_BYTES: usize = 32 << 20;
 
 /// The memory for storing a layer.

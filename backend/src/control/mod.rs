@@ -118,7 +118,7 @@ async fn accept(listener: UnixListener, origin: Origin, context: Arc<ControlCont
             Ok((stream, _)) => admit(stream, origin, &context, &slots),
             Err(error) => {
                 // Most likely the process is out of descriptors: wait until other connections end.
-                tracing::warn!(%error, ?origin, "a connection could not be accepted");
+                tracing::warn!(%error, ?origin, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -134,7 +134,7 @@ async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlC
         loop {
             match listener.accept() {
                 Ok((peer, _)) if peer != guest => {
-                    tracing::warn!(peer, "a connection of another guest is refused");
+                    tracing::warn!(peer, "refused a connection of another guest");
                 }
                 Ok((_, stream)) => {
                     if sender.blocking_send(stream).is_err() {
@@ -142,21 +142,21 @@ async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlC
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a vsock connection could not be accepted");
+                    tracing::warn!(%error, "cannot accept a vsock connection");
                     thread::sleep(Duration::from_millis(100));
                 }
             }
         }
     });
     if let Err(error) = accepting {
-        tracing::error!(%error, "no thread for vsock");
+        tracing::error!(%error, "cannot start the vsock thread");
         return;
     }
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Some(stream) = receiver.recv().await {
         match UnixStream::from_std(stream) {
             Ok(stream) => admit(stream, Origin::Guest, &context, &slots),
-            Err(error) => tracing::warn!(%error, "a vsock connection cannot be used"),
+            Err(error) => tracing::warn!(%error, "cannot use a vsock connection"),
         }
     }
 }
@@ -169,7 +169,7 @@ fn admit(
     slots: &Arc<Semaphore>,
 ) {
     let Ok(slot) = slots.clone().try_acquire_owned() else {
-        tracing::warn!(?origin, "too many connections");
+        tracing::warn!(?origin, "refused a connection: there are too many");
         return;
     };
     let context = context.clone();

@@ -179,7 +179,9 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
     };
     let Some(snapshot) = snapshot else {
         return match number < context.commits.unused_numbers().start {
-            true => failed("it was lost before the catalog knew of it, or was removed".into()),
+            true => failed(
+                "the snapshot was lost before it was in the catalog, or it was removed".into(),
+            ),
             false => refusal(RefusalKind::Invalid, format!("there is no snapshot {name}")),
         };
     };
@@ -192,16 +194,15 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
             elapsed_ms: now().saturating_sub(snapshot.time) * 1000,
         }),
         SnapshotState::Failed => {
-            failed(snapshot.reason.unwrap_or_else(|| "for a reason that is not known".into()))
+            failed(snapshot.reason.unwrap_or_else(|| "the reason is not known".into()))
         }
         SnapshotState::Available => {
             let message =
-                format!("{name} is readable, and not yet stored with its full redundancy");
+                format!("{name} can be read, but is not yet stored with its full redundancy");
             refusal(RefusalKind::Unavailable, message)
         }
         SnapshotState::Pending => {
-            let message =
-                format!("{name} is not a checkpoint of this disk; it is another mirror's");
+            let message = format!("{name} is not a checkpoint of this disk, but of another mirror");
             refusal(RefusalKind::Invalid, message)
         }
     }
@@ -233,9 +234,10 @@ async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
             elapsed_ms: elapsed.as_millis() as u64,
         }),
         CommitState::Failed(reason) => Event::Failed(Failed { snapshot, number, reason }),
-        CommitState::Pending => {
-            refusal(RefusalKind::Unavailable, format!("the fate of {snapshot} is not known here"))
-        }
+        CommitState::Pending => refusal(
+            RefusalKind::Unavailable,
+            format!("the outcome of {snapshot} is not known here"),
+        ),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The state of an epoch, as a process that is gone left it.
+//! The record of an epoch, as an earlier process left it.
 
 use cairn_store::{Consistency, NewSnapshot};
 
@@ -7,15 +7,16 @@ use crate::mapping::PAGE_BYTES;
 use crate::mirror::epoch::layer_state::LayerState;
 use crate::mirror::epoch::record::EpochRecord;
 
-/// Bytes of the header that mean something.
+/// The size of the part of the header that is used.
 const HEADER: usize = 97 * 8;
 
-/// Flips bits in the state of an epoch that has begun. The first byte chooses the size of the disk.
+/// Flips bits in the record of an epoch that has begun. The first byte chooses the size of the
+/// disk.
 pub fn epoch(mut data: &[u8]) {
     let [size] = take(&mut data);
     let chunks = [1, 64, 100, 5000][usize::from(size % 4)];
     let mut bytes = [*b"CRNEPOCH", word(2), word(chunks), word(1)].concat();
-    // The words of the bitmaps, and one more: those behind the last one mean nothing.
+    // The words of the bitmaps, and one more word: bits beyond the last chunk have no meaning.
     let words = chunks.div_ceil(64) as usize;
     let (bitmap, summary) = ((words + 1) * 8, (words.div_ceil(64) + 1) * 8);
     bytes.resize(HEADER + 2 * bitmap + summary, 0);
@@ -47,11 +48,11 @@ fn check(state: &EpochRecord, chunks: u64) {
     assert_eq!(state.chunks.dirty().len(), dirty.len() as u64);
     let contained = (0..chunks).filter(|chunk| state.chunks.dirty().contains(*chunk));
     assert!(contained.eq(dirty.iter().copied()), "the summary tells all of it");
-    // What is no text may have become longer by that.
+    // Bytes that are not UTF-8 may have made the text longer.
     let label = state.accepted().and_then(|new| new.label);
     assert!(label.is_none_or(|label| label.chars().count() <= 64));
     assert!(state.failure().is_none_or(|reason| reason.chars().count() <= 512));
-    // What is recorded is found again, however long the words in its place are.
+    // What is recorded is found again, whatever was there before.
     let number = state.accepted().map_or(7, |new| new.number);
     let label = state.failure().filter(|text| !text.is_empty() && text.len() <= 64);
     let new = NewSnapshot {
@@ -69,8 +70,8 @@ fn check(state: &EpochRecord, chunks: u64) {
         state.freeze();
     }
     state.settle();
-    state.fail("no room");
-    assert_eq!(state.failure(), failure.or(Some("no room".into())), "the first reason stays");
+    state.fail("no space");
+    assert_eq!(state.failure(), failure.or(Some("no space".into())), "the first reason stays");
 }
 
 fn word(value: u64) -> [u8; 8] {

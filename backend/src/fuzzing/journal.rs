@@ -1,4 +1,4 @@
-//! The mirror's journal, and the frozen epochs that are taken up with it.
+//! The journal of a mirror, and the layers that are recovered with it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,11 +20,12 @@ const CHUNKS: u64 = 16;
 const CHUNK: u32 = 64 << 10;
 const CHUNK_BLOCKS: u64 = CHUNK as u64 / BLOCK_BYTES;
 
-/// Blocks of memory for copies, of which the first half has its space, and of the spill file.
+/// The number of blocks in the copy-on-write memory, of which the first half is allocated, and in
+/// the spill file.
 const SPACE_BLOCKS: u64 = 32;
 
-/// Takes `data` for a journal, and then for the description of one with two epochs: which chunks each
-/// has changed, which of these are idle, and records of six bytes.
+/// Parses `data` as a journal. Then takes it as the description of a journal with two epochs: which
+/// chunks each epoch has changed, which of these are idle, and records of six bytes.
 pub fn journal(mut data: &[u8]) {
     if let Some(records) = parse(data) {
         assert_eq!(records.len(), data.len() / 64);
@@ -63,7 +64,7 @@ pub fn journal(mut data: &[u8]) {
     );
 }
 
-/// Checks one layer, of which no place may be in `taken`.
+/// Checks one layer. None of its ranges may be in `taken`.
 fn check(layer: &Layer, taken: &mut BTreeSet<(bool, u64)>) {
     let failed = layer.failure().is_some();
     for chunk in (0..CHUNKS).map(ChunkIndex) {
@@ -80,13 +81,13 @@ fn check(layer: &Layer, taken: &mut BTreeSet<(bool, u64)>) {
             assert!(
                 (piece.run.first..piece.run.end()).all(|block| preserved.decided.contains(block))
             );
-            let (in_memory, offset, room) = match piece.data.location() {
+            let (in_memory, offset, limit) = match piece.data.location() {
                 CopyLocation::Memory(offset) => (true, offset, SPACE_BLOCKS / 2),
                 CopyLocation::File(offset) => (false, offset, SPACE_BLOCKS),
             };
             assert!(offset.is_multiple_of(BLOCK_BYTES), "direct I/O needs whole blocks");
             let blocks = offset / BLOCK_BYTES..offset / BLOCK_BYTES + piece.run.count;
-            assert!(!blocks.is_empty() && blocks.end <= room);
+            assert!(!blocks.is_empty() && blocks.end <= limit);
             for block in blocks {
                 assert!(taken.insert((in_memory, block)), "two copies at one place");
             }
@@ -101,13 +102,13 @@ fn check(layer: &Layer, taken: &mut BTreeSet<(bool, u64)>) {
     assert!(layer.stored_count() <= CHUNKS);
 }
 
-/// What is written is what was read.
+/// Encoding returns the bytes that were parsed.
 fn check_encoding(records: &[Record]) {
     let bytes: Vec<u8> = records.iter().flat_map(Record::encode).collect();
     assert_eq!(parse(&bytes).as_deref(), Some(records));
 }
 
-/// An epoch with these chunks changed and idle, a bit each.
+/// An epoch with these chunks dirty and idle, one bit each.
 fn state(epoch: u64, dirty: [u8; 2], idle: [u8; 2]) -> EpochRecord {
     let state = EpochRecord::private(CHUNKS).expect("memory");
     state.begin(Epoch(epoch));
@@ -117,7 +118,7 @@ fn state(epoch: u64, dirty: [u8; 2], idle: [u8; 2]) -> EpochRecord {
     state
 }
 
-/// A record whose numbers are about as large as those of the epochs above.
+/// A record whose numbers are of the size that the epochs above have.
 fn record([kind, chunk, first, count, place, id]: &[u8; 6]) -> [u8; 64] {
     let offset = match place {
         0..0x80 => u64::from(*place) * BLOCK_BYTES,

@@ -1,4 +1,4 @@
-//! The requests that a process had in flight, as it or the hypervisor left them.
+//! The requests in flight, as an earlier process or the hypervisor left them.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -14,12 +14,12 @@ const ENTRIES: u16 = 16;
 /// The queue that is resumed.
 const QUEUE: usize = 1;
 
-/// Where its ring lies.
+/// The addresses of its ring.
 const ADDRESSES: GuestRingAddresses =
     GuestRingAddresses { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
 
-/// Flips bits in the ledgers of a device with two queues, and resumes the second. The first bytes are its
-/// size, the ring's indices and how far the ledger is behind it.
+/// Flips bits in the ledgers of a device with two queues, and resumes the second one. The first
+/// bytes are its size, the ring's indices, and how far the ledger is behind them.
 pub fn ledger(mut data: &[u8]) {
     let [how] = take(&mut data);
     let size = 1 << (how % 5);
@@ -54,7 +54,7 @@ pub fn ledger(mut data: &[u8]) {
         }
         let own = LedgerFile::open(&path_of(&file), QUEUES, ENTRIES).expect("memory");
         let resume = |ring| own.resume(QUEUE, size, ADDRESSES, ring).expect("there is one");
-        // While nothing was returned, the ring tells what is in flight, not the ledger.
+        // While no chain was returned, the ring tells what is in flight, and not the ledger.
         let heads = match ring.used {
             0 => resume(ring).1,
             _ => check(size, ring, resume),
@@ -67,7 +67,7 @@ pub fn ledger(mut data: &[u8]) {
     assert_eq!(other_queue(&file), other, "the other queue's is not touched");
 }
 
-/// The bytes of the queue that is left alone.
+/// The bytes of the other queue.
 fn other_queue(file: &File) -> Vec<u8> {
     let mut bytes = vec![0; LedgerRegion::len(1, ENTRIES) as usize];
     file.read_exact_at(&mut bytes, PAGE_BYTES as u64).expect("it is long enough");
@@ -88,7 +88,7 @@ fn check(
     assert!(heads.len() <= usize::from(waiting), "no more than the guest waits for");
     let (mut ledger, again) = resume(ring);
     assert_eq!(again, Some(heads), "the next process finds the same");
-    // The chains that come and go from here on are found as in any other ledger.
+    // Chains that come and go from here on are found as in any other ledger.
     let Some(head) = (0..size).find(|head| !set.contains(head)).filter(|_| waiting < size) else {
         return found;
     };

@@ -1,4 +1,4 @@
-//! Chains of descriptors, as a guest makes them.
+//! Descriptor chains, as a guest makes them.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -8,7 +8,7 @@ use crate::request::{
     Descriptor, MAX_DATA_BYTES, MAX_SEGMENTS, Parsed, RequestKind, Segment, parse,
 };
 
-/// Bytes of the guest's memory, at address 0.
+/// The size of the guest's memory, which starts at address 0.
 const MEMORY_BYTES: usize = 1 << 16;
 
 /// Takes `data` as a chain of up to 64 descriptors of 13 bytes each, and as the guest's memory.
@@ -35,7 +35,7 @@ pub fn request(data: &[u8]) {
         assert!(len > 0 && len <= MAX_DATA_BYTES && len.is_multiple_of(SECTOR_BYTES));
         assert!(data.len() <= MAX_SEGMENTS);
         assert_eq!(data.iter().map(|segment| u64::from(segment.len)).sum::<u64>(), len);
-        // Outside of memory it is refused, never translated.
+        // Addresses outside of memory are refused, never translated.
         let _ = GuestMap::default().iovecs(&data);
     }
 }

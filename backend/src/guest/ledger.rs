@@ -227,8 +227,8 @@ impl LedgerFile {
         if found != len {
             if found > 0 {
                 tracing::warn!(
-                    "other queues than before: requests in flight of a hypervisor that does not keep a record \
-                     of them are not known any more"
+                    "the number or size of queues has changed: requests in flight are lost, unless \
+                     the hypervisor keeps a record of them"
                 );
             }
             file.set_len(0)?;
@@ -343,7 +343,7 @@ mod tests {
         assert_eq!(again(&region, ring(101, 100)).1, None, "two in flight, one available");
         let (mut ledger, _) = again(&region, ring(100, 100));
         ledger.popped(3);
-        assert_eq!(again(&region, ring(5, 0)).1, None, "the ring begins anew");
+        assert_eq!(again(&region, ring(5, 0)).1, None, "the ring was reset");
         assert_eq!(again(&region, ring(5, 0)).1, Some(vec![]), "and so did the ledger");
         assert!(region.ledger(2, 64).is_none() && region.ledger(0, 128).is_none());
     }

@@ -1,35 +1,36 @@
-//! Which parts of the disk may differ from the parent snapshot, in a form that survives the host's death.
+//! Write intent: which regions of the disk may differ from the parent snapshot, in a form that
+//! survives the death of the host.
 //!
-//! What has changed is known by chunks, but only as long as the host lives. For its death the map has a
-//! bit for each region of 64 MiB, durable before the first write to the region: after an unclean start
-//! everything local in such a region counts as changed, and nothing else does.
+//! Which chunks have changed is known only while the host lives. For the host's death the map has
+//! one bit for each region of 64 MiB, which is durable before the first write to the region. After
+//! an unclean stop, everything local in such a region counts as changed, and nothing else does.
 //!
-//! A region's bit is given up again when nothing in it has changed since the parent. A write marks its chunks
-//! as changed and then looks at the bit; who gives the bit up clears it and then looks at the chunks.
-//! So at least one of them sees the other.
+//! The bit of a region is cleared when nothing in the region has changed since the parent. A write
+//! marks its chunks as changed, and then checks the bit. The thread that clears the bit does so
+//! first, and then checks the chunks. So at least one of them sees the other.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use super::bits::ones;
 use super::layout::{Layout, Span};
 
-/// Bytes that a bit stands for.
+/// The size of a region.
 const REGION_BYTES: u64 = 64 << 20;
 
-/// The regions that are known to the map.
+/// The regions whose bit is set in the map.
 pub(crate) struct WriteIntent {
     words: Vec<AtomicU64>,
 }
 
 impl WriteIntent {
-    /// What the map holds, as [`WriteIntent::bytes`].
+    /// The bits that the map holds, as [`WriteIntent::bytes`] returns them.
     pub(crate) fn new(bytes: &[u8]) -> WriteIntent {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |bytes: &[u8; 8]| AtomicU64::new(u64::from_le_bytes(*bytes));
         WriteIntent { words: words.iter().map(word).collect() }
     }
 
-    /// Bytes that a disk needs: whole words.
+    /// The number of bytes for the bits of a disk, rounded up to whole words.
     pub(crate) fn bytes_for(layout: &Layout) -> usize {
         layout.file_len().div_ceil(REGION_BYTES).div_ceil(64) as usize * 8
     }
@@ -47,17 +48,17 @@ impl WriteIntent {
         self.words[(region / 64) as usize].load(Ordering::SeqCst) & (1 << (region % 64)) != 0
     }
 
-    /// Whether all regions of `span` are known to the map.
+    /// Whether the map has all regions of `span`.
     pub(crate) fn covers(&self, span: Span) -> bool {
         WriteIntent::regions(span).all(|region| self.get(region))
     }
 
-    /// Whether any region of `span` is known to the map.
+    /// Whether the map has any region of `span`.
     pub(crate) fn covers_any(&self, span: Span) -> bool {
         WriteIntent::regions(span).any(|region| self.get(region))
     }
 
-    /// The bits with those of `span`, to be written to the map.
+    /// The bits together with those of `span`, to be written to the map.
     pub(crate) fn bytes_with(&self, span: Span) -> Vec<u8> {
         let mut bytes = self.bytes();
         for region in WriteIntent::regions(span) {
@@ -66,15 +67,15 @@ impl WriteIntent {
         bytes
     }
 
-    /// The map knows the regions of `span`.
+    /// Records that the map has the regions of `span`.
     pub(crate) fn set(&self, span: Span) {
         for region in WriteIntent::regions(span) {
             self.words[(region / 64) as usize].fetch_or(1 << (region % 64), Ordering::SeqCst);
         }
     }
 
-    /// Clears the bits of regions in which `is_changed` finds nothing. Returns whether there were any: then
-    /// the map is to be written, after the data of these regions is durable.
+    /// Clears the bits of regions in which `is_changed` finds no change. Returns whether there were
+    /// any. If so, the caller writes the map, after the data of these regions is durable.
     pub(crate) fn clear_unchanged(&self, is_changed: impl Fn(Span) -> bool) -> bool {
         let mut any = false;
         for (index, word) in self.words.iter().enumerate() {
@@ -87,7 +88,7 @@ impl WriteIntent {
                 word.fetch_and(!(1 << bit), Ordering::SeqCst);
                 fence(Ordering::SeqCst);
                 match is_changed(region) {
-                    // A write came in between; it may have seen the bit.
+                    // A write came in between, and may have seen the bit.
                     true => drop(word.fetch_or(1 << bit, Ordering::SeqCst)),
                     false => any = true,
                 }

@@ -1,7 +1,8 @@
 //! The mirror: the local state of one disk, and the decision what a guest request must wait for.
 //!
-//! This module decides and remembers; it does no I/O on the guest's data. Workers, fetch and persist
-//! move the bytes and report what they did, so the whole protocol runs in tests without a kernel.
+//! This module decides and remembers; it does no I/O on the guest's data. Workers, fetch and
+//! persist move the bytes and report what they did, so the whole protocol runs in tests without a
+//! kernel.
 //!
 //! ```text
 //!              ┌─────────────── plan again after an event ───────────────┐
@@ -456,9 +457,9 @@ impl Mirror {
     /// Returns `false`, without a change, if the block's chunk has changed since the parent
     /// snapshot, or if a write of the block is under way.
     ///
-    /// A write without a claim marks its chunks as changed, and then checks whether a block is being
-    /// invalidated. Here the order is the opposite. So at least one of them sees the other, and
-    /// between the check and the change of the bit nobody changes the block.
+    /// A write without a claim marks its chunks as changed, and then checks whether a block is
+    /// being invalidated. Here the order is the opposite. So at least one of them sees the other,
+    /// and between the check and the change of the bit nobody changes the block.
     pub(crate) fn invalidate(&self, block: u64) -> bool {
         let (chunk, one) = (self.layout.chunk_of(block), Blocks { first: block, count: 1 });
         if !self.claims.try_fill(chunk, one) {

@@ -113,7 +113,8 @@ fn wrong_shapes_are_invalid_and_unknown_kinds_unsupported() {
 }
 
 proptest! {
-    /// Whatever the chain and the memory hold: an answer, no panic, and what is accepted is in bounds.
+    /// For any chain and any memory there is an answer and no panic, and accepted requests are
+    /// within bounds.
     #[test]
     fn any_chain_gets_an_answer(
         bytes in prop::collection::vec(any::<u8>(), 64),

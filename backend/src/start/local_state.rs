@@ -117,7 +117,7 @@ impl LocalState {
         let changed = self.live.epochs.iter().any(|record| record.chunks.dirty().len() > 0);
         let untouched = self.live.presence.local_bytes() == 0 && !changed;
         let Some(record) = record else {
-            let reason = "is not known to the repository: it belongs to another one, or was forgotten; \
+            let reason = "is not known to the repository: it belongs to another one, or was removed; \
                           delete the directory to start again from a snapshot";
             return if untouched { Ok(()) } else { Err(reason.into()) };
         };
@@ -125,7 +125,7 @@ impl LocalState {
         // With the same arguments as at its creation, the mirror goes on where it is.
         let same = record.parent == snapshot.number
             || (wanted.selector != Selector::Newest && identity.origin == snapshot.number);
-        // The newest snapshot may be one that this mirror published just before it died.
+        // The newest snapshot may be one that this mirror published just before its process died.
         let own = store
             .snapshots(&snapshot.image)
             .map_err(|error| error.to_string())?
@@ -135,8 +135,8 @@ impl LocalState {
             return Ok(());
         }
         Err(format!(
-            "holds {image}@{parent} and what was written since, but {asked} was asked for; start it with \
-             --image {image}@{parent} to go on from there, or delete {path} to start from {asked}",
+            "holds {image}@{parent} and later writes, but {asked} was requested; start it with --image \
+             {image}@{parent} to go on from there, or delete {path} to start from {asked}",
             image = identity.image,
             parent = record.parent,
             asked = snapshot.name(),

@@ -28,7 +28,8 @@ impl BoundSocket {
         BoundSocket { path, inode }
     }
 
-    /// Removes the socket, unless it was removed already or another process has bound its own there.
+    /// Removes the socket, unless it was removed already or another process has bound its own
+    /// there.
     fn remove(&self) {
         let found = fs::symlink_metadata(&self.path).map(|file| file.ino()).ok();
         if found.is_some() && found == self.inode {

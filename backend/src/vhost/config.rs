@@ -1,4 +1,4 @@
-//! What the device offers: feature bits and configuration space.
+//! The features and the configuration space of the device.
 
 use vhost::vhost_user::message::VhostUserVirtioFeatures;
 use virtio_bindings::bindings::virtio_blk::{
@@ -14,14 +14,14 @@ use virtio_bindings::bindings::virtio_ring::{
 use crate::mirror::layout::{BLOCK_BYTES, Layout, SECTOR_BYTES};
 use crate::request::MAX_DISCARD_BYTES;
 
-/// The length of `struct virtio_blk_config` up to where this device has something to say; what is
-/// behind reads as zeros.
+/// The length of `struct virtio_blk_config` up to the last field that this device uses. Later
+/// fields read as zeros.
 const CONFIG_BYTES: usize = 96;
 
 /// The longest segment of a request.
 const MAX_SEGMENT_BYTES: u32 = 4 << 20;
 
-/// Where the guest finds and sets whether writes are cached.
+/// The offset of the field with which a guest reads and sets whether writes are cached.
 pub(crate) const WRITEBACK_OFFSET: u32 = 32;
 
 /// The features that the device offers. A guest is `migratable` if a second hypervisor can connect.

@@ -1,4 +1,4 @@
-//! Accepts hypervisors: one after the other, or two while a guest migrates.
+//! Accepts hypervisors, one after the other, or two while a guest migrates.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,10 +17,10 @@ use crate::local_disk::LocalDisk;
 use crate::sys::{self, UnixSocket};
 use crate::worker::{Mailbox, ParkedRequests};
 
-/// Connections that are served at the same time.
+/// The most connections that are served at the same time. A further one waits until one ends.
 const MAX_CONNECTIONS: usize = 2;
 
-/// The sockets to shut down in order to end [`serve`].
+/// Ends [`serve`]: it has the sockets to shut down.
 #[derive(Clone, Default)]
 pub(crate) struct StopHandle(Arc<(Mutex<ConnectionTable>, Condvar)>);
 
@@ -37,7 +37,7 @@ impl StopHandle {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the connections there are and accepts no other.
+    /// Ends all connections, and accepts no more.
     pub(crate) fn stop(&self) {
         let mut state = self.state();
         state.stopped = true;
@@ -45,13 +45,13 @@ impl StopHandle {
             sys::shutdown(&listener);
         }
         for stream in state.streams.values() {
-            // Fails when the peer has gone already.
+            // Fails if the peer has gone already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.0.1.notify_all();
     }
 
-    /// Waits until one more connection can be served. Returns whether it may come.
+    /// Waits until one more connection can be served. Returns `false` if no more are accepted.
     fn await_room(&self) -> bool {
         let full =
             |state: &mut ConnectionTable| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
@@ -59,7 +59,7 @@ impl StopHandle {
         !state.unwrap_or_else(PoisonError::into_inner).stopped
     }
 
-    /// Remembers a connection; nothing if it is too late for one.
+    /// Adds a connection. Returns `None` if no more are accepted.
     fn enter(&self, stream: &UnixStream) -> io::Result<Option<ConnectionId>> {
         let mut state = self.state();
         if state.stopped {
@@ -71,17 +71,17 @@ impl StopHandle {
         Ok(Some(ConnectionId(id)))
     }
 
-    /// Closes a connection for good: the peer may wait for an answer.
+    /// Closes a connection, because the peer may wait for an answer.
     fn leave(&self, id: ConnectionId) {
         if let Some(stream) = self.state().streams.remove(&id.0) {
-            // Fails when the peer has gone already.
+            // Fails if the peer has gone already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.0.1.notify_all();
     }
 }
 
-/// Serves hypervisors until stopped, or until the only one has gone.
+/// Serves hypervisors until it is stopped, or until the only one has gone.
 pub(crate) fn serve(
     socket: UnixSocket,
     (disk, guest): (&Arc<LocalDisk>, &Arc<GuestState>),
@@ -121,8 +121,8 @@ pub(crate) fn serve(
                 Err(error) => Err(error),
             };
             if let Err(error) = spawned {
-                // Out of descriptors or threads, most likely: that may pass.
-                tracing::warn!(%error, "a connection could not be accepted");
+                // Most likely the process is out of descriptors or threads, which is transient.
+                tracing::warn!(%error, "cannot accept a connection");
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -130,7 +130,7 @@ pub(crate) fn serve(
     Ok(())
 }
 
-/// Serves one hypervisor until it goes.
+/// Serves one hypervisor until it disconnects.
 fn connection(
     stream: UnixStream,
     id: ConnectionId,

@@ -1,29 +1,30 @@
-//! Looking for the guest's next request instead of sleeping, for as long as that tends to pay.
+//! Polls for the guest's next request instead of sleeping, for as long as that is effective.
 //!
-//! A guest that sends one request after the other is quick with the next: to be awake when it comes
-//! saves two context switches. A guest that thinks longer than the limit gets nothing from it, so the
-//! worker looks only after a request that came within the limit.
+//! A guest that sends one request after the other is quick with the next one. A worker that is
+//! awake when it comes saves two context switches. If the guest takes longer than the limit,
+//! polling gains nothing. So the worker polls only after a request that came within the limit.
 
 use std::time::{Duration, Instant};
 
-/// How often the clock is asked.
+/// The number of polls between two readings of the clock.
 const SPINS_PER_CLOCK_READ: u32 = 32;
 
 pub(super) struct BusyPoll {
     limit: Duration,
-    /// Whether the last request came in time.
+    /// Whether the last request came within the limit.
     is_effective: bool,
-    /// When the worker last went to sleep after it had nothing more to do.
+    /// The time when the worker last ran out of work.
     since: Option<Instant>,
 }
 
 impl BusyPoll {
-    /// Looks for at most `limit`; not at all if that is zero.
+    /// Polls for at most `limit`, and not at all if that is zero.
     pub(super) fn new(limit: Duration) -> BusyPoll {
         BusyPoll { limit, is_effective: false, since: None }
     }
 
-    /// Whether to look now. Otherwise the time until the next kick tells whether it would have paid.
+    /// Whether to poll. If not, the time until the next kick tells whether polling would have been
+    /// effective.
     pub(super) fn is_wanted(&mut self) -> bool {
         if self.limit.is_zero() {
             return false;
@@ -34,7 +35,7 @@ impl BusyPoll {
         self.is_effective
     }
 
-    /// Looks until something is there, or the limit is over.
+    /// Polls until `is_there` returns true, or until the limit.
     pub(super) fn run(&mut self, mut is_there: impl FnMut() -> bool) -> bool {
         let start = Instant::now();
         loop {
@@ -52,7 +53,7 @@ impl BusyPoll {
         }
     }
 
-    /// The guest kicked.
+    /// Handles a kick of the guest.
     pub(super) fn kicked(&mut self, now: Instant) {
         if let Some(since) = self.since.take() {
             self.is_effective = now.saturating_duration_since(since) < self.limit;

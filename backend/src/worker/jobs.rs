@@ -1,4 +1,4 @@
-//! What becomes of one request: planned, submitted, completed.
+//! The path of one request: planned, submitted, completed.
 
 use std::io;
 
@@ -14,13 +14,13 @@ use crate::mirror::{BlockCopy, Permit, Plan};
 use crate::request::{RequestKind, Segment};
 use crate::uring::{Completion, Io, Memory};
 
-/// A request that was not submitted yet. It holds nothing but its chain.
+/// A request that is not submitted. It holds nothing but its chain.
 pub(super) enum Job {
     Read {
         chain: Chain,
         span: Span,
         data: Vec<Segment>,
-        /// Whether it has met a bad block before.
+        /// Whether the read has met a bad block before.
         is_retry: bool,
     },
     Write {
@@ -55,30 +55,30 @@ pub(super) enum Tag {
         chain: Chain,
         permit: Permit,
     },
-    /// A piece of a request that is several operations, by its key.
+    /// One operation of a request that has several, by the request's key.
     Part(usize),
     /// A sync of the mirror's data, for the running flush.
     Sync,
-    /// A copy that the write under this key waits for.
+    /// A copy for the write with this key.
     Copy(BlockCopy, usize),
     Spill(BlockCopy, usize),
 }
 
-/// A write that waits for copies of its own making.
+/// A write that waits for its own copies.
 pub(super) struct CopyingWrite {
     pub(super) job: Job,
     pub(super) left: usize,
 }
 
-/// Why a request has no memory to work with.
+/// Why there is no memory for a request.
 enum NoMemory {
-    /// The guest has no such memory.
+    /// The guest named memory that it does not have.
     Outside,
-    /// All that may be used between guest and disk is in use.
+    /// All bounce buffers are in use.
     Later,
 }
 
-/// A request that is several operations.
+/// A request that consists of several operations.
 pub(super) struct SplitRequest {
     chain: Chain,
     permit: Permit,
@@ -87,7 +87,7 @@ pub(super) struct SplitRequest {
 }
 
 impl Worker {
-    /// Takes a request that was popped.
+    /// Accepts a request that was popped.
     pub(super) fn accept(&mut self, chain: Chain, kind: RequestKind) -> io::Result<()> {
         let layout = *self.context.disk.mirror.layout();
         let counters = self.counters();
@@ -131,7 +131,7 @@ impl Worker {
                     return Ok(());
                 };
                 counters.discards.add(1);
-                // A discard is a hint: what it does not cover by whole blocks stays.
+                // A discard is a hint: blocks that it covers only partly stay as they are.
                 let span = if matches!(kind, RequestKind::Discard { .. }) {
                     let blocks = layout.covered(span).span();
                     Span {
@@ -151,7 +151,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Submits a request if it may go on, parks it otherwise.
+    /// Submits a request if it can go on, and parks it otherwise.
     pub(super) fn plan(&mut self, job: Job) -> io::Result<()> {
         let context = self.context.clone();
         let memory = match self.memory_of(&job) {
@@ -182,13 +182,13 @@ impl Worker {
         match plan {
             Plan::Direct(permit) => return self.submit_write(job, memory, permit),
             Plan::Fill(chunks) => {
-                // Ask for all of them, then see whether one is known not to come.
+                // Requests all of them first, and then checks whether one is known to fail.
                 let refused =
                     chunks.into_iter().filter(|chunk| !context.fetcher.request(*chunk)).count();
                 if refused > 0 {
                     self.end(job.into_chain(), Outcome::Failed);
-                    // Others may wait for the memory that this one had. (One that is parked below
-                    // waits for an event itself, which wakes them too.)
+                    // Other requests may wait for the memory that this one had. (A request that is
+                    // parked below waits for an event, and that event wakes the others too.)
                     drop(memory);
                     context.disk.mirror.notify();
                     return Ok(());
@@ -261,8 +261,9 @@ impl Worker {
         self.queue.as_ref().map(|queue| queue.map().as_ref())
     }
 
-    /// The memory of a request that has data: the guest's own, or a buffer where direct I/O cannot
-    /// use that. Guests can ask for much of the latter at once, so it is bounded for the whole disk.
+    /// The memory for a request's data: the guest's own memory, or a bounce buffer if direct I/O
+    /// cannot use that. Guests can need many bounce buffers at once, so they are bounded for the
+    /// whole disk.
     fn memory_of(&self, job: &Job) -> Result<Option<Memory>, NoMemory> {
         let (Job::Read { span, data, .. } | Job::Write { span, data, .. }) = job else {
             return Ok(None);
@@ -310,7 +311,7 @@ impl Worker {
                         .map_err(|OutsideMemory| io::ErrorKind::InvalidInput.into()),
                     (result, _) => result,
                 };
-                // Also after a failure: a part may have been written.
+                // Also after a failure, because a part may have been written.
                 if let Some(map) = self.map() {
                     map.mark_all(&data);
                 }
@@ -334,11 +335,15 @@ impl Worker {
             }
             Tag::Sync => return self.finish_flush(&result),
             Tag::Spill(copy, key) => {
-                let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
+                let Io::Spill { memory, .. } = io else {
+                    unreachable!("a spill is written to the spill file")
+                };
                 return self.finish_copy(copy, key, memory, result);
             }
             Tag::Copy(copy, key) => {
-                let Io::Read { memory, .. } = io else { unreachable!("copies are read") };
+                let Io::Read { memory, .. } = io else {
+                    unreachable!("a copy is read from the data file")
+                };
                 return self.copy_read(copy, key, memory, result);
             }
         }
@@ -349,7 +354,7 @@ impl Worker {
         Ok(())
     }
 
-    /// A copy is in memory: that is enough, or it goes on to the spill file.
+    /// Handles a copy that was read into memory. It stays there, or goes on to the spill file.
     fn copy_read(
         &mut self,
         copy: BlockCopy,
@@ -366,7 +371,7 @@ impl Worker {
         }
     }
 
-    /// A copy has ended. With the last one the write that made them is planned again.
+    /// Ends a copy. After the last one, the write that needed them is planned again.
     fn finish_copy(
         &mut self,
         copy: BlockCopy,
@@ -374,7 +379,9 @@ impl Worker {
         memory: Memory,
         result: io::Result<()>,
     ) -> io::Result<()> {
-        let Memory::Pooled(buffer) = memory else { unreachable!("copies are made into the arena") };
+        let Memory::Pooled(buffer) = memory else {
+            unreachable!("copies are made into pooled buffers")
+        };
         self.context.disk.mirror.finish_copy(copy, buffer, result);
         self.copying[key].left -= 1;
         if self.copying[key].left > 0 {
@@ -387,7 +394,7 @@ impl Worker {
         }
     }
 
-    /// A write has ended. In write-through mode it is answered when it is durable.
+    /// Ends a write. In write-through mode the write is answered when it is durable.
     fn written(&mut self, chain: Chain, result: io::Result<()>) -> io::Result<()> {
         if result.is_ok() && self.context.guest.is_write_through() {
             return self.flush(chain);
@@ -407,7 +414,8 @@ impl Worker {
         if !self.flushes.start() {
             return Ok(());
         }
-        // While no block has become present since the map was last written, the data is enough.
+        // If no block has become present since the map was last written, a sync of the data is
+        // enough.
         if self.context.flusher.is_current() {
             return self.ring.start(Io::Sync, Tag::Sync);
         }
@@ -430,8 +438,8 @@ impl Worker {
 
     fn get_id(&mut self, chain: Chain, data: &[Segment]) {
         let id = self.context.serial;
-        let room: usize = data.iter().map(|segment| segment.len as usize).sum();
-        let len = id.len().min(room);
+        let available: usize = data.iter().map(|segment| segment.len as usize).sum();
+        let len = id.len().min(available);
         let written =
             self.map().ok_or(OutsideMemory).and_then(|map| scatter(map, data, &id[..len]));
         if let Some(map) = self.map() {
@@ -465,8 +473,8 @@ impl Worker {
     }
 }
 
-/// The operations that make `span` read as zeros: a hole where it covers whole blocks, zeros where
-/// it does not.
+/// The operations that make `span` read as zeros: a hole for the blocks that it covers completely,
+/// and writes of zeros for the rest.
 fn zeroing(span: Span, covered: Span) -> Vec<Io> {
     let zeros = |from: u64, to: u64| {
         (from < to).then(|| Io::Write {
@@ -493,7 +501,7 @@ fn gather(map: &GuestMap, data: &[Segment], mut buffer: &mut [u8]) -> Result<(),
     Ok(())
 }
 
-/// Copies a buffer into guest memory, as far as it goes.
+/// Copies a buffer into guest memory, as far as the buffer goes.
 fn scatter(map: &GuestMap, data: &[Segment], mut buffer: &[u8]) -> Result<(), OutsideMemory> {
     for segment in data {
         let (piece, rest) = buffer.split_at(buffer.len().min(segment.len as usize));

@@ -66,7 +66,7 @@ pub(crate) enum ParkedRequests {
 /// The id of the poll of the wake-up descriptor. The ids of kick polls count up from here.
 const WAKE_POLL_ID: u32 = 0;
 
-/// What a worker is told.
+/// A command for a worker.
 pub(crate) enum Command {
     /// Drive this queue.
     Start(Box<QueueSetup>),

@@ -75,8 +75,8 @@ pub(crate) struct PreservedBlocks {
 
 impl PreservedBlocks {
     /// Copies the preserved content over `data`, which was read from the mirror when the blocks of
-    /// `present` were valid. Returns the blocks that are valid afterwards. All other blocks have the
-    /// parent's content. `read` reads from the spill file at an offset.
+    /// `present` were valid. Returns the blocks that are valid afterwards. All other blocks have
+    /// the parent's content. `read` reads from the spill file at an offset.
     pub(crate) fn overlay(
         &self,
         data: &mut [u8],

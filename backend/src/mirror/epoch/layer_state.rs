@@ -13,11 +13,11 @@
 //! | state | meaning | guards its chunks | its changes are in |
 //! |---|---|---|---|
 //! | Open | the current epoch: writes go into it | no | this epoch |
-//! | Frozen | a checkpoint ended the epoch; writes of it may be in flight | all writes wait | this epoch |
+//! | Frozen | a checkpoint ended it; writes of it may be in flight | all writes wait | this epoch |
 //! | Settled | no write of the epoch is in flight; its chunks are being stored | yes | this epoch |
-//! | Failed | old content was lost; the checkpoint has not ended yet | no | the current epoch, too |
+//! | Failed | old content was lost; the checkpoint has not ended | no | also the current epoch |
 //! | Abandoned | the checkpoint failed; a later layer can absorb this one | yes | this epoch |
-//! | Lost | the checkpoint failed and old content was lost | no | the current epoch, too |
+//! | Lost | the checkpoint failed and old content was lost | no | also the current epoch |
 //! | Closed | the snapshot is published, or the changes are in another epoch | no | elsewhere |
 //!
 //! The state is one word in shared memory, so a process that takes over finds the last state that

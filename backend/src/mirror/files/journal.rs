@@ -1,11 +1,11 @@
-//! ChunkEvent happened to the frozen epochs, for the next process if this one is killed: which blocks were put
-//! aside and where, and which chunks are durable under which name.
+//! The journal of the layers, for the next process if this one is killed: which blocks were
+//! preserved and where, and which chunks are durable under which id.
 //!
-//! It is a file of records of 64 bytes next to the mirror, written by the system call alone: it has to
-//! outlive the process, not the host. A record is there before the guest's write that it allows is
-//! submitted. Records of epochs that have ended, and of chunks that are idle, mean nothing any more.
-//! When no epoch is left the journal is emptied. CopyLocation there is always one, as with checkpoints that overlap, it
-//! is written anew from time to time.
+//! It is a file of 64-byte records next to the mirror. Records are written with a system call and
+//! not synced: the journal has to outlive the process, not the host. A record is written before the
+//! guest's write that depends on it is submitted. Records of epochs that have ended, and of chunks
+//! that are Idle, have no meaning. When no layer is left, the journal is emptied. While there is
+//! always a layer, as with checkpoints that overlap, the journal is compacted from time to time.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -20,7 +20,7 @@ use crate::mirror::layout::Blocks;
 #[cfg(test)]
 use crate::mirror::simulation::space;
 
-/// Bytes of a record.
+/// The size of a record.
 const RECORD_BYTES: usize = 64;
 
 /// Kinds of records.
@@ -30,21 +30,21 @@ const ABSENT: u32 = 3;
 const STORED: u32 = 4;
 const HOLE: u32 = 5;
 
-/// CopyLocation a copy lies.
+/// The location of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyLocation {
-    /// At this offset of the shared memory for copies.
+    /// An offset in the copy-on-write memory.
     Memory(u64),
-    /// At this offset of the spill file.
+    /// An offset in the spill file.
     File(u64),
 }
 
-/// ChunkEvent happened to a chunk of an epoch.
+/// What happened to a chunk of an epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChunkEvent {
-    /// The content that these blocks had was copied.
+    /// The old content of these blocks was copied.
     Copied(Blocks, CopyLocation),
-    /// These blocks were absent when they were first written to.
+    /// These blocks were absent when a write first changed them.
     Absent(Blocks),
     /// The chunk is durable, or a hole.
     Stored(Option<ChunkId>),
@@ -101,8 +101,8 @@ impl Record {
     }
 }
 
-/// All records of a journal's bytes. A piece of a record at the end is event the process was writing.
-/// `None` if something else is there.
+/// Parses a journal. A partial record at the end was being written when the process ended, and is
+/// ignored. Returns `None` if a record is invalid.
 pub(crate) fn parse(bytes: &[u8]) -> Option<Vec<Record>> {
     let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
     records.iter().map(Record::decode).collect()
@@ -117,15 +117,15 @@ pub(crate) struct Journal {
 struct JournalFile {
     file: File,
     len: u64,
-    /// The length from which on it is worth to write it anew.
+    /// The length from which on compaction is worthwhile.
     compact_at: u64,
 }
 
-/// A journal that is shorter than this is left as it is.
+/// A journal that is shorter than this is not compacted.
 const COMPACT_MIN_BYTES: u64 = 4 << 20;
 
 impl Journal {
-    /// Opens or creates the journal, with whatever it holds.
+    /// Opens or creates the journal, and keeps its content.
     pub(crate) fn open(path: &Path) -> io::Result<Journal> {
         let file = options().create(true).truncate(false).open(path)?;
         let len = file.metadata()?.len() / RECORD_BYTES as u64 * RECORD_BYTES as u64;
@@ -137,12 +137,12 @@ impl Journal {
         self.content.lock().expect("no code panics with the journal locked")
     }
 
-    /// ChunkEvent is recorded; `None` if it cannot be understood.
+    /// Returns the records, or `None` if one is invalid.
     pub(crate) fn read(&self) -> io::Result<Option<Vec<Record>>> {
         Ok(parse(&self.content().read()?))
     }
 
-    /// Adds records: when this returns, the next process finds them.
+    /// Adds records. When this returns, the next process finds them.
     pub(crate) fn write(&self, records: impl IntoIterator<Item = Record>) -> io::Result<()> {
         let bytes: Vec<u8> = records.into_iter().flat_map(|record| record.encode()).collect();
         let mut content = self.content();
@@ -151,13 +151,13 @@ impl Journal {
             content.file.write_all_at(&bytes[..fits], content.len)?;
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // One that fails half way is written over by the next.
+        // The next write overwrites a record that was written only partly.
         content.file.write_all_at(&bytes, content.len)?;
         content.len += bytes.len() as u64;
         Ok(())
     }
 
-    /// Forgets everything.
+    /// Removes all records.
     pub(crate) fn clear(&self) -> io::Result<()> {
         let mut content = self.content();
         if content.len > 0 {
@@ -167,7 +167,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Forgets the records of epochs that are not needed, if that is worth it.
+    /// Removes the records of epochs that are not needed, if that is worthwhile.
     pub(crate) fn compact(&self, is_needed: impl Fn(Epoch) -> bool) -> io::Result<()> {
         let mut content = self.content();
         if content.len < content.compact_at {
@@ -179,7 +179,7 @@ impl Journal {
         let fresh = self.path.with_extension("new");
         let file = options().create(true).truncate(true).open(&fresh)?;
         file.write_all_at(&bytes, 0)?;
-        // One or the other is there at any time, and both have all that is needed.
+        // One of the two files is there at any time, and both have all records that are needed.
         std::fs::rename(fresh, &self.path)?;
         let len = bytes.len() as u64;
         *content = JournalFile { file, len, compact_at: COMPACT_MIN_BYTES.max(2 * len) };

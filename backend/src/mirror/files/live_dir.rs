@@ -1,19 +1,20 @@
-//! The live directory: what must outlive the process, but not the host.
+//! The live directory: state that must outlive the process, but not the host.
 //!
 //! ```text
-//! state     a header, then presence: which blocks are local
-//! epoch-N   what is known of an epoch (see `epoch`)
-//! cow-memory  copies of old blocks
-//! ledger    requests in flight, for hypervisors that keep no record of them
+//! state        a header, then presence: which blocks are local
+//! epoch-N      the record of an epoch
+//! cow-memory   copies of old blocks
+//! ledger       requests in flight, for hypervisors that keep no record of them
+//! lock         held by the process that uses the directory
 //! ```
 //!
-//! It belongs on a tmpfs. It counts only for the host's boot and for the use of the mirror that it was
-//! made in: the header names both. A process locks it for as long as it runs. A mirror that is in use and has
-//! no live directory was left by a host that died. A link in the mirror's directory says where it is, so that it
-//! is found whatever the next process is told.
+//! The directory belongs on a tmpfs. It is valid only for one boot of the host and for one use of
+//! the mirror; the header names both. A process holds its lock as long as it runs. A mirror that is
+//! in use and has no live directory was left by a host that died. A link in the mirror's directory
+//! points to the live directory, so the next process finds it whatever its arguments are.
 //!
-//! A stop in good order removes it, unless the next process has something to finish that is only here. Then
-//! the map is exact all the same, and the next process can do without it, if it has to.
+//! A clean stop removes the directory, unless the next process has something to finish that is only
+//! there. Even then the map is exact, so the next process can go on without the live directory.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -36,7 +37,7 @@ use crate::sys;
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
 const VERSION: u32 = 1;
 
-/// Bytes of the header that mean something.
+/// The size of the header.
 const HEADER_BYTES: usize = 128;
 
 /// The live directory of a mirror.
@@ -44,40 +45,42 @@ pub(crate) struct LiveDir {
     dir: PathBuf,
     pub(crate) presence: Presence,
     pub(crate) epoch_files: EpochFiles,
-    /// The states of epochs, oldest first; the last one is the current epoch's.
+    /// The records of epochs, oldest first. The last one belongs to the current epoch.
     pub(crate) epochs: Vec<EpochRecord>,
     pub(crate) cow_memory: CowMemory,
     pub(crate) flags: GuestFlags,
-    /// Whether it is that of a process before this one. Otherwise it is empty.
+    /// Whether the directory was left by an earlier process. Otherwise it is empty.
     pub(crate) is_adopted: bool,
     /// The file with the header.
     file: File,
-    /// Held for as long as the process runs.
+    /// The lock, which is held as long as the process runs.
     pub(crate) lock: File,
 }
 
-/// What is known of the guest, behind the header.
+/// What is known of the guest, in the page of the header.
 pub(crate) struct GuestFlags(Words);
 
 impl GuestFlags {
-    /// The virtqueues, a bit each, that may be in use when they are started: those that were started in
-    /// this use of the mirror, or all if nothing that a guest wrote before can be lost.
+    /// The virtqueues, one bit each, that may be in use when they are started. These are the queues
+    /// that were started in this use of the mirror, or all queues if nothing that a guest wrote
+    /// before can be lost.
     pub(crate) fn known_rings(&self) -> &AtomicU64 {
         &self.0[FLAGS_WORD]
     }
 
-    /// Whether a write is answered only when it is durable: 1 if so.
+    /// 1 if a write is answered only when it is durable.
     pub(crate) fn write_through(&self) -> &AtomicU64 {
         &self.0[FLAGS_WORD + 1]
     }
 }
 
-/// The first word of the flags in the header's page.
+/// The index of the first word of the flags in the header's page.
 const FLAGS_WORD: usize = 2 * HEADER_BYTES / 8;
 
 impl LiveDir {
-    /// Takes up what a process before this one left, or begins anew under `base`, for the use `next`. The mirror
-    /// at `mirror` is locked. `WouldBlock` if another process has the live directory.
+    /// Adopts the live directory of an earlier process, or creates one under `base` for the use
+    /// `next`. The mirror at `mirror` must be locked. Returns `WouldBlock` if another process holds
+    /// the live directory.
     pub(crate) fn open(
         base: &Path,
         mirror: &Path,
@@ -100,7 +103,8 @@ impl LiveDir {
         if !sys::is_in_memory(&dir)? {
             tracing::warn!(
                 dir = %dir.display(),
-                "the live directory is not on a tmpfs: everything is slower; choose another with --live"
+                "the live directory is not on a tmpfs, which makes everything slower; choose another one \
+                 with --live"
             );
         }
         let lock = take_lock(&dir)?;
@@ -121,7 +125,7 @@ impl LiveDir {
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let known = if map.is_clean() && map.knows_guests() { u64::MAX } else { 0 };
         flags.known_rings().store(known, Ordering::SeqCst);
-        // It begins to count when the mirror's map says that this use has begun.
+        // The header becomes valid when the map says that this use has begun.
         file.write_all_at(&header(&boot, map, next), 0)?;
         let fresh = mirror.join("live-state.new");
         let _ = fs::remove_file(&fresh);
@@ -141,10 +145,12 @@ impl LiveDir {
         })
     }
 
-    /// Makes the map say that the mirror is in use, and this the live directory of that use.
+    /// Records in the map that the mirror is in use, and that this is the live directory of that
+    /// use.
     ///
-    /// A use that goes on after a stop gets an id of its own: a copy of the mirror's directory that was made
-    /// at rest must not find what came later. Until the map has it, either id counts.
+    /// A use that goes on after a stop gets an id of its own, so that a copy of the mirror's
+    /// directory that was made in between does not find later state. Until the map has the id,
+    /// either id is valid.
     pub(crate) fn begin(&self, map: &mut MapFile, next: UseId) -> io::Result<()> {
         match (self.is_adopted, map.is_clean()) {
             (true, false) => return Ok(()),
@@ -155,7 +161,7 @@ impl LiveDir {
         self.file.write_all_at(&header(&boot_id()?, map, &next), 0)
     }
 
-    /// Takes up what is in `dir` if its header is `current`.
+    /// Adopts the directory `dir` if its header is `current`.
     fn adopt(
         dir: &Path,
         current: &[u8; HEADER_BYTES],
@@ -176,7 +182,7 @@ impl LiveDir {
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let (epoch_files, mut epochs) = EpochFiles::open(dir, layout.chunk_count())?;
         if epochs.last().is_none_or(|last| last.state() != LayerState::Open) {
-            // Cannot be: the next epoch is there before the last one ends.
+            // This does not happen: the next epoch begins before the last one ends.
             let last = epochs.last().map_or(0, |last| last.epoch().0);
             epochs.push(epoch_files.allocate()?);
             epochs.last().expect("just pushed").begin(Epoch(last + 1));
@@ -207,7 +213,7 @@ impl LiveDir {
 const LOCK_FILE: &str = "lock";
 pub(crate) const LEDGER_FILE: &str = "ledger";
 
-/// Where in the header the id of the use is, and that of one which may have begun.
+/// The positions in the header of the id of the use, and of the id of a use that may have begun.
 const USE_ID_RANGE: Range<usize> = 80..96;
 const NEXT_USE_ID_RANGE: Range<usize> = 96..112;
 
@@ -217,7 +223,8 @@ fn take_lock(dir: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Whether a state file has this header. An error is no answer: the file may be all that is left.
+/// Whether a state file has this header. An error is not the same as `false`: the file may be all
+/// that is left.
 fn has_header(state: &Path, wanted: &[u8; HEADER_BYTES]) -> io::Result<bool> {
     match options().open(state) {
         Ok(file) if file.metadata()?.len() < PAGE_BYTES as u64 => Ok(false),
@@ -240,24 +247,24 @@ fn options() -> OpenOptions {
     options
 }
 
-/// Bytes of the state file.
+/// The length of the state file.
 fn state_len(layout: &Layout) -> u64 {
     PAGE_BYTES as u64 + Presence::shared_len(layout.block_count())
 }
 
-/// Removes a live directory: the mirror is at rest.
+/// Removes the live directory of a mirror that was stopped cleanly.
 pub(crate) fn remove(dir: &Path) {
     if let Err(error) = fs::remove_dir_all(dir) {
-        tracing::warn!(%error, dir = %dir.display(), "the live directory cannot be removed");
+        tracing::warn!(%error, dir = %dir.display(), "cannot remove the live directory");
     }
 }
 
-/// What differs from one boot of the host to the next.
+/// An id that differs from one boot of the host to the next.
 fn boot_id() -> io::Result<[u8; 36]> {
     let text = fs::read("/proc/sys/kernel/random/boot_id")?;
     text.get(..36)
         .and_then(|id| id.try_into().ok())
-        .ok_or_else(|| io::Error::other("the host's boot id is not to be had"))
+        .ok_or_else(|| io::Error::other("cannot read the host's boot id"))
 }
 
 fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER_BYTES] {
@@ -370,7 +377,8 @@ mod tests {
         assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0, "and after a kill");
     }
 
-    /// What a stop has left goes on in a use of its own. The process may end at each step of that.
+    /// State that a stop has left goes on in a use of its own. The process can end at each step of
+    /// that.
     #[test]
     fn what_a_stop_left_is_found_wherever_the_next_begin_ends() {
         let layout = |map: &MapFile| Layout::new(map.identity().geometry);
@@ -402,7 +410,7 @@ mod tests {
             let live = open(&base, &map);
             assert!(live.is_adopted && live.presence.get(9), "after step {step}");
             drop(live);
-            // A copy of the mirror that was made at rest.
+            // A copy of the mirror that was made after the stop.
             std::fs::write(dir.path().join("map"), &at_rest).unwrap();
             let copy = MapFile::open(&dir.path().join("map")).unwrap();
             assert_eq!(open(&base, &copy).is_adopted, step < 3, "the copy after step {step}");

@@ -1,9 +1,9 @@
-//! The mirror's map file: what is local, in a form that survives the host's death.
+//! The map file of a mirror: which blocks are local, in a form that survives the death of the host.
 //!
-//! `docs/formats.md` describes the bytes. Two header slots are written in turn, so that a torn write
-//! leaves the other one. Presence only grows, so a torn page of it is safe. The dirty set is
-//! written only at a clean stop and believed only after one; the header of a clean stop has a
-//! checksum over both.
+//! `docs/formats.md` describes the bytes. Two header slots are written in turn, so that a torn
+//! write leaves the other one. A torn page of presence is safe, because both the old and the new
+//! value of each bit are safe. The dirty set is written only at a clean stop, and valid only after
+//! one. The header of a clean stop has a checksum over both bitmaps.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -28,24 +28,25 @@ const HASHED_BYTES: usize = 224;
 const NAME_RANGE: std::ops::Range<usize> = 66..130;
 const USE_ID_RANGE: std::ops::Range<usize> = 136..152;
 const BITMAP_HASH_RANGE: std::ops::Range<usize> = 160..192;
-/// Pages that are cheaper to write each for itself than with a sync for all.
+/// Up to this many pages are cheaper to write directly than with a sync.
 const DIRECT_WRITE_MAX_PAGES: usize = 2;
 
-/// The state of the bitmaps behind a header, in its flags.
+/// The state of the bitmaps, in the flags of the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MapState {
-    /// In use: presence may be behind, the dirty set means nothing.
+    /// In use: presence may be behind, and the dirty set is not valid.
     InUse = 0,
-    /// At state, and the bitmaps have this checksum.
+    /// Stopped cleanly. The header has the checksum of the bitmaps.
     Clean = 1,
     /// Never used: both bitmaps are empty.
     Fresh = 2,
-    /// As `Clean`, but what guests wrote before may be lost: none of them may go on.
+    /// Stopped cleanly, but data that guests wrote before may be lost: none of these guests may go
+    /// on.
     GuestsUnknown = 3,
 }
 
-/// Names one use of a mirror, from a start to its clean stop. Processes that are killed in between and
-/// those that take over from them share it.
+/// Identifies one use of a mirror, from a start to its clean stop. Processes that are killed in
+/// between, and those that take over from them, share the id.
 pub(crate) type UseId = [u8; 16];
 
 /// Why a map cannot be used.
@@ -54,12 +55,13 @@ pub enum MapError {
     /// Reading or writing the file failed.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// Neither header is whole.
+    /// Neither header is valid.
     #[error("it is damaged ({0}); delete the mirror's directory to start again from a snapshot")]
     Damaged(&'static str),
     /// Written by an earlier release.
     #[error(
-        "it has version {0}, this release reads version {VERSION}; delete the mirror's directory to start again from a snapshot"
+        "it has version {0}, this release reads version {VERSION}; delete the mirror's directory to \
+         start again from a snapshot"
     )]
     Older(u32),
     /// Written by a later release.
@@ -67,7 +69,7 @@ pub enum MapError {
     Newer(u32),
 }
 
-/// What a mirror is, fixed at its creation.
+/// The identity of a mirror, fixed at its creation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) mirror: MirrorId,
@@ -80,7 +82,7 @@ pub(crate) struct Identity {
 /// The open map of a mirror.
 pub(crate) struct MapFile {
     file: File,
-    /// The same file: a write to it is durable when it returns.
+    /// The same file, opened so that a write is durable when it returns.
     direct: File,
     identity: Identity,
     header: Header,
@@ -91,14 +93,15 @@ pub(crate) struct MapFile {
 struct Header {
     sequence: u64,
     state: MapState,
-    /// The use that is going on, or the last one.
+    /// The current use, or the last one.
     use_id: UseId,
-    /// The checksum of the bitmaps, at state.
+    /// The checksum of the bitmaps, after a clean stop.
     bitmaps: [u8; 32],
 }
 
 impl MapFile {
-    /// Creates the map of a fresh mirror: nothing local, cleanly stopped. Atomic and durable.
+    /// Creates the map of a new mirror: nothing is local, and it counts as cleanly stopped. The
+    /// file appears atomically and durably.
     pub(crate) fn create(path: &Path, identity: Identity) -> Result<MapFile, MapError> {
         let fresh = path.with_extension("new");
         let mut file = OpenOptions::new()
@@ -111,7 +114,7 @@ impl MapFile {
         let header =
             Header { sequence: 1, state: MapState::Fresh, use_id: [0; 16], bitmaps: [0; 32] };
         file.write_all(&encode(&identity, header))?;
-        // All of it now: a flush must not fail later for want of space.
+        // Allocates all space, so that a later flush does not fail for lack of it.
         allocate(&file, file_len(&Layout::new(identity.geometry)))?;
         file.sync_all()?;
         std::fs::rename(&fresh, path)?;
@@ -124,8 +127,8 @@ impl MapFile {
     /// Opens an existing map.
     pub(crate) fn open(path: &Path) -> Result<MapFile, MapError> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
-        // A killed process may have left a header that is not durable: the next one goes to the other slot,
-        // and a power cut must not take both.
+        // A killed process may have left a header that is not durable. The next header goes to the
+        // other slot, and a power cut must not destroy both.
         file.sync_data()?;
         let slots = [0, SLOT_BYTES].map(|offset| {
             let mut bytes = [0; HEADER_BYTES];
@@ -154,38 +157,38 @@ impl MapFile {
         &self.identity
     }
 
-    /// The use that is going on, or the last one.
+    /// The id of the current use, or of the last one.
     pub(crate) fn use_id(&self) -> &UseId {
         &self.header.use_id
     }
 
-    /// Whether a guest that ran before the stop may go on: nothing that it wrote is lost.
+    /// Whether a guest that ran before the stop may go on, because nothing that it wrote is lost.
     pub(crate) fn knows_guests(&self) -> bool {
         matches!(self.header.state, MapState::Clean | MapState::Fresh)
     }
 
-    /// Whether the last process stopped in good order.
+    /// Whether the last process stopped cleanly.
     pub(crate) fn is_clean(&self) -> bool {
         self.header.state != MapState::InUse
     }
 
-    /// Reads which regions may differ from the parent.
+    /// Reads the write intent.
     pub(crate) fn intent(&self, layout: &Layout) -> io::Result<WriteIntent> {
         let mut bytes = vec![0; WriteIntent::bytes_for(layout)];
         self.file.read_exact_at(&mut bytes, intent_at(layout))?;
         Ok(WriteIntent::new(&bytes))
     }
 
-    /// Makes the bits of regions durable.
+    /// Makes write intent durable.
     pub(crate) fn write_intent(&self, layout: &Layout, bytes: &[u8]) -> io::Result<()> {
         let mut pages = Buffer::zeroed(bytes.len().next_multiple_of(PAGE_BYTES));
         pages[..bytes.len()].copy_from_slice(bytes);
         self.direct.write_all_at(&pages, intent_at(layout))
     }
 
-    /// Reads what is local, and what had changed since the last checkpoint at a clean stop, into sets that
-    /// are empty. After an unclean one every chunk with local blocks counts as changed that lies in a region
-    /// which may differ from the parent.
+    /// Reads which blocks are local, and which chunks had changed at a clean stop, into sets that
+    /// are empty. After an unclean stop, a chunk counts as changed if it has local blocks and lies
+    /// in a region with write intent.
     pub(crate) fn load(
         &self,
         layout: &Layout,
@@ -203,7 +206,7 @@ impl MapFile {
             return Err(MapError::Damaged("a block beyond the disk's end is present"));
         }
         if self.header.state == MapState::Fresh {
-            // Then the header that said otherwise is gone.
+            // Otherwise the header that said that the map was used is lost.
             let empty = presence.local_bytes() == 0;
             return empty.then_some(()).ok_or(MapError::Damaged("its header is lost"));
         }
@@ -234,10 +237,11 @@ impl MapFile {
         Ok(())
     }
 
-    /// Makes pages of the presence bitmap durable. Their data must be so already.
+    /// Makes pages of the presence bitmap durable. The data of their blocks must be durable
+    /// already.
     ///
-    /// A few pages, as most flushes have, are written straight to the disk. The file is allocated, so
-    /// that takes no commit of the file system's journal; many pages share one.
+    /// A few pages, as most flushes have, are written directly to the disk. The file is allocated,
+    /// so that needs no commit of the file system's journal. Many pages share one sync.
     pub(crate) fn write_pages(&self, pages: &[Page]) -> io::Result<()> {
         let few = pages.len() <= DIRECT_WRITE_MAX_PAGES;
         let file = if few { &self.direct } else { &self.file };
@@ -247,14 +251,14 @@ impl MapFile {
         if few { Ok(()) } else { self.file.sync_data() }
     }
 
-    /// Notes durably that a use of the mirror begins: what follows may end uncleanly.
+    /// Records durably that a use of the mirror begins, which may end uncleanly.
     pub(crate) fn begin(&mut self, use_id: UseId) -> io::Result<()> {
         self.header.use_id = use_id;
         self.write_header(MapState::InUse, [0; 32])
     }
 
-    /// Notes durably that the mirror is at state with these changed chunks, and whether guests that ran
-    /// may go on. The presence pages must be written already.
+    /// Records durably that the mirror was stopped cleanly with these changed chunks, and whether
+    /// guests that ran may go on. The presence pages must be durable already.
     pub(crate) fn end(
         &mut self,
         presence: &Presence,
@@ -269,7 +273,8 @@ impl MapFile {
         self.file.write_all_at(&bytes, PRESENCE_OFFSET + presence.bytes())?;
         self.file.sync_data()?;
         let mut checksum = blake3::Hasher::new();
-        // Of what the file holds: a fetch may set bits until the very end of the process.
+        // The checksum is over the file's content, because a fetch may set bits until the very end
+        // of the process.
         let mut page = vec![0; PAGE_BYTES];
         for index in 0..presence.bytes() / PAGE_BYTES as u64 {
             self.file.read_exact_at(&mut page, PRESENCE_OFFSET + index * PAGE_BYTES as u64)?;
@@ -295,12 +300,12 @@ fn open_direct(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).custom_flags(libc::O_DIRECT | libc::O_DSYNC).open(path)
 }
 
-/// Bytes of the dirty set in the file.
+/// The size of the dirty set in the file.
 fn dirty_len(layout: &Layout) -> usize {
     layout.chunk_count().div_ceil(8) as usize
 }
 
-/// Where the bits of regions begin: a page of their own, which is written in one piece.
+/// The offset of the write intent. It starts at a page, and is written at once.
 fn intent_at(layout: &Layout) -> u64 {
     let dirty = PRESENCE_OFFSET + Presence::bytes_for(layout.block_count());
     (dirty + dirty_len(layout) as u64).next_multiple_of(SLOT_BYTES)
@@ -310,7 +315,7 @@ fn file_len(layout: &Layout) -> u64 {
     intent_at(layout) + (WriteIntent::bytes_for(layout) as u64).next_multiple_of(SLOT_BYTES)
 }
 
-/// Reads as much as the file has; the state of `bytes` is zero.
+/// Reads as much as the file has. The rest of `bytes` becomes zero.
 fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
     let mut done = 0;
     while done < bytes.len() {
@@ -355,7 +360,7 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
     if blake3::hash(&bytes[..HASHED_BYTES])
         != blake3::Hash::from_bytes(bytes[HASHED_BYTES..].try_into().expect("32 bytes"))
     {
-        return Err(MapError::Damaged("its header's checksum is wrong"));
+        return Err(MapError::Damaged("the checksum of its header is wrong"));
     }
     if u32_at(8) > VERSION {
         return Err(MapError::Newer(u32_at(8)));
@@ -385,7 +390,7 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
         _ => return Err(MapError::Damaged("an unknown state")),
     };
     let sequence = u64_at(16);
-    // Those of a use of the mirror have to come behind it.
+    // The sequence numbers of later headers must fit.
     if sequence > u64::MAX / 2 {
         return Err(MapError::Damaged("an impossible sequence number"));
     }
@@ -398,152 +403,4 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
 mod power_cut_tests;
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::FileExt;
-    use std::path::PathBuf;
-
-    use cairn_store::{Geometry, MirrorId};
-    use tempfile::TempDir;
-
-    use super::{
-        Header, Identity, MapError, MapFile, MapState, PRESENCE_OFFSET, SLOT_BYTES, decode, encode,
-    };
-    use crate::mirror::epoch::record::EpochRecord;
-    use crate::mirror::layout::{Blocks, Layout, Span};
-    use crate::mirror::presence::Presence;
-
-    pub(super) fn identity() -> Identity {
-        Identity {
-            mirror: MirrorId::from_bytes([7; 16]),
-            image: "vm1".parse().unwrap(),
-            geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
-            origin: 3,
-        }
-    }
-
-    pub(super) fn load(
-        map: &MapFile,
-        layout: &Layout,
-    ) -> Result<(Presence, EpochRecord), MapError> {
-        let presence = Presence::absent(layout.block_count()).unwrap();
-        let record = EpochRecord::private(layout.chunk_count()).unwrap();
-        map.load(layout, &presence, record.chunks.dirty())?;
-        Ok((presence, record))
-    }
-
-    /// A fresh map that is in use.
-    fn in_use() -> (TempDir, PathBuf, Layout, MapFile) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("map");
-        let mut map = MapFile::create(&path, identity()).unwrap();
-        map.begin([1; 16]).unwrap();
-        (dir, path, Layout::new(identity().geometry), map)
-    }
-
-    #[test]
-    fn presence_and_changes_survive_a_clean_stop() {
-        let (_dir, path, layout, mut map) = in_use();
-        let (presence, record) = load(&map, &layout).unwrap();
-        assert_eq!(record.chunks.dirty().len(), 0);
-        presence.set(Blocks { first: 100, count: 50 });
-        map.write_pages(&presence.take_changed()).unwrap();
-        map.end(&presence, &layout, [0, 9, 4095].into_iter(), true).unwrap();
-        let map = MapFile::open(&path).unwrap();
-        assert_eq!(map.identity(), &identity());
-        assert!(map.is_clean() && map.knows_guests());
-        assert_eq!(map.use_id(), &[1; 16]);
-        let (presence, record) = load(&map, &layout).unwrap();
-        let dirty = record.chunks.dirty();
-        assert!(presence.all(Blocks { first: 100, count: 50 }));
-        assert!(!presence.get(99));
-        assert_eq!(presence.local_bytes(), 50 * 4096);
-        assert_eq!(dirty.iter().collect::<Vec<_>>(), [0, 9, 4095]);
-    }
-
-    #[test]
-    fn after_an_unclean_stop_local_chunks_of_regions_in_use_count_as_changed() {
-        let (_dir, path, layout, map) = in_use();
-        let (presence, _) = load(&map, &layout).unwrap();
-        presence.set(Blocks { first: 64, count: 1 });
-        presence.set(Blocks { first: 640, count: 64 });
-        // Fetched, in another region.
-        presence.set(Blocks { first: 100_000, count: 64 });
-        let bytes = map.intent(&layout).unwrap().bytes_with(Span { offset: 0, len: 512 });
-        map.write_intent(&layout, &bytes).unwrap();
-        map.write_pages(&presence.take_changed()).unwrap();
-        drop(map);
-        let map = MapFile::open(&path).unwrap();
-        assert!(!map.is_clean());
-        let (_, record) = load(&map, &layout).unwrap();
-        let dirty = record.chunks.dirty();
-        assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 10]);
-    }
-
-    /// The host dies while a header is written: the slot holds half of it.
-    #[test]
-    fn a_torn_header_leaves_the_one_before_it() {
-        let (_dir, path, _, map) = in_use();
-        assert!(!MapFile::open(&path).unwrap().is_clean());
-        map.file.write_all_at(&[0xff; 100], SLOT_BYTES + 50).unwrap();
-        assert!(MapFile::open(&path).unwrap().is_clean(), "the older header counts again");
-        map.file.write_all_at(&[0xff; 100], 50).unwrap();
-        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
-    }
-
-    #[test]
-    fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
-        let (_dir, path, layout, mut map) = in_use();
-        let (presence, _) = load(&map, &layout).unwrap();
-        map.end(&presence, &layout, std::iter::empty(), false).unwrap();
-        let stopped = MapFile::open(&path).unwrap();
-        assert!(stopped.is_clean() && !stopped.knows_guests());
-        assert!(load(&stopped, &layout).is_ok());
-        map.file.write_all_at(&[1], PRESENCE_OFFSET + 77).unwrap();
-        assert!(matches!(load(&MapFile::open(&path).unwrap(), &layout), Err(MapError::Damaged(_))));
-        map.file.set_len(PRESENCE_OFFSET + 4096).unwrap();
-        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
-    }
-
-    #[test]
-    fn what_is_beyond_the_disks_end_is_refused_whatever_the_checksum_says() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("map");
-        let geometry = Geometry::new((1 << 30) - 256 * 1024, 256 * 1024).unwrap();
-        let smaller = Layout::new(geometry);
-        let end = |presence: Option<u64>, dirty: Option<u64>| {
-            let mut map = MapFile::create(&path, Identity { geometry, ..identity() }).unwrap();
-            let (written, _) = load(&map, &smaller).unwrap();
-            presence.iter().for_each(|first| written.set(Blocks { first: *first, count: 1 }));
-            map.write_pages(&written.take_changed()).unwrap();
-            map.end(&written, &smaller, dirty.into_iter(), true).unwrap();
-            load(&MapFile::open(&path).unwrap(), &smaller).map(|_| ())
-        };
-        let (blocks, chunks) = (smaller.block_count(), smaller.chunk_count());
-        assert!(end(Some(blocks - 1), Some(chunks - 1)).is_ok());
-        assert!(matches!(end(Some(blocks), None), Err(MapError::Damaged(_))));
-        assert!(matches!(end(None, Some(chunks)), Err(MapError::Damaged(_))));
-    }
-
-    #[test]
-    fn a_sequence_number_that_has_none_behind_it_is_refused() {
-        let header = |sequence| Header {
-            sequence,
-            state: MapState::InUse,
-            use_id: [0; 16],
-            bitmaps: [0; 32],
-        };
-        assert!(decode(&encode(&identity(), header(u64::MAX / 2))).is_ok());
-        let last = decode(&encode(&identity(), header(u64::MAX)));
-        assert!(matches!(last, Err(MapError::Damaged(_))));
-    }
-
-    #[test]
-    fn an_empty_or_foreign_file_is_damaged_not_fresh() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("map");
-        std::fs::write(&path, b"").unwrap();
-        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
-        std::fs::write(&path, vec![1; 10_000]).unwrap();
-        assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
-    }
-}
+mod tests;

@@ -1,4 +1,4 @@
-//! The process dies, and the next one takes over.
+//! The process crashes, and the next one takes over.
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;
@@ -26,7 +26,7 @@ use crate::mirror::intent::WriteIntent;
 use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::Presence;
 
-/// The mirror that a process finds in `dir`, and the checkpoints that it has to go on with.
+/// The mirror that a process finds in `dir`, and the checkpoints that it resumes.
 pub(super) fn open(
     dir: &TempDir,
     layout: Layout,
@@ -62,7 +62,8 @@ pub(super) fn open(
 }
 
 impl World {
-    /// What the kernel has in its hands lands or not; all else of the process is gone.
+    /// Ends the process. Operations in flight land or do not land; everything else of the process
+    /// is gone.
     fn crash(&mut self) {
         self.crashes += 1;
         for Operation { kind, left, .. } in std::mem::take(&mut self.kernel) {
@@ -100,7 +101,7 @@ impl World {
             journal.set_len(len.saturating_sub(64)).unwrap();
         }
         self.commits.clear();
-        let (mirror, resumed) = open(&self.dir, self.layout, self.room, &self.states);
+        let (mirror, resumed) = open(&self.dir, self.layout, self.cow_blocks, &self.states);
         self.mirror = mirror;
         self.commits = resumed;
         let epoch_handle = |worker| self.mirror.epoch_handle(worker);
@@ -112,7 +113,8 @@ impl World {
         }
     }
 
-    /// Whether the process dies now, as in so many of a thousand cases. The next one has taken over then.
+    /// Crashes in `per_mille` of a thousand calls. Returns whether it did: then the next process
+    /// has taken over.
     pub(super) fn crashes_now(&mut self, per_mille: u64) -> bool {
         let crashes = !self.calm && self.rng.below(1000) < per_mille;
         if crashes {

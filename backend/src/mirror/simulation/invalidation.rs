@@ -1,5 +1,5 @@
-//! Blocks are invalidated and fetched again while others write them and checkpoints are taken, by real
-//! threads: what is at stake is the order in which they see each other's marks.
+//! Real threads invalidate and fetch blocks while others write them and take checkpoints. This
+//! tests the order in which the threads see each other's marks.
 
 use std::collections::HashMap;
 use std::sync::RwLock;
@@ -34,7 +34,7 @@ impl Shared {
         loop {
             let invalidations = self.mirror.invalidations();
             let parent = self.parent.read().unwrap().clone();
-            // It comes over a network.
+            // The content comes over a network.
             thread::yield_now();
             let runs = self.mirror.begin_fill(chunk);
             if self.mirror.invalidations() != invalidations {
@@ -48,8 +48,8 @@ impl Shared {
         }
     }
 
-    /// One writer has the even blocks, the other the odd ones. Both stay in a chunk for a while, so that
-    /// others have not changed.
+    /// One writer has the even blocks, the other one the odd blocks. Both stay in one chunk for a
+    /// while, so that other chunks have not changed.
     fn write(&self, worker: usize, mut rng: Rng) {
         let mut epoch_handle = self.mirror.epoch_handle(worker);
         for version in (PARENT + 1..).take_while(|_| self.goes_on()) {
@@ -83,7 +83,7 @@ impl Shared {
         }
     }
 
-    /// What the guest had before is in the snapshot, or something newer.
+    /// A snapshot has what the guest wrote before it, or something newer.
     fn checkpoint(&self, number: u64) {
         let before: Vec<_> = self.written.iter().map(|one| one.load(Ordering::SeqCst)).collect();
         let Some(layer) = self.mirror.freeze().unwrap() else { return };
@@ -101,7 +101,7 @@ impl Shared {
                 let version = &self.disk[(own.first + at) as usize];
                 set_stamp(&mut data, at, version.load(Ordering::SeqCst));
             }
-            let spilled = |_: &mut [u8], _| unreachable!("there is room in memory");
+            let spilled = |_: &mut [u8], _| unreachable!("there is enough memory");
             let preserved = layer.preserved(ChunkIndex(chunk));
             let present = preserved.overlay(&mut data, present, spilled).unwrap();
             for at in (0..PER_CHUNK).filter(|at| present.contains(*at)) {
@@ -117,7 +117,7 @@ impl Shared {
     }
 }
 
-/// Lets the other threads end when this one does, also if it panics.
+/// Ends the other threads when this one ends, even if it panics.
 struct Last<'a>(&'a Shared);
 
 impl Drop for Last<'_> {

@@ -1,4 +1,4 @@
-//! What is submitted, and how it ends.
+//! Operations in flight, and how they end.
 
 use std::io;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::mirror::epoch::layer::Layer;
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Span};
 use crate::mirror::{BlockCopy, Permit, Plan};
 
-/// An operation in the hands of the simulated kernel.
+/// An operation in flight in the simulated kernel.
 pub(super) struct Operation {
     pub(super) kind: OperationKind,
-    /// The blocks that it did not touch yet.
+    /// The blocks that the operation has not touched yet.
     pub(super) left: Vec<u64>,
-    /// Whether it takes much longer than others.
+    /// Whether the operation takes much longer than others.
     slow: bool,
 }
 
@@ -35,7 +35,7 @@ pub(super) enum OperationKind {
         buffer: PooledBuffer,
         fails: bool,
     },
-    /// The way of a copy into the spill file, from this offset on.
+    /// A copy on its way to the spill file at this offset.
     Spill {
         copy: BlockCopy,
         buffer: PooledBuffer,
@@ -101,7 +101,7 @@ impl World {
         }
     }
 
-    /// The chunks that do not count as changed.
+    /// The chunks that are not marked as changed.
     fn unmarked(&self, span: Span) -> Vec<ChunkIndex> {
         let view = self.mirror.epoch_view();
         self.layout.chunks(span).filter(|chunk| !view.dirty().contains(chunk.0)).collect()
@@ -137,7 +137,7 @@ impl World {
         self.submit(OperationKind::Fill { chunk, runs, landed }, left);
     }
 
-    /// One block of one operation, or all that are left, or the end of it.
+    /// Moves one block of one operation, or all that are left, or ends it.
     pub(super) fn kernel_step(&mut self) {
         if self.kernel.is_empty() {
             return;
@@ -155,7 +155,7 @@ impl World {
         (0..count).for_each(|_| self.touch(at));
     }
 
-    /// A block of an operation moves.
+    /// Moves one block of an operation.
     fn touch(&mut self, at: usize) {
         let Operation { kind, left, .. } = &mut self.kernel[at];
         let pick = self.rng.below(left.len() as u64) as usize;
@@ -207,7 +207,7 @@ impl World {
         }
     }
 
-    /// The blocks of a copy that land, and whether it fails.
+    /// The blocks of a copy that land, and whether the copy fails.
     fn copy_blocks(&mut self, fault: Fault, count: u64) -> (Vec<u64>, bool) {
         let mut blocks = (0..count).collect();
         let fails = self.strikes(fault, 2);
@@ -217,19 +217,19 @@ impl World {
         (blocks, fails)
     }
 
-    /// A copy has ended.
+    /// Ends a copy.
     fn finish_copy(&mut self, copy: BlockCopy, buffer: PooledBuffer, fails: bool) {
         let is_told = fails && self.planted_bug != Some(PlantedBug::FailedCopy);
         self.mirror.finish_copy(copy, buffer, if is_told { Err(failure()) } else { Ok(()) });
     }
 
-    /// A write has ended: the request is answered, whatever became of it.
+    /// Ends a write: the request is answered in any case.
     fn written(&mut self, job: Job, permit: Permit, fails: bool) {
         let version = job.write.version;
         let blocks = self.layout.blocks(job.write.span);
         for block in blocks.first..blocks.end() {
-            // What a failed write leaves in a block that was absent is garbage. It may have landed when a
-            // process before this one tried it.
+            // In a block that was absent, a failed write leaves garbage. The block may have landed
+            // when an earlier process tried the write.
             let is_there =
                 self.mirror.presence().get(block) && self.disk[block as usize] == version;
             if !fails || is_there {
@@ -240,7 +240,7 @@ impl World {
         self.answer(job);
     }
 
-    /// A chunk was read for its snapshot: it is stored.
+    /// Stores a chunk that was read for its snapshot.
     fn was_read(
         &mut self,
         layer: &Arc<Layer>,

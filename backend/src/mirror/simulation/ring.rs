@@ -1,10 +1,10 @@
-//! The guest's rings, and the ledger of what is in flight on them.
+//! The guest's rings, and the ledger of the requests in flight.
 //!
-//! Each worker has a ring. The guest makes a request available and looks for its answer; between the two
-//! the worker pops it, has the mirror do it, and returns it, with the ledger kept as `worker/queue` keeps
-//! it. The process may die between any two of these steps. The next one learns from the ledger and the
-//! ring's indices alone what there is to do, and the guest sees to it that each request is answered, and
-//! only once.
+//! Each worker has a ring. The guest makes a request available and looks for its answer. In
+//! between, the worker pops the request, has the mirror serve it, and returns it, with the ledger
+//! kept as in `worker/queue`. The process can crash between any two of these steps. The next
+//! process knows from the ledger and the ring's indices alone what is left to do. The guest checks
+//! that each request is answered exactly once.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,26 +13,26 @@ use super::{Rng, WORKERS, World};
 use crate::guest::ledger::{Ledger, LedgerRegion, RingIndices};
 use crate::mirror::layout::Span;
 
-/// Entries of a ring.
+/// The number of entries of a ring.
 const RING_ENTRIES: u16 = 16;
 
-/// How many of a thousand steps of this kind are a process's last.
+/// How many of a thousand steps of this kind end in a crash.
 const CRASH_PER_MILLE: u64 = 3;
 
-/// What the guest asks for.
+/// What the guest requests.
 #[derive(Clone, Copy)]
 pub(super) struct Write {
     pub(super) span: Span,
     pub(super) version: u64,
 }
 
-/// A request in the hands of a worker.
+/// A request that a worker has popped.
 #[derive(Clone, Copy)]
 pub(super) struct Job {
     pub(super) worker: usize,
     head: u16,
     pub(super) write: Write,
-    /// Whether a process before this one had popped it.
+    /// Whether an earlier process had popped the request.
     pub(super) is_resubmitted: bool,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Ring {
     available: [u16; RING_ENTRIES as usize],
     used: [u16; RING_ENTRIES as usize],
     indices: RingIndices,
-    /// The used index up to which the guest has looked.
+    /// The used index up to which the guest has read.
     seen: u16,
 }
 
@@ -53,7 +53,7 @@ fn slot(index: u16) -> usize {
 
 impl Ring {
     pub(super) fn new() -> Ring {
-        // The indices soon begin anew.
+        // The indices wrap around soon.
         let start = u16::MAX - 20;
         Ring {
             table: [None; RING_ENTRIES as usize],
@@ -64,7 +64,7 @@ impl Ring {
         }
     }
 
-    /// A head for another request.
+    /// A free head for another request.
     pub(super) fn free_head(&self, rng: &mut Rng) -> Option<u16> {
         let free: Vec<u16> =
             (0..RING_ENTRIES).filter(|head| self.table[slot(*head)].is_none()).collect();
@@ -102,7 +102,7 @@ pub(super) fn ledgers() -> File {
     file
 }
 
-/// A process takes up the rings, whatever was before.
+/// Opens the rings as a process does, whatever an earlier one left.
 pub(super) fn open(ledgers: &File, rings: &[Ring]) -> Vec<Queue> {
     let region = LedgerRegion::map(ledgers, 0, WORKERS, RING_ENTRIES).unwrap();
     rings.iter().enumerate().map(|(index, ring)| Queue::open(&region, index, ring)).collect()
@@ -111,7 +111,7 @@ pub(super) fn open(ledgers: &File, rings: &[Ring]) -> Vec<Queue> {
 /// What a process knows of a ring.
 pub(super) struct Queue {
     ledger: Ledger,
-    /// What is to be done is_resubmitted, oldest first.
+    /// Requests that have to be served again, oldest first.
     resubmit: VecDeque<u16>,
     next_available: u16,
 }
@@ -173,7 +173,7 @@ impl World {
         self.crashes_now(CRASH_PER_MILLE);
     }
 
-    /// The guest looks for answers: what it has them for may be written is_resubmitted.
+    /// The guest looks for answers. Blocks whose write is answered may be written again.
     pub(super) fn look(&mut self, worker: usize) {
         for write in self.rings[worker].look() {
             let blocks = self.layout.blocks(write.span);

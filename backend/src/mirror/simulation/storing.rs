@@ -1,4 +1,4 @@
-//! Checkpoints are taken, stored and judged.
+//! Checkpoints are taken, stored and checked.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::mirror::block_set::BlockSet;
 use crate::mirror::epoch::Epoch;
 use crate::mirror::epoch::layer::Layer;
 
-/// Notes that the checkpoint which has frozen a layer was accepted.
+/// Records the checkpoint that has frozen a layer.
 pub(super) fn accept(layer: &Layer, number: u64) {
     layer.accept(&NewSnapshot {
         number,
@@ -26,7 +26,7 @@ pub(super) fn accept(layer: &Layer, number: u64) {
 
 impl World {
     pub(super) fn freeze(&mut self) {
-        // A state for the epoch after this one may be made ahead, if there is space.
+        // The record for the next epoch may be created ahead of time, if there is space.
         if self.rng.chance(30) && self.mirror.prepare_freeze().is_err() {
             self.faults.add(Fault::NoEpoch, 1);
         }
@@ -38,7 +38,7 @@ impl World {
         if self.planted_bug == Some(PlantedBug::Unsettled) {
             layer.settle();
         }
-        // It may end before the checkpoint is answered: then there was none.
+        // If the process crashes before the checkpoint is answered, there is no checkpoint.
         if self.crashes_now(50) {
             return;
         }
@@ -68,7 +68,7 @@ impl World {
         self.publish(&layer, &sources);
     }
 
-    /// The checkpoint that is being stored fails for good.
+    /// Fails the checkpoint that is being stored.
     pub(super) fn give_up(&mut self) {
         let layer = self.commits[0].clone();
         self.kernel.retain(|operation| {
@@ -76,7 +76,7 @@ impl World {
             layer.cancel_store(*chunk);
             false
         });
-        // The catalog may be away: then the failure cannot be recorded there.
+        // If the catalog is unavailable, the failure is not recorded there.
         if self.rng.chance(50) {
             self.states.insert(layer.epoch.0, SnapshotState::Failed);
             if self.crashes_now(200) {
@@ -87,8 +87,8 @@ impl World {
         self.mirror.give_up(&layer);
     }
 
-    /// The layer and the failed ones that it absorbs, newest first, without those that have nothing that
-    /// a newer one has not.
+    /// The layer and the failed layers that it absorbs, newest first. Layers whose chunks are all
+    /// in newer ones are left out.
     fn sources(&self, layer: &Layer) -> Vec<Arc<Layer>> {
         let mut sources: Vec<Arc<Layer>> = Vec::new();
         let layers = self.mirror.epoch_view().layers.clone();
@@ -101,7 +101,7 @@ impl World {
         sources
     }
 
-    /// Keeps a chunk of a layer; absent blocks come from the parent.
+    /// Stores a chunk of a layer. Absent blocks come from the parent.
     pub(super) fn store(&mut self, epoch: Epoch, chunk: u64, data: &[u8], present: BlockSet) {
         let content = (0..PER_CHUNK)
             .map(|block| match present.contains(block) {
@@ -112,7 +112,7 @@ impl World {
         self.stored.insert((epoch, chunk), content);
     }
 
-    /// Publishes the layer if all that it needs is stored, and judges the snapshot.
+    /// Publishes the layer if everything that it needs is stored, and checks the snapshot.
     fn publish(&mut self, layer: &Arc<Layer>, sources: &[Arc<Layer>]) {
         if !needed(sources).iter().all(|(source, chunk)| source.is_stored(*chunk)) {
             let is_read = |one: &Operation| matches!(one.kind, OperationKind::Persist { .. });
@@ -147,7 +147,8 @@ impl World {
     }
 }
 
-/// The chunks of a snapshot and the layers that they come from, which are in order, the newest first.
+/// The chunks of a snapshot, and the layers that they come from. `sources` has the newest layer
+/// first.
 fn needed(sources: &[Arc<Layer>]) -> Vec<(&Arc<Layer>, ChunkIndex)> {
     let mut chunks = BTreeMap::new();
     for source in sources {

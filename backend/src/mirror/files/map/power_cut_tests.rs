@@ -1,10 +1,11 @@
-//! The power is cut, at each point of a mirror's use, and its map is opened again.
+//! The power is cut at each point of a mirror's use, and its map is opened again.
 //!
-//! The test program starts itself under a recorder, and makes the files that a power cut could leave
-//! from what that saw (`crash_images` has the model). Writes are torn by words here, not by sectors: a torn
-//! header leaves the one before it, and a torn page some of its bits, wherever the tear is.
+//! The test program starts itself under a recorder. From the recording it makes the files that a
+//! power cut could leave (`crash_images` has the model). Writes are torn by words here, and not by
+//! sectors. Wherever the tear is, a torn header leaves the header before it, and a torn page has
+//! some of its bits.
 //!
-//! `CAIRN_SEED` repeats a run, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+//! `CAIRN_SEED` repeats a run, and `CAIRN_SOAK_SECONDS` runs further ones for that long.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -47,24 +48,24 @@ fn recorded(workload: &str) -> Recording {
     record(&command(workload))
 }
 
-/// For checks that must find a mistake.
+/// A few images, for checks that must find a bug.
 const FEW_IMAGES: Draw = Draw { seed: 1, images: 8, atom: WORD_BYTES };
 
 fn has(marks: &[String], text: &str) -> bool {
     marks.iter().any(|mark| mark == text)
 }
 
-/// Numbers that were told with this word.
+/// The numbers of the marks with this word.
 fn all(marks: &[String], word: &str) -> BTreeSet<u64> {
     let number = |mark: &String| mark.strip_prefix(word)?.strip_prefix(' ')?.parse().ok();
     marks.iter().filter_map(number).collect()
 }
 
-// The map alone, with flushes of few and of many pages, and with stops in good order.
+// The map alone, with flushes of few and of many pages, and with clean stops.
 
 const SESSIONS: u64 = 3;
 const STEPS: u64 = 4;
-/// Blocks for which a page has bits.
+/// The number of blocks whose bits are in one page.
 const PER_PAGE: u64 = 32768;
 
 /// The blocks that become present before a flush: in one page, in two, or in more.
@@ -79,7 +80,7 @@ fn changed_at(session: u64) -> Vec<u64> {
     vec![session, 100 * session, 4095]
 }
 
-/// What is recorded; when it is not, it does nothing.
+/// The workload that is recorded. Without a recorder it does nothing.
 #[test]
 fn map_workload() {
     let Some(root) = recorded_root() else { return };
@@ -96,7 +97,7 @@ fn map_workload() {
     mark("done");
 }
 
-/// One use of the map, from the begin to a stop in good order.
+/// One use of the map, from its begin to a clean stop.
 fn session(mut map: MapFile, layout: &Layout, number: u64) {
     let (presence, _) = load(&map, layout).unwrap();
     mark("beginning");
@@ -106,7 +107,7 @@ fn session(mut map: MapFile, layout: &Layout, number: u64) {
     mark(&format!("found {}", presence.local_bytes() / BLOCK_BYTES));
     for step in number * STEPS..(number + 1) * STEPS {
         for blocks in blocks_of(step) {
-            // Durable before the write that it is for.
+            // Write intent is durable before the write.
             map.write_intent(layout, &intent.bytes_with(blocks.span())).unwrap();
             intent.set(blocks.span());
             presence.set(blocks);
@@ -183,7 +184,7 @@ fn check_map(root: &Path, marks: &[String]) {
         }
     }
 
-    // It goes on.
+    // The next use goes on from there.
     map.begin([1; 16]).unwrap();
     let added = Blocks { first: 7 * PER_PAGE + 9, count: 1 };
     presence.set(added);
@@ -216,11 +217,12 @@ fn a_sync_of_the_map_that_is_left_out_is_found() {
     leave_out_syncs(&recorded("map_workload"), "map", FEW_IMAGES, check_map);
 }
 
-// Map and data together, as flushes keep them in step.
+// Map and data together, as flushes keep them consistent.
 
 const FLUSHES: u64 = 8;
 const DISK_BYTES: u64 = 512 << 10;
-/// Where the mirror is, below what is recorded: its directory and the one above it are made, too.
+/// The mirror's path below the recorded directory. Its directory and the one above it are created,
+/// too.
 const MIRROR: &str = "mirrors/vm1";
 
 fn small() -> Identity {
@@ -232,12 +234,12 @@ fn written_before(flush: u64) -> [u64; 4] {
     [flush, flush / 2, 100 + flush, 100 + flush / 3]
 }
 
-/// What a sector holds.
+/// The content of a sector.
 fn stamp(block: u64, version: u64) -> [u8; 16] {
     ((u128::from(block) << 64) | u128::from(version)).to_le_bytes()
 }
 
-/// What is recorded; when it is not, it does nothing.
+/// The workload that is recorded. Without a recorder it does nothing.
 #[test]
 fn flush_workload() {
     let Some(root) = recorded_root() else { return };
