@@ -3,16 +3,18 @@
 //! ```text
 //!           Start              Pause               nothing in flight
 //!   Idle ──────────► Running ─────────► Pausing ─────────────────────► Paused
-//!    ▲                │   ▲                                             │  │
-//!    │           Stop │   └─────────────────────────────────────────────┘  │
-//!    │                ▼           Resume, with the ring's memory           │
-//!    └─────────── Stopping ◄───────────────────────────────────────────────┘
-//!      all answered                              Stop
-//!      or left                                              any ──Exit──► Exited
+//!    ▲                │   ▲                ▲              Pause         │ │ │
+//!    │           Stop │   │                └────────────────────────────┘ │ │
+//!    │                │   └───────────────────────────────────────────────┘ │
+//!    │                ▼             Resume, with the ring's memory          │
+//!    └─────────── Stopping ◄────────────────────────────────────────────────┘
+//!      all answered                             Stop
+//!      or left                                             any ──Exit──► Exited
 //! ```
 //!
 //! A worker that is Paused stays so if it is resumed with a map that lacks a part of its ring: a
-//! region that a hypervisor replaces is away for a moment.
+//! region that a hypervisor replaces is away for a moment. Then the next change of memory pauses it
+//! again, or the queue stops.
 
 use std::sync::mpsc::Sender;
 use std::time::Instant;
@@ -63,7 +65,7 @@ impl Phase {
             (Phase::Idle, Phase::Running)
                 | (Phase::Running, Phase::Pausing | Phase::Stopping)
                 | (Phase::Pausing, Phase::Paused)
-                | (Phase::Paused, Phase::Running | Phase::Stopping)
+                | (Phase::Paused, Phase::Running | Phase::Pausing | Phase::Stopping)
                 | (Phase::Stopping, Phase::Idle)
                 | (_, Phase::Exited)
         )
@@ -158,6 +160,7 @@ mod tests {
             (Phase::Running, Phase::Stopping),
             (Phase::Pausing, Phase::Paused),
             (Phase::Paused, Phase::Running),
+            (Phase::Paused, Phase::Pausing),
             (Phase::Paused, Phase::Stopping),
             (Phase::Stopping, Phase::Idle),
         ];
