@@ -62,7 +62,7 @@ fn read(guest: &mut Guest, sector: u64) -> u8 {
 }
 
 #[test]
-fn the_limits_of_requests_are_told() {
+fn the_limits_of_requests_are_announced() {
     let site = site();
     let backend = Backend::start(&Options::new(&site).with(&["--queue-size", "128"]));
     let mut guest = Guest::connect(&backend.options.socket);

@@ -184,7 +184,7 @@ fn requests_outlive_a_stop_in_good_order_before_the_hypervisor_is_back() {
 }
 
 #[test]
-fn the_live_state_is_found_whatever_the_next_process_is_told() {
+fn the_live_state_is_found_whatever_the_arguments_of_the_next_process() {
     let site = Site::new();
     let (mut guest, backend) = running(&site, Manner::UsedIndex, 3);
     let options = Options::new(&site);

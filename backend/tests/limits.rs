@@ -163,7 +163,7 @@ fn a_running_guest_is_refused_when_the_live_state_is_gone_whichever_queue_it_use
 }
 
 #[test]
-fn a_write_waits_for_room_for_a_bounded_time_only() {
+fn a_write_waits_for_space_for_a_bounded_time_only() {
     const SIZE: u64 = 8 << 20;
     let site = site(SIZE);
     let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];

@@ -208,7 +208,7 @@ fn serves_what_was_flushed(options: &Options) {
 }
 
 #[test]
-fn capabilities_are_told_in_json() {
+fn capabilities_are_printed_as_json() {
     let ended = run(&["--print-capabilities".into()]);
     assert!(ended.status.success(), "{ended:?}");
     let told: serde_json::Value = serde_json::from_str(&ended.output).expect("JSON");

@@ -199,7 +199,7 @@ impl Commits {
     }
 
     /// Frees a label that is no longer in the catalog.
-    pub(crate) fn forget_label(&self, label: &str) {
+    pub(crate) fn free_label(&self, label: &str) {
         self.queue().labels.remove(label);
     }
 

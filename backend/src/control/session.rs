@@ -152,7 +152,7 @@ async fn is_label_free(
                     .chain(&pending)
                     .any(taken) =>
             {
-                shared.commits.forget_label(&label);
+                shared.commits.free_label(&label);
                 true
             }
             _ => false,

@@ -325,7 +325,7 @@ mod tests {
     /// A fill sets a bit, a write finds it set and is acknowledged, and a flush checks whether the
     /// map is current. It must not be current until the page with that bit was taken.
     #[test]
-    fn who_sees_a_bit_sees_a_version_that_covers_it() {
+    fn a_thread_that_sees_a_bit_sees_a_version_that_covers_it() {
         for _ in 0..200 {
             let presence = Presence::absent(32768).unwrap();
             let all = Blocks { first: 0, count: 512 };

@@ -52,7 +52,7 @@ impl StopHandle {
     }
 
     /// Waits until one more connection can be served. Returns `false` if no more are accepted.
-    fn await_room(&self) -> bool {
+    fn await_slot(&self) -> bool {
         let full =
             |state: &mut ConnectionTable| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
         let state = self.0.1.wait_while(self.state(), full);
@@ -104,7 +104,7 @@ pub(crate) fn serve(
     };
     stop.state().listener = Some(listener.try_clone()?);
     thread::scope(|scope| {
-        while stop.await_room() {
+        while stop.await_slot() {
             let accepted = listener
                 .accept()
                 .and_then(|(stream, _)| Ok(stop.enter(&stream)?.map(|id| (stream, id))));

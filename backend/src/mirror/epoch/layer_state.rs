@@ -22,15 +22,18 @@
 //!
 //! The state is one word in shared memory, so a process that takes over finds the last state that
 //! was set. What a state promises is stored before the state itself: the changes of a layer join
-//! the current epoch before the layer is Failed, Lost or Closed, and the reason of a failure is
-//! written before Failed or Lost. After a crash no write is in flight, so Frozen becomes Settled. A
-//! Closed epoch has nothing to recover.
+//! the current epoch before the layer is Failed or Lost, and before it is Closed without a snapshot.
+//! The reason of a failure is written before Failed or Lost. Recovery joins the changes of Failed
+//! and Lost layers again. After a crash no write is in flight, so Frozen becomes Settled. A Closed
+//! epoch has nothing to recover.
 //!
 //! The record of the checkpoint that ended the epoch is not a state: a guest write may settle the
 //! layer before the checkpoint is recorded. A frozen epoch without that record belongs to a
 //! checkpoint that was never answered.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use self::LayerState::{Abandoned, Closed, Failed, Frozen, Lost, Open, Settled};
 
 /// The state of an epoch and its layer. The values are those of the epoch file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +47,6 @@ pub(crate) enum LayerState {
     Lost = 5,
     Closed = 6,
 }
-
-use LayerState::{Abandoned, Closed, Failed, Frozen, Lost, Open, Settled};
 
 impl LayerState {
     const ALL: [LayerState; 7] = [Open, Frozen, Settled, Failed, Abandoned, Lost, Closed];

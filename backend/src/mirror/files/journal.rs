@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_journal_is_written_anew_with_what_is_needed() {
+    fn a_long_journal_is_compacted_to_what_is_needed() {
         let (_dir, journal) = journal();
         let of = |epoch| Record { epoch: Epoch(epoch), ..records()[0] };
         journal.write((0..100).map(|_| of(1))).unwrap();
