@@ -317,13 +317,13 @@ impl LayerWriter<'_> {
             }
             result => result?,
         }
-        let preserve = &self.persister.disk.spill;
-        let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
+        let spill = &self.persister.disk.spill;
+        let read_spilled = |buffer: &mut [u8], offset: u64| spill.read_any(buffer, offset);
         let mut items = Vec::with_capacity(chunks.len());
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
             let preserved = self.source.preserved(*chunk);
             let present =
-                preserved.overlay(&mut data, present, back).map_err(PersistError::Spill)?;
+                preserved.overlay(&mut data, present, read_spilled).map_err(PersistError::Spill)?;
             items.push(StoreItem { chunk: *chunk, data, present });
         }
         // All or none: the caller cancels the chunks that are not in the batch.

@@ -49,7 +49,7 @@ impl LocalState {
                 "is on a disk whose sectors are larger than 512 bytes, which is not supported",
             ));
         }
-        let spill = DiskFile::open(&path.join("preserve")).map_err(failed)?;
+        let spill = DiskFile::open(&path.join("spill")).map_err(failed)?;
         let layout = Layout::new(snapshot.geometry);
         let len = data.len().map_err(failed)?;
         let map = match MapFile::open(&map_path) {
