@@ -19,17 +19,18 @@ Examples:
       -chardev socket,id=c0,path=/run/cairn/vm1.sock,reconnect=1 \\
       -device vhost-user-blk-pci,chardev=c0,num-queues=2 ...
 
-Exit codes: 0 stopped in good order, 1 failure, 2 wrong arguments.";
+Exit codes: 0 clean stop, 1 failure, 2 wrong arguments.";
 
 /// Serves one Cairn disk to QEMU or Cloud Hypervisor over vhost-user-blk.
 ///
-/// Reads come from a local mirror, which fetches from the repository what the guest touches; writes go
-/// to the mirror; a checkpoint freezes the disk's state in an instant and is stored in the background.
+/// Reads come from a local mirror. Data that is not in the mirror yet is fetched from the
+/// repository when the guest reads it. Writes go to the mirror. A checkpoint freezes the state of
+/// the disk at once, and is stored in the background.
 #[derive(Debug, Parser)]
 #[command(name = "cairn-blk", version, after_help = EXAMPLES)]
 #[command(group(ArgGroup::new("socket").args(["socket_path", "fd"]).required(true)))]
 pub struct Args {
-    /// The repository: dir:PATH, or cairn://HOST:PORT, the catalog of a cluster.
+    /// The repository: dir:PATH, or cairn://HOST:PORT for the catalog of a cluster.
     #[arg(long, env = "CAIRN_STORE", value_name = "URL")]
     pub store: String,
 
@@ -37,25 +38,25 @@ pub struct Args {
     #[arg(long, value_name = "DIR", env = "CAIRN_KEYS")]
     pub keys: Option<PathBuf>,
 
-    /// Speak plain TCP with a cluster, which anybody in the network can read and write.
+    /// Use plain TCP for a cluster. Everybody on the network can then read and change the data.
     #[arg(long, conflicts_with = "keys")]
     pub insecure: bool,
 
-    /// When a checkpoint is published: pessimistic waits for its full redundancy; optimistic publishes it as
-    /// `available` once it can be read, and makes it stable in the background.
+    /// When a checkpoint is published: `pessimistic` waits for its full redundancy; `optimistic`
+    /// publishes it as available once it can be read, and makes it stable in the background.
     #[arg(long, value_name = "HOW", default_value = "pessimistic", value_parser = durability)]
     pub durability: Durability,
 
-    /// What to serve: an image's newest snapshot, or IMAGE@N, or IMAGE@LABEL.
+    /// The image to serve: its newest snapshot, or IMAGE@N, or IMAGE@LABEL.
     #[arg(long, value_name = "IMAGE[@N]")]
     pub image: String,
 
-    /// The directory of the local mirror, made if it is not there.
+    /// The directory of the local mirror. It is created if it is missing.
     #[arg(long, value_name = "DIR")]
     pub mirror: PathBuf,
 
-    /// The directory for what must survive the death of this process, on a tmpfs [default: cairn in
-    /// $XDG_RUNTIME_DIR, or /run/cairn].
+    /// The directory for state that must survive the death of this process, on a tmpfs [default:
+    /// cairn in $XDG_RUNTIME_DIR, or /run/cairn].
     #[arg(long, value_name = "DIR", env = "CAIRN_LIVE")]
     pub live: Option<PathBuf>,
 
@@ -67,71 +68,94 @@ pub struct Args {
     #[arg(long, value_name = "FDNUM")]
     pub fd: Option<i32>,
 
-    /// The unix socket for `cairn checkpoint` and `cairn status`; for this user alone.
+    /// The unix socket for `cairn checkpoint` and `cairn status`, accessible to this user only.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 
-    /// The path to which the hypervisor adds _PORT for the guest's vsock connections.
+    /// The path to which the hypervisor appends _PORT for the guest's vsock connections.
     #[arg(long, value_name = "PATH")]
     pub vsock: Option<PathBuf>,
 
-    /// The vsock port on which the guest finds this disk.
+    /// The vsock port on which the guest reaches this process.
     #[arg(long, value_name = "PORT", default_value_t = cairn_agent::DEFAULT_PORT)]
     pub vsock_port: u32,
 
-    /// Listen on the host kernel's vsock too, for the guest with this context id alone.
+    /// Listen on the host kernel's vsock too, for the guest with this context id only.
     #[arg(long, value_name = "CID", value_parser = clap::value_parser!(u32).range(3..))]
     pub guest_cid: Option<u32>,
 
-    /// Virtqueues, each with a thread of its own.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    /// The number of virtqueues. Each has a thread of its own.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u16).range(1..=64)
+    )]
     pub num_queues: u16,
 
-    /// Entries in a virtqueue, a power of two.
+    /// The number of entries of a virtqueue, a power of two.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = queue_size)]
     pub queue_size: u16,
 
-    /// Memory, in MiB, for old blocks that the guest overwrites while a checkpoint is stored; beyond
-    /// that they go to a file in the mirror's directory.
-    #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    /// Memory, in MiB, for old blocks that the guest overwrites while a checkpoint is stored.
+    /// Further old blocks go to a file in the mirror's directory.
+    #[arg(
+        long,
+        value_name = "MIB",
+        default_value_t = 64,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
     pub cow_memory: u32,
 
-    /// Space, in MiB, of that file [default: the disk's size, or half of the free space if that is less].
+    /// The size limit, in MiB, of that file [default: the size of the disk, or half of the free
+    /// space if that is less].
     #[arg(long, value_name = "MIB")]
     pub cow_disk: Option<u64>,
 
-    /// How long, in seconds, a guest's write may wait for room for an old block while no checkpoint gets
-    /// on; then the oldest one fails, and its changes go into the next.
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86400))]
+    /// How long, in seconds, a guest's write may wait for space for an old block while no
+    /// checkpoint makes progress. Then the oldest checkpoint fails, and its changes go into the
+    /// next one.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 10,
+        value_parser = clap::value_parser!(u32).range(1..=86400)
+    )]
     pub cow_stall: u32,
 
-    /// Store at most this many bytes of checkpoints a second; 0 is unlimited. In any case storing steps
-    /// back while the guest uses its disk.
+    /// The most bytes of checkpoints to store per second; 0 means no limit. In any case storing
+    /// slows down while the guest uses its disk.
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     pub commit_rate: u64,
 
-    /// How long, in seconds, storing a checkpoint is tried again while the repository fails; then the
-    /// checkpoint fails, and its changes go into the next.
+    /// How long, in seconds, to retry storing a checkpoint while the repository fails. Then the
+    /// checkpoint fails, and its changes go into the next one.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub commit_retry: u32,
 
-    /// How long, in seconds, a guest's request may wait for data that cannot be fetched; then it fails.
+    /// How long, in seconds, a guest's request may wait for data that cannot be fetched. Then the
+    /// request fails.
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub fetch_retry: u32,
 
-    /// How long a worker looks for the guest's next request before it sleeps, in microseconds; 0 never
-    /// looks [default: 50 while the host has two processors or more for each queue that runs and two
-    /// to spare, else 0].
-    #[arg(long, value_name = "US", overrides_with = "poll_us", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    /// How long, in microseconds, a worker polls for the guest's next request before it sleeps; 0
+    /// disables polling [default: 50 while the host has at least two processors for each running
+    /// queue and two more, else 0].
+    #[arg(
+        long,
+        value_name = "US",
+        overrides_with = "poll_us",
+        value_parser = clap::value_parser!(u32).range(0..=1_000_000)
+    )]
     pub poll_us: Option<u32>,
 
-    /// Let the guest read only. Many can serve one image like this.
+    /// Serve the disk read-only. Many processes can serve one image like this.
     #[arg(long)]
     pub read_only: bool,
 }
 
 impl Args {
-    /// The directory of the live directories.
+    /// The directory that holds the live directories.
     pub(crate) fn live(&self) -> PathBuf {
         let runtime = || std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty());
         self.live
@@ -139,14 +163,15 @@ impl Args {
             .unwrap_or_else(|| runtime().map_or("/run".into(), PathBuf::from).join("cairn"))
     }
 
-    /// How long a worker looks before it sleeps, and how many queues may run for that.
+    /// How long a worker polls before it sleeps, and up to how many running queues it does so.
     pub(crate) fn poll(&self) -> (Duration, usize) {
-        const DEFAULT: u32 = 50;
+        const DEFAULT_POLL_US: u32 = 50;
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // The guest and its hypervisor need processors too: with two of them it costs more than it gains.
+        // The guest and its hypervisor need processors too. With two processors polling costs more
+        // than it gains.
         let spare = (processors / 2).saturating_sub(1);
-        let most = if self.poll_us.is_some() { usize::MAX } else { spare };
-        (Duration::from_micros(self.poll_us.unwrap_or(DEFAULT).into()), most)
+        let max_queues = if self.poll_us.is_some() { usize::MAX } else { spare };
+        (Duration::from_micros(self.poll_us.unwrap_or(DEFAULT_POLL_US).into()), max_queues)
     }
 }
 
@@ -154,23 +179,23 @@ fn durability(text: &str) -> Result<Durability, String> {
     match text {
         "pessimistic" => Ok(Durability::Pessimistic),
         "optimistic" => Ok(Durability::Optimistic),
-        _ => Err("pessimistic or optimistic".into()),
+        _ => Err("use pessimistic or optimistic".into()),
     }
 }
 
 fn queue_size(text: &str) -> Result<u16, String> {
     match text.parse::<u16>() {
         Ok(size) if size.is_power_of_two() && (8..=1024).contains(&size) => Ok(size),
-        _ => Err("a power of two from 8 to 1024".into()),
+        _ => Err("use a power of two from 8 to 1024".into()),
     }
 }
 
-/// Whether only the capabilities are wanted: this needs none of the other arguments.
+/// Whether `--print-capabilities` is among the arguments. It needs none of the other arguments.
 pub fn wants_capabilities(mut args: impl Iterator<Item = std::ffi::OsString>) -> bool {
     args.any(|arg| arg == "--print-capabilities")
 }
 
-/// What the program can do, as QEMU's convention for backend programs has it.
+/// The capabilities of the program, in the form of QEMU's convention for backend programs.
 pub const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only"]}"#;
 
 #[cfg(test)]

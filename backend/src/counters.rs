@@ -1,7 +1,7 @@
-//! What happened since the start, for `cairn stats` and `cairn status`.
+//! Counters since the start, for `cairn stats` and `cairn status`.
 //!
-//! A worker has its own [`QueueCounters`], which nobody else writes: counting is a load and a store,
-//! and no cache line moves between processors.
+//! Each worker has its own [`QueueCounters`], which no other thread writes. Counting is a load and
+//! a store, and no cache line moves between processors.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use cairn_agent::{Latency, QueueStatus, Stats};
 pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds. For the one thread that owns the counter.
+    /// Adds `amount`. Only the thread that owns the counter may call this.
     pub(crate) fn add(&self, amount: u64) {
         self.0.store(self.get() + amount, Ordering::Relaxed);
     }
@@ -23,23 +23,23 @@ impl Counter {
     }
 }
 
-/// The kinds of requests whose latencies are told apart.
+/// The classes of requests that have separate latency histograms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
     Read,
     Write,
     Flush,
-    /// Discards, zero writes and what is no request.
+    /// Discards, writes of zeros, and chains that are not requests.
     Other,
 }
 
-/// Buckets of a histogram for each doubling of the time.
-const STEPS: u32 = 4;
-/// Doublings, from a microsecond on.
+/// The number of buckets for each doubling of the time.
+const BUCKETS_PER_DOUBLING: u32 = 4;
+/// The number of doublings, starting at a microsecond.
 const DOUBLINGS: u32 = 27;
-const BUCKETS: usize = (STEPS * DOUBLINGS) as usize;
+const BUCKETS: usize = (BUCKETS_PER_DOUBLING * DOUBLINGS) as usize;
 
-/// How long requests took, by buckets that are a few tens of percent wide.
+/// A histogram of request latencies. A bucket is about 25 percent wide.
 struct Histogram {
     buckets: [Counter; BUCKETS],
     longest: Counter,
@@ -64,7 +64,7 @@ impl Histogram {
         let counts: Vec<u64> = self.buckets.iter().map(Counter::get).collect();
         let total: u64 = counts.iter().sum();
         let longest = self.longest.get();
-        // The upper end of the bucket in which the wanted one lies.
+        // The upper end of the bucket that holds the percentile.
         let at = |share: f64| {
             let rank = (total as f64 * share).ceil() as u64;
             let mut seen = 0;
@@ -84,16 +84,17 @@ fn bucket_of(us: u64) -> usize {
     let doubling = us.ilog2();
     // The two bits below the highest one.
     let step = if doubling >= 2 { us >> (doubling - 2) & 3 } else { us << (2 - doubling) & 3 };
-    ((doubling * STEPS) as usize + step as usize).min(BUCKETS - 1)
+    ((doubling * BUCKETS_PER_DOUBLING) as usize + step as usize).min(BUCKETS - 1)
 }
 
-/// The longest time of a bucket, in microseconds.
+/// The upper end of a bucket, in microseconds.
 fn end_of(bucket: usize) -> u64 {
-    let (doubling, step) = (bucket as u32 / STEPS, bucket as u64 % u64::from(STEPS));
+    let (doubling, step) =
+        (bucket as u32 / BUCKETS_PER_DOUBLING, bucket as u64 % u64::from(BUCKETS_PER_DOUBLING));
     ((1u64 << doubling) * (5 + step)).div_ceil(4) - 1
 }
 
-/// What one virtqueue's worker did.
+/// The counters of one virtqueue.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct QueueCounters {
@@ -108,17 +109,17 @@ pub(crate) struct QueueCounters {
     pub(crate) copied_bytes: Counter,
     pub(crate) spilled: Counter,
     pub(crate) parked: Counter,
-    /// Requests that were popped,
+    /// Requests that were popped.
     pub(crate) taken: Counter,
-    /// left in flight for the next who drives the queue,
+    /// Requests that were left in flight for the next owner of the queue.
     pub(crate) left: Counter,
-    /// and answered.
+    /// Requests that were answered.
     answered: Counter,
     latencies: [Histogram; 3],
 }
 
 impl QueueCounters {
-    /// A request was answered.
+    /// Counts a request that was answered.
     pub(crate) fn answer(&self, class: Class, time: Duration) {
         self.answered.add(1);
         match class {
@@ -129,9 +130,9 @@ impl QueueCounters {
         }
     }
 
-    /// Requests that were popped and not answered.
+    /// Requests that were popped and not answered or left.
     pub(crate) fn in_flight(&self) -> u64 {
-        // In this order, so that it is never negative.
+        // In this order, so that the result is never negative.
         let ended = self.answered.get() + self.left.get();
         self.taken.get().saturating_sub(ended)
     }
@@ -156,7 +157,7 @@ impl QueueCounters {
 
 macro_rules! shared {
     ($($name:ident),+ $(,)?) => {
-        /// What the other threads did.
+        /// The counters of all other threads.
         #[derive(Default)]
         struct Shared {
             $($name: AtomicU64),+
@@ -195,7 +196,7 @@ impl Counters {
         Counters { queues, shared: Shared::default() }
     }
 
-    /// Their values at about the same moment.
+    /// The values of all counters, at about the same moment.
     pub(crate) fn read(&self) -> Stats {
         let sum =
             |of: fn(&QueueCounters) -> &Counter| self.queues.iter().map(|q| of(q).get()).sum();
@@ -223,7 +224,7 @@ impl Counters {
         }
     }
 
-    /// Requests of the guest so far, and those under way.
+    /// The number of requests so far, and the number in flight.
     pub(crate) fn load(&self) -> (u64, u64) {
         let taken = self.queues.iter().map(|queue| queue.taken.get()).sum();
         (taken, self.queues.iter().map(QueueCounters::in_flight).sum())

@@ -1,14 +1,14 @@
-//! Lazy restart: brings chunks from the repository when the guest needs them, also those that the mirror
-//! has lost to a bad block.
+//! Lazy restart: fetches chunks from the repository when the guest needs them, and fetches blocks
+//! again that the local disk has lost.
 //!
-//! A chunk is wanted once however many requests wait for it. What arrives is written only to blocks
-//! that are absent and that nobody else is writing. A chunk that cannot be had now is tried again, at
-//! growing intervals, for as long as a guest's request may wait. After that those who wait get an error; it
-//! is the answer for a moment, then the chunk may be asked for again.
+//! A chunk is fetched once, however many requests wait for it. Its content is written only to
+//! blocks that are absent and that nobody else is writing. If the repository fails, the fetch is
+//! retried at growing intervals until the retry timeout. Then the waiting requests fail. The
+//! failure is remembered for a moment; after that the chunk can be requested again.
 //!
-//! A chunk of the mirror that could not be read is *doubted*: it is examined block by block, and what is
-//! unreadable is absent from then on, if the repository has it. The request that found it is then planned
-//! again, as any other that needs what is absent.
+//! A chunk of the mirror that could not be read is *suspect*. It is scrubbed block by block, and
+//! blocks that cannot be read become absent if the repository has their content. The request that
+//! found the chunk is then planned again, like any request that needs absent blocks.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -18,25 +18,28 @@ use std::time::{Duration, Instant};
 
 use cairn_store::ChunkIndex;
 
-use crate::device::Device;
+use crate::counters::Counters;
+use crate::image::Image;
+use crate::local_disk::LocalDisk;
 use crate::mapping::Buffer;
-use crate::mirror::layout::{BLOCK, Blocks};
+use crate::mirror::files::disk_file::is_medium_error;
+use crate::mirror::layout::{BLOCK_BYTES, Blocks};
 
-/// Chunks that are fetched at the same time.
-const THREADS: usize = 4;
+/// The number of chunks that are fetched at the same time.
+const FETCH_THREADS: usize = 4;
 
-/// How long a failure is the answer.
-const FAILURE: Duration = Duration::from_millis(500);
+/// How long a failure is remembered.
+const FAILURE_TTL: Duration = Duration::from_millis(500);
 
-/// How long to wait before the second try; then twice as long each time,
-const FIRST_DELAY: Duration = Duration::from_millis(50);
+/// The delay before the first retry. Each further delay is twice as long.
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// up to this.
-const LONGEST_DELAY: Duration = Duration::from_secs(2);
+/// The longest delay between two tries.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Copy)]
-enum State {
-    Wanted { since: Instant, delay: Duration },
+enum FetchState {
+    Requested { since: Instant, delay: Duration },
     Failed(Instant),
 }
 
@@ -44,139 +47,115 @@ enum State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Task {
     Fetch(ChunkIndex),
-    Examine(ChunkIndex),
+    Scrub(ChunkIndex),
 }
 
 #[derive(Default)]
-struct Wanted {
+struct Tasks {
     queue: VecDeque<Task>,
-    /// Chunks to be examined.
-    doubted: HashSet<ChunkIndex>,
-    /// Chunks to be tried again, and when.
-    later: Vec<(Instant, ChunkIndex)>,
-    states: HashMap<ChunkIndex, State>,
+    /// Chunks that are to be scrubbed.
+    suspects: HashSet<ChunkIndex>,
+    /// Chunks whose fetch is retried, and when.
+    retries: Vec<(Instant, ChunkIndex)>,
+    states: HashMap<ChunkIndex, FetchState>,
 }
 
-/// The chunks that the guest waits for.
-pub(crate) struct Fetcher {
-    /// How long a request may wait for a chunk that cannot be had.
-    patience: Duration,
-    wanted: Mutex<Wanted>,
-    arrived: Condvar,
+/// The chunks that requests wait for.
+struct FetchQueue {
+    /// How long a request may wait for a chunk that cannot be fetched.
+    retry_timeout: Duration,
+    tasks: Mutex<Tasks>,
+    added: Condvar,
 }
 
-impl Fetcher {
-    pub(crate) fn new(patience: Duration) -> Fetcher {
-        Fetcher { patience, wanted: Mutex::default(), arrived: Condvar::new() }
+impl FetchQueue {
+    fn new(retry_timeout: Duration) -> FetchQueue {
+        FetchQueue { retry_timeout, tasks: Mutex::default(), added: Condvar::new() }
     }
 
-    fn wanted(&self) -> MutexGuard<'_, Wanted> {
-        self.wanted.lock().expect("no code panics with the fetch queue locked")
+    fn tasks(&self) -> MutexGuard<'_, Tasks> {
+        self.tasks.lock().expect("no code panics with the fetch queue locked")
     }
 
-    /// Asks for a chunk. `false` if it is known not to come. An event tells when it is worth to
-    /// plan again.
-    pub(crate) fn want(&self, chunk: ChunkIndex) -> bool {
-        let mut wanted = self.wanted();
-        match wanted.states.get(&chunk) {
-            Some(State::Wanted { .. }) => return true,
-            Some(State::Failed(when)) if when.elapsed() < FAILURE => return false,
+    fn request(&self, chunk: ChunkIndex) -> bool {
+        let mut tasks = self.tasks();
+        match tasks.states.get(&chunk) {
+            Some(FetchState::Requested { .. }) => return true,
+            Some(FetchState::Failed(when)) if when.elapsed() < FAILURE_TTL => return false,
             _ => {}
         }
-        let state = State::Wanted { since: Instant::now(), delay: FIRST_DELAY };
-        wanted.states.insert(chunk, state);
-        wanted.queue.push_back(Task::Fetch(chunk));
-        self.arrived.notify_one();
+        let state = FetchState::Requested { since: Instant::now(), delay: FIRST_RETRY_DELAY };
+        tasks.states.insert(chunk, state);
+        tasks.queue.push_back(Task::Fetch(chunk));
+        self.added.notify_one();
         true
     }
 
-    /// Asks for a chunk to be examined. An event tells when it was.
-    pub(crate) fn doubt(&self, chunk: ChunkIndex) {
-        let mut wanted = self.wanted();
-        if wanted.doubted.insert(chunk) {
-            wanted.queue.push_back(Task::Examine(chunk));
-            self.arrived.notify_one();
+    fn mark_suspect(&self, chunk: ChunkIndex) {
+        let mut tasks = self.tasks();
+        if tasks.suspects.insert(chunk) {
+            tasks.queue.push_back(Task::Scrub(chunk));
+            self.added.notify_one();
         }
     }
 
-    /// Whether a chunk is to be examined.
-    pub(crate) fn is_doubted(&self, chunk: ChunkIndex) -> bool {
-        self.wanted().doubted.contains(&chunk)
+    fn is_suspect(&self, chunk: ChunkIndex) -> bool {
+        self.tasks().suspects.contains(&chunk)
     }
 
-    fn examined(&self, chunk: ChunkIndex) {
-        self.wanted().doubted.remove(&chunk);
+    fn scrubbed(&self, chunk: ChunkIndex) {
+        self.tasks().suspects.remove(&chunk);
     }
 
+    /// Waits for the next task.
     fn next(&self) -> Task {
-        let mut wanted = self.wanted();
+        let mut tasks = self.tasks();
         loop {
             let now = Instant::now();
-            let due = wanted.later.iter().position(|(when, _)| *when <= now);
+            let due = tasks.retries.iter().position(|(when, _)| *when <= now);
             if let Some(at) = due {
-                return Task::Fetch(wanted.later.swap_remove(at).1);
+                return Task::Fetch(tasks.retries.swap_remove(at).1);
             }
-            if let Some(task) = wanted.queue.pop_front() {
+            if let Some(task) = tasks.queue.pop_front() {
                 return task;
             }
-            let soonest = wanted.later.iter().map(|(when, _)| *when).min();
-            wanted = match soonest {
+            let soonest = tasks.retries.iter().map(|(when, _)| *when).min();
+            tasks = match soonest {
                 Some(when) => {
                     let left = when.saturating_duration_since(now);
-                    self.arrived.wait_timeout(wanted, left).expect("as in `wanted`").0
+                    self.added.wait_timeout(tasks, left).expect("as in `tasks`").0
                 }
-                None => self.arrived.wait(wanted).expect("as in `wanted`"),
+                None => self.added.wait(tasks).expect("as in `tasks`"),
             };
         }
     }
 
-    fn arrived(&self, chunk: ChunkIndex) {
-        self.wanted().states.remove(&chunk);
+    fn fetched(&self, chunk: ChunkIndex) {
+        self.tasks().states.remove(&chunk);
     }
 
-    /// A try has failed, for whatever reason: a repository may come back, a damaged one be restored. Returns
-    /// whether the chunk is given up.
+    /// Handles a failed try, whatever its reason: a repository may come back, and a damaged one may
+    /// be restored. Returns `true` if the chunk is given up.
     fn failed(&self, chunk: ChunkIndex) -> bool {
-        let mut wanted = self.wanted();
+        let mut tasks = self.tasks();
         let now = Instant::now();
-        if let Some(State::Wanted { since, delay }) = wanted.states.get_mut(&chunk)
-            && now + *delay <= *since + self.patience
+        if let Some(FetchState::Requested { since, delay }) = tasks.states.get_mut(&chunk)
+            && now + *delay <= *since + self.retry_timeout
         {
             let when = now + *delay;
-            *delay = (*delay * 2).min(LONGEST_DELAY);
-            wanted.later.push((when, chunk));
-            self.arrived.notify_one();
+            *delay = (*delay * 2).min(MAX_RETRY_DELAY);
+            tasks.retries.push((when, chunk));
+            self.added.notify_one();
             return false;
         }
-        // Old failures are forgotten here, so that the table stays small.
-        wanted.states.retain(|_, state| match state {
-            State::Wanted { .. } => true,
-            State::Failed(when) => when.elapsed() < FAILURE,
+        // Old failures are removed here, so that the table stays small.
+        tasks.states.retain(|_, state| match state {
+            FetchState::Requested { .. } => true,
+            FetchState::Failed(when) => when.elapsed() < FAILURE_TTL,
         });
-        wanted.states.insert(chunk, State::Failed(now));
+        tasks.states.insert(chunk, FetchState::Failed(now));
         true
     }
-}
-
-/// Starts the threads that serve the device's fetches.
-pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
-    for index in 0..THREADS {
-        let device = device.clone();
-        thread::Builder::new().name(format!("fetch-{index}")).spawn(move || {
-            let mut buffer = Buffer::zeroed(device.mirror.layout().chunk_size());
-            loop {
-                match device.fetcher.next() {
-                    Task::Fetch(chunk) => fetch(&device, chunk, &mut buffer),
-                    Task::Examine(chunk) => {
-                        examine(&device, chunk, &mut buffer);
-                        device.fetcher.examined(chunk);
-                    }
-                }
-                device.mirror.events.notify();
-            }
-        })?;
-    }
-    Ok(())
 }
 
 /// Why a chunk did not become present.
@@ -184,97 +163,156 @@ pub(crate) fn spawn(device: &Arc<Device>) -> io::Result<()> {
 enum FetchError {
     #[error(transparent)]
     Repository(#[from] cairn_store::Error),
-    #[error("writing it to the mirror: {0}")]
+    #[error("writing the chunk to the mirror: {0}")]
     Mirror(#[from] io::Error),
 }
 
-fn fetch(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
-    let Err(error) = fill(device, chunk, buffer) else { return device.fetcher.arrived(chunk) };
-    device.stats.fetch_errors(1);
-    let chunk_number = chunk.0;
-    if device.fetcher.failed(chunk) {
-        tracing::error!(%error, chunk_number, "a chunk cannot be fetched");
-    } else {
-        tracing::warn!(%error, chunk_number, "a chunk is fetched again later");
-    }
+/// Fetches and scrubs chunks in background threads.
+pub(crate) struct Fetcher {
+    disk: Arc<LocalDisk>,
+    image: Arc<Image>,
+    counters: Arc<Counters>,
+    queue: FetchQueue,
 }
 
-fn fill(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), FetchError> {
-    let all = device.mirror.layout().blocks_of(chunk);
-    let (found, runs) = loop {
-        if device.mirror.presence.all(all) {
-            return Ok(());
-        }
-        let forgets = device.mirror.forgets();
-        let found = device.read_parent(chunk, buffer)?;
-        let runs = device.mirror.begin_fill(chunk);
-        if device.mirror.forgets() == forgets {
-            break (found, runs);
-        }
-        // A block that is absent now may have been written, and be in a newer parent.
-        device.mirror.end_fill(chunk, &runs, 0);
-    };
-    if found {
-        device.stats.fetched_chunks(1);
-        device.stats.fetched_bytes(buffer.len() as u64);
+impl Fetcher {
+    pub(crate) fn new(
+        disk: Arc<LocalDisk>,
+        image: Arc<Image>,
+        counters: Arc<Counters>,
+        retry_timeout: Duration,
+    ) -> Fetcher {
+        Fetcher { disk, image, counters, queue: FetchQueue::new(retry_timeout) }
     }
-    let mut landed = 0;
-    let result = runs.iter().try_for_each(|run| {
-        write_run(device, all, *run, found.then_some(&**buffer))?;
-        landed += 1;
+
+    /// Starts the threads.
+    pub(crate) fn spawn(self: &Arc<Fetcher>) -> io::Result<()> {
+        for index in 0..FETCH_THREADS {
+            let fetcher = self.clone();
+            thread::Builder::new().name(format!("fetch-{index}")).spawn(move || fetcher.run())?;
+        }
         Ok(())
-    });
-    device.mirror.end_fill(chunk, &runs, landed);
-    result.map_err(FetchError::Mirror)
-}
+    }
 
-/// Writes one run of a chunk, or makes it a hole: an absent block's place may hold the remains of a
-/// write that failed.
-fn write_run(device: &Device, all: Blocks, run: Blocks, content: Option<&[u8]>) -> io::Result<()> {
-    let Some(content) = content else { return device.disk.punch(run.span()) };
-    let from = ((run.first - all.first) * BLOCK) as usize;
-    device.disk.write(&content[from..from + run.span().len as usize], run.span().offset)
-}
-
-/// Makes the blocks of a chunk absent that the mirror cannot give and the repository can.
-fn examine(device: &Device, chunk: ChunkIndex, buffer: &mut Buffer) {
-    let all = device.mirror.layout().blocks_of(chunk);
-    let mut bad = Vec::new();
-    for block in (all.first..all.end()).filter(|block| device.mirror.presence.get(*block)) {
-        let mut read = || device.disk.read(&mut buffer[..BLOCK as usize], block * BLOCK);
-        // Once more: what passes by itself is no reason to forget anything.
-        if let Err(error) = read().or_else(|_| read()) {
-            bad.push((block, error));
+    fn run(&self) {
+        let mut buffer = Buffer::zeroed(self.disk.mirror.layout().chunk_size());
+        loop {
+            match self.queue.next() {
+                Task::Fetch(chunk) => self.fetch(chunk, &mut buffer),
+                Task::Scrub(chunk) => {
+                    self.scrub(chunk, &mut buffer);
+                    self.queue.scrubbed(chunk);
+                }
+            }
+            self.disk.mirror.notify();
         }
     }
-    if bad.is_empty() {
-        return;
+
+    /// Requests a chunk. Returns `false` if the chunk failed a moment ago. An event tells when the
+    /// request should be planned again.
+    pub(crate) fn request(&self, chunk: ChunkIndex) -> bool {
+        self.queue.request(chunk)
     }
-    device.stats.bad_blocks(bad.len() as u64);
-    let elsewhere = device.read_parent(chunk, buffer);
-    for (block, error) in bad {
-        let offset = block * BLOCK;
-        match &elsewhere {
-            Ok(_) if is_lost(&error) && device.mirror.forget(block) => {
-                tracing::warn!(%error, offset, "a bad block of the mirror is fetched again");
+
+    /// Requests that a chunk is scrubbed. An event tells when that is done.
+    pub(crate) fn mark_suspect(&self, chunk: ChunkIndex) {
+        self.queue.mark_suspect(chunk);
+    }
+
+    /// Whether a chunk is to be scrubbed.
+    pub(crate) fn is_suspect(&self, chunk: ChunkIndex) -> bool {
+        self.queue.is_suspect(chunk)
+    }
+
+    fn fetch(&self, chunk: ChunkIndex, buffer: &mut Buffer) {
+        let Err(error) = self.fill(chunk, buffer) else { return self.queue.fetched(chunk) };
+        self.counters.fetch_errors(1);
+        let chunk_number = chunk.0;
+        if self.queue.failed(chunk) {
+            tracing::error!(%error, chunk_number, "cannot fetch a chunk");
+        } else {
+            tracing::warn!(%error, chunk_number, "cannot fetch a chunk; retrying");
+        }
+    }
+
+    fn fill(&self, chunk: ChunkIndex, buffer: &mut Buffer) -> Result<(), FetchError> {
+        let mirror = &self.disk.mirror;
+        let all = mirror.layout().blocks_of(chunk);
+        let (found, runs) = loop {
+            if mirror.presence().all(all) {
+                return Ok(());
             }
-            Ok(_) => {
-                let advice =
-                    "its content is nowhere else: write it again, or go back to a snapshot";
-                tracing::error!(%error, offset, advice, "a bad block of the mirror");
+            let invalidations = mirror.invalidations();
+            let found = self.image.read_parent(chunk, buffer)?;
+            let runs = mirror.begin_fill(chunk);
+            if mirror.invalidations() == invalidations {
+                break (found, runs);
             }
-            Err(cause) => {
-                tracing::error!(%error, offset, %cause, "a bad block of the mirror cannot be fetched again");
+            // A block that is absent now may have been written in between, and its content may be
+            // in a newer parent.
+            mirror.end_fill(chunk, &runs, 0);
+        };
+        if found {
+            self.counters.fetched_chunks(1);
+            self.counters.fetched_bytes(buffer.len() as u64);
+        }
+        let mut landed = 0;
+        let result = runs.iter().try_for_each(|run| {
+            self.write_run(all, *run, found.then_some(&**buffer))?;
+            landed += 1;
+            Ok(())
+        });
+        mirror.end_fill(chunk, &runs, landed);
+        result.map_err(FetchError::Mirror)
+    }
+
+    /// Writes one run of a chunk. Without content it punches a hole, because the space of an absent
+    /// block may hold the remains of a write that failed.
+    fn write_run(&self, all: Blocks, run: Blocks, content: Option<&[u8]>) -> io::Result<()> {
+        let Some(content) = content else { return self.disk.data.punch(run.span()) };
+        let from = ((run.first - all.first) * BLOCK_BYTES) as usize;
+        self.disk.data.write(&content[from..from + run.span().len as usize], run.span().offset)
+    }
+
+    /// Reads each block of a chunk, and invalidates the blocks that the mirror cannot return and
+    /// the repository can.
+    fn scrub(&self, chunk: ChunkIndex, buffer: &mut Buffer) {
+        let mirror = &self.disk.mirror;
+        let all = mirror.layout().blocks_of(chunk);
+        let mut bad = Vec::new();
+        for block in (all.first..all.end()).filter(|block| mirror.presence().get(*block)) {
+            let block_buffer = &mut buffer[..BLOCK_BYTES as usize];
+            let mut read = || self.disk.data.read(block_buffer, block * BLOCK_BYTES);
+            // A second try: a transient error is no reason to invalidate anything.
+            if let Err(error) = read().or_else(|_| read()) {
+                bad.push((block, error));
+            }
+        }
+        if bad.is_empty() {
+            return;
+        }
+        self.counters.bad_blocks(bad.len() as u64);
+        let parent = self.image.read_parent(chunk, buffer);
+        for (block, error) in bad {
+            let offset = block * BLOCK_BYTES;
+            match &parent {
+                Ok(_) if is_medium_error(&error) && mirror.invalidate(block) => {
+                    tracing::warn!(%error, offset, "a bad block of the mirror is fetched again");
+                }
+                Ok(_) => {
+                    let advice = "the repository does not have its content: write it again, or go \
+                                  back to a snapshot";
+                    tracing::error!(%error, offset, advice, "a bad block of the mirror");
+                }
+                Err(cause) => {
+                    tracing::error!(
+                        %error, offset, %cause,
+                        "cannot fetch the content of a bad block of the mirror"
+                    );
+                }
             }
         }
     }
-}
-
-/// Whether a read failed because the disk does not have the data any more.
-pub(crate) fn is_lost(error: &io::Error) -> bool {
-    // The block layer's words for a device's error, a medium's, and two kinds of wrong checksums.
-    let codes = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EBADMSG];
-    error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
 #[cfg(test)]
@@ -283,27 +321,27 @@ mod tests {
 
     use cairn_store::ChunkIndex;
 
-    use super::{Fetcher, Task};
+    use super::{FetchQueue, Task};
 
     const CHUNK: ChunkIndex = ChunkIndex(7);
 
     #[test]
-    fn a_chunk_is_tried_again_for_as_long_as_patience_lasts() {
-        let fetcher = Fetcher::new(Duration::from_secs(2));
+    fn a_fetch_is_retried_until_the_retry_timeout() {
+        let queue = FetchQueue::new(Duration::from_secs(2));
         let start = Instant::now();
-        assert!(fetcher.want(CHUNK));
+        assert!(queue.request(CHUNK));
         let mut tries = 0;
         loop {
-            assert_eq!(fetcher.next(), Task::Fetch(CHUNK));
-            assert!(fetcher.want(CHUNK), "it may still come");
+            assert_eq!(queue.next(), Task::Fetch(CHUNK));
+            assert!(queue.request(CHUNK), "it may still come");
             tries += 1;
-            if fetcher.failed(CHUNK) {
+            if queue.failed(CHUNK) {
                 break;
             }
         }
         let took = start.elapsed();
         assert!((2..8).contains(&tries), "{tries} tries");
         assert!(took < Duration::from_secs(10), "{took:?}");
-        assert!(!fetcher.want(CHUNK), "the failure is the answer");
+        assert!(!queue.request(CHUNK), "the failure is the answer");
     }
 }

@@ -1,8 +1,10 @@
-//! FLUSH when blocks have become present since the map was last written.
+//! Flushes that have to write the map, because blocks have become present since it was last
+//! written.
 //!
-//! Order: copy the presence bits of completed writes → sync the data → write the copy to the map →
-//! sync the map. So presence never becomes durable before its data. One thread does it, for all the
-//! flushes that came in meanwhile at once. It also tells the map of regions before their first write.
+//! The order is: copy the presence bits of completed writes, sync the data, write the copied bits
+//! to the map, sync the map. So a presence bit never becomes durable before the block's data. One
+//! thread does this, for all flushes that have come in meanwhile at once. The same thread records
+//! write intent in the map before the first write to a region.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,149 +13,178 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use crate::device::Device;
+use crate::local_disk::LocalDisk;
 use crate::mirror::Mirror;
-use crate::mirror::disk::DiskFile;
+use crate::mirror::files::disk_file::DiskFile;
+use crate::mirror::files::map::MapFile;
 use crate::mirror::layout::Span;
-use crate::mirror::map::MapFile;
 use crate::mirror::presence::Presence;
-use crate::worker::{Command, Mailbox};
 
-struct Flush {
-    worker: Mailbox,
-    key: usize,
+/// Called with the result of a flush.
+type FlushDone = Box<dyn FnOnce(io::Result<()>) + Send>;
+
+enum FlushRequest {
+    Flush(FlushDone),
+    RecordIntent(Span),
 }
 
-enum Order {
-    Flush(Flush),
-    Announce(Span),
-}
+/// The delay after write intent could not be recorded.
+const INTENT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// How long to wait after the map could not be told of a region.
-const PAUSE: Duration = Duration::from_millis(100);
-
-/// The map file and those who wait for it.
-pub(crate) struct Flusher {
+/// The map file, and how much of the mirror's state it holds.
+pub(crate) struct MapWriter {
     map: Mutex<MapFile>,
-    sender: Sender<Order>,
-    receiver: Mutex<Option<Receiver<Order>>>,
     /// The presence version that the map holds.
     durable: AtomicU64,
 }
 
-impl Flusher {
-    pub(crate) fn new(map: MapFile) -> Flusher {
-        let (sender, receiver) = channel();
-        Flusher {
-            map: Mutex::new(map),
-            sender,
-            receiver: Mutex::new(Some(receiver)),
-            durable: AtomicU64::new(0),
-        }
+impl MapWriter {
+    pub(crate) fn new(map: MapFile) -> MapWriter {
+        MapWriter { map: Mutex::new(map), durable: AtomicU64::new(0) }
     }
 
-    /// Whether the map knows of every block that is present.
-    pub(crate) fn is_current(&self, presence: &Presence) -> bool {
+    fn map(&self) -> MutexGuard<'_, MapFile> {
+        self.map.lock().expect("no code panics with the map locked")
+    }
+
+    fn is_current(&self, presence: &Presence) -> bool {
         self.durable.load(Ordering::SeqCst) >= presence.version()
     }
 
-    /// Flushes everything completed so far, then answers `worker` with [`Command::Flushed`].
-    pub(crate) fn request(&self, worker: Mailbox, key: usize) {
-        // The receiver lives as long as the device.
-        let _ = self.sender.send(Order::Flush(Flush { worker, key }));
-    }
-
-    /// Tells the map that `span` is going to change. An event tells when it knows.
-    pub(crate) fn announce(&self, span: Span) {
-        // As above.
-        let _ = self.sender.send(Order::Announce(span));
-    }
-
-    fn announce_now(&self, mirror: &Mirror, span: Span) -> io::Result<()> {
+    fn write_intent(&self, mirror: &Mirror, span: Span) -> io::Result<()> {
         let map = self.map();
-        if !mirror.intent.covers(span) {
-            map.write_intent(mirror.layout(), &mirror.intent.bytes_with(span))?;
-            mirror.intent.set(span);
+        if !mirror.intent().covers(span) {
+            map.write_intent(mirror.layout(), &mirror.intent().bytes_with(span))?;
+            mirror.intent().set(span);
         }
         Ok(())
     }
 
-    /// Makes the map forget regions in which nothing has changed since the parent snapshot.
-    pub(crate) fn tidy(&self, mirror: &Mirror, disk: &DiskFile) -> io::Result<()> {
-        if !mirror.intent.give_up(|region| mirror.is_changed(region)) {
+    fn clear_unchanged_intent(&self, mirror: &Mirror, data: &DiskFile) -> io::Result<()> {
+        if !mirror.intent().clear_unchanged(|region| mirror.is_changed(region)) {
             return Ok(());
         }
-        // The mirror must hold for good what the parent has, before the map says that they are equal. A
-        // region that is announced meanwhile is among the bits again.
+        // The mirror must hold the parent's content durably before the map says that they are
+        // equal. A region whose intent is recorded in between is among the bits again.
         let map = self.map();
-        disk.sync()?;
-        map.write_intent(mirror.layout(), &mirror.intent.bytes())
+        data.sync()?;
+        map.write_intent(mirror.layout(), &mirror.intent().bytes())
     }
 
-    /// Makes everything completed so far durable.
-    pub(crate) fn flush(&self, mirror: &Mirror, disk: &DiskFile) -> io::Result<()> {
+    /// Makes everything durable that has completed.
+    pub(crate) fn flush(&self, mirror: &Mirror, data: &DiskFile) -> io::Result<()> {
         let map = self.map();
-        let version = mirror.presence.version();
-        let pages = mirror.presence.take_changed();
-        let result = disk.sync().and_then(|()| match pages.is_empty() {
+        let version = mirror.presence().version();
+        let pages = mirror.presence().take_changed();
+        let result = data.sync().and_then(|()| match pages.is_empty() {
             true => Ok(()),
             false => map.write_pages(&pages),
         });
         match &result {
             Ok(()) => {
-                mirror.presence.are_durable();
+                mirror.presence().are_durable();
                 self.durable.store(version, Ordering::SeqCst);
             }
-            Err(_) => mirror.presence.give_back(),
+            Err(_) => mirror.presence().give_back(),
         }
         result
     }
-
-    /// The map file, for the start and the stop.
-    pub(crate) fn map(&self) -> MutexGuard<'_, MapFile> {
-        self.map.lock().expect("no code panics with the map locked")
-    }
 }
 
-/// Starts the thread that serves the device's flushes.
-pub(crate) fn spawn(device: Arc<Device>) -> io::Result<()> {
-    let receiver = device.flusher.receiver.lock().expect("locked only here").take();
-    let receiver = receiver.ok_or_else(|| io::Error::other("the flush thread is started once"))?;
-    thread::Builder::new().name("flush".into()).spawn(move || {
+/// Writes the map in a background thread.
+pub(crate) struct Flusher {
+    disk: Arc<LocalDisk>,
+    writer: MapWriter,
+    sender: Sender<FlushRequest>,
+    receiver: Mutex<Option<Receiver<FlushRequest>>>,
+}
+
+impl Flusher {
+    pub(crate) fn new(disk: Arc<LocalDisk>, map: MapFile) -> Flusher {
+        let (sender, receiver) = channel();
+        let writer = MapWriter::new(map);
+        Flusher { disk, writer, sender, receiver: Mutex::new(Some(receiver)) }
+    }
+
+    /// Whether the map has every block that is present. Then a flush need not write it.
+    pub(crate) fn is_current(&self) -> bool {
+        self.writer.is_current(self.disk.mirror.presence())
+    }
+
+    /// Requests that everything that has completed becomes durable. `done` is called with the
+    /// result.
+    pub(crate) fn request(&self, done: FlushDone) {
+        // The receiver lives as long as the process.
+        let _ = self.sender.send(FlushRequest::Flush(done));
+    }
+
+    /// Requests that the map records the intent to write `span`. An event tells when it is
+    /// recorded.
+    pub(crate) fn record_intent(&self, span: Span) {
+        // As above.
+        let _ = self.sender.send(FlushRequest::RecordIntent(span));
+    }
+
+    /// Clears the intent of regions in which nothing has changed since the parent snapshot.
+    pub(crate) fn clear_unchanged_intent(&self) -> io::Result<()> {
+        self.writer.clear_unchanged_intent(&self.disk.mirror, &self.disk.data)
+    }
+
+    /// Makes everything durable, and marks the map as cleanly closed. `knows_guests` tells whether
+    /// guests that ran may go on.
+    pub(crate) fn close_map(&self, knows_guests: bool) -> io::Result<()> {
+        let mirror = &self.disk.mirror;
+        self.writer.flush(mirror, &self.disk.data)?;
+        let view = mirror.epoch_view();
+        // If the live directory is lost, the checkpoints that are not stable are lost with it. Then
+        // these are the changes.
+        let dirty = view.dirty_sets().flat_map(|set| set.iter());
+        self.writer.map().end(mirror.presence(), mirror.layout(), dirty, knows_guests)
+    }
+
+    /// Starts the thread.
+    pub(crate) fn spawn(self: &Arc<Flusher>) -> io::Result<()> {
+        let receiver = self.receiver.lock().expect("locked only here").take();
+        let receiver =
+            receiver.ok_or_else(|| io::Error::other("the flush thread is started once"))?;
+        let flusher = self.clone();
+        thread::Builder::new().name("flush".into()).spawn(move || flusher.run(&receiver))?;
+        Ok(())
+    }
+
+    fn run(&self, receiver: &Receiver<FlushRequest>) {
         while let Ok(first) = receiver.recv() {
             let mut waiting = Vec::new();
-            let mut announced = false;
-            for order in std::iter::once(first).chain(receiver.try_iter()) {
-                match order {
-                    Order::Flush(flush) => waiting.push(flush),
-                    Order::Announce(span) => {
-                        announced = true;
-                        if let Err(error) = device.flusher.announce_now(&device.mirror, span) {
-                            // The write waits, and asks again.
-                            tracing::error!(%error, "the map cannot be told of a write");
-                            thread::sleep(PAUSE);
+            let mut has_intent = false;
+            for request in std::iter::once(first).chain(receiver.try_iter()) {
+                match request {
+                    FlushRequest::Flush(done) => waiting.push(done),
+                    FlushRequest::RecordIntent(span) => {
+                        has_intent = true;
+                        if let Err(error) = self.writer.write_intent(&self.disk.mirror, span) {
+                            // The write waits, and requests it again.
+                            tracing::error!(%error, "cannot record write intent in the map");
+                            thread::sleep(INTENT_RETRY_DELAY);
                         }
                     }
                 }
             }
-            if announced {
-                device.mirror.events.notify();
+            if has_intent {
+                self.disk.mirror.notify();
             }
             if waiting.is_empty() {
                 continue;
             }
-            let result = device.flusher.flush(&device.mirror, &device.disk);
+            let result = self.writer.flush(&self.disk.mirror, &self.disk.data);
             if let Err(error) = &result {
                 tracing::error!(%error, "a flush failed");
             }
-            for Flush { worker, key } in waiting {
-                let result = match &result {
+            for done in waiting {
+                done(match &result {
                     Ok(()) => Ok(()),
                     Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
-                };
-                worker.send(Command::Flushed(key, result));
+                });
             }
         }
-    })?;
-    Ok(())
+    }
 }

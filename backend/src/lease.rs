@@ -1,4 +1,4 @@
-//! Keeps the writer's lease alive.
+//! Renews the writer's lease.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,24 +6,22 @@ use std::{io, thread};
 
 use cairn_store::{ErrorKind, LEASE_SECONDS};
 
-use crate::device::Device;
+use crate::image::Image;
 
-/// Starts the thread that renews the lease. If another writer has taken the image over, checkpoints
-/// end; the guest's disk goes on.
-pub(crate) fn spawn(device: Arc<Device>) -> io::Result<()> {
+/// Starts the thread that renews the lease. If another writer has taken over the image, no more
+/// checkpoints are taken, and the guest's disk goes on.
+pub(crate) fn spawn(image: Arc<Image>) -> io::Result<()> {
     thread::Builder::new().name("lease".into()).spawn(move || {
         loop {
             thread::sleep(Duration::from_secs(LEASE_SECONDS / 3));
-            match device.attachment.renew() {
+            match image.attachment.renew() {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::Conflict => {
-                    tracing::error!(%error, "no more checkpoints");
-                    device.poison(error.to_string());
+                    tracing::error!(%error, "no more checkpoints can be taken");
+                    image.poison(error.to_string());
                     return;
                 }
-                Err(error) => {
-                    tracing::warn!(%error, "the lease could not be renewed; trying again")
-                }
+                Err(error) => tracing::warn!(%error, "cannot renew the lease; retrying"),
             }
         }
     })?;

@@ -2,39 +2,45 @@
 //!
 //! ```text
 //!  hypervisor ── socket ──► vhost ── commands ──► worker (one thread, one virtqueue, one ring)
-//!                                                  │ request::parse      pure
-//!                                                  │ mirror.plan         what must happen first?
-//!                                                  │ uring               the mirror's file
-//!                                                  ▼
-//!        fetch ◄── absent blocks ────────────── mirror ◄────────── frozen epochs ──► commit::persist
-//!          ▲                                       ▲                                      │
-//!          │                                 commit::checkpoint ◄── control ◄── agent, cairn
-//!          └────────────────────────── repository (cairn-store) ◄────────────────────────┘
+//!                                                   │ request::parse     pure
+//!                                                   │ mirror.plan_write  what must happen first?
+//!                                                   │ uring              I/O on the data file
+//!                                                   ▼
+//!       fetch ◄─── absent blocks ──────────────── mirror ◄──────── layers ────► commit::persist
+//!         ▲                                         ▲                                 │
+//!         │                                Commits::checkpoint ◄── control ◄── agent, cairn
+//!         └──────────────────────── image: repository (cairn-store) ◄─────────────────┘
 //! ```
+//!
+//! A module uses only modules that are further down in this table:
 //!
 //! | module | is |
 //! |---|---|
-//! | [`args`], [`start`] | the command line; opening, serving, resting |
-//! | `vhost` | what the hypervisor says |
-//! | `worker` | one thread for each queue; requests from pop to completion |
-//! | `request` | descriptor chain → request; trusts nothing |
-//! | `memory`, `mapping`, `uring`, `sys` | the modules with `unsafe` code: guest memory, buffers, the ring, sockets |
+//! | [`start`], [`args`] | assembling, serving and closing a disk; the command line |
+//! | `control` | the control socket of the host and the proxy for the guest |
+//! | `vhost` | the hypervisor's messages |
+//! | `worker` | one thread for each virtqueue: requests from pop to completion |
+//! | `commit` | checkpoints, from the request to the publication |
+//! | `fetch`, `flush`, `lease` | background threads: lazy reads, the map, the writer's lease |
+//! | `guest` | what is known of the guest: ledgers, ownership of the rings |
+//! | `local_disk`, `image` | the two halves of a disk: local files, and repository |
+//! | `uring`, `memory`, `request` | the ring, guest memory, and parsing of descriptor chains |
+//! | `counters` | the numbers for `cairn stats` and `cairn status` |
 //! | `mirror` | the decisions: presence, epochs, copy-on-write, claims; and the mirror's files |
-//! | `counters` | what `cairn stats` and `cairn status` tell |
-//! | `fetch`, `flush`, `lease` | background threads |
-//! | `commit` | checkpoints, from the cut to the publication |
-//! | `control` | control socket and guest proxy |
+//! | `mapping`, `sys` | memory from the kernel, and system calls |
 
 pub mod args;
 mod commit;
 mod control;
 mod counters;
-mod device;
 mod fetch;
 mod flush;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod guest;
+mod image;
 mod lease;
+mod local_disk;
 mod mapping;
 mod memory;
 mod mirror;

@@ -30,8 +30,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// A thread that panics has broken an invariant that guests' data depend on: stop all of it, and let
-/// the hypervisor see a closed connection rather than a disk that half works.
+/// Aborts the process when a thread panics. The thread has broken an invariant that the guest's
+/// data depend on. The hypervisor then sees a closed connection, and not a disk that half works.
 fn abort_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

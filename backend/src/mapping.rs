@@ -1,4 +1,4 @@
-//! Memory obtained from the kernel: page-aligned buffers, and memory that is shared through a file and so
+//! Memory from the kernel: page-aligned buffers, and memory that is shared through a file and so
 //! outlives the process.
 #![allow(unsafe_code)]
 
@@ -10,15 +10,15 @@ use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
-/// Alignment of buffers for direct I/O.
-pub(crate) const PAGE: usize = 4096;
+/// The size of a page, and the alignment of buffers for direct I/O.
+pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// Maps `bytes` of a file.
+/// Maps `bytes` bytes of a file.
 fn map(bytes: usize, file: &File, offset: u64) -> io::Result<NonNull<u8>> {
     let (flags, fd) = (libc::MAP_SHARED, file.as_raw_fd());
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a fresh mapping at an address of the kernel's choice takes nothing away from anybody;
-    // the result is checked.
+    // SAFETY: a new mapping at an address that the kernel chooses does not affect any existing
+    // memory. The result is checked.
     let start =
         unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, fd, offset as i64) };
     if start == libc::MAP_FAILED {
@@ -34,15 +34,16 @@ pub(crate) struct Words {
 }
 
 impl Words {
-    /// `len` words of this process's own, all zero.
+    /// `len` zero words in this process's own memory.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn zeroed(len: usize) -> io::Result<Words> {
         let file = crate::sys::shared_memory(Words::bytes(len) as u64)?;
         Words::shared(&file, 0, len)
     }
 
-    /// `len` words of a file from `offset` on, which is a multiple of a page. The file must be that long
-    /// and have all its space, or access is fatal.
+    /// `len` words of a file, starting at `offset`, which is a multiple of the page size. The file
+    /// must be long enough and have all its space allocated; otherwise access to the words is
+    /// fatal.
     pub(crate) fn shared(file: &File, offset: u64, len: usize) -> io::Result<Words> {
         Ok(Words { start: map(Words::bytes(len), file, offset)?.cast(), len })
     }
@@ -56,52 +57,52 @@ impl Deref for Words {
     type Target = [AtomicU64];
 
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping holds `len` words, is page aligned, and lives as long as `self`; any bits
-        // are a valid AtomicU64.
+        // SAFETY: the mapping holds `len` words, is page aligned, and lives as long as `self`. Any
+        // bits are a valid AtomicU64.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // SAFETY: exactly the mapping that was made; nothing borrows from it any more.
+        // SAFETY: exactly the mapping that was made. Nothing borrows from it any more.
         unsafe { libc::munmap(self.start.as_ptr().cast(), Words::bytes(self.len)) };
     }
 }
 
-// SAFETY: the words are atomics in memory owned by this value; sharing them is what atomics are for.
+// SAFETY: the words are atomics in memory that this value owns, and atomics may be shared.
 unsafe impl Send for Words {}
 // SAFETY: as above.
 unsafe impl Sync for Words {}
 
-/// Memory that is shared through a file. Who uses which part of it is for its owner to say.
+/// Memory that is shared through a file. Its owner decides who uses which part.
 pub(crate) struct SharedBytes {
     start: NonNull<u8>,
     len: usize,
 }
 
 impl SharedBytes {
-    /// The first `len` bytes of a file. A part may be used only when the file has space for it.
+    /// Maps the first `len` bytes of a file. A part may be used only if the file has space for it.
     pub(crate) fn new(file: &File, len: usize) -> io::Result<SharedBytes> {
         Ok(SharedBytes { start: map(len, file, 0)?, len })
     }
 
-    /// The address of the byte at `offset`, which is inside.
+    /// The address of the byte at `offset`, which must be inside the mapping or at its end.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         assert!(offset <= self.len, "an offset outside of shared memory");
-        // SAFETY: inside the mapping, or just behind it.
+        // SAFETY: inside the mapping, or at its end.
         unsafe { self.start.as_ptr().add(offset) }
     }
 }
 
 impl Drop for SharedBytes {
     fn drop(&mut self) {
-        // SAFETY: exactly the mapping that was made; users of parts of it keep `self` alive.
+        // SAFETY: exactly the mapping that was made. Users of its parts keep `self` alive.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
-// SAFETY: an address and a length; all access is through raw pointers.
+// SAFETY: an address and a length. All access is through raw pointers.
 unsafe impl Send for SharedBytes {}
 // SAFETY: as above.
 unsafe impl Sync for SharedBytes {}
@@ -113,7 +114,7 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    /// `len` bytes of zeros; `len` is not 0.
+    /// `len` zero bytes. `len` must not be 0.
     pub(crate) fn zeroed(len: usize) -> Buffer {
         assert!(len > 0, "a buffer holds at least one byte");
         let layout = Buffer::layout(len);
@@ -124,7 +125,8 @@ impl Buffer {
     }
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len, PAGE).expect("buffers are far smaller than the address space")
+        Layout::from_size_align(len, PAGE_BYTES)
+            .expect("buffers are far smaller than the address space")
     }
 
     /// The address, for an operation that owns this buffer until it completes.

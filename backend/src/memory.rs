@@ -1,4 +1,4 @@
-//! The guest's memory as the hypervisor shares it, and the way from its addresses to ours.
+//! The guest's memory, as the hypervisor shares it, and the translation of its addresses.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -13,7 +13,8 @@ use vm_memory::{
 
 use crate::request::Segment;
 
-/// Where a region lies in the hypervisor's own address space, which is how ring addresses arrive.
+/// A region's range in the hypervisor's own address space. Ring addresses arrive as addresses of
+/// that space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct UserRange {
     pub(crate) user: u64,
@@ -21,47 +22,48 @@ pub(crate) struct UserRange {
     pub(crate) len: u64,
 }
 
-/// One region as a message describes it.
+/// A memory region, as a message describes it.
 pub(crate) struct Region {
     pub(crate) range: UserRange,
     pub(crate) mapping: MmapRegion<()>,
 }
 
-/// A page of a [`DirtyLog`].
-const LOG_PAGE: u64 = 4096;
+/// The size of a page of a [`DirtyLog`].
+const LOG_PAGE_BYTES: u64 = 4096;
 
-/// The hypervisor's record of the guest's pages that changed, a bit for each, while it migrates.
+/// The hypervisor's log of guest pages that changed while the guest migrates, one bit per page.
 pub(crate) struct DirtyLog {
     mapping: MmapRegion<()>,
 }
 
 impl DirtyLog {
-    /// Maps the record.
+    /// Maps the log.
     pub(crate) fn new(file: File, offset: u64, len: u64) -> io::Result<DirtyLog> {
         let len = usize::try_from(len).map_err(io::Error::other)?;
         let file = vm_memory::FileOffset::new(file, offset);
         Ok(DirtyLog { mapping: MmapRegion::from_file(file, len).map_err(io::Error::other)? })
     }
 
-    /// Records that a part of memory was written. It must have been: the hypervisor may take the record
-    /// and look at the page at any time. Pages that the record has no bit for are not the guest's.
+    /// Marks a part of memory that was written. Call this after the write: the hypervisor may read
+    /// the log and then the page at any time. Pages without a bit in the log do not belong to the
+    /// guest.
     fn mark(&self, address: u64, len: u64) {
-        let last = address.saturating_add(len.max(1) - 1) / LOG_PAGE;
-        for page in address / LOG_PAGE..=last {
+        let last = address.saturating_add(len.max(1) - 1) / LOG_PAGE_BYTES;
+        for page in address / LOG_PAGE_BYTES..=last {
             let Some(byte) = usize::try_from(page / 8).ok().filter(|at| *at < self.mapping.size())
             else {
                 return;
             };
-            // SAFETY: the byte is inside the mapping, which lives as long as `self`; all access to
-            // shared bytes of this record is atomic on both sides.
+            // SAFETY: the byte is inside the mapping, which lives as long as `self`. Both sides
+            // access the bytes of this log atomically.
             let bits = unsafe { AtomicU8::from_ptr(self.mapping.as_ptr().add(byte)) };
             bits.fetch_or(1 << (page % 8), Ordering::SeqCst);
         }
     }
 }
 
-/// An immutable map of the guest's memory. Each submitted operation holds the one it was made with,
-/// so memory is unmapped only when no operation uses it.
+/// An immutable map of the guest's memory. Each submitted operation holds the map that it was made
+/// with, so memory is unmapped only when no operation uses it.
 #[derive(Clone, Default)]
 pub(crate) struct GuestMap {
     memory: GuestMemoryMmap,
@@ -79,7 +81,7 @@ impl GuestMap {
         regions.into_iter().try_fold(GuestMap::default(), |map, region| map.with(region))
     }
 
-    /// This map and one more region.
+    /// This map with one more region.
     pub(crate) fn with(&self, region: Region) -> io::Result<GuestMap> {
         let Region { range, mapping } = region;
         range
@@ -94,7 +96,7 @@ impl GuestMap {
         Ok(GuestMap { memory, ranges, log: self.log.clone() })
     }
 
-    /// This map less one region.
+    /// This map without one region.
     pub(crate) fn without(&self, guest: u64, len: u64) -> io::Result<GuestMap> {
         let (memory, _) =
             self.memory.remove_region(GuestAddress(guest), len).map_err(io::Error::other)?;
@@ -102,24 +104,24 @@ impl GuestMap {
         Ok(GuestMap { memory, ranges, log: self.log.clone() })
     }
 
-    /// This map with another record of changes, or none.
+    /// This map with another dirty log, or without one.
     pub(crate) fn with_log(&self, log: Option<Arc<DirtyLog>>) -> GuestMap {
         GuestMap { log, ..self.clone() }
     }
 
-    /// Whether changes are recorded.
+    /// Whether there is a dirty log.
     pub(crate) fn is_logged(&self) -> bool {
         self.log.is_some()
     }
 
-    /// Records, if the hypervisor wants that, that a part of memory was written.
+    /// Marks a part of memory that was written, if there is a dirty log.
     pub(crate) fn mark(&self, address: GuestAddress, len: u64) {
         if let Some(log) = &self.log {
             log.mark(address.0, len);
         }
     }
 
-    /// As [`GuestMap::mark`], for the memory of a request.
+    /// Does [`GuestMap::mark`] for the memory of a request.
     pub(crate) fn mark_all(&self, segments: &[Segment]) {
         if self.is_logged() {
             segments.iter().for_each(|one| self.mark(GuestAddress(one.address), one.len.into()));
@@ -131,17 +133,17 @@ impl GuestMap {
         &self.memory
     }
 
-    /// The guest address of one in the hypervisor's address space.
+    /// Translates an address of the hypervisor's address space to a guest address.
     pub(crate) fn guest_address(&self, user: u64) -> Option<GuestAddress> {
         let range =
             self.ranges.iter().find(|range| range.user <= user && user - range.user < range.len)?;
         Some(GuestAddress(user - range.user + range.guest))
     }
 
-    /// The places of `segments` in this process, in order.
+    /// The addresses of `segments` in this process, in order.
     ///
-    /// The kernel reads and writes them while the guest may do so too: no Rust reference to the bytes
-    /// is ever made.
+    /// The kernel reads and writes this memory while the guest may do so too. So no Rust reference
+    /// to the bytes is ever made.
     pub(crate) fn iovecs(&self, segments: &[Segment]) -> Result<Vec<libc::iovec>, OutsideMemory> {
         let mut iovecs = Vec::with_capacity(segments.len());
         for segment in segments {
@@ -157,7 +159,7 @@ impl GuestMap {
         Ok(iovecs)
     }
 
-    /// Bytes in all.
+    /// The size of the guest's memory in bytes.
     pub(crate) fn len(&self) -> u64 {
         self.memory.iter().map(|region| region.len()).sum()
     }

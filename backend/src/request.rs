@@ -1,5 +1,5 @@
-//! From a descriptor chain to a request. Pure: it reads guest memory and decides, and it believes
-//! nothing the guest wrote.
+//! Parses descriptor chains into requests. Pure: it reads guest memory and decides. It trusts
+//! nothing that the guest wrote.
 
 use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
@@ -7,27 +7,27 @@ use virtio_bindings::bindings::virtio_blk::{
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-use crate::mirror::layout::SECTOR;
+use crate::mirror::layout::SECTOR_BYTES;
 
-/// Segments of data in one request: what one vectored system call takes.
+/// The most data segments of one request: the limit of one vectored system call.
 pub(crate) const MAX_SEGMENTS: usize = 1024;
 
-/// Data bytes of one request. Linux sends at most a few MiB; this bounds bounce buffers.
-pub(crate) const MAX_DATA: u64 = 64 << 20;
+/// The most data of one request. Linux sends at most a few MiB. The limit bounds bounce buffers.
+pub(crate) const MAX_DATA_BYTES: u64 = 64 << 20;
 
-/// Bytes of a discard or a write of zeros: bounds what one request touches.
-pub(crate) const MAX_DISCARD: u64 = 64 << 20;
+/// The most bytes of a discard or a write of zeros, which bounds what one request changes.
+pub(crate) const MAX_DISCARD_BYTES: u64 = 64 << 20;
 
-/// Bytes in a request's header.
-const HEADER: usize = 16;
+/// The size of a request's header.
+const HEADER_BYTES: usize = 16;
 
-/// Bytes in the one range of a discard.
-const DISCARD_RANGE: usize = 16;
+/// The size of the one range of a discard.
+const DISCARD_RANGE_BYTES: usize = 16;
 
-/// The flag of WRITE_ZEROES that allows to deallocate; every other flag is reserved.
+/// The flag of WRITE_ZEROES that permits deallocation. All other flags are reserved.
 const FLAG_UNMAP: u32 = 1;
 
-/// A piece of guest memory.
+/// A contiguous range of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub(crate) address: u64,
@@ -41,9 +41,9 @@ pub(crate) struct Descriptor {
     pub(crate) writable: bool,
 }
 
-/// What the guest wants.
+/// What the guest requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RequestKind {
     Read { sector: u64, data: Vec<Segment>, len: u64 },
     Write { sector: u64, data: Vec<Segment>, len: u64 },
     Flush,
@@ -52,24 +52,24 @@ pub(crate) enum Kind {
     WriteZeroes { sector: u64, sectors: u32 },
 }
 
-/// How a chain is answered when it is no request.
+/// How a chain is answered that is not a valid request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// There is a status byte: it says that this kind of request is unknown.
+    /// The status says that this kind of request is not supported.
     Unsupported,
-    /// There is a status byte: it says that the request is wrong.
+    /// The status says that the request failed.
     Invalid,
 }
 
-/// A chain as parsed: where its status goes, and what it asks.
+/// A parsed chain: the address of its status byte, and the request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Parsed {
     pub(crate) status: GuestAddress,
-    pub(crate) request: Result<Kind, Refused>,
+    pub(crate) request: Result<RequestKind, Refused>,
 }
 
-/// Parses a chain. `None` if there is no place for a status: such a chain can only be returned
-/// as it is.
+/// Parses a chain. Returns `None` if the chain has no room for a status byte: then it can only be
+/// returned as it is.
 pub(crate) fn parse(
     chain: impl Iterator<Item = Descriptor>,
     memory: &GuestMemoryMmap,
@@ -91,7 +91,7 @@ pub(crate) fn parse(
     if last.len == 0 {
         writable.pop();
     }
-    // A status that cannot be written is no status.
+    // A status byte that cannot be written does not count.
     memory.check_range(status, 1).then_some(())?;
     let request = if ordered { request(readable, writable, memory) } else { Err(Refused::Invalid) };
     Some(Parsed { status, request })
@@ -101,39 +101,39 @@ fn request(
     mut readable: Vec<Segment>,
     writable: Vec<Segment>,
     memory: &GuestMemoryMmap,
-) -> Result<Kind, Refused> {
-    let header: [u8; HEADER] = take(&mut readable, memory)?;
+) -> Result<RequestKind, Refused> {
+    let header: [u8; HEADER_BYTES] = take(&mut readable, memory)?;
     let kind = u32::from_le_bytes(header[0..4].try_into().expect("four bytes"));
     let sector = u64::from_le_bytes(header[8..16].try_into().expect("eight bytes"));
     match kind {
         VIRTIO_BLK_T_IN => {
             let len = data_len(&writable)?;
             readable.is_empty().then_some(()).ok_or(Refused::Invalid)?;
-            Ok(Kind::Read { sector, data: writable, len })
+            Ok(RequestKind::Read { sector, data: writable, len })
         }
         VIRTIO_BLK_T_OUT => {
             let len = data_len(&readable)?;
             writable.is_empty().then_some(()).ok_or(Refused::Invalid)?;
-            Ok(Kind::Write { sector, data: readable, len })
+            Ok(RequestKind::Write { sector, data: readable, len })
         }
-        VIRTIO_BLK_T_FLUSH => Ok(Kind::Flush),
-        VIRTIO_BLK_T_GET_ID => Ok(Kind::GetId { data: writable }),
+        VIRTIO_BLK_T_FLUSH => Ok(RequestKind::Flush),
+        VIRTIO_BLK_T_GET_ID => Ok(RequestKind::GetId { data: writable }),
         VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
-            let range: [u8; DISCARD_RANGE] = take(&mut readable, memory)?;
+            let range: [u8; DISCARD_RANGE_BYTES] = take(&mut readable, memory)?;
             let sector = u64::from_le_bytes(range[0..8].try_into().expect("eight bytes"));
             let sectors = u32::from_le_bytes(range[8..12].try_into().expect("four bytes"));
             let flags = u32::from_le_bytes(range[12..16].try_into().expect("four bytes"));
-            // The device announces one range a request.
+            // The device supports one range per request.
             if !readable.is_empty() || !writable.is_empty() {
                 return Err(Refused::Invalid);
             }
-            if u64::from(sectors) * SECTOR > MAX_DISCARD {
+            if u64::from(sectors) * SECTOR_BYTES > MAX_DISCARD_BYTES {
                 return Err(Refused::Invalid);
             }
             match (kind, flags) {
-                (VIRTIO_BLK_T_DISCARD, 0) => Ok(Kind::Discard { sector, sectors }),
+                (VIRTIO_BLK_T_DISCARD, 0) => Ok(RequestKind::Discard { sector, sectors }),
                 (VIRTIO_BLK_T_WRITE_ZEROES, 0 | FLAG_UNMAP) => {
-                    Ok(Kind::WriteZeroes { sector, sectors })
+                    Ok(RequestKind::WriteZeroes { sector, sectors })
                 }
                 _ => Err(Refused::Unsupported),
             }
@@ -142,7 +142,7 @@ fn request(
     }
 }
 
-/// Reads the first `N` bytes of `segments` and removes them, wherever the pieces lie.
+/// Reads the first `N` bytes of `segments` and removes them, however they are split.
 fn take<const N: usize>(
     segments: &mut Vec<Segment>,
     memory: &GuestMemoryMmap,
@@ -165,10 +165,10 @@ fn take<const N: usize>(
     Ok(bytes)
 }
 
-/// The length of a request's data, if it is one that a disk can have.
+/// The length of a request's data, if it is valid.
 fn data_len(segments: &[Segment]) -> Result<u64, Refused> {
     let len: u64 = segments.iter().map(|segment| u64::from(segment.len)).sum();
-    let fits = len > 0 && len <= MAX_DATA && len.is_multiple_of(SECTOR);
+    let fits = len > 0 && len <= MAX_DATA_BYTES && len.is_multiple_of(SECTOR_BYTES);
     if fits && segments.len() <= MAX_SEGMENTS { Ok(len) } else { Err(Refused::Invalid) }
 }
 

@@ -1,4 +1,4 @@
-//! System calls that the standard library does not have: sockets, shared memory and priorities.
+//! System calls that are not in the standard library: sockets, shared memory and priorities.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -7,38 +7,44 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use crate::vhost::server::Source;
+/// A unix socket that a hypervisor uses.
+pub(crate) enum UnixSocket {
+    /// Each connection is one hypervisor.
+    Listener(UnixListener),
+    /// The only connection.
+    Stream(UnixStream),
+}
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Lets this thread, and those that it starts, run only when others need the processor less.
+/// Lowers the priority of this thread and of the threads that it starts.
 pub(crate) fn yield_to_others() {
     const NICE: libc::c_int = 10;
-    // SAFETY: no memory is passed. On Linux it concerns the calling thread, and to lower one's own
-    // priority needs no privilege.
+    // SAFETY: no memory is passed. On Linux this affects the calling thread only, and lowering
+    // one's own priority needs no privilege.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
-/// Bytes that nobody else has.
+/// Returns a random id.
 pub(crate) fn random_id() -> io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes)
 }
 
-/// Memory that can be shared by passing its descriptor on; all zeros.
+/// Creates zeroed memory that can be shared by passing its descriptor.
 pub(crate) fn shared_memory(len: u64) -> io::Result<File> {
     // SAFETY: the name is a C string; the result is checked.
     let fd = check(unsafe { libc::memfd_create(c"cairn-ledger".as_ptr(), libc::MFD_CLOEXEC) })?;
-    // SAFETY: a fresh descriptor that nobody else owns.
+    // SAFETY: a new descriptor that nothing else owns.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len)?;
     Ok(file)
 }
 
-/// Whether a directory's files are nowhere but in memory.
+/// Whether the files of a directory are only in memory.
 pub(crate) fn is_in_memory(path: &Path) -> io::Result<bool> {
     const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
@@ -51,12 +57,13 @@ pub(crate) fn is_in_memory(path: &Path) -> io::Result<bool> {
 
 /// Makes a pending and every later accept on this socket fail.
 pub(crate) fn shutdown(listener: &UnixListener) {
-    // SAFETY: the descriptor is open; no memory is passed. Fails only if it is shut down already.
+    // SAFETY: the descriptor is open, and no memory is passed. Fails only if the socket is shut
+    // down already.
     unsafe { libc::shutdown(listener.as_raw_fd(), libc::SHUT_RDWR) };
 }
 
-/// Listens on a unix socket, replacing one that nobody listens on any more. `private` sockets are
-/// for this user alone. To be called before other threads create files.
+/// Listens on a unix socket, and replaces one that nobody listens on any more. A `private` socket
+/// is accessible to this user only. Call this before other threads create files.
 pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {
     if UnixStream::connect(path).is_ok() {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
@@ -65,10 +72,11 @@ pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {
         Ok(found) if std::os::unix::fs::FileTypeExt::is_socket(&found.file_type()) => {
             std::fs::remove_file(path)?;
         }
-        Ok(_) => return Err(io::Error::other("something that is not a socket is there")),
+        Ok(_) => return Err(io::Error::other("the path exists and is not a socket")),
         Err(_) => {}
     }
-    // SAFETY: sets a number of the process; restored below, and no other thread depends on it.
+    // SAFETY: this changes a number of the process. It is restored below, and no other thread
+    // depends on it.
     let before = private.then(|| unsafe { libc::umask(0o177) });
     let listener = UnixListener::bind(path);
     if let Some(before) = before {
@@ -78,8 +86,9 @@ pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {
     listener
 }
 
-/// Takes over a unix socket that was inherited under this number: a listening or a connected one.
-pub(crate) fn inherited(fd: RawFd) -> io::Result<Source> {
+/// Takes over a unix socket that was inherited under this descriptor number, listening or
+/// connected.
+pub(crate) fn inherited(fd: RawFd) -> io::Result<UnixSocket> {
     let mut listening: libc::c_int = 0;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: both pointers are to live variables of the sizes that are passed.
@@ -92,15 +101,16 @@ pub(crate) fn inherited(fd: RawFd) -> io::Result<Source> {
             &raw mut len,
         )
     })?;
-    // SAFETY: the number is an open socket, and by the convention of the argument it is ours alone.
+    // SAFETY: the number is an open socket, and by the convention of the argument this process owns
+    // it.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     Ok(match listening {
-        0 => Source::Stream(socket.into()),
-        _ => Source::Listener(socket.into()),
+        0 => UnixSocket::Stream(socket.into()),
+        _ => UnixSocket::Listener(socket.into()),
     })
 }
 
-/// A listening AF_VSOCK socket, on hosts whose kernel has it.
+/// A listening AF_VSOCK socket, on hosts whose kernel supports it.
 pub(crate) struct VsockListener(OwnedFd);
 
 impl VsockListener {
@@ -110,7 +120,7 @@ impl VsockListener {
         let fd = check(unsafe {
             libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0)
         })?;
-        // SAFETY: a fresh descriptor that nobody else owns.
+        // SAFETY: a new descriptor that nothing else owns.
         let socket = unsafe { OwnedFd::from_raw_fd(fd) };
         // SAFETY: an all-zero sockaddr_vm is a valid value of that plain struct.
         let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
@@ -118,15 +128,15 @@ impl VsockListener {
         address.svm_cid = libc::VMADDR_CID_ANY;
         address.svm_port = port;
         let len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
-        // SAFETY: the address is live and as long as it is said to be.
+        // SAFETY: the address is live and has the length that is passed.
         check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
         // SAFETY: no memory is passed.
         check(unsafe { libc::listen(socket.as_raw_fd(), 16) })?;
         Ok(VsockListener(socket))
     }
 
-    /// Waits for a connection: the guest's context id and the stream, of which only reading, writing
-    /// and closing are used, so that it can pass for a unix stream.
+    /// Waits for a connection. Returns the guest's context id and the stream. Only reading, writing
+    /// and closing are used, so the stream can be treated as a unix stream.
     pub(crate) fn accept(&self) -> io::Result<(u32, UnixStream)> {
         // SAFETY: as in `bind`.
         let mut peer: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
@@ -140,7 +150,7 @@ impl VsockListener {
                 libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK,
             )
         })?;
-        // SAFETY: a fresh descriptor that nobody else owns.
+        // SAFETY: a new descriptor that nothing else owns.
         let stream = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok((peer.svm_cid, stream.into()))
     }

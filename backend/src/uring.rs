@@ -1,8 +1,8 @@
-//! One io_uring on one file, owned by one thread.
+//! One io_uring on a data file and a spill file, owned by one thread.
 //!
-//! An operation is handed over whole: the ring's table owns it and its buffers until the kernel's
-//! completion arrives, and only then gives it back. That ownership is the safety argument of every
-//! unsafe block here. Dropping the ring waits for what is submitted.
+//! An operation is handed over as a whole. The ring's table owns the operation and its buffers
+//! until the kernel's completion arrives, and only then returns it. That ownership is the safety
+//! argument of every unsafe block here. Dropping the ring waits for the operations in flight.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,20 +15,20 @@ use slab::Slab;
 
 use crate::mapping::Buffer;
 use crate::memory::GuestMap;
-use crate::mirror::copies::ArenaBuffer;
+use crate::mirror::cow::buffer_pool::PooledBuffer;
 use crate::mirror::layout::Span;
 
-/// Memory that stays where it is while the kernel uses it.
+/// Memory that stays in place while the kernel uses it.
 pub(crate) enum Memory {
-    /// The guest's own, by a map that stays mapped meanwhile.
+    /// The guest's memory, through a map that keeps it mapped.
     Guest { iovecs: Vec<libc::iovec>, _map: Arc<GuestMap> },
     /// A small buffer of zeros.
     Buffer(Buffer),
-    /// Memory of a bounded amount: a copy, or a buffer between an unaligned request and the file.
-    Arena(ArenaBuffer),
+    /// A buffer of a bounded pool: a copy, or a bounce buffer of an unaligned request.
+    Pooled(PooledBuffer),
 }
 
-/// An operation on the ring's file.
+/// An operation on the ring's files.
 pub(crate) enum Io {
     Read {
         offset: u64,
@@ -38,12 +38,12 @@ pub(crate) enum Io {
         offset: u64,
         memory: Memory,
     },
-    /// Writes to the ring's other file, which takes copies.
+    /// Writes to the spill file.
     Spill {
         offset: u64,
         memory: Memory,
     },
-    /// Turns a span into zeros without allocating.
+    /// Turns a span into zeros without allocating space.
     Punch(Span),
     /// Makes completed writes durable.
     Sync,
@@ -51,53 +51,55 @@ pub(crate) enum Io {
 
 struct Entry<T> {
     io: Io,
-    /// The single iovec of a buffer, or the guest's, less what short transfers did already.
+    /// The iovecs that remain: those of the guest's memory, or the single iovec of a buffer. Short
+    /// transfers shorten them.
     iovecs: Vec<libc::iovec>,
-    /// Bytes done by earlier, short, transfers.
+    /// The number of bytes that earlier, short transfers have moved.
     done: u64,
     tag: T,
 }
 
-/// A finished operation with everything that was handed over.
+/// A finished operation, with everything that was handed over.
 pub(crate) struct Completion<T> {
     pub(crate) io: Io,
     pub(crate) tag: T,
     pub(crate) result: io::Result<()>,
 }
 
-/// What [`Ring::reap`] found.
+/// What [`Ring::reap`] returns.
 pub(crate) enum Reaped<T> {
-    /// An operation ended.
+    /// An operation has ended.
     Done(Completion<T>),
-    /// A polled descriptor was written to; `id` is what the poll was started with. The poll goes on,
-    /// unless it has `ended`.
+    /// A polled descriptor is ready. `id` is the id of the poll. The poll goes on, unless it has
+    /// `ended`.
     Ready { id: u32, ended: bool },
 }
 
-/// Marks the user data of polls; the low bits are their id.
-const POLL: u64 = 1 << 63;
-/// The user data of operations whose completions tell nothing.
-const SILENT: u64 = 1 << 62;
+/// Marks the user data of polls. The low bits are the id of the poll.
+const POLL_FLAG: u64 = 1 << 63;
+/// The user data of operations whose completions are ignored.
+const SILENT_DATA: u64 = 1 << 62;
 
-/// The ring's files, as it knows them.
-const FILE: types::Fixed = types::Fixed(0);
-const SPILL: types::Fixed = types::Fixed(1);
+/// The ring's files, by their registered index.
+const DISK_FILE: types::Fixed = types::Fixed(0);
+const SPILL_FILE: types::Fixed = types::Fixed(1);
 
-/// How many operations are handed to the kernel at once. It holds the first back until it has prepared
-/// the last, so with many the disk waits; with few there are more system calls.
-const BATCH: usize = 4;
+/// The number of operations that are submitted at once. The kernel holds back the first one until
+/// it has prepared the last one: with a larger batch the disk waits, with a smaller one there are
+/// more system calls.
+const SUBMIT_BATCH: usize = 4;
 
-/// What an event descriptor is raised by.
-static ONE: u64 = 1;
+/// The value that signals an event descriptor.
+static EVENT_VALUE: u64 = 1;
 
-/// A ring and the operations in flight on it, each with a tag of the caller's.
+/// A ring and its operations in flight, each with a tag of the caller.
 pub(crate) struct Ring<T> {
     ring: IoUring,
     entries: Slab<Entry<T>>,
 }
 
 impl<T> Ring<T> {
-    /// A ring for operations on `file` and `spill`, which outlive it.
+    /// Creates a ring for operations on `file` and `spill`, which must outlive it.
     pub(crate) fn new(file: RawFd, spill: RawFd, depth: u32) -> io::Result<Ring<T>> {
         let ring = IoUring::builder()
             .setup_coop_taskrun()
@@ -111,13 +113,13 @@ impl<T> Ring<T> {
         Ok(Ring { ring, entries: Slab::new() })
     }
 
-    /// Operations that are not complete.
+    /// The number of operations that are not complete.
     pub(crate) fn in_flight(&self) -> usize {
         self.entries.len()
     }
 
-    /// Queues an operation. It reaches the kernel when a few are queued, and with the next [`Ring::enter`]
-    /// at the latest.
+    /// Queues an operation. The kernel gets it when a batch is queued, and with the next
+    /// [`Ring::enter`] at the latest.
     pub(crate) fn start(&mut self, io: Io, tag: T) -> io::Result<()> {
         let (iovecs, io) = match io {
             Io::Read { offset, mut memory } => {
@@ -133,8 +135,8 @@ impl<T> Ring<T> {
         };
         let key = self.entries.insert(Entry { io, iovecs, done: 0, tag });
         self.issue(key)?;
-        if self.ring.submission().len() >= BATCH {
-            tolerate(self.ring.submit())?;
+        if self.ring.submission().len() >= SUBMIT_BATCH {
+            ignore_transient(self.ring.submit())?;
         }
         Ok(())
     }
@@ -143,64 +145,64 @@ impl<T> Ring<T> {
         let entry = &self.entries[key];
         let sqe = match &entry.io {
             Io::Read { offset, .. } => {
-                opcode::Readv::new(FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Readv::new(DISK_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
             Io::Write { offset, .. } => {
-                opcode::Writev::new(FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Writev::new(DISK_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
             Io::Spill { offset, .. } => {
-                opcode::Writev::new(SPILL, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+                opcode::Writev::new(SPILL_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
-            Io::Punch(span) => opcode::Fallocate::new(FILE, span.len)
+            Io::Punch(span) => opcode::Fallocate::new(DISK_FILE, span.len)
                 .offset(span.offset)
                 .mode(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)
                 .build(),
-            Io::Sync => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
+            Io::Sync => opcode::Fsync::new(DISK_FILE).flags(types::FsyncFlags::DATASYNC).build(),
         };
         self.push(sqe.user_data(key as u64))
     }
 
-    /// Reports each time that the event descriptor `fd` is raised. Nobody needs to read it.
+    /// Reports each time that the event descriptor `fd` is signalled. Nobody needs to read it.
     pub(crate) fn poll(&mut self, fd: RawFd, id: u32) -> io::Result<()> {
         let sqe = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).multi(true).build();
-        self.push(sqe.user_data(POLL | u64::from(id)))
+        self.push(sqe.user_data(POLL_FLAG | u64::from(id)))
     }
 
     /// Ends a poll.
     pub(crate) fn cancel_poll(&mut self, id: u32) -> io::Result<()> {
-        let sqe = opcode::AsyncCancel::new(POLL | u64::from(id)).build();
-        self.push(sqe.user_data(SILENT))
+        let sqe = opcode::AsyncCancel::new(POLL_FLAG | u64::from(id)).build();
+        self.push(sqe.user_data(SILENT_DATA))
     }
 
-    /// Raises an event descriptor. It must be open until the next [`Ring::submit_all`], or until what
-    /// was queued has reached the kernel otherwise.
-    pub(crate) fn raise(&mut self, fd: RawFd) -> io::Result<()> {
-        let one = (&raw const ONE).cast();
-        let sqe = opcode::Write::new(types::Fd(fd), one, size_of_val(&ONE) as u32).build();
-        self.push(sqe.user_data(SILENT))
+    /// Signals an event descriptor. It must stay open until the next [`Ring::submit_all`], or until
+    /// the kernel has received what was queued in another way.
+    pub(crate) fn signal(&mut self, fd: RawFd) -> io::Result<()> {
+        let one = (&raw const EVENT_VALUE).cast();
+        let sqe = opcode::Write::new(types::Fd(fd), one, size_of_val(&EVENT_VALUE) as u32).build();
+        self.push(sqe.user_data(SILENT_DATA))
     }
 
     fn push(&mut self, sqe: squeue::Entry) -> io::Result<()> {
         loop {
-            // SAFETY: what the entry points to is owned by `self.entries` (iovecs and, through
-            // `io`, the memory they name) until its completion is reaped, or is static.
+            // SAFETY: `self.entries` owns what the entry points to (the iovecs and, through `io`,
+            // the memory that they name) until its completion is reaped. Otherwise it is static.
             if unsafe { self.ring.submission().push(&sqe) }.is_ok() {
                 return Ok(());
             }
-            tolerate(self.ring.submit())?;
+            ignore_transient(self.ring.submit())?;
         }
     }
 
-    /// Hands everything queued to the kernel and waits for a completion, at most `limit`.
+    /// Submits everything that is queued, and waits at most `limit` for a completion.
     pub(crate) fn enter(&mut self, limit: Option<Duration>) -> io::Result<()> {
         if !self.ring.completion().is_empty() {
-            return tolerate(self.ring.submit());
+            return ignore_transient(self.ring.submit());
         }
         let result = match limit {
             Some(limit) if limit.is_zero() => self.ring.submit(),
@@ -211,32 +213,32 @@ impl<T> Ring<T> {
             }
             None => self.ring.submit_and_wait(1),
         };
-        tolerate(result)
+        ignore_transient(result)
     }
 
-    /// Whether there is something to reap, or the kernel has something to add to that. Needs no system
-    /// call.
-    pub(crate) fn has_news(&mut self) -> bool {
+    /// Whether there is something to reap, or the kernel has more completions to add. Needs no
+    /// system call.
+    pub(crate) fn has_completions(&mut self) -> bool {
         self.ring.submission().taskrun() || !self.ring.completion().is_empty()
     }
 
-    /// Hands everything queued to the kernel: descriptors that it names may be closed afterwards.
+    /// Submits everything that is queued. After that, descriptors that it names may be closed.
     pub(crate) fn submit_all(&mut self) -> io::Result<()> {
         while !self.ring.submission().is_empty() {
-            tolerate(self.ring.submit())?;
+            ignore_transient(self.ring.submit())?;
         }
         Ok(())
     }
 
-    /// The next thing that ended, if any.
+    /// The next completion, if there is one.
     pub(crate) fn reap(&mut self) -> io::Result<Option<Reaped<T>>> {
         loop {
             let Some(cqe) = self.ring.completion().next() else { return Ok(None) };
             let data = cqe.user_data();
-            if data == SILENT {
+            if data == SILENT_DATA {
                 continue;
             }
-            if data & POLL != 0 {
+            if data & POLL_FLAG != 0 {
                 let ended = !cqueue::more(cqe.flags());
                 return Ok(Some(Reaped::Ready { id: data as u32, ended }));
             }
@@ -256,7 +258,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// What the kernel's result means: the end, or `None` for a short transfer that goes on.
+    /// Interprets the kernel's result. Returns `None` for a short transfer that goes on.
     fn advance(&mut self, key: usize, result: i32) -> Option<io::Result<()>> {
         let entry = &mut self.entries[key];
         if result < 0 {
@@ -273,7 +275,7 @@ impl<T> Ring<T> {
         entry.done += moved as u64;
         while let Some(first) = entry.iovecs.first_mut() {
             if first.iov_len > moved {
-                // SAFETY: `moved` is less than the length, so the result is inside the same piece.
+                // SAFETY: `moved` is less than the length, so the result is inside the same memory.
                 first.iov_base = unsafe { first.iov_base.cast::<u8>().add(moved) }.cast();
                 first.iov_len -= moved;
                 break;
@@ -289,9 +291,9 @@ impl<T> Ring<T> {
     }
 }
 
-/// Entering the kernel fails in passing when a signal or a time limit comes first, when completions have
-/// to be reaped before, or when memory is short.
-fn tolerate(result: io::Result<usize>) -> io::Result<()> {
+/// Ignores transient errors of entering the kernel: a signal, a time limit, completions that have
+/// to be reaped first, or a shortage of memory.
+fn ignore_transient(result: io::Result<usize>) -> io::Result<()> {
     match result {
         Ok(_) => Ok(()),
         Err(error) => match error.raw_os_error() {
@@ -305,17 +307,18 @@ fn take_iovecs(memory: &mut Memory) -> Vec<libc::iovec> {
     let (base, len) = match memory {
         Memory::Guest { iovecs, .. } => return std::mem::take(iovecs),
         Memory::Buffer(buffer) => (buffer.as_mut_ptr(), buffer.len()),
-        Memory::Arena(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+        Memory::Pooled(buffer) => (buffer.as_mut_ptr(), buffer.len()),
     };
     vec![libc::iovec { iov_base: base.cast(), iov_len: len }]
 }
 
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
-        // Buffers are freed below: nothing may be using them.
+        // Buffers are freed below, so nothing may be using them.
         while !self.entries.is_empty() {
             if self.enter(None).is_err() {
-                // The kernel may still write into the buffers: leaking them is the only safe way.
+                // The kernel may still write into the buffers, so leaking them is the only safe
+                // way.
                 std::mem::forget(std::mem::take(&mut self.entries));
                 return;
             }

@@ -1,5 +1,5 @@
-//! Disks that are full, a repository that is away, a host that dies: the guest gets an error only where
-//! there is no other way, nothing is lost, and everything goes on when the trouble is over.
+//! Full disks, an unavailable repository, a host that dies. The guest gets an error only if there
+//! is no other way, nothing is lost, and everything goes on when the fault is over.
 
 mod support;
 
@@ -23,7 +23,7 @@ fn random_disk(seed: u64, len: u64) -> Vec<u8> {
     disk
 }
 
-/// A file system of its own, where that can be had.
+/// A file system of its own, if the host permits it.
 fn small_disk(site: &Site, bytes: u64) -> Option<(PathBuf, sys::Mounted)> {
     let small = site.path("small");
     fs::create_dir(&small).expect("a place to mount");
@@ -36,7 +36,7 @@ fn small_disk(site: &Site, bytes: u64) -> Option<(PathBuf, sys::Mounted)> {
     }
 }
 
-/// Takes up the free space of a small file system.
+/// Uses up the free space of a small file system.
 fn fill(directory: &Path) -> PathBuf {
     let ballast = directory.join("ballast");
     let mut len = 64 * MIB;
@@ -54,7 +54,7 @@ fn fill(directory: &Path) -> PathBuf {
     ballast
 }
 
-/// A checkpoint of the disk has this content, and the disk itself.
+/// Checks the content of the disk and of a checkpoint of it.
 fn check_and_end(site: &Site, backend: Backend, mut device: Device, disk: &[u8]) {
     let number = backend.control().stable_checkpoint();
     assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
@@ -81,11 +81,11 @@ fn a_checkpoint_waits_for_a_full_repository_and_keeps_its_content() {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let pending = control.status().pending;
-        let trouble = pending.first().expect("it is pending").trouble.clone();
-        if trouble.is_some_and(|trouble| trouble.contains("space") || trouble.contains("full")) {
+        let error = pending.first().expect("it is pending").trouble.clone();
+        if error.is_some_and(|error| error.contains("space") || error.contains("full")) {
             break;
         }
-        assert!(Instant::now() < deadline, "no trouble is told: {pending:?}");
+        assert!(Instant::now() < deadline, "no error is reported: {pending:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     // The guest goes on, and its writes are not in the checkpoint.
@@ -117,7 +117,7 @@ fn a_full_mirror_fails_only_writes_that_need_space_and_recovers() {
     let ballast = fill(&small);
     let failed = (8..16).filter(|at| device.queues[0].write(at * MIB, &[9; 65536]).is_err());
     assert!(failed.count() >= 7, "there was space");
-    // What is there can be read, written and flushed.
+    // Local data can be read, written and flushed.
     device.queues[0].write(MIB, &[3; 65536]).expect("write what is there already");
     disk[MIB as usize..][..65536].fill(3);
     device.queues[0].flush().expect("flush");
@@ -132,14 +132,15 @@ fn a_full_mirror_fails_only_writes_that_need_space_and_recovers() {
     check_and_end(&site, backend, device, &disk);
 }
 
-/// Copies go to the disk then. A checkpoint may be refused, with a reason, but not half taken.
+/// Copies then go to the disk. A checkpoint may be refused, with a reason, but it is never taken in
+/// part.
 #[test]
 fn a_full_live_directory_costs_no_data_and_recovers() {
     let site = Site::new();
     let Some((small, _mounted)) = small_disk(&site, 16 * MIB) else { return };
     repository::create(&site.store(), IMAGE, CHUNK, 16 * MIB);
     let options = Options { live: small.join("live"), ..Options::new(&site) };
-    // Slow enough for writes to meet chunks that are not stored.
+    // Slow enough that writes hit chunks that are not stored.
     let backend = Backend::start(&options.with(&["--commit-rate", "8388608"]));
     let mut device = backend.device(Shape::default());
     let mut control = backend.control();
@@ -194,7 +195,7 @@ fn a_read_waits_for_the_repository_and_then_fails_or_succeeds() {
     device.queues[0].read(0, 4096).expect_err("read what is not there");
     let took = start.elapsed();
     assert!((Duration::from_secs(3)..Duration::from_secs(20)).contains(&took), "{took:?}");
-    // A write of whole blocks needs nothing of the repository.
+    // A write of whole blocks needs nothing from the repository.
     device.queues[0].write(MIB, &[1; 4096]).expect("write");
     assert!(device.queues[0].read(MIB, 4096).expect("read") == [1; 4096]);
     std::thread::scope(|scope| {
@@ -208,7 +209,7 @@ fn a_read_waits_for_the_repository_and_then_fails_or_succeeds() {
     assert!(backend.control().stats().fetch_errors > 0);
 }
 
-/// Where the blocks of a file lie on its disk: pairs of offsets in both, for each block.
+/// The positions of a file's blocks on its disk: a pair of offsets for each block.
 fn places(file: &Path) -> Vec<(u64, u64)> {
     let output = Command::new("filefrag").args(["-v", "-b4096"]).arg(file).output();
     let output = output.expect("filefrag runs").stdout;
@@ -227,7 +228,7 @@ fn places(file: &Path) -> Vec<(u64, u64)> {
         .collect()
 }
 
-/// A disk of its own whose end can be lost, where that can be had.
+/// A disk of its own whose end can be lost, if the host permits it.
 struct Fragile {
     image: PathBuf,
     place: PathBuf,
@@ -239,7 +240,7 @@ impl Fragile {
         let (image, place) = (site.path("device"), site.path("mounted"));
         fs::create_dir(&place).expect("a place to mount");
         fs::File::create(&image).and_then(|file| file.set_len(64 * MIB)).expect("a sparse file");
-        // Without a journal, so that what is bad is data alone.
+        // Without a journal, so that only data is bad.
         let made = Command::new("mke2fs")
             .args(["-q", "-F", "-t", "ext4", "-O", "^has_journal"])
             .arg(&image)
@@ -254,7 +255,7 @@ impl Fragile {
         }
     }
 
-    /// A loop device has no data behind the end of its file; a write there gives it some again.
+    /// A loop device has no data beyond the end of its file. A write there creates some.
     fn lose_from(&self, offset: u64) {
         let file = fs::File::options().write(true).open(&self.image).expect("the device's file");
         file.set_len(offset).expect("lose data");
@@ -274,7 +275,7 @@ fn a_bad_block_is_fetched_again_unless_its_chunk_has_changed() {
     let mut places = places(&options.mirror.join("disk"));
     assert_eq!(places.len() as u64, 8 * MIB / 4096);
     places.sort_unstable_by_key(|(_, place)| *place);
-    // The chunk that lies last changes in its first block.
+    // The last chunk changes in its first block.
     let changed = places.last().expect("many").0 / u64::from(CHUNK) * u64::from(CHUNK);
     device.queues[0].write(changed, &[1; 4096]).expect("write");
     disk[changed as usize..][..4096].fill(1);
@@ -302,7 +303,7 @@ fn a_bad_block_that_is_absent_costs_no_checkpoint() {
     let options = Options { mirror: fragile.place.join("mirror"), ..Options::new(&site) };
     let backend = Backend::start(&options);
     assert!(backend.device(Shape::default()).read_all() == disk);
-    // The map has not heard of what was fetched.
+    // The map does not know of fetched blocks.
     backend.kill_with_host();
     let first = places(&options.mirror.join("disk")).into_iter().map(|(_, place)| place).min();
     fragile.lose_from(first.expect("many"));
@@ -348,7 +349,8 @@ fn after_the_hosts_death_only_regions_that_were_written_count_as_changed() {
     );
     let number = backend.control().stable_checkpoint();
     assert!(repository::export(&site.store(), IMAGE, number) == disk, "the checkpoint");
-    // Before the next one is stored, the map forgets the regions in which nothing has changed.
+    // Before the next checkpoint is stored, the map clears the regions in which nothing has
+    // changed.
     backend.control().stable_checkpoint();
     drop(device);
     backend.kill_with_host();

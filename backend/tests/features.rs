@@ -30,7 +30,7 @@ const CONFIG_WCE: u64 = 1 << 11;
 const LOG_ALL: u64 = 1 << 26;
 const EVENT_IDX: u64 = 1 << 29;
 
-/// Where the caching mode is in the configuration.
+/// The offset of the caching mode in the configuration space.
 const WRITEBACK: u32 = 32;
 
 fn site() -> Site {
@@ -62,7 +62,7 @@ fn read(guest: &mut Guest, sector: u64) -> u8 {
 }
 
 #[test]
-fn the_limits_of_requests_are_told() {
+fn the_limits_of_requests_are_announced() {
     let site = site();
     let backend = Backend::start(&Options::new(&site).with(&["--queue-size", "128"]));
     let mut guest = Guest::connect(&backend.options.socket);
@@ -92,12 +92,13 @@ fn a_write_is_durable_when_it_is_answered_in_write_through_mode_only() {
 
         let backend = Backend::start(&Options::new(&site));
         let mut guest = Guest::connect(&backend.options.socket);
-        // The data is in the mirror in both cases; the map tells of it only when it was flushed.
+        // The data is in the mirror in both cases. The map has it only after a flush.
         assert_eq!(read(&mut guest, 8), if cached { 0 } else { 7 });
     }
 }
 
-/// Hypervisors do not say it again when they reconnect, and the guest does not know that they did.
+/// Hypervisors do not repeat the mode when they reconnect, and the guest does not notice the
+/// reconnection.
 #[test]
 fn write_through_mode_outlives_the_backend() {
     /// How the connection ends.
@@ -178,7 +179,7 @@ fn sixty_four_queues_of_a_thousand_entries_serve() {
     for (at, queue) in (0..).zip(&mut device.queues) {
         queue.write(at * 4096, &[at as u8 + 1; 4096]).expect("write");
     }
-    // Each reads what another wrote.
+    // Each reads what another one wrote.
     for (at, queue) in (0..64).rev().zip(&mut device.queues) {
         assert_eq!(queue.read(at * 4096, 4096).expect("read"), [at as u8 + 1; 4096]);
     }
@@ -213,7 +214,7 @@ fn a_device_that_is_reset_starts_from_nothing() {
     assert_eq!(read(&mut guest, 8), 4);
 }
 
-/// The hypervisor's record of changed pages.
+/// The hypervisor's dirty log.
 struct Log(File);
 
 impl Log {
@@ -228,7 +229,7 @@ impl Log {
         VhostUserDirtyLogRegion { mmap_size, mmap_offset: 0, mmap_handle }
     }
 
-    /// The addresses of the changed pages since the last time.
+    /// The addresses of the pages that have changed since the last call.
     fn take(&self) -> Vec<u64> {
         let mut bits = vec![0; Log::LEN as usize];
         self.0.read_exact_at(&mut bits, 0).unwrap();
@@ -265,13 +266,13 @@ fn what_the_device_writes_is_logged_while_a_guest_migrates() {
     let part = (DATA + 4096 - 512, 1024, WRITABLE);
     assert_eq!(guest.request(IN, 8, &[part]), OK);
     assert_eq!(log.take(), [USED, STATUS, DATA, DATA + 4096]);
-    // Through a buffer between, because the address is odd.
+    // Through a bounce buffer, because the address is odd.
     assert_eq!(guest.request(IN, 8, &[(DATA + 0x2001, 512, WRITABLE)]), OK);
     assert_eq!(log.take(), [USED, STATUS, DATA + 0x2000]);
     assert_eq!(guest.request(GET_ID, 0, &[(DATA + 0x5000, 20, WRITABLE)]), OK);
     assert_eq!(log.take(), [USED, STATUS, DATA + 0x5000]);
 
-    // Memory that comes later.
+    // Memory that is added later.
     let start = BASE + (16 << 20);
     let file = FileOffset::new(support::sys::memfd(1 << 20), 0);
     let range = (GuestAddress(start), 1 << 20, Some(file));
@@ -304,14 +305,14 @@ fn a_second_hypervisor_takes_over_when_the_first_has_stopped() {
         let seen = [read(&mut second, 0), read(&mut second, 8)];
         (second, seen)
     });
-    // It prepares itself, and waits.
+    // The second hypervisor prepares itself, and waits.
     assert!(told.recv_timeout(Duration::from_millis(500)).is_err());
     write(&mut first, 8, 2);
     first.frontend.get_vring_base(0).unwrap();
     let (mut second, seen) = second.join().unwrap();
     assert_eq!(seen, [1, 2]);
 
-    // The other way round: the guest goes back.
+    // The other way round: the guest migrates back.
     let back = thread::spawn(move || {
         first.restart();
         read(&mut first, 16)

@@ -1,5 +1,6 @@
-//! A process that is stopped in good order leaves what is not done to the next one: checkpoints that are
-//! not stable, and requests that wait for the repository. Whoever asked for a checkpoint learns its fate there.
+//! A process that stops cleanly leaves unfinished work to the next one: checkpoints that are not
+//! stable, and requests that wait for the repository. A client that requested a checkpoint learns
+//! its outcome from the next process.
 
 mod support;
 mod survivor;
@@ -53,7 +54,7 @@ fn a_checkpoint_that_is_not_stable_at_a_stop_becomes_so_after_the_next_start() {
         let backend = Backend::start(&Options::new(&site));
         let mut control = backend.control();
         for _ in 0..2 {
-            // The first time it may be pending, the second time it is not.
+            // The first time it may be pending; the second time it is not.
             match follow(&mut control, number) {
                 Event::Stable(stable) => assert_eq!(stable.number, number),
                 other => panic!("{other:?}"),
@@ -72,7 +73,7 @@ fn a_checkpoint_that_is_not_stable_at_a_stop_becomes_so_after_the_next_start() {
     }
 }
 
-/// The live directory is gone: the checkpoint is lost with it, and nothing else.
+/// The live directory is gone: only the checkpoint is lost with it.
 #[test]
 fn a_guest_goes_on_after_a_reboot_that_came_before_its_checkpoint_was_stable() {
     let site = Site::new();
@@ -81,7 +82,7 @@ fn a_guest_goes_on_after_a_reboot_that_came_before_its_checkpoint_was_stable() {
     let backend = Backend::start(&options.clone().with(&["--commit-rate", "65536"]));
     let mut guest = Survivor::new(Manner::UsedIndex, BLOCKS, Rng::new(7));
     guest.connect(&options.socket).expect("connect");
-    // Much more than what is stored at once.
+    // Much more than is stored at once.
     while guest.completed < 2000 {
         guest.run(Duration::from_millis(100));
     }
@@ -119,7 +120,7 @@ fn requests_that_wait_for_the_repository_outlive_a_stop() {
         backend.control().stable_checkpoint();
         backend.terminate();
 
-        // Another mirror, with nothing local.
+        // Another mirror, without local data.
         let options = Options::named(&site, "other");
         let (segments, away) = (site.repository().join("segments"), site.path("away"));
         let backend = Backend::start(&options);

@@ -1,8 +1,8 @@
-//! A guest and a hypervisor that send nonsense: the process lives, the disk serves, and nothing
+//! A guest and a hypervisor that send invalid data. The process lives, the disk serves, and nothing
 //! outside the disk or the guest's memory is touched.
 //!
-//! After each attack a good request must work on the same connection or, where the backend gave the
-//! connection or the queue up, on a new one.
+//! After each attack a valid request must work on the same connection. If the backend gave up the
+//! connection or the queue, it must work on a new one.
 
 mod frontend;
 mod support;
@@ -28,7 +28,7 @@ const END: Part = (STATUS, 1, WRITABLE);
 struct Target {
     backend: Backend,
     round: u8,
-    // After the process that uses it.
+    // Dropped after the process that uses it.
     _site: Site,
 }
 
@@ -44,7 +44,8 @@ impl Target {
         Guest::connect(&self.backend.options.socket)
     }
 
-    /// The disk serves: `guest` itself, or the next one if its connection or queue was given up.
+    /// Checks that the disk serves: through `guest` itself, or through a new guest if its
+    /// connection or queue was given up.
     fn still_serves(&mut self, guest: Guest, attack: &str) -> Guest {
         let mut guest = guest;
         self.backend.assert_alive();
@@ -60,7 +61,7 @@ impl Target {
     }
 }
 
-/// Chains for which any answer will do, even none, as long as the disk serves on.
+/// Chains for which any answer is acceptable, even none, as long as the disk goes on serving.
 #[test]
 fn no_chain_of_descriptors_harms_the_process() {
     let mut target = Target::new();
@@ -231,7 +232,7 @@ fn a_write_that_leaves_the_disk_writes_nothing_and_an_id_stays_in_its_buffer() {
         let rest = guest.get(DATA + u64::from(len), 512);
         assert_eq!(rest, [UNTOUCHED; 512], "GET_ID wrote beyond a buffer of {len} bytes");
     }
-    // A request that is cut into single bytes is still a request.
+    // A request that is split into single bytes is still a request.
     guest.header(OUT, 3);
     guest.put(DATA, &[9; 512]);
     let mut parts: Vec<_> = (0..16).map(|at| (HEADER + at, 1, 0)).collect();
@@ -348,7 +349,7 @@ fn a_hypervisor_may_come_and_go() {
         let mut guest = target.guest();
         assert!(guest.works(round * 8, round as u8), "round {round}");
         if round % 3 == 0 {
-            // It leaves with a request under way.
+            // The guest disconnects with a request in flight.
             guest.header(IN, 0);
             guest.chain(&[(HEADER, 16, 0), (DATA, 1 << 20, WRITABLE), END]);
             guest.offer(0);

@@ -1,5 +1,5 @@
-//! Clients that send nonsense to the control socket and to the guest's: others are answered all the
-//! same, and the disk serves.
+//! Clients that send invalid data to the control socket and to the guest's socket. Other clients
+//! are still answered, and the disk serves.
 
 mod support;
 
@@ -27,12 +27,12 @@ impl Target {
         Target { backend: Backend::start(&Options::new(&site)), _site: site }
     }
 
-    /// Both sockets that speak the protocol.
+    /// Both sockets of the protocol.
     fn sockets(&self) -> [PathBuf; 2] {
         [self.backend.options.control.clone(), self.backend.guest_socket()]
     }
 
-    /// A good client is answered soon, and the disk serves.
+    /// Checks that a valid client is answered soon, and that the disk serves.
     fn still_serves(&mut self, after: &str) {
         self.backend.assert_alive();
         for socket in self.sockets() {
@@ -43,7 +43,7 @@ impl Target {
     }
 }
 
-/// A status comes within a second. The machine may stall once.
+/// Checks that a status arrives within a second. The machine may stall once.
 fn assert_answers_soon(connect: impl Fn() -> Control, after: &str) {
     let times = [(); 2].map(|()| {
         let begin = Instant::now();
@@ -61,7 +61,7 @@ fn connect(socket: &Path) -> UnixStream {
     stream
 }
 
-/// Everything the other side says until it closes or is silent.
+/// Everything that the peer sends until it closes the connection or is silent.
 fn hear(stream: &mut UnixStream) -> String {
     stream.set_read_timeout(Some(Duration::from_millis(500))).expect("set a timeout");
     let mut bytes = Vec::new();
@@ -168,7 +168,7 @@ fn a_client_that_stalls_delays_nobody() {
     }
     target.still_serves("clients that stall");
 
-    // A client that asks and never reads its answers.
+    // A client that sends requests and never reads the answers.
     for socket in target.sockets() {
         let mut stream = connect(&socket);
         stream.set_write_timeout(Some(Duration::from_millis(200))).expect("set a timeout");
@@ -189,7 +189,7 @@ fn a_crowd_of_guests_keeps_no_operator_out() {
     let mut target = Target::new();
     let mut crowd: Vec<UnixStream> = Vec::new();
     for _ in 0..300 {
-        // Refusing is fine: what counts is the operator.
+        // Refusing is fine: what matters is the operator.
         crowd.extend(UnixStream::connect(target.backend.guest_socket()));
     }
     assert_answers_soon(|| target.backend.control(), "a crowd has come");
@@ -214,7 +214,7 @@ fn noise_harms_nobody() {
         }
     }
     target.still_serves("noise");
-    // Nesting that a recursive parser would not survive.
+    // Nesting that would overflow the stack of a recursive parser.
     let mut deep = vec![b'['; MAX_LINE - 1];
     deep.push(b'\n');
     for socket in target.sockets() {

@@ -1,8 +1,8 @@
-//! The backend is killed, again and again, under a guest that goes on: no request is lost or done twice,
-//! nothing that was answered is forgotten, and every checkpoint that was accepted becomes stable with just
-//! the content that it had.
+//! The backend is killed again and again under a guest that goes on. No request is lost or served
+//! twice, no answered write is lost, and every accepted checkpoint becomes stable with exactly the
+//! content that it had.
 //!
-//! `CAIRN_SEED` repeats a run, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+//! `CAIRN_SEED` repeats a run, and `CAIRN_SOAK_SECONDS` runs further ones for that long.
 
 mod support;
 mod survivor;
@@ -37,17 +37,17 @@ struct Tally {
     kills: u64,
     requests: u64,
     checkpoints: u64,
-    /// The longest that the guest waited for one request.
+    /// The longest time that the guest waited for one request.
     slowest: Duration,
 }
 
-/// One guest, and as many deaths of its backend.
+/// One guest, whose backend is killed this many times.
 fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
     let _repeat = Repeat(seed);
     let mut rng = Rng::new(seed);
     let site = Site::new();
     repository::create(&site.store(), IMAGE, CHUNK, SIZE);
-    // Little memory for copies, so that they go to the disk too.
+    // Little copy-on-write memory, so that copies go to the disk too.
     let memory = if rng.chance(50) { "1" } else { "64" };
     let options = Options::new(&site).with(&["--cow-memory", memory]);
     let mut guest = Survivor::new(manner, BLOCKS, Rng::new(rng.next_u64()));
@@ -60,14 +60,14 @@ fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
             taken.extend(checkpoint(&mut guest, &options));
             guest.run(Duration::from_micros(rng.below(3000)));
         }
-        // Whoever replaces the program by a newer one stops it in good order.
+        // An operator who replaces the program by a newer one stops it cleanly.
         match rng.below(10) {
             0..2 => backend.terminate(),
             2..4 => backend.kill_while_it_stops(Duration::from_micros(rng.below(30_000))),
             _ => backend.kill(),
         }
         tally.kills += 1;
-        // One may be killed before it has found its feet.
+        // A process may be killed before it has finished its start.
         while rng.chance(20) {
             let early = Backend::spawn(&options, |_| {});
             guest.run(Duration::from_micros(rng.below(20_000)));
@@ -95,7 +95,7 @@ fn run(seed: u64, manner: Manner, kills: u64, tally: &mut Tally) {
     tally.slowest = tally.slowest.max(guest.slowest);
 }
 
-/// Takes a checkpoint, while the guest goes on.
+/// Takes a checkpoint while the guest goes on.
 fn checkpoint(guest: &mut Survivor, options: &Options) -> Option<Taken> {
     let mut control = Control::connect(&options.control).ok()?;
     guest.turn();
@@ -104,7 +104,7 @@ fn checkpoint(guest: &mut Survivor, options: &Options) -> Option<Taken> {
     Some(Taken { number: accepted.number, least, most: guest.sent.clone() })
 }
 
-/// Compares the snapshot with what it may hold.
+/// Compares the snapshot with the versions that it may hold.
 fn check(site: &Site, taken: &Taken) {
     let Taken { number, least, most } = taken;
     let disk = repository::export(&site.store(), IMAGE, *number);
@@ -268,7 +268,7 @@ fn running(site: &Site, manner: Manner, seed: u64) -> (Survivor, Backend) {
     (guest, backend)
 }
 
-/// What it wrote may be lost, and no restart makes that good.
+/// Data that the guest wrote may be lost, and no restart repairs that.
 #[test]
 fn a_guest_that_was_refused_once_is_refused_by_every_process_after_that() {
     for in_good_order in [false, true] {
@@ -284,7 +284,7 @@ fn a_guest_that_was_refused_once_is_refused_by_every_process_after_that() {
         }
         let backend = Backend::start(&options);
         guest.connect(&options.socket).expect_err("the live state is still gone");
-        // A guest that begins anew is welcome, and known from then on.
+        // A guest that starts from the beginning is accepted, and known from then on.
         let mut guest = Survivor::new(Manner::UsedIndex, BLOCKS, Rng::new(2));
         guest.connect(&options.socket).expect("connect a new guest");
         guest.is_busy = false;
@@ -312,7 +312,7 @@ fn requests_outlive_a_stop_in_good_order_before_the_hypervisor_is_back() {
 }
 
 #[test]
-fn the_live_state_is_found_whatever_the_next_process_is_told() {
+fn the_live_state_is_found_whatever_the_arguments_of_the_next_process() {
     let site = Site::new();
     let (mut guest, backend) = running(&site, Manner::UsedIndex, 3);
     let options = Options::new(&site);
@@ -328,8 +328,8 @@ fn the_live_state_is_found_whatever_the_next_process_is_told() {
     check(&site, &taken);
 }
 
-/// The kernel goes on with the writes of a process that is dead. It keeps the lock on their file until
-/// the last one has landed, which is what the next process waits for.
+/// The kernel finishes the writes of a dead process. It keeps the lock on their file until the last
+/// one has landed, and the next process waits for that.
 #[test]
 fn nothing_lands_in_the_mirror_once_its_lock_is_free() {
     const LEN: usize = 1 << 20;

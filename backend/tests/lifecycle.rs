@@ -61,7 +61,7 @@ fn a_full_repository_fails_the_checkpoint_and_not_the_guest() {
     device.queues[0].flush().expect("flush");
     disk[8192..][..4096].fill(1);
 
-    // What failed comes with the next one.
+    // The changes of the failed checkpoint come with the next one.
     fs::remove_file(ballast).expect("make space");
     let number = control.stable_checkpoint();
     assert!(repository::export(&store, IMAGE, number) == disk, "the next checkpoint");
@@ -88,7 +88,7 @@ fn an_image_in_use_can_be_cloned_and_keeps_what_it_needs() {
     assert_eq!(refusal.kind(), ErrorKind::Conflict, "{refusal}");
     store.remove_snapshot(&SnapshotRef::number(&name, 1)).expect("an old snapshot can go");
 
-    // The clone is another disk, served beside the first.
+    // The clone is another disk, which is served next to the first one.
     let twin = Options { image: "twin".into(), ..Options::named(&site, "twin") };
     let twin = Backend::start(&twin);
     let mut other = twin.device(Shape::default());
@@ -149,7 +149,7 @@ fn checkpoints_of_an_unchanged_disk_cost_nothing() {
     backend.terminate();
 }
 
-/// More is overwritten while the checkpoint is stored than the memory for copies holds.
+/// While the checkpoint is stored, more is overwritten than the copy-on-write memory holds.
 #[test]
 fn copies_that_find_no_memory_go_to_the_disk() {
     let site = Site::new();
@@ -163,7 +163,7 @@ fn copies_that_find_no_memory_go_to_the_disk() {
     }
     let mut control = backend.control();
     let accepted = control.checkpoint().expect("a checkpoint");
-    // From the end, so that persist does not get there first.
+    // From the end, so that persist is not there first.
     for (at, part) in parts().collect::<Vec<_>>().into_iter().rev() {
         let inverted: Vec<u8> = part.iter().map(|byte| !byte).collect();
         device.queues[0].write(at, &inverted).expect("overwrite");

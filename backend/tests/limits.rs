@@ -1,4 +1,4 @@
-//! What a guest or a hypervisor can make the process use up, forget or wait for.
+//! Limits on what a guest or a hypervisor can make the process use up, lose or wait for.
 
 mod frontend;
 mod support;
@@ -34,7 +34,7 @@ fn a_refused_connection_is_closed() {
     raw.send(3, 1, 0, &[]);
     raw.send(1, 1, 0, &[]);
     assert!(raw.answer().len() >= 20);
-    // GET_VRING_BASE of a ring that is not there: the hypervisor waits for an answer.
+    // GET_VRING_BASE of a ring that does not exist: the hypervisor waits for an answer.
     raw.send(11, 1, 8, &9999u64.to_le_bytes());
     raw.0.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     let got = raw.0.read(&mut [0; 64]);
@@ -103,7 +103,7 @@ fn a_discard_longer_than_announced_is_refused() {
     assert!(begin.elapsed() < Duration::from_secs(30), "{:?}", begin.elapsed());
 }
 
-/// 32 reads of 64 MiB each into an odd address: none can go straight to the disk.
+/// 32 reads of 64 MiB each into an odd address: none of them can use direct I/O.
 #[test]
 fn memory_for_unaligned_requests_is_bounded() {
     let site = site(128 << 20);
@@ -163,7 +163,7 @@ fn a_running_guest_is_refused_when_the_live_state_is_gone_whichever_queue_it_use
 }
 
 #[test]
-fn a_write_waits_for_room_for_a_bounded_time_only() {
+fn a_write_waits_for_space_for_a_bounded_time_only() {
     const SIZE: u64 = 8 << 20;
     let site = site(SIZE);
     let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];
@@ -213,6 +213,6 @@ fn storing_keeps_to_its_rate() {
     let start = Instant::now();
     backend.control().stable_checkpoint();
     let took = start.elapsed().as_secs_f64();
-    // The first batch is free.
+    // The first batch is not delayed.
     assert!((1.5..12.0).contains(&took), "{took} s for 12 MiB at 4 MB/s");
 }

@@ -2,9 +2,9 @@
 //!
 //! Requests of all kinds and sizes run at depth on one or two queues over an imported image that is
 //! partly holes. A sector has one request in flight at most; neighbours in one block may have their
-//! own. Checkpoints are taken during the bursts and between them; between bursts the backend is also
-//! stopped and started again. Every read is compared with the model, and so is every snapshot taken
-//! between bursts.
+//! own. Checkpoints are taken during the bursts and between them; between bursts the backend is
+//! also stopped and started again. Every read is compared with the model, and so is every snapshot
+//! taken between bursts.
 //!
 //! `CAIRN_SEED=n` repeats a run of the random configurations.
 
@@ -29,7 +29,7 @@ const MIB: usize = 1024 * KIB;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Between {
     Nothing,
-    /// The hypervisor connects anew.
+    /// The hypervisor reconnects.
     Reconnect,
     /// SIGTERM and a start on the same mirror.
     Restart,
@@ -45,7 +45,7 @@ struct Config {
     queues: usize,
     depth: usize,
     bursts: usize,
-    /// Requests of each queue in a burst.
+    /// The number of requests of each queue in a burst.
     requests: usize,
     between: &'static [Between],
 }
@@ -65,7 +65,7 @@ impl Config {
     }
 }
 
-/// What the disk must hold, and which sectors have a request in flight.
+/// The content that the disk must have, and the sectors that have a request in flight.
 struct Model {
     disk: Vec<u8>,
     busy: Vec<bool>,
@@ -85,8 +85,8 @@ impl Model {
     }
 }
 
-/// The whole blocks within `sectors`: what a discard turns into zeros. The disk's last block is whole
-/// even if the disk ends within it.
+/// The whole blocks within `sectors`, which a discard turns into zeros. The disk's last block
+/// counts as whole even if the disk ends within it.
 fn whole_blocks(sectors: &Range<usize>, disk: usize) -> Range<usize> {
     let start = sectors.start.next_multiple_of(BLOCK);
     let end = if sectors.end == disk { disk } else { sectors.end / BLOCK * BLOCK };
@@ -160,7 +160,7 @@ fn settle(queue: &Queue, slot: usize, done: Pending, model: &Mutex<Model>) {
     model.busy[done.sectors].fill(false);
 }
 
-/// Runs random requests on one queue, `depth` of them at once.
+/// Runs random requests on one queue, with `depth` of them in flight.
 fn burst(queue: &mut Queue, config: &Config, mut rng: Rng, model: &Mutex<Model>) {
     let mut pending: Vec<Option<Pending>> = (0..config.depth).map(|_| None).collect();
     let mut left = config.requests;
@@ -243,7 +243,8 @@ fn run(config: Config) {
                 device = backend.device(shape);
             }
             how @ (Between::Restart | Between::Kill) => {
-                // A host that dies keeps what was flushed; a backend, however it ends, everything.
+                // A host that dies keeps what was flushed. A backend that ends in any way keeps
+                // everything.
                 let with_host = matches!(how, Between::Kill) && rng.chance(50);
                 if with_host {
                     device.queues[0].flush().expect("flush");
@@ -275,7 +276,7 @@ fn run(config: Config) {
     }
 }
 
-/// One burst on all queues, with checkpoints beside it.
+/// One burst on all queues, while checkpoints are taken.
 fn burst_with_checkpoints(
     backend: &Backend,
     device: &mut Device,

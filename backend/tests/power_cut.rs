@@ -1,4 +1,5 @@
-//! The power is cut while the real process serves a guest, and the mirror that is left is served again.
+//! The power is cut while the real process serves a guest, and the mirror that is left is served
+//! again.
 //!
 //! ```text
 //! guest ──► cairn-blk, killed now and then ──► mirror, recorded ──► for some points: images
@@ -6,18 +7,20 @@
 //!                     └──► repository, copied now and then ─────────► cairn-blk ──► read, checkpoint, export
 //! ```
 //!
-//! The mirror is in a file system that records (`crash_images` has the model), so that what the rings write is
-//! seen, too, and what a process does that takes up the mirror of one that was killed. An image is opened as
-//! after the host's death: without the live directory.
+//! The mirror is in a file system that records its operations (`crash_images` has the model). So
+//! the recording also has the writes of the rings, and the operations of a process that takes over
+//! the mirror of a killed one. An image is opened as after the death of the host: without the live
+//! directory.
 //!
-//! The repository is on another machine, so to say: it does not die with the host, and a cut at some point
-//! leaves there what was published until then, be the mirror ever so far behind. It is looked at every few
-//! milliseconds, and copied when something was published since. A point between two looks with the same result
-//! has that. If one snapshot was published between them, it may have been there or not, and the image must go with
-//! one of the two. If there were more, nobody knows what to ask for, and nothing is asked.
+//! The repository is on another machine, so to say: it does not die with the host, and a cut at
+//! some point leaves there what was published until then, be the mirror ever so far behind. It is
+//! looked at every few milliseconds, and copied when something was published since. A point between
+//! two looks with the same result has that. If one snapshot was published between them, it may have
+//! been there or not, and the image must go with one of the two. If there were more, nobody knows
+//! what to ask for, and nothing is asked.
 //!
-//! `CAIRN_SEED` repeats the choices of a run, though not its timing; `CAIRN_SOAK_SECONDS` goes on with others for
-//! that long.
+//! `CAIRN_SEED` repeats the choices of a run, but not its timing. `CAIRN_SOAK_SECONDS` runs further
+//! ones for that long.
 
 mod outage;
 mod support;
@@ -43,12 +46,13 @@ const SHAPE: Shape = Shape { queues: 1, depth: 1, longest: WINDOW, read_only: fa
 
 /// What the guest knew when the power was cut.
 struct Known {
-    /// The version of each sector that was sent last, answered last, and durable at least.
+    /// For each sector the version that was sent last, the one that was answered last, and the
+    /// oldest one that must be durable.
     sent: Vec<u32>,
     acked: Vec<u32>,
     durable: Vec<u32>,
     stable: BTreeSet<u64>,
-    /// How often somebody had looked at the repository.
+    /// How often the repository had been observed.
     looks: usize,
 }
 
@@ -85,7 +89,7 @@ impl Known {
     }
 }
 
-/// Checks an image with what may have been in the repository.
+/// Checks an image with each state that the repository may have had.
 fn check(run: &Run, root: &Path, marks: &[String]) {
     let known = Known::from(marks);
     let before = &run.looks[known.looks.saturating_sub(1)];
@@ -107,7 +111,7 @@ fn check(run: &Run, root: &Path, marks: &[String]) {
     }
 }
 
-/// Serves an image beside a repository, and looks at what the guest would find.
+/// Serves an image with a repository, and checks what the guest would find.
 fn check_with(run: &Run, known: &Known, look: &Look, root: &Path) {
     let store = root.join("repository");
     copy(&look.copy, &store);
@@ -127,7 +131,7 @@ fn check_with(run: &Run, known: &Known, look: &Look, root: &Path) {
     let mut device = backend.device(SHAPE);
     let window = device.queues[0].read(START as u64, WINDOW).expect("read");
     check_window(&window, &known.durable, &known.sent);
-    // All that differs from the parent is in the next checkpoint.
+    // Everything that differs from the parent is in the next checkpoint.
     let number = backend.control().stable_checkpoint();
     assert!(export(&options.store, number) == window, "@{number} is not what the guest reads");
     for number in &known.stable {
@@ -136,7 +140,7 @@ fn check_with(run: &Run, known: &Known, look: &Look, root: &Path) {
     goes_on(backend, device, window);
 }
 
-/// The guest writes, and the power is cut once more.
+/// The guest writes, and the power is cut again.
 fn goes_on(backend: Backend, mut device: Device, mut window: Vec<u8>) {
     let at = WINDOW / 2 - BLOCK / 2;
     window[at..at + BLOCK].fill(0xee);
@@ -153,14 +157,14 @@ fn goes_on(backend: Backend, mut device: Device, mut window: Vec<u8>) {
     backend.kill();
 }
 
-/// Pieces in which a disk writes.
+/// The unit in which a disk writes.
 const ATOM: usize = SECTOR;
 
 fn draw(seed: u64) -> Draw {
     Draw { seed, images: 2, atom: ATOM }
 }
 
-/// Opens images of a part of a run. Returns how many.
+/// Opens images of a part of a run. Returns their number.
 fn cut_the_power(run: &Run, recording: Recording, seed: u64) -> u64 {
     check_all(&recording, draw(seed), |root, marks| check(run, root, marks))
         .unwrap_or_else(|violation| panic!("{violation}"))
@@ -180,7 +184,7 @@ fn a_power_cut_leaves_what_was_flushed_and_a_mirror_that_goes_on() {
         let _repeat = Repeat(seed);
         let run = run(seed, ROUNDS);
         let mut images = cut_the_power(&run, run.recording.clone().sampled(40), seed);
-        // What a process does that takes up the mirror is little, and rarely drawn.
+        // A process that takes over does few operations, which are rarely drawn.
         for kill in 1..ROUNDS {
             let recording = run.recording.clone().until(&format!("taken up {kill}"));
             let recording = recording.after(&format!("killed {kill}"));
@@ -202,7 +206,7 @@ fn a_power_cut_while_a_mirror_is_made_leaves_one_that_can_be_used() {
 #[test]
 fn a_sync_of_data_or_map_that_is_left_out_is_found() {
     let run = run(1, 1);
-    // Not those of a mirror that is being made, which are missed at once.
+    // Not those of a mirror that is being created: their absence is noticed at once.
     let recording = run.recording.clone().after("serving").sampled(400);
     for name in ["vm1/disk", "vm1/map"] {
         leave_out_syncs(&recording, name, draw(1), |root, marks| check(&run, root, marks));

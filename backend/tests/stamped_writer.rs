@@ -1,8 +1,8 @@
-//! Snapshots taken while the guest writes without pause.
+//! Snapshots that are taken while the guest writes without pause.
 //!
-//! A writer stamps every sector with the number of the write that left it there. While it runs,
-//! checkpoints are taken, one after the other or at once. Afterwards each snapshot is exported and
-//! judged: see `stamped/checker.rs` for what is right.
+//! A writer stamps every sector with the number of its write. Meanwhile checkpoints are taken, one
+//! after the other or at the same time. Afterwards each snapshot is exported and checked:
+//! `stamped/checker.rs` defines what is correct.
 //!
 //! `CAIRN_SEED=n` repeats one run of the random configurations, `CAIRN_SOAK_SECONDS=600` draws new
 //! ones for ten minutes. A failure prints its seed.
@@ -34,12 +34,12 @@ struct Config {
     seed: u64,
     chunk: u64,
     disk: u64,
-    /// Sectors that have one write in flight at most.
+    /// The number of sectors that have at most one write in flight.
     unit: u64,
     queues: usize,
     load: Load,
     cow_memory: Option<u64>,
-    /// Connections that ask for checkpoints.
+    /// The number of connections that request checkpoints.
     askers: usize,
     /// The longest pause between an answer and the next request.
     pause: Duration,
@@ -76,7 +76,7 @@ impl Config {
         Config {
             seed,
             chunk: rng.pick(&[64, 128, 256, 1024, 4096]) * KIB,
-            // Not always whole blocks: the last block and chunk may be cut short.
+            // Not always whole blocks: the last block and chunk may be partial.
             disk: rng.pick(&[4, 8, 16, 32]) * MIB + rng.pick(&[0, 0, 0x200, 0x1a00, 0x11000]),
             unit: rng.pick(&[1, BLOCK]),
             queues: rng.between(1, 2) as usize,
@@ -115,7 +115,7 @@ fn base_image(config: &Config, rng: &mut Rng) -> (Vec<u8>, Vec<Base>) {
     (disk, base)
 }
 
-/// Waits for a time up to `longest` and then, on a slow machine, until the writers have come to
+/// Waits for a time up to `longest`. On a slow machine it then waits until the writers have reached
 /// `moment`, but not for long. Without a longest time it does not wait at all.
 fn pause(longest: Duration, moment: Moment, shared: &Shared, rng: &mut Rng) {
     if longest.is_zero() {
@@ -128,7 +128,7 @@ fn pause(longest: Duration, moment: Moment, shared: &Shared, rng: &mut Rng) {
     }
 }
 
-/// Asks for checkpoints until told to stop.
+/// Requests checkpoints until it is stopped.
 fn ask(control: &mut Control, config: &Config, shared: &Shared, mut rng: Rng) -> Vec<Cut> {
     let mut cuts = Vec::new();
     while !shared.stopped() && cuts.len() < 24 {
@@ -147,16 +147,16 @@ fn ask(control: &mut Control, config: &Config, shared: &Shared, mut rng: Rng) ->
     cuts
 }
 
-/// What runs while checkpoints are taken: returns the writes.
+/// What runs while checkpoints are taken. It returns the writes.
 type Work<'a> = dyn Fn(&mut Device, &Shared) -> Vec<Write> + Sync + 'a;
 
-/// A run: the history, the cuts, and each snapshot's bytes.
+/// A run: the history, the checkpoints, and the bytes of each snapshot.
 struct Run {
     history: History,
     cuts: Vec<(Cut, Vec<u8>)>,
 }
 
-/// Imports a base image, runs `work` with checkpoints beside it, and exports all snapshots.
+/// Imports a base image, runs `work` while checkpoints are taken, and exports all snapshots.
 fn run(config: &Config, work: &Work) -> Run {
     let mut rng = Rng::new(config.seed ^ 0xba5e);
     let site = Site::new();
@@ -217,7 +217,7 @@ fn run(config: &Config, work: &Work) -> Run {
     Run { history: History::new(config.seed, config.unit, base, writes), cuts }
 }
 
-/// Judges all snapshots of a run.
+/// Checks all snapshots of a run.
 fn judge(config: &Config, run: &Run) -> Verdict {
     let mut total = Verdict::default();
     for (cut, disk) in &run.cuts {
@@ -341,7 +341,7 @@ fn a_write_on_one_queue_is_never_there_without_the_one_it_waited_for_on_the_othe
     let load = Load { depth: 8, ..Config::plain(8).load };
     let pause = Duration::from_millis(10);
     let config = Config { load, pause, lasts, askers: 2, ..Config::plain(8) };
-    // Within a chunk, in neighbours, far apart in both directions.
+    // Within a chunk, in adjacent chunks, and far apart in both directions.
     let block = |chunk: u64, block: u64| (chunk * config.chunk / SECTOR as u64) + block * BLOCK;
     let pairs = [
         Pair { a: block(1, 0), b: block(1, 1) },

@@ -1,4 +1,5 @@
-//! Starts that must fail, and how: soon, with a non-zero code and a message that says what is wrong.
+//! Starts that must fail, and how: soon, with a non-zero exit code, and with a message that says
+//! what is wrong.
 
 mod support;
 
@@ -30,7 +31,7 @@ fn site_with_an_image() -> Site {
     site
 }
 
-/// The start failed soon, without a panic, and said something with `word` in it.
+/// Checks that the start failed soon, without a panic, and with a message that contains `word`.
 fn refused(ended: &Ended, words: &[&str]) {
     assert!(!ended.status.success(), "it ended well: {ended:?}");
     assert!(ended.status.code().is_some(), "a signal ended it: {ended:?}");
@@ -90,7 +91,7 @@ fn an_image_has_one_writer() {
     refused(&run(&Options::named(&site, "other").arguments()), &[IMAGE]);
     let mut device = backend.device(Shape::default());
     device.queues[0].write(0, &[1; 4096]).expect("the first one serves");
-    // It may read, and its writer may end.
+    // The process may read, and its writer may end.
     let reader = Options::named(&site, "reader").with(&["--read-only"]);
     let reader = Backend::start(&Options { image: format!("{IMAGE}@1"), ..reader });
     drop(device);
@@ -153,7 +154,7 @@ fn a_corrupt_chunk_is_an_error_for_its_readers_only() {
             (_, Err(error)) => panic!("chunk {chunk}: {error}"),
         }
     }
-    // What needs nothing of the old content goes on, and its result can be read.
+    // Writes that do not need the old content go on, and can be read back.
     let at = 3 * u64::from(CHUNK);
     queue.write(at, &[8; 4096]).expect("a write of a whole block");
     assert_eq!(queue.read(at, 4096).expect("read it"), [8; 4096]);
@@ -176,7 +177,7 @@ fn a_damaged_map_is_refused() {
     let map = site.path("disk").join("map");
     let good = fs::read(&map).expect("the map");
 
-    // The header is there twice: one of them is enough.
+    // There are two headers, and one of them is enough.
     let slots = [0..64, 4096..4160];
     for slot in slots.clone() {
         let mut damaged = good.clone();
@@ -207,7 +208,7 @@ fn serves_what_was_flushed(options: &Options) {
 }
 
 #[test]
-fn capabilities_are_told_in_json() {
+fn capabilities_are_printed_as_json() {
     let ended = run(&["--print-capabilities".into()]);
     assert!(ended.status.success(), "{ended:?}");
     let told: serde_json::Value = serde_json::from_str(&ended.output).expect("JSON");

@@ -1,51 +1,48 @@
-//! Checkpoints: asked for, accepted, persisted, published.
+//! Checkpoints: requested, accepted, persisted, published.
 //!
-//! [`Commits::checkpoint`] is BlobCR's CHECKPOINT and COMMIT: it ends the epoch and answers with a
-//! number that was reserved before, so nothing it does depends on the disk's size, the amount of
-//! changes or the repository. What it accepted is queued for [`persist`], which makes it stable in the
-//! background, in order.
+//! [`Commits::checkpoint`] is BlobCR's CHECKPOINT and COMMIT. It ends the epoch, and answers with a
+//! number that was reserved before. So its duration depends neither on the size of the disk, nor on
+//! the amount of changes, nor on the repository. Accepted checkpoints are queued for [`persist`],
+//! which makes them stable in the background, in order.
 //!
 //! A snapshot number that was given out is never given to another checkpoint. Before anybody can
-//! learn of a number, the live directory records it as used. After a kill, the next process goes on
-//! with the first number that is not recorded as used. Without a live directory nobody knows which
-//! of the reserved numbers were used, so the next process skips all of them.
+//! learn of a number, the live directory records it as used. After a kill, the next process continues
+//! with the first number that is not recorded as used. Without a live directory, nobody knows which of
+//! the reserved numbers were used, so the next process skips all of them.
 
-pub(crate) mod pace;
 pub(crate) mod persist;
 pub(crate) mod stall;
 mod store_layer;
+pub(crate) mod throttle;
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, PendingCommit, Refusal, RefusalKind, is_valid_label};
-use cairn_store::{Consistency, NewSnapshot};
+use cairn_store::{Consistency, NewSnapshot, now};
 use tokio::sync::watch;
 
-use crate::device::Device;
-use crate::mirror::cut::MAX_LAYERS;
-use crate::mirror::layer::Layer;
-use crate::mirror::live::Flags;
+use crate::counters::Counters;
+use crate::image::Image;
+use crate::local_disk::LocalDisk;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::manager::MAX_LAYERS;
+use crate::mirror::files::live_dir::UnusedNumbers;
 
-/// Snapshot numbers to have in hand. With eight more than [`LEAST`], the catalog is asked for
-/// numbers at every eighth checkpoint. At most so many numbers are skipped when the live directory
-/// is lost.
-const RESERVE: u64 = LEAST + 8;
+/// The number of snapshot numbers to hold. With eight more than [`MIN_NUMBERS`], the catalog is asked
+/// for numbers at every eighth checkpoint. At most this many numbers are skipped when the live
+/// directory is lost.
+const RESERVED_NUMBERS: u64 = MIN_NUMBERS + 8;
 
-/// With fewer numbers in hand, more are reserved. There is one for each checkpoint that can wait to
-/// become stable, so that none is refused for lack of a number while the catalog is away. With one
-/// more, the record of each snapshot has a `next_number` above all numbers that were given out, so
-/// that a catalog that is rebuilt from records gives none of them out again.
-const LEAST: u64 = MAX_LAYERS as u64 + 1;
+/// With fewer numbers, more are reserved. There is one for each checkpoint that can wait to become
+/// stable, so that none is refused for lack of a number while the catalog is away. With one more, the
+/// record of each snapshot has a `next_number` above all numbers that were given out, so that a catalog
+/// that is rebuilt from records gives none of them out again.
+const MIN_NUMBERS: u64 = MAX_LAYERS as u64 + 1;
 
-/// Seconds since 1970, UTC.
-pub(crate) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// What became of a checkpoint.
+/// The state of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum CommitState {
     Pending,
@@ -59,58 +56,65 @@ pub(crate) struct Commit {
     layer: Arc<Layer>,
     asked: Instant,
     state: watch::Sender<CommitState>,
-    /// Why it does not get on at present, if so.
-    trouble: Mutex<Option<String>>,
+    /// Why the last try to store the checkpoint failed, if it did.
+    last_error: Mutex<Option<String>>,
 }
 
 impl Commit {
     fn new(new: NewSnapshot, layer: Arc<Layer>, asked: Instant) -> Arc<Commit> {
         let state = watch::Sender::new(CommitState::Pending);
-        Arc::new(Commit { new, layer, asked, state, trouble: Mutex::default() })
+        Arc::new(Commit { new, layer, asked, state, last_error: Mutex::default() })
     }
 
-    fn trouble(&self) -> MutexGuard<'_, Option<String>> {
-        self.trouble.lock().expect("no code panics with this lock held")
+    fn last_error(&self) -> MutexGuard<'_, Option<String>> {
+        self.last_error.lock().expect("no code panics with this lock held")
     }
 
-    fn set_trouble(&self, trouble: String) {
-        *self.trouble() = Some(trouble);
+    fn set_last_error(&self, error: String) {
+        *self.last_error() = Some(error);
     }
 
-    /// Follows what becomes of it.
+    /// Returns a receiver that follows the checkpoint's state.
     pub(crate) fn watch(&self) -> watch::Receiver<CommitState> {
         self.state.subscribe()
     }
 }
 
-/// What there is for [`persist`] to do.
-enum Next {
+/// What [`persist`] does next.
+enum NextCommit {
     Commit(Arc<Commit>),
     Nothing,
     Closed,
 }
 
-struct Queue {
-    /// Accepted and not ended, oldest first. The first one is being persisted.
+struct CommitQueue {
+    /// Checkpoints that are accepted and have not ended, oldest first. The first one is being
+    /// persisted.
     commits: VecDeque<Arc<Commit>>,
     numbers: Range<u64>,
     labels: HashSet<String>,
-    /// Checkpoints that failed without the catalog's knowledge, and why.
+    /// Failed checkpoints whose failure is not recorded in the catalog yet, with the reason.
     unrecorded: Vec<(NewSnapshot, String)>,
-    /// Set when the process stops: nothing more is accepted or persisted.
+    /// Set when the process stops. Then nothing more is accepted.
     closed: bool,
 }
 
 /// The checkpoints of a disk.
 pub(crate) struct Commits {
-    queue: Mutex<Queue>,
+    disk: Arc<LocalDisk>,
+    image: Arc<Image>,
+    counters: Arc<Counters>,
+    unused_numbers: UnusedNumbers,
+    queue: Mutex<CommitQueue>,
     changed: Condvar,
 }
 
 impl Commits {
-    /// `labels` are in use in the image already; `layers` are of checkpoints that a process before this
-    /// one had accepted.
+    /// `numbers` are reserved and unused, as `unused_numbers` has recorded. `labels` are in use in the
+    /// image. `layers` belong to checkpoints that an earlier process accepted.
     pub(crate) fn new(
+        (disk, image, counters): (Arc<LocalDisk>, Arc<Image>, Arc<Counters>),
+        unused_numbers: UnusedNumbers,
         numbers: Range<u64>,
         mut labels: HashSet<String>,
         layers: impl IntoIterator<Item = Arc<Layer>>,
@@ -122,30 +126,30 @@ impl Commits {
         let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
         labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
         let unrecorded = Vec::new();
-        let queue = Queue { commits, numbers, labels, unrecorded, closed: false };
-        Commits { queue: Mutex::new(queue), changed: Condvar::new() }
+        let queue = CommitQueue { commits, numbers, labels, unrecorded, closed: false };
+        let (queue, changed) = (Mutex::new(queue), Condvar::new());
+        Commits { disk, image, counters, unused_numbers, queue, changed }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+    fn queue(&self) -> MutexGuard<'_, CommitQueue> {
         self.queue.lock().expect("no code panics with the commits locked")
     }
 
-    /// Takes a checkpoint: everything completed before this call is in it, nothing submitted after
-    /// its return is. `asked` is when the request was read.
+    /// Takes a checkpoint. It holds every write that completed before this call, and no write that
+    /// is submitted after the call returns. `asked` is the time when the request was read.
     pub(crate) fn checkpoint(
         &self,
-        device: &Device,
         request: &Checkpoint,
         asked: Instant,
     ) -> Result<Arc<Commit>, Refusal> {
         let refuse = |kind, message: &str| Err(Refusal { kind, message: message.into() });
-        if device.read_only {
+        if self.disk.read_only {
             return refuse(
                 RefusalKind::Denied,
-                "the disk is read-only: it has nothing to checkpoint",
+                "the disk is read-only, so there is nothing to checkpoint",
             );
         }
-        if let Some(reason) = device.trouble() {
+        if let Some(reason) = self.image.poison_reason() {
             return Err(Refusal { kind: RefusalKind::Unavailable, message: reason });
         }
         if request.label.as_deref().is_some_and(|label| !is_valid_label(label)) {
@@ -168,10 +172,10 @@ impl Commits {
         if queue.numbers.is_empty() {
             return refuse(
                 RefusalKind::Busy,
-                "no snapshot number is at hand; try again in a moment",
+                "no snapshot number is reserved; try again in a moment",
             );
         }
-        let layer = match device.mirror.cut.freeze() {
+        let layer = match self.disk.mirror.freeze() {
             Ok(Some(layer)) => layer,
             Ok(None) => {
                 return refuse(
@@ -185,8 +189,8 @@ impl Commits {
         };
         let number = queue.numbers.start;
         queue.numbers.start += 1;
-        // First of all: whoever learns of the number, no other checkpoint has it.
-        device.flags.set_unused_numbers(&queue.numbers);
+        // Before anybody can learn of the number: no other checkpoint may get it.
+        self.unused_numbers.record(&queue.numbers);
         queue.labels.extend(request.label.clone());
         let new = NewSnapshot {
             number,
@@ -197,24 +201,24 @@ impl Commits {
                 cairn_agent::Consistency::Application => Consistency::Application,
             },
             time: now(),
-            dirty_bytes: layer.dirty().len() * device.mirror.layout().chunk_size() as u64,
+            dirty_bytes: layer.dirty().len() * self.disk.mirror.layout().chunk_size() as u64,
             pause_us: asked.elapsed().as_micros() as u64,
         };
-        // From here on it survives the death of this process.
+        // From here on the checkpoint survives the death of this process.
         layer.accept(&new);
         let commit = Commit::new(new, layer, asked);
         queue.commits.push_back(commit.clone());
         self.changed.notify_all();
-        device.stats.checkpoints(1);
+        self.counters.checkpoints(1);
         Ok(commit)
     }
 
-    /// Frees a label that the catalog does not have any more.
-    pub(crate) fn forget_label(&self, label: &str) {
+    /// Frees a label that is no longer in the catalog.
+    pub(crate) fn free_label(&self, label: &str) {
         self.queue().labels.remove(label);
     }
 
-    /// What was accepted and has not ended, oldest first.
+    /// The checkpoints that are accepted and have not ended, oldest first.
     pub(crate) fn accepted(&self) -> Vec<NewSnapshot> {
         self.queue().commits.iter().map(|commit| commit.new.clone()).collect()
     }
@@ -224,7 +228,7 @@ impl Commits {
         self.queue().commits.iter().find(|commit| commit.new.number == number).cloned()
     }
 
-    /// Why the checkpoint with this number failed, if the catalog could not be told yet.
+    /// Why the checkpoint with this number failed, if the failure is not in the catalog yet.
     pub(crate) fn unrecorded_failure(&self, number: u64) -> Option<String> {
         let queue = self.queue();
         let found = queue.unrecorded.iter().find(|(new, _)| new.number == number);
@@ -232,34 +236,34 @@ impl Commits {
     }
 
     /// Checkpoints that are not stable yet, oldest first.
-    pub(crate) fn pending(&self, device: &Device) -> Vec<PendingCommit> {
+    pub(crate) fn pending(&self) -> Vec<PendingCommit> {
         let commits: Vec<_> = self.queue().commits.iter().cloned().collect();
         commits
             .iter()
             .map(|commit| PendingCommit {
-                snapshot: device.snapshot_name(commit.new.number),
+                snapshot: self.image.snapshot_name(commit.new.number),
                 chunks: commit.layer.dirty().len(),
                 done: commit.layer.stored_count(),
-                trouble: commit.trouble().clone(),
+                trouble: commit.last_error().clone(),
             })
             .collect()
     }
 
-    /// Waits for a checkpoint to persist, at most `limit`.
-    fn next(&self, limit: Duration) -> Next {
+    /// Waits at most `limit` for a checkpoint to persist.
+    fn next(&self, limit: Duration) -> NextCommit {
         let queue = self.queue();
-        let idle = |queue: &mut Queue| queue.commits.is_empty() && !queue.closed;
+        let idle = |queue: &mut CommitQueue| queue.commits.is_empty() && !queue.closed;
         let (queue, _) =
             self.changed.wait_timeout_while(queue, limit, idle).expect("as in `queue`");
         match queue.commits.front() {
-            Some(commit) => Next::Commit(commit.clone()),
-            None if queue.closed => Next::Closed,
-            None => Next::Nothing,
+            Some(commit) => NextCommit::Commit(commit.clone()),
+            None if queue.closed => NextCommit::Closed,
+            None => NextCommit::Nothing,
         }
     }
 
-    /// The first checkpoint has ended. If it failed and the catalog could not be told, its label stays in
-    /// use until it is.
+    /// Removes the first checkpoint, which has ended. If it failed and the catalog could not record
+    /// that, its label stays in use until the failure is recorded.
     fn ended(&self, commit: &Commit, state: CommitState, is_recorded: bool) {
         let mut queue = self.queue();
         if let CommitState::Failed(reason) = &state {
@@ -275,7 +279,7 @@ impl Commits {
         self.changed.notify_all();
     }
 
-    /// Tries again to tell the catalog of failures that it could not be told of.
+    /// Tries again to record failures in the catalog.
     fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> bool) {
         let failures = self.queue().unrecorded.clone();
         for (new, reason) in failures {
@@ -290,26 +294,31 @@ impl Commits {
         }
     }
 
-    /// How many numbers to reserve so that enough are in hand; 0 if they are.
-    pub(crate) fn wanted_numbers(&self) -> u64 {
-        let numbers = &self.queue().numbers;
-        let left = numbers.end - numbers.start;
-        if left < LEAST { RESERVE - left } else { 0 }
+    /// Reserves snapshot numbers if too few are left.
+    pub(crate) fn reserve_numbers(&self) -> cairn_store::Result<()> {
+        let wanted = {
+            let numbers = &self.queue().numbers;
+            let left = numbers.end - numbers.start;
+            if left < MIN_NUMBERS { RESERVED_NUMBERS - left } else { 0 }
+        };
+        if wanted > 0 {
+            self.add_numbers(self.image.attachment.reserve(wanted)?);
+        }
+        Ok(())
     }
 
-    /// Takes numbers that were reserved, and records in the live directory that they are unused.
-    pub(crate) fn add_numbers(&self, more: Range<u64>, live: &Flags) {
+    /// Adds reserved numbers, and records in the live directory that they are unused.
+    fn add_numbers(&self, more: Range<u64>) {
         let numbers = &mut self.queue().numbers;
         if numbers.end == more.start {
             numbers.end = more.end;
         } else {
             *numbers = more;
         }
-        live.set_unused_numbers(numbers);
+        self.unused_numbers.record(numbers);
     }
 
-    /// Accepts nothing more. Returns whether everything accepted became stable or failed within
-    /// `limit`.
+    /// Stops accepting checkpoints. Returns whether all accepted checkpoints ended within `limit`.
     pub(crate) fn close(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut queue = self.queue();
@@ -325,7 +334,7 @@ impl Commits {
         true
     }
 
-    /// The numbers that were not used.
+    /// The reserved numbers that were not used.
     pub(crate) fn unused_numbers(&self) -> Range<u64> {
         self.queue().numbers.clone()
     }

@@ -1,12 +1,13 @@
 //! Makes accepted checkpoints stable (BlobCR, algorithm 3).
 //!
-//! One thread takes the checkpoints in order. The chunks of a layer become durable first ([`store_layer`]),
-//! then the tree is written and the snapshot published, in one transaction.
+//! One thread takes the checkpoints in order. First the chunks of a layer become durable
+//! ([`store_layer`]). Then the tree is written and the snapshot is published, in one transaction.
 //!
-//! A process that is killed before that leaves garbage in the repository and a pending name; the next
-//! one goes on where it was. A failure leaves a failed name; the changes go into the next checkpoint (see
-//! `Cut::give_up`). A failed layer that a later one waits behind is absorbed: the later snapshot takes from it
-//! what it does not have itself.
+//! A process that is killed before the publication leaves garbage in the repository and a pending
+//! snapshot in the catalog. The next process resumes the checkpoint. A checkpoint that fails leaves
+//! a failed snapshot, and its changes go into the next checkpoint (see `EpochManager::give_up`). If
+//! a later layer waits behind a failed one, the later one absorbs it: the later snapshot takes from
+//! the failed layer the chunks that it does not have itself.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,23 +18,27 @@ use std::{mem, thread};
 
 use cairn_store::{ErrorKind, NewSnapshot, Snapshot, SnapshotState};
 
-use super::store_layer::{arena, store_layer};
-use super::{Commit, CommitState, Next};
-use crate::device::Device;
-use crate::mirror::layer::Layer;
+use super::store_layer::{buffer_pool, store_layer};
+use super::throttle::CommitThrottle;
+use super::{Commit, CommitState, Commits, NextCommit};
+use crate::counters::Counters;
+use crate::flush::Flusher;
+use crate::image::Image;
+use crate::local_disk::LocalDisk;
+use crate::mirror::epoch::layer::Layer;
 use crate::sys;
 
-/// How often an idle thread sees to it that there are snapshot numbers.
-const REFILL: Duration = Duration::from_secs(2);
+/// How often an idle thread checks that snapshot numbers are reserved.
+const REFILL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How long to wait before the second try; then twice as long each time,
-const FIRST_DELAY: Duration = Duration::from_millis(100);
+/// The delay before the first retry. Each further delay is twice as long.
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// up to this.
-const LONGEST_DELAY: Duration = Duration::from_secs(5);
+/// The longest delay between two tries.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// How often a waiting thread looks whether it has to stop.
-pub(super) const LOOK: Duration = Duration::from_millis(100);
+/// How often a waiting thread checks whether it has to stop.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Why a snapshot did not become stable.
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +54,8 @@ pub(super) enum PersistError {
     #[error("{0}")]
     Layer(String),
     #[error(
-        "the disk's process stopped before the snapshot was stable; its changes are kept and go into the next one"
+        "the disk's process stopped before the snapshot was stable; its changes are kept and go \
+         into the next one"
     )]
     Stopped,
     #[error("chunk {0} was left out, which is a defect of this program")]
@@ -57,10 +63,10 @@ pub(super) enum PersistError {
 }
 
 impl PersistError {
-    /// Whether another try may succeed.
-    fn may_pass(&self) -> bool {
+    /// Whether a retry may succeed.
+    fn is_transient(&self) -> bool {
         match self {
-            // A sync that failed is told once only: what is lost then is not known.
+            // A failed sync is reported only once, and it is unknown what was lost.
             PersistError::Repository(cairn_store::Error::Poisoned { .. }) => false,
             PersistError::Repository(error) => error.kind() == ErrorKind::Unavailable,
             PersistError::Journal(_) => true,
@@ -69,12 +75,11 @@ impl PersistError {
     }
 }
 
-/// The flag that ends persisting between two batches.
+/// A flag that ends persisting between two batches.
 #[derive(Clone, Default)]
 pub(crate) struct Abort(Arc<AtomicBool>);
 
 impl Abort {
-    /// Ends it.
     pub(crate) fn set(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -84,236 +89,240 @@ impl Abort {
     }
 }
 
-/// Starts the thread, which tries again for as long as `patience` says while the repository fails. It
-/// ends when the commits are closed and done.
-pub(crate) fn spawn(
-    device: Arc<Device>,
-    abort: Abort,
-    patience: Duration,
-) -> io::Result<thread::JoinHandle<()>> {
-    thread::Builder::new().name("persist".into()).spawn(move || {
+/// Makes checkpoints stable in a background thread.
+pub(crate) struct Persister {
+    pub(crate) commits: Arc<Commits>,
+    pub(crate) disk: Arc<LocalDisk>,
+    pub(crate) image: Arc<Image>,
+    pub(crate) flusher: Arc<Flusher>,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) throttle: CommitThrottle,
+    pub(crate) abort: Abort,
+    /// How long storing a checkpoint is retried while the repository fails.
+    pub(crate) retry_timeout: Duration,
+}
+
+impl Persister {
+    /// Starts the thread. It ends when the commits are closed and done.
+    pub(crate) fn spawn(self) -> io::Result<thread::JoinHandle<()>> {
+        thread::Builder::new().name("persist".into()).spawn(move || self.run())
+    }
+
+    fn run(&self) {
         // The guest comes first.
         sys::yield_to_others();
         loop {
-            match device.commits.next(REFILL) {
-                Next::Commit(commit) => {
-                    if !run(&device, &commit, &abort, patience) {
+            match self.commits.next(REFILL_INTERVAL) {
+                NextCommit::Commit(commit) => {
+                    if !self.finish(&commit) {
                         return;
                     }
-                    if let Err(error) = device.flusher.tidy(&device.mirror, &device.disk) {
-                        tracing::warn!(%error, "the map knows more regions than it has to");
+                    if let Err(error) = self.flusher.clear_unchanged_intent() {
+                        tracing::warn!(%error, "cannot clear write intent that is not needed");
                     }
                 }
-                Next::Nothing => {}
-                Next::Closed => return,
+                NextCommit::Nothing => {}
+                NextCommit::Closed => return,
             }
-            // Also when nothing happens: numbers that ran out while the catalog was away must not
-            // stay out.
-            refill(&device);
+            // Also when there is no checkpoint: numbers that ran out while the catalog was
+            // unavailable have to be reserved.
+            self.refill();
         }
-    })
-}
-
-/// Takes one checkpoint to its end. Returns whether it has one: when the process stops, the checkpoint is
-/// left to the next.
-fn run(device: &Device, commit: &Commit, abort: &Abort, patience: Duration) -> bool {
-    let name = device.snapshot_name(commit.new.number);
-    // Whatever becomes of it: only then is the dirty set complete.
-    settle(device, &commit.layer);
-    let result = keep_trying(device, commit, abort, patience);
-    let mut is_recorded = true;
-    let state = match result {
-        Ok(snapshot) => {
-            device.mirror.cut.publish(&commit.layer);
-            // Writes need not wait for its redundancy.
-            device.mirror.events.notify();
-            match complete(device, &snapshot, abort, patience) {
-                Ok(()) => {
-                    device.stats.stable(1);
-                    let (stored_bytes, elapsed) = (snapshot.stored_bytes, commit.asked.elapsed());
-                    tracing::info!(%name, stored_bytes, ms = elapsed.as_millis() as u64, "stable");
-                    CommitState::Stable { stored_bytes, elapsed }
-                }
-                Err(error) => {
-                    let reason = format!(
-                        "it can be read, and is not yet stored with its full redundancy: {error}; \
-                         `cairn repair` completes it"
-                    );
-                    tracing::error!(%name, %reason, "a checkpoint is not stable");
-                    CommitState::Failed(reason)
-                }
-            }
-        }
-        Err(PersistError::Stopped) => return false,
-        Err(error) => {
-            let reason = error.to_string();
-            if let PersistError::Repository(cairn_store::Error::Poisoned { .. }) = &error {
-                device.poison(reason.clone());
-            }
-            tracing::error!(%name, %reason, "a checkpoint failed");
-            is_recorded = record_failure(device, &commit.new, &reason);
-            device.mirror.cut.give_up(&commit.layer);
-            device.stats.failed(1);
-            CommitState::Failed(reason)
-        }
-    };
-    device.mirror.events.notify();
-    device.commits.ended(commit, state, is_recorded);
-    true
-}
-
-/// Makes a snapshot stable that is published and available. What is not done when the process stops is left
-/// to repair.
-fn complete(
-    device: &Device,
-    snapshot: &Snapshot,
-    abort: &Abort,
-    patience: Duration,
-) -> Result<(), PersistError> {
-    if snapshot.state == SnapshotState::Stable {
-        return Ok(());
     }
-    let begin = Instant::now();
-    let mut delay = FIRST_DELAY;
-    loop {
-        match device.attachment.complete(snapshot).map_err(PersistError::from) {
-            Ok(_) => return Ok(()),
-            Err(error) if error.may_pass() && begin.elapsed() < patience => {
-                let name = snapshot.name();
-                tracing::warn!(%name, %error, "a snapshot is not stable yet");
+
+    /// Brings one checkpoint to its end. Returns `false` if the process stops first: then the
+    /// checkpoint is left to the next process.
+    fn finish(&self, commit: &Commit) -> bool {
+        let mirror = &self.disk.mirror;
+        let name = self.image.snapshot_name(commit.new.number);
+        // In any case: only then is the dirty set complete.
+        self.await_settled(&commit.layer);
+        let mut is_recorded = true;
+        let state = match self.persist_with_retries(commit) {
+            Ok(snapshot) => {
+                mirror.publish(&commit.layer);
+                // Writes do not wait for the snapshot's redundancy.
+                mirror.notify();
+                match self.complete(&snapshot) {
+                    Ok(()) => {
+                        self.counters.stable(1);
+                        let stored_bytes = snapshot.stored_bytes;
+                        let elapsed = commit.asked.elapsed();
+                        let ms = elapsed.as_millis() as u64;
+                        tracing::info!(%name, stored_bytes, ms, "stable");
+                        CommitState::Stable { stored_bytes, elapsed }
+                    }
+                    Err(error) => {
+                        let reason = format!(
+                            "it can be read, but is not yet stored with its full redundancy: \
+                             {error}; `cairn repair` completes it"
+                        );
+                        tracing::error!(%name, %reason, "a checkpoint is not stable");
+                        CommitState::Failed(reason)
+                    }
+                }
             }
-            Err(error) => return Err(error),
+            Err(PersistError::Stopped) => return false,
+            Err(error) => {
+                let reason = error.to_string();
+                if let PersistError::Repository(cairn_store::Error::Poisoned { .. }) = &error {
+                    self.image.poison(reason.clone());
+                }
+                tracing::error!(%name, %reason, "a checkpoint failed");
+                is_recorded = self.record_failure(&commit.new, &reason);
+                mirror.give_up(&commit.layer);
+                self.counters.failed(1);
+                CommitState::Failed(reason)
+            }
+        };
+        mirror.notify();
+        self.commits.ended(commit, state, is_recorded);
+        true
+    }
+
+    /// Makes a published snapshot stable that is only available. If the process stops first, repair
+    /// does the rest.
+    fn complete(&self, snapshot: &Snapshot) -> Result<(), PersistError> {
+        if snapshot.state == SnapshotState::Stable {
+            return Ok(());
         }
-        pause(&mut delay, || abort.check())?;
+        let begin = Instant::now();
+        let mut delay = FIRST_RETRY_DELAY;
+        loop {
+            match self.image.attachment.complete(snapshot).map_err(PersistError::from) {
+                Ok(_) => return Ok(()),
+                Err(error) if error.is_transient() && begin.elapsed() < self.retry_timeout => {
+                    let name = snapshot.name();
+                    tracing::warn!(%name, %error, "a snapshot is not stable yet; retrying");
+                }
+                Err(error) => return Err(error),
+            }
+            back_off(&mut delay, || self.abort.check())?;
+        }
+    }
+
+    /// Records a failure in the catalog. Returns `false` if that has to be tried again.
+    fn record_failure(&self, new: &NewSnapshot, reason: &str) -> bool {
+        match self.image.attachment.fail(new.number, reason) {
+            Ok(()) => true,
+            Err(error) => {
+                let name = self.image.snapshot_name(new.number);
+                tracing::error!(%name, %error, "cannot record the failure in the catalog");
+                // On any other error the catalog has never heard of the snapshot.
+                error.kind() != ErrorKind::Unavailable
+            }
+        }
+    }
+
+    /// Persists a checkpoint, and retries while the repository fails in a transient way. Chunks
+    /// that are durable stay so, and all others are guarded as before.
+    fn persist_with_retries(&self, commit: &Commit) -> Result<Snapshot, PersistError> {
+        let mut delay = FIRST_RETRY_DELAY;
+        let mut since: Option<Instant> = None;
+        let mut durable = 0;
+        loop {
+            let error = match self.persist(commit) {
+                Err(error) if error.is_transient() => error,
+                result => return result,
+            };
+            // Any progress restarts the retry timeout.
+            let stored = commit.layer.stored_count();
+            if mem::replace(&mut durable, stored) != stored {
+                since = None;
+            }
+            let start = *since.get_or_insert_with(Instant::now);
+            if start.elapsed() + delay > self.retry_timeout {
+                return Err(error);
+            }
+            let name = self.image.snapshot_name(commit.new.number);
+            tracing::warn!(%name, %error, "cannot store a checkpoint; retrying");
+            commit.set_last_error(error.to_string());
+            back_off(&mut delay, || {
+                self.abort.check()?;
+                commit.layer.failure().map_or(Ok(()), |reason| Err(PersistError::Layer(reason)))
+            })?;
+        }
+    }
+
+    /// Waits until no write of the layer's epoch is in flight. That takes as long as the local disk
+    /// takes for them.
+    fn await_settled(&self, layer: &Layer) {
+        let mirror = &self.disk.mirror;
+        loop {
+            let seen = mirror.events().count();
+            if mirror.settle(layer) {
+                // Writes may wait for exactly that.
+                return mirror.notify();
+            }
+            mirror.events().wait(seen, POLL_INTERVAL);
+        }
+    }
+
+    /// Prepares what later checkpoints need.
+    fn refill(&self) {
+        if let Err(error) = self.disk.mirror.prepare_freeze() {
+            tracing::warn!(%error, "cannot prepare the next checkpoint");
+        }
+        self.commits.record_failures(|new, reason| self.record_failure(new, reason));
+        if let Err(error) = self.commits.reserve_numbers() {
+            tracing::error!(%error, "cannot reserve snapshot numbers");
+        }
+    }
+
+    fn persist(&self, commit: &Commit) -> Result<Snapshot, PersistError> {
+        let Image { repository, attachment, geometry, .. } = &*self.image;
+        let mirror = &self.disk.mirror;
+        attachment.begin(&commit.new)?;
+        // Before anything is stored: without space this fails at once, and not near the end.
+        let _space = repository.reserve_space(commit.new.dirty_bytes)?;
+        let layers = mirror.epoch_view().layers.clone();
+        let mut sources: Vec<_> =
+            layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
+        let stored = AtomicU64::new(0);
+        let buffers = buffer_pool(mirror.layout().chunk_size());
+        let mut changes = BTreeMap::new();
+        // Chunks of a newer layer hide those of the older layers that it absorbs.
+        sources.reverse();
+        let mut used = Vec::new();
+        for (at, source) in sources.iter().enumerate() {
+            let newer = &sources[..at];
+            let hidden = |chunk| newer.iter().any(|layer| layer.dirty().contains(chunk));
+            if source.dirty().iter().all(hidden) {
+                // This holds for a layer that had failed before the newer one was frozen.
+                continue;
+            }
+            used.push(source);
+            store_layer(self, source, newer, &buffers, &stored)?;
+            for (chunk, id) in source.stored().iter() {
+                changes.entry(*chunk).or_insert(*id);
+            }
+        }
+        self.abort.check()?;
+        // After all reading: a layer that has failed meanwhile did not guard its chunks against
+        // newer writes any more.
+        if let Some(reason) = used.iter().find_map(|source| source.failure()) {
+            return Err(PersistError::Layer(reason));
+        }
+        let (_, base) = attachment.parent();
+        let update = repository.commit_tree(&base, *geometry, &changes)?;
+        let stored_bytes = stored.load(Ordering::Relaxed) + update.new_bytes;
+        let dirty_bytes = changes.len() as u64 * mirror.layout().chunk_size() as u64;
+        let number = commit.new.number;
+        Ok(attachment.publish(number, &update.root, stored_bytes, dirty_bytes)?)
     }
 }
 
-/// Waits before another try, and longer the next time, unless a reason not to try again comes up.
-fn pause(
+/// Waits before a retry, and doubles the delay. Ends early with the error of `check`, if it has
+/// one.
+fn back_off(
     delay: &mut Duration,
     check: impl Fn() -> Result<(), PersistError>,
 ) -> Result<(), PersistError> {
     let until = Instant::now() + *delay;
     while Instant::now() < until {
         check()?;
-        thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+        thread::sleep(POLL_INTERVAL.min(until.saturating_duration_since(Instant::now())));
     }
-    *delay = (*delay * 2).min(LONGEST_DELAY);
+    *delay = (*delay * 2).min(MAX_RETRY_DELAY);
     Ok(())
-}
-
-/// Tells the catalog of a failure. Returns whether it knows, or need not: it may never have heard of the
-/// snapshot.
-fn record_failure(device: &Device, new: &NewSnapshot, reason: &str) -> bool {
-    match device.attachment.fail(new.number, reason) {
-        Ok(()) => true,
-        Err(error) => {
-            let name = device.snapshot_name(new.number);
-            tracing::error!(%name, %error, "the failure cannot be recorded");
-            error.kind() != ErrorKind::Unavailable
-        }
-    }
-}
-
-/// Persists, and does so again while the repository fails in a way that may pass. What is durable stays
-/// so; the rest is guarded as before.
-fn keep_trying(
-    device: &Device,
-    commit: &Commit,
-    abort: &Abort,
-    patience: Duration,
-) -> Result<Snapshot, PersistError> {
-    let mut delay = FIRST_DELAY;
-    let mut since: Option<Instant> = None;
-    let mut durable = 0;
-    loop {
-        let error = match persist(device, commit, abort) {
-            Err(error) if error.may_pass() => error,
-            result => return result,
-        };
-        // Patience begins anew with whatever was achieved.
-        let stored = commit.layer.stored_count();
-        if mem::replace(&mut durable, stored) != stored {
-            since = None;
-        }
-        let start = *since.get_or_insert_with(Instant::now);
-        if start.elapsed() + delay > patience {
-            return Err(error);
-        }
-        let name = device.snapshot_name(commit.new.number);
-        tracing::warn!(%name, %error, "storing a checkpoint is tried again");
-        commit.set_trouble(error.to_string());
-        pause(&mut delay, || {
-            abort.check()?;
-            commit.layer.failure().map_or(Ok(()), |reason| Err(PersistError::Layer(reason)))
-        })?;
-    }
-}
-
-/// Waits until no write of the layer's epoch is submitted any more. That takes as long as the local
-/// disk, nothing else.
-fn settle(device: &Device, layer: &Layer) {
-    let events = &device.mirror.events;
-    loop {
-        let seen = events.count();
-        if device.mirror.cut.settle(layer) {
-            // Writes may wait for just that.
-            return events.notify();
-        }
-        events.wait(seen, LOOK);
-    }
-}
-
-/// Makes ready what the checkpoints to come need.
-fn refill(device: &Device) {
-    if let Err(error) = device.mirror.cut.prepare() {
-        tracing::warn!(%error, "the next checkpoint cannot be prepared");
-    }
-    device.commits.record_failures(|new, reason| record_failure(device, new, reason));
-    let wanted = device.commits.wanted_numbers();
-    if wanted > 0 {
-        match device.attachment.reserve(wanted) {
-            Ok(numbers) => device.commits.add_numbers(numbers, &device.flags),
-            Err(error) => tracing::error!(%error, "no snapshot numbers can be reserved"),
-        }
-    }
-}
-
-fn persist(device: &Device, commit: &Commit, abort: &Abort) -> Result<Snapshot, PersistError> {
-    device.attachment.begin(&commit.new)?;
-    // Before anything is stored: it fails at once where there is no room for it, and not when it is nearly done.
-    let _space = device.repository.reserve_space(commit.new.dirty_bytes)?;
-    let layers = device.mirror.cut.view().layers.clone();
-    let mut sources: Vec<_> =
-        layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
-    let stored = AtomicU64::new(0);
-    let arena = arena(device);
-    let mut changes = BTreeMap::new();
-    // The newest layer's chunks hide those of the older ones that it absorbs.
-    sources.reverse();
-    let mut used = Vec::new();
-    for (at, source) in sources.iter().enumerate() {
-        let newer = &sources[..at];
-        let hidden = |chunk| newer.iter().any(|layer| layer.dirty().contains(chunk));
-        if source.dirty().iter().all(hidden) {
-            // So it is with one that was given up before the newer one was frozen.
-            continue;
-        }
-        used.push(source);
-        store_layer(device, source, newer, &arena, &stored, abort)?;
-        for (chunk, id) in source.stored().iter() {
-            changes.entry(*chunk).or_insert(*id);
-        }
-    }
-    abort.check()?;
-    // After all reading: a layer that failed meanwhile was no longer guarded against newer writes.
-    if let Some(reason) = used.iter().find_map(|source| source.failure()) {
-        return Err(PersistError::Layer(reason));
-    }
-    let (_, base) = device.attachment.parent();
-    let update = device.repository.commit_tree(&base, device.geometry, &changes)?;
-    let stored_bytes = stored.load(Ordering::Relaxed) + update.new_bytes;
-    let dirty_bytes = changes.len() as u64 * device.mirror.layout().chunk_size() as u64;
-    let number = commit.new.number;
-    Ok(device.attachment.publish(number, &update.root, stored_bytes, dirty_bytes)?)
 }

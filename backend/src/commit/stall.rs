@@ -1,58 +1,62 @@
-//! Sees to it that a guest's write waits for a bounded time only.
+//! Limits how long a guest's write waits for copy-on-write space.
 //!
-//! While a checkpoint is stored, writes put old blocks aside: into memory, then into a file. When both
-//! are full, writes wait until storing frees some of it. If storing does not get on meanwhile, because
-//! the repository is away, say, the oldest checkpoint fails: the guest's writes go on, and the changes
-//! go into the next checkpoint.
+//! While a checkpoint is stored, writes preserve old blocks in memory, and then in a file. When
+//! both are full, writes wait until storing frees some space. If storing makes no progress, for
+//! example because the repository is unavailable, the oldest checkpoint fails. Then the guest's
+//! writes go on, and the changes go into the next checkpoint.
 
 use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::device::Device;
-use crate::mirror::cut::Progress;
+use crate::counters::Counters;
+use crate::local_disk::LocalDisk;
+use crate::mirror::epoch::manager::StoreProgress;
 
-/// How often it is looked at.
-const TICK: Duration = Duration::from_millis(50);
+/// How often the thread checks for a stall.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Starts the thread. `limit` is how long writes may wait while nothing gets on.
-pub(crate) fn spawn(device: Arc<Device>, limit: Duration) -> io::Result<thread::JoinHandle<()>> {
+/// Starts the thread. `limit` is how long writes may wait while storing makes no progress.
+pub(crate) fn spawn(
+    disk: Arc<LocalDisk>,
+    counters: Arc<Counters>,
+    limit: Duration,
+) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name("stall".into()).spawn(move || {
-        let mut watch = Watch { limit, stuck: None };
+        let mut detector = StallDetector { limit, stuck: None };
         loop {
-            thread::sleep(TICK);
-            if !device.mirror.was_short() {
-                watch.stuck = None;
+            thread::sleep(POLL_INTERVAL);
+            if !disk.mirror.take_cow_exhausted() {
+                detector.stuck = None;
                 continue;
             }
-            // Those that still wait say so again.
-            device.mirror.events.notify();
-            if watch.look(device.mirror.cut.progress(), Instant::now()) {
+            // Writes that still wait set the flag again.
+            disk.mirror.notify();
+            if detector.observe(disk.mirror.store_progress(), Instant::now()) {
                 let seconds = limit.as_secs();
                 let reason = format!(
-                    "the guest's writes waited {seconds} s for room for old blocks and nothing was \
-                     stored meanwhile; see whether the repository works, or give more room with \
+                    "the guest's writes waited {seconds} s for space for old blocks, and nothing was \
+                     stored meanwhile; check that the repository works, or allow more space with \
                      --cow-memory or --cow-disk"
                 );
                 tracing::error!("{reason}");
-                device.mirror.cut.fail_oldest(&reason);
-                device.stats.stalls(1);
-                device.mirror.events.notify();
+                counters.stalls(1);
+                disk.mirror.fail_oldest(&reason);
             }
         }
     })
 }
 
-struct Watch {
+struct StallDetector {
     limit: Duration,
-    /// How far storing was, and since when.
-    stuck: Option<(Progress, Instant)>,
+    /// The progress that was seen last, and since when it has not changed.
+    stuck: Option<(StoreProgress, Instant)>,
 }
 
-impl Watch {
-    /// Takes note of writes that wait, and tells whether that has lasted too long.
-    fn look(&mut self, progress: Progress, now: Instant) -> bool {
+impl StallDetector {
+    /// Call this while writes wait. Returns whether there was no progress for too long.
+    fn observe(&mut self, progress: StoreProgress, now: Instant) -> bool {
         match self.stuck {
             Some((before, since)) if before == progress => {
                 let over = now.saturating_duration_since(since) >= self.limit;
@@ -73,19 +77,19 @@ impl Watch {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use super::{Progress, Watch};
+    use super::{StallDetector, StoreProgress};
 
     #[test]
-    fn only_a_standstill_counts() {
-        let mut watch = Watch { limit: Duration::from_secs(10), stuck: None };
+    fn only_a_lack_of_progress_is_a_stall() {
+        let mut detector = StallDetector { limit: Duration::from_secs(10), stuck: None };
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let progress = |done| Progress { layers: 1, done };
-        assert!(!watch.look(progress(1), at(0)));
-        assert!(!watch.look(progress(1), at(9)));
-        assert!(!watch.look(progress(2), at(11)), "it got on");
-        assert!(!watch.look(progress(2), at(20)));
-        assert!(watch.look(progress(2), at(21)));
-        assert!(!watch.look(progress(2), at(22)), "the time begins anew");
+        let progress = |done| StoreProgress { layers: 1, done };
+        assert!(!detector.observe(progress(1), at(0)));
+        assert!(!detector.observe(progress(1), at(9)));
+        assert!(!detector.observe(progress(2), at(11)), "there was progress");
+        assert!(!detector.observe(progress(2), at(20)));
+        assert!(detector.observe(progress(2), at(21)));
+        assert!(!detector.observe(progress(2), at(22)), "the time starts again");
     }
 }

@@ -1,13 +1,18 @@
 //! Makes the chunks of a frozen epoch durable.
 //!
-//! For every chunk of the dirty set: take it (Pending) → read it from the mirror into memory → lay over it what
-//! writes have put aside → complete its absent blocks from the parent → hash and store it, unless it is all
-//! zeros → when it is durable, Idle: the guest may write it again. Half of a batch are chunks of which something
-//! was put aside, so that this memory is free again soon.
+//! For every chunk of the dirty set:
 //!
-//! Chunks go in batches, by several threads, and several batches become durable together. If something fails, or
-//! the process ends, what is not durable is read again from the mirror. [`Pace`](super::pace::Pace) sees to it
-//! that the guest comes first.
+//! 1. Take the chunk (Scheduled → Pending).
+//! 2. Read it from the mirror into memory.
+//! 3. Overlay the blocks that writes have preserved.
+//! 4. Take the blocks that are absent from the parent snapshot.
+//! 5. Hash the chunk and store it, unless it is all zeros.
+//! 6. When it is durable, it becomes Idle, and the guest may write it without a copy.
+//!
+//! Up to half of a batch are chunks with preserved blocks, so that their memory is free again soon.
+//! Several threads store batches, and several batches become durable together. If something fails,
+//! or the process ends, chunks that are not durable are read from the mirror again.
+//! [`CommitThrottle`](super::throttle::CommitThrottle) ensures that the guest comes first.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,47 +22,45 @@ use std::{mem, thread};
 
 use cairn_store::{ChunkId, ChunkIndex, is_zero};
 
-use super::persist::{Abort, LOOK, PersistError};
-use crate::device::Device;
-use crate::fetch::is_lost;
-use crate::mirror::blockset::BlockSet;
-use crate::mirror::copies::{Arena, Copy};
-use crate::mirror::layer::Layer;
-use crate::mirror::layout::BLOCK;
+use super::persist::{POLL_INTERVAL, PersistError, Persister};
+use crate::mirror::block_set::BlockSet;
+use crate::mirror::cow::buffer_pool::{BufferPool, PooledBuffer};
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::files::disk_file::is_medium_error;
+use crate::mirror::layout::BLOCK_BYTES;
 
-/// Threads that read, hash and store.
-const THREADS: usize = 3;
+/// The number of threads that read, hash and store.
+const STORE_THREADS: usize = 3;
 
-/// Bytes of a batch.
-const BATCH: usize = 4 << 20;
+/// The size of a batch.
+const BATCH_BYTES: usize = 4 << 20;
 
-/// Bytes that become durable together, at least: a sync for each batch would hold up the others.
-const GROUP: usize = 32 << 20;
+/// How much becomes durable together, at least: a sync for each batch would delay the other
+/// threads.
+const GROUP_COMMIT_BYTES: usize = 32 << 20;
 
-/// The memory that storing a layer needs.
-pub(super) fn arena(device: &Device) -> Arc<Arena> {
-    // A batch for each thread, a group that is written and a group that is being made durable.
-    let batch = BATCH.max(device.mirror.layout().chunk_size());
-    Arena::new(THREADS * batch + 2 * (GROUP + THREADS * batch))
+/// The memory for storing a layer.
+pub(super) fn buffer_pool(chunk_size: usize) -> Arc<BufferPool> {
+    // A batch for each thread, a group that is written, and a group that becomes durable.
+    let batch = BATCH_BYTES.max(chunk_size);
+    BufferPool::new(STORE_THREADS * batch + 2 * (GROUP_COMMIT_BYTES + STORE_THREADS * batch))
 }
 
-/// Makes every chunk of `source` durable that no layer of `newer` has.
+/// Makes every chunk of `source` durable that is in no layer of `newer`.
 pub(super) fn store_layer(
-    device: &Device,
+    persister: &Persister,
     source: &Layer,
     newer: &[Arc<Layer>],
-    arena: &Arc<Arena>,
-    stored: &AtomicU64,
-    abort: &Abort,
+    buffers: &Arc<BufferPool>,
+    stored_bytes: &AtomicU64,
 ) -> Result<(), PersistError> {
     let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
-    put_again(device, source, needed, abort)?;
-    let work = Work {
-        device,
+    store_inherited_again(persister, source, needed)?;
+    let writer = LayerWriter {
+        persister,
         source,
-        arena,
-        stored,
-        abort,
+        buffers,
+        stored_bytes,
         chunks: Mutex::new(Box::new(
             source
                 .dirty()
@@ -73,16 +76,16 @@ pub(super) fn store_layer(
     let mut results: Vec<_> = thread::scope(|scope| {
         let spawn = |_| {
             let builder = thread::Builder::new().name("store".into());
-            builder.spawn_scoped(scope, || work.run())
+            builder.spawn_scoped(scope, || writer.run())
         };
-        // Where no thread can be had, this one does it alone.
-        let threads: Vec<_> = (1..THREADS).map(spawn).collect();
-        let own = work.run();
+        // If no thread can be started, this one does everything.
+        let threads: Vec<_> = (1..STORE_THREADS).map(spawn).collect();
+        let own = writer.run();
         let threads = threads.into_iter().flatten();
         let others = threads.map(|thread| thread.join().expect("store threads do not panic"));
         std::iter::once(own).chain(others).collect()
     });
-    results.push(work.end());
+    results.push(writer.end());
     results.into_iter().collect::<Result<(), _>>()?;
     match source
         .dirty()
@@ -94,53 +97,55 @@ pub(super) fn store_layer(
     }
 }
 
-/// Puts the chunks again that a process stored which is gone. It may have been content with less than their full
-/// redundancy, and what it had under way is gone with it: nobody else knows of that, and the snapshot would be
-/// called stable. Peers are asked first, and get only what they lack.
-fn put_again(
-    device: &Device,
+/// Stores again the chunks that an earlier process stored. That process may have left them without
+/// their full redundancy, and nobody else knows of that, so the snapshot would wrongly be called
+/// stable. Only missing fragments are sent.
+fn store_inherited_again(
+    persister: &Persister,
     source: &Layer,
     needed: impl Fn(u64) -> bool,
-    abort: &Abort,
 ) -> Result<(), PersistError> {
     let inherited = source.inherited().clone();
-    let mut content = vec![0; device.mirror.layout().chunk_size()];
+    let repository = &persister.image.repository;
+    let mut content = vec![0; persister.disk.mirror.layout().chunk_size()];
     for (_, id) in inherited.iter().filter(|(chunk, _)| needed(chunk.0)) {
-        abort.check()?;
-        device.repository.restore_redundancy(id, &mut content)?;
+        persister.abort.check()?;
+        repository.restore_redundancy(id, &mut content)?;
     }
-    // They are on their way by now: whoever flushes waits for them.
+    // The next flush of the repository waits for them.
     source.inherited().clear();
     Ok(())
 }
 
 /// A chunk on its way to being durable.
-struct Item {
+struct StoreItem {
     chunk: ChunkIndex,
-    copy: Copy,
+    /// The bytes of the chunk. Blocks that are not in `present` hold arbitrary bytes.
+    data: PooledBuffer,
+    /// The blocks of `data` that are valid. All others have the parent's content.
+    present: BlockSet,
 }
 
-struct Work<'a> {
-    device: &'a Device,
+struct LayerWriter<'a> {
+    persister: &'a Persister,
     source: &'a Layer,
-    arena: &'a Arc<Arena>,
-    stored: &'a AtomicU64,
-    abort: &'a Abort,
+    buffers: &'a Arc<BufferPool>,
+    stored_bytes: &'a AtomicU64,
     chunks: Mutex<Box<dyn Iterator<Item = ChunkIndex> + Send + 'a>>,
     failed: AtomicBool,
-    /// What was given to the repository and may not be durable.
+    /// Chunks that the repository has, and that may not be durable yet.
     written: Mutex<Vec<Written>>,
     /// Held by the thread that makes a group durable.
     durable: Mutex<()>,
 }
 
-/// An [`Item`] and its name, or nothing for a hole.
-type Written = (Item, Option<ChunkId>);
+/// A [`StoreItem`] and its id; `None` for a hole.
+type Written = (StoreItem, Option<ChunkId>);
 
-impl Work<'_> {
-    /// Stores batches until there is nothing left.
+impl LayerWriter<'_> {
+    /// Stores batches until no chunk is left.
     fn run(&self) -> Result<(), PersistError> {
-        // The thread that failed tells why; the others just stop.
+        // The thread that failed returns the error; the others stop without one.
         let mut more = true;
         while more && !self.failed.load(Ordering::SeqCst) {
             let mut batch = Vec::new();
@@ -154,20 +159,20 @@ impl Work<'_> {
             };
             if let Err(error) = result {
                 self.failed.store(true, Ordering::SeqCst);
-                self.untake(batch);
+                self.cancel_store(batch);
                 return Err(error);
             }
         }
         Ok(())
     }
 
-    /// Adds a batch to what is written, and makes that durable if it is enough.
+    /// Adds a batch to the written chunks, and makes them durable if there are enough.
     fn add_written(&self, batch: impl Iterator<Item = Written>) -> Result<(), PersistError> {
         let mut written = self.written();
         written.extend(batch);
         if self.is_group(&written) {
             drop(written);
-            // One at a time, which bounds the memory in use.
+            // One thread at a time, which bounds the memory in use.
             let _durable = self.durable.lock().expect("no code panics while it waits for a sync");
             let mut written = self.written();
             let group = if self.is_group(&written) { mem::take(&mut *written) } else { Vec::new() };
@@ -178,7 +183,7 @@ impl Work<'_> {
     }
 
     fn is_group(&self, written: &[Written]) -> bool {
-        written.len() * self.device.mirror.layout().chunk_size() >= GROUP
+        written.len() * self.persister.disk.mirror.layout().chunk_size() >= GROUP_COMMIT_BYTES
     }
 
     fn make_durable(&self, group: Vec<Written>) -> Result<(), PersistError> {
@@ -186,60 +191,62 @@ impl Work<'_> {
             return Ok(());
         }
         let ids: Vec<_> = group.iter().map(|(item, id)| (item.chunk, *id)).collect();
-        let flushed = self.device.repository.flush().map_err(PersistError::from);
-        let stored = flushed.and_then(|()| self.source.store(&ids).map_err(PersistError::Journal));
+        let flushed = self.persister.image.repository.flush().map_err(PersistError::from);
+        let stored =
+            flushed.and_then(|()| self.source.mark_stored(&ids).map_err(PersistError::Journal));
         if let Err(error) = stored {
             self.failed.store(true, Ordering::SeqCst);
-            self.untake(group.into_iter().map(|(item, _)| item));
+            self.cancel_store(group.into_iter().map(|(item, _)| item));
             return Err(error);
         }
         drop(group);
-        // Memory that writes wait for may be free again.
-        self.device.mirror.events.notify();
+        // Memory that writes wait for may be free now.
+        self.persister.disk.mirror.notify();
         Ok(())
     }
 
-    /// Makes the rest durable, unless something failed.
+    /// Makes the remaining chunks durable, unless a thread failed.
     fn end(&self) -> Result<(), PersistError> {
         let group = mem::take(&mut *self.written());
         if self.failed.load(Ordering::SeqCst) {
-            self.untake(group.into_iter().map(|(item, _)| item));
+            self.cancel_store(group.into_iter().map(|(item, _)| item));
             return Ok(());
         }
         self.make_durable(group)
     }
 
-    fn untake(&self, items: impl IntoIterator<Item = Item>) {
-        items.into_iter().for_each(|item| self.source.untake(item.chunk));
+    fn cancel_store(&self, items: impl IntoIterator<Item = StoreItem>) {
+        items.into_iter().for_each(|item| self.source.cancel_store(item.chunk));
     }
 
     fn written(&self) -> MutexGuard<'_, Vec<Written>> {
         self.written.lock().expect("no code panics with the written chunks locked")
     }
 
-    /// Waits until the rate allows this many more bytes.
+    /// Waits until the rate allows `bytes` more bytes.
     fn await_rate(&self, bytes: usize) -> Result<(), PersistError> {
-        let until = Instant::now() + self.device.pace.delay(bytes as u64);
+        let until = Instant::now() + self.persister.throttle.delay(bytes as u64);
         loop {
-            self.abort.check()?;
+            self.persister.abort.check()?;
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.failed.load(Ordering::SeqCst) {
                 return Ok(());
             }
-            thread::sleep(left.min(LOOK));
+            thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 
-    /// Collects a batch: first chunks that hold memory, then the next ones. Those that another thread has
-    /// or had are left out, so it may be empty though there is more; that is told.
-    fn gather(&self, batch: &mut Vec<Item>) -> Result<bool, PersistError> {
-        let chunk_size = self.device.mirror.layout().chunk_size();
-        let limit = (BATCH / chunk_size).max(1);
-        self.abort.check()?;
+    /// Collects a batch: first chunks that have copies, then the next chunks in order. Chunks that
+    /// another thread has taken are left out, so the batch may be empty. Returns whether there are
+    /// more chunks.
+    fn gather(&self, batch: &mut Vec<StoreItem>) -> Result<bool, PersistError> {
+        let chunk_size = self.persister.disk.mirror.layout().chunk_size();
+        let limit = (BATCH_BYTES / chunk_size).max(1);
+        self.persister.abort.check()?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }
-        let mut chunks = self.source.costly(limit.div_ceil(2));
+        let mut chunks = self.source.chunks_with_copies(limit.div_ceil(2));
         let mut more = !chunks.is_empty();
         while chunks.len() < limit {
             let Some(chunk) = self.next_chunk() else { break };
@@ -259,13 +266,18 @@ impl Work<'_> {
         self.chunks.lock().expect("no code panics with the iterator locked").next()
     }
 
-    /// Scheduled → Pending, with the chunks' bytes in memory, for neighbours. Those that somebody else has
-    /// or had are left out.
-    fn gather_run(&self, run: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let taken: Vec<_> = run.iter().copied().filter(|chunk| self.source.take(*chunk)).collect();
+    /// Takes adjacent chunks (Scheduled → Pending) and reads them. Chunks that another thread has
+    /// taken are left out.
+    fn gather_run(
+        &self,
+        run: &[ChunkIndex],
+        batch: &mut Vec<StoreItem>,
+    ) -> Result<(), PersistError> {
+        let taken: Vec<_> =
+            run.iter().copied().filter(|chunk| self.source.begin_store(*chunk)).collect();
         let mut left = &taken[..];
         let mut result = Ok(());
-        let busy = self.device.pace.is_guest_busy(&self.device.stats);
+        let busy = self.persister.throttle.is_guest_busy(&self.persister.counters);
         let step = if busy { 1 } else { taken.len().max(1) };
         let parts = taken.chunk_by(|one, next| one.0 + 1 == next.0);
         for part in parts.flat_map(|part| part.chunks(step)) {
@@ -275,44 +287,48 @@ impl Work<'_> {
             }
             left = &left[part.len()..];
         }
-        left.iter().for_each(|chunk| self.source.untake(*chunk));
-        self.device.mirror.events.notify();
+        left.iter().for_each(|chunk| self.source.cancel_store(*chunk));
+        self.persister.disk.mirror.notify();
         result
     }
 
-    /// Reads neighbours that are Pending. Their presence is looked at first: a block that is filled
-    /// meanwhile has the parent's content, wherever it is read from.
-    fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<Item>) -> Result<(), PersistError> {
-        let layout = self.device.mirror.layout();
-        let room = |_| self.arena.take(layout.chunk_size());
-        let buffers: Option<Vec<_>> = chunks.iter().map(room).collect();
-        let no_room = || io::Error::other("the memory of this commit is used up");
-        let mut buffers = buffers.ok_or_else(no_room)?;
+    /// Reads adjacent chunks that are Pending. Their presence is read first: a block that is filled
+    /// in between has the parent's content, from either source.
+    fn read(&self, chunks: &[ChunkIndex], batch: &mut Vec<StoreItem>) -> Result<(), PersistError> {
+        let layout = self.persister.disk.mirror.layout();
+        let take = |_| self.buffers.take(layout.chunk_size());
+        let buffers: Option<Vec<_>> = chunks.iter().map(take).collect();
+        let exhausted = || io::Error::other("the memory of this commit is used up");
+        let mut buffers = buffers.ok_or_else(exhausted)?;
         let present: Vec<_> = chunks
             .iter()
-            .map(|chunk| self.device.mirror.presence.of(layout.blocks_of(*chunk)))
+            .map(|chunk| self.persister.disk.mirror.presence().in_chunk(layout.blocks_of(*chunk)))
             .collect();
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
         let offset = layout.span_of(chunks[0]).offset;
-        let read = || self.device.disk.read_vectored(&mut slices, offset);
-        match self.device.pace.run(&self.device.stats, read) {
-            Err(error) if is_lost(&error) => self.read_needed(chunks, &present, &mut slices)?,
+        let read = || self.persister.disk.data.read_vectored(&mut slices, offset);
+        match self.persister.throttle.run(&self.persister.counters, read) {
+            Err(error) if is_medium_error(&error) => {
+                self.read_needed(chunks, &present, &mut slices)?
+            }
             result => result?,
         }
-        let preserve = &self.device.preserve;
-        let back = |buffer: &mut [u8], offset: u64| preserve.read_any(buffer, offset);
+        let spill = &self.persister.disk.spill;
+        let read_spilled = |buffer: &mut [u8], offset: u64| spill.read_any(buffer, offset);
         let mut items = Vec::with_capacity(chunks.len());
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
-            let aside = self.source.aside(*chunk);
-            let present = aside.lay_over(&mut data, present, back).map_err(PersistError::Spill)?;
-            items.push(Item { chunk: *chunk, copy: Copy { data, present } });
+            let preserved = self.source.preserved(*chunk);
+            let present =
+                preserved.overlay(&mut data, present, read_spilled).map_err(PersistError::Spill)?;
+            items.push(StoreItem { chunk: *chunk, data, present });
         }
-        // All or none: what is not in the batch is put back.
+        // All or none: the caller cancels the chunks that are not in the batch.
         batch.append(&mut items);
         Ok(())
     }
 
-    /// As the read above, where something cannot be read: that may be nothing that is needed.
+    /// Reads only the blocks that are needed, after the read of whole chunks failed: the blocks
+    /// that cannot be read may not be needed.
     fn read_needed(
         &self,
         chunks: &[ChunkIndex],
@@ -320,49 +336,50 @@ impl Work<'_> {
         buffers: &mut [&mut [u8]],
     ) -> io::Result<()> {
         for ((chunk, present), buffer) in chunks.iter().zip(present).zip(buffers) {
-            let offset = self.device.mirror.layout().span_of(*chunk).offset;
-            for run in present.without(&self.source.aside(*chunk).decided).runs() {
+            let offset = self.persister.disk.mirror.layout().span_of(*chunk).offset;
+            for run in present.without(&self.source.preserved(*chunk).decided).runs() {
                 let span = run.span();
                 let part = &mut buffer[span.offset as usize..span.end() as usize];
-                self.device.disk.read(part, offset + span.offset)?;
+                self.persister.disk.data.read(part, offset + span.offset)?;
             }
         }
         Ok(())
     }
 
-    /// Gives a batch to the repository, and returns the chunks' names.
-    fn store(&self, batch: &mut [Item]) -> Result<Vec<Option<ChunkId>>, PersistError> {
+    /// Puts a batch into the repository. Returns the ids of the chunks.
+    fn store(&self, batch: &mut [StoreItem]) -> Result<Vec<Option<ChunkId>>, PersistError> {
         for item in batch.iter_mut() {
             self.complete(item)?;
         }
-        let name = |item: &Item| {
-            let content = &item.copy.data;
+        let name = |item: &StoreItem| {
+            let content = &item.data;
             (!is_zero(content)).then(|| ChunkId::of(content))
         };
         let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
-        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.copy.data)));
+        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.data)));
         let full: Vec<(ChunkId, &[u8])> = full.collect();
-        let pace = &self.device.pace;
-        let step = if pace.is_guest_busy(&self.device.stats) { 1 } else { full.len().max(1) };
+        let throttle = &self.persister.throttle;
+        let step =
+            if throttle.is_guest_busy(&self.persister.counters) { 1 } else { full.len().max(1) };
         for part in full.chunks(step) {
-            let put = || self.device.repository.put_chunks(part);
-            let new_bytes = pace.run(&self.device.stats, put)?;
-            self.stored.fetch_add(new_bytes, Ordering::Relaxed);
+            let put = || self.persister.image.repository.put_chunks(part);
+            let new_bytes = throttle.run(&self.persister.counters, put)?;
+            self.stored_bytes.fetch_add(new_bytes, Ordering::Relaxed);
         }
         Ok(ids)
     }
 
-    /// Brings the blocks that were absent from the parent.
-    fn complete(&self, item: &mut Item) -> Result<(), PersistError> {
-        let Copy { data, present } = &mut item.copy;
-        if present.len() == self.device.mirror.layout().blocks_per_chunk() {
+    /// Copies the blocks that were absent from the parent snapshot.
+    fn complete(&self, item: &mut StoreItem) -> Result<(), PersistError> {
+        let StoreItem { chunk, data, present } = item;
+        if present.len() == self.persister.disk.mirror.layout().blocks_per_chunk() {
             return Ok(());
         }
         let mut parent = vec![0; data.len()];
-        self.device.read_parent(item.chunk, &mut parent)?;
+        self.persister.image.read_parent(*chunk, &mut parent)?;
         for (block, (to, from)) in data
-            .chunks_exact_mut(BLOCK as usize)
-            .zip(parent.chunks_exact(BLOCK as usize))
+            .chunks_exact_mut(BLOCK_BYTES as usize)
+            .zip(parent.chunks_exact(BLOCK_BYTES as usize))
             .enumerate()
         {
             if !present.contains(block as u64) {

@@ -1,8 +1,9 @@
-//! The control socket of the host and the proxy of the guest: one JSON object a line.
+//! The control socket of the host and the proxy for the guest. Messages are JSON objects, one per
+//! line.
 //!
-//! Both speak the messages of `cairn_agent`; a guest may use fewer of them. The proxy knows one disk,
-//! the one that this process serves, so a guest cannot name another's. Every connection is bounded
-//! in time, in line length and in number, and none can hold up the others or the disk.
+//! Both use the messages of `cairn_agent`; a guest may use fewer of them. The proxy serves only the
+//! disk of this process, so a guest cannot name another disk. The time, the line length and the
+//! number of connections are bounded, and no connection can delay another one or the disk.
 
 pub(crate) mod session;
 
@@ -16,14 +17,18 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
-use crate::device::Device;
+use crate::commit::Commits;
+use crate::counters::Counters;
+use crate::guest::GuestState;
+use crate::image::Image;
+use crate::local_disk::LocalDisk;
 use crate::sys::VsockListener;
-use crate::vhost::server::Stop;
+use crate::vhost::server::StopHandle;
 
-/// Connections of one kind at the same time.
+/// The most connections of one kind at the same time.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Who is at the other end.
+/// The peer of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// The operator, through the control socket.
@@ -32,19 +37,33 @@ pub(crate) enum Origin {
     Guest,
 }
 
-/// Where requests come from.
+/// The sockets on which requests arrive.
 #[derive(Default)]
 pub(crate) struct Listeners {
     pub(crate) control: Option<StdListener>,
     /// The unix socket to which a hypervisor forwards the guest's vsock connections.
     pub(crate) proxy: Option<StdListener>,
-    /// The kernel's vsock, and the guest that may use it.
+    /// The kernel's vsock, and the context id of the guest that may use it.
     pub(crate) vsock: Option<(VsockListener, u32)>,
 }
 
-/// Starts the thread that answers requests and signals. It ends `stop` when told to terminate.
-pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
-    // The one thread for catalog queries is started now and stays: later there may be none to be had.
+/// What is needed to answer requests.
+pub(crate) struct ControlContext {
+    pub(crate) commits: Arc<Commits>,
+    pub(crate) image: Arc<Image>,
+    pub(crate) disk: Arc<LocalDisk>,
+    pub(crate) guest: Arc<GuestState>,
+    pub(crate) counters: Arc<Counters>,
+}
+
+/// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`.
+pub(crate) fn spawn(
+    listeners: Listeners,
+    context: Arc<ControlContext>,
+    stop: StopHandle,
+) -> io::Result<()> {
+    // The one thread for catalog queries is started here and stays: later the system may be out of
+    // threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(1)
@@ -52,7 +71,7 @@ pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io
         .build()?;
     drop(runtime.spawn_blocking(|| ()));
     thread::Builder::new().name("control".into()).spawn(move || {
-        if let Err(error) = runtime.block_on(run(listeners, device, stop.clone())) {
+        if let Err(error) = runtime.block_on(run(listeners, context, stop.clone())) {
             tracing::error!(%error, "the control thread failed");
             stop.stop();
         }
@@ -60,18 +79,22 @@ pub(crate) fn spawn(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io
     Ok(())
 }
 
-async fn run(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Result<()> {
+async fn run(
+    listeners: Listeners,
+    context: Arc<ControlContext>,
+    stop: StopHandle,
+) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     for (listener, origin) in [(listeners.control, Origin::Host), (listeners.proxy, Origin::Guest)]
     {
         if let Some(listener) = listener {
             listener.set_nonblocking(true)?;
-            tokio::spawn(accept(UnixListener::from_std(listener)?, origin, device.clone()));
+            tokio::spawn(accept(UnixListener::from_std(listener)?, origin, context.clone()));
         }
     }
     if let Some((listener, guest)) = listeners.vsock {
-        tokio::spawn(accept_vsock(listener, guest, device));
+        tokio::spawn(accept_vsock(listener, guest, context));
     }
     tokio::select! {
         _ = terminate.recv() => {}
@@ -79,7 +102,7 @@ async fn run(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Resul
     }
     tracing::info!("stopping");
     stop.stop();
-    // A second signal means that somebody is out of patience.
+    // A second signal ends the process at once.
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
@@ -88,29 +111,30 @@ async fn run(listeners: Listeners, device: Arc<Device>, stop: Stop) -> io::Resul
     std::process::exit(1);
 }
 
-async fn accept(listener: UnixListener, origin: Origin, device: Arc<Device>) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+async fn accept(listener: UnixListener, origin: Origin, context: Arc<ControlContext>) {
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => admit(stream, origin, &device, &places),
+            Ok((stream, _)) => admit(stream, origin, &context, &slots),
             Err(error) => {
-                // Out of descriptors, most likely: let others end first.
-                tracing::warn!(%error, ?origin, "a connection could not be accepted");
+                // Most likely the process is out of descriptors: wait until other connections end.
+                tracing::warn!(%error, ?origin, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }
 }
 
-/// The kernel's vsock listener hears all guests: only the one that this disk belongs to is let in.
-async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) {
+/// The kernel's vsock listener accepts connections of all guests. Only the guest of this disk is
+/// admitted.
+async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlContext>) {
     let (sender, mut receiver) = mpsc::channel(1);
-    // Accepting blocks; it ends with the process.
+    // Accepting blocks. The thread ends with the process.
     let accepting = thread::Builder::new().name("vsock".into()).spawn(move || {
         loop {
             match listener.accept() {
                 Ok((peer, _)) if peer != guest => {
-                    tracing::warn!(peer, "a connection of another guest is refused");
+                    tracing::warn!(peer, "refused a connection of another guest");
                 }
                 Ok((_, stream)) => {
                     if sender.blocking_send(stream).is_err() {
@@ -118,35 +142,40 @@ async fn accept_vsock(listener: VsockListener, guest: u32, device: Arc<Device>) 
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a vsock connection could not be accepted");
+                    tracing::warn!(%error, "cannot accept a vsock connection");
                     thread::sleep(Duration::from_millis(100));
                 }
             }
         }
     });
     if let Err(error) = accepting {
-        tracing::error!(%error, "no thread for vsock");
+        tracing::error!(%error, "cannot start the vsock thread");
         return;
     }
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Some(stream) = receiver.recv().await {
         match UnixStream::from_std(stream) {
-            Ok(stream) => admit(stream, Origin::Guest, &device, &places),
-            Err(error) => tracing::warn!(%error, "a vsock connection cannot be used"),
+            Ok(stream) => admit(stream, Origin::Guest, &context, &slots),
+            Err(error) => tracing::warn!(%error, "cannot use a vsock connection"),
         }
     }
 }
 
-/// Serves a connection if there is a place for it, and closes it otherwise.
-fn admit(stream: UnixStream, origin: Origin, device: &Arc<Device>, places: &Arc<Semaphore>) {
-    let Ok(place) = places.clone().try_acquire_owned() else {
-        tracing::warn!(?origin, "too many connections");
+/// Serves a connection if a slot is free, and closes it otherwise.
+fn admit(
+    stream: UnixStream,
+    origin: Origin,
+    context: &Arc<ControlContext>,
+    slots: &Arc<Semaphore>,
+) {
+    let Ok(slot) = slots.clone().try_acquire_owned() else {
+        tracing::warn!(?origin, "refused a connection: there are too many");
         return;
     };
-    let device = device.clone();
+    let context = context.clone();
     tokio::spawn(async move {
-        let _place = place;
-        if let Err(error) = session::serve(stream, origin, &device).await {
+        let _slot = slot;
+        if let Err(error) = session::serve(stream, origin, &context).await {
             tracing::debug!(%error, ?origin, "a connection ended");
         }
     });

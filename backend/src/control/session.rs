@@ -2,36 +2,34 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
     Accepted, Checkpoint, Event, Failed, Follow, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
     RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
-use cairn_store::{Snapshot, SnapshotState};
+use cairn_store::{Snapshot, SnapshotState, now};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use super::Origin;
-use crate::commit::{Commit, CommitState, now};
-use crate::device::Device;
+use super::{ControlContext, Origin};
+use crate::commit::{Commit, CommitState};
 
-/// How long a line may take, once begun, in either direction.
-const LINE_LIMIT: Duration = Duration::from_secs(10);
+/// How long it may take to receive or send one line, once it has begun.
+const LINE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Characters of the reason why a line is no request.
-const MAX_REASON: usize = 200;
+/// The longest reason in the answer to an invalid line, in characters.
+const MAX_REASON_CHARS: usize = 200;
 
-/// How long a connection may be silent.
-const IDLE_LIMIT: Duration = Duration::from_secs(600);
+/// How long a connection may be idle.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Serves a connection until it ends or misbehaves.
+/// Serves a connection until it ends or violates the protocol.
 pub(super) async fn serve(
     stream: UnixStream,
     origin: Origin,
-    device: &Arc<Device>,
+    context: &Arc<ControlContext>,
 ) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
@@ -41,7 +39,7 @@ pub(super) async fn serve(
         let request = match parse(&line) {
             Ok(request) => request,
             Err(message) => {
-                // Where the next line starts is anybody's guess.
+                // After an invalid line it is unknown where the next one starts.
                 return send(&mut writer, &refusal(RefusalKind::Invalid, message)).await;
             }
         };
@@ -52,39 +50,40 @@ pub(super) async fn serve(
         }
         match request {
             Request::Checkpoint(request) => {
-                checkpoint(&mut writer, device, &request, asked).await?;
+                checkpoint(&mut writer, context, &request, asked).await?;
             }
             Request::Follow(Follow { number }) => {
-                send(&mut writer, &follow(device, number).await).await?;
+                send(&mut writer, &follow(context, number).await).await?;
             }
-            Request::Status => send(&mut writer, &Event::Status(status(device))).await?,
-            Request::List => send(&mut writer, &list(device).await).await?,
-            Request::Stats => send(&mut writer, &Event::Stats(device.stats.read())).await?,
+            Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
+            Request::List => send(&mut writer, &list(context).await).await?,
+            Request::Stats => send(&mut writer, &Event::Stats(context.counters.read())).await?,
         }
     }
 }
 
-/// The next line, or as much of it as shows that it is too long. Nothing if there are no more.
+/// Returns the next line, or a part of it that shows that it is too long. Returns `None` at the
+/// end.
 pub(crate) async fn next_line(
     reader: &mut (impl AsyncBufRead + Unpin),
 ) -> io::Result<Option<Vec<u8>>> {
-    if timeout(IDLE_LIMIT, reader.fill_buf()).await??.is_empty() {
+    if timeout(IDLE_TIMEOUT, reader.fill_buf()).await??.is_empty() {
         return Ok(None);
     }
     let mut line = Vec::new();
     let mut limited = reader.take(MAX_LINE as u64 + 1);
-    timeout(LINE_LIMIT, limited.read_until(b'\n', &mut line)).await??;
+    timeout(LINE_TIMEOUT, limited.read_until(b'\n', &mut line)).await??;
     Ok(Some(line))
 }
 
-/// The request of a line, or why it is none.
+/// Parses a line. The error is the reason why the line is not a request.
 pub(crate) fn parse(line: &[u8]) -> Result<Request, String> {
     if line.len() > MAX_LINE {
         return Err(format!("a line is at most {MAX_LINE} bytes"));
     }
-    // The reason may quote what was said, and has to fit into a line itself.
+    // The reason may quote the line, and has to fit into a line itself.
     serde_json::from_slice(line)
-        .map_err(|error| error.to_string().chars().take(MAX_REASON).collect())
+        .map_err(|error| error.to_string().chars().take(MAX_REASON_CHARS).collect())
 }
 
 fn refusal(kind: RefusalKind, message: String) -> Event {
@@ -94,18 +93,18 @@ fn refusal(kind: RefusalKind, message: String) -> Event {
 async fn send(writer: &mut (impl AsyncWriteExt + Unpin), event: &Event) -> io::Result<()> {
     let mut line = serde_json::to_vec(event)?;
     line.push(b'\n');
-    timeout(LINE_LIMIT, writer.write_all(&line)).await?
+    timeout(LINE_TIMEOUT, writer.write_all(&line)).await?
 }
 
 async fn checkpoint(
     writer: &mut (impl AsyncWriteExt + Unpin),
-    device: &Arc<Device>,
+    context: &Arc<ControlContext>,
     request: &Checkpoint,
     asked: Instant,
 ) -> io::Result<()> {
-    let commit = match device.commits.checkpoint(device, request, asked) {
-        Err(refused) if is_label_free(device, request, &refused).await => {
-            device.commits.checkpoint(device, request, asked)
+    let commit = match context.commits.checkpoint(request, asked) {
+        Err(refused) if is_label_free(context, request, &refused).await => {
+            context.commits.checkpoint(request, asked)
         }
         result => result,
     };
@@ -115,29 +114,34 @@ async fn checkpoint(
     };
     let new = &commit.new;
     let accepted = Accepted {
-        snapshot: device.snapshot_name(new.number),
+        snapshot: context.image.snapshot_name(new.number),
         number: new.number,
         dirty_bytes: new.dirty_bytes,
         pause_us: new.pause_us,
     };
     send(writer, &Event::Accepted(accepted)).await?;
     if request.wait == Wait::Stable {
-        send(writer, &outcome(device, &commit).await).await?;
+        send(writer, &outcome(context, &commit).await).await?;
     }
     Ok(())
 }
 
-/// Whether a label was refused that has been removed from the catalog since it was used.
-async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Refusal) -> bool {
+/// Checks whether a label was refused although the catalog no longer has it. If so, frees the
+/// label.
+async fn is_label_free(
+    context: &Arc<ControlContext>,
+    request: &Checkpoint,
+    refused: &Refusal,
+) -> bool {
     let (Some(label), RefusalKind::Invalid) = (request.label.clone(), refused.kind) else {
         return false;
     };
-    let shared = device.clone();
+    let shared = context.clone();
     let used = tokio::task::spawn_blocking(move || {
-        // In this order: what has left the queue meanwhile is in the catalog.
+        // In this order: a checkpoint that leaves the queue in between is in the catalog.
         let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
         let pending: Vec<String> = pending.collect();
-        let snapshots = shared.repository.catalog().snapshots(shared.attachment.image());
+        let snapshots = shared.image.snapshots();
         let taken = |name: &String| name == &label;
         match snapshots {
             Ok(all)
@@ -148,7 +152,7 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
                     .chain(&pending)
                     .any(taken) =>
             {
-                shared.commits.forget_label(&label);
+                shared.commits.free_label(&label);
                 true
             }
             _ => false,
@@ -157,24 +161,27 @@ async fn is_label_free(device: &Arc<Device>, request: &Checkpoint, refused: &Ref
     used.await.unwrap_or(false)
 }
 
-/// What becomes of a checkpoint, whoever accepted it.
-async fn follow(device: &Arc<Device>, number: u64) -> Event {
-    // In this order: what has left the queue meanwhile is in the catalog, or could not be told to it.
-    if let Some(commit) = device.commits.find(number) {
-        return outcome(device, &commit).await;
+/// Returns the outcome of a checkpoint, whichever process accepted it.
+async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
+    // In this order: a checkpoint that leaves the queue in between is in the catalog or in the list
+    // of unrecorded failures.
+    if let Some(commit) = context.commits.find(number) {
+        return outcome(context, &commit).await;
     }
-    let name = device.snapshot_name(number);
+    let name = context.image.snapshot_name(number);
     let failed = |reason| Event::Failed(Failed { snapshot: name.clone(), number, reason });
-    if let Some(reason) = device.commits.unrecorded_failure(number) {
+    if let Some(reason) = context.commits.unrecorded_failure(number) {
         return failed(reason);
     }
-    let snapshot = match snapshots(device).await {
+    let snapshot = match snapshots(context).await {
         Ok(all) => all.into_iter().find(|one| one.number == number),
         Err(refused) => return refused,
     };
     let Some(snapshot) = snapshot else {
-        return match number < device.commits.unused_numbers().start {
-            true => failed("it was lost before the catalog knew of it, or was removed".into()),
+        return match number < context.commits.unused_numbers().start {
+            true => failed(
+                "the snapshot was lost before it was in the catalog, or it was removed".into(),
+            ),
             false => refusal(RefusalKind::Invalid, format!("there is no snapshot {name}")),
         };
     };
@@ -187,25 +194,24 @@ async fn follow(device: &Arc<Device>, number: u64) -> Event {
             elapsed_ms: now().saturating_sub(snapshot.time) * 1000,
         }),
         SnapshotState::Failed => {
-            failed(snapshot.reason.unwrap_or_else(|| "for a reason that is not known".into()))
+            failed(snapshot.reason.unwrap_or_else(|| "the reason is not known".into()))
         }
         SnapshotState::Available => {
             let message =
-                format!("{name} is readable, and not yet stored with its full redundancy");
+                format!("{name} can be read, but is not yet stored with its full redundancy");
             refusal(RefusalKind::Unavailable, message)
         }
         SnapshotState::Pending => {
-            let message =
-                format!("{name} is not a checkpoint of this disk; it is another mirror's");
+            let message = format!("{name} is not a checkpoint of this disk, but of another mirror");
             refusal(RefusalKind::Invalid, message)
         }
     }
 }
 
-/// The snapshots of the disk's image, as the catalog has them; or what to answer if it cannot tell.
-async fn snapshots(device: &Arc<Device>) -> Result<Vec<Snapshot>, Event> {
-    let shared = device.clone();
-    let ask = move || shared.repository.catalog().snapshots(shared.attachment.image());
+/// Returns the snapshots of the image, or the answer to send if the catalog is unavailable.
+async fn snapshots(context: &Arc<ControlContext>) -> Result<Vec<Snapshot>, Event> {
+    let shared = context.clone();
+    let ask = move || shared.image.snapshots();
     let asked = match tokio::task::spawn_blocking(ask).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
@@ -214,11 +220,11 @@ async fn snapshots(device: &Arc<Device>) -> Result<Vec<Snapshot>, Event> {
 }
 
 /// Waits for the end of a checkpoint.
-async fn outcome(device: &Device, commit: &Commit) -> Event {
+async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
     let mut state = commit.watch();
     let ended = state.wait_for(|state| *state != CommitState::Pending).await;
     let ended = ended.map(|state| state.clone()).unwrap_or(CommitState::Pending);
-    let (snapshot, number) = (device.snapshot_name(commit.new.number), commit.new.number);
+    let (snapshot, number) = (context.image.snapshot_name(commit.new.number), commit.new.number);
     match ended {
         CommitState::Stable { stored_bytes, elapsed } => Event::Stable(Stable {
             snapshot,
@@ -228,36 +234,38 @@ async fn outcome(device: &Device, commit: &Commit) -> Event {
             elapsed_ms: elapsed.as_millis() as u64,
         }),
         CommitState::Failed(reason) => Event::Failed(Failed { snapshot, number, reason }),
-        CommitState::Pending => {
-            refusal(RefusalKind::Unavailable, format!("the fate of {snapshot} is not known here"))
-        }
+        CommitState::Pending => refusal(
+            RefusalKind::Unavailable,
+            format!("the outcome of {snapshot} is not known here"),
+        ),
     }
 }
 
-fn status(device: &Device) -> Status {
-    let view = device.mirror.cut.view();
-    let layout = device.mirror.layout();
+fn status(context: &ControlContext) -> Status {
+    let mirror = &context.disk.mirror;
+    let layout = mirror.layout();
+    let queues = context.counters.queues.iter().enumerate();
     Status {
         protocol: PROTOCOL_VERSION,
-        image: device.attachment.image().to_string(),
-        parent: device.snapshot_name(device.attachment.parent().0),
+        image: context.image.name().to_string(),
+        parent: context.image.parent_name(),
         size: layout.size(),
-        chunk_size: device.geometry.chunk_size(),
-        read_only: device.read_only,
-        connected: device.connected.load(Ordering::SeqCst) > 0,
-        dirty_bytes: view.dirty().len() * layout.chunk_size() as u64,
-        present_bytes: device.mirror.presence.local_bytes(),
-        pending: device.commits.pending(device),
-        trouble: device.trouble(),
-        queues: device.stats.queues.iter().enumerate().map(|(n, queue)| queue.read(n)).collect(),
+        chunk_size: context.image.geometry.chunk_size(),
+        read_only: context.disk.read_only,
+        connected: context.guest.is_connected(),
+        dirty_bytes: mirror.epoch_view().dirty().len() * layout.chunk_size() as u64,
+        present_bytes: mirror.presence().local_bytes(),
+        pending: context.commits.pending(),
+        trouble: context.image.poison_reason(),
+        queues: queues.map(|(number, queue)| queue.read(number)).collect(),
     }
 }
 
-/// The snapshots of the disk's image. A checkpoint is in it from the moment that it is accepted, though
-/// the catalog may learn of it a little later.
-async fn list(device: &Arc<Device>) -> Event {
-    let accepted = device.commits.accepted();
-    let snapshots = match snapshots(device).await {
+/// Lists the snapshots of the image. A checkpoint is listed as soon as it is accepted, even if the
+/// catalog learns of it a little later.
+async fn list(context: &Arc<ControlContext>) -> Event {
+    let accepted = context.commits.accepted();
+    let snapshots = match snapshots(context).await {
         Ok(snapshots) => snapshots,
         Err(refused) => return refused,
     };
@@ -272,7 +280,7 @@ async fn list(device: &Arc<Device>) -> Event {
         })
         .collect();
     lines.extend(accepted.into_iter().filter(|new| new.number > last).map(|new| SnapshotLine {
-        snapshot: device.snapshot_name(new.number),
+        snapshot: context.image.snapshot_name(new.number),
         state: SnapshotState::Pending.to_string(),
         time: new.time,
         label: new.label,

@@ -1,12 +1,12 @@
-//! The requests that a process had in flight, as it or the hypervisor left them.
+//! The requests in flight, as an earlier process or the hypervisor left them.
 
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use super::{file_of, flip, path_of, take};
-use crate::mapping::PAGE;
-use crate::worker::ledger::{Ledger, OwnLedgers, Region, RingIndices, RingPlace};
+use crate::guest::ledger::{GuestRingAddresses, Ledger, LedgerFile, LedgerRegion, RingIndices};
+use crate::mapping::PAGE_BYTES;
 
 const QUEUES: usize = 2;
 const ENTRIES: u16 = 16;
@@ -14,31 +14,33 @@ const ENTRIES: u16 = 16;
 /// The queue that is resumed.
 const QUEUE: usize = 1;
 
-/// Where its ring lies.
-const PLACE: RingPlace = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+/// The addresses of its ring.
+const ADDRESSES: GuestRingAddresses =
+    GuestRingAddresses { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
 
-/// Flips bits in the ledgers of a device with two queues, and resumes the second. The first bytes are its
-/// size, the ring's indices and how far the ledger is behind it.
+/// Flips bits in the ledgers of a device with two queues, and resumes the second one. The first
+/// bytes are its size, the ring's indices, and how far the ledger is behind them.
 pub fn ledger(mut data: &[u8]) {
     let [how] = take(&mut data);
     let size = 1 << (how % 5);
     let available = u16::from_le_bytes(take(&mut data));
     let used = u16::from_le_bytes(take(&mut data));
     let ring = RingIndices { available, used };
-    let len = Region::len(QUEUES, ENTRIES);
-    let mut bytes = vec![0; PAGE / 8 + len as usize];
-    let (places, ledgers) = bytes.split_at_mut(PAGE / 8);
-    let place = [PLACE.descriptors, PLACE.available, PLACE.used, u64::from(size)];
+    let len = LedgerRegion::len(QUEUES, ENTRIES);
+    let mut bytes = vec![0; PAGE_BYTES / 8 + len as usize];
+    let (places, ledgers) = bytes.split_at_mut(PAGE_BYTES / 8);
+    let place = [ADDRESSES.descriptors, ADDRESSES.available, ADDRESSES.used, u64::from(size)];
     places[QUEUE * 32..][..32].copy_from_slice(&place.map(u64::to_le_bytes).concat());
     let behind = used.wrapping_sub(u16::from(how >> 7));
     let header = [1, size, 0, behind].map(u16::to_le_bytes).concat();
     ledgers[QUEUE * len as usize / QUEUES + 8..][..8].copy_from_slice(&header);
     flip(&mut bytes, data);
-    let (places, ledgers) = bytes.split_at(PAGE / 8);
-    let file = file_of(PAGE as u64 + len, &[(0, places), (PAGE as u64, ledgers)]);
+    let (places, ledgers) = bytes.split_at(PAGE_BYTES / 8);
+    let file = file_of(PAGE_BYTES as u64 + len, &[(0, places), (PAGE_BYTES as u64, ledgers)]);
     let other = other_queue(&file);
     if how & 0x20 == 0 {
-        let region = Region::map(&file, PAGE as u64, QUEUES, ENTRIES).expect("it is long enough");
+        let region = LedgerRegion::map(&file, PAGE_BYTES as u64, QUEUES, ENTRIES)
+            .expect("it is long enough");
         assert!(region.ledger(QUEUES, size).is_none() && region.ledger(0, ENTRIES + 1).is_none());
         check(size, ring, |ring| {
             let mut ledger = region.ledger(QUEUE, size).expect("there is one");
@@ -48,11 +50,11 @@ pub fn ledger(mut data: &[u8]) {
     } else {
         let other_len = how & 0x40 != 0;
         if other_len {
-            file.set_len(PAGE as u64 + len + 1).expect("memory");
+            file.set_len(PAGE_BYTES as u64 + len + 1).expect("memory");
         }
-        let own = OwnLedgers::open(&path_of(&file), QUEUES, ENTRIES).expect("memory");
-        let resume = |ring| own.resume(QUEUE, size, PLACE, ring).expect("there is one");
-        // While nothing was returned, the ring tells what is in flight, not the ledger.
+        let own = LedgerFile::open(&path_of(&file), QUEUES, ENTRIES).expect("memory");
+        let resume = |ring| own.resume(QUEUE, size, ADDRESSES, ring).expect("there is one");
+        // While no chain was returned, the ring tells what is in flight, and not the ledger.
         let heads = match ring.used {
             0 => resume(ring).1,
             _ => check(size, ring, resume),
@@ -65,10 +67,10 @@ pub fn ledger(mut data: &[u8]) {
     assert_eq!(other_queue(&file), other, "the other queue's is not touched");
 }
 
-/// The bytes of the queue that is left alone.
+/// The bytes of the other queue.
 fn other_queue(file: &File) -> Vec<u8> {
-    let mut bytes = vec![0; Region::len(1, ENTRIES) as usize];
-    file.read_exact_at(&mut bytes, PAGE as u64).expect("it is long enough");
+    let mut bytes = vec![0; LedgerRegion::len(1, ENTRIES) as usize];
+    file.read_exact_at(&mut bytes, PAGE_BYTES as u64).expect("it is long enough");
     bytes
 }
 
@@ -86,7 +88,7 @@ fn check(
     assert!(heads.len() <= usize::from(waiting), "no more than the guest waits for");
     let (mut ledger, again) = resume(ring);
     assert_eq!(again, Some(heads), "the next process finds the same");
-    // The chains that come and go from here on are found as in any other ledger.
+    // Chains that come and go from here on are found as in any other ledger.
     let Some(head) = (0..size).find(|head| !set.contains(head)).filter(|_| waiting < size) else {
         return found;
     };

@@ -1,4 +1,4 @@
-//! The mirror's map file.
+//! The map file of a mirror.
 
 use std::fs::File;
 
@@ -6,22 +6,23 @@ use cairn_store::{ChunkIndex, Geometry};
 
 use super::{file_of, flip, path_of, take};
 use crate::mirror::bits::{Bits, DirtySet};
-use crate::mirror::layout::{BLOCK, Layout};
-use crate::mirror::map::{MapError, MapFile};
+use crate::mirror::files::map::{MapError, MapFile};
+use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::{PAGE_BYTES, Presence};
 
 const HEADER: usize = 256;
 const HASHED: usize = 224;
 
-/// The disk of the example: its last chunk is cut off.
+/// The disk of the example. Its last chunk is partial.
 const CHUNK: u32 = 64 << 10;
 const SIZE: u64 = 10 * CHUNK as u64 + 512;
 
-/// Bytes of each bitmap that may be flipped: more than the example's disk needs.
+/// The number of bytes of each bitmap that may be flipped, which is more than the example's disk
+/// needs.
 const FLIPPED: usize = 64;
 
-/// Flips bits in a whole map. The first byte tells what state the headers have, and which checksums are
-/// made to fit again.
+/// Flips bits in a valid map. The first byte chooses the state of the headers, and which checksums
+/// are made valid again.
 pub fn map(mut data: &[u8]) {
     let [how] = take(&mut data);
     let mut bytes = [header(1, how >> 4), header(2, how >> 4)].concat();
@@ -60,15 +61,15 @@ fn check(file: &File) -> Result<(), MapError> {
     let may_differ = |chunk: &u64| intent.covers_any(layout.span_of(ChunkIndex(*chunk)));
     let counts: Vec<u64> = local.iter().copied().filter(may_differ).collect();
     assert!(map.is_clean() || counts == changed, "after an unclean stop all of it counts");
-    // A use of the mirror leaves the same to the next one.
+    // A use of the mirror leaves the same state to the next one.
     let identity = map.identity().clone();
     map.begin([9; 16])?;
     assert!(!MapFile::open(&path_of(file))?.is_clean());
     map.end(&presence, &layout, dirty.iter(), true)?;
-    let map = MapFile::open(&path_of(file)).expect("it was written in good order");
+    let map = MapFile::open(&path_of(file)).expect("it was written by a clean stop");
     assert!(map.is_clean() && map.knows_guests());
     assert_eq!((map.identity(), map.use_id()), (&identity, &[9; 16]));
-    let (presence, dirty) = load(&map, &layout).expect("it was written in good order");
+    let (presence, dirty) = load(&map, &layout).expect("it was written by a clean stop");
     assert_eq!(dirty.iter().collect::<Vec<_>>(), changed);
     assert!(presence.touched_chunks(layout.blocks_per_chunk()).eq(local));
     Ok(())
@@ -83,7 +84,7 @@ fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, DirtySet), MapError
     Ok((presence, dirty))
 }
 
-/// A header without its checksums, as `docs/formats.md` has it.
+/// A header without its checksums, as described in `docs/formats.md`.
 fn header(sequence: u64, state: u8) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[0..8].copy_from_slice(b"CAIRNMAP");
@@ -93,14 +94,14 @@ fn header(sequence: u64, state: u8) -> [u8; HEADER] {
     bytes[24..40].copy_from_slice(&[7; 16]);
     bytes[40..48].copy_from_slice(&SIZE.to_le_bytes());
     bytes[48..52].copy_from_slice(&CHUNK.to_le_bytes());
-    bytes[52..56].copy_from_slice(&(BLOCK as u32).to_le_bytes());
+    bytes[52..56].copy_from_slice(&(BLOCK_BYTES as u32).to_le_bytes());
     bytes[56] = 3;
     bytes[64] = 3;
     bytes[66..69].copy_from_slice(b"vm1");
     bytes
 }
 
-/// Makes a header's checksum over the bitmaps fit, if its disk is one that the file has room for.
+/// Makes a header's checksum over the bitmaps valid, if the file is large enough for its disk.
 fn seal_bitmaps(bytes: &mut [u8], slot: usize) {
     let (headers, bitmaps) = bytes.split_at_mut(2 * HEADER);
     let header = &mut headers[slot * HEADER..][..HEADER];
@@ -115,7 +116,7 @@ fn seal_bitmaps(bytes: &mut [u8], slot: usize) {
     header[160..192].copy_from_slice(checksum.finalize().as_bytes());
 }
 
-/// Makes a header's own checksum fit.
+/// Makes a header's own checksum valid.
 fn seal(bytes: &mut [u8], slot: usize) {
     let header = &mut bytes[slot * HEADER..][..HEADER];
     let checksum = blake3::hash(&header[..HASHED]);

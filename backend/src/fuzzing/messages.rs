@@ -1,4 +1,4 @@
-//! What clients and guests say, and what they are told.
+//! The messages of clients and guests, and the answers.
 
 use std::iter;
 use std::sync::LazyLock;
@@ -15,7 +15,7 @@ use crate::control::session::{next_line, parse};
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_time().build().expect("a runtime"));
 
-/// Messages with all that a message can have, for the fuzzer to begin with.
+/// Messages with every field that a message can have, for the fuzzer to start with.
 const EXAMPLES: [&str; 9] = [
     "",
     r#"{"op":"checkpoint","label":"a","consistency":"filesystem","wait":"stable"}"#,
@@ -28,8 +28,8 @@ const EXAMPLES: [&str; 9] = [
     r#"{"event":"status","protocol":1,"image":"a","parent":"a@1","size":1,"chunk_size":1,"read_only":false,"connected":true,"dirty_bytes":0,"present_bytes":0,"pending":[{"snapshot":"a@2","chunks":1,"done":0}],"trouble":"d","queues":[]}"#,
 ];
 
-/// Takes `data` for all that a client says. The first bytes may put an example with flips in it before that,
-/// and blanks, so that the first line has about the length that is allowed.
+/// Takes `data` as everything that a client sends. The first bytes can put an example with flipped
+/// bits before it, and blanks, so that the first line has about the maximum length.
 pub fn messages(mut data: &[u8]) {
     let [example, flips, blanks] = take(&mut data);
     let mut said = EXAMPLES[usize::from(example) % EXAMPLES.len()].as_bytes().to_vec();
@@ -50,7 +50,7 @@ pub fn messages(mut data: &[u8]) {
     let refusal = Refusal { kind: RefusalKind::Invalid, message: text.clone() };
     check_event(&Event::Error(refusal));
     check_event(&Event::Failed(Failed { snapshot: text.clone(), number: 1, reason: text.clone() }));
-    // The catalog takes the labels that are accepted here, and no others.
+    // The catalog accepts exactly the labels that are accepted here.
     let named = format!("vm1@{text}").parse::<SnapshotRef>().ok();
     let is_label = named.is_some_and(|named| named.selector == Selector::Label(text.clone()));
     assert_eq!(is_valid_label(&text), is_label);
@@ -83,14 +83,14 @@ async fn listen(said: &[u8]) {
     assert!(rest.is_empty());
 }
 
-/// A request is one line, and is understood as it was meant.
+/// A request is one line, and parsing the line returns the request.
 fn check_request(request: &Request) {
     let line = serde_json::to_vec(request).expect("every request has a form");
     assert!(!line.contains(&b'\n'));
     assert_eq!(&serde_json::from_slice::<Request>(&line).expect("it is a request"), request);
 }
 
-/// As [`check_request`].
+/// An event is one line, and parsing the line returns the event.
 fn check_event(event: &Event) {
     let line = serde_json::to_vec(event).expect("every event has a form");
     assert!(!line.contains(&b'\n'));

@@ -1,9 +1,12 @@
-//! Entrances for the fuzzer: one for each thing that this process reads and has not just written itself.
+//! Entry points for the fuzzer: one for each kind of input that this process reads and that it has
+//! not just written itself.
 //!
-//! Each takes arbitrary bytes and asserts what must hold whatever they are. Where a format has checksums or
-//! fields that random bytes never hit, the bytes are flips in a whole example: no bytes at all leave it whole.
+//! Each takes arbitrary bytes and asserts what must hold for any bytes. If a format has checksums
+//! or fields that random bytes never hit, the bytes are bit flips in a valid example. Without any
+//! bytes the example stays valid.
 //!
-//! `make fuzz` searches for a long time and with knowledge of the code. The tests here are a short version.
+//! `make fuzz` searches for a long time and with knowledge of the code. The tests here are a short
+//! version.
 
 mod epoch;
 mod journal;
@@ -26,7 +29,7 @@ pub use map::map;
 pub use messages::messages;
 pub use request::request;
 
-/// Flips bits: of three bytes each, two say where and one says which.
+/// Flips bits. Each flip has three bytes: two for the position and one for the bits.
 fn flip(bytes: &mut [u8], flips: &[u8]) {
     for [low, high, mask] in flips.as_chunks().0 {
         let at = usize::from(u16::from_le_bytes([*low, *high])) % bytes.len();
@@ -34,7 +37,7 @@ fn flip(bytes: &mut [u8], flips: &[u8]) {
     }
 }
 
-/// A file of `len` bytes in memory, with these pieces at their offsets.
+/// A file of `len` bytes in memory, with these parts at their offsets.
 fn file_of(len: u64, pieces: &[(u64, &[u8])]) -> File {
     let file = sys::shared_memory(len).expect("memory");
     for (offset, bytes) in pieces {
@@ -43,12 +46,12 @@ fn file_of(len: u64, pieces: &[(u64, &[u8])]) -> File {
     file
 }
 
-/// A name under which the file can be opened.
+/// A path with which the file can be opened.
 fn path_of(file: &File) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
-/// The next bytes of the input as a number; zero behind its end.
+/// The next bytes of the input; zeros after its end.
 fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
     let mut bytes = [0; N];
     let (head, rest) = data.split_at(N.min(data.len()));

@@ -1,4 +1,4 @@
-//! Bitmaps that many threads read and set at once.
+//! Bitmaps that many threads read and set at the same time.
 
 use std::fs::File;
 use std::io;
@@ -6,21 +6,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::mapping::Words;
 
-/// A bitmap whose bits are only ever set.
+/// A bitmap whose bits are only set, never cleared.
 ///
-/// Setting releases and reading acquires: who sees a bit sees what was done before it was set.
+/// Setting a bit releases and reading it acquires: a thread that sees a bit also sees what was done
+/// before the bit was set.
 pub(crate) struct Bits {
     words: Words,
 }
 
 impl Bits {
-    /// Bits of this process's own, all zero.
+    /// Zero bits in this process's own memory.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn zeroed(len: u64) -> io::Result<Bits> {
         Ok(Bits { words: Words::zeroed(len.div_ceil(64) as usize)? })
     }
 
-    /// Bits in a file, from a page's start on. It has all its space.
+    /// Bits in a file, starting at a page. The file must have all its space allocated.
     pub(crate) fn shared(file: &File, offset: u64, len: u64) -> io::Result<Bits> {
         Ok(Bits { words: Words::shared(file, offset, len.div_ceil(64) as usize)? })
     }
@@ -29,7 +30,7 @@ impl Bits {
         self.words[(bit / 64) as usize].load(Ordering::Acquire) & (1 << (bit % 64)) != 0
     }
 
-    /// Sets the bit and tells whether this call did it.
+    /// Sets the bit. Returns whether this call changed it.
     pub(crate) fn set(&self, bit: u64) -> bool {
         if self.get(bit) {
             return false;
@@ -38,13 +39,13 @@ impl Bits {
         self.words[(bit / 64) as usize].fetch_or(mask, Ordering::AcqRel) & mask == 0
     }
 
-    /// The words behind the bits, bit 0 of word 0 first.
+    /// The words that hold the bits. Bit 0 is in word 0.
     pub(crate) fn words(&self) -> &[AtomicU64] {
         &self.words
     }
 }
 
-/// Masks of the words that the bits `first..first + count` fall into: (word, mask).
+/// The words that hold the bits `first..first + count`, each with the mask of its bits.
 pub(crate) fn masks(first: u64, count: u64) -> impl Iterator<Item = (usize, u64)> {
     let end = first + count;
     let words = if count == 0 { 0..0 } else { first / 64..(end - 1) / 64 + 1 };
@@ -56,7 +57,7 @@ pub(crate) fn masks(first: u64, count: u64) -> impl Iterator<Item = (usize, u64)
     })
 }
 
-/// The positions of the bits that are set in `word`, ascending.
+/// The positions of the bits that are set in `word`, in ascending order.
 pub(crate) fn ones(mut word: u64) -> impl Iterator<Item = u64> {
     std::iter::from_fn(move || {
         (word != 0).then(|| {
@@ -67,10 +68,10 @@ pub(crate) fn ones(mut word: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The chunks changed in one epoch.
+/// The chunks that one epoch has changed.
 ///
-/// Two levels: a bit for each chunk, and a bit for each word of those, so that walking the set costs
-/// what it holds, not what the disk could hold.
+/// The set has two levels: one bit for each chunk, and one bit for each word of those. So iterating
+/// costs as much as the set holds, and not as much as the disk could hold.
 pub(crate) struct DirtySet {
     chunks: Bits,
     summary: Bits,
@@ -78,14 +79,15 @@ pub(crate) struct DirtySet {
 }
 
 impl DirtySet {
-    /// An empty set in bits that are all zero, one for each chunk and one for each word of those; constant
-    /// time.
+    /// An empty set, in constant time. All bits must be zero: one for each chunk, and one for each
+    /// word of those.
     pub(crate) fn new(chunks: Bits, summary: Bits) -> DirtySet {
         DirtySet { chunks, summary, count: AtomicU64::new(0) }
     }
 
-    /// Takes over bits that another process has set for so many chunks. Their summary is made again: the
-    /// process may have ended before it was complete. What is set for no chunk means nothing.
+    /// Takes over the bits that another process has set for `chunks` chunks. The summary is
+    /// computed again, because the process may have ended before it was complete. Bits beyond the
+    /// last chunk are cleared.
     pub(crate) fn recount(&self, chunks: u64) {
         if let Some(last) = self.chunks.words().last().filter(|_| !chunks.is_multiple_of(64)) {
             last.fetch_and((1 << (chunks % 64)) - 1, Ordering::AcqRel);
@@ -109,7 +111,7 @@ impl DirtySet {
         }
     }
 
-    /// Forgets a chunk, which is a mistake: tests make it on purpose.
+    /// Removes a chunk. This is a bug that tests plant.
     #[cfg(test)]
     pub(crate) fn remove(&self, chunk: u64) {
         self.chunks.words()[(chunk / 64) as usize]
@@ -120,12 +122,12 @@ impl DirtySet {
         self.chunks.get(chunk)
     }
 
-    /// How many chunks are in the set.
+    /// The number of chunks in the set.
     pub(crate) fn len(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// The chunks in the set, ascending. Complete only when nobody inserts any more.
+    /// The chunks in the set, in ascending order. Complete only when no thread inserts any more.
     pub(crate) fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.summary.words().iter().enumerate().flat_map(move |(outer, word)| {
             ones(word.load(Ordering::Acquire)).flat_map(move |bit| {

@@ -1,15 +1,16 @@
-//! Who is about to change which absent blocks.
+//! Claims: who is about to change which absent blocks.
 //!
-//! A write and a fill of the same absent block race: the fill brings old bytes and must not
-//! overwrite the write's. So both claim their blocks first. Claims are volatile, are held only
-//! while an operation is submitted, and are taken all or none: nobody waits while holding one.
+//! A write and a fill of the same absent block race: the fill brings old bytes, and must not
+//! overwrite the bytes of the write. So both claim their blocks first. Claims are volatile, are
+//! held only while an operation is in flight, and are taken all or none. So nobody waits while it
+//! holds one.
 //!
 //! | holds \ wants | write           | fill             |
 //! |---------------|-----------------|------------------|
 //! | write         | goes on         | skips the blocks |
 //! | fill          | waits           | waits            |
 //!
-//! Two writes to one block are the guest's own race.
+//! Two writes to one block are a race of the guest itself.
 
 use std::sync::Mutex;
 
@@ -22,7 +23,7 @@ use super::presence::Presence;
 const SHARDS: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ClaimKind {
     Write,
     Fill,
 }
@@ -30,7 +31,7 @@ enum Kind {
 #[derive(Debug)]
 struct Claim {
     blocks: Blocks,
-    kind: Kind,
+    kind: ClaimKind,
 }
 
 /// All claims of a disk.
@@ -49,26 +50,28 @@ impl Claims {
             .expect("no code panics with a claim shard locked")
     }
 
-    /// Claims blocks of one chunk for a write, unless a fill has one of them.
+    /// Claims blocks of one chunk for a write, unless a fill has claimed one of them.
     pub(crate) fn try_write(&self, chunk: ChunkIndex, blocks: Blocks) -> bool {
         let mut claims = self.shard(chunk);
-        let free =
-            !claims.iter().any(|held| held.kind == Kind::Fill && held.blocks.overlaps(&blocks));
+        let free = !claims
+            .iter()
+            .any(|held| held.kind == ClaimKind::Fill && held.blocks.overlaps(&blocks));
         if free {
-            claims.push(Claim { blocks, kind: Kind::Write });
+            claims.push(Claim { blocks, kind: ClaimKind::Write });
         }
         free
     }
 
-    /// Gives up a claim of [`Claims::try_write`].
+    /// Releases a claim of [`Claims::try_write`].
     pub(crate) fn release_write(&self, chunk: ChunkIndex, blocks: Blocks) {
-        self.release(chunk, blocks, Kind::Write);
+        self.release(chunk, blocks, ClaimKind::Write);
     }
 
-    /// Claims every block of `chunk` that is absent and claimed by no one, as runs.
+    /// Claims every block of `chunk` that is absent and that nobody has claimed. Returns them as
+    /// runs.
     ///
-    /// Presence is looked at under the same lock: a write sets it before it gives up its claim, so
-    /// a block is never both unclaimed and about to turn present.
+    /// Presence is read under the same lock. A write sets it before it releases its claim, so a
+    /// block is never unclaimed while it is about to become present.
     pub(crate) fn take_fill(
         &self,
         chunk: ChunkIndex,
@@ -87,28 +90,28 @@ impl Claims {
                 _ => runs.push(one),
             }
         }
-        claims.extend(runs.iter().map(|blocks| Claim { blocks: *blocks, kind: Kind::Fill }));
+        claims.extend(runs.iter().map(|blocks| Claim { blocks: *blocks, kind: ClaimKind::Fill }));
         runs
     }
 
-    /// Claims blocks of one chunk as a fill does, unless somebody has one of them.
+    /// Claims blocks of one chunk for a fill, unless somebody has claimed one of them.
     pub(crate) fn try_fill(&self, chunk: ChunkIndex, blocks: Blocks) -> bool {
         let mut claims = self.shard(chunk);
         let free = !claims.iter().any(|held| held.blocks.overlaps(&blocks));
         if free {
-            claims.push(Claim { blocks, kind: Kind::Fill });
+            claims.push(Claim { blocks, kind: ClaimKind::Fill });
         }
         free
     }
 
-    /// Gives up the claims of [`Claims::take_fill`] or [`Claims::try_fill`].
+    /// Releases the claims of [`Claims::take_fill`] or [`Claims::try_fill`].
     pub(crate) fn release_fill(&self, chunk: ChunkIndex, runs: &[Blocks]) {
         for run in runs {
-            self.release(chunk, *run, Kind::Fill);
+            self.release(chunk, *run, ClaimKind::Fill);
         }
     }
 
-    fn release(&self, chunk: ChunkIndex, blocks: Blocks, kind: Kind) {
+    fn release(&self, chunk: ChunkIndex, blocks: Blocks, kind: ClaimKind) {
         let mut claims = self.shard(chunk);
         let held = claims.iter().position(|held| held.kind == kind && held.blocks == blocks);
         debug_assert!(held.is_some(), "released a claim that nobody holds: {kind:?} {blocks:?}");

@@ -1,11 +1,11 @@
-//! How those who wait learn that planning again may succeed.
+//! Events: how waiting threads learn that planning again may succeed.
 //!
-//! Nobody waits for a particular thing. A worker that parked requests, and a thread that waits in the
-//! background, are woken by any event and look again. An event is cheap while nobody waits.
+//! Nobody waits for a particular event. Any event wakes the workers that have parked requests and
+//! the background threads that wait, and they check again. An event is cheap while nobody waits.
 //!
-//! No wake-up is lost: a worker reads the event count, plans, finds that it must wait, raises its
-//! flag, and sleeps only if the count is still the same; an event raises the count first and looks at
-//! the flags then. With sequential consistency one of the two sees the other.
+//! No wake-up is lost. A worker reads the event count, plans, finds that it must wait, sets its
+//! flag, and sleeps only if the count is unchanged. An event increments the count first and checks
+//! the flags after that. With sequential consistency at least one of the two sees the other.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
@@ -29,7 +29,7 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// Events for workers that each have a way to be woken.
+    /// `workers` has the wake-up function of each worker.
     pub(crate) fn new(workers: Vec<Wake>) -> Events {
         let workers = workers
             .into_iter()
@@ -44,12 +44,12 @@ impl Events {
         }
     }
 
-    /// How many events there were. Read before planning.
+    /// The number of events so far. Read it before planning.
     pub(crate) fn count(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// Something changed that somebody may wait for.
+    /// Signals an event: something changed that somebody may wait for.
     pub(crate) fn notify(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         for worker in &self.workers {
@@ -63,14 +63,15 @@ impl Events {
         }
     }
 
-    /// Whether worker `index` may sleep: no event since it read `seen`. If so its wake-up will be
-    /// called at the next event.
+    /// Whether worker `index` may sleep, because there was no event since it read `seen`. If so,
+    /// the next event calls its wake-up function.
     pub(crate) fn may_sleep(&self, index: usize, seen: u64) -> bool {
         self.workers[index].waits.store(true, Ordering::SeqCst);
         self.count() == seen
     }
 
-    /// Blocks a background thread until there was an event since `seen`, or `limit` has passed.
+    /// Blocks a background thread until there is an event after `seen`, or until `limit` has
+    /// passed.
     pub(crate) fn wait(&self, seen: u64, limit: Duration) {
         self.threads.fetch_add(1, Ordering::SeqCst);
         let guard = self.lock.lock().expect("no code panics with the event lock held");

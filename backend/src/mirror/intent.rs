@@ -1,37 +1,38 @@
-//! Which parts of the disk may differ from the parent snapshot, in a form that survives the host's death.
+//! Write intent: which regions of the disk may differ from the parent snapshot, in a form that
+//! survives the death of the host.
 //!
-//! What has changed is known by chunks, but only as long as the host lives. For its death the map has a
-//! bit for each region of 64 MiB, durable before the first write to the region: after an unclean start
-//! everything local in such a region counts as changed, and nothing else does.
+//! Which chunks have changed is known only while the host lives. For the host's death the map has
+//! one bit for each region of 64 MiB, which is durable before the first write to the region. After
+//! an unclean stop, everything local in such a region counts as changed, and nothing else does.
 //!
-//! A region's bit is given up again when nothing in it has changed since the parent. A write marks its chunks
-//! as changed and then looks at the bit; who gives the bit up clears it and then looks at the chunks.
-//! So at least one of them sees the other.
+//! The bit of a region is cleared when nothing in the region has changed since the parent. A write
+//! marks its chunks as changed, and then checks the bit. The thread that clears the bit does so
+//! first, and then checks the chunks. So at least one of them sees the other.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use super::bits::ones;
 use super::layout::{Layout, Span};
 
-/// Bytes that a bit stands for.
-const REGION: u64 = 64 << 20;
+/// The size of a region.
+const REGION_BYTES: u64 = 64 << 20;
 
-/// The regions that are known to the map.
-pub(crate) struct Intent {
+/// The regions whose bit is set in the map.
+pub(crate) struct WriteIntent {
     words: Vec<AtomicU64>,
 }
 
-impl Intent {
-    /// What the map holds, as [`Intent::bytes`].
-    pub(crate) fn new(bytes: &[u8]) -> Intent {
+impl WriteIntent {
+    /// The bits that the map holds, as [`WriteIntent::bytes`] returns them.
+    pub(crate) fn new(bytes: &[u8]) -> WriteIntent {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |bytes: &[u8; 8]| AtomicU64::new(u64::from_le_bytes(*bytes));
-        Intent { words: words.iter().map(word).collect() }
+        WriteIntent { words: words.iter().map(word).collect() }
     }
 
-    /// Bytes that a disk needs: whole words.
+    /// The number of bytes for the bits of a disk, rounded up to whole words.
     pub(crate) fn bytes_for(layout: &Layout) -> usize {
-        layout.file_len().div_ceil(REGION).div_ceil(64) as usize * 8
+        layout.file_len().div_ceil(REGION_BYTES).div_ceil(64) as usize * 8
     }
 
     /// The bits as the map holds them.
@@ -40,53 +41,54 @@ impl Intent {
     }
 
     fn regions(span: Span) -> impl Iterator<Item = u64> {
-        span.offset / REGION..(span.end().max(span.offset + 1) - 1) / REGION + 1
+        span.offset / REGION_BYTES..(span.end().max(span.offset + 1) - 1) / REGION_BYTES + 1
     }
 
     fn get(&self, region: u64) -> bool {
         self.words[(region / 64) as usize].load(Ordering::SeqCst) & (1 << (region % 64)) != 0
     }
 
-    /// Whether all regions of `span` are known to the map.
+    /// Whether the map has all regions of `span`.
     pub(crate) fn covers(&self, span: Span) -> bool {
-        Intent::regions(span).all(|region| self.get(region))
+        WriteIntent::regions(span).all(|region| self.get(region))
     }
 
-    /// Whether any region of `span` is known to the map.
+    /// Whether the map has any region of `span`.
     pub(crate) fn covers_any(&self, span: Span) -> bool {
-        Intent::regions(span).any(|region| self.get(region))
+        WriteIntent::regions(span).any(|region| self.get(region))
     }
 
-    /// The bits with those of `span`, to be written to the map.
+    /// The bits together with those of `span`, to be written to the map.
     pub(crate) fn bytes_with(&self, span: Span) -> Vec<u8> {
         let mut bytes = self.bytes();
-        for region in Intent::regions(span) {
+        for region in WriteIntent::regions(span) {
             bytes[(region / 8) as usize] |= 1 << (region % 8);
         }
         bytes
     }
 
-    /// The map knows the regions of `span`.
+    /// Records that the map has the regions of `span`.
     pub(crate) fn set(&self, span: Span) {
-        for region in Intent::regions(span) {
+        for region in WriteIntent::regions(span) {
             self.words[(region / 64) as usize].fetch_or(1 << (region % 64), Ordering::SeqCst);
         }
     }
 
-    /// Clears the bits of regions in which `is_changed` finds nothing. Returns whether there were any: then
-    /// the map is to be written, after the data of these regions is durable.
-    pub(crate) fn give_up(&self, is_changed: impl Fn(Span) -> bool) -> bool {
+    /// Clears the bits of regions in which `is_changed` finds no change. Returns whether there were
+    /// any. If so, the caller writes the map, after the data of these regions is durable.
+    pub(crate) fn clear_unchanged(&self, is_changed: impl Fn(Span) -> bool) -> bool {
         let mut any = false;
         for (index, word) in self.words.iter().enumerate() {
             for bit in ones(word.load(Ordering::SeqCst)) {
-                let region = Span { offset: (index as u64 * 64 + bit) * REGION, len: REGION };
+                let region =
+                    Span { offset: (index as u64 * 64 + bit) * REGION_BYTES, len: REGION_BYTES };
                 if is_changed(region) {
                     continue;
                 }
                 word.fetch_and(!(1 << bit), Ordering::SeqCst);
                 fence(Ordering::SeqCst);
                 match is_changed(region) {
-                    // A write came in between; it may have seen the bit.
+                    // A write came in between, and may have seen the bit.
                     true => drop(word.fetch_or(1 << bit, Ordering::SeqCst)),
                     false => any = true,
                 }
@@ -100,29 +102,30 @@ impl Intent {
 mod tests {
     use cairn_store::Geometry;
 
-    use super::{Intent, REGION};
+    use super::{REGION_BYTES, WriteIntent};
     use crate::mirror::layout::{Layout, Span};
 
-    fn intent() -> Intent {
-        let layout = Layout::new(Geometry::new(200 * REGION, 256 * 1024).unwrap());
-        assert_eq!(Intent::bytes_for(&layout), 32);
-        Intent::new(&vec![0; Intent::bytes_for(&layout)])
+    fn intent() -> WriteIntent {
+        let layout = Layout::new(Geometry::new(200 * REGION_BYTES, 256 * 1024).unwrap());
+        assert_eq!(WriteIntent::bytes_for(&layout), 32);
+        WriteIntent::new(&vec![0; WriteIntent::bytes_for(&layout)])
     }
 
     #[test]
     fn a_span_is_covered_when_all_its_regions_are() {
         let intent = intent();
-        let span = Span { offset: 3 * REGION - 512, len: 1024 };
+        let span = Span { offset: 3 * REGION_BYTES - 512, len: 1024 };
         assert!(!intent.covers(span));
-        intent.set(Span { offset: 2 * REGION, len: 512 });
+        intent.set(Span { offset: 2 * REGION_BYTES, len: 512 });
         assert!(!intent.covers(span));
         intent.set(span);
         assert!(intent.covers(span));
-        assert!(!intent.covers(Span { offset: 4 * REGION, len: 512 }));
-        let other = Intent::new(&intent.bytes_with(Span { offset: 100 * REGION, len: 512 }));
-        assert!(other.covers(span) && other.covers(Span { offset: 100 * REGION, len: 512 }));
-        assert!(other.give_up(|region| region.offset == 2 * REGION));
-        assert!(!other.covers(span) && other.covers(Span { offset: 2 * REGION, len: 512 }));
-        assert!(!other.give_up(|_| true));
+        assert!(!intent.covers(Span { offset: 4 * REGION_BYTES, len: 512 }));
+        let other =
+            WriteIntent::new(&intent.bytes_with(Span { offset: 100 * REGION_BYTES, len: 512 }));
+        assert!(other.covers(span) && other.covers(Span { offset: 100 * REGION_BYTES, len: 512 }));
+        assert!(other.clear_unchanged(|region| region.offset == 2 * REGION_BYTES));
+        assert!(!other.covers(span) && other.covers(Span { offset: 2 * REGION_BYTES, len: 512 }));
+        assert!(!other.clear_unchanged(|_| true));
     }
 }

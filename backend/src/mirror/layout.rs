@@ -1,24 +1,24 @@
-//! How a disk's bytes fall into blocks and chunks. Pure arithmetic.
+//! How the bytes of a disk are divided into blocks and chunks. Pure arithmetic.
 
 use cairn_store::{ChunkIndex, Geometry};
 
-/// The unit of a virtio-blk request.
-pub(crate) const SECTOR: u64 = 512;
+/// The size of a sector, the unit of a virtio-blk request.
+pub(crate) const SECTOR_BYTES: u64 = 512;
 
-/// The unit of presence.
-pub(crate) const BLOCK: u64 = 4096;
+/// The size of a block, the unit of presence.
+pub(crate) const BLOCK_BYTES: u64 = 4096;
 
-/// A range of the disk in bytes, a multiple of [`SECTOR`] at both ends, inside the disk.
+/// A byte range inside the disk. Both ends are multiples of [`SECTOR_BYTES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
-    /// Where it starts.
+    /// The first byte.
     pub(crate) offset: u64,
-    /// How long it is.
+    /// The number of bytes.
     pub(crate) len: u64,
 }
 
 impl Span {
-    /// The first byte behind it.
+    /// The end, which is the first byte after the range.
     pub(crate) fn end(&self) -> u64 {
         self.offset + self.len
     }
@@ -27,14 +27,14 @@ impl Span {
 /// A range of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// The first one.
+    /// The first block.
     pub(crate) first: u64,
-    /// How many.
+    /// The number of blocks.
     pub(crate) count: u64,
 }
 
 impl Blocks {
-    /// The first block behind it.
+    /// The end, which is the first block after the range.
     pub(crate) fn end(&self) -> u64 {
         self.first + self.count
     }
@@ -46,7 +46,7 @@ impl Blocks {
 
     /// The bytes of these blocks.
     pub(crate) fn span(&self) -> Span {
-        Span { offset: self.first * BLOCK, len: self.count * BLOCK }
+        Span { offset: self.first * BLOCK_BYTES, len: self.count * BLOCK_BYTES }
     }
 }
 
@@ -68,44 +68,45 @@ impl Layout {
         }
     }
 
-    /// The guest's disk in bytes.
+    /// The size of the guest's disk in bytes.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Bytes in a chunk.
+    /// The size of a chunk in bytes.
     pub(crate) fn chunk_size(&self) -> usize {
         self.chunk_size as usize
     }
 
-    /// Chunks of the disk, a partial last one included.
+    /// The number of chunks, including a partial last one.
     pub(crate) fn chunk_count(&self) -> u64 {
         self.chunk_count
     }
 
-    /// Blocks in a chunk.
+    /// The number of blocks in a chunk.
     pub(crate) fn blocks_per_chunk(&self) -> u64 {
-        self.chunk_size / BLOCK
+        self.chunk_size / BLOCK_BYTES
     }
 
-    /// Blocks of the disk, counted in whole chunks.
+    /// The number of blocks in all chunks.
     pub(crate) fn block_count(&self) -> u64 {
         self.chunk_count * self.blocks_per_chunk()
     }
 
-    /// The mirror file's length: whole chunks, so that each can be read and written alike.
+    /// The length of the data file: whole chunks, so that all chunks are read and written alike.
     pub(crate) fn file_len(&self) -> u64 {
         self.chunk_count * self.chunk_size
     }
 
-    /// `sectors` sectors from `sector` on, or nothing if they are not all on the disk.
+    /// The span of `len` bytes that starts at `sector`, or `None` if a part of it is not on the
+    /// disk.
     pub(crate) fn span(&self, sector: u64, len: u64) -> Option<Span> {
-        let offset = sector.checked_mul(SECTOR)?;
+        let offset = sector.checked_mul(SECTOR_BYTES)?;
         let end = offset.checked_add(len)?;
-        (end <= self.size && len.is_multiple_of(SECTOR)).then_some(Span { offset, len })
+        (end <= self.size && len.is_multiple_of(SECTOR_BYTES)).then_some(Span { offset, len })
     }
 
-    /// The chunks that `span` touches, ascending.
+    /// The chunks that `span` touches, in ascending order.
     pub(crate) fn chunks(&self, span: Span) -> impl Iterator<Item = ChunkIndex> + use<> {
         let first = span.offset / self.chunk_size;
         let end = span.end().div_ceil(self.chunk_size);
@@ -118,15 +119,15 @@ impl Layout {
         Blocks { first: chunk.0 * count, count }
     }
 
-    /// The bytes of one chunk in the mirror file.
+    /// The bytes of one chunk in the data file.
     pub(crate) fn span_of(&self, chunk: ChunkIndex) -> Span {
         Span { offset: chunk.0 * self.chunk_size, len: self.chunk_size }
     }
 
     /// The blocks that `span` touches.
     pub(crate) fn blocks(&self, span: Span) -> Blocks {
-        let first = span.offset / BLOCK;
-        Blocks { first, count: span.end().div_ceil(BLOCK) - first }
+        let first = span.offset / BLOCK_BYTES;
+        Blocks { first, count: span.end().div_ceil(BLOCK_BYTES) - first }
     }
 
     /// The blocks of `chunk` that `span` touches.
@@ -137,16 +138,19 @@ impl Layout {
         Blocks { first, count: all.end().min(own.end()) - first }
     }
 
-    /// The blocks that `span` covers from end to end. A block that the disk's end cuts off counts
-    /// as covered when the span reaches the end.
+    /// The blocks that `span` covers completely. A block that is cut off by the end of the disk
+    /// counts as covered if the span reaches the end.
     pub(crate) fn covered(&self, span: Span) -> Blocks {
-        let first = span.offset.div_ceil(BLOCK);
-        let end =
-            if span.end() == self.size { span.end().div_ceil(BLOCK) } else { span.end() / BLOCK };
+        let first = span.offset.div_ceil(BLOCK_BYTES);
+        let end = if span.end() == self.size {
+            span.end().div_ceil(BLOCK_BYTES)
+        } else {
+            span.end() / BLOCK_BYTES
+        };
         Blocks { first, count: end.saturating_sub(first) }
     }
 
-    /// The at most two blocks that `span` covers only partly.
+    /// The blocks, at most two, that `span` covers only partly.
     pub(crate) fn edges(&self, span: Span) -> impl Iterator<Item = u64> + use<> {
         let touched = self.blocks(span);
         let covered = self.covered(span);

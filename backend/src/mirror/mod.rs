@@ -1,7 +1,8 @@
 //! The mirror: the local state of one disk, and the decision what a guest request must wait for.
 //!
-//! This module decides and remembers; it does no I/O. Workers, fetch and persist move the bytes
-//! and report what they did, so the whole runs in tests without a kernel.
+//! This module decides and remembers; it does no I/O on the guest's data. Workers, fetch and
+//! persist move the bytes and report what they did, so the whole protocol runs in tests without a
+//! kernel.
 //!
 //! ```text
 //!              ┌─────────────── plan again after an event ───────────────┐
@@ -9,29 +10,34 @@
 //!   request ─► plan ─► Direct(permit) ─► submit ─► complete(permit)      │
 //!                │                                                       │
 //!                ├───► Fill(chunks) ──► fetch them, then ────────────────┤
-//!                ├───► Announce(span) ► tell the map, then ──────────────┤
-//!                ├───► Preserve(jobs) ► copy chunks aside, then ─────────┤
+//!                ├───► RecordIntent ──► write it to the map, then ───────┤
+//!                ├───► Copy(copies) ──► preserve old blocks, then ───────┤
 //!                └───► Wait ─────────────────────────────────────────────┘
 //! ```
 //!
-//! A request that does not go on holds nothing: no ticket, no claim.
+//! A request that has to wait holds nothing: no ticket and no claim.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`layout`], [`bits`], [`block_set`] | arithmetic and sets |
+//! | [`presence`] | which blocks are local |
+//! | [`intent`] | which regions may differ from the parent snapshot |
+//! | `claims` | who is about to change which absent blocks |
+//! | [`epoch`] | epochs, layers and their recovery |
+//! | [`cow`] | space for the old content of blocks |
+//! | [`events`] | how waiting threads learn of changes |
+//! | [`files`] | the files: data, map, journal, live directory |
 
 pub(crate) mod bits;
-pub(crate) mod blockset;
+pub(crate) mod block_set;
 mod claims;
-pub(crate) mod copies;
-pub(crate) mod cut;
-pub(crate) mod disk;
+pub(crate) mod cow;
 pub(crate) mod epoch;
 pub(crate) mod events;
+pub(crate) mod files;
 pub(crate) mod intent;
-pub(crate) mod journal;
-pub(crate) mod layer;
 pub(crate) mod layout;
-pub(crate) mod live;
-pub(crate) mod map;
 pub(crate) mod presence;
-pub(crate) mod recovery;
 #[cfg(test)]
 mod simulation;
 
@@ -42,29 +48,33 @@ use std::sync::{Arc, Mutex};
 use cairn_store::ChunkIndex;
 
 use self::claims::Claims;
-use self::copies::{Arena, ArenaBuffer, Old, Piece, Place, Places, Shelf};
-use self::cut::{Cut, Entrance};
+use self::cow::buffer_pool::PooledBuffer;
+use self::cow::range_allocator::AllocatedRange;
+use self::cow::{CopyData, CowSpace, PreservedRun};
+use self::epoch::Epoch;
+use self::epoch::layer::{CowAction, Layer};
+use self::epoch::manager::{EpochHandle, EpochManager, EpochView, StoreProgress};
 use self::events::Events;
-use self::intent::Intent;
-use self::layer::{Epoch, Layer, Owed};
+use self::intent::WriteIntent;
 use self::layout::{Blocks, Layout, Span};
 use self::presence::Presence;
 
 /// What has to happen to a request.
 pub(crate) enum Plan {
-    /// Submit it now, then [`Mirror::complete`] it.
+    /// Submit the request now, then [`Mirror::complete`] it.
     Direct(Permit),
     /// Fetch these chunks, then plan again.
     Fill(Vec<ChunkIndex>),
-    /// Make the map know that this span is going to change, then plan again.
-    Announce(Span),
-    /// Copy these blocks aside, then plan again.
-    Preserve(Vec<(Preserve, ArenaBuffer)>),
+    /// Record in the map that this span is going to change, then plan again.
+    RecordIntent(Span),
+    /// Make these copies, then plan again.
+    Copy(Vec<(BlockCopy, PooledBuffer)>),
     /// Plan again after the next event.
     Wait,
 }
 
-/// Leave to submit a write. It must come back, whatever became of the write.
+/// The permission to submit a write. The holder returns it with [`Mirror::complete`], whatever
+/// became of the write.
 #[must_use]
 pub(crate) struct Permit {
     span: Span,
@@ -79,88 +89,67 @@ impl Drop for Permit {
     fn drop(&mut self) {
         debug_assert!(
             self.returned || std::thread::panicking(),
-            "a permit was lost: {:?}",
+            "a permit was not returned: {:?}",
             self.span
         );
     }
 }
 
-/// The order to copy a run of blocks of a frozen epoch into memory. The holder ends it with
-/// [`Mirror::preserved`].
+/// The order to copy a run of blocks for a layer. The holder ends it with [`Mirror::finish_copy`].
 #[must_use]
-pub(crate) struct Preserve {
+pub(crate) struct BlockCopy {
     chunk: ChunkIndex,
-    /// Counted from the chunk's start.
+    /// The blocks, counted from the start of the chunk.
     run: Blocks,
     layer: Arc<Layer>,
-    /// Where in the spill file the copy goes, if not into memory for good.
-    place: Option<Place>,
+    /// The range of the spill file, if the copy does not stay in memory.
+    spill_range: Option<AllocatedRange>,
 }
 
-impl Preserve {
-    /// The offset in the spill file that the copy has to be written to before it is preserved.
+impl BlockCopy {
+    /// The offset in the spill file to which the copy has to be written, if it has to be.
     pub(crate) fn spill_offset(&self) -> Option<u64> {
-        self.place.as_ref().map(|place| place.offset)
+        self.spill_range.as_ref().map(|range| range.offset)
     }
 }
 
-/// The room for copies.
-pub(crate) struct Room {
-    /// Memory that holds copies.
-    pub(crate) shelf: Shelf,
-    /// Memory through which copies pass on their way to the spill file.
-    pub(crate) passage: Arc<Arena>,
-    /// Places in the spill file.
-    pub(crate) spill: Arc<Places>,
-}
-
-impl Room {
-    /// A buffer for a copy of `len` bytes, and its place in the spill file if memory is short.
-    fn take(&self, len: u64) -> Option<(ArenaBuffer, Option<Place>)> {
-        if let Some(buffer) = self.shelf.take(len) {
-            return Some((buffer, None));
-        }
-        let buffer = self.passage.take(len as usize)?;
-        Some((buffer, Some(self.spill.take(len)?)))
-    }
-}
-
-/// The state of one disk. Shared by all threads.
+/// The local state of one disk. All threads share it.
 pub(crate) struct Mirror {
     layout: Layout,
-    pub(crate) presence: Presence,
-    pub(crate) cut: Cut,
-    pub(crate) intent: Intent,
+    presence: Presence,
+    epochs: EpochManager,
+    intent: WriteIntent,
     claims: Claims,
-    room: Room,
-    /// Whether a write found no room for a copy.
-    short: AtomicBool,
-    /// Grows before a block is forgotten and after it: odd while that is under way. See [`Mirror::forget`].
-    forgets: AtomicU64,
-    forgetting: Mutex<()>,
-    pub(crate) events: Events,
+    cow_space: CowSpace,
+    /// Whether a write found no space for a copy.
+    cow_exhausted: AtomicBool,
+    /// Incremented before a block is invalidated and after it, so it is odd in between. See
+    /// [`Mirror::invalidate`].
+    invalidations: AtomicU64,
+    invalidating: Mutex<()>,
+    events: Events,
 }
 
 impl Mirror {
-    /// A mirror with what is known from its map; `room` bounds the copies.
+    /// A mirror with the state that was read from its files. `cow_space` bounds the copies.
     pub(crate) fn new(
         layout: Layout,
         presence: Presence,
-        intent: Intent,
-        cut: Cut,
-        room: Room,
+        intent: WriteIntent,
+        epochs: EpochManager,
+        cow_space: CowSpace,
         events: Events,
     ) -> Mirror {
         Mirror {
             layout,
             presence,
-            cut,
+            epochs,
             intent,
             claims: Claims::new(),
-            room,
-            short: AtomicBool::new(false),
-            forgets: AtomicU64::new(0),
-            forgetting: Mutex::new(()),
+            cow_space,
+            cow_exhausted: AtomicBool::new(false),
+            invalidations: AtomicU64::new(0),
+            invalidating: Mutex::new(()),
             events,
         }
     }
@@ -169,12 +158,75 @@ impl Mirror {
         &self.layout
     }
 
-    /// Whether a write found no room for a copy since this was last asked.
-    pub(crate) fn was_short(&self) -> bool {
-        self.short.swap(false, Ordering::Relaxed)
+    pub(crate) fn presence(&self) -> &Presence {
+        &self.presence
     }
 
-    /// The chunks that a read of `span` has to fetch first; none if it can go on.
+    pub(crate) fn intent(&self) -> &WriteIntent {
+        &self.intent
+    }
+
+    pub(crate) fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Wakes everybody who waits for a change of the mirror.
+    pub(crate) fn notify(&self) {
+        self.events.notify();
+    }
+
+    /// The access to epochs of the worker with this number.
+    pub(crate) fn epoch_handle(&self, worker: usize) -> EpochHandle {
+        self.epochs.handle(worker)
+    }
+
+    /// The current epoch and the layers.
+    pub(crate) fn epoch_view(&self) -> Arc<EpochView> {
+        self.epochs.view()
+    }
+
+    /// Ends the current epoch. Returns `None` if too many layers wait already.
+    pub(crate) fn freeze(&self) -> io::Result<Option<Arc<Layer>>> {
+        self.epochs.freeze()
+    }
+
+    /// Prepares what the next [`Mirror::freeze`] needs.
+    pub(crate) fn prepare_freeze(&self) -> io::Result<()> {
+        self.epochs.prepare()
+    }
+
+    /// Whether no write of the layer's epoch is in flight.
+    pub(crate) fn settle(&self, layer: &Layer) -> bool {
+        self.epochs.settle(layer)
+    }
+
+    /// Closes a layer whose snapshot is published.
+    pub(crate) fn publish(&self, layer: &Layer) {
+        self.epochs.publish(layer);
+    }
+
+    /// Abandons a layer whose checkpoint failed.
+    pub(crate) fn give_up(&self, layer: &Layer) {
+        self.epochs.give_up(layer);
+    }
+
+    /// Fails the oldest layer that holds copies, so that writes can go on.
+    pub(crate) fn fail_oldest(&self, reason: &str) {
+        self.epochs.fail_oldest(reason);
+        self.notify();
+    }
+
+    /// How far the layers have been stored.
+    pub(crate) fn store_progress(&self) -> StoreProgress {
+        self.epochs.progress()
+    }
+
+    /// Returns whether a write found no space for a copy since the last call.
+    pub(crate) fn take_cow_exhausted(&self) -> bool {
+        self.cow_exhausted.swap(false, Ordering::Relaxed)
+    }
+
+    /// The chunks that a read of `span` has to fetch first. If there are none, the read can go on.
     pub(crate) fn plan_read(&self, span: Span) -> Vec<ChunkIndex> {
         if self.presence.all(self.layout.blocks(span)) {
             return Vec::new();
@@ -186,7 +238,7 @@ impl Mirror {
     }
 
     /// Plans a write, a discard or a write of zeros (BlobCR, algorithm 4).
-    pub(crate) fn plan_write(&self, entrance: &mut Entrance, worker: usize, span: Span) -> Plan {
+    pub(crate) fn plan_write(&self, handle: &mut EpochHandle, worker: usize, span: Span) -> Plan {
         let missing: Vec<ChunkIndex> = self
             .layout
             .edges(span)
@@ -196,130 +248,131 @@ impl Mirror {
         if !missing.is_empty() {
             return Plan::Fill(missing);
         }
-        let (epoch, stale) = self.cut.enter(entrance);
+        let (epoch, stale) = self.epochs.take_ticket(handle);
         if stale {
-            self.events.notify();
+            self.notify();
         }
-        let view = entrance.view();
-        if let Some(plan) = self.preserve_before(&view.layers, span) {
-            self.leave(worker, epoch);
+        let view = handle.view();
+        if let Some(plan) = self.plan_copies(&view.layers, span) {
+            self.return_ticket(worker, epoch);
             return plan;
         }
         let Some(claimed) = self.claim(span) else {
-            self.leave(worker, epoch);
+            self.return_ticket(worker, epoch);
             return Plan::Wait;
         };
         for chunk in self.layout.chunks(span) {
-            view.dirty().insert(chunk.0);
+            view.mark_dirty(chunk.0);
         }
-        // After the marks, which stay: see `intent` and `forget`.
+        // After the marks, which stay: see `intent` and `invalidate`.
         fence(Ordering::SeqCst);
         let permit = Permit { span, epoch, worker, claimed, returned: false };
         if !self.intent.covers(span) {
-            self.give_back(permit);
-            return Plan::Announce(span);
+            self.return_permit(permit);
+            return Plan::RecordIntent(span);
         }
-        let is_there = match claimed {
+        let is_present = match claimed {
             true => self.layout.edges(span).all(|block| self.presence.get(block)),
             false => {
-                self.forgets().is_multiple_of(2) && self.presence.all(self.layout.blocks(span))
+                self.invalidations().is_multiple_of(2)
+                    && self.presence.all(self.layout.blocks(span))
             }
         };
-        if !is_there {
-            self.give_back(permit);
+        if !is_present {
+            self.return_permit(permit);
             return Plan::Wait;
         }
         Plan::Direct(permit)
     }
 
-    /// What a write to `span` owes to the frozen epochs, if anything.
-    fn preserve_before(&self, layers: &[Arc<Layer>], span: Span) -> Option<Plan> {
-        if !layers.iter().all(|layer| self.cut.settle(layer)) {
+    /// What a write to `span` has to do for the layers first, if anything.
+    fn plan_copies(&self, layers: &[Arc<Layer>], span: Span) -> Option<Plan> {
+        if !layers.iter().all(|layer| self.settle(layer)) {
             return Some(Plan::Wait);
         }
-        let mut jobs = Vec::new();
+        let mut copies = Vec::new();
         let mut blocked = false;
         for chunk in self.layout.chunks(span) {
-            for layer in layers.iter().filter(|layer| layer.guards(chunk)) {
+            for layer in layers.iter().filter(|layer| layer.is_guarding(chunk)) {
                 let own = self.layout.blocks_of(chunk);
                 let hit = self.layout.blocks_within(span, chunk);
                 let hit = Blocks { first: hit.first - own.first, ..hit };
-                let runs = match layer.owed(chunk, hit, self.presence.of(own)) {
-                    Ok(Owed::Nothing) => continue,
-                    Ok(Owed::Wait) => Vec::new(),
-                    Ok(Owed::Copies(runs)) => runs,
+                let runs = match layer.cow_action(chunk, hit, self.presence.in_chunk(own)) {
+                    Ok(CowAction::None) => continue,
+                    Ok(CowAction::Wait) => Vec::new(),
+                    Ok(CowAction::Copy(runs)) => runs,
                     Err(error) => {
-                        self.lose(layer, chunk, &error);
+                        self.fail_layer(layer, chunk, &error);
                         continue;
                     }
                 };
                 blocked |= runs.is_empty();
                 for run in runs {
-                    let taken = self.take_room(layer, chunk, run, &mut jobs);
-                    if taken < run.count {
-                        let (first, count) = (run.first + taken, run.count - taken);
-                        layer.not_copied(chunk, Blocks { first, count });
-                        self.short.store(true, Ordering::Relaxed);
+                    let reserved = self.reserve_copies(layer, chunk, run, &mut copies);
+                    if reserved < run.count {
+                        let (first, count) = (run.first + reserved, run.count - reserved);
+                        layer.cancel_copy(chunk, Blocks { first, count });
+                        self.cow_exhausted.store(true, Ordering::Relaxed);
                         blocked = true;
                     }
                 }
             }
         }
-        match (jobs.is_empty(), blocked) {
-            (false, _) => Some(Plan::Preserve(jobs)),
+        match (copies.is_empty(), blocked) {
+            (false, _) => Some(Plan::Copy(copies)),
             (true, true) => Some(Plan::Wait),
             (true, false) => None,
         }
     }
 
-    /// Takes room for the copy of a run, in pieces if there is none for the whole. Returns how many blocks
-    /// have found room.
-    fn take_room(
+    /// Reserves space for the copy of a run, in smaller parts if there is none for the whole run.
+    /// Returns the number of blocks for which there is space.
+    fn reserve_copies(
         &self,
         layer: &Arc<Layer>,
         chunk: ChunkIndex,
         run: Blocks,
-        jobs: &mut Vec<(Preserve, ArenaBuffer)>,
+        copies: &mut Vec<(BlockCopy, PooledBuffer)>,
     ) -> u64 {
         let mut first = run.first;
         let mut count = run.count;
         while first < run.end() && count > 0 {
-            let piece = Blocks { first, count: count.min(run.end() - first) };
-            match self.room.take(piece.span().len) {
-                Some((buffer, place)) => {
+            let part = Blocks { first, count: count.min(run.end() - first) };
+            match self.cow_space.take(part.span().len) {
+                Some((buffer, spill_range)) => {
                     let layer = layer.clone();
-                    jobs.push((Preserve { chunk, run: piece, layer, place }, buffer));
-                    first += piece.count;
+                    copies.push((BlockCopy { chunk, run: part, layer, spill_range }, buffer));
+                    first += part.count;
                 }
-                None => count = piece.count / 2,
+                None => count = part.count / 2,
             }
         }
         first - run.first
     }
 
-    /// Gives up a frozen epoch whose old content cannot be kept: its snapshot is lost, the guest's write
-    /// is not.
-    fn lose(&self, layer: &Layer, chunk: ChunkIndex, error: &io::Error) {
-        self.cut.fail(layer, &format!("copying chunk {} of the mirror: {error}", chunk.0));
+    /// Fails a layer whose old content cannot be kept: the snapshot is lost, but not the guest's
+    /// write.
+    fn fail_layer(&self, layer: &Layer, chunk: ChunkIndex, error: &io::Error) {
+        self.epochs.fail(layer, &format!("copying chunk {} of the mirror: {error}", chunk.0));
     }
 
-    /// Claims the blocks of `span` in chunks that are not wholly present. `None` if one of them is
-    /// taken; else whether there was anything to claim.
+    /// Claims the blocks of `span` in chunks that are not wholly present. Returns `None` if one of
+    /// the blocks is claimed by somebody else, and otherwise whether there was anything to claim.
     fn claim(&self, span: Span) -> Option<bool> {
         if self.presence.all(self.layout.blocks(span)) {
             return Some(false);
         }
         for chunk in self.layout.chunks(span) {
             if !self.claims.try_write(chunk, self.layout.blocks_within(span, chunk)) {
-                self.unclaim(span, chunk);
+                self.release_claims(span, chunk);
                 return None;
             }
         }
         Some(true)
     }
 
-    /// Gives up the claims of `span` in the chunks before `end`.
-    fn unclaim(&self, span: Span, end: ChunkIndex) {
+    /// Releases the claims of `span` in the chunks before `end`.
+    fn release_claims(&self, span: Span, end: ChunkIndex) {
         for chunk in self.layout.chunks(span).take_while(|chunk| *chunk < end) {
             self.claims.release_write(chunk, self.layout.blocks_within(span, chunk));
         }
@@ -327,101 +380,107 @@ impl Mirror {
 
     /// Whether a chunk of `span` has changed since the parent snapshot.
     pub(crate) fn is_changed(&self, span: Span) -> bool {
-        let view = self.cut.view();
+        let view = self.epoch_view();
         let end = span.end().min(self.layout.file_len());
         let span = Span { offset: span.offset, len: end - span.offset };
-        let sets = || view.layers.iter().map(|layer| layer.dirty()).chain([view.dirty()]);
-        self.layout.chunks(span).any(|chunk| sets().any(|dirty| dirty.contains(chunk.0)))
+        let is_dirty = |chunk: ChunkIndex| view.dirty_sets().any(|set| set.contains(chunk.0));
+        self.layout.chunks(span).any(is_dirty)
     }
 
-    fn leave(&self, worker: usize, epoch: Epoch) {
-        if self.cut.leave(worker, epoch) {
-            self.events.notify();
+    fn return_ticket(&self, worker: usize, epoch: Epoch) {
+        if self.epochs.return_ticket(worker, epoch) {
+            self.notify();
         }
     }
 
-    /// Takes a permit back. `landed` tells whether the data is in the mirror file.
+    /// Ends a write. `landed` tells whether its data is in the mirror's data file.
     pub(crate) fn complete(&self, permit: Permit, landed: bool) {
         if landed {
-            // Blocks covered partly are present already: the plan saw to it.
+            // Blocks that are covered only partly are present already: the plan ensured that.
             self.presence.set(self.layout.covered(permit.span));
         }
-        self.give_back(permit);
+        self.return_permit(permit);
     }
 
-    fn give_back(&self, mut permit: Permit) {
+    fn return_permit(&self, mut permit: Permit) {
         permit.returned = true;
         if permit.claimed {
-            self.unclaim(permit.span, ChunkIndex(u64::MAX));
-            self.events.notify();
+            self.release_claims(permit.span, ChunkIndex(u64::MAX));
+            self.notify();
         }
-        self.leave(permit.worker, permit.epoch);
+        self.return_ticket(permit.worker, permit.epoch);
     }
 
-    /// Where in the mirror's file a run lies that is to be copied.
-    pub(crate) fn span_to_preserve(&self, job: &Preserve) -> Span {
-        let first = self.layout.blocks_of(job.chunk).first + job.run.first;
-        Blocks { first, ..job.run }.span()
+    /// The span of the data file that a copy has to read.
+    pub(crate) fn copy_source(&self, copy: &BlockCopy) -> Span {
+        let first = self.layout.blocks_of(copy.chunk).first + copy.run.first;
+        Blocks { first, ..copy.run }.span()
     }
 
-    /// Ends a copy. On success the frozen epoch has the blocks and the guest may write to them.
-    pub(crate) fn preserved(&self, job: Preserve, data: ArenaBuffer, result: io::Result<()>) {
-        let Preserve { chunk, run, layer, place } = job;
-        let old = match place {
-            Some(place) => {
-                drop(data);
-                Old::File(place)
+    /// Ends a copy. On success the layer has the blocks, and the guest may write to them.
+    pub(crate) fn finish_copy(
+        &self,
+        copy: BlockCopy,
+        buffer: PooledBuffer,
+        result: io::Result<()>,
+    ) {
+        let BlockCopy { chunk, run, layer, spill_range } = copy;
+        let data = match spill_range {
+            Some(range) => {
+                drop(buffer);
+                CopyData::File(range)
             }
-            None => Old::Memory(data),
+            None => CopyData::Memory(buffer),
         };
-        if let Err(error) = result.and_then(|()| layer.copied(chunk, Piece { run, old })) {
-            self.lose(&layer, chunk, &error);
+        let preserved = PreservedRun { run, data };
+        if let Err(error) = result.and_then(|()| layer.record_copy(chunk, preserved)) {
+            self.fail_layer(&layer, chunk, &error);
         }
-        self.events.notify();
+        self.notify();
     }
 
-    /// The runs of `chunk` that a fill may write, claimed for it.
+    /// Claims the runs of `chunk` that a fill may write, and returns them.
     pub(crate) fn begin_fill(&self, chunk: ChunkIndex) -> Vec<Blocks> {
         self.claims.take_fill(chunk, self.layout.blocks_of(chunk), &self.presence)
     }
 
-    /// Ends a fill: the first `landed` of `runs` are in the mirror file.
+    /// Ends a fill: the first `landed` of `runs` are in the mirror's data file.
     pub(crate) fn end_fill(&self, chunk: ChunkIndex, runs: &[Blocks], landed: usize) {
         for run in &runs[..landed] {
             self.presence.set(*run);
         }
         self.claims.release_fill(chunk, runs);
-        self.events.notify();
+        self.notify();
     }
 
-    /// Makes a block absent that cannot be read from the mirror's file, so that it is fetched again. Returns
-    /// whether it is: not if its chunk has changed since the parent snapshot, nor if somebody is about to
-    /// write it.
+    /// Makes a block absent that cannot be read from the data file, so that it is fetched again.
+    /// Returns `false`, without a change, if the block's chunk has changed since the parent
+    /// snapshot, or if a write of the block is under way.
     ///
-    /// A write that has no claim marks its chunks as changed and then looks whether a block is being
-    /// forgotten; here it is the other way round. So at least one of them sees the other, and between the
-    /// look and the bit nobody changes the block.
-    pub(crate) fn forget(&self, block: u64) -> bool {
+    /// A write without a claim marks its chunks as changed, and then checks whether a block is
+    /// being invalidated. Here the order is the opposite. So at least one of them sees the other,
+    /// and between the check and the change of the bit nobody changes the block.
+    pub(crate) fn invalidate(&self, block: u64) -> bool {
         let (chunk, one) = (self.layout.chunk_of(block), Blocks { first: block, count: 1 });
         if !self.claims.try_fill(chunk, one) {
             return false;
         }
-        let alone = self.forgetting.lock().expect("no code panics with this lock held");
-        self.forgets.fetch_add(1, Ordering::SeqCst);
+        let alone = self.invalidating.lock().expect("no code panics with this lock held");
+        self.invalidations.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         let changed = self.is_changed(one.span());
         if !changed {
             self.presence.clear(block);
         }
-        self.forgets.fetch_add(1, Ordering::SeqCst);
+        self.invalidations.fetch_add(1, Ordering::SeqCst);
         drop(alone);
         self.end_fill(chunk, &[one], 0);
         !changed
     }
 
-    /// Differs after a block was forgotten. What was read from the parent snapshot before may be too old
-    /// for that block.
-    pub(crate) fn forgets(&self) -> u64 {
-        self.forgets.load(Ordering::SeqCst)
+    /// A number that changes when a block is invalidated. What was read from the parent snapshot
+    /// before the change may be too old for that block.
+    pub(crate) fn invalidations(&self) -> u64 {
+        self.invalidations.load(Ordering::SeqCst)
     }
 }

@@ -1,12 +1,13 @@
-//! Which blocks of the disk are local.
+//! Presence: which blocks of the disk are local.
 //!
-//! A bit is set when the block's data has reached the mirror file. It is cleared only when that data
-//! cannot be read any more and the parent snapshot has it ([`Mirror::forget`](super::Mirror::forget)).
-//! What changed since the last time it was made durable is remembered by pages, so that a flush costs
-//! what changed.
+//! A bit is set when the block's data is in the data file. It is cleared only if that data cannot
+//! be read any more and the parent snapshot has it
+//! ([`Mirror::invalidate`](super::Mirror::invalidate)). Changes since the last flush are tracked by
+//! pages, so that a flush costs as much as has changed.
 //!
-//! All of it is in shared memory that outlives the process. It may end between any two steps here, so a
-//! page is marked as changed before its bits are set, and counts as changed until it is durable.
+//! All of it is in shared memory that outlives the process. The process can end between any two
+//! steps here. So a page is marked as changed before its bits are set, and counts as changed until
+//! it is durable.
 
 use std::fs::File;
 use std::io;
@@ -14,64 +15,66 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::bits::{Bits, masks, ones};
-use super::blockset::BlockSet;
-use super::layout::{BLOCK, Blocks};
+use super::block_set::BlockSet;
+use super::layout::{BLOCK_BYTES, Blocks};
 use crate::mapping::Buffer;
 
-/// Words in a page of the bitmap: the unit in which the map file is written.
+/// The number of words in a page of the bitmap. The map file is written by pages.
 const PAGE_WORDS: usize = 512;
 
-/// Bytes of a page.
+/// The size of a page of the bitmap.
 pub(crate) const PAGE_BYTES: usize = PAGE_WORDS * 8;
 
 /// The copy of one page of the bitmap.
 pub(crate) struct Page {
-    /// The page's place in the bitmap, in pages.
+    /// The index of the page.
     pub(crate) index: u64,
-    /// Its bytes as the map file holds them: little endian words.
+    /// Its content as in the map file: little-endian words.
     pub(crate) bytes: Buffer,
 }
 
 /// The presence bits of a disk.
 pub(crate) struct Presence {
     bits: Bits,
-    /// Pages to be made durable,
+    /// Pages that have to become durable.
     changed: PageFlags,
-    /// and those for which that is under way.
+    /// Pages that are being made durable.
     writing: PageFlags,
     count: AtomicU64,
-    /// Grows with each change.
+    /// Incremented with each change.
     version: AtomicU64,
-    /// Held while bits, page flag and version change together: who sees a bit and then asks for the
-    /// version must get one that covers it, or a flush would believe the map to be complete.
+    /// Held while bits, page flags and version change together. A thread that sees a bit and then
+    /// reads the version must get a version that covers the bit. Otherwise a flush would consider
+    /// the map complete.
     changing: Mutex<()>,
 }
 
-/// One flag for each page, set and taken.
+/// One flag for each page.
 struct PageFlags(Bits);
 
 impl Presence {
-    /// Nothing is present, in this process's own memory.
+    /// The presence of a disk without local blocks, in this process's own memory.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn absent(blocks: u64) -> io::Result<Presence> {
         let [bits, changed, writing] = Presence::parts(blocks).map(|(_, len)| Bits::zeroed(len));
         Ok(Presence::over([bits?, changed?, writing?]))
     }
 
-    /// What a file holds from `offset` on, which is a page's start.
+    /// The presence that `file` holds, starting at `offset`, which is the start of a page.
     pub(crate) fn shared(file: &File, offset: u64, blocks: u64) -> io::Result<Presence> {
         let bits = |(from, len)| Bits::shared(file, offset + from, len);
         let [all, changed, writing] = Presence::parts(blocks).map(bits);
         Ok(Presence::over([all?, changed?, writing?]))
     }
 
-    /// Bytes of that file that a disk with so many blocks needs.
+    /// The number of bytes of that file for a disk with `blocks` blocks.
     pub(crate) fn shared_len(blocks: u64) -> u64 {
         let [.., (offset, bits)] = Presence::parts(blocks);
         (offset + bits.div_ceil(8)).next_multiple_of(PAGE_BYTES as u64)
     }
 
-    /// Offset in the file and number of bits, for the bitmap and the flags of its pages.
+    /// The offset in the file and the number of bits, for the bitmap and for the two sets of page
+    /// flags.
     fn parts(blocks: u64) -> [(u64, u64); 3] {
         let bits = Presence::bytes_for(blocks);
         let pages = bits / PAGE_BYTES as u64;
@@ -91,29 +94,29 @@ impl Presence {
         }
     }
 
-    /// Takes over what another process has set.
+    /// Takes over the bits that another process has set.
     pub(crate) fn recount(&self) {
         let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Acquire).count_ones());
         self.count.store(self.bits.words().iter().map(ones).sum(), Ordering::Relaxed);
         self.writing.hand_over(&self.changed);
-        // What is marked is not durable.
+        // Pages that are marked are not durable.
         self.version.store(1, Ordering::SeqCst);
     }
 
-    /// Bytes of the bitmap in the map file: whole pages.
+    /// The size of the bitmap in the map file, which is whole pages.
     pub(crate) fn bytes(&self) -> u64 {
         self.bits.words().len() as u64 * 8
     }
 
-    /// [`Presence::bytes`] of a disk with so many blocks.
+    /// [`Presence::bytes`] of a disk with `blocks` blocks.
     pub(crate) fn bytes_for(blocks: u64) -> u64 {
         blocks.next_multiple_of(PAGE_WORDS as u64 * 64) / 8
     }
 
-    /// Takes over a page read from the map file.
+    /// Loads a page that was read from the map file.
     pub(crate) fn load_page(&self, index: u64, bytes: &[u8]) {
         if cairn_store::is_zero(bytes) {
-            // Left untouched, it costs no memory.
+            // Memory that is not touched costs nothing.
             return;
         }
         let start = index as usize * PAGE_WORDS;
@@ -133,13 +136,13 @@ impl Presence {
         self.bits.get(block)
     }
 
-    /// Whether `block` or one behind it is present.
+    /// Whether `block` or a later block is present.
     pub(crate) fn any_from(&self, block: u64) -> bool {
         masks(block, self.bytes() * 8 - block)
             .any(|(word, mask)| self.bits.words()[word].load(Ordering::Acquire) & mask != 0)
     }
 
-    /// Marks blocks whose data is in the mirror file.
+    /// Marks blocks as present. Their data must be in the data file.
     pub(crate) fn set(&self, blocks: Blocks) {
         if self.all(blocks) {
             return;
@@ -167,23 +170,23 @@ impl Presence {
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The present ones of a chunk's blocks, counted from its start.
-    pub(crate) fn of(&self, blocks: Blocks) -> BlockSet {
-        // A chunk has 16 blocks at least and a power of two of them: its bits either fill whole
-        // words or lie within one.
+    /// The present blocks of a chunk, counted from the chunk's start.
+    pub(crate) fn in_chunk(&self, blocks: Blocks) -> BlockSet {
+        // A chunk has at least 16 blocks, and their number is a power of two. So its bits either
+        // fill whole words or lie within one word.
         BlockSet::from_words(masks(blocks.first, blocks.count).map(|(word, mask)| {
             let bits = self.bits.words()[word].load(Ordering::Acquire) & mask;
             if blocks.count < 64 { bits >> (blocks.first % 64) } else { bits }
         }))
     }
 
-    /// Local bytes, in whole blocks.
+    /// The size of the local blocks in bytes.
     pub(crate) fn local_bytes(&self) -> u64 {
-        self.count.load(Ordering::Relaxed) * BLOCK
+        self.count.load(Ordering::Relaxed) * BLOCK_BYTES
     }
 
-    /// The number of changes so far. What [`Presence::take_changed`] returns later holds every bit
-    /// that was visible before this call.
+    /// The number of changes so far. A later [`Presence::take_changed`] returns every bit that was
+    /// visible before this call.
     pub(crate) fn version(&self) -> u64 {
         drop(self.changing());
         self.version.load(Ordering::SeqCst)
@@ -193,23 +196,25 @@ impl Presence {
         self.changing.lock().expect("no code panics with the presence locked")
     }
 
-    /// Copies the pages that changed since the last call.
+    /// Returns copies of the pages that have changed since the last call.
     ///
-    /// One call at a time, each followed by [`Presence::are_durable`] or [`Presence::give_back`].
+    /// Only one caller at a time. Each call is followed by [`Presence::are_durable`] or
+    /// [`Presence::give_back`].
     pub(crate) fn take_changed(&self) -> Vec<Page> {
-        // Not between a mark and its bits: the mark would be gone, and the page without them.
+        // Not between the mark of a page and its bits: then the mark would be gone, and the copy
+        // would lack the bits.
         let changing = self.changing();
         let taken = self.changed.hand_over(&self.writing);
         drop(changing);
         taken.into_iter().map(|index| self.page(index)).collect()
     }
 
-    /// What [`Presence::take_changed`] returned is durable.
+    /// Records that the pages of [`Presence::take_changed`] are durable.
     pub(crate) fn are_durable(&self) {
         drop(self.writing.take());
     }
 
-    /// What [`Presence::take_changed`] returned did not become durable.
+    /// Records that the pages of [`Presence::take_changed`] did not become durable.
     pub(crate) fn give_back(&self) {
         self.writing.hand_over(&self.changed);
         self.version.fetch_add(1, Ordering::SeqCst);
@@ -225,7 +230,7 @@ impl Presence {
         Page { index, bytes }
     }
 
-    /// The chunks of `per_chunk` blocks that have at least one local block, ascending.
+    /// The chunks of `per_chunk` blocks that have at least one local block, in ascending order.
     pub(crate) fn touched_chunks(&self, per_chunk: u64) -> impl Iterator<Item = u64> + '_ {
         let mut last = None;
         self.bits
@@ -245,7 +250,7 @@ impl PageFlags {
         self.0.words()[(index / 64) as usize].fetch_or(1 << (index % 64), Ordering::AcqRel);
     }
 
-    /// Clears the flags after setting them in `other`, and tells which they were.
+    /// Clears the flags after setting them in `other`. Returns their indices.
     fn hand_over(&self, other: &PageFlags) -> Vec<u64> {
         let words = self.0.words().iter().zip(other.0.words()).enumerate();
         words
@@ -263,7 +268,7 @@ impl PageFlags {
             .collect()
     }
 
-    /// Clears the flags, and tells which they were.
+    /// Clears the flags. Returns their indices.
     fn take(&self) -> Vec<u64> {
         let words = self.0.words().iter().enumerate();
         words
@@ -288,11 +293,13 @@ mod tests {
         for per_chunk in [16u64, 64, 1024] {
             let presence = Presence::absent(per_chunk * 8).unwrap();
             presence.set(Blocks { first: per_chunk * 3 + 1, count: 2 });
-            let third = presence.of(Blocks { first: per_chunk * 3, count: per_chunk });
+            let third = presence.in_chunk(Blocks { first: per_chunk * 3, count: per_chunk });
             assert_eq!(third, BlockSet::run(Blocks { first: 1, count: 2 }));
-            assert!(presence.of(Blocks { first: per_chunk * 2, count: per_chunk }).is_empty());
+            assert!(
+                presence.in_chunk(Blocks { first: per_chunk * 2, count: per_chunk }).is_empty()
+            );
             presence.set(Blocks { first: per_chunk * 5, count: per_chunk });
-            let fifth = presence.of(Blocks { first: per_chunk * 5, count: per_chunk });
+            let fifth = presence.in_chunk(Blocks { first: per_chunk * 5, count: per_chunk });
             assert_eq!(fifth.len(), per_chunk);
             assert_eq!(presence.touched_chunks(per_chunk).collect::<Vec<_>>(), [3, 5]);
         }
@@ -315,10 +322,10 @@ mod tests {
         assert!(presence.take_changed().is_empty());
     }
 
-    /// A fill sets a bit, a write finds it set and is acknowledged, a flush asks whether the map is
-    /// current: it must not be, until the page with that bit was handed out.
+    /// A fill sets a bit, a write finds it set and is acknowledged, and a flush checks whether the
+    /// map is current. It must not be current until the page with that bit was taken.
     #[test]
-    fn who_sees_a_bit_sees_a_version_that_covers_it() {
+    fn a_thread_that_sees_a_bit_sees_a_version_that_covers_it() {
         for _ in 0..200 {
             let presence = Presence::absent(32768).unwrap();
             let all = Blocks { first: 0, count: 512 };

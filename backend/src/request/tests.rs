@@ -2,7 +2,7 @@ use proptest::prelude::{any, prop};
 use proptest::{prop_assert, proptest};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::{Descriptor, Kind, Parsed, Refused, Segment, parse};
+use super::{Descriptor, Parsed, Refused, RequestKind, Segment, parse};
 
 const MEMORY: usize = 1 << 20;
 const HEADER: u64 = 0x1000;
@@ -38,7 +38,7 @@ fn a_read_has_a_header_data_and_a_status() {
     let parsed = run(&chain, &memory).unwrap();
     assert_eq!(parsed.status, GuestAddress(STATUS));
     let data = vec![Segment { address: DATA, len: 4096 }];
-    assert_eq!(parsed.request, Ok(Kind::Read { sector: 77, data, len: 4096 }));
+    assert_eq!(parsed.request, Ok(RequestKind::Read { sector: 77, data, len: 4096 }));
 }
 
 #[test]
@@ -55,12 +55,12 @@ fn the_guest_may_cut_a_request_into_descriptors_as_it_likes() {
     let parsed = run(&chain, &memory).unwrap();
     let data =
         vec![Segment { address: HEADER + 16, len: 100 }, Segment { address: DATA, len: 412 }];
-    assert_eq!(parsed.request, Ok(Kind::Write { sector: 5, data, len: 512 }));
+    assert_eq!(parsed.request, Ok(RequestKind::Write { sector: 5, data, len: 512 }));
     // Data and status in one descriptor.
     header(&memory, 0, 5);
     let parsed = run(&[read_only(HEADER, 16), write_only(DATA, 513)], &memory).unwrap();
     assert_eq!(parsed.status, GuestAddress(DATA + 512));
-    assert!(matches!(parsed.request, Ok(Kind::Read { len: 512, .. })));
+    assert!(matches!(parsed.request, Ok(RequestKind::Read { len: 512, .. })));
 }
 
 #[test]
@@ -113,7 +113,8 @@ fn wrong_shapes_are_invalid_and_unknown_kinds_unsupported() {
 }
 
 proptest! {
-    /// Whatever the chain and the memory hold: an answer, no panic, and what is accepted is in bounds.
+    /// For any chain and any memory there is an answer and no panic, and accepted requests are
+    /// within bounds.
     #[test]
     fn any_chain_gets_an_answer(
         bytes in prop::collection::vec(any::<u8>(), 64),
@@ -130,7 +131,7 @@ proptest! {
             .into_iter()
             .map(|(address, len, writable)| Descriptor { segment: Segment { address, len }, writable })
             .collect();
-        if let Some(Parsed { request: Ok(Kind::Read { len, data, .. } | Kind::Write { len, data, .. }), .. }) = run(&chain, &memory) {
+        if let Some(Parsed { request: Ok(RequestKind::Read { len, data, .. } | RequestKind::Write { len, data, .. }), .. }) = run(&chain, &memory) {
             prop_assert!(len % 512 == 0 && len > 0);
             prop_assert!(data.iter().map(|segment| u64::from(segment.len)).sum::<u64>() == len);
         }

@@ -1,4 +1,4 @@
-//! What the device offers: feature bits and configuration space.
+//! The features and the configuration space of the device.
 
 use vhost::vhost_user::message::VhostUserVirtioFeatures;
 use virtio_bindings::bindings::virtio_blk::{
@@ -11,18 +11,18 @@ use virtio_bindings::bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
 };
 
-use crate::mirror::layout::{BLOCK, Layout, SECTOR};
-use crate::request::MAX_DISCARD;
+use crate::mirror::layout::{BLOCK_BYTES, Layout, SECTOR_BYTES};
+use crate::request::MAX_DISCARD_BYTES;
 
-/// The length of `struct virtio_blk_config` up to where this device has something to say; what is
-/// behind reads as zeros.
-const SPACE: usize = 96;
+/// The length of `struct virtio_blk_config` up to the last field that this device uses. Later
+/// fields read as zeros.
+const CONFIG_BYTES: usize = 96;
 
 /// The longest segment of a request.
-const SIZE_MAX: u32 = 4 << 20;
+const MAX_SEGMENT_BYTES: u32 = 4 << 20;
 
-/// Where the guest finds and sets whether writes are cached.
-pub(crate) const WRITEBACK: u32 = 32;
+/// The offset of the field with which a guest reads and sets whether writes are cached.
+pub(crate) const WRITEBACK_OFFSET: u32 = 32;
 
 /// The features that the device offers. A guest is `migratable` if a second hypervisor can connect.
 pub(crate) fn features(read_only: bool, migratable: bool) -> u64 {
@@ -48,22 +48,27 @@ pub(crate) fn features(read_only: bool, migratable: bool) -> u64 {
 }
 
 /// The configuration space, laid out as `struct virtio_blk_config`.
-pub(crate) fn space(layout: &Layout, queues: u16, queue_size: u16, cached: bool) -> [u8; SPACE] {
-    let mut space = [0; SPACE];
+pub(crate) fn space(
+    layout: &Layout,
+    queues: u16,
+    queue_size: u16,
+    cached: bool,
+) -> [u8; CONFIG_BYTES] {
+    let mut space = [0; CONFIG_BYTES];
     let mut put = |offset: usize, bytes: &[u8]| {
         space[offset..offset + bytes.len()].copy_from_slice(bytes);
     };
-    let max_discard = ((MAX_DISCARD / SECTOR) as u32).to_le_bytes();
+    let max_discard = ((MAX_DISCARD_BYTES / SECTOR_BYTES) as u32).to_le_bytes();
     let one = 1u32.to_le_bytes();
-    let block_sectors = (BLOCK / SECTOR) as u32;
-    put(0, &(layout.size() / SECTOR).to_le_bytes()); // capacity
-    put(8, &SIZE_MAX.to_le_bytes()); // size_max
+    let block_sectors = (BLOCK_BYTES / SECTOR_BYTES) as u32;
+    put(0, &(layout.size() / SECTOR_BYTES).to_le_bytes()); // capacity
+    put(8, &MAX_SEGMENT_BYTES.to_le_bytes()); // size_max
     put(12, &u32::from(queue_size.saturating_sub(2).clamp(1, 254)).to_le_bytes()); // seg_max
-    put(20, &(SECTOR as u32).to_le_bytes()); // blk_size
+    put(20, &(SECTOR_BYTES as u32).to_le_bytes()); // blk_size
     put(24, &[block_sectors.trailing_zeros() as u8]); // physical_block_exp
     put(26, &(block_sectors as u16).to_le_bytes()); // min_io_size
-    put(28, &((layout.chunk_size() as u64 / SECTOR) as u32).to_le_bytes()); // opt_io_size
-    put(WRITEBACK as usize, &[u8::from(cached)]); // writeback
+    put(28, &((layout.chunk_size() as u64 / SECTOR_BYTES) as u32).to_le_bytes()); // opt_io_size
+    put(WRITEBACK_OFFSET as usize, &[u8::from(cached)]); // writeback
     put(34, &queues.to_le_bytes()); // num_queues
     put(36, &max_discard); // max_discard_sectors
     put(40, &one); // max_discard_seg
@@ -81,7 +86,7 @@ mod tests {
     use cairn_store::Geometry;
     use virtio_bindings::bindings::virtio_blk::virtio_blk_config;
 
-    use super::{Layout, SPACE, space};
+    use super::{CONFIG_BYTES, Layout, space};
 
     #[test]
     fn the_space_has_the_layout_of_the_specification() {
@@ -101,6 +106,6 @@ mod tests {
         assert_eq!(u32_at(offset_of!(virtio_blk_config, discard_sector_alignment)), 8);
         assert_eq!(u32_at(offset_of!(virtio_blk_config, max_write_zeroes_sectors)), 131072);
         assert_eq!(space[offset_of!(virtio_blk_config, write_zeroes_may_unmap)], 1);
-        assert_eq!(SPACE, size_of::<virtio_blk_config>());
+        assert_eq!(CONFIG_BYTES, size_of::<virtio_blk_config>());
     }
 }

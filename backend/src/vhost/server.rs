@@ -1,10 +1,9 @@
-//! Accepts hypervisors: one after the other, or two while a guest migrates.
+//! Accepts hypervisors, one after the other, or two while a guest migrates.
 
 use std::collections::HashMap;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -12,60 +11,55 @@ use std::time::Duration;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::Handler;
-use super::owner::ConnectionId;
-use crate::device::Device;
-use crate::worker::{Mailbox, Waiting};
+use crate::guest::GuestState;
+use crate::guest::ring_ownership::ConnectionId;
+use crate::local_disk::LocalDisk;
+use crate::sys::{self, UnixSocket};
+use crate::worker::{Mailbox, ParkedRequests};
 
-/// Where hypervisors come from.
-pub(crate) enum Source {
-    /// Each connection is one. Two are served at a time, the next waits until one ends.
-    Listener(UnixListener),
-    /// There is just this one.
-    Stream(UnixStream),
-}
-
-/// Connections that are served at the same time.
+/// The most connections that are served at the same time. A further one waits until one ends.
 const MAX_CONNECTIONS: usize = 2;
 
-/// The sockets to shut down in order to end [`serve`].
+/// Ends [`serve`]: it has the sockets to shut down.
 #[derive(Clone, Default)]
-pub(crate) struct Stop(Arc<(Mutex<StopState>, Condvar)>);
+pub(crate) struct StopHandle(Arc<(Mutex<ConnectionTable>, Condvar)>);
 
 #[derive(Default)]
-struct StopState {
+struct ConnectionTable {
     stopped: bool,
     listener: Option<UnixListener>,
     streams: HashMap<u64, UnixStream>,
     next_id: u64,
 }
 
-impl Stop {
-    fn state(&self) -> MutexGuard<'_, StopState> {
+impl StopHandle {
+    fn state(&self) -> MutexGuard<'_, ConnectionTable> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the connections there are and accepts no other.
+    /// Ends all connections, and accepts no more.
     pub(crate) fn stop(&self) {
         let mut state = self.state();
         state.stopped = true;
         if let Some(listener) = state.listener.take() {
-            crate::sys::shutdown(&listener);
+            sys::shutdown(&listener);
         }
         for stream in state.streams.values() {
-            // Fails when the peer has gone already.
+            // Fails if the peer has gone already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.0.1.notify_all();
     }
 
-    /// Waits until one more connection can be served. Returns whether it may come.
-    fn await_room(&self) -> bool {
-        let full = |state: &mut StopState| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
+    /// Waits until one more connection can be served. Returns `false` if no more are accepted.
+    fn await_slot(&self) -> bool {
+        let full =
+            |state: &mut ConnectionTable| !state.stopped && state.streams.len() >= MAX_CONNECTIONS;
         let state = self.0.1.wait_while(self.state(), full);
         !state.unwrap_or_else(PoisonError::into_inner).stopped
     }
 
-    /// Remembers a connection; nothing if it is too late for one.
+    /// Adds a connection. Returns `None` if no more are accepted.
     fn enter(&self, stream: &UnixStream) -> io::Result<Option<ConnectionId>> {
         let mut state = self.state();
         if state.stopped {
@@ -77,45 +71,47 @@ impl Stop {
         Ok(Some(ConnectionId(id)))
     }
 
-    /// Closes a connection for good: the peer may wait for an answer.
+    /// Closes a connection, because the peer may wait for an answer.
     fn leave(&self, id: ConnectionId) {
         if let Some(stream) = self.state().streams.remove(&id.0) {
-            // Fails when the peer has gone already.
+            // Fails if the peer has gone already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.0.1.notify_all();
     }
 }
 
-/// Serves hypervisors until stopped, or until the only one has gone.
+/// Serves hypervisors until it is stopped, or until the only one has gone.
 pub(crate) fn serve(
-    source: Source,
-    device: &Arc<Device>,
+    socket: UnixSocket,
+    (disk, guest): (&Arc<LocalDisk>, &Arc<GuestState>),
     workers: &[Mailbox],
     queue_size: u16,
-    stop: &Stop,
+    stop: &StopHandle,
 ) -> io::Result<()> {
-    let handler =
-        |id, migratable| Handler::new(id, migratable, device.clone(), workers.to_vec(), queue_size);
-    let listener = match source {
-        Source::Stream(stream) => {
+    let handler = |id, migratable| {
+        let shared = (disk.clone(), guest.clone());
+        Handler::new(id, migratable, shared, workers.to_vec(), queue_size)
+    };
+    let listener = match socket {
+        UnixSocket::Stream(stream) => {
             if let Some(id) = stop.enter(&stream)? {
-                connection(stream, id, handler(id, false), device, stop);
+                connection(stream, id, handler(id, false), guest, stop);
             }
             return Ok(());
         }
-        Source::Listener(listener) => listener,
+        UnixSocket::Listener(listener) => listener,
     };
     stop.state().listener = Some(listener.try_clone()?);
     thread::scope(|scope| {
-        while stop.await_room() {
+        while stop.await_slot() {
             let accepted = listener
                 .accept()
                 .and_then(|(stream, _)| Ok(stop.enter(&stream)?.map(|id| (stream, id))));
             let spawned = match accepted {
                 Ok(Some((stream, id))) => {
                     let handler = handler(id, true);
-                    let serve = move || connection(stream, id, handler, device, stop);
+                    let serve = move || connection(stream, id, handler, guest, stop);
                     let spawned =
                         thread::Builder::new().name("vhost".into()).spawn_scoped(scope, serve);
                     spawned.map(drop).inspect_err(|_| stop.leave(id))
@@ -125,8 +121,8 @@ pub(crate) fn serve(
                 Err(error) => Err(error),
             };
             if let Err(error) = spawned {
-                // Out of descriptors or threads, most likely: that may pass.
-                tracing::warn!(%error, "a connection could not be accepted");
+                // Most likely the process is out of descriptors or threads, which is transient.
+                tracing::warn!(%error, "cannot accept a connection");
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -134,16 +130,16 @@ pub(crate) fn serve(
     Ok(())
 }
 
-/// Serves one hypervisor until it goes.
+/// Serves one hypervisor until it disconnects.
 fn connection(
     stream: UnixStream,
     id: ConnectionId,
     handler: Handler,
-    device: &Device,
-    stop: &Stop,
+    guest: &GuestState,
+    stop: &StopHandle,
 ) {
     tracing::info!("a hypervisor is connected");
-    device.connected.fetch_add(1, Ordering::SeqCst);
+    guest.connection_opened();
     let handler = Arc::new(Mutex::new(handler));
     let mut requests = BackendReqHandler::from_stream(stream, handler.clone());
     let end = loop {
@@ -158,8 +154,8 @@ fn connection(
             Err(error) => break Err(io::Error::other(error.to_string())),
         }
     };
-    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(Waiting::Leave);
-    device.connected.fetch_sub(1, Ordering::SeqCst);
+    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(ParkedRequests::Leave);
+    guest.connection_closed();
     stop.leave(id);
     match end {
         Ok(()) => tracing::info!("the hypervisor has disconnected"),

@@ -1,28 +1,27 @@
-//! What becomes of one request: planned, submitted, completed.
+//! The path of one request: planned, submitted, completed.
 
 use std::io;
-use std::sync::atomic::Ordering;
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::Worker;
 use super::queue::{Chain, Outcome};
-use crate::fetch::is_lost;
+use super::{Command, Worker};
 use crate::mapping::Buffer;
 use crate::memory::{GuestMap, OutsideMemory};
-use crate::mirror::layout::{BLOCK, SECTOR, Span};
-use crate::mirror::{Permit, Plan, Preserve};
-use crate::request::{Kind, Segment};
+use crate::mirror::files::disk_file::is_medium_error;
+use crate::mirror::layout::{BLOCK_BYTES, SECTOR_BYTES, Span};
+use crate::mirror::{BlockCopy, Permit, Plan};
+use crate::request::{RequestKind, Segment};
 use crate::uring::{Completion, Io, Memory};
 
-/// A request that was not submitted yet. It holds nothing but its chain.
+/// A request that is not submitted. It holds nothing but its chain.
 pub(super) enum Job {
     Read {
         chain: Chain,
         span: Span,
         data: Vec<Segment>,
-        /// Whether it has met a bad block before.
-        again: bool,
+        /// Whether the read has met a bad block before.
+        is_retry: bool,
     },
     Write {
         chain: Chain,
@@ -50,37 +49,37 @@ pub(super) enum Tag {
         chain: Chain,
         data: Vec<Segment>,
         span: Span,
-        again: bool,
+        is_retry: bool,
     },
     Write {
         chain: Chain,
         permit: Permit,
     },
-    /// A piece of a request that is several operations, by its key.
+    /// One operation of a request that has several, by the request's key.
     Part(usize),
-    /// A sync of the mirror's data, for the flushes in `Worker::syncing`.
+    /// A sync of the mirror's data, for the running flush.
     Sync,
-    /// A copy that the write under this key waits for.
-    Copy(Preserve, usize),
-    Spill(Preserve, usize),
+    /// A copy for the write with this key.
+    Copy(BlockCopy, usize),
+    Spill(BlockCopy, usize),
 }
 
-/// A write that waits for copies of its own making.
-pub(super) struct Copying {
+/// A write that waits for its own copies.
+pub(super) struct CopyingWrite {
     pub(super) job: Job,
     pub(super) left: usize,
 }
 
-/// Why a request has no memory to work with.
+/// Why there is no memory for a request.
 enum NoMemory {
-    /// The guest has no such memory.
+    /// The guest named memory that it does not have.
     Outside,
-    /// All that may be used between guest and disk is in use.
+    /// All bounce buffers are in use.
     Later,
 }
 
-/// A request that is several operations.
-pub(super) struct Parts {
+/// A request that consists of several operations.
+pub(super) struct SplitRequest {
     chain: Chain,
     permit: Permit,
     left: usize,
@@ -88,27 +87,31 @@ pub(super) struct Parts {
 }
 
 impl Worker {
-    /// Takes a request that was popped.
-    pub(super) fn accept(&mut self, chain: Chain, kind: Kind) -> io::Result<()> {
-        let layout = *self.device.mirror.layout();
+    /// Accepts a request that was popped.
+    pub(super) fn accept(&mut self, chain: Chain, kind: RequestKind) -> io::Result<()> {
+        let layout = *self.context.disk.mirror.layout();
         let counters = self.counters();
         counters.taken.add(1);
-        let writes =
-            matches!(kind, Kind::Write { .. } | Kind::Discard { .. } | Kind::WriteZeroes { .. });
-        if writes && self.device.read_only {
+        let writes = matches!(
+            kind,
+            RequestKind::Write { .. }
+                | RequestKind::Discard { .. }
+                | RequestKind::WriteZeroes { .. }
+        );
+        if writes && self.context.disk.read_only {
             self.end(chain, Outcome::Failed);
             return Ok(());
         }
         match kind {
-            Kind::Read { sector, data, len } => match layout.span(sector, len) {
+            RequestKind::Read { sector, data, len } => match layout.span(sector, len) {
                 Some(span) => {
                     counters.reads.add(1);
                     counters.read_bytes.add(len);
-                    return self.plan(Job::Read { chain, span, data, again: false });
+                    return self.plan(Job::Read { chain, span, data, is_retry: false });
                 }
                 None => self.end(chain, Outcome::Failed),
             },
-            Kind::Write { sector, data, len } => match layout.span(sector, len) {
+            RequestKind::Write { sector, data, len } => match layout.span(sector, len) {
                 Some(span) => {
                     counters.writes.add(1);
                     counters.written_bytes.add(len);
@@ -116,19 +119,20 @@ impl Worker {
                 }
                 None => self.end(chain, Outcome::Failed),
             },
-            Kind::Flush => {
+            RequestKind::Flush => {
                 counters.flushes.add(1);
                 return self.flush(chain);
             }
-            Kind::GetId { data } => self.get_id(chain, &data),
-            Kind::Discard { sector, sectors } | Kind::WriteZeroes { sector, sectors } => {
-                let Some(span) = layout.span(sector, u64::from(sectors) * SECTOR) else {
+            RequestKind::GetId { data } => self.get_id(chain, &data),
+            RequestKind::Discard { sector, sectors }
+            | RequestKind::WriteZeroes { sector, sectors } => {
+                let Some(span) = layout.span(sector, u64::from(sectors) * SECTOR_BYTES) else {
                     self.end(chain, Outcome::Failed);
                     return Ok(());
                 };
                 counters.discards.add(1);
-                // A discard is a hint: what it does not cover by whole blocks stays.
-                let span = if matches!(kind, Kind::Discard { .. }) {
+                // A discard is a hint: blocks that it covers only partly stay as they are.
+                let span = if matches!(kind, RequestKind::Discard { .. }) {
                     let blocks = layout.covered(span).span();
                     Span {
                         len: blocks.len.min(layout.size().saturating_sub(blocks.offset)),
@@ -147,9 +151,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Submits a request if it may go on, parks it otherwise.
+    /// Submits a request if it can go on, and parks it otherwise.
     pub(super) fn plan(&mut self, job: Job) -> io::Result<()> {
-        let device = self.device.clone();
+        let context = self.context.clone();
         let memory = match self.memory_of(&job) {
             Ok(memory) => memory,
             Err(NoMemory::Outside) => {
@@ -159,50 +163,50 @@ impl Worker {
             Err(NoMemory::Later) => return self.park(job),
         };
         let plan = match &job {
-            Job::Read { span, again, .. } => {
-                let mut chunks = device.mirror.layout().chunks(*span);
-                if *again && chunks.any(|chunk| device.fetcher.is_doubted(chunk)) {
+            Job::Read { span, is_retry, .. } => {
+                let mut chunks = context.disk.mirror.layout().chunks(*span);
+                if *is_retry && chunks.any(|chunk| context.fetcher.is_suspect(chunk)) {
                     drop(memory);
                     return self.park(job);
                 }
-                let missing = device.mirror.plan_read(*span);
+                let missing = context.disk.mirror.plan_read(*span);
                 if missing.is_empty() {
                     return self.submit_read(job, memory);
                 }
                 Plan::Fill(missing)
             }
             Job::Write { span, .. } | Job::Zero { span, .. } => {
-                device.mirror.plan_write(&mut self.entrance, self.index, *span)
+                context.disk.mirror.plan_write(&mut self.epoch_handle, self.index, *span)
             }
         };
         match plan {
             Plan::Direct(permit) => return self.submit_write(job, memory, permit),
             Plan::Fill(chunks) => {
-                // Ask for all of them, then see whether one is known not to come.
+                // Requests all of them first, and then checks whether one is known to fail.
                 let refused =
-                    chunks.into_iter().filter(|chunk| !device.fetcher.want(*chunk)).count();
+                    chunks.into_iter().filter(|chunk| !context.fetcher.request(*chunk)).count();
                 if refused > 0 {
                     self.end(job.into_chain(), Outcome::Failed);
-                    // Others may wait for the memory that this one had. (One that is parked below
-                    // waits for an event itself, which wakes them too.)
+                    // Other requests may wait for the memory that this one had. (A request that is
+                    // parked below waits for an event, and that event wakes the others too.)
                     drop(memory);
-                    device.mirror.events.notify();
+                    context.disk.mirror.notify();
                     return Ok(());
                 }
             }
-            Plan::Preserve(copies) => {
+            Plan::Copy(copies) => {
                 let left = copies.len();
-                let key = self.copying.insert(Copying { job, left });
-                for (preserve, buffer) in copies {
-                    let span = device.mirror.span_to_preserve(&preserve);
-                    let io = Io::Read { offset: span.offset, memory: Memory::Arena(buffer) };
-                    self.ring.start(io, Tag::Copy(preserve, key))?;
+                let key = self.copying.insert(CopyingWrite { job, left });
+                for (copy, buffer) in copies {
+                    let span = context.disk.mirror.copy_source(&copy);
+                    let io = Io::Read { offset: span.offset, memory: Memory::Pooled(buffer) };
+                    self.ring.start(io, Tag::Copy(copy, key))?;
                     self.counters().copies.add(1);
                     self.counters().copied_bytes.add(span.len);
                 }
                 return Ok(());
             }
-            Plan::Announce(span) => device.flusher.announce(span),
+            Plan::RecordIntent(span) => context.flusher.record_intent(span),
             Plan::Wait => {}
         }
         self.park(job)
@@ -215,24 +219,24 @@ impl Worker {
     }
 
     fn submit_read(&mut self, job: Job, memory: Option<Memory>) -> io::Result<()> {
-        let (Job::Read { chain, span, data, again }, Some(memory)) = (job, memory) else {
+        let (Job::Read { chain, span, data, is_retry }, Some(memory)) = (job, memory) else {
             unreachable!("only reads are submitted without a permit, and they have memory")
         };
-        let tag = Tag::Read { chain, data, span, again };
+        let tag = Tag::Read { chain, data, span, is_retry };
         self.ring.start(Io::Read { offset: span.offset, memory }, tag)
     }
 
     fn submit_write(&mut self, job: Job, memory: Option<Memory>, permit: Permit) -> io::Result<()> {
         match (job, memory) {
             (Job::Write { chain, span, data }, Some(mut memory)) => {
-                if let Memory::Arena(buffer) = &mut memory
+                if let Memory::Pooled(buffer) = &mut memory
                     && self
                         .map()
                         .ok_or(OutsideMemory)
                         .and_then(|map| gather(map, &data, buffer))
                         .is_err()
                 {
-                    self.device.mirror.complete(permit, false);
+                    self.context.disk.mirror.complete(permit, false);
                     self.end(chain, Outcome::Failed);
                     return Ok(());
                 }
@@ -240,9 +244,10 @@ impl Worker {
                 self.ring.start(io, Tag::Write { chain, permit })
             }
             (Job::Zero { chain, span }, _) => {
-                let operations = zeroing(span, self.device.mirror.layout().covered(span).span());
+                let operations =
+                    zeroing(span, self.context.disk.mirror.layout().covered(span).span());
                 let left = operations.len();
-                let key = self.parts.insert(Parts { chain, permit, left, result: Ok(()) });
+                let key = self.parts.insert(SplitRequest { chain, permit, left, result: Ok(()) });
                 for io in operations {
                     self.ring.start(io, Tag::Part(key))?;
                 }
@@ -256,15 +261,16 @@ impl Worker {
         self.queue.as_ref().map(|queue| queue.map().as_ref())
     }
 
-    /// The memory of a request that has data: the guest's own, or a buffer where direct I/O cannot
-    /// use that. Guests can ask for much of the latter at once, so it is bounded for the whole disk.
+    /// The memory for a request's data: the guest's own memory, or a bounce buffer if direct I/O
+    /// cannot use that. Guests can need many bounce buffers at once, so they are bounded for the
+    /// whole disk.
     fn memory_of(&self, job: &Job) -> Result<Option<Memory>, NoMemory> {
         let (Job::Read { span, data, .. } | Job::Write { span, data, .. }) = job else {
             return Ok(None);
         };
         let map = self.queue.as_ref().ok_or(NoMemory::Outside)?.map();
         let iovecs = map.iovecs(data).map_err(|OutsideMemory| NoMemory::Outside)?;
-        let alignment = self.device.disk.alignment();
+        let alignment = self.context.disk.data.alignment();
         let direct = iovecs.iter().all(|iovec| {
             (iovec.iov_base as usize).is_multiple_of(alignment.memory)
                 && (iovec.iov_len as u64).is_multiple_of(alignment.offset)
@@ -272,8 +278,8 @@ impl Worker {
         if direct {
             return Ok(Some(Memory::Guest { iovecs, _map: map.clone() }));
         }
-        let buffer = self.device.bounce.take(span.len as usize).ok_or(NoMemory::Later)?;
-        Ok(Some(Memory::Arena(buffer)))
+        let buffer = self.context.bounce_buffers.take(span.len as usize).ok_or(NoMemory::Later)?;
+        Ok(Some(Memory::Pooled(buffer)))
     }
 
     /// Handles the end of an operation.
@@ -283,36 +289,36 @@ impl Worker {
             (&tag, &io),
             (
                 Tag::Read { .. } | Tag::Write { .. },
-                Io::Read { memory: Memory::Arena(_), .. }
-                    | Io::Write { memory: Memory::Arena(_), .. }
+                Io::Read { memory: Memory::Pooled(_), .. }
+                    | Io::Write { memory: Memory::Pooled(_), .. }
             )
         );
         match tag {
-            Tag::Read { chain, data, span, again: false }
-                if result.as_ref().is_err_and(is_lost) =>
+            Tag::Read { chain, data, span, is_retry: false }
+                if result.as_ref().is_err_and(is_medium_error) =>
             {
-                for chunk in self.device.mirror.layout().chunks(span) {
-                    self.device.fetcher.doubt(chunk);
+                for chunk in self.context.disk.mirror.layout().chunks(span) {
+                    self.context.fetcher.mark_suspect(chunk);
                 }
-                self.park(Job::Read { chain, span, data, again: true })?;
+                self.park(Job::Read { chain, span, data, is_retry: true })?;
             }
             Tag::Read { chain, data, span, .. } => {
                 let result = match (result, &io) {
-                    (Ok(()), Io::Read { memory: Memory::Arena(buffer), .. }) => self
+                    (Ok(()), Io::Read { memory: Memory::Pooled(buffer), .. }) => self
                         .map()
                         .ok_or(OutsideMemory)
                         .and_then(|map| scatter(map, &data, buffer))
                         .map_err(|OutsideMemory| io::ErrorKind::InvalidInput.into()),
                     (result, _) => result,
                 };
-                // Also after a failure: a part may have been written.
+                // Also after a failure, because a part may have been written.
                 if let Some(map) = self.map() {
                     map.mark_all(&data);
                 }
                 self.finish(chain, result, span.len as u32);
             }
             Tag::Write { chain, permit } => {
-                self.device.mirror.complete(permit, result.is_ok());
+                self.context.disk.mirror.complete(permit, result.is_ok());
                 self.written(chain, result)?;
             }
             Tag::Part(key) => {
@@ -322,32 +328,36 @@ impl Worker {
                     parts.result = result;
                 }
                 if parts.left == 0 {
-                    let Parts { chain, permit, result, .. } = self.parts.remove(key);
-                    self.device.mirror.complete(permit, result.is_ok());
+                    let SplitRequest { chain, permit, result, .. } = self.parts.remove(key);
+                    self.context.disk.mirror.complete(permit, result.is_ok());
                     self.written(chain, result)?;
                 }
             }
-            Tag::Sync => return self.synced(&result),
-            Tag::Spill(preserve, key) => {
-                let Io::Spill { memory, .. } = io else { unreachable!("spills are spilled") };
-                return self.preserved(preserve, key, memory, result);
+            Tag::Sync => return self.finish_flush(&result),
+            Tag::Spill(copy, key) => {
+                let Io::Spill { memory, .. } = io else {
+                    unreachable!("a spill is written to the spill file")
+                };
+                return self.finish_copy(copy, key, memory, result);
             }
-            Tag::Copy(preserve, key) => {
-                let Io::Read { memory, .. } = io else { unreachable!("copies are read") };
-                return self.copied(preserve, key, memory, result);
+            Tag::Copy(copy, key) => {
+                let Io::Read { memory, .. } = io else {
+                    unreachable!("a copy is read from the data file")
+                };
+                return self.copy_read(copy, key, memory, result);
             }
         }
         if bounced {
             drop(io);
-            self.device.mirror.events.notify();
+            self.context.disk.mirror.notify();
         }
         Ok(())
     }
 
-    /// A copy is in memory: that is enough, or it goes on to the spill file.
-    fn copied(
+    /// Handles a copy that was read into memory. It stays there, or goes on to the spill file.
+    fn copy_read(
         &mut self,
-        copy: Preserve,
+        copy: BlockCopy,
         key: usize,
         memory: Memory,
         read: io::Result<()>,
@@ -357,76 +367,79 @@ impl Worker {
                 self.counters().spilled.add(1);
                 self.ring.start(Io::Spill { offset, memory }, Tag::Spill(copy, key))
             }
-            _ => self.preserved(copy, key, memory, read),
+            _ => self.finish_copy(copy, key, memory, read),
         }
     }
 
-    /// A copy has ended. With the last one the write that made them is planned again.
-    fn preserved(
+    /// Ends a copy. After the last one, the write that needed them is planned again.
+    fn finish_copy(
         &mut self,
-        copy: Preserve,
+        copy: BlockCopy,
         key: usize,
         memory: Memory,
         result: io::Result<()>,
     ) -> io::Result<()> {
-        let Memory::Arena(buffer) = memory else { unreachable!("copies are made into the arena") };
-        self.device.mirror.preserved(copy, buffer, result);
+        let Memory::Pooled(buffer) = memory else {
+            unreachable!("copies are made into pooled buffers")
+        };
+        self.context.disk.mirror.finish_copy(copy, buffer, result);
         self.copying[key].left -= 1;
         if self.copying[key].left > 0 {
             return Ok(());
         }
-        let Copying { job, .. } = self.copying.remove(key);
-        match self.paused {
-            Some(_) => self.park(job),
-            None => self.plan(job),
+        let CopyingWrite { job, .. } = self.copying.remove(key);
+        match self.state.may_plan() {
+            true => self.plan(job),
+            false => self.park(job),
         }
     }
 
-    /// A write has ended. In write-through mode it is answered when it is durable.
+    /// Ends a write. In write-through mode the write is answered when it is durable.
     fn written(&mut self, chain: Chain, result: io::Result<()>) -> io::Result<()> {
-        if result.is_ok() && self.device.flags.write_through().load(Ordering::Relaxed) != 0 {
+        if result.is_ok() && self.context.guest.is_write_through() {
             return self.flush(chain);
         }
         self.finish(chain, result, 0);
         Ok(())
     }
 
-    /// FLUSH: the mirror's data first, then the map that says it is there. While no block has become
-    /// present since the map was last written, the data alone is enough.
+    /// FLUSH: makes completed writes durable.
     fn flush(&mut self, chain: Chain) -> io::Result<()> {
-        if self.device.flusher.is_current(&self.device.mirror.presence) {
-            // One sync at a time. Those that come meanwhile need another, and share it.
-            self.unsynced.push(chain);
-            return self.start_sync();
+        self.flushes.push(chain);
+        self.start_flush()
+    }
+
+    /// Starts a flush for all requests that wait for one, unless a flush is running.
+    fn start_flush(&mut self) -> io::Result<()> {
+        if !self.flushes.start() {
+            return Ok(());
         }
-        let key = self.flushes.insert(chain);
-        self.device.flusher.request(self.mailbox.clone(), key);
+        // If no block has become present since the map was last written, a sync of the data is
+        // enough.
+        if self.context.flusher.is_current() {
+            return self.ring.start(Io::Sync, Tag::Sync);
+        }
+        let mailbox = self.mailbox.clone();
+        let done = move |result| mailbox.send(Command::Flushed(result));
+        self.context.flusher.request(Box::new(done));
         Ok(())
     }
 
-    /// Starts a sync for all flushes that wait for one, unless one is under way.
-    fn start_sync(&mut self) -> io::Result<()> {
-        if !self.syncing.is_empty() || self.unsynced.is_empty() {
-            return Ok(());
-        }
-        self.syncing = std::mem::take(&mut self.unsynced);
-        self.ring.start(Io::Sync, Tag::Sync)
-    }
-
-    fn synced(&mut self, result: &io::Result<()>) -> io::Result<()> {
-        for chain in std::mem::take(&mut self.syncing) {
+    /// Answers the requests whose flush has ended.
+    pub(super) fn finish_flush(&mut self, result: &io::Result<()>) -> io::Result<()> {
+        for chain in self.flushes.finish() {
             match result {
                 Ok(()) => self.end(chain, Outcome::Ok(0)),
                 Err(error) => self.finish(chain, Err(io::Error::from(error.kind())), 0),
             }
         }
-        self.start_sync()
+        self.start_flush()
     }
 
     fn get_id(&mut self, chain: Chain, data: &[Segment]) {
-        let id = self.device.serial;
-        let room: usize = data.iter().map(|segment| segment.len as usize).sum();
-        let len = id.len().min(room);
+        let id = self.context.serial;
+        let available: usize = data.iter().map(|segment| segment.len as usize).sum();
+        let len = id.len().min(available);
         let written =
             self.map().ok_or(OutsideMemory).and_then(|map| scatter(map, data, &id[..len]));
         if let Some(map) = self.map() {
@@ -460,8 +473,8 @@ impl Worker {
     }
 }
 
-/// The operations that make `span` read as zeros: a hole where it covers whole blocks, zeros where
-/// it does not.
+/// The operations that make `span` read as zeros: a hole for the blocks that it covers completely,
+/// and writes of zeros for the rest.
 fn zeroing(span: Span, covered: Span) -> Vec<Io> {
     let zeros = |from: u64, to: u64| {
         (from < to).then(|| Io::Write {
@@ -472,7 +485,7 @@ fn zeroing(span: Span, covered: Span) -> Vec<Io> {
     if covered.len == 0 {
         return zeros(span.offset, span.end()).into_iter().collect();
     }
-    debug_assert!(covered.offset - span.offset < BLOCK);
+    debug_assert!(covered.offset - span.offset < BLOCK_BYTES);
     let head = zeros(span.offset, covered.offset);
     let tail = zeros(covered.end(), span.end());
     head.into_iter().chain([Io::Punch(covered)]).chain(tail).collect()
@@ -488,7 +501,7 @@ fn gather(map: &GuestMap, data: &[Segment], mut buffer: &mut [u8]) -> Result<(),
     Ok(())
 }
 
-/// Copies a buffer into guest memory, as far as it goes.
+/// Copies a buffer into guest memory, as far as the buffer goes.
 fn scatter(map: &GuestMap, data: &[Segment], mut buffer: &[u8]) -> Result<(), OutsideMemory> {
     for segment in data {
         let (piece, rest) = buffer.split_at(buffer.len().min(segment.len as usize));

@@ -1,24 +1,32 @@
 //! A queue worker: one thread, one virtqueue, one ring.
 //!
 //! ```text
-//!            ┌────────────────────────── loop ──────────────────────────┐
-//!   inbox ──►│ commands ─► pop and plan ─► plan parked again ─► announce │
-//!            │     ▲                                             │      │
-//!            │     └── reap ◄── enter the kernel: submit, wait ◄──┘      │
-//!            └───────────────────────────────────────────────────────────┘
+//!            ┌───────────────────────── loop ──────────────────────────┐
+//!   inbox ──►│ commands ─► plan parked again ─► pop and plan ─► announce │
+//!            │     ▲                                              │     │
+//!            │     └── reap ◄── enter the kernel: submit, wait ◄──┘     │
+//!            └─────────────────────────────────────────────────────────┘
 //! ```
 //!
 //! Kicks, wake-ups and completions all arrive through the ring's one wait. A request that cannot go
-//! on is parked: it holds nothing, and is planned again from the start after the next event. A write that
-//! has to copy old blocks first is planned again when its last copy has ended.
+//! on is *parked*: it holds nothing, and is planned again from the start after the next event. A
+//! write that has to copy old blocks first is planned again when its last copy has ended.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`state`] | the states of a worker |
+//! | [`queue`] | the virtqueue: pop, complete, notify |
+//! | [`jobs`] | what becomes of one request |
+//! | [`flush_queue`] | the flushes |
+//! | [`busy_poll`] | polling instead of sleeping |
 
+mod busy_poll;
+mod flush_queue;
 mod jobs;
-pub(crate) mod ledger;
-mod poll;
 pub(crate) mod queue;
+mod state;
 
 use std::os::fd::AsRawFd;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -27,52 +35,58 @@ use std::{fs::File, io, thread};
 use slab::Slab;
 use vmm_sys_util::eventfd::EventFd;
 
-use self::jobs::{Copying, Job, Parts, Tag};
-use self::poll::Poll;
-use self::queue::{ActiveQueue, Chain, Outcome, QueueSetup};
-use crate::counters::QueueCounters;
-use crate::device::Device;
+use self::busy_poll::BusyPoll;
+use self::flush_queue::FlushQueue;
+use self::jobs::{CopyingWrite, Job, SplitRequest, Tag};
+use self::queue::{ActiveQueue, Outcome, QueueSetup};
+use self::state::{Stop, WorkerState};
+use crate::counters::{Counters, QueueCounters};
+use crate::fetch::Fetcher;
+use crate::flush::Flusher;
+use crate::guest::GuestState;
+use crate::image::Serial;
+use crate::local_disk::LocalDisk;
 use crate::memory::GuestMap;
-use crate::mirror::cut::Entrance;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::epoch::manager::EpochHandle;
 use crate::uring::{Reaped, Ring};
 
-/// How long a stop waits for requests that wait for something else, such as a fetch, before it
-/// fails them.
-const STOP_LIMIT: Duration = Duration::from_secs(5);
+/// How long a stop waits for parked requests before it fails them.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What becomes of requests that wait for something else when their queue stops.
+/// What becomes of parked requests when their queue stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Waiting {
-    /// They get some time, and fail then: the guest asked for the stop.
+pub(crate) enum ParkedRequests {
+    /// They get some time, and then they fail: the guest asked for the stop.
     Finish,
-    /// They stay in flight, for whoever drives the queue next.
+    /// They stay in flight, for the next process or connection that drives the queue.
     Leave,
 }
 
-/// The poll of the wake-up descriptor. Kick polls count up from here.
-const WAKE: u32 = 0;
+/// The id of the poll of the wake-up descriptor. The ids of kick polls count up from here.
+const WAKE_POLL_ID: u32 = 0;
 
-/// What a worker is told.
+/// A command for a worker.
 pub(crate) enum Command {
     /// Drive this queue.
     Start(Box<QueueSetup>),
-    /// Interrupt through this descriptor from now on.
+    /// Interrupt the guest through this descriptor.
     SetCall(Option<File>),
-    /// Submit nothing more, and answer when nothing is submitted: guest memory is about to change.
+    /// Submit nothing more, and answer when nothing is in flight: guest memory is about to change.
     /// Parked requests stay.
     Pause(Sender<()>),
     /// Go on with this memory.
     Resume(Arc<GuestMap>),
-    /// Finish every request that was submitted, let the queue go, and answer with the next available
-    /// index.
-    Stop(Waiting, Sender<u16>),
-    /// A flush of the map that was asked for under this key has ended.
-    Flushed(usize, io::Result<()>),
+    /// Finish every request that was submitted, release the queue, and answer with the next
+    /// available index.
+    Stop(ParkedRequests, Sender<u16>),
+    /// The flush that was requested from the flusher has ended.
+    Flushed(io::Result<()>),
     /// End the thread.
     Exit,
 }
 
-/// The way to a worker's inbox.
+/// The sending end of a worker's inbox.
 #[derive(Clone)]
 pub(crate) struct Mailbox {
     sender: Sender<Command>,
@@ -80,21 +94,21 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Tells the worker. A worker that is gone hears nothing.
+    /// Sends a command. A worker that has ended does not receive it.
     pub(crate) fn send(&self, command: Command) {
         if self.sender.send(command).is_ok() {
             self.wake();
         }
     }
 
-    /// Makes the worker look around.
+    /// Wakes the worker.
     pub(crate) fn wake(&self) {
         // Fails only when the counter is full: then the worker is awake already.
         let _ = self.wake.write(1);
     }
 }
 
-/// A mailbox and its other end, for a worker that starts later.
+/// Creates a mailbox and its receiving end, for a worker that starts later.
 pub(crate) fn mailbox() -> io::Result<(Mailbox, Inbox)> {
     let (sender, receiver) = mpsc::channel();
     let wake = Arc::new(EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?);
@@ -107,46 +121,52 @@ pub(crate) struct Inbox {
     wake: Arc<EventFd>,
 }
 
-/// Starts the worker of queue `index`.
+/// What workers need to serve requests.
+pub(crate) struct RequestContext {
+    pub(crate) disk: Arc<LocalDisk>,
+    pub(crate) fetcher: Arc<Fetcher>,
+    pub(crate) flusher: Arc<Flusher>,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) guest: Arc<GuestState>,
+    /// Buffers between unaligned requests and the disk.
+    pub(crate) bounce_buffers: Arc<BufferPool>,
+    pub(crate) serial: Serial,
+}
+
+/// Starts the worker of queue `index`. `poll` is how long the worker polls before it sleeps, and at
+/// how many running queues it stops doing that.
 pub(crate) fn spawn(
     index: usize,
     queue_size: u16,
-    (poll, most_queues): (Duration, usize),
-    device: Arc<Device>,
+    (poll, poll_max_queues): (Duration, usize),
+    context: Arc<RequestContext>,
     mailbox: Mailbox,
     inbox: Inbox,
 ) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name(format!("queue-{index}")).spawn(move || {
-        // The ring belongs to the thread that makes it.
+        // The ring belongs to the thread that creates it.
         let depth = u32::from(queue_size).max(64);
-        let ring = Ring::new(device.disk.raw_fd(), device.preserve.raw_fd(), depth);
-        let worker = ring.map(|ring| {
-            let entrance = device.mirror.cut.entrance(index);
-            Worker {
-                index,
-                ring,
-                inbox,
-                mailbox,
-                entrance,
-                device: device.clone(),
-                queue: None,
-                kick_poll: None,
-                next_poll: WAKE,
-                wake_armed: false,
-                parked: Vec::new(),
-                copying: Slab::new(),
-                parts: Slab::new(),
-                flushes: Slab::new(),
-                syncing: Vec::new(),
-                unsynced: Vec::new(),
-                seen: 0,
-                now: Instant::now(),
-                poll: Poll::new(poll),
-                most_queues,
-                paused: None,
-                stopping: None,
-                exit: false,
-            }
+        let ring = Ring::new(context.disk.data.raw_fd(), context.disk.spill.raw_fd(), depth);
+        let worker = ring.map(|ring| Worker {
+            index,
+            ring,
+            inbox,
+            mailbox,
+            epoch_handle: context.disk.mirror.epoch_handle(index),
+            context,
+            state: WorkerState::Idle,
+            queue: None,
+            kick_poll: None,
+            next_poll: WAKE_POLL_ID,
+            wake_armed: false,
+            parked: Vec::new(),
+            copying: Slab::new(),
+            parts: Slab::new(),
+            flushes: FlushQueue::default(),
+            seen_events: 0,
+            now: Instant::now(),
+            poll: BusyPoll::new(poll),
+            poll_max_queues,
         });
         if let Err(error) = worker.and_then(Worker::run) {
             // A disk with a dead worker must not pretend to be alive.
@@ -155,61 +175,43 @@ pub(crate) fn spawn(
     })
 }
 
-/// A pause that was asked for.
-struct Pause {
-    reply: Option<Sender<()>>,
-}
-
 struct Worker {
     index: usize,
     ring: Ring<Tag>,
     inbox: Inbox,
     mailbox: Mailbox,
-    entrance: Entrance,
-    device: Arc<Device>,
+    epoch_handle: EpochHandle,
+    context: Arc<RequestContext>,
+    state: WorkerState,
     queue: Option<ActiveQueue>,
     /// The poll of the present queue's kick, while it is armed.
     kick_poll: Option<u32>,
     next_poll: u32,
     wake_armed: bool,
     parked: Vec<Job>,
-    copying: Slab<Copying>,
-    parts: Slab<Parts>,
-    flushes: Slab<Chain>,
-    /// Flushes whose sync is under way,
-    syncing: Vec<Chain>,
-    /// and those that came after it began.
-    unsynced: Vec<Chain>,
-    /// The event count before the last planning of the parked requests.
-    seen: u64,
-    /// When the worker last came back from its wait: one look at the clock for each turn.
+    copying: Slab<CopyingWrite>,
+    parts: Slab<SplitRequest>,
+    flushes: FlushQueue,
+    /// The event count before the parked requests were last planned.
+    seen_events: u64,
+    /// The time when the worker last came back from its wait. The clock is read once for each loop.
     now: Instant,
-    poll: Poll,
-    /// The most queues that may run for it to look before it sleeps: others need the processors too.
-    most_queues: usize,
-    paused: Option<Pause>,
-    stopping: Option<Stopping>,
-    exit: bool,
-}
-
-/// A stop that was asked for.
-struct Stopping {
-    waiting: Waiting,
-    deadline: Instant,
-    reply: Sender<u16>,
+    poll: BusyPoll,
+    /// The worker polls only while at most this many queues run: others need the processors too.
+    poll_max_queues: usize,
 }
 
 impl Worker {
     fn run(mut self) -> io::Result<()> {
         loop {
             self.read_inbox()?;
-            if self.exit {
+            if matches!(self.state, WorkerState::Exited) {
                 return Ok(());
             }
-            let events = self.device.mirror.events.count();
-            let again = std::mem::replace(&mut self.seen, events) != events;
-            if self.paused.is_none() {
-                if again {
+            let events = self.context.disk.mirror.events().count();
+            let has_events = std::mem::replace(&mut self.seen_events, events) != events;
+            if self.state.may_plan() {
+                if has_events {
                     self.plan_parked()?;
                 }
                 self.pop_all()?;
@@ -227,15 +229,11 @@ impl Worker {
         while let Ok(command) = self.inbox.receiver.try_recv() {
             match command {
                 Command::Start(setup) => {
-                    debug_assert!(
-                        self.queue.is_none(),
-                        "a queue is stopped before the next starts"
-                    );
+                    self.state.transition(WorkerState::Running);
                     let queue = ActiveQueue::new(*setup);
-                    // Whoever drove it before may have ended between a completion and its interrupt.
+                    // An earlier process may have ended between a completion and its interrupt.
                     queue.interrupt();
                     self.queue = Some(queue);
-                    self.stopping = None;
                 }
                 Command::SetCall(call) => {
                     self.ring.submit_all()?;
@@ -244,66 +242,59 @@ impl Worker {
                         queue.interrupt();
                     }
                 }
-                Command::Pause(reply) => self.paused = Some(Pause { reply: Some(reply) }),
+                Command::Pause(reply) => drop(self.state.transition(WorkerState::Pausing(reply))),
                 Command::Resume(map) => {
-                    // A region that is replaced is away for a moment: rings in it wait for it.
-                    let whole = self.queue.as_mut().is_none_or(|queue| queue.set_map(map));
-                    self.paused = (!whole).then_some(Pause { reply: None });
-                    if whole {
+                    // A region that is replaced is away for a moment: a ring in it waits.
+                    if self.queue.as_mut().is_none_or(|queue| queue.set_map(map)) {
+                        self.state.transition(WorkerState::Running);
                         self.plan_parked()?;
                     }
                 }
-                Command::Stop(waiting, reply) => {
-                    let deadline = Instant::now() + STOP_LIMIT;
-                    self.stopping = Some(Stopping { waiting, deadline, reply });
+                Command::Stop(parked, reply) => {
+                    let deadline = Instant::now() + STOP_TIMEOUT;
+                    let is_mapped = self.state.takes_requests();
+                    let stop = Stop { parked, deadline, reply, is_mapped };
+                    self.state.transition(WorkerState::Stopping(stop));
                 }
-                Command::Flushed(key, result) => {
-                    let chain = self.flushes.remove(key);
-                    self.finish(chain, result, 0);
-                }
-                Command::Exit => self.exit = true,
+                Command::Flushed(result) => self.finish_flush(&result)?,
+                Command::Exit => drop(self.state.transition(WorkerState::Exited)),
             }
         }
         Ok(())
     }
 
-    /// What this queue's requests are counted in.
+    /// The counters of this queue.
     fn counters(&self) -> &QueueCounters {
-        &self.device.stats.queues[self.index]
+        &self.context.counters.queues[self.index]
     }
 
-    /// Whether requests are popped at present.
-    fn takes_requests(&self) -> bool {
-        self.paused.is_none() && self.stopping.is_none()
-    }
-
-    /// Whether a stop leaves to the next what waits.
-    fn leaves(&self) -> bool {
-        self.stopping.as_ref().is_some_and(|stopping| stopping.waiting == Waiting::Leave)
+    /// Whether a stop leaves parked requests to the next owner of the queue.
+    fn leaves_parked(&self) -> bool {
+        self.state.stop().is_some_and(|stop| stop.parked == ParkedRequests::Leave)
     }
 
     /// Pops and starts what the guest has made available.
     fn pop_all(&mut self) -> io::Result<()> {
-        let (stopping, leaving) = (self.stopping.is_some(), self.leaves());
+        let (only_resubmit, leaves) = (!self.state.takes_requests(), self.leaves_parked());
         let Some(queue) = &mut self.queue else { return Ok(()) };
-        if self.paused.is_some() || leaving || (stopping && !queue.has_again()) {
+        if leaves || (only_resubmit && !queue.has_resubmissions()) {
             return Ok(());
         }
         queue.disable_kicks();
         let now = self.now;
-        // A queue that stops takes nothing new, but finishes what was begun, by whomever.
+        // A queue that stops takes no new requests, but finishes those that any process has begun.
         while let Some((chain, kind)) =
-            self.queue.as_mut().and_then(|queue| queue.pop(now, stopping))
+            self.queue.as_mut().and_then(|queue| queue.pop(now, only_resubmit))
         {
             self.accept(chain, kind)?;
         }
         Ok(())
     }
 
-    /// Tells the guest what was completed since the last time, once for all of it.
+    /// Notifies the guest of all completions since the last call, once.
     fn announce(&mut self) -> io::Result<()> {
         match self.queue.as_mut().and_then(ActiveQueue::announce) {
-            Some(call) => self.ring.raise(call),
+            Some(call) => self.ring.signal(call),
             None => Ok(()),
         }
     }
@@ -318,25 +309,25 @@ impl Worker {
     /// Submits, and sleeps unless there is something to do.
     fn wait(&mut self) -> io::Result<()> {
         if !self.wake_armed {
-            self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE)?;
+            self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE_POLL_ID)?;
             self.wake_armed = true;
         }
         if let (Some(queue), None) = (&self.queue, self.kick_poll) {
-            self.next_poll = self.next_poll.wrapping_add(1).max(WAKE + 1);
+            self.next_poll = self.next_poll.wrapping_add(1).max(WAKE_POLL_ID + 1);
             self.ring.poll(queue.kick_fd(), self.next_poll)?;
             self.kick_poll = Some(self.next_poll);
         }
-        if self.look_for_more()? {
+        if self.busy_poll()? {
             return Ok(());
         }
-        let more =
-            self.takes_requests() && self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks);
-        let may_sleep = !more
-            && (self.parked.is_empty()
-                || self.device.mirror.events.may_sleep(self.index, self.seen));
-        let limit = match &self.stopping {
+        let more = self.state.takes_requests()
+            && self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks);
+        let events = self.context.disk.mirror.events();
+        let may_sleep =
+            !more && (self.parked.is_empty() || events.may_sleep(self.index, self.seen_events));
+        let limit = match self.state.stop() {
             _ if !may_sleep => Some(Duration::ZERO),
-            Some(Stopping { deadline, .. }) => Some(
+            Some(Stop { deadline, .. }) => Some(
                 deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1)),
             ),
             None => None,
@@ -344,20 +335,20 @@ impl Worker {
         self.ring.enter(limit)
     }
 
-    /// While the guest has to act next: looks at its queue for a short time instead of sleeping. Returns
-    /// whether something is there.
-    fn look_for_more(&mut self) -> io::Result<bool> {
+    /// Polls the queue for a short time instead of sleeping, while the guest has to act next.
+    /// Returns whether there is something to do.
+    fn busy_poll(&mut self) -> io::Result<bool> {
         let idle = self.ring.in_flight() == 0 && self.parked.is_empty() && self.flushes.is_empty();
         let Some(queue) = &self.queue else { return Ok(false) };
-        let spare = self.device.running.load(Ordering::Relaxed) <= self.most_queues;
-        if !idle || !spare || !self.takes_requests() || !self.poll.is_wanted() {
+        let has_processors = self.context.guest.running_queues() <= self.poll_max_queues;
+        if !idle || !has_processors || !self.state.takes_requests() || !self.poll.is_wanted() {
             return Ok(false);
         }
         // The interrupt that makes the guest act must go out first.
         self.ring.submit_all()?;
         let ring = &mut self.ring;
-        let found = self.poll.run(|| queue.has_more() || ring.has_news());
-        if self.ring.has_news() {
+        let found = self.poll.run(|| queue.has_more() || ring.has_completions());
+        if self.ring.has_completions() {
             // The kernel adds it to the completions only when it is asked.
             self.ring.enter(Some(Duration::ZERO))?;
         }
@@ -368,54 +359,54 @@ impl Worker {
         while let Some(reaped) = self.ring.reap()? {
             match reaped {
                 Reaped::Done(done) => self.completed(done)?,
-                Reaped::Ready { id: WAKE, ended } => self.wake_armed = !ended,
+                Reaped::Ready { id: WAKE_POLL_ID, ended } => self.wake_armed = !ended,
                 Reaped::Ready { id, ended } if self.kick_poll == Some(id) => {
                     self.poll.kicked(self.now);
                     if ended {
                         self.kick_poll = None;
                     }
                 }
-                // The poll of a queue that is gone.
+                // The poll of an earlier queue.
                 Reaped::Ready { .. } => {}
             }
         }
         Ok(())
     }
 
+    /// Pausing → Paused, when nothing is in flight.
     fn finish_pause(&mut self) {
-        if self.ring.in_flight() == 0
+        if matches!(self.state, WorkerState::Pausing(_))
+            && self.ring.in_flight() == 0
             && self.flushes.is_empty()
-            && let Some(reply) = self.paused.as_mut().and_then(|pause| pause.reply.take())
+            && let WorkerState::Pausing(reply) = self.state.transition(WorkerState::Paused)
         {
-            // Nobody waits for the answer of a connection that is gone.
+            // Fails if the connection that asked has ended.
             let _ = reply.send(());
         }
     }
 
-    /// Ends a stop when every request is answered or left. Those that still wait at the deadline fail.
+    /// Stopping → Idle, when every request is answered or left. Requests that are still parked at
+    /// the deadline fail.
     fn finish_stop(&mut self) -> io::Result<()> {
-        let leaving = self.leaves();
-        let Some(Stopping { deadline, .. }) = &self.stopping else { return Ok(()) };
-        if leaving {
+        let leaves = self.leaves_parked();
+        let Some(Stop { deadline, is_mapped, .. }) = self.state.stop() else { return Ok(()) };
+        let (deadline, is_mapped) = (*deadline, *is_mapped);
+        if leaves {
             for job in std::mem::take(&mut self.parked) {
                 self.counters().left.add(1);
                 job.into_chain().leave();
             }
-        } else if !self.parked.is_empty() && Instant::now() >= *deadline {
-            tracing::error!(
-                requests = self.parked.len(),
-                "a stopping queue fails requests that wait"
-            );
+        } else if !self.parked.is_empty() && Instant::now() >= deadline {
+            tracing::error!(requests = self.parked.len(), "a stopping queue fails parked requests");
             for job in std::mem::take(&mut self.parked) {
                 self.end(job.into_chain(), Outcome::Failed);
             }
         }
-        let again = self.queue.as_ref().is_some_and(ActiveQueue::has_again);
-        let waiting = again && self.paused.is_none() && !leaving;
+        let resubmits = self.queue.as_ref().is_some_and(ActiveQueue::has_resubmissions);
         if self.ring.in_flight() > 0
             || !self.flushes.is_empty()
             || !self.parked.is_empty()
-            || waiting
+            || (resubmits && is_mapped && !leaves)
         {
             return Ok(());
         }
@@ -425,14 +416,10 @@ impl Worker {
         }
         // Before the queue's descriptors are closed.
         self.ring.submit_all()?;
-        let next_avail = match self.queue.take() {
-            Some(queue) => queue.next_avail(),
-            None => 0,
-        };
-        self.paused = None;
-        if let Some(stopping) = self.stopping.take() {
-            // As above.
-            let _ = stopping.reply.send(next_avail);
+        let next_avail = self.queue.take().map_or(0, |queue| queue.next_avail());
+        if let WorkerState::Stopping(stop) = self.state.transition(WorkerState::Idle) {
+            // Fails if the connection that asked has ended.
+            let _ = stop.reply.send(next_avail);
         }
         Ok(())
     }

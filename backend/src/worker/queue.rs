@@ -1,4 +1,4 @@
-//! One virtqueue as a worker drives it.
+//! One virtqueue, as a worker drives it.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -16,35 +16,36 @@ use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
 };
 
-use super::ledger::Ledger;
 use crate::counters::Class;
+use crate::guest::ledger::Ledger;
 use crate::memory::GuestMap;
-use crate::request::{self, Descriptor, Kind, Refused, Segment};
+use crate::request::{self, Descriptor, Refused, RequestKind, Segment};
 
-/// Everything a worker needs to drive a queue.
+/// Everything that a worker needs to drive a queue.
 pub(crate) struct QueueSetup {
     pub(crate) queue: Queue,
     pub(crate) map: Arc<GuestMap>,
     pub(crate) kick: File,
     pub(crate) call: Option<File>,
     pub(crate) ledger: Ledger,
-    /// Chains that a process before this one had popped and not returned, oldest first.
-    pub(crate) again: VecDeque<InFlight>,
+    /// Chains that an earlier process popped and did not return, oldest first.
+    pub(crate) resubmit: VecDeque<InFlightChain>,
 }
 
-/// A popped chain. It is completed exactly once, or left on purpose: losing one trips an assertion.
+/// A popped chain. It must be completed exactly once, or left in flight explicitly; dropping it
+/// otherwise fails an assertion.
 #[must_use]
 pub(crate) struct Chain {
     head: u16,
     status: Option<GuestAddress>,
     pub(crate) class: Class,
-    /// The beginning of the turn in which it was popped.
+    /// The time at the start of the worker's loop in which the chain was popped.
     pub(crate) since: Instant,
     returned: bool,
 }
 
 impl Chain {
-    /// Leaves it in flight: the ledger tells the next who drives the queue.
+    /// Leaves the chain in flight. The next owner of the queue finds it in the ledger.
     pub(super) fn leave(mut self) {
         self.returned = true;
     }
@@ -59,7 +60,7 @@ impl Drop for Chain {
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Done; the device wrote this many bytes of data.
+    /// The request succeeded, and the device wrote this many bytes of data.
     Ok(u32),
     Failed,
     Unsupported,
@@ -72,30 +73,30 @@ pub(crate) struct ActiveQueue {
     kick: File,
     call: Option<File>,
     ledger: Ledger,
-    /// Chains to be done again.
-    again: VecDeque<InFlight>,
-    /// Completions that the guest was not told of.
+    /// Chains that have to be served again.
+    resubmit: VecDeque<InFlightChain>,
+    /// Whether there are completions of which the guest was not notified.
     unannounced: bool,
-    /// The guest broke its rings: nothing more is popped.
+    /// Whether the guest has broken its rings. Then nothing more is popped.
     broken: bool,
 }
 
 impl ActiveQueue {
     pub(crate) fn new(setup: QueueSetup) -> ActiveQueue {
-        let QueueSetup { queue, map, kick, call, ledger, again } = setup;
-        ActiveQueue { queue, map, kick, call, ledger, again, unannounced: false, broken: false }
+        let QueueSetup { queue, map, kick, call, ledger, resubmit } = setup;
+        ActiveQueue { queue, map, kick, call, ledger, resubmit, unannounced: false, broken: false }
     }
 
-    /// Whether chains of a process before this one are still to be done.
-    pub(crate) fn has_again(&self) -> bool {
-        !self.again.is_empty() && !self.broken
+    /// Whether chains of an earlier process are left to be served.
+    pub(crate) fn has_resubmissions(&self) -> bool {
+        !self.resubmit.is_empty() && !self.broken
     }
 
     pub(crate) fn map(&self) -> &Arc<GuestMap> {
         &self.map
     }
 
-    /// Goes over to another map. Returns whether the rings are all in it.
+    /// Replaces the map. Returns whether all parts of the ring are in it.
     pub(crate) fn set_map(&mut self, map: Arc<GuestMap>) -> bool {
         self.map = map;
         self.queue.is_valid(self.map.memory())
@@ -103,7 +104,7 @@ impl ActiveQueue {
 
     pub(crate) fn set_call(&mut self, call: Option<File>) {
         self.call = call;
-        // Completions may have been announced to the old descriptor, which nobody reads any more.
+        // The old descriptor may have been signalled, and nobody reads it any more.
         self.unannounced = true;
     }
 
@@ -115,17 +116,21 @@ impl ActiveQueue {
         self.queue.next_avail()
     }
 
-    /// The next request; `only_again` leaves those alone that no process has seen. Chains that are none
-    /// are answered here.
-    pub(crate) fn pop(&mut self, now: Instant, only_again: bool) -> Option<(Chain, Kind)> {
+    /// Pops the next request. With `only_resubmit`, only chains of an earlier process are popped.
+    /// Chains that are not valid requests are answered here.
+    pub(crate) fn pop(
+        &mut self,
+        now: Instant,
+        only_resubmit: bool,
+    ) -> Option<(Chain, RequestKind)> {
         while !self.broken {
             let map = self.map.clone();
-            let (head, parsed) = match self.again.pop_front() {
-                // It is in the ledger already.
+            let (head, parsed) = match self.resubmit.pop_front() {
+                // The chain is in the ledger already.
                 Some((head, chain)) => (head, request::parse(chain.into_iter(), map.memory())),
-                None if only_again => return None,
-                // The ring is checked at each pop: an index that jumps by more than the queue holds
-                // means that the guest's driver is beyond repair until it resets the device.
+                None if only_resubmit => return None,
+                // The ring is checked at each pop. If an index jumps by more than the queue holds,
+                // the guest's driver cannot go on until it resets the device.
                 None => match self.queue.iter(map.memory()).map(|mut chains| chains.next()) {
                     Ok(chain) => {
                         let chain = chain?;
@@ -134,7 +139,7 @@ impl ActiveQueue {
                         (head, request::parse(chain.map(descriptor), map.memory()))
                     }
                     Err(error) => {
-                        tracing::error!(%error, "the guest broke a virtqueue; it is stopped until a reset");
+                        tracing::error!(%error, "the guest broke a virtqueue: it stops until a reset");
                         self.broken = true;
                         return None;
                     }
@@ -143,9 +148,9 @@ impl ActiveQueue {
             let status = parsed.as_ref().map(|parsed| parsed.status);
             let parsed = parsed.map(|parsed| parsed.request);
             let class = match &parsed {
-                Some(Ok(Kind::Read { .. })) => Class::Read,
-                Some(Ok(Kind::Write { .. })) => Class::Write,
-                Some(Ok(Kind::Flush)) => Class::Flush,
+                Some(Ok(RequestKind::Read { .. })) => Class::Read,
+                Some(Ok(RequestKind::Write { .. })) => Class::Write,
+                Some(Ok(RequestKind::Flush)) => Class::Flush,
                 _ => Class::Other,
             };
             let chain = Chain { head, status, class, since: now, returned: false };
@@ -154,7 +159,7 @@ impl ActiveQueue {
                 Some(Err(refused)) => refused,
                 None => Refused::Invalid,
             };
-            tracing::debug!(head, ?refused, "a chain that is no request");
+            tracing::debug!(head, ?refused, "a chain is not a valid request");
             let outcome = match refused {
                 Refused::Unsupported => Outcome::Unsupported,
                 Refused::Invalid => Outcome::Failed,
@@ -184,7 +189,7 @@ impl ActiveQueue {
         match self.queue.add_used(memory, chain.head, written) {
             Ok(()) => self.ledger.returned(chain.head, self.queue.next_used()),
             Err(error) => {
-                tracing::error!(%error, head = chain.head, "the guest's used ring cannot be written");
+                tracing::error!(%error, head = chain.head, "cannot write the guest's used ring");
                 self.broken = true;
             }
         }
@@ -192,8 +197,7 @@ impl ActiveQueue {
         self.unannounced = true;
     }
 
-    /// The descriptor to raise so that the guest learns of completions, if there are any and it
-    /// wants to know.
+    /// The descriptor to signal, if there are completions and the guest wants to be notified.
     pub(crate) fn announce(&mut self) -> Option<RawFd> {
         if !std::mem::take(&mut self.unannounced) {
             return None;
@@ -202,18 +206,18 @@ impl ActiveQueue {
         self.call.as_ref().filter(|_| wanted).map(AsRawFd::as_raw_fd)
     }
 
-    /// Interrupts the guest at once, whether it asked for it or not.
+    /// Interrupts the guest at once, whether it wants to be notified or not.
     pub(crate) fn interrupt(&self) {
         if let Some(call) = &self.call {
-            // A full counter is as good as an interrupt: it is pending already.
+            // If the counter is full, an interrupt is pending already.
             let _ = (&mut &*call).write(&1u64.to_ne_bytes());
         }
     }
 
-    /// Whether the guest has made requests available. A look at one number of its memory.
+    /// Whether the guest has made requests available. This reads one number of its memory.
     pub(crate) fn has_more(&self) -> bool {
         let next = std::num::Wrapping(self.queue.next_avail());
-        self.has_again()
+        self.has_resubmissions()
             || !self.broken
                 && self
                     .queue
@@ -221,7 +225,7 @@ impl ActiveQueue {
                     .is_ok_and(|available| available != next)
     }
 
-    /// Asks for kicks; returns whether requests came in meanwhile.
+    /// Enables kicks. Returns whether requests came in meanwhile.
     pub(crate) fn enable_kicks(&mut self) -> bool {
         let more =
             !self.broken && self.queue.enable_notification(self.map.memory()).unwrap_or(false);
@@ -229,16 +233,16 @@ impl ActiveQueue {
         more
     }
 
-    /// Records that the used ring was written, while the hypervisor wants that.
+    /// Marks the used ring in the dirty log, if there is one.
     fn mark_used_ring(&self) {
         if self.map.is_logged() {
-            // Flags, index, the entries, and the event index behind them.
+            // Flags, index, entries, and the event index after them.
             let len = 6 + 8 * u64::from(self.queue.size());
             self.map.mark(GuestAddress(self.queue.used_ring()), len);
         }
     }
 
-    /// Asks for no kicks: the worker looks by itself.
+    /// Disables kicks, while the worker checks the ring by itself.
     pub(crate) fn disable_kicks(&mut self) {
         if !self.broken && self.queue.disable_notification(self.map.memory()).is_err() {
             self.broken = true;
@@ -254,25 +258,26 @@ fn descriptor(one: virtio_queue::desc::split::Descriptor) -> Descriptor {
     }
 }
 
-/// A chain that was popped by a process before this one: its head and what it consists of.
-pub(crate) type InFlight = (u16, Vec<Descriptor>);
+/// A chain that an earlier process popped: its head and its descriptors.
+pub(crate) type InFlightChain = (u16, Vec<Descriptor>);
 
-/// The chains with these heads. The guest's available ring does not have them any more, so they are made
-/// available in a ring of our own, in a piece of memory beside the guest's.
+/// Returns the chains with these heads. The guest's available ring does not hold them any more. So
+/// they are put into a temporary ring, in memory that is added to the guest's for this purpose.
 pub(crate) fn chains(
     queue: &Queue,
     memory: &GuestMemoryMmap,
     heads: &[u16],
-) -> io::Result<VecDeque<InFlight>> {
-    const PAGE: u64 = 4096;
+) -> io::Result<VecDeque<InFlightChain>> {
+    const PAGE_BYTES: u64 = 4096;
     if heads.is_empty() {
         return Ok(VecDeque::new());
     }
     // Flags, index, entries, event index.
     let len = 6 + 2 * u64::from(queue.size());
-    let ring = MmapRegion::new(len.next_multiple_of(PAGE) as usize).map_err(io::Error::other)?;
-    let behind = memory.last_addr().checked_align_up(PAGE).unwrap_or(GuestAddress(0));
-    let start = GuestAddress(behind.0.max(PAGE));
+    let ring =
+        MmapRegion::new(len.next_multiple_of(PAGE_BYTES) as usize).map_err(io::Error::other)?;
+    let behind = memory.last_addr().checked_align_up(PAGE_BYTES).unwrap_or(GuestAddress(0));
+    let start = GuestAddress(behind.0.max(PAGE_BYTES));
     let region = GuestRegionMmap::new(ring, start).ok_or(io::ErrorKind::OutOfMemory)?;
     let memory = memory.insert_region(Arc::new(region)).map_err(io::Error::other)?;
     let mut own = Queue::new(queue.max_size()).map_err(io::Error::other)?;

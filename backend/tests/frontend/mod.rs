@@ -1,4 +1,5 @@
-//! A hypervisor and guest whose every byte the test chooses: hand-built memory, rings and messages.
+//! A hypervisor and a guest whose every byte the test chooses: memory, rings and messages are built
+//! by hand.
 //!
 //! ```text
 //! BASE ┬ 0x0000  nothing
@@ -62,7 +63,7 @@ pub(crate) const UNTOUCHED: u8 = 0xee;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How a queue is set up. The default is right.
+/// How a queue is set up. The default is valid.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Setup {
     pub(crate) size: u16,
@@ -90,7 +91,7 @@ pub(crate) struct Guest {
     used: u16,
 }
 
-/// Runs `work`, which talks over `stream`, and breaks the connection when it takes too long.
+/// Runs `work`, which uses `stream`, and breaks the connection if it takes too long.
 fn watched<T>(stream: &UnixStream, work: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let stream = stream.try_clone().expect("duplicate a socket");
@@ -107,7 +108,7 @@ fn watched<T>(stream: &UnixStream, work: impl FnOnce() -> T) -> T {
 }
 
 impl Guest {
-    /// Connects with a queue set up as it should be.
+    /// Connects with a valid queue.
     pub(crate) fn connect(socket: &Path) -> Guest {
         Guest::connect_with(socket, Setup::default()).expect("connect with a good setup")
     }
@@ -162,7 +163,7 @@ impl Guest {
         frontend.set_vring_enable(0, true)
     }
 
-    /// The rings' addresses as the protocol wants them: of this process.
+    /// The addresses of the rings as the protocol wants them: in this process.
     pub(crate) fn rings(&self, setup: Setup) -> VringConfigData {
         let region = self.memory.iter().next().expect("there is one region");
         let here = region.as_ptr() as u64;
@@ -197,7 +198,7 @@ impl Guest {
         self.get(STATUS, 1)[0]
     }
 
-    /// Writes the header of a request, and spoils the status of the last one.
+    /// Writes the header of a request, and overwrites the status of the last one.
     pub(crate) fn header(&self, kind: u32, sector: u64) {
         let mut header = [0; 16];
         header[0..4].copy_from_slice(&kind.to_le_bytes());
@@ -280,28 +281,28 @@ impl Guest {
         })
     }
 
-    /// A write and a read of it, as a good guest does. False when the queue does not serve.
+    /// Writes and reads back, as a valid guest does. Returns `false` if the queue does not serve.
     pub(crate) fn works(&mut self, sector: u64, fill: u8) -> bool {
         self.works_within(PATIENCE, sector, fill)
     }
 
-    /// The same, for one that may well not serve.
-    pub(crate) fn works_within(&mut self, patience: Duration, sector: u64, fill: u8) -> bool {
+    /// Does [`Guest::works`] for a queue that may not serve, with a timeout.
+    pub(crate) fn works_within(&mut self, timeout: Duration, sector: u64, fill: u8) -> bool {
         self.put(DATA, &[fill; 4096]);
         self.header(OUT, sector);
         self.chain(&[(HEADER, 16, 0), (DATA, 4096, 0), (STATUS, 1, WRITABLE)]);
-        if self.try_request(patience) != Some(OK) {
+        if self.try_request(timeout) != Some(OK) {
             return false;
         }
         self.put(DATA, &[0; 4096]);
         self.header(IN, sector);
         self.chain(&[(HEADER, 16, 0), (DATA, 4096, WRITABLE), (STATUS, 1, WRITABLE)]);
-        let status = self.try_request(patience);
+        let status = self.try_request(timeout);
         status == Some(OK) && self.get(DATA, 4096) == [fill; 4096]
     }
 }
 
-/// Agrees on features, and shows the backend the guest's memory.
+/// Negotiates features, and shares the guest's memory with the backend.
 fn introduce(stream: UnixStream, memory: &GuestMemoryMmap) -> vhost::Result<Frontend> {
     let mut frontend = Frontend::from_stream(stream, 16);
     frontend.set_owner()?;
@@ -331,7 +332,7 @@ pub(crate) struct Entry {
     pub(crate) next: u16,
 }
 
-/// Messages without a library's checks.
+/// Sends messages without the checks of a library.
 pub(crate) struct Raw(pub(crate) UnixStream);
 
 impl Raw {
@@ -342,7 +343,8 @@ impl Raw {
         Raw(stream)
     }
 
-    /// Sends a message; errors do not matter, the backend may close whenever it wants to.
+    /// Sends a message. Errors are ignored, because the backend may close the connection at any
+    /// time.
     pub(crate) fn send(&mut self, request: u32, flags: u32, size: u32, payload: &[u8]) {
         let mut message = Vec::new();
         for word in [request, flags, size] {
@@ -352,7 +354,7 @@ impl Raw {
         let _ = self.0.write_all(&message);
     }
 
-    /// What comes back soon, if anything does.
+    /// Returns what comes back soon, if anything does.
     pub(crate) fn answer(&mut self) -> Vec<u8> {
         let mut bytes = [0; 4096];
         let len = self.0.read(&mut bytes).unwrap_or(0);

@@ -1,5 +1,5 @@
-//! A guest and its backend, which is killed now and then, with all that is recorded of them: what the mirror
-//! goes through, and what was in the repository meanwhile.
+//! A guest and its backend, which is killed from time to time. Recorded are the operations on the
+//! mirror, and the states of the repository meanwhile.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,7 +20,7 @@ use crate::survivor::{
 };
 
 const CHUNK: u32 = 64 << 10;
-/// A little of the disk is written to, on both sides of the border between two regions.
+/// A small part of the disk is written, on both sides of the border between two regions.
 const BORDER: usize = 64 << 20;
 /// Parts of the guest's blocks.
 const PARTS: u64 = 16;
@@ -35,16 +35,16 @@ pub(crate) const FIRST: u32 = 1;
 pub(crate) const MIRROR: &str = "vm1";
 const HANG: Duration = Duration::from_secs(30);
 
-/// What a run did, for those who look at what is left of it.
+/// What a run did, for the checks of what is left of it.
 pub(crate) struct Run {
     pub(crate) recording: Recording,
     pub(crate) looks: Vec<Look>,
-    /// What each snapshot holds that became stable.
+    /// The content of each snapshot that became stable.
     pub(crate) snapshots: BTreeMap<u64, Vec<u8>>,
     _copies: TempDir,
 }
 
-/// What the repository was at some time. The copy is the same while nothing is published.
+/// A state of the repository. The copy is shared while nothing is published.
 #[derive(Clone)]
 pub(crate) struct Look {
     pub(crate) stable: Vec<u64>,
@@ -67,7 +67,7 @@ struct Scene {
     guest: Survivor,
     backend: Backend,
     looks: Vec<Look>,
-    /// Where its copies are.
+    /// The directory of its copies.
     copies: TempDir,
     taken: Vec<Taken>,
     kills: u64,
@@ -79,7 +79,7 @@ pub(crate) fn run(seed: u64, rounds: usize) -> Run {
     let mounted = Arc::new(Mounted::new());
     repository::import(&site.store(), IMAGE, CHUNK, &first_disk());
     let mut rng = Rng::new(seed);
-    // With little memory for copies they go to the disk, too.
+    // With little copy-on-write memory, copies go to the disk, too.
     let memory = rng.pick(&["1", "64"]);
     let mirror = mounted.root().join(MIRROR);
     let options = Options { mirror, live: live.path().into(), ..Options::new(&site) };
@@ -128,7 +128,7 @@ pub(crate) fn run(seed: u64, rounds: usize) -> Run {
 }
 
 impl Scene {
-    /// The guest writes, here and there, and checkpoints are taken meanwhile.
+    /// The guest writes in several parts of the disk, and checkpoints are taken meanwhile.
     fn round(&mut self) {
         self.guest.flush_share = self.rng.pick(&[0, 2, 10]);
         for _ in 0..self.rng.between(1, 4) {
@@ -136,7 +136,7 @@ impl Scene {
             let steps = self.rng.between(1, 8);
             self.run(steps);
             if self.rng.chance(70) {
-                // What is left alone while a checkpoint is stored does not differ from it.
+                // Data that is not changed while a checkpoint is stored does not differ from it.
                 self.move_on();
                 let steps = self.rng.below(3);
                 self.run(steps);
@@ -148,7 +148,8 @@ impl Scene {
         }
     }
 
-    /// The guest goes to another part of the disk, large or small, on one side of the border or on both.
+    /// The guest moves to another part of the disk, large or small, on one side of the border or on
+    /// both.
     fn move_on(&mut self) {
         let start = self.rng.below(PARTS);
         let len = self.rng.pick(&[1, 2, PARTS / 2]);
@@ -172,7 +173,7 @@ impl Scene {
         }
     }
 
-    /// Looks at the repository, while the backend does not change it.
+    /// Observes the repository while the backend does not change it.
     fn look(&mut self) {
         self.backend.while_stopped(|| {
             self.looks.push(look(&self.site.repository(), self.copies.path(), self.looks.last()));
@@ -180,7 +181,7 @@ impl Scene {
         });
     }
 
-    /// While the guest goes on.
+    /// Does the same while the guest goes on.
     fn wait_until_stable(&mut self) {
         let mut control = self.backend.control();
         let deadline = Instant::now() + HANG;
@@ -191,12 +192,12 @@ impl Scene {
         self.stable();
     }
 
-    /// All that were taken are stable.
+    /// Waits until all checkpoints are stable.
     fn stable(&self) {
         self.taken.iter().for_each(|taken| self.mounted.mark(&format!("stable {}", taken.number)));
     }
 
-    /// The process is killed, and the next one goes on with what it left.
+    /// Kills the process. The next one takes over.
     fn killed(mut self) -> Scene {
         self.backend.kill();
         self.kills += 1;
@@ -214,7 +215,7 @@ impl Scene {
         self
     }
 
-    /// The end, in good order or not.
+    /// Ends the run, cleanly or not.
     fn finished(mut self) -> Run {
         if self.rng.chance(50) {
             self.guest.finish(HANG);
@@ -259,7 +260,7 @@ pub(crate) fn address(repository: &Path) -> String {
     format!("dir:{}", repository.display())
 }
 
-/// Copies the repository, unless it is as it was.
+/// Copies the repository, unless it is unchanged.
 fn look(repository: &Path, copies: &Path, last: Option<&Look>) -> Look {
     let number = fs::read_dir(copies).expect("list the copies").count();
     let path = copies.join(number.to_string());
@@ -278,7 +279,7 @@ fn look(repository: &Path, copies: &Path, last: Option<&Look>) -> Look {
     }
 }
 
-/// What a snapshot has where the guest writes.
+/// The content of a snapshot where the guest writes.
 pub(crate) fn export(store: &str, number: u64) -> Vec<u8> {
     repository::export(store, IMAGE, number)[START..START + WINDOW].to_vec()
 }

@@ -1,4 +1,4 @@
-//! Judges a snapshot.
+//! Checks a snapshot.
 //!
 //! A snapshot is right when there is one moment between its request and its answer such that every
 //! unit has a state it could have had at that moment. A unit's state after its `k`-th write is
@@ -16,7 +16,7 @@ use std::ops::{Range, RangeInclusive};
 use super::history::{Base, History, Moment, NEVER, Write};
 use super::stamp::{self, Content, SECTOR, WriteId};
 
-/// A snapshot with the moments around its cut.
+/// A snapshot, with the moments of its request and its answer.
 pub(crate) struct Snapshot<'a> {
     pub(crate) name: String,
     pub(crate) requested: Moment,
@@ -29,15 +29,15 @@ pub(crate) struct Snapshot<'a> {
 pub(crate) enum Violation {
     /// Bytes that nobody wrote there.
     Garbage { sector: u64, what: String },
-    /// The sectors of one unit are of no single state.
+    /// The sectors of one unit belong to different states.
     Torn { unit: usize, found: Vec<Option<WriteId>> },
-    /// A write is lacking that was acknowledged before the request.
+    /// A write is missing that was acknowledged before the request.
     Lost { unit: usize, write: WriteId, acknowledged: Moment, requested: Moment },
-    /// A write is there that was submitted after the answer.
+    /// A write is present that was submitted after the answer.
     Future { unit: usize, write: WriteId, submitted: Moment, answered: Moment },
     /// `lacking` was acknowledged before `held` was submitted.
     NotACut { lacking: (usize, WriteId, Moment), held: (usize, WriteId, Moment) },
-    /// Each unit is right alone, but no single moment explains all of them.
+    /// Each unit is correct alone, but no single moment explains all of them.
     NoCommonMoment { unit: usize },
     /// The snapshot has another size than the disk.
     Size { expected: usize, found: usize },
@@ -74,13 +74,13 @@ impl fmt::Display for Violation {
     }
 }
 
-/// What a right snapshot is like.
+/// Statistics of a correct snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Verdict {
-    /// Writes that were under way during the cut: where the judge had something to decide.
+    /// Writes that were in flight during the checkpoint, which may or may not be in it.
     pub(crate) in_flight: usize,
-    /// Of these, the ones that the snapshot holds in one unit and lacks in another. The guest
-    /// cannot tell: such a write was not acknowledged.
+    /// Of these, the writes that the snapshot holds in one unit and lacks in another. The guest
+    /// cannot tell, because such a write was not acknowledged.
     pub(crate) split: usize,
 }
 
@@ -91,7 +91,7 @@ struct State<'a> {
     next: Option<&'a Write>,
 }
 
-/// Judges `snapshot`; the first violations found are the answer when it is wrong.
+/// Checks `snapshot`. Returns the first violations if it is wrong.
 pub(crate) fn check(history: &History, snapshot: &Snapshot) -> Result<Verdict, Vec<Violation>> {
     let expected = history.base.len() * SECTOR;
     if snapshot.disk.len() != expected {
@@ -206,7 +206,7 @@ fn apply(write: &Write, sectors: Range<u64>, state: &mut [Option<WriteId>]) {
     }
 }
 
-/// A moment at which all units can be as they are, if there is one.
+/// A moment that explains the state of all units, if there is one.
 fn common_moment(
     snapshot: &Snapshot,
     certain: &[(usize, State)],

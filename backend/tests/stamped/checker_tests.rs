@@ -1,4 +1,4 @@
-//! The judge must be able to condemn: invented histories with one fault each.
+//! The checker must find violations: invented histories with one fault each.
 //!
 //! The disk has four blocks; block 3 is a hole in the imported image. Moments are written by hand.
 

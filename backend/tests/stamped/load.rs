@@ -78,7 +78,7 @@ pub(crate) struct Shared {
     pub(crate) stop: AtomicBool,
     unit_sectors: u64,
     claimed: Vec<AtomicBool>,
-    /// What each sector holds, valid while its unit is claimed.
+    /// The content of each sector, valid while its unit is claimed.
     now: Vec<AtomicU64>,
     next_write: AtomicU64,
 }
@@ -222,7 +222,7 @@ pub(crate) fn run(queue: &mut Queue, load: Load, shared: &Shared, mut rng: Rng) 
 fn layout(load: &Load, rng: &mut Rng) -> Layout {
     if load.skewed && rng.chance(50) {
         let skew = rng.pick(&[1, 16, 511, 512, 2048]);
-        // All requests have to find room in a ring of 256 entries.
+        // All requests must fit into a ring of 256 entries.
         let most = (256 / load.depth - 2).min(5);
         return Layout { skew, segments: rng.between(1, most as u64) as usize };
     }
@@ -242,14 +242,14 @@ fn choose(mix: Mix, shared: &Shared, rng: &mut Rng) -> Option<(Choice, Range<u64
         Choice::Discard => rng.pick(&[1, 2, 16, 64]) * BLOCK,
         Choice::Read => rng.pick(&[1, BLOCK, 20 * BLOCK]),
     };
-    // The disk's end is drawn on purpose: its last block and chunk may be cut short.
+    // The disk's end is drawn on purpose, because its last block and chunk may be partial.
     let at = match rng.chance(2) {
         true => disk - len,
         false => rng.below(disk - len + 1),
     };
     let at = match choice {
         Choice::Part | Choice::Zeroes | Choice::Read => at,
-        // Only whole blocks are sure to become zeros, and most file systems write whole ones.
+        // Only whole blocks are sure to become zeros, and most file systems write whole blocks.
         Choice::Block | Choice::Large | Choice::Discard | Choice::Flush => at / BLOCK * BLOCK,
     };
     let sectors = at..at + len;

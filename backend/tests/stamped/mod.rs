@@ -1,4 +1,4 @@
-//! A writer that stamps what it writes, and the judge of the snapshots taken meanwhile.
+//! A writer that stamps what it writes, and the checker of the snapshots taken meanwhile.
 //!
 //! ```text
 //! load ── stamped writes on every queue ──► device          control ◄── checkpoints

@@ -1,6 +1,6 @@
-//! Two queues that take turns: a write on the second is sent only when the guest knows that the one
-//! on the first is done, and the other way round. So a snapshot can hold `A = n` without `B = n`,
-//! but never `B = n` without `A = n`.
+//! Two queues that take turns: a write on the second queue is sent only when the guest knows that
+//! the write on the first one is done, and the other way round. So a snapshot can hold `A = n`
+//! without `B = n`, but never `B = n` without `A = n`.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;

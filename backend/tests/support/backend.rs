@@ -1,4 +1,4 @@
-//! The real `cairn-blk` process, and the places that it works in.
+//! The real `cairn-blk` process, and the directories that it uses.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ pub(crate) const IMAGE: &str = "vm1";
 const START: Duration = Duration::from_secs(20);
 const END: Duration = Duration::from_secs(60);
 
-/// The directories and sockets of one test, gone with it.
+/// The directories and sockets of one test. They are removed with it.
 pub(crate) struct Site {
     data: TempDir,
     /// Short, because a socket's path is limited to 107 bytes.
@@ -64,7 +64,7 @@ pub(crate) struct Options {
     pub(crate) vsock: PathBuf,
     pub(crate) queues: usize,
     pub(crate) extra: Vec<String>,
-    /// The socket comes by other means.
+    /// Without a socket path: the socket is passed in another way.
     pub(crate) without_socket_path: bool,
 }
 
@@ -73,7 +73,7 @@ impl Options {
         Options::named(site, "disk")
     }
 
-    /// As [`Options::new`] with a mirror and sockets of another name.
+    /// Like [`Options::new`], with a mirror and sockets of another name.
     pub(crate) fn named(site: &Site, name: &str) -> Options {
         Options {
             store: site.store(),
@@ -198,7 +198,7 @@ impl Backend {
         backend
     }
 
-    /// Starts a backend, and does not wait for it.
+    /// Starts a backend without waiting for it.
     pub(crate) fn spawn(options: &Options, prepare: impl FnOnce(&mut Command)) -> Backend {
         let logs = options.socket.parent().expect("sockets have a directory").join("logs");
         fs::create_dir_all(&logs).expect("a directory for logs");
@@ -206,7 +206,7 @@ impl Backend {
         Backend { child, log, options: options.clone() }
     }
 
-    /// Waits until it answers on its control socket.
+    /// Waits until the backend answers on its control socket.
     pub(crate) fn wait_until_ready(&mut self) {
         let deadline = Instant::now() + START;
         loop {
@@ -253,7 +253,7 @@ impl Backend {
         assert!(ended.is_none(), "cairn-blk ended with {}", ended.expect("it ended"));
     }
 
-    /// Does something while the process does nothing. The kernel may still be at work for it.
+    /// Does something while the process is stopped. The kernel may still work for it.
     pub(crate) fn while_stopped(&self, something: impl FnOnce()) {
         sys::signal(&self.child, libc::SIGSTOP);
         sys::wait_until_stopped(&self.child);
@@ -261,7 +261,7 @@ impl Backend {
         sys::signal(&self.child, libc::SIGCONT);
     }
 
-    /// Ends the process as an operator does. It must end well.
+    /// Stops the process as an operator does. It must end cleanly.
     pub(crate) fn terminate(mut self) {
         self.assert_alive();
         sys::signal(&self.child, libc::SIGTERM);
@@ -271,20 +271,20 @@ impl Backend {
         }
     }
 
-    /// Ends the process as a crash does, some time after an operator has asked it to stop.
+    /// Kills the process some time after it was asked to stop.
     pub(crate) fn kill_while_it_stops(self, after: Duration) {
         sys::signal(&self.child, libc::SIGTERM);
         std::thread::sleep(after);
         self.kill();
     }
 
-    /// Ends the process as a crash does.
+    /// Kills the process.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("kill cairn-blk");
         self.child.wait().expect("wait for cairn-blk");
     }
 
-    /// Ends the process, and takes away what the end of the host would: everything on a tmpfs.
+    /// Kills the process, and removes what the end of the host would remove: everything on a tmpfs.
     pub(crate) fn kill_with_host(self) {
         let live = self.options.live.clone();
         self.kill();

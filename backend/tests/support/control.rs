@@ -1,4 +1,4 @@
-//! A client of the control socket, and of the guest's socket, which speaks the same language.
+//! A client of the control socket and of the guest's socket, which use the same protocol.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -51,7 +51,7 @@ impl Control {
         self.next_event()
     }
 
-    /// Asks for a checkpoint and returns at the cut, or with the refusal.
+    /// Requests a checkpoint, and returns when it is accepted or refused.
     pub(crate) fn checkpoint(&mut self) -> Result<Accepted, Refusal> {
         self.checkpoint_with(Checkpoint::default())
     }

@@ -1,4 +1,4 @@
-//! The few system calls that the standard library has no safe form of.
+//! System calls that have no safe form in the standard library.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -41,7 +41,7 @@ pub(crate) fn inherit(fd: i32) {
     assert_eq!(result, 0, "fcntl: {}", std::io::Error::last_os_error());
 }
 
-/// Mounts a tmpfs of `bytes` bytes, or says why it cannot be done here.
+/// Mounts a tmpfs of `bytes` bytes, or returns why that is not possible here.
 pub(crate) fn mount_tmpfs(at: &Path, bytes: u64) -> Result<Mounted, std::io::Error> {
     let target = c_string(at);
     let options = CString::new(format!("size={bytes}")).expect("no NUL in a number");
@@ -61,7 +61,7 @@ pub(crate) fn mount_tmpfs(at: &Path, bytes: u64) -> Result<Mounted, std::io::Err
     }
 }
 
-/// Mounts the file system in the file `image`, or says why it cannot be done here.
+/// Mounts the file system in the file `image`, or returns why that is not possible here.
 pub(crate) fn mount_image(image: &Path, at: &Path) -> Result<Mounted, std::io::Error> {
     let status = Command::new("mount").args(["-o", "loop"]).args([image, at]).status()?;
     match status.success() {

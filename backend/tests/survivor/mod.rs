@@ -1,9 +1,10 @@
-//! A guest that goes on when its backend dies: its memory, its rings and its requests stay.
+//! A guest that survives its backend: its memory, its rings and its requests stay.
 //!
-//! It has two queues, each with several requests in flight at any time, every one in a slot of its own.
-//! A slot owns blocks of the disk that no other slot touches. It writes whole blocks and parts of them, and
-//! stamps each sector with its next version; some versions are zeros. So every read has just one right
-//! answer, and so has every sector of a checkpoint up to the writes that were in flight when it was taken.
+//! It has two queues, each with several requests in flight at any time, every one in a slot of its
+//! own. A slot owns blocks of the disk that no other slot touches. It writes whole blocks and parts
+//! of them, and stamps each sector with its next version; some versions are zeros. So every read
+//! has just one right answer, and so has every sector of a checkpoint up to the writes that were in
+//! flight when it was taken.
 //!
 //! ```text
 //! memory ┬ queue 0: descriptors, available ring, used ring, headers and statuses   (64 KiB)
@@ -80,7 +81,7 @@ pub(crate) enum Request {
 /// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// It is going to be seen by the backend.
+    /// The request is about to become visible to the backend.
     Sent,
     Answered,
 }
@@ -111,13 +112,13 @@ pub(crate) struct Survivor {
     pub(crate) flush_share: u64,
     /// The part of its blocks that it uses. The first `QUEUES * DEPTH` are number 0, and so on.
     pub(crate) part: Range<u64>,
-    /// Where on the disk its blocks begin.
+    /// The first block of the disk that it uses.
     pub(crate) first_sector: u64,
-    /// Told of each request.
+    /// Called for each request.
     pub(crate) observer: Observer,
-    /// For each sector the version of the last write that was answered,
+    /// For each sector the version of the last write that was answered.
     pub(crate) acked: Vec<u32>,
-    /// and of the last one that was sent.
+    /// For each sector the version of the last write that was sent.
     pub(crate) sent: Vec<u32>,
     /// Whether new requests are sent.
     pub(crate) is_busy: bool,
@@ -158,7 +159,7 @@ impl Survivor {
         }
     }
 
-    /// Connects to a backend, the first or the next one. Fails if that ends meanwhile.
+    /// Connects to a backend, the first or a later one. Fails if the backend ends meanwhile.
     pub(crate) fn connect(&mut self, socket: &Path) -> Result<(), String> {
         self.frontend = None;
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -177,7 +178,7 @@ impl Survivor {
         let mut frontend = Frontend::from_stream(stream, QUEUES as u64);
         frontend.set_owner()?;
         let features = frontend.get_features()?;
-        // Without EVENT_IDX: every kick counts.
+        // Without EVENT_IDX, every kick counts.
         frontend.set_features(features & !(1 << 29))?;
         let mut wanted = VhostUserProtocolFeatures::MQ | VhostUserProtocolFeatures::REPLY_ACK;
         wanted.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.manner != Manner::NoLedger);
@@ -235,7 +236,7 @@ impl Survivor {
         self.memory.read_obj(GuestAddress(BASE + address)).expect("inside the memory")
     }
 
-    /// Takes what was answered and sends more. Returns whether nothing is in flight.
+    /// Handles answers and sends more. Returns whether nothing is in flight.
     pub(crate) fn turn(&mut self) -> bool {
         let mut idle = true;
         for queue in 0..QUEUES {
@@ -249,14 +250,14 @@ impl Survivor {
                 idle &= self.queues[queue].slots[slot].request.is_none();
             }
             if sent {
-                // Nobody may be there to hear it.
+                // No backend may be there to receive it.
                 let _ = self.queues[queue].kick.write(1);
             }
         }
         idle
     }
 
-    /// Turns for this long.
+    /// Runs for this long.
     pub(crate) fn run(&mut self, time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {
@@ -287,7 +288,7 @@ impl Survivor {
         self.acked.len() / PER_BLOCK
     }
 
-    /// Sends something, drawn at random, to a block of the slot's own.
+    /// Sends a random request to a block of the slot.
     fn send(&mut self, queue: usize, slot: usize) {
         let own = queue * DEPTH + slot;
         let number = self.rng.between(self.part.start, self.part.end - 1) as usize;
@@ -316,7 +317,7 @@ impl Survivor {
         self.offer(queue, slot, request);
     }
 
-    /// Puts a write's data into the slot's page. Returns its kind and the bytes of the data.
+    /// Puts a write's data into the slot's page. Returns its kind and the length of the data.
     fn prepare(&self, page: u64, sectors: &Range<usize>, version: u32) -> (u32, u32) {
         let whole = sectors.len() == PER_BLOCK;
         let (kind, bytes) = if is_zeros(version) {
@@ -341,7 +342,7 @@ impl Survivor {
         let (kind, sector, data) = match &request {
             Request::Write { sectors, version } => {
                 let (kind, len) = self.prepare(page, sectors, *version);
-                // Those that have it in their data leave it out here.
+                // Requests that have it in their data leave it out here.
                 let sector = if kind == OUT { self.first_sector + sectors.start as u64 } else { 0 };
                 (kind, sector, Some((page, len, 0u16)))
             }
@@ -430,7 +431,7 @@ fn is_zeros(version: u32) -> bool {
     version.is_multiple_of(ZEROS)
 }
 
-/// What a sector is full of.
+/// The byte that fills a sector.
 pub(crate) fn stamp(sector: usize, version: u32) -> [u8; 8] {
     match is_zeros(version) {
         true => [0; 8],

@@ -1,4 +1,4 @@
-//! What goes wrong in the simulated host, and how often it did.
+//! What fails in the simulated host, and how often.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,9 +7,9 @@ use super::{GARBAGE, World, space};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Fault {
-    /// A guest's write fails; nothing of it has landed, or all.
+    /// A guest's write fails; none of its blocks have landed, or all.
     Write,
-    /// It fails, and some of its blocks have landed.
+    /// A guest's write fails, and some of its blocks have landed.
     ShortWrite,
     /// A fill fails before its first run is complete.
     Fill,
@@ -17,29 +17,29 @@ pub(super) enum Fault {
     ShortFill,
     /// Old blocks that a write is going to change cannot be read.
     CopyRead,
-    /// They cannot be written to the spill file, or not all of them.
+    /// Old blocks cannot be written to the spill file, or not all of them.
     SpillWrite,
-    /// Nor read back from there.
+    /// Old blocks cannot be read back from the spill file.
     SpillRead,
     /// A chunk cannot be read for its snapshot.
     PersistRead,
-    /// A block of the mirror cannot be read any more, and its chunk has not changed.
+    /// A block of a chunk that has not changed cannot be read from the mirror.
     BadBlock,
-    /// The repository does not take a chunk: it is tried again.
+    /// The repository does not accept a chunk; it is tried again.
     Repository,
-    /// A checkpoint is given up, whatever the reason.
+    /// A checkpoint is given up for any other reason.
     Commit,
-    /// Writes wait too long for room: the oldest checkpoint is given up.
+    /// Writes wait too long for space, and the oldest checkpoint fails.
     Stall,
-    /// No space for the state of the next epoch.
+    /// There is no space for the record of the next epoch.
     NoEpoch,
-    /// No space for a record of the journal, or not for all of it.
+    /// There is no space for a record of the journal, or for a part of it.
     NoRecord,
-    /// No space for more of the shelf.
-    NoShelf,
+    /// There is no space for more copy-on-write memory.
+    NoCowMemory,
 }
 
-/// How often each has happened.
+/// How often each fault has happened.
 #[derive(Default)]
 pub(super) struct Faults(BTreeMap<Fault, u64>);
 
@@ -59,7 +59,7 @@ impl Faults {
         Fault::Stall,
         Fault::NoEpoch,
         Fault::NoRecord,
-        Fault::NoShelf,
+        Fault::NoCowMemory,
     ];
 
     pub(super) fn add(&mut self, fault: Fault, times: u64) {
@@ -83,12 +83,12 @@ impl fmt::Display for Faults {
 }
 
 impl World {
-    /// Whether something goes wrong now.
+    /// Whether an operation fails.
     pub(super) fn goes_wrong(&mut self, percent: u64) -> bool {
         !self.calm && self.rng.chance(percent)
     }
 
-    /// Whether just this goes wrong now.
+    /// Whether this fault happens.
     pub(super) fn strikes(&mut self, fault: Fault, percent: u64) -> bool {
         let strikes = self.goes_wrong(percent);
         if strikes {
@@ -97,12 +97,12 @@ impl World {
         strikes
     }
 
-    /// Keeps some of the blocks of an operation that fails: those that land all the same.
+    /// Keeps some blocks of an operation that fails: those that have landed.
     pub(super) fn some_of(&mut self, blocks: &mut Vec<u64>) {
         blocks.retain(|_| self.rng.chance(50));
     }
 
-    /// Space runs out now and then, for a while.
+    /// Space runs out from time to time, for a while.
     pub(super) fn space_step(&mut self) {
         if self.full_for > 0 {
             self.full_for -= 1;
@@ -111,34 +111,35 @@ impl World {
             }
         } else if self.rng.below(300) == 0 {
             self.full_for = 1 + self.rng.below(40);
-            // Some records fit in, and half of one.
+            // Some records fit, and half of one.
             space::set(Some(self.rng.below(300) as usize));
         }
     }
 
-    /// A block turns bad. What the repository does not have is not touched: the guest would lose it.
+    /// A block becomes unreadable. Blocks that the repository does not have are left alone: the
+    /// guest would lose them.
     pub(super) fn bad_block(&mut self) {
         let block = self.rng.below(self.layout.block_count());
-        if self.mirror.presence.get(block) && self.mirror.forget(block) {
+        if self.mirror.presence().get(block) && self.mirror.invalidate(block) {
             self.faults.add(Fault::BadBlock, 1);
             self.disk[block as usize] = GARBAGE;
         }
     }
 
-    /// What a write has to wait for may not come.
+    /// Space that writes wait for may never become free.
     pub(super) fn stall_step(&mut self) {
-        if self.mirror.was_short() && self.strikes(Fault::Stall, 1) {
-            self.mirror.cut.fail_oldest("the simulated guest waits too long");
+        if self.mirror.take_cow_exhausted() && self.strikes(Fault::Stall, 1) {
+            self.mirror.fail_oldest("the simulated guest waits too long");
         }
     }
 
-    /// Nothing goes wrong any more.
+    /// From here on nothing fails any more.
     pub(super) fn calm_down(&mut self) {
         self.calm = true;
         space::set(None);
         let refused = space::look();
         self.faults.add(Fault::NoRecord, refused.records);
-        // Epochs and the shelf are the files that grow.
-        self.faults.add(Fault::NoShelf, refused.files - self.faults.of(Fault::NoEpoch));
+        // The files that grow are those of epochs and the copy-on-write memory.
+        self.faults.add(Fault::NoCowMemory, refused.files - self.faults.of(Fault::NoEpoch));
     }
 }

@@ -1,4 +1,4 @@
-//! What is submitted, and how it ends.
+//! Operations in flight, and how they end.
 
 use std::io;
 use std::sync::Arc;
@@ -7,37 +7,38 @@ use cairn_store::{ChunkId, ChunkIndex};
 
 use super::faults::Fault;
 use super::ring::Job;
-use super::{PER_CHUNK, Plant, World, set_stamp};
-use crate::mirror::blockset::BlockSet;
-use crate::mirror::copies::{ArenaBuffer, Old};
-use crate::mirror::layer::Layer;
-use crate::mirror::layout::{BLOCK, Blocks, Span};
-use crate::mirror::{Permit, Plan, Preserve};
+use super::{PER_CHUNK, PlantedBug, World, set_stamp};
+use crate::mirror::block_set::BlockSet;
+use crate::mirror::cow::CopyData;
+use crate::mirror::cow::buffer_pool::PooledBuffer;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::layout::{BLOCK_BYTES, Blocks, Span};
+use crate::mirror::{BlockCopy, Permit, Plan};
 
-/// An operation in the hands of the simulated kernel.
+/// An operation in flight in the simulated kernel.
 pub(super) struct Operation {
-    pub(super) kind: Kind,
-    /// The blocks that it did not touch yet.
+    pub(super) kind: OperationKind,
+    /// The blocks that the operation has not touched yet.
     pub(super) left: Vec<u64>,
-    /// Whether it takes much longer than others.
+    /// Whether the operation takes much longer than others.
     slow: bool,
 }
 
-pub(super) enum Kind {
+pub(super) enum OperationKind {
     Write {
         job: Job,
         permit: Permit,
         fails: bool,
     },
     Copy {
-        copy: Preserve,
-        buffer: ArenaBuffer,
+        copy: BlockCopy,
+        buffer: PooledBuffer,
         fails: bool,
     },
-    /// The way of a copy into the spill file, from this offset on.
+    /// A copy on its way to the spill file at this offset.
     Spill {
-        copy: Preserve,
-        buffer: ArenaBuffer,
+        copy: BlockCopy,
+        buffer: PooledBuffer,
         offset: u64,
         fails: bool,
     },
@@ -59,21 +60,21 @@ fn failure() -> io::Error {
 }
 
 impl World {
-    pub(super) fn submit(&mut self, kind: Kind, left: Vec<u64>) {
+    pub(super) fn submit(&mut self, kind: OperationKind, left: Vec<u64>) {
         let slow = self.rng.chance(10);
         self.kernel.push(Operation { kind, left, slow });
     }
 
     pub(super) fn plan(&mut self, job: Job) {
         let (worker, span) = (job.worker, job.write.span);
-        let forgets = self.plant == Some(Plant::Unmarked) && job.again;
-        let unmarked = if forgets { self.unmarked(span) } else { Vec::new() };
-        match self.mirror.plan_write(&mut self.entrances[worker], worker, span) {
+        let invalidations = self.planted_bug == Some(PlantedBug::Unmarked) && job.is_resubmitted;
+        let unmarked = if invalidations { self.unmarked(span) } else { Vec::new() };
+        match self.mirror.plan_write(&mut self.epoch_handles[worker], worker, span) {
             Plan::Direct(permit) => {
-                if self.plant == Some(Plant::PresentTooEarly) {
-                    self.mirror.presence.set(self.layout.covered(span));
+                if self.planted_bug == Some(PlantedBug::PresentTooEarly) {
+                    self.mirror.presence().set(self.layout.covered(span));
                 }
-                let view = self.entrances[worker].view();
+                let view = self.epoch_handles[worker].view();
                 unmarked.iter().for_each(|chunk| view.dirty().remove(chunk.0));
                 self.submit_write(job, permit);
             }
@@ -83,26 +84,26 @@ impl World {
                 }
                 self.parked[worker].push(job);
             }
-            Plan::Preserve(copies) => {
+            Plan::Copy(copies) => {
                 for (copy, buffer) in copies {
                     let (left, fails) = self.copy_blocks(Fault::CopyRead, copy.run.count);
-                    self.submit(Kind::Copy { copy, buffer, fails }, left);
+                    self.submit(OperationKind::Copy { copy, buffer, fails }, left);
                 }
                 self.parked[worker].push(job);
             }
-            Plan::Announce(span) => {
-                let bytes = self.mirror.intent.bytes_with(span);
+            Plan::RecordIntent(span) => {
+                let bytes = self.mirror.intent().bytes_with(span);
                 std::fs::write(self.dir.path().join("intent"), bytes).unwrap();
-                self.mirror.intent.set(span);
+                self.mirror.intent().set(span);
                 self.parked[worker].push(job);
             }
             Plan::Wait => self.parked[worker].push(job),
         }
     }
 
-    /// The chunks that do not count as changed.
+    /// The chunks that are not marked as changed.
     fn unmarked(&self, span: Span) -> Vec<ChunkIndex> {
-        let view = self.mirror.cut.view();
+        let view = self.mirror.epoch_view();
         self.layout.chunks(span).filter(|chunk| !view.dirty().contains(chunk.0)).collect()
     }
 
@@ -115,7 +116,7 @@ impl World {
             let is_short = (1..blocks.count).contains(&(left.len() as u64));
             self.faults.add(if is_short { Fault::ShortWrite } else { Fault::Write }, 1);
         }
-        self.submit(Kind::Write { job, permit, fails }, left);
+        self.submit(OperationKind::Write { job, permit, fails }, left);
     }
 
     pub(super) fn fill(&mut self, chunk: ChunkIndex) {
@@ -133,10 +134,10 @@ impl World {
         }
         let whole = runs[..landed].iter().flat_map(|run| run.first..run.end());
         let left = whole.chain(part).collect();
-        self.submit(Kind::Fill { chunk, runs, landed }, left);
+        self.submit(OperationKind::Fill { chunk, runs, landed }, left);
     }
 
-    /// One block of one operation, or all that are left, or the end of it.
+    /// Moves one block of one operation, or all that are left, or ends it.
     pub(super) fn kernel_step(&mut self) {
         if self.kernel.is_empty() {
             return;
@@ -154,57 +155,59 @@ impl World {
         (0..count).for_each(|_| self.touch(at));
     }
 
-    /// A block of an operation moves.
+    /// Moves one block of an operation.
     fn touch(&mut self, at: usize) {
         let Operation { kind, left, .. } = &mut self.kernel[at];
         let pick = self.rng.below(left.len() as u64) as usize;
         let block = left.swap_remove(pick);
         match kind {
-            Kind::Write { job, .. } => self.disk[block as usize] = job.write.version,
-            Kind::Fill { .. } => self.disk[block as usize] = self.parent[block as usize],
-            Kind::Copy { copy, buffer, .. } => {
+            OperationKind::Write { job, .. } => self.disk[block as usize] = job.write.version,
+            OperationKind::Fill { .. } => self.disk[block as usize] = self.parent[block as usize],
+            OperationKind::Copy { copy, buffer, .. } => {
                 let place = copy.chunk.0 * PER_CHUNK + copy.run.first + block;
                 set_stamp(buffer, block, self.disk[place as usize]);
             }
-            Kind::Spill { buffer, offset, .. } => {
-                let data = &buffer[(block * BLOCK) as usize..][..BLOCK as usize];
-                self.spilled.insert(*offset + block * BLOCK, data.to_vec());
+            OperationKind::Spill { buffer, offset, .. } => {
+                let data = &buffer[(block * BLOCK_BYTES) as usize..][..BLOCK_BYTES as usize];
+                self.spilled.insert(*offset + block * BLOCK_BYTES, data.to_vec());
             }
-            Kind::Persist { data, chunk, .. } => {
+            OperationKind::Persist { data, chunk, .. } => {
                 set_stamp(data, block, self.disk[(chunk.0 * PER_CHUNK + block) as usize]);
             }
         }
     }
 
-    fn complete(&mut self, done: Kind) {
+    fn complete(&mut self, done: OperationKind) {
         match done {
-            Kind::Write { job, permit, fails } => self.written(job, permit, fails),
-            Kind::Copy { copy, buffer, fails } => match copy.spill_offset() {
+            OperationKind::Write { job, permit, fails } => self.written(job, permit, fails),
+            OperationKind::Copy { copy, buffer, fails } => match copy.spill_offset() {
                 Some(offset) if !fails => {
                     let (left, fails) = self.copy_blocks(Fault::SpillWrite, copy.run.count);
-                    self.submit(Kind::Spill { copy, buffer, offset, fails }, left);
+                    self.submit(OperationKind::Spill { copy, buffer, offset, fails }, left);
                 }
-                _ => self.preserved(copy, buffer, fails),
+                _ => self.finish_copy(copy, buffer, fails),
             },
-            Kind::Spill { copy, buffer, fails, .. } => self.preserved(copy, buffer, fails),
-            Kind::Fill { chunk, runs, landed } => {
-                let counts = self.plant == Some(Plant::FailedFill);
+            OperationKind::Spill { copy, buffer, fails, .. } => {
+                self.finish_copy(copy, buffer, fails)
+            }
+            OperationKind::Fill { chunk, runs, landed } => {
+                let counts = self.planted_bug == Some(PlantedBug::FailedFill);
                 self.mirror.end_fill(chunk, &runs, if counts { runs.len() } else { landed });
             }
-            Kind::Persist { layer, chunk, .. } if self.strikes(Fault::Repository, 5) => {
-                layer.untake(chunk);
+            OperationKind::Persist { layer, chunk, .. } if self.strikes(Fault::Repository, 5) => {
+                layer.cancel_store(chunk);
             }
-            Kind::Persist { layer, chunk, .. } if self.strikes(Fault::PersistRead, 1) => {
-                layer.untake(chunk);
+            OperationKind::Persist { layer, chunk, .. } if self.strikes(Fault::PersistRead, 1) => {
+                layer.cancel_store(chunk);
                 self.give_up();
             }
-            Kind::Persist { layer, data, present, chunk } => {
+            OperationKind::Persist { layer, data, present, chunk } => {
                 self.was_read(&layer, chunk, data, present);
             }
         }
     }
 
-    /// The blocks of a copy that land, and whether it fails.
+    /// The blocks of a copy that land, and whether the copy fails.
     fn copy_blocks(&mut self, fault: Fault, count: u64) -> (Vec<u64>, bool) {
         let mut blocks = (0..count).collect();
         let fails = self.strikes(fault, 2);
@@ -214,29 +217,30 @@ impl World {
         (blocks, fails)
     }
 
-    /// A copy has ended.
-    fn preserved(&mut self, copy: Preserve, buffer: ArenaBuffer, fails: bool) {
-        let is_told = fails && self.plant != Some(Plant::FailedCopy);
-        self.mirror.preserved(copy, buffer, if is_told { Err(failure()) } else { Ok(()) });
+    /// Ends a copy.
+    fn finish_copy(&mut self, copy: BlockCopy, buffer: PooledBuffer, fails: bool) {
+        let is_told = fails && self.planted_bug != Some(PlantedBug::FailedCopy);
+        self.mirror.finish_copy(copy, buffer, if is_told { Err(failure()) } else { Ok(()) });
     }
 
-    /// A write has ended: the request is answered, whatever became of it.
+    /// Ends a write: the request is answered in any case.
     fn written(&mut self, job: Job, permit: Permit, fails: bool) {
         let version = job.write.version;
         let blocks = self.layout.blocks(job.write.span);
         for block in blocks.first..blocks.end() {
-            // What a failed write leaves in a block that was absent is garbage. It may have landed when a
-            // process before this one tried it.
-            let is_there = self.mirror.presence.get(block) && self.disk[block as usize] == version;
+            // In a block that was absent, a failed write leaves garbage. The block may have landed
+            // when an earlier process tried the write.
+            let is_there =
+                self.mirror.presence().get(block) && self.disk[block as usize] == version;
             if !fails || is_there {
                 self.history[block as usize].push((permit.epoch, version));
             }
         }
-        self.mirror.complete(permit, !fails || self.plant == Some(Plant::FailedWrite));
+        self.mirror.complete(permit, !fails || self.planted_bug == Some(PlantedBug::FailedWrite));
         self.answer(job);
     }
 
-    /// A chunk was read for its snapshot: it is stored.
+    /// Stores a chunk that was read for its snapshot.
     fn was_read(
         &mut self,
         layer: &Arc<Layer>,
@@ -244,32 +248,35 @@ impl World {
         mut data: Vec<u8>,
         present: BlockSet,
     ) {
-        let aside = layer.aside(chunk);
-        let is_spilled = aside.pieces.iter().any(|piece| matches!(piece.old, Old::File(_)));
+        let preserved = layer.preserved(chunk);
+        let is_spilled = preserved.runs.iter().any(|piece| matches!(piece.data, CopyData::File(_)));
         let fails = is_spilled && self.strikes(Fault::SpillRead, 3);
         let read = |buffer: &mut [u8], offset: u64| {
-            for (block, data) in buffer.chunks_mut(BLOCK as usize).enumerate() {
-                data.copy_from_slice(&self.spilled[&(offset + block as u64 * BLOCK)]);
+            for (block, data) in buffer.chunks_mut(BLOCK_BYTES as usize).enumerate() {
+                data.copy_from_slice(&self.spilled[&(offset + block as u64 * BLOCK_BYTES)]);
             }
             if fails { Err(failure()) } else { Ok(()) }
         };
-        let Ok(present) = aside.lay_over(&mut data, present, read) else {
-            layer.untake(chunk);
+        let Ok(present) = preserved.overlay(&mut data, present, read) else {
+            layer.cancel_store(chunk);
             return self.give_up();
         };
         let ids = [(chunk, Some(ChunkId::of(&data)))];
-        if self.plant == Some(Plant::StoredTooEarly) {
-            let _ = layer.store(&ids);
+        if self.planted_bug == Some(PlantedBug::StoredTooEarly) {
+            let _ = layer.mark_stored(&ids);
         }
-        if self.dies(20) {
+        if self.crashes_now(20) {
             return;
         }
         self.store(layer.epoch, chunk.0, &data, present);
-        if self.dies(20) {
+        if self.crashes_now(20) {
             return;
         }
-        if layer.store(&ids).is_err() {
-            layer.untake(chunk);
+        if self.planted_bug == Some(PlantedBug::StoredTooEarly) {
+            return;
+        }
+        if layer.mark_stored(&ids).is_err() {
+            layer.cancel_store(chunk);
         }
     }
 }

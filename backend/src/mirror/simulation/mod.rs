@@ -1,26 +1,26 @@
 //! The mirror's protocol under a random schedule, without a kernel, a network or a clock.
 //!
-//! The guest, workers, fetches, the persisting of layers and the asker of checkpoints take turns, one small
-//! step at a time, in an order drawn from a seed. An operation that is submitted touches the simulated disk
-//! block by block at steps of its own, so that everything that overlaps in reality overlaps here, and
-//! reads see half of what is being written.
+//! The guest, workers, fetches, persist and the client that requests checkpoints take turns, one
+//! small step at a time, in an order drawn from a seed. An operation in flight touches the
+//! simulated disk block by block, in steps of its own. So everything that overlaps in reality
+//! overlaps here, and reads see half-written data.
 //!
-//! Each write stamps its blocks with a version. A snapshot of epoch e must hold, for every block, the
-//! newest write with a ticket of an epoch up to e, and the live disk the newest of all. Each request is
-//! answered once.
+//! Each write stamps its blocks with a version. A snapshot of epoch e must hold, for every block,
+//! the newest write with a ticket of an epoch up to e. The live disk must hold the newest write of
+//! all. Each request is answered once.
 //!
-//! The process dies at any step. What the kernel has in its hands lands, in part or in whole; the next
-//! process has the live directory, the journal, the spill file and the repository, the guest's rings and
-//! their ledger. A write that was in flight at the death may be in a snapshot that was frozen
-//! while it was, or not.
+//! The process crashes at any step. Operations in flight land, in part or in whole. The next
+//! process has the live directory, the journal, the spill file, the repository, and the guest's
+//! rings with their ledger. A write that was in flight at the crash may or may not be in a snapshot
+//! that was frozen meanwhile.
 //!
-//! Disks fail in whole and in part, and their space runs out and comes back ([`faults`]). That may cost
-//! snapshots, which fail then, but nothing else: at the end all works again, and a last snapshot has to be
-//! complete and right.
+//! Disks fail, in whole and in part, and their space runs out and comes back ([`faults`]). That may
+//! cost snapshots, which then fail, but nothing else. At the end nothing fails any more, and a last
+//! snapshot has to be complete and correct.
 
-mod death;
+mod crash;
 mod faults;
-mod forgetting;
+mod invalidation;
 mod kernel;
 mod ring;
 pub(super) mod space;
@@ -37,19 +37,20 @@ use self::faults::Faults;
 use self::kernel::Operation;
 use self::ring::{Job, Queue, Ring, Write};
 use super::Mirror;
-use super::cut::Entrance;
-use super::layer::{Epoch, Layer};
-use super::layout::{BLOCK, Blocks, Layout, Span};
+use super::epoch::Epoch;
+use super::epoch::layer::Layer;
+use super::epoch::manager::EpochHandle;
+use super::layout::{BLOCK_BYTES, Blocks, Layout, Span};
 
 const CHUNK: u64 = 64 * 1024;
 const CHUNKS: u64 = 8;
-const PER_CHUNK: u64 = CHUNK / BLOCK;
+const PER_CHUNK: u64 = CHUNK / BLOCK_BYTES;
 const WORKERS: usize = 2;
-/// Steps before everything comes to its end.
+/// The number of steps before everything comes to its end.
 const STEPS: u64 = 2000;
 /// The version of everything in the parent snapshot.
 const PARENT: u64 = 1;
-/// What an absent block's place holds, until something is written there.
+/// What the space of an absent block holds until something is written there.
 const GARBAGE: u64 = 999_999;
 
 struct Rng(u64);
@@ -68,40 +69,42 @@ impl Rng {
     }
 }
 
-/// A mistake that is made on purpose: the simulation has to find it.
+/// A bug that is made on purpose: the simulation has to find it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Plant {
+enum PlantedBug {
     /// The last record of the journal is lost with the process.
     LostRecord,
-    /// A request that was in flight is not in the ledger any more.
+    /// A request in flight is missing from the ledger.
     LostLedgerEntry,
-    /// Writes do not wait for those of the epoch before.
+    /// Writes do not wait for the writes of the epoch before.
     Unsettled,
-    /// A chunk counts as stored before its content is.
+    /// A chunk counts as stored before its content is stored.
     StoredTooEarly,
     /// Blocks count as present when their write is submitted.
     PresentTooEarly,
-    /// A write that is done again, maybe on the other side of a freeze, does not mark its chunks again.
+    /// A write that is served again, maybe after a freeze, does not mark its chunks again.
     Unmarked,
-    /// A write that has failed counts as done,
+    /// A failed write counts as done.
     FailedWrite,
-    /// or a fill,
+    /// A failed fill counts as done.
     FailedFill,
-    /// or a copy.
+    /// A failed copy counts as done.
     FailedCopy,
 }
 
 struct World {
     rng: Rng,
-    plant: Option<Plant>,
-    /// What outlives the process.
+    planted_bug: Option<PlantedBug>,
+    /// The directory of what outlives the process.
     dir: TempDir,
     layout: Layout,
-    room: (u64, u64),
+    /// The copy-on-write memory and the spill buffers, in blocks.
+    cow_blocks: (u64, u64),
     mirror: Mirror,
-    entrances: Vec<Entrance>,
-    /// The guest's memory, and the hypervisor's for ledgers.
+    epoch_handles: Vec<EpochHandle>,
+    /// The guest's memory.
     rings: Vec<Ring>,
+    /// The hypervisor's memory for ledgers.
     ledgers: File,
     queues: Vec<Queue>,
     /// Requests that wait, by worker.
@@ -111,10 +114,10 @@ struct World {
     parent: Vec<u64>,
     /// For each block, its writes in order: epoch and version.
     history: Vec<Vec<(Epoch, u64)>>,
-    /// For each block, writes that were in flight when the process died: a snapshot may have them from
-    /// this epoch on, before they were done again.
+    /// For each block, writes that were in flight when the process crashed: snapshots from this
+    /// epoch on may have them before they are served again.
     torn: Vec<Vec<(Epoch, u64)>>,
-    /// Blocks of requests that the guest has no answer for.
+    /// Blocks of requests that are not answered.
     in_flight: Vec<bool>,
     next_version: u64,
     commits: Vec<Arc<Layer>>,
@@ -125,32 +128,32 @@ struct World {
     /// The spill file.
     spilled: HashMap<u64, Vec<u8>>,
     published: u64,
-    deaths: u64,
+    crashes: u64,
     faults: Faults,
     /// Steps until there is space again.
     full_for: u64,
-    /// Set when nothing may go wrong any more.
+    /// Set when nothing may fail any more.
     calm: bool,
 }
 
 impl World {
-    fn new(seed: u64, shelf: u64, plant: Option<Plant>) -> World {
+    fn new(seed: u64, cow_blocks: u64, planted_bug: Option<PlantedBug>) -> World {
         space::begin();
         let layout = Layout::new(Geometry::new(CHUNKS * CHUNK, CHUNK as u32).unwrap());
-        // In memory where that can be had, as the live directory is.
+        // In memory if possible, like the live directory.
         let dir = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
-        let room = (shelf, 4);
-        let (mirror, _) = death::open(&dir, layout, room, &HashMap::new());
+        let cow_blocks = (cow_blocks, 4);
+        let (mirror, _) = crash::open(&dir, layout, cow_blocks, &HashMap::new());
         let blocks = layout.block_count() as usize;
         let rings: Vec<Ring> = (0..WORKERS).map(|_| Ring::new()).collect();
         let ledgers = ring::ledgers();
         World {
             rng: Rng(seed),
-            plant,
+            planted_bug,
             dir,
             layout,
-            room,
-            entrances: (0..WORKERS).map(|worker| mirror.cut.entrance(worker)).collect(),
+            cow_blocks,
+            epoch_handles: (0..WORKERS).map(|worker| mirror.epoch_handle(worker)).collect(),
             mirror,
             queues: ring::open(&ledgers, &rings),
             rings,
@@ -168,7 +171,7 @@ impl World {
             states: HashMap::new(),
             spilled: HashMap::new(),
             published: 0,
-            deaths: 0,
+            crashes: 0,
             faults: Faults::default(),
             full_for: 0,
             calm: false,
@@ -187,7 +190,7 @@ impl World {
             28 => self.new_fill(),
             29..31 => self.freeze(),
             31 if self.rng.chance(50) => self.bad_block(),
-            31 => drop(self.dies(400)),
+            31 => drop(self.crashes_now(400)),
             32..38 => self.plan_parked(worker),
             38..48 => self.persist(),
             _ => self.kernel_step(),
@@ -200,15 +203,15 @@ impl World {
         let len = 1 + self.rng.below(longest);
         let first = self.rng.below(self.layout.block_count() - len + 1);
         let blocks = first as usize..(first + len) as usize;
-        // Writes that overlap have no order that a test could know.
+        // Overlapping writes have no order that a test could know.
         if self.in_flight[blocks.clone()].contains(&true) {
             return;
         }
         let Some(head) = self.rings[worker].free_head(&mut self.rng) else { return };
         let span = match self.rng.chance(25) {
-            // Sectors within blocks: the block's version is the write's all the same.
-            true => Span { offset: first * BLOCK + 512, len: len * BLOCK - 1024 },
-            false => Span { offset: first * BLOCK, len: len * BLOCK },
+            // Sectors within blocks: the block still gets the version of the write.
+            true => Span { offset: first * BLOCK_BYTES + 512, len: len * BLOCK_BYTES - 1024 },
+            false => Span { offset: first * BLOCK_BYTES, len: len * BLOCK_BYTES },
         };
         self.in_flight[blocks].fill(true);
         let version = self.next_version;
@@ -235,7 +238,7 @@ impl World {
         self.fill(chunk);
     }
 
-    /// Lets everything that is under way come to its end, and takes a last snapshot.
+    /// Lets everything in progress end, and takes a last snapshot.
     fn finish(&mut self) {
         self.calm_down();
         self.rest();
@@ -268,7 +271,7 @@ impl World {
         panic!("a request was lost, or something waits for ever");
     }
 
-    /// The live disk has the newest of all.
+    /// The live disk has the newest write of all.
     fn check(&self, block: u64) {
         let is_local = self.mirror.plan_read(Blocks { first: block, count: 1 }.span()).is_empty();
         let found = if is_local { &self.disk } else { &self.parent }[block as usize];
@@ -281,15 +284,15 @@ impl World {
 }
 
 fn stamp(data: &[u8], block: u64) -> u64 {
-    u64::from_le_bytes(data[(block * BLOCK) as usize..][..8].try_into().unwrap())
+    u64::from_le_bytes(data[(block * BLOCK_BYTES) as usize..][..8].try_into().unwrap())
 }
 
 fn set_stamp(data: &mut [u8], block: u64, version: u64) {
-    data[(block * BLOCK) as usize..][..8].copy_from_slice(&version.to_le_bytes());
+    data[(block * BLOCK_BYTES) as usize..][..8].copy_from_slice(&version.to_le_bytes());
 }
 
-fn run(seed: u64, plant: Option<Plant>) -> World {
-    let mut world = World::new(seed, 1 + seed % 40, plant);
+fn run(seed: u64, planted_bug: Option<PlantedBug>) -> World {
+    let mut world = World::new(seed, 1 + seed % 40, planted_bug);
     for _ in 0..STEPS {
         world.step();
     }
@@ -297,52 +300,54 @@ fn run(seed: u64, plant: Option<Plant>) -> World {
     world
 }
 
-/// Many schedules; `CAIRN_SEED` repeats one, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+/// Runs many schedules. `CAIRN_SEED` repeats one, and `CAIRN_SOAK_SECONDS` runs further ones for
+/// that long.
 #[test]
 fn snapshots_and_the_live_disk_are_exact_whatever_the_order_of_steps() {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
     let start = std::time::Instant::now();
     let soak = std::time::Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
     let first = number("CAIRN_SEED");
-    let (mut seeds, mut deaths, mut published) = (0, 0, 0);
+    let (mut seeds, mut crashes, mut published) = (0, 0, 0);
     let mut faults = Faults::default();
     while seeds < 250 || start.elapsed() < soak {
         let seed = first.unwrap_or(seeds);
         println!("CAIRN_SEED={seed}");
         let world = run(seed, None);
-        (seeds, deaths, published) =
-            (seeds + 1, deaths + world.deaths, published + world.published);
+        (seeds, crashes, published) =
+            (seeds + 1, crashes + world.crashes, published + world.published);
         faults.add_all(&world.faults);
         if first.is_some() {
             break;
         }
     }
     let steps = seeds * STEPS;
-    println!("{steps} steps, {deaths} deaths, {published} snapshots, {faults}, no violation");
+    println!("{steps} steps, {crashes} crashes, {published} snapshots, {faults}, no violation");
     if first.is_none() {
-        assert!(deaths > seeds && published > 5 * seeds, "not enough happened");
+        assert!(crashes > seeds && published > 5 * seeds, "not enough happened");
         let missing = Faults::ALL.into_iter().find(|fault| faults.of(*fault) == 0);
         assert_eq!(missing, None, "it did not happen");
     }
 }
 
-/// A checker that finds nothing proves nothing: each of these mistakes is found soon.
+/// A checker that finds nothing proves nothing: each of these bugs is found soon.
 #[test]
 fn planted_mistakes_are_found() {
     let plants = [
-        Plant::LostRecord,
-        Plant::LostLedgerEntry,
-        Plant::Unsettled,
-        Plant::StoredTooEarly,
-        Plant::PresentTooEarly,
-        Plant::Unmarked,
-        Plant::FailedWrite,
-        Plant::FailedFill,
-        Plant::FailedCopy,
+        PlantedBug::LostRecord,
+        PlantedBug::LostLedgerEntry,
+        PlantedBug::Unsettled,
+        PlantedBug::StoredTooEarly,
+        PlantedBug::PresentTooEarly,
+        PlantedBug::Unmarked,
+        PlantedBug::FailedWrite,
+        PlantedBug::FailedFill,
+        PlantedBug::FailedCopy,
     ];
-    for plant in plants {
-        let found = |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(plant))).is_err();
-        let seed = (0..20).find(found).unwrap_or_else(|| panic!("{plant:?} was not found"));
-        println!("{plant:?} is found with CAIRN_SEED={seed}");
+    for planted_bug in plants {
+        let found =
+            |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(planted_bug))).is_err();
+        let seed = (0..20).find(found).unwrap_or_else(|| panic!("{planted_bug:?} was not found"));
+        println!("{planted_bug:?} is found with CAIRN_SEED={seed}");
     }
 }

@@ -1,17 +1,17 @@
-//! The space of the host's disk, for the mirror's own files: it may run out, and come back.
+//! The free space for the mirror's own files. It may run out, and come back.
 //!
-//! A simulation has its thread to itself, so its space is the thread's.
+//! A simulation runs in a thread of its own, so its space is a thread-local.
 
 use std::cell::Cell;
 use std::io;
 
 #[derive(Clone, Copy, Default)]
 pub(super) struct Space {
-    /// Bytes that are left; nothing if there are enough for everything.
-    room: Option<usize>,
-    /// How often there was too little for records of the journal,
+    /// The number of bytes that are left; `None` if there is no limit.
+    left: Option<usize>,
+    /// How often there was too little space for records of the journal.
     pub(super) records: u64,
-    /// and for a file that was to grow.
+    /// How often there was too little space for a file to grow.
     pub(super) files: u64,
 }
 
@@ -19,35 +19,36 @@ thread_local! {
     static SPACE: Cell<Space> = Cell::default();
 }
 
-/// Enough space, of which nothing was refused yet.
+/// Starts without a limit, and with nothing refused.
 pub(super) fn begin() {
     SPACE.set(Space::default());
 }
 
-/// From here on there are so many bytes.
-pub(super) fn set(room: Option<usize>) {
-    SPACE.set(Space { room, ..SPACE.get() });
+/// Sets the number of bytes that are left.
+pub(super) fn set(left: Option<usize>) {
+    SPACE.set(Space { left, ..SPACE.get() });
 }
 
-/// What became of it so far.
+/// Returns what was refused so far.
 pub(super) fn look() -> Space {
     SPACE.get()
 }
 
-/// Takes space for records of so many bytes. If there is less, it is taken all the same, and told.
+/// Takes space for records of `len` bytes. If there is less, takes that, and returns its size as
+/// the error.
 pub(in crate::mirror) fn take_for_records(len: usize) -> Result<(), usize> {
     let space = SPACE.get();
-    let Some(room) = space.room else { return Ok(()) };
-    let fits = room.min(len);
+    let Some(left) = space.left else { return Ok(()) };
+    let fits = left.min(len);
     let records = space.records + u64::from(fits < len);
-    SPACE.set(Space { room: Some(room - fits), records, ..space });
+    SPACE.set(Space { left: Some(left - fits), records, ..space });
     if fits < len { Err(fits) } else { Ok(()) }
 }
 
-/// Whether a file can grow by so many bytes.
+/// Checks whether a file can grow by `len` bytes.
 pub(in crate::mirror) fn take_for_file(len: u64) -> io::Result<()> {
     let space = SPACE.get();
-    if space.room.is_none_or(|room| room as u64 >= len) {
+    if space.left.is_none_or(|left| left as u64 >= len) {
         return Ok(());
     }
     SPACE.set(Space { files: space.files + 1, ..space });

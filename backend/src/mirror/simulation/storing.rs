@@ -1,4 +1,4 @@
-//! Checkpoints are taken, stored and judged.
+//! Checkpoints are taken, stored and checked.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,12 +6,13 @@ use std::sync::Arc;
 use cairn_store::{ChunkIndex, Consistency, NewSnapshot, SnapshotState};
 
 use super::faults::Fault;
-use super::kernel::{Kind, Operation};
-use super::{CHUNK, PER_CHUNK, Plant, World, stamp};
-use crate::mirror::blockset::BlockSet;
-use crate::mirror::layer::{Epoch, Layer};
+use super::kernel::{Operation, OperationKind};
+use super::{CHUNK, PER_CHUNK, PlantedBug, World, stamp};
+use crate::mirror::block_set::BlockSet;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::layer::Layer;
 
-/// Notes that the checkpoint which has frozen a layer was accepted.
+/// Records the checkpoint that has frozen a layer.
 pub(super) fn accept(layer: &Layer, number: u64) {
     layer.accept(&NewSnapshot {
         number,
@@ -25,20 +26,20 @@ pub(super) fn accept(layer: &Layer, number: u64) {
 
 impl World {
     pub(super) fn freeze(&mut self) {
-        // A state for the epoch after this one may be made ahead, if there is space.
-        if self.rng.chance(30) && self.mirror.cut.prepare().is_err() {
+        // The record for the next epoch may be created ahead of time, if there is space.
+        if self.rng.chance(30) && self.mirror.prepare_freeze().is_err() {
             self.faults.add(Fault::NoEpoch, 1);
         }
-        let layer = match self.mirror.cut.freeze() {
+        let layer = match self.mirror.freeze() {
             Ok(Some(layer)) => layer,
             Ok(None) => return,
             Err(_) => return self.faults.add(Fault::NoEpoch, 1),
         };
-        if self.plant == Some(Plant::Unsettled) {
-            layer.set_settled();
+        if self.planted_bug == Some(PlantedBug::Unsettled) {
+            layer.settle();
         }
-        // It may end before the checkpoint is answered: then there was none.
-        if self.dies(50) {
+        // If the process crashes before the checkpoint is answered, there is no checkpoint.
+        if self.crashes_now(50) {
             return;
         }
         accept(&layer, layer.epoch.0);
@@ -48,7 +49,7 @@ impl World {
     /// One step of persisting the oldest layer.
     pub(super) fn persist(&mut self) {
         let Some(layer) = self.commits.first().cloned() else { return };
-        if !self.mirror.cut.settle(&layer) {
+        if !self.mirror.settle(&layer) {
             return;
         }
         let sources = self.sources(&layer);
@@ -57,40 +58,40 @@ impl World {
             return self.give_up();
         }
         for (source, chunk) in needed(&sources) {
-            if !source.is_stored(chunk) && source.take(chunk) {
-                let present = self.mirror.presence.of(self.layout.blocks_of(chunk));
+            if !source.is_stored(chunk) && source.begin_store(chunk) {
+                let present = self.mirror.presence().in_chunk(self.layout.blocks_of(chunk));
                 let (layer, data) = (source.clone(), vec![0; CHUNK as usize]);
-                let kind = Kind::Persist { layer, data, present, chunk };
+                let kind = OperationKind::Persist { layer, data, present, chunk };
                 return self.submit(kind, (0..PER_CHUNK).collect());
             }
         }
         self.publish(&layer, &sources);
     }
 
-    /// The checkpoint that is being stored fails for good.
+    /// Fails the checkpoint that is being stored.
     pub(super) fn give_up(&mut self) {
         let layer = self.commits[0].clone();
         self.kernel.retain(|operation| {
-            let Kind::Persist { layer, chunk, .. } = &operation.kind else { return true };
-            layer.untake(*chunk);
+            let OperationKind::Persist { layer, chunk, .. } = &operation.kind else { return true };
+            layer.cancel_store(*chunk);
             false
         });
-        // The catalog may be away: then the failure cannot be recorded there.
+        // If the catalog is unavailable, the failure is not recorded there.
         if self.rng.chance(50) {
             self.states.insert(layer.epoch.0, SnapshotState::Failed);
-            if self.dies(200) {
+            if self.crashes_now(200) {
                 return;
             }
         }
         self.commits.remove(0);
-        self.mirror.cut.give_up(&layer);
+        self.mirror.give_up(&layer);
     }
 
-    /// The layer and the failed ones that it absorbs, newest first, without those that have nothing that
-    /// a newer one has not.
+    /// The layer and the failed layers that it absorbs, newest first. Layers whose chunks are all
+    /// in newer ones are left out.
     fn sources(&self, layer: &Layer) -> Vec<Arc<Layer>> {
         let mut sources: Vec<Arc<Layer>> = Vec::new();
-        let layers = self.mirror.cut.view().layers.clone();
+        let layers = self.mirror.epoch_view().layers.clone();
         for source in layers.into_iter().rev().filter(|other| other.epoch <= layer.epoch) {
             let hidden = |chunk| sources.iter().any(|newer| newer.dirty().contains(chunk));
             if !source.dirty().iter().all(hidden) {
@@ -100,7 +101,7 @@ impl World {
         sources
     }
 
-    /// Keeps a chunk of a layer; absent blocks come from the parent.
+    /// Stores a chunk of a layer. Absent blocks come from the parent.
     pub(super) fn store(&mut self, epoch: Epoch, chunk: u64, data: &[u8], present: BlockSet) {
         let content = (0..PER_CHUNK)
             .map(|block| match present.contains(block) {
@@ -111,10 +112,10 @@ impl World {
         self.stored.insert((epoch, chunk), content);
     }
 
-    /// Publishes the layer if all that it needs is stored, and judges the snapshot.
+    /// Publishes the layer if everything that it needs is stored, and checks the snapshot.
     fn publish(&mut self, layer: &Arc<Layer>, sources: &[Arc<Layer>]) {
         if !needed(sources).iter().all(|(source, chunk)| source.is_stored(*chunk)) {
-            let is_read = |one: &Operation| matches!(one.kind, Kind::Persist { .. });
+            let is_read = |one: &Operation| matches!(one.kind, OperationKind::Persist { .. });
             assert!(self.kernel.iter().any(is_read), "a chunk was left out");
             return;
         }
@@ -138,15 +139,16 @@ impl World {
         self.parent = snapshot;
         self.states.insert(layer.epoch.0, SnapshotState::Stable);
         self.published += 1;
-        if self.dies(100) {
+        if self.crashes_now(100) {
             return;
         }
-        self.mirror.cut.publish(layer);
+        self.mirror.publish(layer);
         self.commits.remove(0);
     }
 }
 
-/// The chunks of a snapshot and the layers that they come from, which are in order, the newest first.
+/// The chunks of a snapshot, and the layers that they come from. `sources` has the newest layer
+/// first.
 fn needed(sources: &[Arc<Layer>]) -> Vec<(&Arc<Layer>, ChunkIndex)> {
     let mut chunks = BTreeMap::new();
     for source in sources {

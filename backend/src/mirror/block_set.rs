@@ -2,15 +2,15 @@
 
 use super::layout::Blocks;
 
-/// Words for the blocks of the largest chunk: 4 MiB in blocks of 4 KiB.
+/// The number of words for the blocks of the largest chunk: 4 MiB in blocks of 4 KiB.
 const WORDS: usize = 16;
 
-/// Some blocks of a chunk, counted from its start.
+/// A set of blocks of one chunk, counted from the chunk's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BlockSet([u64; WORDS]);
 
 impl BlockSet {
-    /// The set with these words; missing ones are empty.
+    /// The set with these words. Missing words are empty.
     pub(crate) fn from_words(words: impl IntoIterator<Item = u64>) -> BlockSet {
         let mut set = BlockSet::default();
         for (to, from) in set.0.iter_mut().zip(words) {
@@ -56,7 +56,7 @@ impl BlockSet {
         BlockSet(std::array::from_fn(|word| combine(self.0[word], other.0[word])))
     }
 
-    /// The longest runs of neighbours, ascending.
+    /// The longest runs of adjacent blocks, in ascending order.
     pub(crate) fn runs(&self) -> Vec<Blocks> {
         let mut runs: Vec<Blocks> = Vec::new();
         for (index, word) in self.0.iter().enumerate() {

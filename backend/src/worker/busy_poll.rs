@@ -1,61 +1,62 @@
-//! Looking for the guest's next request instead of sleeping, for as long as that tends to pay.
+//! Polls for the guest's next request instead of sleeping, for as long as that is effective.
 //!
-//! A guest that sends one request after the other is quick with the next: to be awake when it comes
-//! saves two context switches. A guest that thinks longer than the limit gets nothing from it, so the
-//! worker looks only after a request that came within the limit.
+//! A guest that sends one request after the other is quick with the next one. A worker that is
+//! awake when it comes saves two context switches. If the guest takes longer than the limit,
+//! polling gains nothing. So the worker polls only after a request that came within the limit.
 
 use std::time::{Duration, Instant};
 
-/// How often the clock is asked.
-const LOOKS: u32 = 32;
+/// The number of polls between two readings of the clock.
+const SPINS_PER_CLOCK_READ: u32 = 32;
 
-pub(super) struct Poll {
+pub(super) struct BusyPoll {
     limit: Duration,
-    /// Whether the last request came in time.
-    pays: bool,
-    /// When the worker last went to sleep after it had nothing more to do.
+    /// Whether the last request came within the limit.
+    is_effective: bool,
+    /// The time when the worker last ran out of work.
     since: Option<Instant>,
 }
 
-impl Poll {
-    /// Looks for at most `limit`; not at all if that is zero.
-    pub(super) fn new(limit: Duration) -> Poll {
-        Poll { limit, pays: false, since: None }
+impl BusyPoll {
+    /// Polls for at most `limit`, and not at all if that is zero.
+    pub(super) fn new(limit: Duration) -> BusyPoll {
+        BusyPoll { limit, is_effective: false, since: None }
     }
 
-    /// Whether to look now. Otherwise the time until the next kick tells whether it would have paid.
+    /// Whether to poll. If not, the time until the next kick tells whether polling would have been
+    /// effective.
     pub(super) fn is_wanted(&mut self) -> bool {
         if self.limit.is_zero() {
             return false;
         }
-        if !self.pays {
+        if !self.is_effective {
             self.since = Some(Instant::now());
         }
-        self.pays
+        self.is_effective
     }
 
-    /// Looks until something is there, or the limit is over.
+    /// Polls until `is_there` returns true, or until the limit.
     pub(super) fn run(&mut self, mut is_there: impl FnMut() -> bool) -> bool {
         let start = Instant::now();
         loop {
-            for _ in 0..LOOKS {
+            for _ in 0..SPINS_PER_CLOCK_READ {
                 if is_there() {
                     return true;
                 }
                 std::hint::spin_loop();
             }
             if start.elapsed() >= self.limit {
-                self.pays = false;
+                self.is_effective = false;
                 self.since = Some(start);
                 return false;
             }
         }
     }
 
-    /// The guest kicked.
+    /// Handles a kick of the guest.
     pub(super) fn kicked(&mut self, now: Instant) {
         if let Some(since) = self.since.take() {
-            self.pays = now.saturating_duration_since(since) < self.limit;
+            self.is_effective = now.saturating_duration_since(since) < self.limit;
         }
     }
 }
@@ -64,12 +65,12 @@ impl Poll {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use super::Poll;
+    use super::BusyPoll;
 
     #[test]
     fn it_looks_only_while_that_pays() {
         let limit = Duration::from_millis(1);
-        let mut poll = Poll::new(limit);
+        let mut poll = BusyPoll::new(limit);
         assert!(!poll.is_wanted(), "nothing is known yet");
         poll.kicked(Instant::now());
         assert!(poll.is_wanted(), "the guest was quick");
@@ -79,6 +80,6 @@ mod tests {
         assert!(!poll.is_wanted(), "the guest was slow");
         poll.kicked(Instant::now() + Duration::from_secs(1));
         assert!(!poll.is_wanted(), "and still is");
-        assert!(!Poll::new(Duration::ZERO).is_wanted());
+        assert!(!BusyPoll::new(Duration::ZERO).is_wanted());
     }
 }

@@ -1,7 +1,9 @@
-//! The mirror's data file: sparse, raw, exactly what the guest sees.
+//! The data file of a mirror: sparse, raw, and exactly what the guest sees. The spill file is of
+//! the same kind.
 //!
-//! All I/O goes through the one open file description that holds the lock, because the kernel
-//! releases the lock only when the last write through it has landed, even after the process died.
+//! All I/O goes through the one open file description that holds the lock. The kernel releases the
+//! lock only when the last write through that description has landed, even after the process has
+//! died.
 #![allow(unsafe_code)]
 
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -12,21 +14,21 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::layout::Span;
 use crate::mapping::Buffer;
+use crate::mirror::layout::Span;
 
-/// How long a lock may outlive its process.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long the lock of a dead process may last.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The alignment of addresses, offsets and lengths that a file wants for direct I/O.
+/// The alignment of addresses, offsets and lengths that direct I/O on a file needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DirectAlignment {
     pub(crate) memory: usize,
     pub(crate) offset: u64,
 }
 
-/// Makes a mirror's directory, and those above it, unless they are there. What a guest flushes must not
-/// be lost with the name of the directory that it is in.
+/// Creates a mirror's directory and the directories above it, if they are missing, and makes them
+/// durable: data that a guest has flushed must not be lost with the name of its directory.
 pub(crate) fn make_directory(path: &Path) -> io::Result<()> {
     let path = std::path::absolute(path)?;
     let missing: Vec<_> = path.ancestors().take_while(|dir| !dir.exists()).collect();
@@ -38,15 +40,16 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// The open and locked data file of a mirror.
+/// An open and locked data file or spill file.
 pub(crate) struct DiskFile {
     file: File,
     alignment: DirectAlignment,
 }
 
 impl DiskFile {
-    /// Opens or creates the file, and locks it. `WouldBlock` if another process has it: not only for a
-    /// moment, as one that was killed has until the kernel is done with its last writes.
+    /// Opens or creates the file, and locks it. Returns `WouldBlock` if another process holds the
+    /// lock. A process that was killed holds it until the kernel has finished its last writes, so
+    /// this waits for a moment.
     pub(crate) fn open(path: &Path) -> io::Result<DiskFile> {
         let file = OpenOptions::new()
             .read(true)
@@ -69,21 +72,23 @@ impl DiskFile {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Sets the length; new bytes are holes.
+    /// Sets the length. New bytes are holes.
     pub(crate) fn set_len(&self, len: u64) -> io::Result<()> {
         self.file.set_len(len)
     }
 
-    /// Reads a span; `buffer` is page aligned and as long as the span.
+    /// Reads a span. `buffer` is page aligned and as long as the span.
     pub(crate) fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(buffer, offset)
     }
 
-    /// Reads a span into several buffers, one after the other; each is page aligned. At most 1024.
+    /// Reads a span into several buffers, at most 1024, one after the other. Each buffer is page
+    /// aligned.
     pub(crate) fn read_vectored(&self, buffers: &mut [&mut [u8]], offset: u64) -> io::Result<()> {
         let mut vectors: Vec<_> = buffers.iter_mut().map(|one| io::IoSliceMut::new(one)).collect();
         let (address, count) = (vectors.as_mut_ptr(), vectors.len() as libc::c_int);
-        // SAFETY: `IoSliceMut` has the layout of `iovec`, and each is memory that is borrowed mutably.
+        // SAFETY: `IoSliceMut` has the layout of `iovec`, and each one is memory that is borrowed
+        // mutably.
         let read = unsafe { libc::preadv(self.raw_fd(), address.cast(), count, offset as i64) };
         let mut done = match usize::try_from(read) {
             Ok(done) => done,
@@ -92,7 +97,7 @@ impl DiskFile {
                 error => return Err(error),
             },
         };
-        // What is missing is read alone.
+        // Reads what the vectored read did not return.
         let mut at = offset;
         for buffer in buffers {
             let skip = done.min(buffer.len());
@@ -111,7 +116,7 @@ impl DiskFile {
         Ok(())
     }
 
-    /// Writes a span; `buffer` is page aligned.
+    /// Writes a span. `buffer` is page aligned.
     pub(crate) fn write(&self, buffer: &[u8], offset: u64) -> io::Result<()> {
         self.file.write_all_at(buffer, offset)
     }
@@ -119,7 +124,7 @@ impl DiskFile {
     /// Turns a span into a hole that reads as zeros.
     pub(crate) fn punch(&self, span: Span) -> io::Result<()> {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: no memory is passed; the descriptor is open as long as `self`.
+        // SAFETY: no memory is passed. The descriptor is open as long as `self`.
         let result =
             unsafe { libc::fallocate(self.raw_fd(), mode, span.offset as i64, span.len as i64) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -127,7 +132,7 @@ impl DiskFile {
 
     /// Whether no byte of the span is allocated.
     pub(crate) fn is_hole(&self, span: Span) -> bool {
-        // SAFETY: no memory is passed. The file position that it moves is used by nobody.
+        // SAFETY: no memory is passed. Nobody uses the file position that this moves.
         let data = unsafe { libc::lseek(self.raw_fd(), span.offset as i64, libc::SEEK_DATA) };
         if data < 0 {
             return io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO);
@@ -135,18 +140,18 @@ impl DiskFile {
         data as u64 >= span.end()
     }
 
-    /// Bytes that are free on the file's file system.
+    /// The free space of the file system, in bytes.
     pub(crate) fn free_space(&self) -> io::Result<u64> {
         // SAFETY: an all-zero statvfs is a valid value of that plain struct.
         let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-        // SAFETY: `stat` is writable and large enough; the descriptor is open as long as `self`.
+        // SAFETY: `stat` is writable and large enough. The descriptor is open as long as `self`.
         match unsafe { libc::fstatvfs(self.raw_fd(), &raw mut stat) } {
             0 => Ok(stat.f_bavail.saturating_mul(stat.f_frsize)),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Makes its length durable, and its name in `directory`.
+    /// Makes the file's length durable, and its name in `directory`.
     pub(crate) fn sync_name(&self, directory: &Path) -> io::Result<()> {
         self.file.sync_all()?;
         sync_directory(directory)
@@ -163,10 +168,10 @@ impl DiskFile {
     }
 }
 
-/// Locks a file that a process which was killed may have for another moment. `WouldBlock` if somebody has
-/// it for longer.
+/// Locks a file. Returns `WouldBlock` if another process holds the lock for longer than a process
+/// that was killed would.
 pub(crate) fn lock(file: &File) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
     while let Err(error) = file.try_lock() {
         let error = io::Error::from(error);
         if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
@@ -177,26 +182,35 @@ pub(crate) fn lock(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives a file this length and all the space for it.
+/// Gives a file this length, and allocates all its space.
 pub(crate) fn allocate(file: &File, len: u64) -> io::Result<()> {
     allocate_more(file, 0, len)
 }
 
-/// Makes a file at least `offset + len` bytes long, with space for the last `len` of them.
+/// Makes a file at least `offset + len` bytes long, and allocates its last `len` bytes.
 pub(crate) fn allocate_more(file: &File, offset: u64, len: u64) -> io::Result<()> {
     #[cfg(test)]
-    super::simulation::space::take_for_file(len)?;
-    // SAFETY: no memory is passed; the descriptor is open as long as `file`.
+    crate::mirror::simulation::space::take_for_file(len)?;
+    // SAFETY: no memory is passed. The descriptor is open as long as `file`.
     let result = unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, len as i64) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Asks the kernel; where it does not tell, a page for memory and a sector for offsets.
+/// Whether a read failed because the disk cannot return the data.
+pub(crate) fn is_medium_error(error: &io::Error) -> bool {
+    // What the block layer reports for an error of a device, an error of a medium, and two kinds of
+    // wrong checksums.
+    let codes = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EBADMSG];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+/// Asks the kernel for the alignment. If it does not know, assumes a page for memory and a sector
+/// for offsets.
 fn direct_alignment(file: &File) -> DirectAlignment {
     let fallback = DirectAlignment { memory: 4096, offset: 512 };
     // SAFETY: an all-zero statx is a valid value of that plain struct.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: the path is an empty C string, `stat` is writable and large enough.
+    // SAFETY: the path is an empty C string, and `stat` is writable and large enough.
     let result = unsafe {
         libc::statx(
             file.as_raw_fd(),

@@ -1,31 +1,32 @@
 //! Which hypervisor runs the disk's virtqueues.
 //!
-//! Two may be connected at once, while a guest migrates from one to the other on this host: the second
-//! prepares itself, and its rings start when the last one of the first has stopped.
+//! Two hypervisors can be connected at the same time, while a guest migrates from one to the other
+//! on this host. The second one prepares itself, and its rings start when the last ring of the
+//! first one has stopped.
 
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
-/// How long a hypervisor may wait for another to stop its rings.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a hypervisor waits until another one has stopped its rings.
+const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A connection.
+/// Identifies a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ConnectionId(pub(crate) u64);
 
 #[derive(Default)]
-pub(crate) struct Ownership {
+pub(crate) struct RingOwnership {
     owner: Mutex<Option<ConnectionId>>,
     released: Condvar,
 }
 
-impl Ownership {
-    /// Waits until no other connection runs a ring. Returns whether that was so in time.
+impl RingOwnership {
+    /// Waits until no other connection runs a ring. Returns whether that happened in time.
     pub(crate) fn acquire(&self, id: ConnectionId) -> bool {
         let owner = self.owner.lock().expect("no code panics with the owner locked");
         let taken = |owner: &mut Option<ConnectionId>| owner.is_some_and(|other| other != id);
         let (mut owner, _) =
-            self.released.wait_timeout_while(owner, PATIENCE, taken).expect("as above");
+            self.released.wait_timeout_while(owner, ACQUIRE_TIMEOUT, taken).expect("as above");
         if taken(&mut owner) {
             return false;
         }

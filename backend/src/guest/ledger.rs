@@ -1,7 +1,7 @@
-//! Which requests of a virtqueue are in flight, in shared memory: the next process finishes them if this
-//! one is killed.
+//! The ledger: which requests of a virtqueue are in flight, in shared memory. If this process is
+//! killed, the next one finishes them.
 //!
-//! The layout is the vhost-user specification's for split virtqueues, as words of 64 bits:
+//! The layout is that of the vhost-user specification for split virtqueues, as words of 64 bits:
 //!
 //! ```text
 //! 0        features, unused
@@ -10,14 +10,15 @@
 //! 3 + 2h   its age: a counter
 //! ```
 //!
-//! A chain is in flight from the moment that it is popped until the guest sees it in the used ring. Between
-//! the ring's index and the ledger's the process may end: then they differ by one, and the last head says
-//! which chain is done.
+//! A chain is in flight from the moment it is popped until the guest sees it in the used ring. The
+//! process can end between the update of the ring's index and the update of the ledger's. Then the
+//! two differ by one, and the last head tells which chain is done.
 //!
-//! QEMU and Cloud Hypervisor keep this memory for us (GET_INFLIGHT_FD and SET_INFLIGHT_FD) and drop it
-//! when the guest resets. For other hypervisors there is a file of our own with the same layout, which may
-//! be of a guest that is gone: it counts only if it fits the rings. As long as nothing was returned a new
-//! guest's rings look the same; but then all that is in flight is still in the available ring.
+//! QEMU and Cloud Hypervisor keep this memory (GET_INFLIGHT_FD and SET_INFLIGHT_FD), and drop it
+//! when the guest resets. For other hypervisors this process has its own file with the same layout.
+//! That file may belong to an earlier guest, so it is used only if it fits the rings. As long as no
+//! chain was returned, the rings of a new guest look the same; but then every chain in flight is
+//! still in the available ring.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -26,62 +27,67 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::mapping::{PAGE, Words};
-use crate::mirror::disk::allocate;
+use crate::mapping::{PAGE_BYTES, Words};
+use crate::mirror::files::disk_file::allocate;
 
 const VERSION: u64 = 1;
 
-/// Words before a queue's entries.
-const HEADER: usize = 2;
+/// The number of words before a queue's entries.
+const HEADER_WORDS: usize = 2;
 
-/// Stands for the last head while none was returned.
+/// The value of the last head while no chain was returned.
 const NO_HEAD: u16 = u16::MAX;
 
-/// The ledgers of all queues of a device, each for so many entries.
+/// The ledgers of all queues of a device. Each has room for `entries` entries.
 #[derive(Clone)]
-pub(crate) struct Region {
+pub(crate) struct LedgerRegion {
     words: Arc<Words>,
     queues: usize,
     entries: u16,
 }
 
-impl Region {
-    /// Bytes that the ledgers need.
+impl LedgerRegion {
+    /// The size of the ledgers in bytes.
     pub(crate) fn len(queues: usize, entries: u16) -> u64 {
-        (queues * Region::queue_words(entries) * 8) as u64
+        (queues * LedgerRegion::queue_words(entries) * 8) as u64
     }
 
-    /// Words of one queue: whole cache lines.
+    /// The number of words of one queue, rounded up to whole cache lines.
     fn queue_words(entries: u16) -> usize {
-        (HEADER + 2 * usize::from(entries)).next_multiple_of(8)
+        (HEADER_WORDS + 2 * usize::from(entries)).next_multiple_of(8)
     }
 
-    /// Maps the ledgers that lie in `file` from `offset` on.
-    pub(crate) fn map(file: &File, offset: u64, queues: usize, entries: u16) -> io::Result<Region> {
+    /// Maps the ledgers that start at `offset` of `file`.
+    pub(crate) fn map(
+        file: &File,
+        offset: u64,
+        queues: usize,
+        entries: u16,
+    ) -> io::Result<LedgerRegion> {
         let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what);
-        if entries == 0 || !offset.is_multiple_of(PAGE as u64) {
+        if entries == 0 || !offset.is_multiple_of(PAGE_BYTES as u64) {
             return Err(wrong("ledgers need entries and begin with a page"));
         }
-        let len = Region::len(queues, entries);
+        let len = LedgerRegion::len(queues, entries);
         if offset.checked_add(len).is_none_or(|end| file.metadata().map_or(0, |m| m.len()) < end) {
             return Err(wrong("the file of the ledgers is too short"));
         }
         let words = Arc::new(Words::shared(file, offset, (len / 8) as usize)?);
-        Ok(Region { words, queues, entries })
+        Ok(LedgerRegion { words, queues, entries })
     }
 
     /// The ledger of a queue with `size` entries, if there is one.
     pub(crate) fn ledger(&self, queue: usize, size: u16) -> Option<Ledger> {
         (queue < self.queues && size <= self.entries).then(|| Ledger {
             words: self.words.clone(),
-            start: queue * Region::queue_words(self.entries),
+            start: queue * LedgerRegion::queue_words(self.entries),
             size,
             counter: 0,
         })
     }
 }
 
-/// What a ring looks like when its ledger is taken up.
+/// The indices of a ring when its ledger is resumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RingIndices {
     pub(crate) available: u16,
@@ -91,7 +97,7 @@ pub(crate) struct RingIndices {
 /// The ledger of one queue.
 pub(crate) struct Ledger {
     words: Arc<Words>,
-    /// Its first word.
+    /// The index of its first word.
     start: usize,
     size: u16,
     /// The age of the next request.
@@ -103,7 +109,7 @@ impl Ledger {
         self.words[self.start + at].load(Ordering::Acquire)
     }
 
-    /// Stores are seen by the next process in the order in which they are made.
+    /// The next process sees stores in the order in which they were made.
     fn set(&self, at: usize, value: u64) {
         self.words[self.start + at].store(value, Ordering::Release);
     }
@@ -119,15 +125,16 @@ impl Ledger {
     }
 
     fn entry(head: u16) -> usize {
-        HEADER + 2 * usize::from(head)
+        HEADER_WORDS + 2 * usize::from(head)
     }
 
     fn is_in_flight(&self, head: u16) -> bool {
         self.get(Ledger::entry(head)) & 0xff != 0
     }
 
-    /// The chains that a process before this one had popped and not returned, oldest first. `None` if the
-    /// ledger is not that of this ring; it is a new one then, and nothing is in flight.
+    /// Returns the chains that an earlier process popped and did not return, oldest first. Returns
+    /// `None` if the ledger does not belong to this ring. Then the ledger is reset, and nothing is
+    /// in flight.
     pub(crate) fn resume(&mut self, ring: RingIndices) -> Option<Vec<u16>> {
         let [version, entries, last, used] = self.header();
         let behind = ring.used.wrapping_sub(used);
@@ -141,7 +148,7 @@ impl Ledger {
         self.set_header(last, ring.used);
         let mut heads: Vec<u16> = (0..self.size).filter(|head| self.is_in_flight(*head)).collect();
         if heads.len() > usize::from(ring.available.wrapping_sub(ring.used)) {
-            // The guest has made fewer available than are in flight: it was reset.
+            // The guest has made fewer chains available than are in flight, so it was reset.
             self.reset(ring.used);
             return None;
         }
@@ -151,9 +158,9 @@ impl Ledger {
         Some(heads)
     }
 
-    /// Forgets everything.
+    /// Removes all entries.
     pub(crate) fn reset(&mut self, used: u16) {
-        // First: half of it must not be taken for a ledger.
+        // First: a partial reset must not look like a valid ledger.
         self.set(1, 0);
         for head in 0..self.size {
             self.set(Ledger::entry(head), 0);
@@ -168,7 +175,7 @@ impl Ledger {
         last == NO_HEAD
     }
 
-    /// A chain was popped.
+    /// Records that a chain was popped.
     pub(crate) fn popped(&mut self, head: u16) {
         if head < self.size {
             self.set(Ledger::entry(head) + 1, self.counter);
@@ -177,12 +184,12 @@ impl Ledger {
         }
     }
 
-    /// A chain is about to appear in the used ring, whose index is `used`.
+    /// Records that a chain is about to appear in the used ring, whose index is `used`.
     pub(crate) fn returning(&self, head: u16, used: u16) {
         self.set_header(head, used);
     }
 
-    /// It has, and the index is `used` now.
+    /// Records that the chain is in the used ring, whose index is `used` after that.
     pub(crate) fn returned(&self, head: u16, used: u16) {
         if head < self.size {
             self.set(Ledger::entry(head), 0);
@@ -191,59 +198,60 @@ impl Ledger {
     }
 }
 
-/// Where a ring lies: what a ledger of ours must agree on with the hypervisor.
+/// The guest addresses of a ring. The process's own ledger is used only if they match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RingPlace {
+pub(crate) struct GuestRingAddresses {
     pub(crate) descriptors: u64,
     pub(crate) available: u64,
     pub(crate) used: u64,
 }
 
-/// Ledgers of our own, for hypervisors that keep none for us.
-pub(crate) struct OwnLedgers {
-    places: Words,
-    region: Region,
+/// The process's own ledgers, for hypervisors that keep none.
+pub(crate) struct LedgerFile {
+    addresses: Words,
+    region: LedgerRegion,
 }
 
-/// Words for the place of one ring.
-const PLACE: usize = 4;
+/// The number of words for the addresses of one ring.
+const ADDRESS_WORDS: usize = 4;
 
-impl OwnLedgers {
-    /// Opens the file, or makes it anew if it is for other queues.
-    pub(crate) fn open(path: &Path, queues: usize, entries: u16) -> io::Result<OwnLedgers> {
+impl LedgerFile {
+    /// Opens the file. Its content is discarded if it is for other queues.
+    pub(crate) fn open(path: &Path, queues: usize, entries: u16) -> io::Result<LedgerFile> {
         let mut options = OpenOptions::new();
         let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(path)?;
-        let ledgers = (queues * PLACE * 8).next_multiple_of(PAGE) as u64;
-        let len = ledgers + Region::len(queues, entries);
+        let ledgers = (queues * ADDRESS_WORDS * 8).next_multiple_of(PAGE_BYTES) as u64;
+        let len = ledgers + LedgerRegion::len(queues, entries);
         let found = file.metadata()?.len();
         if found != len {
             if found > 0 {
                 tracing::warn!(
-                    "other queues than before: requests in flight of a hypervisor that does not keep a record \
-                     of them are not known any more"
+                    "the number or size of queues has changed: requests in flight are lost, unless \
+                     the hypervisor keeps a record of them"
                 );
             }
             file.set_len(0)?;
             allocate(&file, len)?;
         }
-        Ok(OwnLedgers {
-            places: Words::shared(&file, 0, queues * PLACE)?,
-            region: Region::map(&file, ledgers, queues, entries)?,
+        Ok(LedgerFile {
+            addresses: Words::shared(&file, 0, queues * ADDRESS_WORDS)?,
+            region: LedgerRegion::map(&file, ledgers, queues, entries)?,
         })
     }
 
-    /// The ledger of a ring at `place`, and the chains in flight if it had that place before.
+    /// Returns the ledger of a ring at `addresses`. Also returns the chains in flight, if the ring
+    /// had these addresses before.
     pub(crate) fn resume(
         &self,
         queue: usize,
         size: u16,
-        place: RingPlace,
+        addresses: GuestRingAddresses,
         ring: RingIndices,
     ) -> Option<(Ledger, Option<Vec<u16>>)> {
         let mut ledger = self.region.ledger(queue, size)?;
-        let known = &self.places[queue * PLACE..(queue + 1) * PLACE];
-        let wanted = [place.descriptors, place.available, place.used, u64::from(size)];
+        let known = &self.addresses[queue * ADDRESS_WORDS..(queue + 1) * ADDRESS_WORDS];
+        let wanted = [addresses.descriptors, addresses.available, addresses.used, u64::from(size)];
         let is_known = known.iter().zip(wanted).all(|(a, b)| a.load(Ordering::Acquire) == b);
         let heads = if is_known && ring.used == 0 && ledger.is_unused() {
             ledger.reset(ring.used);
@@ -269,12 +277,12 @@ impl OwnLedgers {
 
 #[cfg(test)]
 mod tests {
-    use super::{Ledger, OwnLedgers, Region, RingIndices, RingPlace};
+    use super::{GuestRingAddresses, Ledger, LedgerFile, LedgerRegion, RingIndices};
 
-    fn region() -> Region {
+    fn region() -> LedgerRegion {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(Region::len(2, 64)).unwrap();
-        Region::map(&file, 0, 2, 64).unwrap()
+        file.set_len(LedgerRegion::len(2, 64)).unwrap();
+        LedgerRegion::map(&file, 0, 2, 64).unwrap()
     }
 
     fn ring(available: u16, used: u16) -> RingIndices {
@@ -282,7 +290,7 @@ mod tests {
     }
 
     /// The next process's view of queue 1.
-    fn again(region: &Region, indices: RingIndices) -> (Ledger, Option<Vec<u16>>) {
+    fn again(region: &LedgerRegion, indices: RingIndices) -> (Ledger, Option<Vec<u16>>) {
         let mut ledger = region.ledger(1, 64).unwrap();
         let heads = ledger.resume(indices);
         (ledger, heads)
@@ -335,7 +343,7 @@ mod tests {
         assert_eq!(again(&region, ring(101, 100)).1, None, "two in flight, one available");
         let (mut ledger, _) = again(&region, ring(100, 100));
         ledger.popped(3);
-        assert_eq!(again(&region, ring(5, 0)).1, None, "the ring begins anew");
+        assert_eq!(again(&region, ring(5, 0)).1, None, "the ring was reset");
         assert_eq!(again(&region, ring(5, 0)).1, Some(vec![]), "and so did the ledger");
         assert!(region.ledger(2, 64).is_none() && region.ledger(0, 128).is_none());
     }
@@ -344,26 +352,27 @@ mod tests {
     fn our_own_ledger_counts_only_for_the_same_rings() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ledger");
-        let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
-        let open = |queues| OwnLedgers::open(&path, queues, 64).unwrap();
-        let (mut ledger, heads) = open(2).resume(1, 64, place, ring(0, 7)).unwrap();
+        let addresses = GuestRingAddresses { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        let open = |queues| LedgerFile::open(&path, queues, 64).unwrap();
+        let (mut ledger, heads) = open(2).resume(1, 64, addresses, ring(0, 7)).unwrap();
         assert_eq!(heads, None, "it is another place than before");
         assert!(!open(2).is_in_use());
         ledger.popped(9);
         assert!(open(2).is_in_use());
-        let heads = |queues, place| open(queues).resume(1, 64, place, ring(8, 7)).unwrap().1;
-        assert_eq!(heads(2, place), Some(vec![9]));
-        assert_eq!(heads(2, RingPlace { used: 0x4000, ..place }), None);
-        assert_eq!(heads(2, place), None, "the last one is another guest's");
-        assert_eq!(heads(3, place), None, "other queues");
+        let heads =
+            |queues, addresses| open(queues).resume(1, 64, addresses, ring(8, 7)).unwrap().1;
+        assert_eq!(heads(2, addresses), Some(vec![9]));
+        assert_eq!(heads(2, GuestRingAddresses { used: 0x4000, ..addresses }), None);
+        assert_eq!(heads(2, addresses), None, "the last one is another guest's");
+        assert_eq!(heads(3, addresses), None, "other queues");
     }
 
     #[test]
     fn while_nothing_was_returned_the_ring_itself_has_what_is_in_flight() {
         let dir = tempfile::tempdir().unwrap();
-        let ledgers = OwnLedgers::open(&dir.path().join("ledger"), 1, 64).unwrap();
-        let place = RingPlace { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
-        let resume = |indices| ledgers.resume(0, 64, place, indices).unwrap();
+        let ledgers = LedgerFile::open(&dir.path().join("ledger"), 1, 64).unwrap();
+        let addresses = GuestRingAddresses { descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        let resume = |indices| ledgers.resume(0, 64, addresses, indices).unwrap();
         let (mut ledger, _) = resume(ring(0, 0));
         ledger.popped(9);
         let (mut ledger, heads) = resume(ring(1, 0));

@@ -1,19 +1,20 @@
-//! The live directory: what must outlive the process, but not the host.
+//! The live directory: state that must outlive the process, but not the host.
 //!
 //! ```text
-//! state     a header, then presence: which blocks are local
-//! epoch-N   what is known of an epoch (see `epoch`)
-//! shelf     copies of old blocks
-//! ledger    requests in flight, for hypervisors that keep no record of them
+//! state        a header, then presence: which blocks are local
+//! epoch-N      the record of an epoch
+//! cow-memory   copies of old blocks
+//! ledger       requests in flight, for hypervisors that keep no record of them
+//! lock         held by the process that uses the directory
 //! ```
 //!
-//! It belongs on a tmpfs. It counts only for the host's boot and for the use of the mirror that it was
-//! made in: the header names both. A process locks it for as long as it runs. A mirror that is in use and has
-//! no live directory was left by a host that died. A link in the mirror's directory says where it is, so that it
-//! is found whatever the next process is told.
+//! The directory belongs on a tmpfs. It is valid only for one boot of the host and for one use of
+//! the mirror; the header names both. A process holds its lock as long as it runs. A mirror that is
+//! in use and has no live directory was left by a host that died. A link in the mirror's directory
+//! points to the live directory, so the next process finds it whatever its arguments are.
 //!
-//! A stop in good order removes it, unless the next process has something to finish that is only here. Then
-//! the map is exact all the same, and the next process can do without it, if it has to.
+//! A clean stop removes the directory, unless the next process has something to finish that is only
+//! there. Even then the map is exact, so the next process can go on without the live directory.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -22,88 +23,97 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::copies::Shelf;
-use super::disk::{allocate, lock};
-use super::epoch::{EpochState, Epochs};
-use super::layer::Epoch;
-use super::layout::Layout;
-use super::map::{MapFile, UseId};
-use super::presence::Presence;
-use crate::mapping::{PAGE, Words};
+use crate::mapping::{PAGE_BYTES, Words};
+use crate::mirror::cow::memory::CowMemory;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::layer_state::LayerState;
+use crate::mirror::epoch::record::{EpochFiles, EpochRecord};
+use crate::mirror::files::disk_file::{allocate, lock};
+use crate::mirror::files::map::{MapFile, UseId};
+use crate::mirror::layout::Layout;
+use crate::mirror::presence::Presence;
 use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
 const VERSION: u32 = 1;
 
-/// Bytes of the header that mean something.
-const HEADER: usize = 128;
+/// The size of the header.
+const HEADER_BYTES: usize = 128;
 
 /// The live directory of a mirror.
-pub(crate) struct Live {
+pub(crate) struct LiveDir {
     dir: PathBuf,
     pub(crate) presence: Presence,
-    pub(crate) epochs: Epochs,
-    /// The states of epochs, oldest first; the last one is the current epoch's.
-    pub(crate) states: Vec<EpochState>,
-    pub(crate) shelf: Shelf,
-    pub(crate) flags: Flags,
-    /// Whether it is that of a process before this one. Otherwise it is empty.
+    pub(crate) epoch_files: EpochFiles,
+    /// The records of epochs, oldest first. The last one belongs to the current epoch.
+    pub(crate) epochs: Vec<EpochRecord>,
+    pub(crate) cow_memory: CowMemory,
+    pub(crate) flags: GuestFlags,
+    pub(crate) unused_numbers: UnusedNumbers,
+    /// Whether the directory was left by an earlier process. Otherwise it is empty.
     pub(crate) is_adopted: bool,
     /// The file with the header.
     file: File,
-    /// Held for as long as the process runs.
+    /// The lock, which is held as long as the process runs.
     pub(crate) lock: File,
 }
 
-/// What is known of the guest, behind the header.
-pub(crate) struct Flags(Words);
+/// What is known of the guest, in the page of the header.
+pub(crate) struct GuestFlags(Words);
 
-impl Flags {
-    /// The virtqueues, a bit each, that may be in use when they are started: those that were started in
-    /// this use of the mirror, or all if nothing that a guest wrote before can be lost.
+impl GuestFlags {
+    /// The virtqueues, one bit each, that may be in use when they are started. These are the queues
+    /// that were started in this use of the mirror, or all queues if nothing that a guest wrote
+    /// before can be lost.
     pub(crate) fn known_rings(&self) -> &AtomicU64 {
-        &self.0[FLAGS]
+        &self.0[FLAGS_WORD]
     }
 
-    /// Whether a write is answered only when it is durable: 1 if so.
+    /// 1 if a write is answered only when it is durable.
     pub(crate) fn write_through(&self) -> &AtomicU64 {
-        &self.0[FLAGS + 1]
-    }
-
-    /// Snapshot numbers that this use of the mirror has reserved and that no checkpoint has had.
-    pub(crate) fn unused_numbers(&self) -> Range<u64> {
-        let [start, end] = [2, 3].map(|word| self.0[FLAGS + word].load(Ordering::SeqCst));
-        start..end.max(start)
-    }
-
-    /// Records what is unused from here on. No number of it was used.
-    pub(crate) fn set_unused_numbers(&self, unused: &Range<u64>) {
-        // In this order: if the process ends in between, no number that was used counts as unused.
-        self.0[FLAGS + 2].store(unused.start, Ordering::SeqCst);
-        self.0[FLAGS + 3].store(unused.end, Ordering::SeqCst);
+        &self.0[FLAGS_WORD + 1]
     }
 }
 
-/// The first word of the flags in the header's page.
-const FLAGS: usize = 2 * HEADER / 8;
+/// The snapshot numbers that this use of the mirror has reserved and that no checkpoint has had, in the
+/// page of the header.
+pub(crate) struct UnusedNumbers(Words);
 
-impl Live {
-    /// Takes up what a process before this one left, or begins anew under `base`, for the use `next`. The mirror
-    /// at `mirror` is locked. `WouldBlock` if another process has the live directory.
+impl UnusedNumbers {
+    pub(crate) fn load(&self) -> Range<u64> {
+        let [start, end] = [2, 3].map(|word| self.0[FLAGS_WORD + word].load(Ordering::SeqCst));
+        start..end.max(start)
+    }
+
+    /// Records the numbers that are unused from here on.
+    pub(crate) fn record(&self, unused: &Range<u64>) {
+        // In this order: if the process ends in between, no used number counts as unused.
+        self.0[FLAGS_WORD + 2].store(unused.start, Ordering::SeqCst);
+        self.0[FLAGS_WORD + 3].store(unused.end, Ordering::SeqCst);
+    }
+}
+
+/// The index of the first word of the flags in the header's page.
+const FLAGS_WORD: usize = 2 * HEADER_BYTES / 8;
+
+impl LiveDir {
+    /// Adopts the live directory of an earlier process, or creates one under `base` for the use
+    /// `next`. The mirror at `mirror` must be locked. Returns `WouldBlock` if another process holds
+    /// the live directory.
     pub(crate) fn open(
         base: &Path,
         mirror: &Path,
         map: &MapFile,
         next: &UseId,
         layout: &Layout,
-        shelf: u64,
-    ) -> io::Result<Live> {
+        cow_memory_bytes: u64,
+    ) -> io::Result<LiveDir> {
         let boot = boot_id()?;
         let link = mirror.join("live-state");
         let dir = base.join(map.identity().mirror.to_string());
         let current = header(&boot, map, map.use_id());
         for dir in [Ok(dir.clone()), fs::read_link(&link)].into_iter().flatten() {
-            if let Some(live) = Live::adopt(&dir, &current, layout, shelf)? {
+            if let Some(live) = LiveDir::adopt(&dir, &current, layout, cow_memory_bytes)? {
                 return Ok(live);
             }
         }
@@ -112,57 +122,73 @@ impl Live {
         if !sys::is_in_memory(&dir)? {
             tracing::warn!(
                 dir = %dir.display(),
-                "the live directory is not on a tmpfs: everything is slower; choose another with --live"
+                "the live directory is not on a tmpfs, which makes everything slower; choose another one \
+                 with --live"
             );
         }
         let lock = take_lock(&dir)?;
         for entry in fs::read_dir(&dir)? {
             let entry = entry?;
-            if entry.file_name() != LOCK {
+            if entry.file_name() != LOCK_FILE {
                 fs::remove_file(entry.path())?;
             }
         }
         let file = options().create_new(true).open(dir.join("state"))?;
         allocate(&file, state_len(layout))?;
-        let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
-        let (epochs, _) = Epochs::open(&dir, layout.chunk_count())?;
-        let first = epochs.take()?;
+        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout.block_count())?;
+        let (epoch_files, _) = EpochFiles::open(&dir, layout.chunk_count())?;
+        let first = epoch_files.allocate()?;
         first.begin(Epoch(1));
-        let shelf = Shelf::new(options().create_new(true).open(dir.join("shelf"))?, shelf)?;
-        let flags = Flags(Words::shared(&file, 0, PAGE / 8)?);
+        let file_of_copies = options().create_new(true).open(dir.join("cow-memory"))?;
+        let cow_memory = CowMemory::new(file_of_copies, cow_memory_bytes)?;
+        let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
+        let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let known = if map.is_clean() && map.knows_guests() { u64::MAX } else { 0 };
         flags.known_rings().store(known, Ordering::SeqCst);
-        // It begins to count when the mirror's map says that this use has begun.
+        // The header becomes valid when the map says that this use has begun.
         file.write_all_at(&header(&boot, map, next), 0)?;
         let fresh = mirror.join("live-state.new");
         let _ = fs::remove_file(&fresh);
         std::os::unix::fs::symlink(&dir, &fresh)?;
         fs::rename(fresh, link)?;
-        let (states, is_adopted) = (vec![first], false);
-        Ok(Live { dir, presence, epochs, states, shelf, flags, is_adopted, file, lock })
+        let (epochs, is_adopted) = (vec![first], false);
+        Ok(LiveDir {
+            dir,
+            presence,
+            epoch_files,
+            epochs,
+            cow_memory,
+            flags,
+            unused_numbers,
+            is_adopted,
+            file,
+            lock,
+        })
     }
 
-    /// Makes the map say that the mirror is in use, and this the live directory of that use.
+    /// Records in the map that the mirror is in use, and that this is the live directory of that
+    /// use.
     ///
-    /// A use that goes on after a stop gets an id of its own: a copy of the mirror's directory that was made
-    /// at rest must not find what came later. Until the map has it, either id counts.
+    /// A use that goes on after a stop gets an id of its own, so that a copy of the mirror's
+    /// directory that was made in between does not find later state. Until the map has the id,
+    /// either id is valid.
     pub(crate) fn begin(&self, map: &mut MapFile, next: UseId) -> io::Result<()> {
         match (self.is_adopted, map.is_clean()) {
             (true, false) => return Ok(()),
-            (true, true) => self.file.write_all_at(&next, PROMISED.start as u64)?,
+            (true, true) => self.file.write_all_at(&next, NEXT_USE_ID_RANGE.start as u64)?,
             (false, _) => {}
         }
         map.begin(next)?;
         self.file.write_all_at(&header(&boot_id()?, map, &next), 0)
     }
 
-    /// Takes up what is in `dir` if its header is `current`.
+    /// Adopts the directory `dir` if its header is `current`.
     fn adopt(
         dir: &Path,
-        current: &[u8; HEADER],
+        current: &[u8; HEADER_BYTES],
         layout: &Layout,
-        shelf: u64,
-    ) -> io::Result<Option<Live>> {
+        cow_memory_bytes: u64,
+    ) -> io::Result<Option<LiveDir>> {
         let state = dir.join("state");
         if !has_header(&state, current)? {
             return Ok(None);
@@ -172,21 +198,33 @@ impl Live {
         if file.metadata()?.len() != state_len(layout) {
             return Err(io::Error::other("the live state has the wrong length"));
         }
-        let presence = Presence::shared(&file, PAGE as u64, layout.block_count())?;
+        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout.block_count())?;
         presence.recount();
-        let flags = Flags(Words::shared(&file, 0, PAGE / 8)?);
-        let (epochs, mut states) = Epochs::open(dir, layout.chunk_count())?;
-        if states.last().is_none_or(|last| last.accepted().is_some()) {
-            // Cannot be: the next epoch is there before the last one ends.
-            let last = states.last().map_or(0, |last| last.epoch().0);
-            states.push(epochs.take()?);
-            states.last().expect("just pushed").begin(Epoch(last + 1));
+        let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
+        let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
+        let (epoch_files, mut epochs) = EpochFiles::open(dir, layout.chunk_count())?;
+        if epochs.last().is_none_or(|last| last.state() != LayerState::Open) {
+            // This does not happen: the next epoch begins before the last one ends.
+            let last = epochs.last().map_or(0, |last| last.epoch().0);
+            epochs.push(epoch_files.allocate()?);
+            epochs.last().expect("just pushed").begin(Epoch(last + 1));
         }
-        let copies = options().create(true).truncate(false).open(dir.join("shelf"))?;
+        let copies = options().create(true).truncate(false).open(dir.join("cow-memory"))?;
         let len = copies.metadata()?.len();
-        let shelf = Shelf::new(copies, shelf.max(len))?;
+        let cow_memory = CowMemory::new(copies, cow_memory_bytes.max(len))?;
         let (dir, is_adopted) = (dir.to_owned(), true);
-        Ok(Some(Live { dir, presence, epochs, states, shelf, flags, is_adopted, file, lock }))
+        Ok(Some(LiveDir {
+            dir,
+            presence,
+            epoch_files,
+            epochs,
+            cow_memory,
+            flags,
+            unused_numbers,
+            is_adopted,
+            file,
+            lock,
+        }))
     }
 
     /// The directory's path.
@@ -195,29 +233,30 @@ impl Live {
     }
 }
 
-const LOCK: &str = "lock";
-pub(crate) const LEDGER: &str = "ledger";
+const LOCK_FILE: &str = "lock";
+pub(crate) const LEDGER_FILE: &str = "ledger";
 
-/// Where in the header the id of the use is, and that of one which may have begun.
-const USE: Range<usize> = 80..96;
-const PROMISED: Range<usize> = 96..112;
+/// The positions in the header of the id of the use, and of the id of a use that may have begun.
+const USE_ID_RANGE: Range<usize> = 80..96;
+const NEXT_USE_ID_RANGE: Range<usize> = 96..112;
 
 fn take_lock(dir: &Path) -> io::Result<File> {
-    let file = options().create(true).truncate(false).open(dir.join(LOCK))?;
+    let file = options().create(true).truncate(false).open(dir.join(LOCK_FILE))?;
     lock(&file)?;
     Ok(file)
 }
 
-/// Whether a state file has this header. An error is no answer: the file may be all that is left.
-fn has_header(state: &Path, wanted: &[u8; HEADER]) -> io::Result<bool> {
+/// Whether a state file has this header. An error is not the same as `false`: the file may be all
+/// that is left.
+fn has_header(state: &Path, wanted: &[u8; HEADER_BYTES]) -> io::Result<bool> {
     match options().open(state) {
-        Ok(file) if file.metadata()?.len() < PAGE as u64 => Ok(false),
+        Ok(file) if file.metadata()?.len() < PAGE_BYTES as u64 => Ok(false),
         Ok(file) => {
             let mut found = read_header(&file)?;
-            let promised: UseId = found[PROMISED].try_into().expect("16 bytes");
-            found[PROMISED].fill(0);
+            let promised: UseId = found[NEXT_USE_ID_RANGE].try_into().expect("16 bytes");
+            found[NEXT_USE_ID_RANGE].fill(0);
             let is_it = found == *wanted;
-            found[USE].copy_from_slice(&promised);
+            found[USE_ID_RANGE].copy_from_slice(&promised);
             Ok(is_it || (promised != UseId::default() && found == *wanted))
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -231,41 +270,41 @@ fn options() -> OpenOptions {
     options
 }
 
-/// Bytes of the state file.
+/// The length of the state file.
 fn state_len(layout: &Layout) -> u64 {
-    PAGE as u64 + Presence::shared_len(layout.block_count())
+    PAGE_BYTES as u64 + Presence::shared_len(layout.block_count())
 }
 
-/// Removes a live directory: the mirror is at rest.
+/// Removes the live directory of a mirror that was stopped cleanly.
 pub(crate) fn remove(dir: &Path) {
     if let Err(error) = fs::remove_dir_all(dir) {
-        tracing::warn!(%error, dir = %dir.display(), "the live directory cannot be removed");
+        tracing::warn!(%error, dir = %dir.display(), "cannot remove the live directory");
     }
 }
 
-/// What differs from one boot of the host to the next.
+/// An id that differs from one boot of the host to the next.
 fn boot_id() -> io::Result<[u8; 36]> {
     let text = fs::read("/proc/sys/kernel/random/boot_id")?;
     text.get(..36)
         .and_then(|id| id.try_into().ok())
-        .ok_or_else(|| io::Error::other("the host's boot id is not to be had"))
+        .ok_or_else(|| io::Error::other("cannot read the host's boot id"))
 }
 
-fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER] {
+fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER_BYTES] {
     let identity = map.identity();
-    let mut bytes = [0; HEADER];
+    let mut bytes = [0; HEADER_BYTES];
     bytes[0..8].copy_from_slice(MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
     bytes[12..48].copy_from_slice(boot);
     bytes[48..64].copy_from_slice(identity.mirror.as_bytes());
     bytes[64..72].copy_from_slice(&identity.geometry.size().to_le_bytes());
     bytes[72..76].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
-    bytes[USE].copy_from_slice(use_id);
+    bytes[USE_ID_RANGE].copy_from_slice(use_id);
     bytes
 }
 
-fn read_header(file: &File) -> io::Result<[u8; HEADER]> {
-    let mut bytes = [0; HEADER];
+fn read_header(file: &File) -> io::Result<[u8; HEADER_BYTES]> {
+    let mut bytes = [0; HEADER_BYTES];
     file.read_exact_at(&mut bytes, 0)?;
     Ok(bytes)
 }
@@ -278,18 +317,18 @@ mod tests {
 
     use cairn_store::{Geometry, MirrorId};
 
-    use super::{Live, PROMISED};
+    use super::{LiveDir, NEXT_USE_ID_RANGE};
+    use crate::mirror::files::map::{Identity, MapFile, UseId};
     use crate::mirror::layout::{Blocks, Layout};
-    use crate::mirror::map::{Identity, MapFile, UseId};
 
     const NEXT: UseId = [9; 16];
 
-    fn try_open(base: &Path, map: &MapFile) -> std::io::Result<Live> {
+    fn try_open(base: &Path, map: &MapFile) -> std::io::Result<LiveDir> {
         let mirror = base.parent().unwrap();
-        Live::open(base, mirror, map, &NEXT, &Layout::new(map.identity().geometry), 1 << 20)
+        LiveDir::open(base, mirror, map, &NEXT, &Layout::new(map.identity().geometry), 1 << 20)
     }
 
-    fn open(base: &Path, map: &MapFile) -> Live {
+    fn open(base: &Path, map: &MapFile) -> LiveDir {
         try_open(base, map).unwrap()
     }
 
@@ -317,12 +356,12 @@ mod tests {
         let live = open(&base, &map);
         assert!(live.is_adopted && !live.presence.get(9));
         live.presence.set(Blocks { first: 9, count: 1 });
-        live.states[0].dirty.insert(5);
+        live.epochs[0].chunks.schedule(5);
         drop(live);
         let live = open(&base, &map);
         assert!(live.is_adopted && live.presence.get(9));
-        assert_eq!(live.states.len(), 1);
-        assert!(live.states[0].dirty.contains(5));
+        assert_eq!(live.epochs.len(), 1);
+        assert!(live.epochs[0].chunks.dirty().contains(5));
         drop(live);
         let elsewhere = open(&dir.path().join("elsewhere"), &map);
         assert!(elsewhere.is_adopted && elsewhere.presence.get(9), "it is found all the same");
@@ -339,28 +378,28 @@ mod tests {
         let base = dir.path().join("run");
         let live = open(&base, &map);
         live.begin(&mut map, NEXT).unwrap();
-        assert!(live.flags.unused_numbers().is_empty());
+        assert!(live.unused_numbers.load().is_empty());
         // Reserved, used, all used, and reserved again with others between.
         let steps = [2..10, 3..10, 10..10, 40..50, 41..60];
         for (before, after) in steps.iter().zip(&steps[1..]) {
-            live.flags.set_unused_numbers(before);
+            live.unused_numbers.record(before);
             assert_eq!(open_again(&base, &map), *before);
             // The process ends after the first of the two words.
-            live.flags.0[super::FLAGS + 2].store(after.start, Ordering::SeqCst);
+            live.unused_numbers.0[super::FLAGS_WORD + 2].store(after.start, Ordering::SeqCst);
             let unused = open_again(&base, &map);
             assert!(unused.is_empty() || (unused.start == after.start && unused.end <= after.end));
         }
         drop(live);
         map.begin([8; 16]).unwrap();
-        assert!(open(&base, &map).flags.unused_numbers().is_empty());
+        assert!(open(&base, &map).unused_numbers.load().is_empty());
     }
 
     /// What another process would find.
     fn open_again(base: &Path, map: &MapFile) -> std::ops::Range<u64> {
         let dir = base.join(map.identity().mirror.to_string());
         let file = super::options().open(dir.join("state")).unwrap();
-        let flags = super::Flags(crate::mapping::Words::shared(&file, 0, super::PAGE / 8).unwrap());
-        flags.unused_numbers()
+        let words = crate::mapping::Words::shared(&file, 0, super::PAGE_BYTES / 8).unwrap();
+        super::UnusedNumbers(words).load()
     }
 
     #[test]
@@ -392,7 +431,8 @@ mod tests {
         assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0, "and after a kill");
     }
 
-    /// What a stop has left goes on in a use of its own. The process may end at each step of that.
+    /// State that a stop has left goes on in a use of its own. The process can end at each step of
+    /// that.
     #[test]
     fn what_a_stop_left_is_found_wherever_the_next_begin_ends() {
         let layout = |map: &MapFile| Layout::new(map.identity().geometry);
@@ -415,7 +455,7 @@ mod tests {
                 live.begin(&mut map, other).unwrap();
             }
             if (1..3).contains(&step) {
-                live.file.write_all_at(&other, PROMISED.start as u64).unwrap();
+                live.file.write_all_at(&other, NEXT_USE_ID_RANGE.start as u64).unwrap();
             }
             if step == 2 {
                 map.begin(other).unwrap();
@@ -424,7 +464,7 @@ mod tests {
             let live = open(&base, &map);
             assert!(live.is_adopted && live.presence.get(9), "after step {step}");
             drop(live);
-            // A copy of the mirror that was made at rest.
+            // A copy of the mirror that was made after the stop.
             std::fs::write(dir.path().join("map"), &at_rest).unwrap();
             let copy = MapFile::open(&dir.path().join("map")).unwrap();
             assert_eq!(open(&base, &copy).is_adopted, step < 3, "the copy after step {step}");

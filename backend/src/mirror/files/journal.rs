@@ -1,11 +1,11 @@
-//! What happened to the frozen epochs, for the next process if this one is killed: which blocks were put
-//! aside and where, and which chunks are durable under which name.
+//! The journal of the layers, for the next process if this one is killed: which blocks were
+//! preserved and where, and which chunks are durable under which id.
 //!
-//! It is a file of records of 64 bytes next to the mirror, written by the system call alone: it has to
-//! outlive the process, not the host. A record is there before the guest's write that it allows is
-//! submitted. Records of epochs that have ended, and of chunks that are idle, mean nothing any more.
-//! When no epoch is left the journal is emptied. Where there is always one, as with checkpoints that overlap, it
-//! is written anew from time to time.
+//! It is a file of 64-byte records next to the mirror. Records are written with a system call and
+//! not synced: the journal has to outlive the process, not the host. A record is written before the
+//! guest's write that depends on it is submitted. Records of epochs that have ended, and of chunks
+//! that are Idle, have no meaning. When no layer is left, the journal is emptied. While there is
+//! always a layer, as with checkpoints that overlap, the journal is compacted from time to time.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,13 +15,13 @@ use std::sync::{Mutex, MutexGuard};
 
 use cairn_store::{ChunkId, ChunkIndex};
 
-use super::layer::Epoch;
-use super::layout::Blocks;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::layout::Blocks;
 #[cfg(test)]
-use super::simulation::space;
+use crate::mirror::simulation::space;
 
-/// Bytes of a record.
-const RECORD: usize = 64;
+/// The size of a record.
+const RECORD_BYTES: usize = 64;
 
 /// Kinds of records.
 const IN_MEMORY: u32 = 1;
@@ -30,21 +30,21 @@ const ABSENT: u32 = 3;
 const STORED: u32 = 4;
 const HOLE: u32 = 5;
 
-/// Where a copy lies.
+/// The location of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Where {
-    /// At this offset of the shared memory for copies.
+pub(crate) enum CopyLocation {
+    /// An offset in the copy-on-write memory.
     Memory(u64),
-    /// At this offset of the spill file.
+    /// An offset in the spill file.
     File(u64),
 }
 
 /// What happened to a chunk of an epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
-    /// The content that these blocks had was copied.
-    Copied(Blocks, Where),
-    /// These blocks were absent when they were first written to.
+pub(crate) enum ChunkEvent {
+    /// The old content of these blocks was copied.
+    Copied(Blocks, CopyLocation),
+    /// These blocks were absent when a write first changed them.
     Absent(Blocks),
     /// The chunk is durable, or a hole.
     Stored(Option<ChunkId>),
@@ -55,20 +55,20 @@ pub(crate) enum What {
 pub(crate) struct Record {
     pub(crate) epoch: Epoch,
     pub(crate) chunk: ChunkIndex,
-    pub(crate) what: What,
+    pub(crate) event: ChunkEvent,
 }
 
 impl Record {
-    pub(crate) fn encode(&self) -> [u8; RECORD] {
+    pub(crate) fn encode(&self) -> [u8; RECORD_BYTES] {
         let none = Blocks { first: 0, count: 0 };
-        let (kind, run, offset, id) = match self.what {
-            What::Copied(run, Where::Memory(offset)) => (IN_MEMORY, run, offset, None),
-            What::Copied(run, Where::File(offset)) => (IN_FILE, run, offset, None),
-            What::Absent(run) => (ABSENT, run, 0, None),
-            What::Stored(Some(id)) => (STORED, none, 0, Some(id)),
-            What::Stored(None) => (HOLE, none, 0, None),
+        let (kind, run, offset, id) = match self.event {
+            ChunkEvent::Copied(run, CopyLocation::Memory(offset)) => (IN_MEMORY, run, offset, None),
+            ChunkEvent::Copied(run, CopyLocation::File(offset)) => (IN_FILE, run, offset, None),
+            ChunkEvent::Absent(run) => (ABSENT, run, 0, None),
+            ChunkEvent::Stored(Some(id)) => (STORED, none, 0, Some(id)),
+            ChunkEvent::Stored(None) => (HOLE, none, 0, None),
         };
-        let mut bytes = [0; RECORD];
+        let mut bytes = [0; RECORD_BYTES];
         bytes[0..4].copy_from_slice(&kind.to_le_bytes());
         bytes[4..6].copy_from_slice(&(run.first as u16).to_le_bytes());
         bytes[6..8].copy_from_slice(&(run.count as u16).to_le_bytes());
@@ -81,68 +81,68 @@ impl Record {
         bytes
     }
 
-    fn decode(bytes: &[u8; RECORD]) -> Option<Record> {
+    fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Record> {
         let u16_at = |at: usize| u64::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
         let u64_at =
             |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("a slice of eight"));
         let run = Blocks { first: u16_at(4), count: u16_at(6) };
-        let what = match u32::from_le_bytes(bytes[0..4].try_into().expect("a slice of four")) {
-            IN_MEMORY => What::Copied(run, Where::Memory(u64_at(24))),
-            IN_FILE => What::Copied(run, Where::File(u64_at(24))),
-            ABSENT => What::Absent(run),
+        let event = match u32::from_le_bytes(bytes[0..4].try_into().expect("a slice of four")) {
+            IN_MEMORY => ChunkEvent::Copied(run, CopyLocation::Memory(u64_at(24))),
+            IN_FILE => ChunkEvent::Copied(run, CopyLocation::File(u64_at(24))),
+            ABSENT => ChunkEvent::Absent(run),
             STORED => {
                 let id: [u8; 32] = bytes[32..64].try_into().expect("a slice of 32");
-                What::Stored(Some(ChunkId::from_bytes(id)))
+                ChunkEvent::Stored(Some(ChunkId::from_bytes(id)))
             }
-            HOLE => What::Stored(None),
+            HOLE => ChunkEvent::Stored(None),
             _ => return None,
         };
-        Some(Record { epoch: Epoch(u64_at(8)), chunk: ChunkIndex(u64_at(16)), what })
+        Some(Record { epoch: Epoch(u64_at(8)), chunk: ChunkIndex(u64_at(16)), event })
     }
 }
 
-/// All records of a journal's bytes. A piece of a record at the end is what the process was writing.
-/// `None` if something else is there.
+/// Parses a journal. A partial record at the end was being written when the process ended, and is
+/// ignored. Returns `None` if a record is invalid.
 pub(crate) fn parse(bytes: &[u8]) -> Option<Vec<Record>> {
-    let (records, _) = bytes.as_chunks::<RECORD>();
+    let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
     records.iter().map(Record::decode).collect()
 }
 
 /// The open journal.
 pub(crate) struct Journal {
     path: PathBuf,
-    content: Mutex<Content>,
+    content: Mutex<JournalFile>,
 }
 
-struct Content {
+struct JournalFile {
     file: File,
     len: u64,
-    /// The length from which on it is worth to write it anew.
-    limit: u64,
+    /// The length from which on compaction is worthwhile.
+    compact_at: u64,
 }
 
-/// A journal that is shorter than this is left as it is.
-const SHORT: u64 = 4 << 20;
+/// A journal that is shorter than this is not compacted.
+const COMPACT_MIN_BYTES: u64 = 4 << 20;
 
 impl Journal {
-    /// Opens or creates the journal, with whatever it holds.
+    /// Opens or creates the journal, and keeps its content.
     pub(crate) fn open(path: &Path) -> io::Result<Journal> {
         let file = options().create(true).truncate(false).open(path)?;
-        let len = file.metadata()?.len() / RECORD as u64 * RECORD as u64;
-        let content = Mutex::new(Content { file, len, limit: SHORT });
+        let len = file.metadata()?.len() / RECORD_BYTES as u64 * RECORD_BYTES as u64;
+        let content = Mutex::new(JournalFile { file, len, compact_at: COMPACT_MIN_BYTES });
         Ok(Journal { path: path.into(), content })
     }
 
-    fn content(&self) -> MutexGuard<'_, Content> {
+    fn content(&self) -> MutexGuard<'_, JournalFile> {
         self.content.lock().expect("no code panics with the journal locked")
     }
 
-    /// What is recorded; `None` if it cannot be understood.
+    /// Returns the records, or `None` if one is invalid.
     pub(crate) fn read(&self) -> io::Result<Option<Vec<Record>>> {
         Ok(parse(&self.content().read()?))
     }
 
-    /// Adds records: when this returns, the next process finds them.
+    /// Adds records. When this returns, the next process finds them.
     pub(crate) fn write(&self, records: impl IntoIterator<Item = Record>) -> io::Result<()> {
         let bytes: Vec<u8> = records.into_iter().flat_map(|record| record.encode()).collect();
         let mut content = self.content();
@@ -151,26 +151,26 @@ impl Journal {
             content.file.write_all_at(&bytes[..fits], content.len)?;
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // One that fails half way is written over by the next.
+        // The next write overwrites a record that was written only partly.
         content.file.write_all_at(&bytes, content.len)?;
         content.len += bytes.len() as u64;
         Ok(())
     }
 
-    /// Forgets everything.
+    /// Removes all records.
     pub(crate) fn clear(&self) -> io::Result<()> {
         let mut content = self.content();
         if content.len > 0 {
             content.file.set_len(0)?;
-            (content.len, content.limit) = (0, SHORT);
+            (content.len, content.compact_at) = (0, COMPACT_MIN_BYTES);
         }
         Ok(())
     }
 
-    /// Forgets the records of epochs that are not needed, if that is worth it.
-    pub(crate) fn tidy(&self, is_needed: impl Fn(Epoch) -> bool) -> io::Result<()> {
+    /// Removes the records of epochs that are not needed, if that is worthwhile.
+    pub(crate) fn compact(&self, is_needed: impl Fn(Epoch) -> bool) -> io::Result<()> {
         let mut content = self.content();
-        if content.len < content.limit {
+        if content.len < content.compact_at {
             return Ok(());
         }
         let Some(records) = parse(&content.read()?) else { return Ok(()) };
@@ -179,15 +179,15 @@ impl Journal {
         let fresh = self.path.with_extension("new");
         let file = options().create(true).truncate(true).open(&fresh)?;
         file.write_all_at(&bytes, 0)?;
-        // One or the other is there at any time, and both have all that is needed.
+        // One of the two files is there at any time, and both have all records that are needed.
         std::fs::rename(fresh, &self.path)?;
         let len = bytes.len() as u64;
-        *content = Content { file, len, limit: SHORT.max(2 * len) };
+        *content = JournalFile { file, len, compact_at: COMPACT_MIN_BYTES.max(2 * len) };
         Ok(())
     }
 }
 
-impl Content {
+impl JournalFile {
     fn read(&self) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; self.len as usize];
         self.file.read_exact_at(&mut bytes, 0)?;
@@ -207,19 +207,21 @@ mod tests {
 
     use cairn_store::{ChunkId, ChunkIndex};
 
-    use super::{Blocks, Epoch, Journal, Record, SHORT, What, Where, parse};
+    use super::{
+        Blocks, COMPACT_MIN_BYTES, ChunkEvent, CopyLocation, Epoch, Journal, Record, parse,
+    };
 
     fn records() -> Vec<Record> {
         let run = Blocks { first: 1000, count: 24 };
-        let whats = [
-            What::Copied(run, Where::Memory(1 << 40)),
-            What::Copied(run, Where::File(4096)),
-            What::Absent(Blocks { first: 0, count: 1024 }),
-            What::Stored(Some(ChunkId::of(b"content"))),
-            What::Stored(None),
+        let events = [
+            ChunkEvent::Copied(run, CopyLocation::Memory(1 << 40)),
+            ChunkEvent::Copied(run, CopyLocation::File(4096)),
+            ChunkEvent::Absent(Blocks { first: 0, count: 1024 }),
+            ChunkEvent::Stored(Some(ChunkId::of(b"content"))),
+            ChunkEvent::Stored(None),
         ];
-        let record = |what| Record { epoch: Epoch(u64::MAX), chunk: ChunkIndex(77), what };
-        whats.into_iter().map(record).collect()
+        let record = |event| Record { epoch: Epoch(u64::MAX), chunk: ChunkIndex(77), event };
+        events.into_iter().map(record).collect()
     }
 
     fn journal() -> (tempfile::TempDir, Journal) {
@@ -249,15 +251,15 @@ mod tests {
     }
 
     #[test]
-    fn a_long_journal_is_written_anew_with_what_is_needed() {
+    fn a_long_journal_is_compacted_to_what_is_needed() {
         let (_dir, journal) = journal();
         let of = |epoch| Record { epoch: Epoch(epoch), ..records()[0] };
         journal.write((0..100).map(|_| of(1))).unwrap();
-        journal.tidy(|_| false).unwrap();
+        journal.compact(|_| false).unwrap();
         assert_eq!(journal.read().unwrap().unwrap().len(), 100, "it is short");
-        let many = SHORT / 64;
+        let many = COMPACT_MIN_BYTES / 64;
         journal.write((0..many).map(|at| of(1 + u64::from(at % 1000 == 0)))).unwrap();
-        journal.tidy(|epoch| epoch == Epoch(2)).unwrap();
+        journal.compact(|epoch| epoch == Epoch(2)).unwrap();
         let left = many.div_ceil(1000) as usize;
         assert_eq!(journal.read().unwrap(), Some(vec![of(2); left]));
         journal.write([of(3)]).unwrap();

@@ -1,10 +1,11 @@
-//! The power is cut, at each point of a mirror's use, and its map is opened again.
+//! The power is cut at each point of a mirror's use, and its map is opened again.
 //!
-//! The test program starts itself under a recorder, and makes the files that a power cut could leave
-//! from what that saw (`crash_images` has the model). Writes are torn by words here, not by sectors: a torn
-//! header leaves the one before it, and a torn page some of its bits, wherever the tear is.
+//! The test program starts itself under a recorder. From the recording it makes the files that a
+//! power cut could leave (`crash_images` has the model). Writes are torn by words here, and not by
+//! sectors. Wherever the tear is, a torn header leaves the header before it, and a torn page has
+//! some of its bits.
 //!
-//! `CAIRN_SEED` repeats a run, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+//! `CAIRN_SEED` repeats a run, and `CAIRN_SOAK_SECONDS` runs further ones for that long.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -19,24 +20,26 @@ use crash_images::{
 };
 
 use super::tests::{identity, load};
-use super::{Identity, MapError, MapFile, Rest};
-use crate::flush::Flusher;
+use super::{Identity, MapError, MapFile, MapState};
+use crate::flush::MapWriter;
 use crate::mapping::Buffer;
-use crate::mirror::copies::{Arena, Places};
-use crate::mirror::cut::Cut;
-use crate::mirror::disk::{DiskFile, make_directory};
+use crate::mirror::Mirror;
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::range_allocator::RangeAllocator;
+use crate::mirror::epoch::manager::EpochManager;
+use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
-use crate::mirror::journal::Journal;
-use crate::mirror::layout::{BLOCK, Blocks, Layout, SECTOR, Span};
-use crate::mirror::live::Live;
-use crate::mirror::recovery::{Recovered, recover};
-use crate::mirror::{Mirror, Room};
+use crate::mirror::files::disk_file::{DiskFile, make_directory};
+use crate::mirror::files::journal::Journal;
+use crate::mirror::files::live_dir::LiveDir;
+use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout, SECTOR_BYTES, Span};
 
-const WORD: usize = 8;
+const WORD_BYTES: usize = 8;
 
 fn command(workload: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    let name = format!("mirror::map::power_cut::{workload}");
+    let name = format!("mirror::files::map::power_cut_tests::{workload}");
     command.args(["--exact", &name, "--test-threads=1"]);
     command
 }
@@ -45,24 +48,24 @@ fn recorded(workload: &str) -> Recording {
     record(&command(workload))
 }
 
-/// For checks that must find a mistake.
-const FEW: Draw = Draw { seed: 1, images: 8, atom: WORD };
+/// A few images, for checks that must find a bug.
+const FEW_IMAGES: Draw = Draw { seed: 1, images: 8, atom: WORD_BYTES };
 
 fn has(marks: &[String], text: &str) -> bool {
     marks.iter().any(|mark| mark == text)
 }
 
-/// Numbers that were told with this word.
+/// The numbers of the marks with this word.
 fn all(marks: &[String], word: &str) -> BTreeSet<u64> {
     let number = |mark: &String| mark.strip_prefix(word)?.strip_prefix(' ')?.parse().ok();
     marks.iter().filter_map(number).collect()
 }
 
-// The map alone, with flushes of few and of many pages, and with stops in good order.
+// The map alone, with flushes of few and of many pages, and with clean stops.
 
 const SESSIONS: u64 = 3;
 const STEPS: u64 = 4;
-/// Blocks for which a page has bits.
+/// The number of blocks whose bits are in one page.
 const PER_PAGE: u64 = 32768;
 
 /// The blocks that become present before a flush: in one page, in two, or in more.
@@ -77,7 +80,7 @@ fn changed_at(session: u64) -> Vec<u64> {
     vec![session, 100 * session, 4095]
 }
 
-/// What is recorded; when it is not, it does nothing.
+/// The workload that is recorded. Without a recorder it does nothing.
 #[test]
 fn map_workload() {
     let Some(root) = recorded_root() else { return };
@@ -94,17 +97,17 @@ fn map_workload() {
     mark("done");
 }
 
-/// One use of the map, from the begin to a stop in good order.
+/// One use of the map, from its begin to a clean stop.
 fn session(mut map: MapFile, layout: &Layout, number: u64) {
     let (presence, _) = load(&map, layout).unwrap();
     mark("beginning");
     map.begin([1; 16]).unwrap();
     mark("begun");
     let intent = map.intent(layout).unwrap();
-    mark(&format!("found {}", presence.local_bytes() / BLOCK));
+    mark(&format!("found {}", presence.local_bytes() / BLOCK_BYTES));
     for step in number * STEPS..(number + 1) * STEPS {
         for blocks in blocks_of(step) {
-            // Durable before the write that it is for.
+            // Write intent is durable before the write.
             map.write_intent(layout, &intent.bytes_with(blocks.span())).unwrap();
             intent.set(blocks.span());
             presence.set(blocks);
@@ -143,15 +146,15 @@ fn check_map(root: &Path, marks: &[String]) {
     let stages = ["created", "beginning", "begun", "ending", "ended", "killed"];
     let stage = |mark: &&String| stages.contains(&first_word(mark));
     match marks.iter().rfind(stage).map(|mark| first_word(mark)) {
-        Some("begun") => assert_eq!(map.header.rest, Rest::InUse),
-        Some("ended") => assert_eq!(map.header.rest, Rest::Clean),
-        None => assert_eq!(map.header.rest, Rest::Fresh),
+        Some("begun") => assert_eq!(map.header.state, MapState::InUse),
+        Some("ended") => assert_eq!(map.header.state, MapState::Clean),
+        None => assert_eq!(map.header.state, MapState::Fresh),
         _ => {}
     }
-    assert!(!has(marks, "begun") || map.header.rest != Rest::Fresh, "a used map is fresh");
+    assert!(!has(marks, "begun") || map.header.state != MapState::Fresh, "a used map is fresh");
 
     let layout = Layout::new(identity().geometry);
-    let (presence, state) = load(&map, &layout).unwrap();
+    let (presence, record) = load(&map, &layout).unwrap();
     for step in all(marks, "durable") {
         let present = blocks_of(step).into_iter().all(|blocks| presence.all(blocks));
         assert!(present, "blocks of flush {step} are absent");
@@ -162,15 +165,15 @@ fn check_map(root: &Path, marks: &[String]) {
         .flat_map(|blocks| blocks.first..blocks.end())
         .collect();
     let present = set.iter().filter(|block| presence.get(**block)).count() as u64;
-    assert_eq!(presence.local_bytes(), present * BLOCK, "a block is present that never was");
+    assert_eq!(presence.local_bytes(), present * BLOCK_BYTES, "a block is present that never was");
     assert!(present >= all(marks, "found").pop_last().unwrap_or(0), "blocks that were found");
-    let dirty: Vec<_> = state.dirty.iter().collect();
-    match map.header.rest {
-        Rest::Fresh => assert!(present == 0 && dirty.is_empty()),
-        Rest::InUse => {
+    let dirty: Vec<_> = record.chunks.dirty().iter().collect();
+    match map.header.state {
+        MapState::Fresh => assert!(present == 0 && dirty.is_empty()),
+        MapState::InUse => {
             assert!(presence.touched_chunks(layout.blocks_per_chunk()).eq(dirty.iter().copied()));
         }
-        Rest::Clean | Rest::Strange => {
+        MapState::Clean | MapState::GuestsUnknown => {
             let exact = present == set.len() as u64;
             assert!(exact || has(marks, "killed"), "at rest the map is exact");
             let session = all(marks, "ending").pop_last().expect("a stop was begun");
@@ -181,7 +184,7 @@ fn check_map(root: &Path, marks: &[String]) {
         }
     }
 
-    // It goes on.
+    // The next use goes on from there.
     map.begin([1; 16]).unwrap();
     let added = Blocks { first: 7 * PER_PAGE + 9, count: 1 };
     presence.set(added);
@@ -190,7 +193,7 @@ fn check_map(root: &Path, marks: &[String]) {
     assert!(!map.is_clean());
     let (presence, _) = load(&map, &layout).unwrap();
     assert!(presence.all(added));
-    assert_eq!(presence.local_bytes(), (present + 1) * BLOCK);
+    assert_eq!(presence.local_bytes(), (present + 1) * BLOCK_BYTES);
 }
 
 fn first_word(mark: &str) -> &str {
@@ -199,30 +202,31 @@ fn first_word(mark: &str) -> &str {
 
 #[test]
 fn a_power_cut_at_any_point_leaves_every_flushed_page_and_no_other_bit() {
-    cut_the_power(&recorded("map_workload"), 32, WORD, check_map);
+    cut_the_power(&recorded("map_workload"), 32, WORD_BYTES, check_map);
 }
 
 #[test]
 fn a_power_cut_after_a_kill_leaves_what_the_next_process_found() {
-    let (during, draw) = (("created", "done"), Draw { seed: 1, images: 16, atom: WORD });
+    let (during, draw) = (("created", "done"), Draw { seed: 1, images: 16, atom: WORD_BYTES });
     let next = command("next_map_workload");
     kill_and_cut_the_power(&recorded("map_workload"), during, &next, draw, check_map);
 }
 
 #[test]
 fn a_sync_of_the_map_that_is_left_out_is_found() {
-    leave_out_syncs(&recorded("map_workload"), "map", FEW, check_map);
+    leave_out_syncs(&recorded("map_workload"), "map", FEW_IMAGES, check_map);
 }
 
-// Map and data together, as flushes keep them in step.
+// Map and data together, as flushes keep them consistent.
 
 const FLUSHES: u64 = 8;
-const DISK: u64 = 512 << 10;
-/// Where the mirror is, below what is recorded: its directory and the one above it are made, too.
+const DISK_BYTES: u64 = 512 << 10;
+/// The mirror's path below the recorded directory. Its directory and the one above it are created,
+/// too.
 const MIRROR: &str = "mirrors/vm1";
 
 fn small() -> Identity {
-    Identity { geometry: Geometry::new(DISK, 64 * 1024).unwrap(), ..identity() }
+    Identity { geometry: Geometry::new(DISK_BYTES, 64 * 1024).unwrap(), ..identity() }
 }
 
 /// The blocks that are written before a flush. Some of them were written before.
@@ -230,54 +234,57 @@ fn written_before(flush: u64) -> [u64; 4] {
     [flush, flush / 2, 100 + flush, 100 + flush / 3]
 }
 
-/// What a sector holds.
+/// The content of a sector.
 fn stamp(block: u64, version: u64) -> [u8; 16] {
     ((u128::from(block) << 64) | u128::from(version)).to_le_bytes()
 }
 
-/// What is recorded; when it is not, it does nothing.
+/// The workload that is recorded. Without a recorder it does nothing.
 #[test]
 fn flush_workload() {
     let Some(root) = recorded_root() else { return };
     let (path, elsewhere) = (root.join(MIRROR), tempfile::tempdir().unwrap());
     make_directory(&path).unwrap();
     let disk = DiskFile::open(&path.join("disk")).unwrap();
-    disk.set_len(DISK).unwrap();
-    disk.punch(Span { offset: 0, len: DISK }).unwrap();
+    disk.set_len(DISK_BYTES).unwrap();
+    disk.punch(Span { offset: 0, len: DISK_BYTES }).unwrap();
     disk.sync_name(&path).unwrap();
     let mut map = MapFile::create(&path.join("map"), small()).unwrap();
     mark("created");
     let layout = Layout::new(small().geometry);
-    let live = Live::open(
+    let live = LiveDir::open(
         &elsewhere.path().join("live"),
         elsewhere.path(),
         &map,
         &[1; 16],
         &layout,
-        BLOCK,
+        BLOCK_BYTES,
     );
     let live = live.unwrap();
     map.begin([1; 16]).unwrap();
-    let room =
-        Room { shelf: live.shelf, passage: Arena::new(BLOCK as usize), spill: Places::new(0) };
+    let space = CowSpace {
+        memory: live.cow_memory,
+        spill_buffers: BufferPool::new(BLOCK_BYTES as usize),
+        spill: RangeAllocator::new(0),
+    };
     let journal = Arc::new(Journal::open(&elsewhere.path().join("journal")).unwrap());
     let Recovered { current, layers, .. } =
-        recover(live.states, &journal, &layout, &room, |_| None).unwrap();
-    let cut = Cut::new(live.epochs, journal, 1, current, layers);
+        recover(live.epochs, &journal, &layout, &space, |_| None).unwrap();
+    let epochs = EpochManager::new(live.epoch_files, journal, 1, current, layers);
     let intent = map.intent(&layout).unwrap();
-    let mirror = Mirror::new(layout, live.presence, intent, cut, room, Events::new(Vec::new()));
-    let flusher = Flusher::new(map);
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
+    let writer = MapWriter::new(map);
     for flush in 0..FLUSHES {
         for block in written_before(flush) {
             mark(&format!("writing {flush}"));
-            let mut buffer = Buffer::zeroed(BLOCK as usize);
-            for sector in buffer.chunks_exact_mut(SECTOR as usize) {
+            let mut buffer = Buffer::zeroed(BLOCK_BYTES as usize);
+            for sector in buffer.chunks_exact_mut(SECTOR_BYTES as usize) {
                 sector[..16].copy_from_slice(&stamp(block, flush));
             }
-            disk.write(&buffer, block * BLOCK).unwrap();
-            mirror.presence.set(Blocks { first: block, count: 1 });
+            disk.write(&buffer, block * BLOCK_BYTES).unwrap();
+            mirror.presence().set(Blocks { first: block, count: 1 });
         }
-        flusher.flush(&mirror, &disk).unwrap();
+        writer.flush(&mirror, &disk).unwrap();
         mark(&format!("flushed {flush}"));
     }
     mark("done");
@@ -296,8 +303,8 @@ fn check_flush(root: &Path, marks: &[String]) {
     };
     let (presence, _) = load(&map, &Layout::new(small().geometry)).unwrap();
     let disk = std::fs::read(path.join("disk")).unwrap();
-    assert_eq!(disk.len() as u64, DISK);
-    for block in 0..DISK / BLOCK {
+    assert_eq!(disk.len() as u64, DISK_BYTES);
+    for block in 0..DISK_BYTES / BLOCK_BYTES {
         let last = |flushes: &BTreeSet<u64>| {
             flushes.iter().rev().copied().find(|flush| written_before(*flush).contains(&block))
         };
@@ -307,8 +314,9 @@ fn check_flush(root: &Path, marks: &[String]) {
             continue;
         }
         let newest = newest.unwrap_or_else(|| panic!("block {block} was never written"));
-        let start = (block * BLOCK) as usize;
-        for sector in disk[start..start + BLOCK as usize].chunks_exact(SECTOR as usize) {
+        let start = (block * BLOCK_BYTES) as usize;
+        for sector in disk[start..start + BLOCK_BYTES as usize].chunks_exact(SECTOR_BYTES as usize)
+        {
             let mut versions = oldest.unwrap_or(0)..=newest;
             let found = versions.any(|version| sector[..16] == stamp(block, version));
             assert!(found, "block {block} is present and holds {:?}", &sector[..16]);
@@ -318,13 +326,13 @@ fn check_flush(root: &Path, marks: &[String]) {
 
 #[test]
 fn a_power_cut_at_any_point_leaves_the_data_of_every_present_block() {
-    cut_the_power(&recorded("flush_workload"), 32, WORD, check_flush);
+    cut_the_power(&recorded("flush_workload"), 32, WORD_BYTES, check_flush);
 }
 
 #[test]
 fn a_sync_of_data_map_or_directories_that_is_left_out_is_found() {
     let recording = recorded("flush_workload");
     for name in ["mirrors/vm1/disk", "mirrors/vm1/map", "mirrors/vm1", "mirrors", ""] {
-        leave_out_syncs(&recording, name, FEW, check_flush);
+        leave_out_syncs(&recording, name, FEW_IMAGES, check_flush);
     }
 }

@@ -1,0 +1,113 @@
+//! What is known of the guest and its hypervisors, across connections and across processes.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`ledger`] | the requests in flight, in shared memory |
+//! | [`ring_ownership`] | which hypervisor runs the virtqueues |
+
+pub(crate) mod ledger;
+pub(crate) mod ring_ownership;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use self::ledger::{GuestRingAddresses, Ledger, LedgerFile, RingIndices};
+use self::ring_ownership::{ConnectionId, RingOwnership};
+use crate::mirror::files::live_dir::GuestFlags;
+
+/// The guest's state. Connections and workers share it.
+pub(crate) struct GuestState {
+    flags: GuestFlags,
+    /// The requests in flight, for hypervisors that keep no record of them.
+    ledgers: LedgerFile,
+    ownership: RingOwnership,
+    connections: AtomicUsize,
+    running_queues: AtomicUsize,
+}
+
+impl GuestState {
+    pub(crate) fn new(flags: GuestFlags, ledgers: LedgerFile) -> GuestState {
+        GuestState {
+            flags,
+            ledgers,
+            ownership: RingOwnership::default(),
+            connections: AtomicUsize::new(0),
+            running_queues: AtomicUsize::new(0),
+        }
+    }
+
+    /// Whether a write is answered only when it is durable.
+    pub(crate) fn is_write_through(&self) -> bool {
+        self.flags.write_through().load(Ordering::Relaxed) != 0
+    }
+
+    pub(crate) fn set_write_through(&self, write_through: bool) {
+        self.flags.write_through().store(write_through.into(), Ordering::Relaxed);
+    }
+
+    /// Whether the ring with this index may be in use when it starts.
+    pub(crate) fn knows_ring(&self, index: usize) -> bool {
+        self.flags.known_rings().load(Ordering::SeqCst) & (1 << index) != 0
+    }
+
+    pub(crate) fn add_known_ring(&self, index: usize) {
+        self.flags.known_rings().fetch_or(1 << index, Ordering::SeqCst);
+    }
+
+    /// Whether a guest that ran before may go on.
+    pub(crate) fn knows_any_ring(&self) -> bool {
+        self.flags.known_rings().load(Ordering::SeqCst) != 0
+    }
+
+    /// Whether the next process needs the live directory for the guest's sake: requests are in
+    /// flight for a hypervisor that is away, or the guest has turned off the write cache.
+    pub(crate) fn needs_live_dir(&self) -> bool {
+        self.ledgers.is_in_use() || self.is_write_through()
+    }
+
+    /// This process's own ledger of a ring. See [`LedgerFile::resume`].
+    pub(crate) fn resume_ledger(
+        &self,
+        queue: usize,
+        size: u16,
+        addresses: GuestRingAddresses,
+        ring: RingIndices,
+    ) -> Option<(Ledger, Option<Vec<u16>>)> {
+        self.ledgers.resume(queue, size, addresses, ring)
+    }
+
+    /// Waits until no other connection runs a ring. Returns whether that happened in time.
+    pub(crate) fn acquire_rings(&self, id: ConnectionId) -> bool {
+        self.ownership.acquire(id)
+    }
+
+    /// Lets another connection run rings, if this one did.
+    pub(crate) fn release_rings(&self, id: ConnectionId) {
+        self.ownership.release(id);
+    }
+
+    pub(crate) fn queue_started(&self) {
+        self.running_queues.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn queue_stopped(&self) {
+        self.running_queues.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// The number of virtqueues that run.
+    pub(crate) fn running_queues(&self) -> usize {
+        self.running_queues.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn connection_opened(&self) {
+        self.connections.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(crate) fn connection_closed(&self) {
+        self.connections.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether a hypervisor is connected.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.connections.load(Ordering::SeqCst) > 0
+    }
+}

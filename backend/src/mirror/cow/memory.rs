@@ -1,0 +1,89 @@
+//! Memory for preserved blocks that outlives the process, because it belongs to a file.
+
+use std::fs::File;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use super::buffer_pool::PooledBuffer;
+use super::range_allocator::{AllocatedRange, RangeAllocator};
+use crate::mapping::SharedBytes;
+use crate::mirror::files::disk_file::allocate_more;
+use crate::mirror::layout::BLOCK_BYTES;
+
+/// The copy-on-write memory of a disk.
+pub(crate) struct CowMemory {
+    file: File,
+    bytes: Arc<SharedBytes>,
+    ranges: Arc<RangeAllocator>,
+    /// The number of bytes for which the file has space. Memory beyond that must not be touched.
+    allocated: Mutex<u64>,
+}
+
+/// The file grows in steps of this many bytes, because most disks never need much. In tests it
+/// grows by blocks, so that the growth happens often.
+const GROWTH_BYTES: u64 = if cfg!(test) { BLOCK_BYTES } else { 4 << 20 };
+
+impl CowMemory {
+    /// Uses `file` with its content, and at most `limit` bytes of it.
+    pub(crate) fn new(file: File, limit: u64) -> io::Result<CowMemory> {
+        let bytes = Arc::new(SharedBytes::new(&file, limit as usize)?);
+        let allocated = Mutex::new(file.metadata()?.len().min(limit));
+        Ok(CowMemory { file, bytes, ranges: RangeAllocator::new(limit), allocated })
+    }
+
+    /// Returns a page-aligned buffer with arbitrary content, or `None` if no space is left.
+    pub(crate) fn take(&self, len: u64) -> Option<PooledBuffer> {
+        let range = self.ranges.take(len)?;
+        let end = range.offset + len;
+        let mut allocated = self.allocated.lock().expect("no code panics with this lock held");
+        if end > *allocated {
+            let more = (end - *allocated).next_multiple_of(GROWTH_BYTES);
+            match allocate_more(&self.file, *allocated, more) {
+                Ok(()) => *allocated += more,
+                Err(error) => {
+                    tracing::warn!(
+                        %error,
+                        "cannot get more copy-on-write memory; old blocks go to the spill file"
+                    );
+                    return None;
+                }
+            }
+        }
+        Some(self.buffer(range))
+    }
+
+    /// Returns the buffer at this offset, which an earlier process had allocated.
+    pub(crate) fn take_at(&self, offset: u64, len: u64) -> Option<PooledBuffer> {
+        let allocated = *self.allocated.lock().expect("as in `take`");
+        let inside = offset.checked_add(len)? <= allocated;
+        let aligned = (offset | len).is_multiple_of(BLOCK_BYTES);
+        let range = (inside && aligned).then(|| self.ranges.take_at(offset, len))??;
+        Some(self.buffer(range))
+    }
+
+    fn buffer(&self, range: AllocatedRange) -> PooledBuffer {
+        PooledBuffer::shared(range, self.bytes.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CowMemory;
+
+    #[test]
+    fn memory_keeps_its_content() {
+        let file = tempfile::tempfile().unwrap();
+        let memory = CowMemory::new(file.try_clone().unwrap(), 16 << 20).unwrap();
+        let _first = memory.take(8192).unwrap();
+        let mut second = memory.take(4096).unwrap();
+        second.fill(0x5a);
+        let offset = second.cow_memory_offset().unwrap();
+        drop(memory);
+        let again = CowMemory::new(file, 16 << 20).unwrap();
+        let second = again.take_at(offset, 4096).unwrap();
+        assert!(second.iter().all(|byte| *byte == 0x5a));
+        assert!(again.take_at(offset, 4096).is_none(), "taken");
+        assert!(again.take_at(8 << 20, 4096).is_none(), "there is no memory behind it");
+        assert!(again.take_at(100, 4096).is_none());
+    }
+}

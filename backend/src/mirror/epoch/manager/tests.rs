@@ -1,0 +1,121 @@
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::{Epoch, EpochFiles, EpochManager, Journal, LayerState, MAX_LAYERS};
+
+fn manager() -> EpochManager {
+    let files = EpochFiles::private(100);
+    let record = files.allocate().unwrap();
+    record.begin(Epoch(1));
+    let dir = tempfile::tempdir().unwrap();
+    let journal = Journal::open(&dir.path().join("journal")).unwrap();
+    EpochManager::new(files, journal.into(), 2, record, Vec::new())
+}
+
+#[test]
+fn a_layer_settles_when_its_last_ticket_is_back() {
+    let epochs = manager();
+    let (mut a, mut b) = (epochs.handle(0), epochs.handle(1));
+    let (first, _) = epochs.take_ticket(&mut a);
+    let layer = epochs.freeze().unwrap().unwrap();
+    assert!(!epochs.settle(&layer));
+    let (second, _) = epochs.take_ticket(&mut b);
+    assert!(second > first);
+    assert!(!epochs.settle(&layer));
+    epochs.return_ticket(0, first);
+    assert!(epochs.settle(&layer));
+    epochs.return_ticket(1, second);
+}
+
+/// Real threads: while a worker holds a ticket, nobody finds that ticket's epoch settled.
+#[test]
+fn an_epoch_never_settles_while_a_ticket_of_it_is_out() {
+    let epochs = manager();
+    let settled = AtomicU64::new(0);
+    let (stop, broken) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for worker in 0..2 {
+            let (epochs, settled, stop, broken) = (&epochs, &settled, &stop, &broken);
+            scope.spawn(move || {
+                let mut handle = epochs.handle(worker);
+                while !stop.load(Ordering::Relaxed) {
+                    let (epoch, _) = epochs.take_ticket(&mut handle);
+                    if (0..10).any(|_| settled.load(Ordering::SeqCst) >= epoch.0) {
+                        broken.store(true, Ordering::SeqCst);
+                    }
+                    epochs.return_ticket(worker, epoch);
+                }
+            });
+        }
+        for _ in 0..2_000 {
+            let layer = epochs.freeze().unwrap().unwrap();
+            while !epochs.settle(&layer) {
+                std::thread::yield_now();
+            }
+            settled.store(layer.epoch.0, Ordering::SeqCst);
+            epochs.publish(&layer);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(!broken.load(Ordering::SeqCst), "an epoch settled under a ticket");
+}
+
+#[test]
+fn the_number_of_waiting_layers_is_bounded() {
+    let epochs = manager();
+    for _ in 0..MAX_LAYERS {
+        assert!(epochs.freeze().unwrap().is_some());
+    }
+    assert!(epochs.freeze().unwrap().is_none());
+}
+
+#[test]
+fn a_failed_layer_joins_the_current_epoch_unless_a_later_one_waits() {
+    let epochs = manager();
+    epochs.view().mark_dirty(1);
+    let first = epochs.freeze().unwrap().unwrap();
+    epochs.view().mark_dirty(2);
+    let second = epochs.freeze().unwrap().unwrap();
+    assert!(epochs.settle(&first) && epochs.settle(&second));
+    epochs.give_up(&first);
+    assert_eq!(epochs.view().layers.len(), 2, "the second absorbs the first");
+    epochs.view().mark_dirty(3);
+    epochs.give_up(&second);
+    assert!(epochs.view().layers.is_empty());
+    assert_eq!(epochs.view().dirty().iter().collect::<Vec<_>>(), [1, 2, 3]);
+}
+
+#[test]
+fn a_published_layer_takes_the_ones_it_absorbed_along() {
+    let epochs = manager();
+    let first = epochs.freeze().unwrap().unwrap();
+    let second = epochs.freeze().unwrap().unwrap();
+    let third = epochs.freeze().unwrap().unwrap();
+    assert!(epochs.settle(&first) && epochs.settle(&second));
+    epochs.give_up(&first);
+    epochs.publish(&second);
+    let left: Vec<_> = epochs.view().layers.iter().map(|layer| layer.epoch).collect();
+    assert_eq!(left, [third.epoch]);
+}
+
+/// The state of a layer after each step of its life, and where its changes are.
+#[test]
+fn a_layer_that_fails_joins_the_current_epoch_at_once_and_stays_until_its_checkpoint_ends() {
+    let epochs = manager();
+    epochs.view().mark_dirty(1);
+    let layer = epochs.freeze().unwrap().unwrap();
+    assert_eq!(layer.state(), LayerState::Frozen);
+    assert!(epochs.settle(&layer));
+    assert_eq!(layer.state(), LayerState::Settled);
+    epochs.fail_oldest("no space");
+    assert_eq!(layer.state(), LayerState::Failed);
+    assert!(epochs.view().dirty().contains(1));
+    epochs.fail(&layer, "again");
+    assert_eq!(layer.failure().as_deref(), Some("no space"), "the first reason stays");
+    let later = epochs.freeze().unwrap().unwrap();
+    assert!(epochs.settle(&later));
+    epochs.give_up(&layer);
+    assert_eq!(layer.state(), LayerState::Lost);
+    epochs.publish(&later);
+    assert_eq!((layer.state(), later.state()), (LayerState::Closed, LayerState::Closed));
+    assert!(epochs.view().layers.is_empty());
+}

@@ -1,0 +1,140 @@
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use cairn_store::{Geometry, MirrorId};
+use tempfile::TempDir;
+
+use super::{
+    Header, Identity, MapError, MapFile, MapState, PRESENCE_OFFSET, SLOT_BYTES, decode, encode,
+};
+use crate::mirror::epoch::record::EpochRecord;
+use crate::mirror::layout::{Blocks, Layout, Span};
+use crate::mirror::presence::Presence;
+
+pub(super) fn identity() -> Identity {
+    Identity {
+        mirror: MirrorId::from_bytes([7; 16]),
+        image: "vm1".parse().unwrap(),
+        geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
+        origin: 3,
+    }
+}
+
+pub(super) fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochRecord), MapError> {
+    let presence = Presence::absent(layout.block_count()).unwrap();
+    let record = EpochRecord::private(layout.chunk_count()).unwrap();
+    map.load(layout, &presence, record.chunks.dirty())?;
+    Ok((presence, record))
+}
+
+/// A fresh map that is in use.
+fn in_use() -> (TempDir, PathBuf, Layout, MapFile) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("map");
+    let mut map = MapFile::create(&path, identity()).unwrap();
+    map.begin([1; 16]).unwrap();
+    (dir, path, Layout::new(identity().geometry), map)
+}
+
+#[test]
+fn presence_and_changes_survive_a_clean_stop() {
+    let (_dir, path, layout, mut map) = in_use();
+    let (presence, record) = load(&map, &layout).unwrap();
+    assert_eq!(record.chunks.dirty().len(), 0);
+    presence.set(Blocks { first: 100, count: 50 });
+    map.write_pages(&presence.take_changed()).unwrap();
+    map.end(&presence, &layout, [0, 9, 4095].into_iter(), true).unwrap();
+    let map = MapFile::open(&path).unwrap();
+    assert_eq!(map.identity(), &identity());
+    assert!(map.is_clean() && map.knows_guests());
+    assert_eq!(map.use_id(), &[1; 16]);
+    let (presence, record) = load(&map, &layout).unwrap();
+    let dirty = record.chunks.dirty();
+    assert!(presence.all(Blocks { first: 100, count: 50 }));
+    assert!(!presence.get(99));
+    assert_eq!(presence.local_bytes(), 50 * 4096);
+    assert_eq!(dirty.iter().collect::<Vec<_>>(), [0, 9, 4095]);
+}
+
+#[test]
+fn after_an_unclean_stop_local_chunks_of_regions_in_use_count_as_changed() {
+    let (_dir, path, layout, map) = in_use();
+    let (presence, _) = load(&map, &layout).unwrap();
+    presence.set(Blocks { first: 64, count: 1 });
+    presence.set(Blocks { first: 640, count: 64 });
+    // A fetch in another region.
+    presence.set(Blocks { first: 100_000, count: 64 });
+    let bytes = map.intent(&layout).unwrap().bytes_with(Span { offset: 0, len: 512 });
+    map.write_intent(&layout, &bytes).unwrap();
+    map.write_pages(&presence.take_changed()).unwrap();
+    drop(map);
+    let map = MapFile::open(&path).unwrap();
+    assert!(!map.is_clean());
+    let (_, record) = load(&map, &layout).unwrap();
+    let dirty = record.chunks.dirty();
+    assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 10]);
+}
+
+/// The host dies while a header is written, and the slot holds half of it.
+#[test]
+fn a_torn_header_leaves_the_one_before_it() {
+    let (_dir, path, _, map) = in_use();
+    assert!(!MapFile::open(&path).unwrap().is_clean());
+    map.file.write_all_at(&[0xff; 100], SLOT_BYTES + 50).unwrap();
+    assert!(MapFile::open(&path).unwrap().is_clean(), "the older header counts again");
+    map.file.write_all_at(&[0xff; 100], 50).unwrap();
+    assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+}
+
+#[test]
+fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
+    let (_dir, path, layout, mut map) = in_use();
+    let (presence, _) = load(&map, &layout).unwrap();
+    map.end(&presence, &layout, std::iter::empty(), false).unwrap();
+    let stopped = MapFile::open(&path).unwrap();
+    assert!(stopped.is_clean() && !stopped.knows_guests());
+    assert!(load(&stopped, &layout).is_ok());
+    map.file.write_all_at(&[1], PRESENCE_OFFSET + 77).unwrap();
+    assert!(matches!(load(&MapFile::open(&path).unwrap(), &layout), Err(MapError::Damaged(_))));
+    map.file.set_len(PRESENCE_OFFSET + 4096).unwrap();
+    assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+}
+
+#[test]
+fn what_is_beyond_the_disks_end_is_refused_whatever_the_checksum_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("map");
+    let geometry = Geometry::new((1 << 30) - 256 * 1024, 256 * 1024).unwrap();
+    let smaller = Layout::new(geometry);
+    let end = |presence: Option<u64>, dirty: Option<u64>| {
+        let mut map = MapFile::create(&path, Identity { geometry, ..identity() }).unwrap();
+        let (written, _) = load(&map, &smaller).unwrap();
+        presence.iter().for_each(|first| written.set(Blocks { first: *first, count: 1 }));
+        map.write_pages(&written.take_changed()).unwrap();
+        map.end(&written, &smaller, dirty.into_iter(), true).unwrap();
+        load(&MapFile::open(&path).unwrap(), &smaller).map(|_| ())
+    };
+    let (blocks, chunks) = (smaller.block_count(), smaller.chunk_count());
+    assert!(end(Some(blocks - 1), Some(chunks - 1)).is_ok());
+    assert!(matches!(end(Some(blocks), None), Err(MapError::Damaged(_))));
+    assert!(matches!(end(None, Some(chunks)), Err(MapError::Damaged(_))));
+}
+
+#[test]
+fn a_sequence_number_that_has_none_behind_it_is_refused() {
+    let header =
+        |sequence| Header { sequence, state: MapState::InUse, use_id: [0; 16], bitmaps: [0; 32] };
+    assert!(decode(&encode(&identity(), header(u64::MAX / 2))).is_ok());
+    let last = decode(&encode(&identity(), header(u64::MAX)));
+    assert!(matches!(last, Err(MapError::Damaged(_))));
+}
+
+#[test]
+fn an_empty_or_foreign_file_is_damaged_not_fresh() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("map");
+    std::fs::write(&path, b"").unwrap();
+    assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+    std::fs::write(&path, vec![1; 10_000]).unwrap();
+    assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+}

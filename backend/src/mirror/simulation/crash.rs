@@ -1,0 +1,125 @@
+//! The process crashes, and the next one takes over.
+
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::sync::Arc;
+
+use cairn_store::SnapshotState;
+use tempfile::TempDir;
+
+use super::kernel::{Operation, OperationKind};
+use super::ring::Write;
+use super::{CHUNKS, PlantedBug, WORKERS, World, ring};
+use crate::mirror::Mirror;
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::memory::CowMemory;
+use crate::mirror::cow::range_allocator::RangeAllocator;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::manager::EpochManager;
+use crate::mirror::epoch::record::EpochFiles;
+use crate::mirror::epoch::recovery::{Recovered, recover};
+use crate::mirror::events::Events;
+use crate::mirror::files::journal::Journal;
+use crate::mirror::intent::WriteIntent;
+use crate::mirror::layout::{BLOCK_BYTES, Layout};
+use crate::mirror::presence::Presence;
+
+/// The mirror that a process finds in `dir`, and the checkpoints that it resumes.
+pub(super) fn open(
+    dir: &TempDir,
+    layout: Layout,
+    (cow_blocks, spill_buffers): (u64, u64),
+    states: &HashMap<u64, SnapshotState>,
+) -> (Mirror, Vec<Arc<Layer>>) {
+    let file = |name: &str| {
+        let mut options = OpenOptions::new();
+        let options = options.read(true).write(true).create(true).truncate(false);
+        options.open(dir.path().join(name)).unwrap()
+    };
+    let presence = file("presence");
+    presence.set_len(Presence::shared_len(layout.block_count())).unwrap();
+    let presence = Presence::shared(&presence, 0, layout.block_count()).unwrap();
+    presence.recount();
+    let (files, mut found) = EpochFiles::open(dir.path(), CHUNKS).unwrap();
+    if found.is_empty() {
+        found.push(files.allocate().unwrap());
+        found[0].begin(Epoch(1));
+    }
+    let space = CowSpace {
+        memory: CowMemory::new(file("cow-memory"), cow_blocks * BLOCK_BYTES).unwrap(),
+        spill_buffers: BufferPool::new((spill_buffers * BLOCK_BYTES) as usize),
+        spill: RangeAllocator::new(200 * BLOCK_BYTES),
+    };
+    let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
+    let Recovered { current, layers, resumed } =
+        recover(found, &journal, &layout, &space, |number| states.get(&number).copied()).unwrap();
+    let epochs = EpochManager::new(files, journal, WORKERS, current, layers);
+    let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
+    let (intent, events) = (WriteIntent::new(&intent), Events::new(Vec::new()));
+    (Mirror::new(layout, presence, intent, epochs, space, events), resumed)
+}
+
+impl World {
+    /// Ends the process. Operations in flight land or do not land; everything else of the process
+    /// is gone.
+    fn crash(&mut self) {
+        self.crashes += 1;
+        for Operation { kind, left, .. } in std::mem::take(&mut self.kernel) {
+            match kind {
+                OperationKind::Write { job, mut permit, .. } => {
+                    permit.returned = true;
+                    let Write { span, version } = job.write;
+                    for block in left {
+                        if self.rng.chance(50) {
+                            self.disk[block as usize] = version;
+                        }
+                    }
+                    let blocks = self.layout.blocks(span);
+                    for block in blocks.first..blocks.end() {
+                        self.torn[block as usize].push((permit.epoch, version));
+                    }
+                }
+                OperationKind::Fill { .. } => {
+                    for block in left {
+                        if self.rng.chance(50) {
+                            self.disk[block as usize] = self.parent[block as usize];
+                        }
+                    }
+                }
+                OperationKind::Copy { .. }
+                | OperationKind::Spill { .. }
+                | OperationKind::Persist { .. } => {}
+            }
+        }
+        self.parked.iter_mut().for_each(Vec::clear);
+        if self.planted_bug == Some(PlantedBug::LostRecord) {
+            let path = self.dir.path().join("journal");
+            let journal = OpenOptions::new().write(true).open(path).unwrap();
+            let len = journal.metadata().unwrap().len();
+            journal.set_len(len.saturating_sub(64)).unwrap();
+        }
+        self.commits.clear();
+        let (mirror, resumed) = open(&self.dir, self.layout, self.cow_blocks, &self.states);
+        self.mirror = mirror;
+        self.commits = resumed;
+        let epoch_handle = |worker| self.mirror.epoch_handle(worker);
+        self.epoch_handles = (0..WORKERS).map(epoch_handle).collect();
+        self.queues = ring::open(&self.ledgers, &self.rings);
+        if self.planted_bug == Some(PlantedBug::LostLedgerEntry) {
+            self.queues[0].lose_one(&self.rings[0]);
+            self.queues = ring::open(&self.ledgers, &self.rings);
+        }
+    }
+
+    /// Crashes in `per_mille` of a thousand calls. Returns whether it did: then the next process
+    /// has taken over.
+    pub(super) fn crashes_now(&mut self, per_mille: u64) -> bool {
+        let crashes = !self.calm && self.rng.below(1000) < per_mille;
+        if crashes {
+            self.crash();
+        }
+        crashes
+    }
+}

@@ -1,0 +1,147 @@
+//! The mirror's directory and the live directory, as the process finds them.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use cairn_store::{MirrorId, MirrorRecord, Repository, Selector, Snapshot, SnapshotRef};
+
+use super::error::StartError;
+use crate::args::Args;
+use crate::mirror::files::disk_file::{DiskFile, make_directory};
+use crate::mirror::files::journal::Journal;
+use crate::mirror::files::live_dir::LiveDir;
+use crate::mirror::files::map::{Identity, MapError, MapFile, UseId};
+use crate::mirror::layout::{Layout, SECTOR_BYTES, Span};
+use crate::sys;
+
+/// The mirror's directory, which is locked and fits the image.
+pub(super) struct LocalState {
+    pub(super) data: DiskFile,
+    pub(super) spill: DiskFile,
+    pub(super) map: MapFile,
+    pub(super) journal: Arc<Journal>,
+    pub(super) layout: Layout,
+    pub(super) live: LiveDir,
+    /// The id of the use of the mirror that begins, unless an earlier use goes on.
+    pub(super) next_use: UseId,
+}
+
+impl LocalState {
+    /// Opens the directory, or creates a mirror of `snapshot` in it.
+    pub(super) fn open(args: &Args, snapshot: &Snapshot) -> Result<LocalState, StartError> {
+        let path = &args.mirror;
+        let failed = |source| StartError::Mirror { path: path.clone(), source };
+        let mismatch =
+            |reason: &str| StartError::Mismatch { path: path.clone(), reason: reason.into() };
+        let map_path = path.join("map");
+        let map_failed = |source| StartError::Map { path: map_path.clone(), source };
+        make_directory(path).map_err(failed)?;
+        let data = DiskFile::open(&path.join("disk")).map_err(|source| match source.kind() {
+            io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
+            io::ErrorKind::InvalidInput => {
+                mismatch("is on a file system without direct I/O; use ext4, xfs or btrfs")
+            }
+            _ => failed(source),
+        })?;
+        if data.alignment().offset > SECTOR_BYTES {
+            return Err(mismatch(
+                "is on a disk whose sectors are larger than 512 bytes, which is not supported",
+            ));
+        }
+        let spill = DiskFile::open(&path.join("spill")).map_err(failed)?;
+        let layout = Layout::new(snapshot.geometry);
+        let len = data.len().map_err(failed)?;
+        let map = match MapFile::open(&map_path) {
+            Ok(map) => map,
+            Err(MapError::Io(error)) if error.kind() == io::ErrorKind::NotFound => {
+                if len > 0 && !data.is_hole(Span { offset: 0, len }) {
+                    return Err(mismatch("has data but no map; choose an empty directory"));
+                }
+                let identity = Identity {
+                    mirror: MirrorId::from_bytes(sys::random_id().map_err(failed)?),
+                    image: snapshot.image.clone(),
+                    geometry: snapshot.geometry,
+                    origin: snapshot.number,
+                };
+                data.set_len(layout.file_len()).map_err(failed)?;
+                data.punch(Span { offset: 0, len: layout.file_len() }).map_err(|error| {
+                    mismatch(&format!("is on a file system that cannot punch holes ({error})"))
+                })?;
+                // A process that finds a map also finds the file that it describes.
+                data.sync_name(path).map_err(failed)?;
+                MapFile::create(&map_path, identity).map_err(map_failed)?
+            }
+            Err(error) => return Err(map_failed(error)),
+        };
+        let identity = map.identity();
+        if identity.image != snapshot.image || identity.geometry != snapshot.geometry {
+            return Err(mismatch(&format!(
+                "belongs to image '{}' of {} bytes in chunks of {}, not to '{}' of {} bytes in chunks \
+                 of {}; choose another directory",
+                identity.image,
+                identity.geometry.size(),
+                identity.geometry.chunk_size(),
+                snapshot.image,
+                snapshot.geometry.size(),
+                snapshot.geometry.chunk_size(),
+            )));
+        }
+        if data.len().map_err(failed)? != layout.file_len() {
+            return Err(mismatch("has a data file of the wrong length; delete the directory"));
+        }
+        let journal = Journal::open(&path.join("journal")).map_err(failed)?;
+        let next_use = sys::random_id().map_err(failed)?;
+        let (base, cow_memory_bytes) = (args.live(), u64::from(args.cow_memory) << 20);
+        let live = LiveDir::open(&base, path, &map, &next_use, &layout, cow_memory_bytes).map_err(
+            |source| match source.kind() {
+                io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
+                _ => StartError::LiveDir { path: base, source },
+            },
+        )?;
+        if !live.is_adopted {
+            map.load(&layout, &live.presence, live.epochs[0].chunks.dirty()).map_err(map_failed)?;
+        }
+        Ok(LocalState { data, spill, map, journal: Arc::new(journal), layout, live, next_use })
+    }
+
+    /// Checks that the mirror continues the snapshot that was requested.
+    pub(super) fn check(
+        &self,
+        path: &Path,
+        wanted: &SnapshotRef,
+        snapshot: &Snapshot,
+        record: Option<&MirrorRecord>,
+        store: &Repository,
+    ) -> Result<(), String> {
+        let changed = self.live.epochs.iter().any(|record| record.chunks.dirty().len() > 0);
+        let untouched = self.live.presence.local_bytes() == 0 && !changed;
+        let Some(record) = record else {
+            let reason = "is not known to the repository: it belongs to another one, or was removed; \
+                          delete the directory to start again from a snapshot";
+            return if untouched { Ok(()) } else { Err(reason.into()) };
+        };
+        let identity = self.map.identity();
+        // With the same arguments as at its creation, the mirror goes on where it is.
+        let same = record.parent == snapshot.number
+            || (wanted.selector != Selector::Newest && identity.origin == snapshot.number);
+        // The newest snapshot may be one that this mirror published just before its process died.
+        let own = store
+            .catalog()
+            .snapshots(&snapshot.image)
+            .map_err(|error| error.to_string())?
+            .iter()
+            .any(|other| other.number == snapshot.number && other.mirror == Some(record.id));
+        if same || own {
+            return Ok(());
+        }
+        Err(format!(
+            "holds {image}@{parent} and later writes, but {asked} was requested; start it with --image \
+             {image}@{parent} to go on from there, or delete {path} to start from {asked}",
+            image = identity.image,
+            parent = record.parent,
+            asked = snapshot.name(),
+            path = path.display(),
+        ))
+    }
+}

@@ -1,0 +1,285 @@
+//! Assembles a disk from its mirror's directory and the repository, serves it, and closes it again.
+
+mod error;
+mod local_state;
+mod sockets;
+
+use std::collections::HashSet;
+use std::fs;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cairn_store::net::identity::Access;
+use cairn_store::{
+    Attachment, MirrorOwner, Mode, Repository, Snapshot, SnapshotRef, SnapshotState,
+};
+
+use self::error::serving;
+use self::local_state::LocalState;
+use self::sockets::Sockets;
+use crate::args::Args;
+use crate::commit::persist::{Abort, Persister};
+use crate::commit::throttle::CommitThrottle;
+use crate::commit::{Commits, stall};
+use crate::control::{self, ControlContext};
+use crate::counters::Counters;
+use crate::fetch::Fetcher;
+use crate::flush::Flusher;
+use crate::guest::GuestState;
+use crate::guest::ledger::LedgerFile;
+use crate::image::Image;
+use crate::lease;
+use crate::local_disk::LocalDisk;
+use crate::mirror::Mirror;
+use crate::mirror::cow::CowSpace;
+use crate::mirror::cow::buffer_pool::BufferPool;
+use crate::mirror::cow::range_allocator::RangeAllocator;
+use crate::mirror::epoch::layer::Layer;
+use crate::mirror::epoch::manager::EpochManager;
+use crate::mirror::epoch::recovery::{Recovered, recover};
+use crate::mirror::events::Events;
+use crate::mirror::files::live_dir;
+use crate::vhost::server::{self, StopHandle};
+use crate::worker::{self, Command, RequestContext};
+
+pub use self::error::StartError;
+
+/// How long a stop waits for checkpoints that are almost stable.
+const COMMIT_GRACE_PERIOD: Duration = Duration::from_secs(2);
+
+/// The memory for copies on their way from the data file to the spill file.
+const SPILL_BUFFER_BYTES: usize = 8 << 20;
+
+/// The memory for bounce buffers.
+const BOUNCE_BUFFER_BYTES: usize = 64 << 20;
+
+/// Serves the disk that the arguments name, until a signal or the end of the only connection.
+pub fn run(args: &Args) -> Result<(), StartError> {
+    let sockets = Sockets::open(args)?;
+    let repository = |source| StartError::Repository { image: args.image.clone(), source };
+    let wanted: SnapshotRef = args.image.parse().map_err(repository)?;
+    let access = Access::new(args.keys.as_deref(), args.insecure);
+    let store = Repository::open_anywhere(&args.store, &access).map_err(repository)?;
+    let snapshot = store.catalog().resolve(&wanted).map_err(repository)?;
+    snapshot.require_content().map_err(repository)?;
+    let store = store.with_policy(snapshot.policy).with_durability(args.durability);
+    let local = LocalState::open(args, &snapshot)?;
+    let record = store.catalog().mirror(&local.map.identity().mirror).map_err(repository)?;
+    local
+        .check(&args.mirror, &wanted, &snapshot, record.as_ref(), &store)
+        .map_err(|reason| StartError::Mismatch { path: args.mirror.clone(), reason })?;
+    let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
+    let path = fs::canonicalize(&args.mirror).unwrap_or(args.mirror.clone());
+    let owner = MirrorOwner::this_process(local.map.identity().mirror, path.display().to_string())
+        .map_err(repository)?;
+    let attachment = store.attach(&owner, &snapshot, mode).map_err(repository)?;
+    serve(args, sockets, local, store, attachment)
+}
+
+/// The snapshot numbers and labels that checkpoints need, and the checkpoints that are resumed.
+///
+/// Snapshots that an earlier process left pending are marked as failed, unless they are resumed.
+struct CommitSetup {
+    numbers: std::ops::Range<u64>,
+    labels: HashSet<String>,
+    resumed: Vec<Arc<Layer>>,
+}
+
+impl CommitSetup {
+    fn new(
+        image: &Image,
+        mode: Mode,
+        snapshots: Vec<Snapshot>,
+        resumed: Vec<Arc<Layer>>,
+        unused: &Range<u64>,
+    ) -> cairn_store::Result<CommitSetup> {
+        if mode == Mode::ReadOnly {
+            return Ok(CommitSetup { numbers: 0..0, labels: HashSet::new(), resumed });
+        }
+        let is_resumed = |one: &&Snapshot| {
+            resumed.iter().any(|layer| layer.accepted().is_some_and(|new| new.number == one.number))
+        };
+        let pending = snapshots.iter().filter(|one| one.state == SnapshotState::Pending);
+        for snapshot in pending.filter(|one| !is_resumed(one)) {
+            image
+                .attachment
+                .fail(snapshot.number, "the disk's process died before the snapshot was stable")?;
+        }
+        let labels = snapshots
+            .into_iter()
+            .filter(|one| one.state.has_content())
+            .filter_map(|one| one.label)
+            .collect();
+        let numbers = image.attachment.resume(unused)?;
+        Ok(CommitSetup { numbers, labels, resumed })
+    }
+}
+
+/// Runs the threads of the disk until it is told to stop.
+fn serve(
+    args: &Args,
+    sockets: Sockets,
+    local: LocalState,
+    repository: Repository,
+    attachment: Attachment,
+) -> Result<(), StartError> {
+    let LocalState { data, spill, mut map, journal, layout, live, next_use } = local;
+    let live_path = live.dir().to_owned();
+    match (live.is_adopted, map.is_clean()) {
+        (true, true) => tracing::info!("resuming what the last process left"),
+        (true, false) => tracing::info!("taking over the mirror from a process that was killed"),
+        (false, true) => {}
+        (false, false) => tracing::warn!(
+            "the mirror was not stopped cleanly: at the next checkpoint, all local data near what \
+             was written counts as changed"
+        ),
+    }
+    live.begin(&mut map, next_use).map_err(serving("marking the mirror as in use"))?;
+    let _lock = live.lock;
+    if !live.is_adopted {
+        // Not before: until here the next process may still need them.
+        let cleared = journal.clear().and_then(|()| spill.set_len(0));
+        cleared.map_err(serving("removing copies of old checkpoints"))?;
+    }
+    let mut mailboxes = Vec::new();
+    let mut inboxes = Vec::new();
+    for _ in 0..args.num_queues {
+        let (mailbox, inbox) = worker::mailbox().map_err(serving("making a worker's mailbox"))?;
+        mailboxes.push(mailbox);
+        inboxes.push(inbox);
+    }
+    let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
+    // One layer needs at most the size of the disk, and the guest's own data needs space too.
+    let free = spill.free_space().map_err(serving("looking for free space"))?;
+    let spill_bytes = match args.cow_disk {
+        Some(mib) => mib.saturating_mul(1 << 20),
+        None => layout.file_len().min(free / 2),
+    };
+    // Copies that exist already stay where they are.
+    let spill_bytes = spill_bytes.max(spill.len().map_err(serving("looking for copies"))?);
+    let cow_space = CowSpace {
+        memory: live.cow_memory,
+        spill_buffers: BufferPool::new(SPILL_BUFFER_BYTES),
+        spill: RangeAllocator::new(spill_bytes),
+    };
+    let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
+    let image = Arc::new(Image::new(repository, attachment, map.identity().geometry));
+    let snapshots = image.snapshots().map_err(unavailable)?;
+    let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
+    let Recovered { current, layers, resumed } =
+        recover(live.epochs, &journal, &layout, &cow_space, state_of)
+            .map_err(serving("recovering checkpoints"))?;
+    if args.read_only && !resumed.is_empty() {
+        let reason = "has checkpoints that are not stored yet; start it without --read-only first";
+        let path = args.mirror.clone();
+        return Err(StartError::Mismatch { path, reason: reason.into() });
+    }
+    if !resumed.is_empty() {
+        tracing::info!(checkpoints = resumed.len(), "resuming checkpoints that were accepted");
+    }
+    let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
+    let setup = CommitSetup::new(&image, mode, snapshots, resumed, &live.unused_numbers.load())
+        .map_err(unavailable)?;
+    let epochs = EpochManager::new(live.epoch_files, journal, mailboxes.len(), current, layers);
+    epochs.prepare().map_err(serving("preparing checkpoints"))?;
+    let ledger_path = live_path.join(live_dir::LEDGER_FILE);
+    let ledgers = LedgerFile::open(&ledger_path, mailboxes.len(), args.queue_size)
+        .map_err(serving("making the ledger of requests"))?;
+    let events = Events::new(wakes.collect());
+    let intent = map.intent(&layout).map_err(serving("reading the map"))?;
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, cow_space, events);
+
+    let disk = Arc::new(LocalDisk { mirror, data, spill, read_only: args.read_only });
+    let guest = Arc::new(GuestState::new(live.flags, ledgers));
+    let counters = Arc::new(Counters::new(mailboxes.len()));
+    let flusher = Arc::new(Flusher::new(disk.clone(), map));
+    let fetch_retry = Duration::from_secs(args.fetch_retry.into());
+    let fetcher =
+        Arc::new(Fetcher::new(disk.clone(), image.clone(), counters.clone(), fetch_retry));
+    let shared = (disk.clone(), image.clone(), counters.clone());
+    let CommitSetup { numbers, labels, resumed } = setup;
+    let commits = Arc::new(Commits::new(shared, live.unused_numbers, numbers, labels, resumed));
+    if mode == Mode::ReadWrite {
+        commits.reserve_numbers().map_err(unavailable)?;
+    }
+    let requests = Arc::new(RequestContext {
+        disk: disk.clone(),
+        fetcher: fetcher.clone(),
+        flusher: flusher.clone(),
+        counters: counters.clone(),
+        guest: guest.clone(),
+        bounce_buffers: BufferPool::new(BOUNCE_BUFFER_BYTES),
+        serial: image.serial(),
+    });
+    let abort = Abort::default();
+    let persister = Persister {
+        commits: commits.clone(),
+        disk: disk.clone(),
+        image: image.clone(),
+        flusher: flusher.clone(),
+        counters: counters.clone(),
+        throttle: CommitThrottle::new(args.commit_rate),
+        abort: abort.clone(),
+        retry_timeout: Duration::from_secs(args.commit_retry.into()),
+    };
+    let control = Arc::new(ControlContext {
+        commits: commits.clone(),
+        image: image.clone(),
+        disk: disk.clone(),
+        guest: guest.clone(),
+        counters: counters.clone(),
+    });
+
+    let spawning = serving("starting a thread");
+    let mut workers = Vec::new();
+    for (index, (mailbox, inbox)) in mailboxes.iter().cloned().zip(inboxes).enumerate() {
+        let (size, poll) = (args.queue_size, args.poll());
+        let thread = worker::spawn(index, size, poll, requests.clone(), mailbox, inbox);
+        workers.push(thread.map_err(&spawning)?);
+    }
+    flusher.spawn().map_err(&spawning)?;
+    fetcher.spawn().map_err(&spawning)?;
+    lease::spawn(image.clone()).map_err(&spawning)?;
+    let stall = Duration::from_secs(args.cow_stall.into());
+    stall::spawn(disk.clone(), counters, stall).map_err(&spawning)?;
+    let persist = persister.spawn().map_err(&spawning)?;
+    let stop = StopHandle::default();
+    control::spawn(sockets.listeners, control, stop.clone()).map_err(&spawning)?;
+    tracing::info!(image = %image.name(), parent = image.attachment.parent().0, "serving");
+    let shared = (&disk, &guest);
+    let served = server::serve(sockets.hypervisor, shared, &mailboxes, args.queue_size, &stop);
+
+    // The order matters: no guest I/O, then no checkpoint, then a durable map, then the lease.
+    for mailbox in &mailboxes {
+        mailbox.send(Command::Exit);
+    }
+    for worker in workers {
+        let _ = worker.join();
+    }
+    if !commits.close(COMMIT_GRACE_PERIOD) {
+        abort.set();
+    }
+    let _ = persist.join();
+    let left = commits.accepted().len();
+    if left > 0 {
+        tracing::info!(
+            checkpoints = left,
+            "the next start resumes checkpoints that are not stable"
+        );
+    }
+    let closed = flusher.close_map(guest.knows_any_ring()).map_err(serving("closing the mirror"));
+    if closed.is_ok() {
+        let unused = commits.unused_numbers();
+        let unused = (!unused.is_empty()).then_some(unused);
+        if let Err(error) = image.attachment.release(unused) {
+            tracing::warn!(%error, "cannot release the image's lease; it expires by itself");
+        }
+        if left == 0 && !guest.needs_live_dir() {
+            live_dir::remove(&live_path);
+        }
+    }
+    sockets.paths.remove();
+    served.map_err(serving("serving the hypervisor"))?;
+    closed
+}

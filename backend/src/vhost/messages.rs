@@ -1,0 +1,307 @@
+//! The handlers of the hypervisor's messages.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVirtioFeatures,
+    VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
+
+use super::{Handler, MAX_MEMORY_SLOTS, Ring, UserRingAddresses, config, failed};
+use crate::guest::ledger::LedgerRegion;
+use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
+use crate::sys;
+use crate::worker::{Command, ParkedRequests};
+
+fn unsupported<T>(what: &'static str) -> Result<T> {
+    Err(Error::InvalidOperation(what))
+}
+
+impl VhostUserBackendReqHandlerMut for Handler {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset_device()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.stop_all(ParkedRequests::Finish);
+        for ring in &mut self.rings {
+            *ring = Ring { size: self.queue_size, ..Ring::default() };
+        }
+        self.features = 0;
+        self.cached = true;
+        self.log = None;
+        self.ledgers = None;
+        self.apply_log();
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(self.offered())
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        if features & !self.offered() != 0 {
+            return Err(Error::InvalidParam);
+        }
+        let before = std::mem::replace(&mut self.features, features);
+        let changed = |bit: u64| (before ^ features) & bit != 0;
+        if changed(VhostUserVirtioFeatures::LOG_ALL.bits()) {
+            self.apply_log();
+        }
+        // A driver that never flushes relies on every completed write.
+        let flushes = 1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE;
+        if features & flushes == 0 {
+            self.cached = false;
+        } else if changed(flushes) {
+            self.cached = true;
+        }
+        // Without the protocol features no message enables a ring.
+        if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+            for index in 0..self.rings.len() {
+                self.rings[index].enabled = true;
+                self.update(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<u64>>> {
+        let regions = regions
+            .iter()
+            .zip(files)
+            .map(|(region, file)| {
+                let range = UserRange {
+                    user: region.user_addr,
+                    guest: region.guest_phys_addr,
+                    len: region.memory_size,
+                };
+                map_region(range, file, region.mmap_offset)
+            })
+            .collect::<io::Result<_>>()
+            .map_err(failed)?;
+        self.replace_map(GuestMap::new(regions).map_err(failed)?);
+        self.apply_log();
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let max = u32::from(self.queue_size);
+        let ring = self.ring(index)?;
+        if ring.running || num == 0 || num > max || !num.is_power_of_two() {
+            return Err(Error::InvalidParam);
+        }
+        ring.size = num as u16;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        self.ring(index)?;
+        let index = index as usize;
+        let addresses = UserRingAddresses { descriptors: descriptor, available, used };
+        let change = |handler: &mut Self| {
+            handler.queue(index, addresses)?;
+            handler.rings[index].addresses = Some(addresses);
+            Ok(())
+        };
+        // A ring that waited only for its addresses starts with the next kick descriptor.
+        match self.rings[index].running {
+            true => self.around_stop(index, change),
+            false => change(self),
+        }
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let ring = self.ring(index)?;
+        if ring.running {
+            return Err(Error::InvalidOperation("the ring is running"));
+        }
+        ring.next_avail = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
+        Ok(())
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.ring(index)?;
+        self.stop(index as usize);
+        let ring = self.ring(index)?;
+        // A stopped ring starts again with the next kick descriptor.
+        ring.kick = None;
+        ring.call = None;
+        Ok(VhostUserVringState::new(index, u32::from(ring.next_avail)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        self.ring(u32::from(index))?;
+        let index = usize::from(index);
+        self.around_stop(index, |handler| {
+            handler.rings[index].kick = file;
+            Ok(())
+        })
+    }
+
+    fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let running = self.ring(u32::from(index))?.running;
+        if running {
+            let copy = file.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+            self.workers[usize::from(index)].send(Command::SetCall(copy));
+        }
+        self.ring(u32::from(index))?.call = file;
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, _file: Option<File>) -> Result<()> {
+        self.ring(u32::from(index)).map(drop)
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        let mut features = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        features.set(VhostUserProtocolFeatures::LOG_SHMFD, self.migratable);
+        Ok(features)
+    }
+
+    fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.rings.len() as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.ring(index)?.enabled = enable;
+        if enable {
+            self.update(index as usize)
+        } else {
+            self.stop(index as usize);
+            Ok(())
+        }
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let queues = self.rings.len() as u16;
+        let layout = self.disk.mirror.layout();
+        let config = config::space(layout, queues, self.queue_size, self.cached);
+        let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
+        config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
+    }
+
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        match (offset, bytes) {
+            (config::WRITEBACK_OFFSET, [cached @ (0 | 1)])
+                if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
+            {
+                self.cached = *cached == 1;
+                if self.runs() {
+                    self.apply_caching();
+                }
+                Ok(())
+            }
+            _ => unsupported("only the caching mode can be written, as 0 or 1"),
+        }
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(MAX_MEMORY_SLOTS)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<u64>> {
+        let range = UserRange {
+            user: region.user_addr,
+            guest: region.guest_phys_addr,
+            len: region.memory_size,
+        };
+        let region = map_region(range, file, region.mmap_offset).map_err(failed)?;
+        self.replace_map(self.map.with(region).map_err(failed)?);
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let map = self.map.without(region.guest_phys_addr, region.memory_size).map_err(failed)?;
+        self.replace_map(map);
+        Ok(())
+    }
+
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let (queues, entries) = (wanted.num_queues, wanted.queue_size);
+        if usize::from(queues) > self.rings.len() || entries > self.queue_size {
+            return Err(Error::InvalidParam);
+        }
+        let len = LedgerRegion::len(usize::from(queues), entries);
+        let file = sys::shared_memory(len).map_err(failed)?;
+        Ok((VhostUserInflight::new(len, 0, queues, entries), file))
+    }
+
+    fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
+        if self.runs() {
+            return Err(Error::InvalidOperation("a ring is running"));
+        }
+        let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
+        let region = LedgerRegion::map(&file, kept.mmap_offset, queues, entries).map_err(failed)?;
+        self.ledgers = Some(region);
+        Ok(())
+    }
+
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let log = DirtyLog::new(file, log.mmap_offset, log.mmap_size).map_err(failed)?;
+        self.log = Some(Arc::new(log));
+        self.apply_log();
+        Ok(())
+    }
+
+    fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {
+        unsupported("not a display")
+    }
+
+    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> Result<File> {
+        unsupported("shared objects were not offered")
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _: VhostTransferStateDirection,
+        _: VhostTransferStatePhase,
+        _: File,
+    ) -> Result<Option<File>> {
+        unsupported("device state was not offered")
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        unsupported("device state was not offered")
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        unsupported("shared memory regions were not offered")
+    }
+}
