@@ -157,9 +157,21 @@ impl EpochRecord {
         LayerState::transition(&self.header[word::STATE], from, to)
     }
 
+    /// Goes to the state that `next` returns for the current one; stays if it returns `None`. Another
+    /// thread may change the state meanwhile: then `next` is asked again, so that no change is lost.
+    fn advance(&self, next: impl Fn(LayerState) -> Option<LayerState>) {
+        loop {
+            let from = self.state();
+            match next(from) {
+                Some(to) if !self.transition(from, to) => {}
+                _ => return,
+            }
+        }
+    }
+
     /// Ends the epoch: writes go into the next one.
     pub(crate) fn freeze(&self) {
-        self.transition(self.state(), LayerState::Frozen);
+        self.advance(|_| Some(LayerState::Frozen));
     }
 
     /// No write of the epoch is in flight. Several threads may find that at the same time.
@@ -170,28 +182,28 @@ impl EpochRecord {
     /// Old content was lost, so the epoch has no snapshot. The first reason stays. The epoch's
     /// changes must be in the current epoch already.
     pub(crate) fn fail(&self, reason: &str) {
-        let (from, to) = match self.state() {
-            LayerState::Failed | LayerState::Lost | LayerState::Closed => return,
-            LayerState::Abandoned => (LayerState::Abandoned, LayerState::Lost),
-            from => (from, LayerState::Failed),
-        };
-        self.put_text(word::REASON, reason, REASON_MAX_BYTES);
-        self.transition(from, to);
+        if !matches!(self.state(), LayerState::Failed | LayerState::Lost | LayerState::Closed) {
+            self.put_text(word::REASON, reason, REASON_MAX_BYTES);
+        }
+        self.advance(|from| match from {
+            LayerState::Failed | LayerState::Lost | LayerState::Closed => None,
+            LayerState::Abandoned => Some(LayerState::Lost),
+            _ => Some(LayerState::Failed),
+        });
     }
 
     /// The checkpoint of the epoch has ended without a snapshot: no process resumes it.
     pub(crate) fn abandon(&self) {
-        let (from, to) = match self.state() {
-            LayerState::Abandoned | LayerState::Lost => return,
-            LayerState::Failed => (LayerState::Failed, LayerState::Lost),
-            from => (from, LayerState::Abandoned),
-        };
-        self.transition(from, to);
+        self.advance(|from| match from {
+            LayerState::Abandoned | LayerState::Lost => None,
+            LayerState::Failed => Some(LayerState::Lost),
+            _ => Some(LayerState::Abandoned),
+        });
     }
 
     /// Nothing of the epoch is needed any more: the next process does not find it.
     pub(crate) fn close(&self) {
-        self.transition(self.state(), LayerState::Closed);
+        self.advance(|_| Some(LayerState::Closed));
         self.remove();
     }
 
