@@ -31,7 +31,7 @@ pub(crate) fn init_keys(directory: &Path, style: Style) -> Outcome {
         true => print_json(&json!({ "keys": directory })),
         false => print(&format!(
             "{0}: an authority, and keys for each role\n\
-             Copy ca.pem and a role's two files to the machines that have it; policy ca.key for yourself.\n",
+             Copy ca.pem and a role's two files to the machines that have it; keep ca.key for yourself.\n",
             directory.display()
         )),
     }

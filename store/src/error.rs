@@ -250,7 +250,7 @@ pub enum Error {
     },
     /// The catalog's locks do not work there.
     #[error(
-        "{} is on {file_system}: its locks and shared memory cannot policy a catalog safe; use a \
+        "{} is on {file_system}: its locks and shared memory cannot keep a catalog safe; use a \
          local file system", path.display()
     )]
     NetworkFileSystem {

@@ -334,6 +334,16 @@ impl Commits {
         true
     }
 
+    /// Takes all unused numbers, which the caller gives back to the catalog. First the live directory
+    /// records that none is left: other processes may get them from the catalog.
+    pub(crate) fn take_unused_numbers(&self) -> Range<u64> {
+        let numbers = &mut self.queue().numbers;
+        let unused = numbers.clone();
+        numbers.start = numbers.end;
+        self.unused_numbers.record(numbers);
+        unused
+    }
+
     /// The reserved numbers that were not used.
     pub(crate) fn unused_numbers(&self) -> Range<u64> {
         self.queue().numbers.clone()

@@ -270,7 +270,7 @@ fn serve(
     }
     let closed = flusher.close_map(guest.knows_any_ring()).map_err(serving("closing the mirror"));
     if closed.is_ok() {
-        let unused = commits.unused_numbers();
+        let unused = commits.take_unused_numbers();
         let unused = (!unused.is_empty()).then_some(unused);
         if let Err(error) = image.attachment.release(unused) {
             tracing::warn!(%error, "cannot release the image's lease; it expires by itself");

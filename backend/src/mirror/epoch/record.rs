@@ -29,7 +29,7 @@ use crate::mirror::files::disk_file::allocate;
 const MAGIC: u64 = u64::from_le_bytes(*b"CRNEPOCH");
 const VERSION: u64 = 2;
 
-/// RangeAllocator of words in the header.
+/// Indices of words in the header.
 mod word {
     pub(super) const MAGIC: usize = 0;
     pub(super) const VERSION: usize = 1;
@@ -129,11 +129,17 @@ impl EpochRecord {
         }
         let record = EpochRecord::map(&file, path, chunks)?;
         let is = |at: usize, value| record.header[at].load(Ordering::Acquire) == value;
-        let known = is(word::MAGIC, MAGIC)
-            && is(word::VERSION, VERSION)
-            && is(word::CHUNKS, chunks)
-            && !is(word::EPOCH, 0)
-            && record.state() != LayerState::Closed;
+        let has_begun = is(word::MAGIC, MAGIC) && is(word::CHUNKS, chunks) && !is(word::EPOCH, 0);
+        if has_begun && !is(word::VERSION, VERSION) {
+            let path = path.display();
+            let reason = format!("{path} was written by another version of this program");
+            return Err(io::Error::other(reason));
+        }
+        // A damaged word becomes the state that it counts as, so that transitions find it.
+        if LayerState::load(&record.header[word::STATE]).is_none() {
+            record.header[word::STATE].store(LayerState::Lost as u64, Ordering::Release);
+        }
+        let known = has_begun && record.state() != LayerState::Closed;
         record.chunks.adopt(chunks);
         Ok(known.then_some(record))
     }

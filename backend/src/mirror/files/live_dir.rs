@@ -35,7 +35,7 @@ use crate::mirror::presence::Presence;
 use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The size of the header.
 const HEADER_BYTES: usize = 128;
@@ -202,12 +202,15 @@ impl LiveDir {
         presence.recount();
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
-        let (epoch_files, mut epochs) = EpochFiles::open(dir, layout.chunk_count())?;
+        let (epoch_files, epochs) = EpochFiles::open(dir, layout.chunk_count())?;
+        // The next epoch begins before the last one ends, so there is always an open one. Without it,
+        // nobody knows which chunks the guest has changed.
         if epochs.last().is_none_or(|last| last.state() != LayerState::Open) {
-            // This does not happen: the next epoch begins before the last one ends.
-            let last = epochs.last().map_or(0, |last| last.epoch().0);
-            epochs.push(epoch_files.allocate()?);
-            epochs.last().expect("just pushed").begin(Epoch(last + 1));
+            return Err(io::Error::other(format!(
+                "{} is damaged: it has no open epoch; remove it to go on as after a crash of the \
+                 host, without the writes since the last flush",
+                dir.display()
+            )));
         }
         let copies = options().create(true).truncate(false).open(dir.join("cow-memory"))?;
         let len = copies.metadata()?.len();
@@ -236,6 +239,9 @@ impl LiveDir {
 const LOCK_FILE: &str = "lock";
 pub(crate) const LEDGER_FILE: &str = "ledger";
 
+/// The position of the version in the header.
+const VERSION_RANGE: Range<usize> = 8..12;
+
 /// The positions in the header of the id of the use, and of the id of a use that may have begun.
 const USE_ID_RANGE: Range<usize> = 80..96;
 const NEXT_USE_ID_RANGE: Range<usize> = 96..112;
@@ -247,17 +253,28 @@ fn take_lock(dir: &Path) -> io::Result<File> {
 }
 
 /// Whether a state file has this header. An error is not the same as `false`: the file may be all
-/// that is left.
+/// that is left. The live directory of another version of this program is such an error: it holds
+/// writes and checkpoints that are nowhere else.
 fn has_header(state: &Path, wanted: &[u8; HEADER_BYTES]) -> io::Result<bool> {
     match options().open(state) {
         Ok(file) if file.metadata()?.len() < PAGE_BYTES as u64 => Ok(false),
         Ok(file) => {
             let mut found = read_header(&file)?;
+            let version = u32::from_le_bytes(found[VERSION_RANGE].try_into().expect("4 bytes"));
+            found[VERSION_RANGE].copy_from_slice(&wanted[VERSION_RANGE]);
             let promised: UseId = found[NEXT_USE_ID_RANGE].try_into().expect("16 bytes");
             found[NEXT_USE_ID_RANGE].fill(0);
             let is_it = found == *wanted;
             found[USE_ID_RANGE].copy_from_slice(&promised);
-            Ok(is_it || (promised != UseId::default() && found == *wanted))
+            let is_it = is_it || (promised != UseId::default() && found == *wanted);
+            if is_it && version != VERSION {
+                return Err(io::Error::other(format!(
+                    "{} has version {version}, this program uses {VERSION}; run the cairn-blk that \
+                     made it until its checkpoints are stable, and stop it there",
+                    state.display()
+                )));
+            }
+            Ok(is_it)
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
@@ -294,7 +311,7 @@ fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER_BYTES] 
     let identity = map.identity();
     let mut bytes = [0; HEADER_BYTES];
     bytes[0..8].copy_from_slice(MAGIC);
-    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[VERSION_RANGE].copy_from_slice(&VERSION.to_le_bytes());
     bytes[12..48].copy_from_slice(boot);
     bytes[48..64].copy_from_slice(identity.mirror.as_bytes());
     bytes[64..72].copy_from_slice(&identity.geometry.size().to_le_bytes());
@@ -400,6 +417,37 @@ mod tests {
         let file = super::options().open(dir.join("state")).unwrap();
         let words = crate::mapping::Words::shared(&file, 0, super::PAGE_BYTES / 8).unwrap();
         super::UnusedNumbers(words).load()
+    }
+
+    #[test]
+    fn a_live_directory_of_another_version_or_without_an_open_epoch_is_refused_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut map = map(dir.path());
+        let base = dir.path().join("run");
+        let live = open(&base, &map);
+        live.begin(&mut map, NEXT).unwrap();
+        live.presence.set(Blocks { first: 9, count: 1 });
+        let (live_dir, file) = (live.dir().to_owned(), live.file.try_clone().unwrap());
+        drop(live);
+        let files = || std::fs::read_dir(&live_dir).unwrap().count();
+        let before = files();
+        let version = super::VERSION_RANGE.start as u64;
+        file.write_all_at(&[1], version).unwrap();
+        let refused = try_open(&base, &map).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("version 1"), "{refused}");
+        assert_eq!(files(), before, "nothing is deleted");
+        file.write_all_at(&super::VERSION.to_le_bytes(), version).unwrap();
+        let live = open(&base, &map);
+        assert!(live.is_adopted && live.presence.get(9));
+        drop(live);
+        for entry in std::fs::read_dir(&live_dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.file_name().unwrap().to_str().unwrap().starts_with("epoch-") {
+                std::fs::remove_file(path).unwrap();
+            }
+        }
+        let refused = try_open(&base, &map).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("no open epoch"), "{refused}");
     }
 
     #[test]

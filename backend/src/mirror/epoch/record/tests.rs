@@ -86,3 +86,32 @@ fn a_damaged_state_counts_as_lost() {
     record.header[super::word::STATE].store(77, std::sync::atomic::Ordering::Relaxed);
     assert_eq!(record.state(), LayerState::Lost);
 }
+
+#[test]
+fn a_record_with_a_damaged_state_can_be_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (files, _) = EpochFiles::open(dir.path(), 10).unwrap();
+    let record = files.allocate().unwrap();
+    record.begin(Epoch(3));
+    record.header[super::word::STATE].store(77, std::sync::atomic::Ordering::Relaxed);
+    drop(record);
+    let (_, mut found) = EpochFiles::open(dir.path(), 10).unwrap();
+    let record = found.pop().unwrap();
+    assert_eq!(record.state(), LayerState::Lost);
+    record.abandon();
+    record.close();
+    assert_eq!(record.state(), LayerState::Closed);
+}
+
+#[test]
+fn a_record_of_another_version_is_refused_and_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let (files, _) = EpochFiles::open(dir.path(), 10).unwrap();
+    let record = files.allocate().unwrap();
+    record.begin(Epoch(3));
+    record.header[super::word::VERSION].store(1, std::sync::atomic::Ordering::Relaxed);
+    for _ in 0..2 {
+        let refused = EpochFiles::open(dir.path(), 10).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("another version"), "{refused}");
+    }
+}
