@@ -6,9 +6,9 @@
 //!
 //! | task | when |
 //! |---|---|
-//! | note since when a peer is down, and declare it lost | every [`POLL_INTERVAL`] |
-//! | repair after a change of the members | when they have been the same for [`SETTLE_TIME`] |
-//! | repair everything | every [`FULL_SCAN_INTERVAL`] |
+//! | note since when a peer is down, and declare it lost | every `POLL_INTERVAL` |
+//! | repair after a change of the members | when they have been the same for `SETTLE_TIME` |
+//! | repair everything | every `FULL_SCAN_INTERVAL` |
 //! | repair again: something was left, or a snapshot is only *available* | after a growing interval |
 
 use std::sync::atomic::{AtomicBool, Ordering};

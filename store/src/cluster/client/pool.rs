@@ -112,8 +112,8 @@ impl ConnectionPool {
         }
     }
 
-    /// Asks a member, within the limits above. If a connection that existed before has ended, it is
-    /// opened again, once.
+    /// Asks a member, within [`SILENCE_LIMIT`] and [`ANSWER_LIMIT`]. If a connection that existed
+    /// before has ended, it is opened again, once.
     pub(crate) async fn ask<T, F: Future<Output = Result<T>>>(
         self: &Arc<ConnectionPool>,
         member: &Member,

@@ -67,7 +67,7 @@ pub(super) enum Status {
 
 impl Window {
     /// The result of the blobs before this number for which `counts` holds; `None` if one of them
-    /// is still being stored.
+    /// is still being copied or stored.
     pub(super) fn failure(
         &self,
         before: u64,

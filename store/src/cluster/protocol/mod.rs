@@ -1,6 +1,6 @@
 //! The protocol between clients and peers.
 //!
-//! After the [handshake](crate::net::handshake), a client sends any number of requests. Each
+//! After the handshake (`net::handshake`), a client sends any number of requests. Each
 //! request has one answer, and answers come in any order. `docs/formats.md` describes the bytes.
 
 use std::io;

@@ -61,7 +61,7 @@ impl LogPosition {
     }
 
     /// The offset after a block of this length at this position, in whole pages.
-    pub(super) fn behind(self, len: usize) -> u64 {
+    pub(super) fn end_of_block(self, len: usize) -> u64 {
         self.offset + len.next_multiple_of(ALIGNMENT) as u64
     }
 }
@@ -82,7 +82,7 @@ impl KnownFragment {
 
     /// The offset after its block.
     pub(super) fn end(&self) -> u64 {
-        self.place.behind(self.description.block_len())
+        self.place.end_of_block(self.description.block_len())
     }
 
     /// The bytes that its block takes on the disk.

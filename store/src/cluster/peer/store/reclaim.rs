@@ -6,13 +6,13 @@
 //! | in a segment | is given back |
 //! |---|---|
 //! | the block | at once: no other byte lies in its pages |
-//! | records and leftovers around it | at once, if a later fragment is known or nothing is being written |
+//! | records and leftovers around it | at once, if a later fragment is known or no put is pending |
 //! | the whole segment | if it holds nothing and is not appended to |
 //!
 //! A record is kept while one of its fragments is known where the record says: without the record
 //! the fragment would not be found if the table were lost. Fragments get into the table in the
-//! order of the log. So what is after the last known fragment may be known in a moment and stays;
-//! what is before it is not on its way.
+//! order of the log. So what is after the last known fragment stays: the table may learn of it in a
+//! moment. What is before it is known or deleted.
 
 use std::collections::BTreeMap;
 use std::fs::File;

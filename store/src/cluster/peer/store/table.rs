@@ -292,11 +292,11 @@ impl Table {
             "SELECT place, space FROM fragments WHERE place < ? AND place >= ?
              ORDER BY place DESC LIMIT 1",
         )?;
-        let end = |row: &Row<'_>| {
+        let block_end = |row: &Row<'_>| {
             let space: usize = row.get(1)?;
-            Ok(LogPosition::from_number(row.get(0)?).behind(space))
+            Ok(LogPosition::from_number(row.get(0)?).end_of_block(space))
         };
-        let before = before.query_row([place.number(), first.number()], end).optional()?;
+        let before = before.query_row([place.number(), first.number()], block_end).optional()?;
         Ok((before.unwrap_or(0), next))
     }
 
