@@ -1,15 +1,23 @@
-//! Who takes part, in the catalog's documents.
+//! The members of a cluster, as documents in the catalog.
+//!
+//! | document | holds | written |
+//! |---|---|---|
+//! | `members/ID` | address, domain, weight, draining, lost | when the peer joins or changes |
+//! | `alive/ID` | capacity, used, reserved, fragments, load | by every heartbeat; it expires |
+//! | `suspects/ID` | how often clients got wrong bytes from the peer | by clients |
+//! | `health/losses` | how many peers were ever declared lost | with each loss |
 //!
 //! ```text
-//! members/ID    where it listens, its domain and weight      written when it joins or changes
-//! alive/ID      how full it is                               with a time to live, renewed by its heartbeat
-//! suspects/ID   how often others have had wrong bytes of it
-//! health/losses how many peers were ever called lost
+//! joins ──► up ──► down ── lost_after ──► lost ──► forgotten
+//!            ▲      │  no heartbeat        │
+//!            └──────┴──── heartbeat ───────┘        draining: up, and to be emptied
 //! ```
 //!
-//! A peer that stops beating is *down* after [`HEARTBEAT_TTL_SECONDS`]: it keeps its rank, so that nothing moves because of a
-//! reboot. The keeper notes since when, and after a settable time calls it *lost*: from then on it has no rank, and
-//! repair makes up for what it held. One that comes back is a member as before, with all that it has.
+//! - A peer without a heartbeat for [`HEARTBEAT_TTL_SECONDS`] is *down*. It keeps its rank, so a
+//!   reboot moves nothing.
+//! - The supervisor notes since when a peer is down, and declares it *lost* after a configurable
+//!   time. A lost peer has no rank, and repair replaces what it held.
+//! - A lost peer that sends a heartbeat again is a member as before, with everything it has.
 
 use std::time::Duration;
 
@@ -20,27 +28,27 @@ use crate::documents::{Change, Documents, Query, View};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 
-/// How often a peer tells that it is there.
+/// The interval between two heartbeats of a peer.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How long that is believed, in seconds.
+/// Seconds after the last heartbeat until a peer is down.
 pub const HEARTBEAT_TTL_SECONDS: u32 = 7;
 
 const MEMBERS: &str = "members/";
 const ALIVE: &str = "alive/";
 const SUSPECTS: &str = "suspects/";
 
-/// How many peers were ever called lost. What is stored and has no name yet is not seen by a repair, so who publishes
-/// it looks whether one was lost since.
+/// The key of the count of all peers that were ever declared lost. Repair does not see blobs that
+/// are stored but not yet referenced, so a commit compares the count before and after it stores.
 pub(crate) const LOSSES: &str = "health/losses";
 
-/// What the document says, as far as it is there.
+/// The count of losses. A missing document counts as 0.
 pub(crate) fn losses(view: &View) -> Result<u64> {
     Ok(view.get(LOSSES)?.unwrap_or(0))
 }
 
-/// A new capacity changes a peer's weight, and with it what it is to hold, only if it differs by more than
-/// one part in so many.
+/// A new capacity changes a peer's weight, and with it the peer's share of the blobs, only if it
+/// differs by more than this fraction: one part in `WEIGHT_STEP`.
 const WEIGHT_STEP: u64 = 4;
 
 fn member_key(id: &PeerId) -> String {
@@ -55,29 +63,29 @@ fn suspect_key(id: &PeerId) -> String {
     format!("{SUSPECTS}{id}")
 }
 
-/// What a peer says of itself when it joins.
+/// What a peer announces about itself when it joins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Announcement {
-    /// Who it is.
+    /// The peer's id.
     pub id: PeerId,
-    /// Where others reach it.
+    /// The address at which clients reach it.
     pub address: String,
-    /// What it fails together with.
+    /// Its failure domain: the peers that fail together.
     pub domain: String,
 }
 
-/// What a heartbeat tells.
+/// The figures that a heartbeat carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerStats {
-    /// Bytes that it may hold.
+    /// Bytes that the peer may hold.
     pub capacity: u64,
-    /// Bytes that it holds.
+    /// Bytes that the peer holds.
     pub used: u64,
     /// Bytes that clients have reserved.
     pub reserved: u64,
-    /// Fragments that it holds.
+    /// Fragments that the peer holds.
     pub fragments: u64,
-    /// Processes that want to run on its host, as the kernel counts them, times 100.
+    /// The load average of the peer's host, times 100.
     pub load: u64,
 }
 
@@ -89,7 +97,7 @@ struct MemberDocument {
     /// Seconds since 1970.
     joined: u64,
     draining: bool,
-    /// Since when it is down, as the keeper saw it.
+    /// When the supervisor first saw it down: seconds since 1970.
     down_since: Option<u64>,
     lost: bool,
 }
@@ -100,21 +108,21 @@ struct SuspectDocument {
     last: u64,
 }
 
-/// How a peer does.
+/// The state of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// It beats.
+    /// Its heartbeats arrive.
     Up,
-    /// It does not beat.
+    /// Its heartbeats have stopped.
     Down,
     /// It is being emptied.
     Draining,
-    /// It has not beaten for so long that what it held is made again elsewhere.
+    /// It was declared lost: repair replaces what it held.
     Lost,
 }
 
 impl Health {
-    /// In a word.
+    /// The state as one word.
     pub fn as_str(self) -> &'static str {
         match self {
             Health::Up => "up",
@@ -125,33 +133,34 @@ impl Health {
     }
 }
 
-/// Everything that is known of a peer.
+/// Everything that the catalog knows about a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Who it is.
+    /// The peer's id.
     pub id: PeerId,
-    /// Where others reach it.
+    /// The address at which clients reach it.
     pub address: String,
-    /// What it fails together with.
+    /// Its failure domain: the peers that fail together.
     pub domain: String,
-    /// Its share of the blobs.
+    /// Its share of the blobs, compared with other weights.
     pub weight: u64,
-    /// How it does.
+    /// Its state.
     pub health: Health,
-    /// Whether it is to be emptied, also while it is down.
+    /// Whether it is to be emptied. This holds while it is down, too.
     pub draining: bool,
     /// When it joined: seconds since 1970.
     pub joined: u64,
-    /// Since when it is down, as far as that was noted.
+    /// When the supervisor first saw it down: seconds since 1970. `None` if it is up or nobody has
+    /// noted it.
     pub down_since: Option<u64>,
-    /// What its last heartbeat told, if that is not too old.
+    /// The figures of its last heartbeat, unless that has expired.
     pub stats: Option<PeerStats>,
-    /// How often it has given wrong bytes.
+    /// How often it has sent wrong bytes.
     pub wrong: u64,
 }
 
 impl Peer {
-    /// As placement and transport see it; nothing if it is lost.
+    /// The peer as placement and connections see it; `None` if it is lost.
     pub fn member(&self) -> Option<Member> {
         let state = match self.health {
             Health::Up => MemberState::Up,
@@ -169,7 +178,7 @@ impl Peer {
     }
 }
 
-/// All peers that ever joined and were not removed, and the revision of this view.
+/// All peers that joined and were not forgotten, and the revision of this view.
 pub fn peers(documents: &dyn Documents) -> Result<(Vec<Peer>, u64)> {
     let folders = [MEMBERS, ALIVE, SUSPECTS].map(Query::prefix);
     let view = documents.read(&folders)?;
@@ -201,14 +210,14 @@ fn peer(view: &View, id: PeerId, document: MemberDocument) -> Result<Peer> {
     })
 }
 
-/// Tells that a peer is there, and makes it a member if it is none.
+/// Writes a peer's heartbeat, and makes the peer a member if it is none.
 pub fn send_heartbeat(
     documents: &dyn Documents,
-    who: &Announcement,
+    announcement: &Announcement,
     stats: &PeerStats,
     now: u64,
 ) -> Result<()> {
-    let key = member_key(&who.id);
+    let key = member_key(&announcement.id);
     loop {
         let view = documents.read(&[Query::key(&key)])?;
         let known = view.get::<MemberDocument>(&key)?;
@@ -218,8 +227,8 @@ pub fn send_heartbeat(
             if same { known.weight } else { stats.capacity }
         };
         let wanted = MemberDocument {
-            address: who.address.clone(),
-            domain: who.domain.clone(),
+            address: announcement.address.clone(),
+            domain: announcement.domain.clone(),
             weight: known.as_ref().map_or(stats.capacity, weight),
             joined: known.as_ref().map_or(now, |known| known.joined),
             draining: known.as_ref().is_some_and(|known| known.draining),
@@ -232,19 +241,23 @@ pub fn send_heartbeat(
             let relies_on = vec![(key.clone(), view.version(&key))];
             Change { relies_on, ..Change::default() }.put(&key, &wanted)
         };
-        if documents.commit(&change.put_for(HEARTBEAT_TTL_SECONDS, alive_key(&who.id), stats))? {
+        if documents.commit(&change.put_for(
+            HEARTBEAT_TTL_SECONDS,
+            alive_key(&announcement.id),
+            stats,
+        ))? {
             return Ok(());
         }
     }
 }
 
-/// Tells that a peer goes in good order: it is down at once.
+/// Removes a peer's heartbeat when the peer stops in good order: it is down at once.
 pub fn leave(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     let change = Change { relaxed: true, ..Change::default() };
     documents.commit(&change.remove(Query::Key(alive_key(id)))).map(drop)
 }
 
-/// Changes a member's document, if there is one.
+/// Edits a member's document. Fails if there is none.
 fn update(
     documents: &dyn Documents,
     id: &PeerId,
@@ -272,17 +285,17 @@ fn update(
     }
 }
 
-/// Has a peer emptied, or not any more.
+/// Starts or ends the draining of a peer.
 pub fn drain(documents: &dyn Documents, id: &PeerId, draining: bool) -> Result<()> {
     update(documents, id, |document| MemberDocument { draining, ..document })
 }
 
-/// Calls a peer lost at once: its disk is known to be gone.
+/// Declares a peer lost at once, because its disk is known to be gone.
 pub fn lose(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     update(documents, id, |document| MemberDocument { lost: true, ..document })
 }
 
-/// Removes a peer that is empty or lost from the members.
+/// Removes an empty or lost peer from the members.
 pub fn forget(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     let keys = [member_key(id), alive_key(id), suspect_key(id)];
     let change =
@@ -290,7 +303,7 @@ pub fn forget(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     documents.commit(&change).map(drop)
 }
 
-/// Notes that a peer has given wrong bytes so often since the last note.
+/// Adds `wrong` to the count of wrong answers of a peer.
 pub fn suspect(documents: &dyn Documents, id: &PeerId, wrong: u64, now: u64) -> Result<()> {
     let key = suspect_key(id);
     loop {
@@ -306,36 +319,36 @@ pub fn suspect(documents: &dyn Documents, id: &PeerId, wrong: u64, now: u64) -> 
     }
 }
 
-/// What the last repair of everything found and left.
+/// The result of the last complete repair.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LastRepair {
     /// When it ended: seconds since 1970.
     pub time: u64,
-    /// Blobs that names refer to.
+    /// Blobs that the catalog refers to.
     pub blobs: u64,
-    /// Of them, those that still have less than their redundancy.
+    /// Of these blobs, the ones that still have less than their redundancy.
     pub under: u64,
-    /// Of them, those that cannot be read.
+    /// Of these blobs, the ones that cannot be read.
     pub unreadable: u64,
-    /// How many more losses the worst of them survives; nothing if there are none.
+    /// How many more losses the weakest blob survives; `None` if there are no blobs.
     pub survives: Option<i64>,
 }
 
 const LAST_REPAIR: &str = "health/repair";
 
-/// What the last repair told.
+/// The result of the last repair, if there was one.
 pub fn last_repair(documents: &dyn Documents) -> Result<Option<LastRepair>> {
     documents.read(&[Query::key(LAST_REPAIR)])?.get(LAST_REPAIR)
 }
 
-/// Notes what a repair has found.
+/// Writes the result of a repair.
 pub fn note_repair(documents: &dyn Documents, repair: &LastRepair) -> Result<()> {
     documents.commit(&Change::default().put(LAST_REPAIR, repair)).map(drop)
 }
 
-/// What the keeper of a cluster does about its members: notes since when one is down, and calls it lost after
-/// `lost_after`. Returns those that were lost just now.
-pub fn watch_over(
+/// Notes since when a peer is down, and declares a peer lost that has been down for `lost_after`.
+/// Returns the peers that this call declared lost.
+pub fn declare_lost_peers(
     documents: &dyn Documents,
     lost_after: Duration,
     now: u64,
@@ -361,15 +374,15 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{
-        Announcement, Health, PeerStats, drain, forget, leave, peers, send_heartbeat, suspect,
-        watch_over,
+        Announcement, Health, PeerStats, declare_lost_peers, drain, forget, leave, peers,
+        send_heartbeat, suspect,
     };
     use crate::documents::{Documents, SqliteDocuments};
     use crate::id::PeerId;
 
     const LOST_AFTER: Duration = Duration::from_secs(60);
 
-    fn place() -> (TempDir, SqliteDocuments) {
+    fn documents() -> (TempDir, SqliteDocuments) {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("catalog.db");
         SqliteDocuments::create(&path).unwrap();
@@ -377,7 +390,7 @@ mod tests {
         (dir, documents)
     }
 
-    fn who(n: u8) -> Announcement {
+    fn announcement(n: u8) -> Announcement {
         let address = format!("10.0.0.{n}:7500");
         Announcement { id: PeerId::from_bytes([n; 16]), address, domain: "rack".into() }
     }
@@ -388,69 +401,76 @@ mod tests {
 
     fn health(documents: &dyn Documents, n: u8) -> Option<Health> {
         let (all, _) = peers(documents).unwrap();
-        all.into_iter().find(|peer| peer.id == who(n).id).map(|peer| peer.health)
+        all.into_iter().find(|peer| peer.id == announcement(n).id).map(|peer| peer.health)
     }
 
     #[test]
     fn a_peer_is_up_then_down_then_lost_and_back_again() {
-        let (_dir, documents) = place();
-        send_heartbeat(&documents, &who(1), &stats(100), 1000).unwrap();
-        send_heartbeat(&documents, &who(2), &stats(100), 1000).unwrap();
+        let (_dir, documents) = documents();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
+        send_heartbeat(&documents, &announcement(2), &stats(100), 1000).unwrap();
         assert_eq!(health(&documents, 1), Some(Health::Up));
-        assert!(watch_over(&documents, LOST_AFTER, 1000).unwrap().is_empty());
-        leave(&documents, &who(1).id).unwrap();
+        assert!(declare_lost_peers(&documents, LOST_AFTER, 1000).unwrap().is_empty());
+        leave(&documents, &announcement(1).id).unwrap();
         assert_eq!(health(&documents, 1), Some(Health::Down));
-        assert!(watch_over(&documents, LOST_AFTER, 1010).unwrap().is_empty());
-        assert!(watch_over(&documents, LOST_AFTER, 1069).unwrap().is_empty());
-        assert_eq!(peers(&documents).unwrap().0[0].down_since, Some(1010), "the first who saw it");
-        // It flaps: the time begins anew.
-        send_heartbeat(&documents, &who(1), &stats(100), 1069).unwrap();
-        leave(&documents, &who(1).id).unwrap();
-        assert!(watch_over(&documents, LOST_AFTER, 1080).unwrap().is_empty());
-        assert_eq!(watch_over(&documents, LOST_AFTER, 1140).unwrap(), [who(1).id]);
-        assert!(watch_over(&documents, LOST_AFTER, 1150).unwrap().is_empty(), "once");
+        assert!(declare_lost_peers(&documents, LOST_AFTER, 1010).unwrap().is_empty());
+        assert!(declare_lost_peers(&documents, LOST_AFTER, 1069).unwrap().is_empty());
+        assert_eq!(
+            peers(&documents).unwrap().0[0].down_since,
+            Some(1010),
+            "the time when it was first seen down"
+        );
+        // The peer comes back: its time as down starts again.
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1069).unwrap();
+        leave(&documents, &announcement(1).id).unwrap();
+        assert!(declare_lost_peers(&documents, LOST_AFTER, 1080).unwrap().is_empty());
+        assert_eq!(declare_lost_peers(&documents, LOST_AFTER, 1140).unwrap(), [announcement(1).id]);
+        assert!(
+            declare_lost_peers(&documents, LOST_AFTER, 1150).unwrap().is_empty(),
+            "it is declared lost once"
+        );
         assert_eq!(health(&documents, 1), Some(Health::Lost));
         assert_eq!(health(&documents, 2), Some(Health::Up));
         assert!(peers(&documents).unwrap().0[0].member().is_none());
-        send_heartbeat(&documents, &who(1), &stats(100), 1200).unwrap();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1200).unwrap();
         assert_eq!(health(&documents, 1), Some(Health::Up));
         assert_eq!(peers(&documents).unwrap().0[0].joined, 1000);
     }
 
     #[test]
-    fn a_little_more_room_moves_nothing() {
-        let (_dir, documents) = place();
+    fn a_small_change_of_capacity_keeps_the_weight() {
+        let (_dir, documents) = documents();
         let weight = || peers(&documents).unwrap().0[0].weight;
-        send_heartbeat(&documents, &who(1), &stats(1000), 1).unwrap();
+        send_heartbeat(&documents, &announcement(1), &stats(1000), 1).unwrap();
         for capacity in [1001, 900, 1200, 1250] {
-            send_heartbeat(&documents, &who(1), &stats(capacity), 1).unwrap();
+            send_heartbeat(&documents, &announcement(1), &stats(capacity), 1).unwrap();
             assert_eq!(weight(), 1000, "{capacity}");
         }
-        send_heartbeat(&documents, &who(1), &stats(2000), 1).unwrap();
+        send_heartbeat(&documents, &announcement(1), &stats(2000), 1).unwrap();
         assert_eq!(weight(), 2000);
     }
 
     #[test]
-    fn draining_outlives_a_restart_and_ends_when_it_is_told() {
-        let (_dir, documents) = place();
-        send_heartbeat(&documents, &who(1), &stats(100), 1).unwrap();
-        drain(&documents, &who(1).id, true).unwrap();
-        leave(&documents, &who(1).id).unwrap();
-        send_heartbeat(&documents, &who(1), &stats(100), 2).unwrap();
+    fn draining_survives_a_restart_and_ends_on_request() {
+        let (_dir, documents) = documents();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
+        drain(&documents, &announcement(1).id, true).unwrap();
+        leave(&documents, &announcement(1).id).unwrap();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
         assert_eq!(health(&documents, 1), Some(Health::Draining));
-        drain(&documents, &who(1).id, false).unwrap();
+        drain(&documents, &announcement(1).id, false).unwrap();
         assert_eq!(health(&documents, 1), Some(Health::Up));
-        drain(&documents, &who(9).id, true).unwrap_err();
-        forget(&documents, &who(1).id).unwrap();
+        drain(&documents, &announcement(9).id, true).unwrap_err();
+        forget(&documents, &announcement(1).id).unwrap();
         assert_eq!(health(&documents, 1), None);
     }
 
     #[test]
-    fn suspicions_add_up() {
-        let (_dir, documents) = place();
-        send_heartbeat(&documents, &who(1), &stats(100), 1).unwrap();
-        suspect(&documents, &who(1).id, 2, 5).unwrap();
-        suspect(&documents, &who(1).id, 3, 6).unwrap();
+    fn counts_of_wrong_answers_add_up() {
+        let (_dir, documents) = documents();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
+        suspect(&documents, &announcement(1).id, 2, 5).unwrap();
+        suspect(&documents, &announcement(1).id, 3, 6).unwrap();
         assert_eq!(peers(&documents).unwrap().0[0].wrong, 5);
     }
 }

@@ -1,4 +1,24 @@
-//! A repository on many machines.
+//! A repository whose blobs are on many machines, the *peers*.
+//!
+//! ```text
+//! client: blob ─► k data blocks, m parity ─► ranked peers ─► connection ─► peer: log, one sync
+//!    ▲                                          └─ a peer that fails          │
+//!    │                                             is passed over             │ heartbeats
+//!    │                                                                        │
+//!    └─ watches ──────────────── catalog: members, images, snapshots ◄────────┘
+//!                                   └─ supervisor: declares peers lost, runs repair
+//! ```
+//!
+//! | module | responsibility |
+//! |---|---|
+//! | `placement/` | which peers hold a blob: a pure function of its name and the members |
+//! | `protocol/` | the requests and answers between clients and peers |
+//! | `membership` | the members' documents in the catalog: heartbeats, states, suspects |
+//! | `client/` | many peers as one blob store: the window, reads, connections, reservations |
+//! | `peer/` | a process that stores fragments: server, limits, group commit, log and table |
+//! | `repair/` | back to full redundancy: the plan for a blob, its execution, the repair job |
+//!
+//! The supervisor is in [`maintenance`](crate::maintenance). `docs/cluster.md` describes the whole.
 
 pub mod client;
 pub mod membership;

@@ -1,12 +1,19 @@
 //! Scheduled and manual work that keeps a cluster whole.
 //!
-//! | file | does |
+//! ```text
+//! supervisor ─► repair ─► repair_lease: one repair at a time
+//!                  ├─► references: which blobs the catalog refers to
+//!                  └─► cluster::repair: plan and execute
+//! rebuild: records on the peers ─► catalog
+//! ```
+//!
+//! | file | responsibility |
 //! |---|---|
-//! | [`supervisor`] | watches the members, declares peers lost, schedules repair |
-//! | `repair` | repairs everything that the catalog refers to |
-//! | `repair_lease` | ensures that one process repairs at a time |
-//! | `references` | lists the blobs that the catalog refers to |
-//! | `rebuild` | restores a lost catalog from the records on the peers |
+//! | [`supervisor`] | the threads that declare peers lost and decide when to repair |
+//! | `repair` | the repair job: repairs all referenced blobs, sweeps drained peers |
+//! | `repair_lease` | the document that lets one repair run at a time |
+//! | `references` | the blobs that the catalog refers to |
+//! | `rebuild` | a lost catalog, restored from the records on the peers |
 
 mod rebuild;
 mod references;

@@ -1,8 +1,16 @@
-//! That one repairs at a time: two who see different members might each drop what the other one keeps.
+//! The repair lease: one repair runs at a time. Two repairs that see different members could each
+//! drop what the other keeps.
 //!
-//! Who repairs holds a document that lasts for some seconds, and renews it. If it cannot, it stops well before the
-//! document is gone: what it has begun to delete is deleted, or given up, when another one begins. After a kill the next one
-//! waits no longer than the document lasts.
+//! A repair holds a document that expires, and renews it from a thread of its own. A repair that
+//! cannot renew the document stops well before it expires, so its last deletion has ended or timed
+//! out before another repair starts. After a kill the next repair starts when the document has
+//! expired.
+//!
+//! | | value |
+//! |---|---|
+//! | the document expires after | [`LEASE_SECONDS`] |
+//! | it is renewed every | [`RENEW_INTERVAL`] |
+//! | it counts as held until | [`SAFE_HOLD`] after the last renewal that was granted |
 
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread;
@@ -13,20 +21,20 @@ use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::sys;
 
-/// The document of the one who repairs.
+/// The key of the document.
 const LEASE_KEY: &str = "leader/repair";
 
-/// How long it lasts, in seconds.
+/// Seconds until the document expires without a renewal.
 const LEASE_SECONDS: u32 = 30;
 
-/// How often it is renewed.
+/// The interval between two renewals.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
-/// How long it counts as held after it was renewed. What is left of the term is more than a deletion takes
-/// ([`DELETION_TIMEOUT`](crate::cluster::repair::DELETION_TIMEOUT)).
+/// How long the lease counts as held after a renewal. The rest of [`LEASE_SECONDS`] is longer than
+/// a deletion takes ([`DELETION_TIMEOUT`](crate::cluster::repair::DELETION_TIMEOUT)).
 const SAFE_HOLD: Duration = Duration::from_secs(12);
 
-/// The turn of the one who repairs.
+/// The lease of a running repair.
 pub(super) struct RepairLease<'a> {
     documents: &'a dyn Documents,
     me: String,
@@ -35,23 +43,24 @@ pub(super) struct RepairLease<'a> {
 }
 
 struct LeaseState {
-    /// When it was asked for that was granted last.
+    /// When the last renewal that was granted was requested.
     renewed: Instant,
-    /// Somebody else has it.
+    /// Another repair holds the lease, or a renewal came too late.
     is_lost: bool,
-    /// It is not needed any more.
+    /// The work has ended.
     is_ended: bool,
 }
 
 impl RepairLease<'_> {
-    /// Does this while nobody else repairs. It has to end soon when the turn is not [held](RepairLease::is_held) any more.
+    /// Takes the lease and does `work`. Fails with [`Error::RepairRuns`] if another repair holds
+    /// it. The work must end soon after [`RepairLease::is_held`] returns false.
     pub(super) fn with<R>(
         documents: &dyn Documents,
         work: impl FnOnce(&RepairLease) -> Result<R>,
     ) -> Result<R> {
         let lease = RepairLease::take(documents)?;
         thread::scope(|scope| {
-            let renewing = thread::Builder::new().name("turn".into());
+            let renewing = thread::Builder::new().name("repair-lease".into());
             let _end = EndRenewal(&lease);
             renewing
                 .spawn_scoped(scope, || lease.renew_until_ended())
@@ -71,13 +80,13 @@ impl RepairLease<'_> {
         }
     }
 
-    /// Whether nobody else can have it.
+    /// Whether no other repair can hold the lease.
     pub(super) fn is_held(&self) -> bool {
         let state = self.state();
         !state.is_lost && state.renewed.elapsed() < SAFE_HOLD
     }
 
-    /// Asks for it once more. Returns whether it is still ours.
+    /// Requests the document again. Returns whether this repair holds it.
     fn renew(&self) -> Result<bool> {
         let asked = Instant::now();
         let is_ours = try_lock(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
@@ -90,14 +99,14 @@ impl RepairLease<'_> {
     fn renew_until_ended(&self) {
         let mut state = self.state();
         loop {
-            let waits = |state: &mut LeaseState| !state.is_ended;
-            let woken = self.wake.wait_timeout_while(state, RENEW_INTERVAL, waits);
+            let is_waiting = |state: &mut LeaseState| !state.is_ended;
+            let woken = self.wake.wait_timeout_while(state, RENEW_INTERVAL, is_waiting);
             state = woken.expect("no code panics with the state locked").0;
             if state.is_ended {
                 return;
             }
             drop(state);
-            // While the catalog is away it may be ours all the same, until the time is up.
+            // While the catalog is away the lease stays valid until its time is up.
             let is_lost = matches!(self.renew(), Ok(false)) || !self.is_held();
             state = self.state();
             if is_lost {
@@ -114,12 +123,12 @@ impl RepairLease<'_> {
 
 impl Drop for RepairLease<'_> {
     fn drop(&mut self) {
-        // If that is not possible, its time ends.
+        // If this fails, the document expires.
         let _ = unlock(self.documents, LEASE_KEY, &self.me);
     }
 }
 
-/// Ends the renewal, also when the work panics.
+/// Ends the renewals when it is dropped, even if the work panics.
 struct EndRenewal<'a>(&'a RepairLease<'a>);
 
 impl Drop for EndRenewal<'_> {
@@ -145,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn one_repairs_at_a_time() {
+    fn one_repair_runs_at_a_time() {
         let dir = TempDir::new().unwrap();
         let documents = documents(&dir);
         let repaired = RepairLease::with(&documents, |lease| {
@@ -155,13 +164,13 @@ mod tests {
             Ok(7)
         });
         assert_eq!(repaired.unwrap(), 7);
-        // It is free at once, however the work ended.
+        // The lease is free at once, however the work ended.
         let failed =
             RepairLease::with(&documents, |_| Err::<(), _>(Error::BadArgument("no".into())));
         assert!(matches!(failed, Err(Error::BadArgument(_))));
         let panicked = std::panic::catch_unwind(|| {
             let _ = RepairLease::with(&documents, |_| -> super::Result<()> {
-                panic!("as it is meant to")
+                panic!("this panic is part of the test")
             });
         });
         assert!(panicked.is_err());
@@ -169,15 +178,15 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_is_anothers_is_noticed() {
+    fn a_lease_that_another_repair_took_is_noticed() {
         let dir = TempDir::new().unwrap();
         let documents = documents(&dir);
         RepairLease::with(&documents, |lease| {
-            let stolen = Change::default().put_for(60, LEASE_KEY, &"somebody else".to_owned());
+            let stolen = Change::default().put_for(60, LEASE_KEY, &"another repair".to_owned());
             assert!(documents.commit(&stolen).unwrap());
             let end = Instant::now() + RENEW_INTERVAL * 4;
             while lease.is_held() {
-                assert!(Instant::now() < end, "nobody has noticed");
+                assert!(Instant::now() < end, "the loss of the lease was not noticed");
                 std::thread::sleep(Duration::from_millis(10));
             }
             Ok(())
@@ -185,6 +194,6 @@ mod tests {
         .unwrap();
         let view = documents.read(&[Query::key(LEASE_KEY)]).unwrap();
         let holder: Option<String> = view.get(LEASE_KEY).unwrap();
-        assert_eq!(holder.as_deref(), Some("somebody else"), "it is left alone");
+        assert_eq!(holder.as_deref(), Some("another repair"), "the other lease is left alone");
     }
 }

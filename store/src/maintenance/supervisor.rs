@@ -1,7 +1,15 @@
-//! The one who looks after a cluster: calls peers lost, and has everything repaired.
+//! The supervisor of a cluster: it declares peers lost and starts repairs.
 //!
-//! Several processes may be able to; the one that holds the document `leader/supervisor` does. It loses it when it does
-//! not renew it in time, so there may be two for a moment: what each of them does is right whoever else does it.
+//! Several processes may run a supervisor. Only the one that holds the document `leader/supervisor`
+//! acts. The document expires when it is not renewed in time, so there may be two acting
+//! supervisors for a moment. Each action is correct even if both perform it.
+//!
+//! | task | when |
+//! |---|---|
+//! | note since when a peer is down, and declare it lost | every `POLL_INTERVAL` |
+//! | repair after a change of the members | when they have been the same for `SETTLE_TIME` |
+//! | repair everything | every `FULL_SCAN_INTERVAL` |
+//! | repair again: something was left, or a snapshot is only *available* | after a growing interval |
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -20,37 +28,40 @@ use crate::sys;
 
 const LEADER_KEY: &str = "leader/supervisor";
 
-/// How long the document lasts, in seconds.
+/// Seconds until the leader's document expires without a renewal.
 const LEASE_SECONDS: u32 = 10;
 
-/// How often the members are looked at.
+/// How often the supervisor reads the members and renews its document.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How long the members must be the same before anything is moved: peers of one rack start one after the other.
+/// How long the members must stay the same before a repair starts: peers of one rack start one
+/// after the other.
 const SETTLE_TIME: Duration = Duration::from_secs(6);
 
-/// How often everything is looked at though nothing has changed.
+/// The interval between repairs when nothing has changed.
 const FULL_SCAN_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
-/// How soon a repair that left something to do is begun again; then twice as long each time,
+/// The retry interval at the start, and again when a peer is back or the members change. Each
+/// repair doubles it, so the first retry comes after twice this time.
 const FIRST_RETRY: Duration = Duration::from_secs(10);
 
-/// up to this.
+/// The longest retry interval.
 const LONGEST_RETRY: Duration = Duration::from_secs(600);
 
-/// How a keeper does its work.
+/// The settings of a supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SupervisorConfig {
-    /// How long a peer may be down before it is lost.
+    /// How long a peer may be down before it is declared lost.
     pub lost_after: Duration,
-    /// The most bytes a second that repair sends.
+    /// The most bytes a second that repair reads and writes; `None` for no limit.
     pub rate: Option<u64>,
 }
 
-/// What decides whether there is something to repair: the members, but for those that are only down.
+/// What a repair depends on: of each peer its id, weight, domain, whether it is lost, and whether
+/// it is draining. A peer that only goes down changes nothing.
 type Situation = Vec<(PeerId, u64, String, bool, bool)>;
 
-/// The threads of a keeper. They end with this.
+/// The threads of a supervisor. They end when this is dropped.
 pub struct Supervisor {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -65,7 +76,8 @@ struct Shared {
 }
 
 impl Supervisor {
-    /// Starts looking after the cluster of this repository, whenever nobody else does.
+    /// Starts a supervisor for the cluster of this repository. It acts while no other supervisor
+    /// does.
     pub fn start(repository: Repository, config: SupervisorConfig) -> Result<Supervisor> {
         let failed = |error| Error::io("starting", "a thread".as_ref(), error);
         let me: [u8; 16] = sys::random().map_err(failed)?;
@@ -76,12 +88,14 @@ impl Supervisor {
             stop: AtomicBool::new(false),
             sleep: Default::default(),
         });
-        let (one, other) = (shared.clone(), shared.clone());
+        let (watcher, repairer) = (shared.clone(), shared.clone());
         let watch = thread::Builder::new().name("watch".into());
         let repair = thread::Builder::new().name("repair".into());
         let threads = vec![
-            watch.spawn(move || one.watch(&PeerId::from_bytes(me).to_string())).map_err(failed)?,
-            repair.spawn(move || other.repair()).map_err(failed)?,
+            watch
+                .spawn(move || watcher.watch(&PeerId::from_bytes(me).to_string()))
+                .map_err(failed)?,
+            repair.spawn(move || repairer.repair()).map_err(failed)?,
         ];
         Ok(Supervisor { shared, threads })
     }
@@ -102,31 +116,33 @@ impl Shared {
         self.repository.cluster().map(|(_, documents)| documents)
     }
 
-    /// Sleeps, and tells whether to go on.
+    /// Sleeps for `time`, or until the supervisor stops. Returns whether to continue.
     fn pause(&self, time: Duration) -> bool {
         let (lock, wake) = &self.sleep;
-        let guard = lock.lock().expect("nothing is done with this lock held");
-        let stopped = |_: &mut ()| !self.stop.load(Ordering::SeqCst);
-        let _ = wake.wait_timeout_while(guard, time, stopped);
+        let guard = lock.lock().expect("no code panics with this lock held");
+        let runs = |_: &mut ()| !self.stop.load(Ordering::SeqCst);
+        let _ = wake.wait_timeout_while(guard, time, runs);
         !self.stop.load(Ordering::SeqCst)
     }
 
-    /// Leads, if nobody else does, and watches over the members.
+    /// Renews or takes the leader's document. While it is held, declares peers lost.
     fn watch(&self, me: &str) {
         while self.pause(POLL_INTERVAL) {
             let Some(documents) = self.documents() else { return };
-            let led = try_lock(documents, LEADER_KEY, me, LEASE_SECONDS);
-            self.leads.store(*led.as_ref().unwrap_or(&false), Ordering::SeqCst);
-            let watched = match led {
-                Ok(true) => membership::watch_over(documents, self.config.lost_after, now()),
+            let is_leader = try_lock(documents, LEADER_KEY, me, LEASE_SECONDS);
+            self.leads.store(*is_leader.as_ref().unwrap_or(&false), Ordering::SeqCst);
+            let declared = match is_leader {
+                Ok(true) => {
+                    membership::declare_lost_peers(documents, self.config.lost_after, now())
+                }
                 Ok(false) => Ok(Vec::new()),
                 Err(error) => Err(error),
             };
-            match watched {
+            match declared {
                 Ok(lost) => lost.iter().for_each(|peer| {
-                    tracing::warn!(%peer, "a peer is lost; what it held is made again");
+                    tracing::warn!(%peer, "declared a peer lost; repair replaces what it held");
                 }),
-                Err(error) => tracing::debug!(%error, "the members cannot be watched"),
+                Err(error) => tracing::debug!(%error, "failed to update the members"),
             }
         }
         if self.leads.load(Ordering::SeqCst)
@@ -136,8 +152,8 @@ impl Shared {
         }
     }
 
-    /// Repairs when the members have changed, and then and now in any case; again while something is left to do,
-    /// and soon when a peer is back.
+    /// Repairs when the members have changed and when the last repair is long ago. Repairs again
+    /// while something is left to do, and soon when a peer is back.
     fn repair(&self) {
         let mut done: Option<(Situation, Instant)> = None;
         let mut seen: Option<(Situation, Instant)> = None;
@@ -156,18 +172,22 @@ impl Shared {
                 seen = Some((situation.clone(), Instant::now()));
                 wait = FIRST_RETRY;
             }
-            let calm = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= SETTLE_TIME);
-            let due = done.as_ref().is_none_or(|(before, at)| {
+            let is_settled = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= SETTLE_TIME);
+            let is_due = done.as_ref().is_none_or(|(before, at)| {
                 let again = left || has_available(&self.repository).unwrap_or(false);
                 *before != situation
                     || at.elapsed() >= FULL_SCAN_INTERVAL
                     || (at.elapsed() >= wait && again)
             });
-            if !calm || !due {
+            if !is_settled || !is_due {
                 continue;
             }
-            let repaired =
-                repair_while(&self.repository, self.config.rate, &|| self.goes_on(), &|_| ());
+            let repaired = repair_while(
+                &self.repository,
+                self.config.rate,
+                &|| self.should_continue(),
+                &|_| (),
+            );
             left = match repaired {
                 Ok(report) => {
                     tracing::info!(
@@ -175,15 +195,15 @@ impl Shared {
                         under = report.under,
                         rebuilt = report.rebuilt,
                         moved = report.moved,
-                        "repair has ended"
+                        "a repair ended"
                     );
                     report.is_incomplete()
                 }
-                // Who had the turn may have died with it: then it is free in a while, and waiting longer each time would
-                // leave blobs without their redundancy for no reason.
+                // The holder of the repair lease may have died. Then the lease expires soon, and a
+                // longer interval would leave blobs without their redundancy for no reason.
                 Err(Error::RepairRuns) => continue,
                 Err(error) => {
-                    tracing::warn!(%error, "repair has failed");
+                    tracing::warn!(%error, "a repair failed");
                     true
                 }
             };
@@ -192,12 +212,12 @@ impl Shared {
         }
     }
 
-    fn goes_on(&self) -> bool {
+    fn should_continue(&self) -> bool {
         self.leads.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
     }
 }
 
-/// The situation, and how many peers are down.
+/// The situation, and the number of peers that are down.
 fn situation(documents: &dyn Documents) -> Result<(Situation, usize)> {
     let (peers, _) = membership::peers(documents)?;
     let down = peers.iter().filter(|peer| peer.health == Health::Down).count();

@@ -1,4 +1,4 @@
-//! What counts as gone: garbage on a peer that is drained, and images that were never made.
+//! Tests of the sweep of drained peers, and of records of images that were never created.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,8 @@ use crate::tree::Root;
 
 const CHUNK: usize = 65536;
 
-/// The heartbeats of all peers, until this is dropped. They go on when a peer is stopped: nobody is to notice.
+/// Sends the heartbeats of all peers until it is dropped. They continue while a peer is stopped, so
+/// the catalog does not notice.
 struct Heartbeats {
     stop: mpsc::Sender<()>,
     thread: Option<JoinHandle<()>>,
@@ -32,14 +33,17 @@ struct Heartbeats {
 
 impl Heartbeats {
     fn of(site: &Site, documents: &Arc<dyn Documents>) -> Heartbeats {
-        let who = site.peers.iter().map(|peer| {
+        let announcements = site.peers.iter().map(|peer| {
             let domain = peer.id.to_string();
             Announcement { id: peer.id, address: peer.address.clone(), domain }
         });
-        let (who, documents): (Vec<_>, _) = (who.collect(), documents.clone());
+        let (announcements, documents): (Vec<_>, _) = (announcements.collect(), documents.clone());
         let stats = PeerStats { capacity: 1 << 40, used: 0, reserved: 0, fragments: 0, load: 0 };
-        let all_beat =
-            move || who.iter().for_each(|who| send_heartbeat(&*documents, who, &stats, 1).unwrap());
+        let all_beat = move || {
+            announcements
+                .iter()
+                .for_each(|one| send_heartbeat(&*documents, one, &stats, 1).unwrap())
+        };
         all_beat();
         let (stop, stopped) = mpsc::channel();
         let thread = thread::spawn(move || {
@@ -66,7 +70,7 @@ fn has(address: &str, blob: BlobId) -> bool {
     })
 }
 
-/// Documents in a file.
+/// A document store in a file.
 fn documents(dir: &TempDir, file: &str) -> Arc<dyn Documents> {
     let path = dir.path().join(file);
     SqliteDocuments::create(&path).unwrap();
@@ -74,7 +78,7 @@ fn documents(dir: &TempDir, file: &str) -> Arc<dyn Documents> {
 }
 
 #[test]
-fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_there() {
+fn a_rebuild_does_not_restore_an_image_that_could_not_be_created() {
     let site = Site::new(2);
     let dir = TempDir::new().unwrap();
     let first = documents(&dir, "catalog.db");
@@ -84,7 +88,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
     let [vm, other] = ["vm", "other"].map(|name| name.parse::<ImageName>().unwrap());
     repository.create_image(&vm, size(4)).unwrap();
     repository.create_image(&other, size(9)).unwrap();
-    // Those who come too late, alone and together.
+    // Creations that lose against an existing image, alone and at the same time.
     repository.create_image(&vm, size(1)).unwrap_err();
     repository.clone_snapshot(&SnapshotRef::number(&other, 1), &vm).unwrap_err();
     let third: ImageName = "third".parse().unwrap();
@@ -98,7 +102,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
     });
     assert_eq!(made.iter().filter(|made| **made).count(), 1, "{made:?}");
     let before = repository.catalog().images().unwrap();
-    // The catalog is lost.
+    // The catalog is lost and rebuilt.
     let second = documents(&dir, "again.db");
     let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
@@ -108,7 +112,7 @@ fn an_image_that_could_not_be_made_does_not_come_instead_of_the_one_that_is_ther
 }
 
 #[test]
-fn nothing_is_garbage_while_a_node_cannot_be_read() {
+fn nothing_counts_as_garbage_while_a_tree_node_cannot_be_read() {
     let mut site = Site::new(3);
     let dir = TempDir::new().unwrap();
     let documents = documents(&dir, "catalog.db");
@@ -119,7 +123,7 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let chunks: Vec<_> = (0..60).map(|number| content(number, CHUNK).1).collect();
     let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
     repository.put_chunks(&chunks).unwrap();
-    // The last ones are garbage.
+    // Nothing refers to the last 20 chunks: they are garbage.
     let named = &chunks[..40];
     let changes: BTreeMap<_, _> =
         named.iter().enumerate().map(|(at, (id, _))| (ChunkIndex(at as u64), Some(*id))).collect();
@@ -132,12 +136,12 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let holder = (0..3).find(holds).unwrap();
     let drained = (holder + 1) % 3;
     let before = site.fragments_of(drained);
-    assert!(before > 2, "{before} of 60 chunks");
+    assert!(before > 2, "{before} fragments of 60 chunks");
     drain(&*documents, &site.peers[drained].id, true).unwrap();
     site.stop(holder);
-    // Another client, which remembers no node.
+    // Another client, which has no tree node in its cache.
     let report = repair_all(&open(), None, &|_| ()).unwrap();
-    // The record can be read, and is moved if it was there.
+    // The record can be read, and is moved if it was on the drained peer.
     assert!(report.moved <= 1 && report.dropped == report.moved, "{report:?}");
     assert_eq!(site.fragments_of(drained), before - report.moved, "{report:?}");
 
@@ -145,7 +149,7 @@ fn nothing_is_garbage_while_a_node_cannot_be_read() {
     let repository = open();
     let report = repair_all(&repository, None, &|_| ()).unwrap();
     assert!(!report.is_incomplete(), "{report:?}");
-    assert_eq!(site.fragments_of(drained), 0, "garbage, too");
+    assert_eq!(site.fragments_of(drained), 0, "the garbage is deleted, too");
     let mut buffer = vec![0; CHUNK];
     for (id, content) in named {
         repository.read_chunk(id, &mut buffer).unwrap();

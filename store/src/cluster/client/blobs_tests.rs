@@ -1,4 +1,4 @@
-//! The window between threads and peers.
+//! Tests of `ClusterBlobs`: the window between threads and peers.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::error::{ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
 
-/// Peers on a thread of their own.
+/// Peers that run on a thread of their own.
 pub(crate) struct Site {
     pub(crate) peers: Vec<Peer>,
     runtime: Handle,
@@ -97,12 +97,15 @@ fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
             let blobs = &blobs;
             scope.spawn(move || {
                 for number in 0..40u64 {
-                    // A part of them is put by all.
+                    // Every fourth blob is put by all threads.
                     let number = if number % 4 == 0 { number } else { number + 1000 * thread };
                     let (blob, content) = content(number, 1 + (number as usize * 977) % 60_000);
                     let how = policy(["rs=2+2", "replicas=2"][number as usize % 2]);
                     blobs.put(&[(blob, &content)], &how).unwrap();
-                    assert!(read(blobs, &blob, 60_000).unwrap() == content, "at once");
+                    assert!(
+                        read(blobs, &blob, 60_000).unwrap() == content,
+                        "readable right after the put"
+                    );
                     if number % 13 == 0 {
                         blobs.flush().unwrap();
                     }
@@ -111,7 +114,7 @@ fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
         }
     });
     blobs.flush().unwrap();
-    // Another client finds all of it.
+    // Another client reads all of them.
     let other = site.blobs();
     let (mut dirty, mut different) = (0, HashSet::new());
     for (thread, number) in (0..4u64).flat_map(|thread| (0..40).map(move |n| (thread, n))) {
@@ -123,11 +126,11 @@ fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
     }
     assert_eq!(blobs.counters().dirty, dirty);
     let fragments: u64 = different.iter().map(|(_, odd)| if *odd == 0 { 4 } else { 2 }).sum();
-    assert_eq!(site.fragments(), fragments, "each was stored once");
+    assert_eq!(site.fragments(), fragments, "each blob was stored once");
 }
 
 #[test]
-fn what_the_peers_have_is_not_sent() {
+fn blobs_that_the_peers_have_are_not_sent() {
     let site = Site::new(4);
     let all: Vec<_> = (0..50).map(|number| content(number, 20_000)).collect();
     let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
@@ -140,9 +143,13 @@ fn what_the_peers_have_is_not_sent() {
         second.put(&group, &policy("rs=2+2")).unwrap();
         second.flush().unwrap();
         let saved = round * 1_000_000;
-        assert_eq!(second.counters(), Counters { dirty: saved, sent: 0, saved }, "it asks");
+        assert_eq!(
+            second.counters(),
+            Counters { dirty: saved, sent: 0, saved },
+            "the peers have all of them"
+        );
     }
-    // Another redundancy is not there.
+    // The peers do not have the blobs with another redundancy.
     second.put(&group, &policy("replicas=3")).unwrap();
     second.flush().unwrap();
     assert_eq!(second.counters().sent, 3_000_000);
@@ -150,7 +157,7 @@ fn what_the_peers_have_is_not_sent() {
 }
 
 #[test]
-fn what_is_remembered_is_forgotten_when_a_peer_goes_away() {
+fn remembered_blobs_are_forgotten_when_a_peer_goes_away() {
     let site = Site::new(4);
     let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
     let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
@@ -165,25 +172,26 @@ fn what_is_remembered_is_forgotten_when_a_peer_goes_away() {
         more
     };
     assert_eq!((put(), put()), (1_200_000, 0));
-    // It is down, or lost: what it had is sent to another one before anybody relies on it.
+    // A peer is down or lost: its fragments are sent to another peer before anything relies on
+    // them.
     let mut down = members(&site.peers);
     down[3].state = MemberState::Down;
     blobs.cluster().set_members(down.clone());
-    assert!(put() > 0, "those that it had");
+    assert!(put() > 0, "the fragments of the peer that is down are sent again");
     let have = async || {
         blobs.cluster().known(&all.iter().map(|(blob, _)| *blob).collect::<Vec<_>>(), &policy).await
     };
     assert!(blobs.runtime().block_on(have()).into_iter().all(|is_known| is_known));
-    // One that comes back takes nothing away.
+    // A peer that comes back reduces no redundancy.
     blobs.cluster().set_members(members(&site.peers));
     assert_eq!(put(), 0);
     down.truncate(3);
     blobs.cluster().set_members(down);
-    assert_eq!(put(), 0, "the others have all by now");
+    assert_eq!(put(), 0, "the other peers have all fragments by then");
 }
 
 #[test]
-fn what_could_not_be_stored_stays_and_is_tried_again() {
+fn a_blob_that_could_not_be_stored_stays_and_is_tried_again() {
     let mut site = Site::new(3);
     let blobs = ClusterBlobs::with_window(site.cluster(), 50_000).unwrap();
     let (blob, bytes) = content(1, 20_000);
@@ -193,18 +201,19 @@ fn what_could_not_be_stored_stays_and_is_tried_again() {
         let refused = blobs.flush().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     }
-    blobs.flush_available().expect("two peers have it");
+    blobs.flush_available().expect("two peers have the blob");
     assert!(read(&blobs, &blob, 20_000).unwrap() == bytes);
-    // The window is full of what cannot be stored at all: that is told, and nobody waits for ever.
+    // The window is full of blobs that cannot be stored at all: the put fails instead of waiting
+    // for ever.
     (0..3).for_each(|peer| site.stop(peer));
     let mut refused = None;
     for number in 2..6 {
         let (blob, content) = content(number, 20_000);
         refused = refused.or(blobs.put(&[(blob, &content)], &policy("replicas=3")).err());
     }
-    assert_eq!(refused.expect("there is no room").kind(), ErrorKind::Unavailable);
+    assert_eq!(refused.expect("the window is full").kind(), ErrorKind::Unavailable);
     (0..3).for_each(|peer| site.restart(peer));
-    // The first one could be read already, and had to make room: it is whole again, too.
+    // The first blob could be read already and left the window. It gets its full redundancy, too.
     flush_in_time(&blobs);
     let other = site.blobs();
     assert!(read(&other, &blob, 20_000).unwrap() == bytes);
@@ -215,7 +224,7 @@ fn what_could_not_be_stored_stays_and_is_tried_again() {
 }
 
 #[test]
-fn available_is_less_than_stable_and_more_than_nothing() {
+fn flush_available_succeeds_between_readable_and_full_redundancy() {
     let mut site = Site::new(4);
     let blobs = site.blobs();
     let (blob, bytes) = content(1, 20_000);
@@ -223,7 +232,7 @@ fn available_is_less_than_stable_and_more_than_nothing() {
     blobs.put(&[(blob, &bytes)], &policy("rs=2+2")).unwrap();
     blobs.flush_available().unwrap();
     let other = site.blobs();
-    assert!(read(&other, &blob, 20_000).unwrap() == bytes, "others can read it");
+    assert!(read(&other, &blob, 20_000).unwrap() == bytes, "another client can read it");
     blobs.flush().unwrap_err();
     site.stop(1);
     site.stop(2);
@@ -249,13 +258,13 @@ fn a_handle_can_be_dropped_at_any_time() {
 }
 
 #[test]
-fn nobody_waits_for_ever_whatever_the_peers_do() {
+fn no_thread_waits_for_ever_whatever_the_peers_do() {
     let mut site = Site::new(4);
     let blobs = Arc::new(ClusterBlobs::with_window(site.cluster(), 100_000).unwrap());
     let done = Arc::new(AtomicBool::new(false));
-    let begun = Arc::new(AtomicBool::new(false));
+    let stored_some = Arc::new(AtomicBool::new(false));
     let work = |thread: u64| {
-        let (blobs, done, begun) = (blobs.clone(), done.clone(), begun.clone());
+        let (blobs, done, stored_some) = (blobs.clone(), done.clone(), stored_some.clone());
         move || {
             let mut number = thread * 1_000_000;
             let mut stored = Vec::new();
@@ -269,7 +278,7 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
                     }
                 }
                 if blobs.flush().is_ok() {
-                    begun.fetch_or(!group.is_empty(), Ordering::Relaxed);
+                    stored_some.fetch_or(!group.is_empty(), Ordering::Relaxed);
                     stored.extend(group);
                 }
             }
@@ -278,8 +287,8 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
     };
     let threads: Vec<_> = (0..3).map(|thread| thread::spawn(work(thread))).collect();
     let begin = Instant::now();
-    while !begun.load(Ordering::Relaxed) {
-        assert!(begin.elapsed() < Duration::from_secs(60), "nothing is stored");
+    while !stored_some.load(Ordering::Relaxed) {
+        assert!(begin.elapsed() < Duration::from_secs(60), "nothing was stored in time");
         thread::sleep(Duration::from_millis(10));
     }
     for round in 0..6 {
@@ -293,7 +302,7 @@ fn nobody_waits_for_ever_whatever_the_peers_do() {
     done.store(true, Ordering::Relaxed);
     let stored: Vec<_> = threads.into_iter().flat_map(|one| one.join().unwrap()).collect();
     assert!(!stored.is_empty());
-    // Any two of the four are gone, and what was flushed is there.
+    // With any two of the four peers away, every flushed blob can be read.
     for gone in [[0, 1], [2, 3]] {
         gone.iter().for_each(|peer| site.stop(*peer));
         let other = site.blobs();
@@ -316,12 +325,16 @@ fn more_than_a_window_can_be_available_while_a_peer_is_away() {
     }
     blobs.flush_available().unwrap();
     let error = blobs.flush().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unavailable, "never claimed early: {error}");
+    assert_eq!(
+        error.kind(),
+        ErrorKind::Unavailable,
+        "full redundancy is not claimed early: {error}"
+    );
     let other = site.blobs();
     for (blob, content) in &all {
-        assert!(read(&other, blob, 20_000).unwrap() == *content, "it can be read");
+        assert!(read(&other, blob, 20_000).unwrap() == *content, "every blob can be read");
     }
-    // Those that have left the window are read again, and get what they lack.
+    // Blobs that have left the window are read again, and get the fragments that they lack.
     site.restart(1);
     flush_in_time(&blobs);
     assert!(site.fragments() >= 80, "{}", site.fragments());
@@ -329,6 +342,6 @@ fn more_than_a_window_can_be_available_while_a_peer_is_away() {
         site.stop(peer);
     }
     for (blob, content) in &all {
-        assert!(read(&other, blob, 20_000).unwrap() == *content, "any two are enough");
+        assert!(read(&other, blob, 20_000).unwrap() == *content, "any two peers are enough");
     }
 }

@@ -1,11 +1,15 @@
-//! Blobs on many peers: cut, sent, collected, put together.
+//! Stores and reads blobs on many peers.
 //!
-//! Fragment *i* of a blob goes to the peer of rank *i*. A peer that fails or is full is passed over, for the next
-//! one beyond those that have a fragment already, in another failure domain if there is one. A read asks as many
-//! peers as are enough, by rank, one more for each that has nothing or sends a wrong block, and one more when an
-//! answer is later than answers usually are. It fails only when every peer was asked.
+//! **Writing.** Fragment *i* of a blob goes to the peer of rank *i*. A fragment that a peer
+//! refuses, or that cannot reach its peer, goes to the next peer that has no fragment of the blob,
+//! in another failure domain if possible.
 //!
-//! A wrong block is counted, and when the blob was put together the right one is given to the peer that sent it.
+//! **Reading.** A read asks as many peers, by rank, as it needs. It asks one more peer for each
+//! that has nothing or sends a wrong block, and one more when an answer is late (hedging). It fails
+//! only when every peer was asked.
+//!
+//! A wrong block is counted. When the blob is decoded, the peer that sent the wrong block gets the
+//! right one.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,16 +32,16 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
 
-/// The bounds of the time after which one more peer is asked.
+/// The least and the greatest delay before a read asks one more peer.
 const HEDGE_DELAY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 
-/// Wrong blocks that are replaced at a time. One more waits until it is read again.
+/// The most wrong blocks that are replaced at a time. Further ones wait until they are read again.
 const MAX_REPLACEMENTS: usize = 8;
 
-/// Lengths of buffers of which is remembered how many peers a blob needs.
+/// The most buffer lengths for which a client remembers how many peers a read needs.
 const REMEMBERED_LENGTHS: usize = 64;
 
-/// How long answers take, as a mean and a mean deviation.
+/// The latency of answers: running mean and mean deviation, in seconds.
 #[derive(Clone, Copy)]
 struct LatencyEstimate {
     mean: f64,
@@ -51,36 +55,38 @@ impl LatencyEstimate {
         self.deviation += (error.abs() - self.deviation) / 4.0;
     }
 
-    /// Most answers are there by then.
+    /// The time after which an answer is late: the mean plus four mean deviations, within
+    /// [`HEDGE_DELAY`].
     fn late(&self) -> Duration {
         let late = Duration::try_from_secs_f64(self.mean + 4.0 * self.deviation);
         late.unwrap_or(HEDGE_DELAY.1).clamp(HEDGE_DELAY.0, HEDGE_DELAY.1)
     }
 }
 
-/// A blob that was stored with its full redundancy, durably.
+/// The result of storing a blob durably with its full redundancy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// Bytes of blocks that were sent.
+    /// Bytes of all its blocks.
     pub sent: u64,
-    /// Fragments that are durable, each on a peer of its own: all of them.
+    /// The number of durable fragments, each on a peer of its own. It is the full number.
     pub durable: usize,
 }
 
-/// How a blob that is stored goes on.
+/// The progress of storing a blob.
 pub(crate) enum Progress {
-    /// What is durable is enough to read it.
+    /// Enough fragments are durable to read the blob.
     Available,
-    /// It is stored, or cannot be.
+    /// The blob is stored with full redundancy, or storing has failed.
     Ended(Result<Stored>),
 }
 
-/// What came of a blob's fragments so far.
+/// The results of a blob's fragments so far.
 struct Tally {
-    /// Fragments that are durable, and of which nothing is known yet.
+    /// Fragments that are durable.
     durable: usize,
+    /// Fragments without a result yet.
     left: usize,
-    /// As many are enough to read it.
+    /// Fragments that are enough to read the blob.
     needed: usize,
     /// Bytes of all its blocks.
     bytes: u64,
@@ -93,37 +99,37 @@ impl Tally {
         Tally { durable: 0, left: width, needed, bytes, failed: None }
     }
 
-    /// What came of one more.
-    fn add(&mut self, result: Result<()>, blob: usize, news: &mut Vec<(usize, Progress)>) {
+    /// Adds the result of one fragment.
+    fn add(&mut self, result: Result<()>, blob: usize, progress: &mut Vec<(usize, Progress)>) {
         self.left -= 1;
         match result {
             Ok(()) => {
                 self.durable += 1;
                 if self.durable == self.needed {
-                    news.push((blob, Progress::Available));
+                    progress.push((blob, Progress::Available));
                 }
             }
             Err(error) => self.failed = Some(error),
         }
         if self.left == 0 {
             let stored = Stored { sent: self.bytes, durable: self.durable };
-            news.push((blob, Progress::Ended(self.failed.take().map_or(Ok(stored), Err))));
+            progress.push((blob, Progress::Ended(self.failed.take().map_or(Ok(stored), Err))));
         }
     }
 }
 
 /// A fragment on its way to a peer.
 struct Outbound {
-    /// The blob's number among those that are stored together.
+    /// The blob's position among the blobs that are stored together.
     blob: usize,
     fragment: Fragment,
     place: usize,
     places: Arc<FragmentTargets>,
 }
 
-/// The fragments for each member, as many together as one message can have.
+/// Groups fragments by member, with as many fragments in a group as one put can have.
 fn groups(mut all: Vec<Outbound>) -> Vec<(usize, Vec<Outbound>)> {
-    // In the order of the blobs for each.
+    // The sort is stable: fragments of one member stay in the order of the blobs.
     all.sort_by_key(|one| one.places.member(one.place));
     let mut groups: Vec<(usize, Vec<Outbound>)> = Vec::new();
     let mut bytes = 0;
@@ -145,7 +151,7 @@ fn groups(mut all: Vec<Outbound>) -> Vec<(usize, Vec<Outbound>)> {
     groups
 }
 
-/// The peers of a cluster, as one place for blobs. Clones are the same.
+/// The peers of a cluster as one blob store. Clones share their state.
 #[derive(Clone)]
 pub struct Cluster {
     pub(crate) inner: Arc<Inner>,
@@ -155,23 +161,25 @@ pub(crate) struct Inner {
     members: RwLock<Arc<RankedMembers>>,
     pub(crate) pool: Arc<ConnectionPool>,
     latency: Mutex<LatencyEstimate>,
-    /// By the length of the buffer: how many peers the last blob needed that was read into such a one.
+    /// By buffer length: how many peers the last blob needed that was read into such a buffer.
     needed: Mutex<HashMap<usize, usize>>,
-    /// Answers of each peer that were wrong.
+    /// The number of wrong answers of each peer.
     suspects: Mutex<HashMap<PeerId, u64>>,
     replacing: Arc<Semaphore>,
-    /// How often a peer was there and is not any more.
+    /// How often a peer that was up or draining went away.
     losses: AtomicU64,
     pub(super) reserved: Reserved,
 }
 
-/// Nothing is half changed when a thread panics with one of these locks held.
+/// Ignores poisoning: no thread leaves the data half changed when it panics with one of these locks
+/// held.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Cluster {
-    /// A cluster of these peers. Nobody is asked yet. One that is named twice counts once.
+    /// A cluster of these peers. No peer is contacted yet. Of several members with one id the first
+    /// counts.
     pub fn new(members: Vec<Member>, security: Security) -> Cluster {
         let inner = Inner {
             members: RwLock::new(Arc::new(RankedMembers::new(members))),
@@ -186,7 +194,7 @@ impl Cluster {
         Cluster { inner: Arc::new(inner) }
     }
 
-    /// These are the members from here on. Connections to those that stay are kept.
+    /// Replaces the members. Connections to members that stay are kept.
     pub fn set_members(&self, members: Vec<Member>) {
         let members = Arc::new(RankedMembers::new(members));
         let mut current = self.inner.members.write().unwrap_or_else(PoisonError::into_inner);
@@ -200,24 +208,27 @@ impl Cluster {
         *current = members;
     }
 
-    /// How often a peer was there and is not any more: what was stored before may have less than its redundancy.
+    /// How often a peer that was up or draining went away. Blobs that were stored before may have
+    /// less than their redundancy.
     pub(crate) fn losses(&self) -> u64 {
         self.inner.losses.load(Ordering::SeqCst)
     }
 
-    /// The members.
+    /// The current members.
     pub fn members(&self) -> Vec<Member> {
         self.inner.members().all.clone()
     }
 
-    /// Peers that have sent wrong blocks or nonsense, and how often, since this object was made.
+    /// Peers that have sent wrong blocks or invalid answers, and how often since this object was
+    /// created.
     pub fn suspects(&self) -> Vec<(PeerId, u64)> {
         let mut all: Vec<_> = lock(&self.inner.suspects).iter().map(|(id, n)| (*id, *n)).collect();
         all.sort_unstable();
         all
     }
 
-    /// Stores a blob with its full redundancy, durably. After an error some of its fragments may be there.
+    /// Stores a blob durably with its full redundancy. After an error some of its fragments may be
+    /// stored.
     pub async fn put(
         &self,
         blob: &BlobId,
@@ -228,7 +239,7 @@ impl Cluster {
         self.store_one(whole, policy.redundancy, || ()).await
     }
 
-    /// Stores a blob that is cut already. `available` is called when what is durable is enough to read it.
+    /// Stores an encoded blob. Calls `available` when enough fragments are durable to read it.
     pub(crate) async fn store_one(
         &self,
         whole: Arc<(Description, Blocks)>,
@@ -236,36 +247,37 @@ impl Cluster {
         mut available: impl FnMut(),
     ) -> Result<Stored> {
         let mut stored = None;
-        let tell = |news: Vec<(usize, Progress)>| {
-            for (_, progress) in news {
-                match progress {
+        let report = |progress: Vec<(usize, Progress)>| {
+            for (_, state) in progress {
+                match state {
                     Progress::Available => available(),
                     Progress::Ended(result) => stored = Some(result),
                 }
             }
         };
-        self.store(vec![whole], redundancy, tell).await;
+        self.store(vec![whole], redundancy, report).await;
         stored.unwrap_or(Err(Error::TooFewPeers { peers: 0 }))
     }
 
-    /// Stores blobs that are cut already, and tells of each, by its number among them, how it goes on: of many at once,
-    /// since each peer gets its fragments of all of them together.
+    /// Stores encoded blobs, and reports the progress of each by its position in `all`. Each peer
+    /// gets its fragments of all blobs together, so the progress of several blobs is reported at
+    /// once.
     pub(crate) async fn store(
         &self,
         all: Vec<Arc<(Description, Blocks)>>,
         redundancy: Redundancy,
-        mut tell: impl FnMut(Vec<(usize, Progress)>),
+        mut report: impl FnMut(Vec<(usize, Progress)>),
     ) {
         let members = self.inner.members();
         let width = redundancy.width();
         let peers = members.all.len();
         if width == 0 || redundancy.needed() == 0 || width > peers {
             let failed = |blob| (blob, Progress::Ended(Err(Error::TooFewPeers { peers })));
-            return tell((0..all.len()).map(failed).collect());
+            return report((0..all.len()).map(failed).collect());
         }
         let mut tallies: Vec<_> = all.iter().map(|whole| Tally::new(&whole.0, width)).collect();
         let mut waiting = Vec::with_capacity(all.len() * width);
-        let mut news = Vec::new();
+        let mut progress = Vec::new();
         for (blob, whole) in all.into_iter().enumerate() {
             let (description, blocks) = &*whole;
             let places = Arc::new(members.places(&description.blob, width));
@@ -277,7 +289,9 @@ impl Cluster {
                     Some(place) => {
                         waiting.push(Outbound { blob, fragment, place, places: places.clone() });
                     }
-                    None => tallies[blob].add(Err(Error::TooFewPeers { peers }), blob, &mut news),
+                    None => {
+                        tallies[blob].add(Err(Error::TooFewPeers { peers }), blob, &mut progress)
+                    }
                 }
             }
         }
@@ -287,11 +301,11 @@ impl Cluster {
                 let (inner, members) = (self.inner.clone(), members.clone());
                 sending.spawn(async move { inner.send(&members.all[member], group).await });
             }
-            if !news.is_empty() {
-                tell(std::mem::take(&mut news));
+            if !progress.is_empty() {
+                report(std::mem::take(&mut progress));
             }
             let Some(sent) = sending.join_next().await else { break };
-            // If it was given up, nobody knows what came of its fragments: see below.
+            // A task that panicked leaves its fragments without a result: see below.
             for (mut one, result) in sent.unwrap_or_default() {
                 let next = result.as_ref().err().and_then(|_| one.places.instead_of(one.place));
                 match (next, result) {
@@ -300,19 +314,19 @@ impl Cluster {
                         one.place = place;
                         waiting.push(one);
                     }
-                    (_, result) => tallies[one.blob].add(result, one.blob, &mut news),
+                    (_, result) => tallies[one.blob].add(result, one.blob, &mut progress),
                 }
             }
         }
         for (blob, tally) in tallies.into_iter().enumerate().filter(|(_, tally)| tally.left > 0) {
-            let reason = format!("{} of its fragments were given up", tally.left);
-            news.push((blob, Progress::Ended(Err(Error::NotStored { blobs: 1, reason }))));
+            let reason = format!("the result of {} of its fragments is unknown", tally.left);
+            progress.push((blob, Progress::Ended(Err(Error::NotStored { blobs: 1, reason }))));
         }
-        tell(news);
+        report(progress);
     }
 
-    /// Reads a blob into the start of `buf` and returns its length. What it returns has the name that was asked
-    /// for.
+    /// Reads a blob into the start of `buf` and returns its length. The bytes have the hash that
+    /// was asked for.
     pub async fn get(&self, blob: &BlobId, buf: &mut [u8]) -> Result<usize> {
         let members = self.inner.members();
         let mut ranks = members.to_ask(blob).into_iter();
@@ -335,7 +349,7 @@ impl Cluster {
                     ask(&mut asked, ranks.next());
                     continue;
                 }
-                // Nobody is left alone before a read fails: those who were away may be back.
+                // Before a read fails, peers in back-off are asked once more: they may be back.
                 Ok(None) if !last && !away.is_empty() => {
                     (last, reasons) = (true, Vec::new());
                     for at in away.drain(..) {
@@ -379,7 +393,7 @@ impl Cluster {
                 self.inner.replace_wrong_blocks(&members, wrong, partial);
                 return Ok(len);
             }
-            // As many as may be missing.
+            // Ask as many peers as fragments may be missing.
             while asked.len() < found.missing(guess) && ranks.len() > 0 {
                 ask(&mut asked, ranks.next());
             }
@@ -397,7 +411,7 @@ impl Inner {
         self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Gives fragments to a member, and tells what came of each.
+    /// Sends fragments to a member, and returns the result of each.
     async fn send(&self, member: &Member, group: Vec<Outbound>) -> Vec<(Outbound, Result<()>)> {
         let put = |connection: Arc<Connection>| {
             let fragments = group.iter().map(|one| one.fragment.clone()).collect();
@@ -406,7 +420,7 @@ impl Inner {
         match self.pool.ask(member, put).await {
             Ok(results) => group.into_iter().zip(results).collect(),
             Err(error) => {
-                // Each has the error of its own.
+                // Errors cannot be cloned, so each fragment gets its own.
                 let failed = || {
                     let (peer, reason) = (member.address.clone(), error.to_string());
                     Err(Error::Peer { peer, kind: error.kind(), reason })
@@ -416,7 +430,7 @@ impl Inner {
         }
     }
 
-    /// What a member sends of a blob.
+    /// Fetches a member's fragments of a blob.
     async fn fetch(&self, member: &Member, blob: &BlobId) -> Result<Vec<Fragment>> {
         let begin = Instant::now();
         let get = |connection: Arc<Connection>| async move { connection.fetch(blob).await };
@@ -425,16 +439,16 @@ impl Inner {
         Ok(found)
     }
 
-    /// A peer has sent something wrong.
+    /// Counts a wrong answer of a peer.
     fn mark_suspect(&self, member: &Member, blob: &BlobId) {
         let mut suspects = lock(&self.suspects);
         let count = suspects.entry(member.id).or_default();
         *count += 1;
         let (peer, address, count) = (member.id, &member.address, *count);
-        tracing::warn!(%peer, address, %blob, count, "a peer has sent a wrong block");
+        tracing::warn!(%peer, address, %blob, count, "a peer sent a wrong block");
     }
 
-    /// So many peers were needed for a blob that was read into a buffer of this length.
+    /// Remembers that a blob that was read into a buffer of `len` bytes needed `needed` peers.
     fn remember(&self, len: usize, needed: usize) {
         let mut all = lock(&self.needed);
         if all.len() >= REMEMBERED_LENGTHS && !all.contains_key(&len) {
@@ -443,7 +457,7 @@ impl Inner {
         all.insert(len, needed);
     }
 
-    /// Gives the right fragments to those who have sent wrong ones, in the background.
+    /// Sends the right fragments to the peers that sent wrong ones, in the background.
     fn replace_wrong_blocks(
         &self,
         members: &RankedMembers,
@@ -464,7 +478,7 @@ impl Inner {
                     async move { connection.put(fragment?).await }
                 };
                 if let Err(error) = pool.ask(&member, put).await {
-                    tracing::warn!(peer = %member.id, %error, "a wrong block could not be replaced");
+                    tracing::warn!(peer = %member.id, %error, "failed to replace a wrong block");
                 }
             });
         }

@@ -1,4 +1,4 @@
-//! A client's connection to one peer: the requests of the protocol as calls.
+//! A client's connection to one peer: the protocol's requests as calls.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::net::connection;
 use crate::net::handshake::{HandshakeError, PEER_PROTOCOL};
 use crate::net::identity::{Role, Security};
 
-/// How long a connection may take to be made.
+/// How long opening a connection may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A connection. When it is lost, every request fails, including those in flight.
+/// A connection to a peer. When it is lost, every request fails, including those in flight.
 pub struct Connection {
     address: String,
     inner: connection::Connection,
@@ -61,7 +61,7 @@ impl Connection {
         let asked = self.inner.ask(request.to_parts()).await;
         let (kind, body) =
             asked.map_err(|_| unavailable(&self.address, "the connection is lost"))?;
-        // An answer that makes no sense is a wrong answer; the next one may be right.
+        // An invalid answer counts as a wrong answer. The next one may be right.
         let answer = Answer::from_bytes(kind, &body)
             .unwrap_or_else(|error| Answer::Failed(ErrorKind::Corrupt, error.to_string()));
         match answer {
@@ -73,16 +73,16 @@ impl Connection {
     }
 
     fn unexpected(&self) -> Error {
-        unavailable(&self.address, "the answer does not belong to the request")
+        unavailable(&self.address, "the answer does not match the request")
     }
 
-    /// Gives the peer a fragment. It is durable there when this returns.
+    /// Stores a fragment on the peer. It is durable when this returns.
     pub async fn put(&self, fragment: Fragment) -> Result<()> {
         self.put_all(vec![fragment]).await?.pop().unwrap_or_else(|| Err(self.unexpected()))
     }
 
-    /// The same for several, of which there are at most [`MAX_PUT`], with no more bytes than the longest content. Tells
-    /// of each whether it is durable.
+    /// Stores 1 to [`MAX_PUT`] fragments on the peer. Their blocks together have at most
+    /// `MAX_CONTENT` bytes. Returns for each whether it is durable.
     pub async fn put_all(&self, fragments: Vec<Fragment>) -> Result<Vec<Result<()>>> {
         let count = fragments.len();
         debug_assert!((1..=MAX_PUT).contains(&count));
@@ -102,7 +102,7 @@ impl Connection {
         }
     }
 
-    /// The fragments that the peer has of a blob. They are not verified: see [`Fragment::is_of`].
+    /// The peer's fragments of a blob. They are not verified: see [`Fragment::is_of`].
     pub async fn fetch(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
         match self.ask(Request::Get(*blob)).await? {
             Answer::Fragments(fragments) => Ok(fragments),
@@ -110,8 +110,8 @@ impl Connection {
         }
     }
 
-    /// What the peer has of each of these blobs, of which there are at most [`MAX_ASKED`]. With `renew` it does not
-    /// take what is there for idle.
+    /// The peer's fragments of each of these blobs, at most [`MAX_ASKED`]. With `renew` the peer
+    /// resets their idle timers.
     pub async fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
         debug_assert!(blobs.len() <= MAX_ASKED);
         match self.ask(Request::Have { renew, blobs: blobs.to_vec() }).await? {
@@ -120,7 +120,7 @@ impl Connection {
         }
     }
 
-    /// How much the peer holds.
+    /// How much the peer holds and may hold.
     pub async fn usage(&self) -> Result<Usage> {
         match self.ask(Request::Usage).await? {
             Answer::Usage(usage) => Ok(usage),
@@ -128,8 +128,8 @@ impl Connection {
         }
     }
 
-    /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed within so many seconds. Returns the
-    /// bytes that the peer's disk has again.
+    /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed for `idle`
+    /// seconds. Returns the bytes that are free again on the peer's disk.
     pub async fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
         debug_assert!(fragments.len() <= MAX_DELETED);
         match self.ask(Request::Delete { idle, fragments: fragments.to_vec() }).await? {
@@ -138,7 +138,8 @@ impl Connection {
         }
     }
 
-    /// Fragments of the first records behind this blob, in the order of their blobs. Nothing if there are no more.
+    /// A page of fragments of records, in the order of their blobs, starting after this blob. It is
+    /// empty if there are no more.
     pub async fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
         let is_right = |one: &Fragment| {
             one.description.kind() == Kind::Record
@@ -156,7 +157,8 @@ impl Connection {
         }
     }
 
-    /// The fragments of the first blobs behind this one, in the order of the blobs. Nothing if there are no more.
+    /// A page of fragments, in the order of their blobs, starting after this blob. It is empty if
+    /// there are no more.
     pub async fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
         match self.ask(Request::List(*after)).await? {
             Answer::Listed(all)
@@ -170,8 +172,8 @@ impl Connection {
         }
     }
 
-    /// Reserves so much room for what is put through this connection, instead of what it has reserved before. It
-    /// ends with the connection.
+    /// Reserves `bytes` bytes for the puts of this connection. This replaces the connection's
+    /// previous reservation. The reservation ends with the connection.
     pub async fn reserve(&self, bytes: u64) -> Result<()> {
         match self.ask(Request::Reserve(bytes)).await? {
             Answer::Reserved => Ok(()),
@@ -179,9 +181,10 @@ impl Connection {
         }
     }
 
-    /// Whoever goes through pages would never come to an end.
+    /// The error for a page that is out of order. Accepting it could make a loop over pages
+    /// endless.
     fn wrong_page(&self) -> Error {
-        let reason = "it has sent something else than the next page";
+        let reason = "it sent a page that is out of order";
         Error::Peer { peer: self.address.clone(), kind: ErrorKind::Corrupt, reason: reason.into() }
     }
 }

@@ -1,7 +1,13 @@
-//! The ways to the peers: one connection to each, made when it is wanted and kept.
+//! `ConnectionPool`: one connection to each peer, opened on demand and kept.
 //!
-//! A peer that cannot be reached is left alone for a second, then for two, and so on: to try again and again costs
-//! every write and read a little.
+//! A peer that cannot be reached is left alone for 1 s, then 2 s, doubling to 30 s. Without this
+//! back-off, every read and write would pay for another failed attempt.
+//!
+//! | limit | value |
+//! |---|---|
+//! | opening a connection, with TLS and hello | [`CONNECT_TIMEOUT`] |
+//! | silence of a peer that owes an answer | [`SILENCE_LIMIT`] |
+//! | one answer, while the peer answers others | [`ANSWER_LIMIT`] |
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -16,38 +22,38 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::PeerId;
 use crate::net::identity::Security;
 
-/// How long a peer may be silent while it is asked something.
+/// How long a peer that owes an answer may be silent.
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long an answer may take in all: others may be answered meanwhile.
+/// How long one answer may take while the peer answers other requests.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long a connection may take to be made, with all that belongs to it.
+/// How long opening a connection may take, with TLS and hello.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a peer that could not be reached is left alone at first, and at most.
+/// The first and the longest back-off of a peer that could not be reached.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
-/// What is known of the way to a peer.
+/// The state of the connection to a peer.
 #[derive(Default)]
 enum ConnectionState {
     #[default]
     NotConnected,
-    /// There is one, to this address.
+    /// The connection is open to this address.
     Open(Arc<Connection>, String),
-    /// It is left alone until then, for this reason.
+    /// The peer is left alone until this time, for this reason.
     BackedOff(Instant, String),
 }
 
 #[derive(Default)]
 struct PeerConnection {
     state: tokio::sync::Mutex<ConnectionState>,
-    /// Failures since it has last answered.
+    /// Failures since its last answer.
     failures: AtomicU32,
 }
 
 impl PeerConnection {
-    /// The peer is left alone for a while.
+    /// Counts a failure. Returns the state that leaves the peer alone for a while.
     fn back_off(&self, reason: &str) -> ConnectionState {
         let failures = self.failures.fetch_add(1, Ordering::Relaxed).min(5);
         ConnectionState::BackedOff(
@@ -57,7 +63,7 @@ impl PeerConnection {
     }
 }
 
-/// The ways to all peers.
+/// The connections to all peers.
 pub(crate) struct ConnectionPool {
     security: Security,
     all: Mutex<HashMap<PeerId, Arc<PeerConnection>>>,
@@ -69,15 +75,16 @@ impl ConnectionPool {
     }
 
     fn peer(&self, id: PeerId) -> Arc<PeerConnection> {
-        let mut all = self.all.lock().expect("no code panics with the ways locked");
+        let mut all = self.all.lock().expect("no code panics with the pool locked");
         all.entry(id).or_default().clone()
     }
 
-    /// Forgets peers that are no members any more. One that is said to be up is not left alone any longer.
+    /// Drops the connections of peers that are not members any more. Ends the back-off of peers
+    /// that are back.
     pub(crate) fn update(&self, before: &[Member], members: &[Member]) {
         let before: HashMap<_, _> = before.iter().map(|member| (member.id, member)).collect();
         let now: HashMap<_, _> = members.iter().map(|member| (member.id, member)).collect();
-        let mut all = self.all.lock().expect("no code panics with the ways locked");
+        let mut all = self.all.lock().expect("no code panics with the pool locked");
         all.retain(|id, _| now.contains_key(id));
         for (id, peer) in &*all {
             let (before, now) = (before.get(id), now[id]);
@@ -85,7 +92,7 @@ impl ConnectionPool {
                 && before.is_none_or(|before| {
                     before.state == MemberState::Down || before.address != now.address
                 });
-            // Who holds it tries to connect just now.
+            // If the state is locked, another task is connecting.
             if is_back && let Ok(mut state) = peer.state.try_lock() {
                 peer.failures.store(0, Ordering::Relaxed);
                 if matches!(*state, ConnectionState::BackedOff(..)) {
@@ -95,9 +102,9 @@ impl ConnectionPool {
         }
     }
 
-    /// A member is not left alone any longer.
+    /// Ends the back-off of a member.
     pub(crate) fn wake(&self, member: &Member) {
-        // Who holds it tries to connect just now.
+        // If the state is locked, another task is connecting.
         if let Ok(mut state) = self.peer(member.id).state.try_lock()
             && matches!(*state, ConnectionState::BackedOff(..))
         {
@@ -105,8 +112,8 @@ impl ConnectionPool {
         }
     }
 
-    /// Asks a member, within a time. A connection that was there before may have ended since: then it is made
-    /// again, once.
+    /// Asks a member, within [`SILENCE_LIMIT`] and [`ANSWER_LIMIT`]. If a connection that existed
+    /// before has ended, it is opened again, once.
     pub(crate) async fn ask<T, F: Future<Output = Result<T>>>(
         self: &Arc<ConnectionPool>,
         member: &Member,
@@ -132,11 +139,11 @@ impl ConnectionPool {
                     }
                     return result;
                 }
-                // It works on what others have asked.
-                Err(_) if begin.elapsed() < ANSWER_LIMIT && is_heard(&peer) => {}
+                // The peer is answering other requests.
+                Err(_) if begin.elapsed() < ANSWER_LIMIT && has_answered_recently(&peer) => {}
                 Err(_) => {
                     let reason = "it does not answer in time";
-                    // Many are asked at once and fail together: that is one failure.
+                    // Requests that time out together count as one failure.
                     if let Ok(mut state) = peer.state.try_lock()
                         && !matches!(*state, ConnectionState::BackedOff(..))
                     {
@@ -148,14 +155,14 @@ impl ConnectionPool {
         }
     }
 
-    /// The connection to a member, and whether it is new. What comes of a try is remembered, also if who asked
-    /// has given up meanwhile.
+    /// The connection to a member, and whether it is new. A task of its own connects, so the result
+    /// is kept even if the caller has given up.
     async fn connection(
         self: &Arc<ConnectionPool>,
         peer: &Arc<PeerConnection>,
         member: &Member,
     ) -> Result<(Arc<Connection>, bool)> {
-        // Mostly there is one.
+        // The common case: there is a connection.
         if let Ok(state) = peer.state.try_lock()
             && let ConnectionState::Open(connection, address) = &*state
             && !connection.is_lost()
@@ -175,7 +182,7 @@ impl ConnectionPool {
         peer: &PeerConnection,
         member: &Member,
     ) -> Result<(Arc<Connection>, bool)> {
-        // One at a time: the others use what this one finds.
+        // One task connects at a time. The others use its result.
         let mut state = peer.state.lock().await;
         match &*state {
             ConnectionState::Open(connection, address)
@@ -191,7 +198,7 @@ impl ConnectionPool {
         let opened =
             match timeout(CONNECT_TIMEOUT, Connection::open(&member.address, &self.security)).await
             {
-                // Behind an address that was a peer's there may be another, with another disk.
+                // At the address of a peer there may be another peer with another disk.
                 Ok(Ok(connection)) if connection.peer() != member.id => {
                     let reason = format!("it is {}, not {}", connection.peer(), member.id);
                     Err(unavailable(member, &reason))
@@ -213,8 +220,8 @@ impl ConnectionPool {
     }
 }
 
-/// Whether something came from the peer lately.
-fn is_heard(peer: &PeerConnection) -> bool {
+/// Whether the peer has sent something recently.
+fn has_answered_recently(peer: &PeerConnection) -> bool {
     match peer.state.try_lock().as_deref() {
         Ok(ConnectionState::Open(connection, _)) => {
             !connection.is_lost() && connection.silence() < SILENCE_LIMIT
@@ -233,12 +240,12 @@ mod tests {
     use super::{BACKOFF, ConnectionState, Duration, Instant, PeerConnection};
 
     #[test]
-    fn a_peer_that_stays_away_is_asked_less_and_less() {
+    fn a_peer_that_stays_away_is_asked_less_often() {
         let peer = PeerConnection::default();
         let mut last = Duration::ZERO;
         for _ in 0..10 {
             let ConnectionState::BackedOff(until, _) = peer.back_off("it is gone") else {
-                panic!("it is away")
+                panic!("the peer is not backed off")
             };
             let time = until.duration_since(Instant::now());
             let (least, most) = (last.min(BACKOFF.1), BACKOFF.1);

@@ -1,12 +1,13 @@
-//! A bounded set that forgets what was not asked for lately.
+//! A bounded set that forgets names that were not used recently.
 
 use std::collections::HashSet;
 use std::hash::Hash;
 
-/// Names of each of two generations.
-const GENERATION: usize = 128 << 10;
+/// The most names in each of the two generations.
+const GENERATION_NAMES: usize = 128 << 10;
 
-/// A set of names in two generations: when the young one is full, the old one is forgotten.
+/// A set of names in two generations. When the young generation is full, it becomes the old one,
+/// and the previous old one is forgotten.
 pub(crate) struct RecentSet<T> {
     young: HashSet<T>,
     old: HashSet<T>,
@@ -15,12 +16,12 @@ pub(crate) struct RecentSet<T> {
 
 impl<T> Default for RecentSet<T> {
     fn default() -> RecentSet<T> {
-        RecentSet { young: HashSet::new(), old: HashSet::new(), limit: GENERATION }
+        RecentSet { young: HashSet::new(), old: HashSet::new(), limit: GENERATION_NAMES }
     }
 }
 
 impl<T: Hash + Eq + Copy> RecentSet<T> {
-    /// Whether it is known. What is asked for stays.
+    /// Whether the set contains a name. A name that is found stays for another generation.
     pub(crate) fn contains(&mut self, name: &T) -> bool {
         if self.young.contains(name) {
             return true;
@@ -32,7 +33,7 @@ impl<T: Hash + Eq + Copy> RecentSet<T> {
         found
     }
 
-    /// Remembers a name.
+    /// Adds a name.
     pub(crate) fn insert(&mut self, name: T) {
         if self.young.len() >= self.limit {
             self.old = std::mem::take(&mut self.young);
@@ -40,7 +41,7 @@ impl<T: Hash + Eq + Copy> RecentSet<T> {
         self.young.insert(name);
     }
 
-    /// Forgets all.
+    /// Removes all names.
     pub(crate) fn clear(&mut self) {
         (self.young, self.old) = Default::default();
     }
@@ -51,7 +52,7 @@ mod tests {
     use super::RecentSet;
 
     #[test]
-    fn what_is_used_stays_and_the_rest_is_forgotten_in_time() {
+    fn names_that_are_used_stay_and_others_are_forgotten() {
         let mut names = RecentSet { limit: 100, ..RecentSet::default() };
         for name in 0..10_000 {
             names.insert(name);

@@ -1,4 +1,4 @@
-//! The records of snapshots on the peers: what is left of the names when the catalog is lost.
+//! Records of snapshots on the peers. A lost catalog is rebuilt from them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use crate::error::Result;
 use crate::id::BlobId;
 
 impl Cluster {
-    /// Stores a record with its full redundancy, durably; or, if `lenient`, so that it can be read.
+    /// Stores a record durably with its full redundancy. With `lenient` it is enough that the
+    /// record can be read.
     pub(super) async fn put_record(
         &self,
         record: &[u8],
@@ -21,7 +22,7 @@ impl Cluster {
         lenient: bool,
     ) -> Result<BlobId> {
         let blob = BlobId::of(record);
-        // As it is, so that whoever finds it can read it.
+        // Uncompressed, so that a record can be read as it is found.
         let policy = StoragePolicy { compression: Compression::None, ..*policy };
         let whole = Arc::new(encode_record(&blob, record, policy));
         let mut available = false;
@@ -32,14 +33,14 @@ impl Cluster {
         }
     }
 
-    /// All records that the peers have. A peer that does not answer is left out: others have what it has, unless
-    /// too many are away.
+    /// All records that the peers have. A peer that does not answer is left out: other peers have
+    /// copies of its records, unless too many are away.
     pub(super) async fn records(&self) -> Vec<Vec<u8>> {
         let mut found = BTreeMap::new();
         for member in self.members() {
             if let Err(error) = self.records_of(&member, &mut found).await {
                 let (peer, is_down) = (member.id, member.state == MemberState::Down);
-                tracing::warn!(%peer, is_down, %error, "a peer does not tell its records");
+                tracing::warn!(%peer, is_down, %error, "failed to read the records of a peer");
             }
         }
         found.into_values().collect()
@@ -57,7 +58,7 @@ impl Cluster {
             let page = self.inner.pool.ask(member, next).await?;
             let Some(last) = page.last() else { return Ok(()) };
             after = last.description.blob;
-            // A record is a copy: its only block is all of it.
+            // Records are stored as copies, so the block is the whole record.
             let whole =
                 page.into_iter().filter(|one| BlobId::of(&one.block) == one.description.blob);
             found.extend(whole.map(|one| (one.description.blob, one.block.to_vec())));

@@ -1,9 +1,14 @@
-//! Room on the peers that a commit reserves before it stores anything, so that many at once do not all fail when they
-//! are nearly done.
+//! Reserves space on the peers before a commit stores anything, so that many commits at once do not
+//! all fail when they are nearly done.
 //!
-//! Each peer is asked for a share by its weight. What some do not have is asked of the others, as a fragment that a
-//! full peer refuses goes to another one, too. A reservation ends with the connection that it was made on, so nothing
-//! is left of a client that dies.
+//! 1. Each peer that is up is asked for a share by its weight.
+//! 2. What full peers refuse is asked of the others. A fragment that a full peer refuses goes to
+//!    another peer, too.
+//! 3. A client that cannot reserve enough space releases everything and retries after a random
+//!    pause. Without the release, many clients could each hold a part of the last space, and none
+//!    enough.
+//!
+//! A reservation belongs to a connection and ends with it, so a client that dies leaves none.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,23 +23,26 @@ use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::sys;
 
-/// A peer may get more than its share: so much is reserved beyond what is needed, one part in so many.
-const SLACK: u64 = 5;
+/// A peer may get more than its share of the fragments, so one part in `SLACK_DIVISOR` is reserved
+/// beyond what is needed.
+const SLACK_DIVISOR: u64 = 5;
 
-/// How often what some do not have is asked of the others.
-const ROUNDS: usize = 4;
+/// The rounds in which refused shares are asked of other peers.
+const MAX_ROUNDS: usize = 4;
 
-/// How often it is tried, and the longest pause between two tries, times the number of the try.
-const TRIES: u32 = 8;
-const PAUSE: Duration = Duration::from_millis(80);
+/// The attempts to reserve.
+const MAX_ATTEMPTS: u32 = 8;
 
-/// Any time up to the longest.
+/// The longest pause before an attempt, for each attempt that failed.
+const MAX_PAUSE: Duration = Duration::from_millis(80);
+
+/// A random pause, at most [`MAX_PAUSE`] times the number of the attempt.
 fn pause(attempt: u32) -> Duration {
     let random = sys::random::<2>().map_or(0, u16::from_le_bytes);
-    PAUSE * attempt * u32::from(random) / u32::from(u16::MAX)
+    MAX_PAUSE * attempt * u32::from(random) / u32::from(u16::MAX)
 }
 
-/// What is reserved on each peer, by all who share a cluster's connections.
+/// The bytes that are reserved on each peer, by all users of a cluster's connections together.
 #[derive(Default)]
 pub(super) struct Reserved(Mutex<HashMap<PeerId, u64>>);
 
@@ -43,7 +51,7 @@ impl Reserved {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes or gives back so much, and returns what is reserved on the peer then.
+    /// Changes the bytes that are reserved on a peer, and returns the result.
     fn change(&self, peer: PeerId, change: impl FnOnce(u64) -> u64) -> u64 {
         let mut all = self.lock();
         let bytes = all.entry(peer).or_default();
@@ -53,13 +61,13 @@ impl Reserved {
 }
 
 impl Cluster {
-    /// Reserves room for so many bytes of blocks. Returns how much on which peer; fails, and reserves nothing, if the
-    /// peers do not have it.
+    /// Reserves space for `bytes` bytes of blocks. Returns how much is reserved on which peer. If
+    /// the peers do not have enough space it fails and reserves nothing.
     ///
-    /// Many who want the last room at once may each get a part of it, and none enough. All give it back then, and try
-    /// again after pauses that differ.
+    /// Clients that want the last space at the same time may each get a part of it, and none
+    /// enough. Each of them releases its part and retries after a random pause.
     pub(super) async fn reserve(&self, bytes: u64) -> Result<Vec<(PeerId, u64)>> {
-        for attempt in 1..TRIES {
+        for attempt in 1..MAX_ATTEMPTS {
             match self.try_reserve(bytes).await {
                 Err(Error::NoRoom { .. }) => tokio::time::sleep(pause(attempt)).await,
                 result => return result,
@@ -69,13 +77,13 @@ impl Cluster {
     }
 
     async fn try_reserve(&self, bytes: u64) -> Result<Vec<(PeerId, u64)>> {
-        let wanted = bytes + bytes / SLACK;
+        let wanted = bytes + bytes / SLACK_DIVISOR;
         let members = self.inner.members();
         let mut able: Vec<&Member> =
             members.all.iter().filter(|member| member.state == MemberState::Up).collect();
         let mut taken: Vec<(PeerId, u64)> = Vec::new();
         let (mut left, mut is_refused) = (wanted, false);
-        for _ in 0..ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             if left == 0 || able.is_empty() {
                 break;
             }
@@ -95,11 +103,11 @@ impl Cluster {
                         taken.push((peer, share));
                     }
                     Ok((peer, _, Err(error))) => {
-                        tracing::debug!(%peer, %error, "a peer has no room for a share");
+                        tracing::debug!(%peer, %error, "a peer refused a share of a reservation");
                         able.retain(|member| member.id != peer);
                         is_refused = true;
                     }
-                    Err(error) => tracing::warn!(%error, "a reservation ends without an answer"),
+                    Err(error) => tracing::warn!(%error, "a reservation task panicked"),
                 }
             }
         }
@@ -116,34 +124,34 @@ impl Cluster {
     async fn reserve_on(&self, member: &Member, bytes: u64) -> Result<()> {
         let reserved = &self.inner.reserved;
         let all = reserved.change(member.id, |before| before.saturating_add(bytes));
-        let told = self.tell(member, all).await;
-        if told.is_err() {
+        let answer = self.set_reserved(member, all).await;
+        if answer.is_err() {
             reserved.change(member.id, |before| before.saturating_sub(bytes));
         }
-        told
+        answer
     }
 
-    async fn tell(&self, member: &Member, bytes: u64) -> Result<()> {
+    async fn set_reserved(&self, member: &Member, bytes: u64) -> Result<()> {
         let ask = |connection: Arc<Connection>| async move { connection.reserve(bytes).await };
         self.inner.pool.ask(member, ask).await
     }
 
-    /// Gives back what was reserved, as far as it was not used.
+    /// Releases what was reserved and not used.
     pub(super) async fn release(&self, taken: &[(PeerId, u64)]) {
         let members = self.inner.members();
         for (peer, bytes) in taken {
             let all = self.inner.reserved.change(*peer, |before| before.saturating_sub(*bytes));
             if let Some(member) = members.all.iter().find(|member| member.id == *peer)
-                && let Err(error) = self.tell(member, all).await
+                && let Err(error) = self.set_reserved(member, all).await
             {
-                // It ends with the connection.
-                tracing::debug!(%peer, %error, "a reservation is not given back");
+                // The reservation ends with the connection anyway.
+                tracing::debug!(%peer, %error, "failed to release a reservation");
             }
         }
     }
 }
 
-/// So many bytes by weight, each share rounded up.
+/// Divides `bytes` by weight. Each share is rounded up.
 fn shares(bytes: u64, weights: impl Iterator<Item = u64> + Clone) -> Vec<u64> {
     let all = weights.clone().map(|weight| u128::from(weight.max(1))).sum::<u128>().max(1);
     let share = |weight: u64| (u128::from(bytes) * u128::from(weight.max(1))).div_ceil(all) as u64;
@@ -159,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn shares_are_enough_and_not_much_more(
+        fn shares_add_up_to_at_least_the_bytes_and_little_more(
             bytes in any::<u64>(),
             weights in vec(any::<u64>(), 1..20),
         ) {

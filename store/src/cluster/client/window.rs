@@ -1,4 +1,4 @@
-//! The blobs that are on their way to the peers.
+//! The window: blobs that were put and are not stored with full redundancy yet.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -8,52 +8,63 @@ use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
+/// The blobs of the window, and the threads that wait for them.
 #[derive(Default)]
 pub(super) struct Window {
-    /// By their number, in the order of their puts. One without an entry is just being copied.
+    /// Blobs by number, in the order of their puts. A number without an entry is a blob that is
+    /// being copied.
     pub(super) entries: BTreeMap<u64, Option<Entry>>,
+    /// The number of each blob and redundancy.
     pub(super) names: HashMap<(BlobId, Redundancy), u64>,
-    /// Where a blob's content is.
+    /// The number of the entry that has a blob's content.
     pub(super) contents: HashMap<BlobId, u64>,
+    /// Bytes of all entries.
     pub(super) bytes: usize,
+    /// The number of the next blob.
     pub(super) next: u64,
-    /// Blobs that had to leave the window though they can only be read: they lack some of their redundancy.
+    /// Blobs that left the window although they lack some of their redundancy. They can be read
+    /// from the peers.
     pub(super) degraded: HashSet<(BlobId, StoragePolicy)>,
-    /// Threads that wait until blobs are durable,
+    /// Threads in `flush` or `flush_available`.
     pub(super) flushing: usize,
-    /// those among them that are content when they can be read,
+    /// Of these, the threads in `flush_available`.
     pub(super) availability_waiters: usize,
-    /// and those that wait until another one has copied a blob.
+    /// Threads that wait until another thread has copied a blob.
     pub(super) copying: usize,
 }
 
-/// A blob of the window.
+/// A blob in the window.
 pub(super) struct Entry {
     pub(super) blob: BlobId,
     pub(super) policy: StoragePolicy,
     pub(super) bytes: usize,
     pub(super) content: Content,
     pub(super) status: Status,
-    /// See [`Cluster::losses`](super::Cluster::losses): as it was when it was last sent.
+    /// The value of [`Cluster::losses`](super::Cluster::losses) when the blob was last sent.
     pub(super) losses: u64,
-    /// Whether it could be read already if this host failed.
+    /// Whether enough of it is durable to read it if this host fails.
     pub(super) available: bool,
 }
 
-/// What is there of a blob's content.
+/// A blob's content.
 #[derive(Clone)]
 pub(super) enum Content {
+    /// Not encoded yet.
     Plain(Plain),
+    /// Encoded into blocks.
     Cut(Arc<(Description, Blocks)>),
 }
 
+/// Whether a blob is being stored.
 pub(super) enum Status {
     UnderWay,
+    /// It could not be stored, for this reason.
     Failed(String),
 }
 
 impl Window {
-    /// What failed among the blobs before this number, if nothing of them is under way.
+    /// The result of the blobs before this number for which `counts` holds; `None` if one of them
+    /// is still being copied or stored.
     pub(super) fn failure(
         &self,
         before: u64,
@@ -75,13 +86,13 @@ impl Window {
         Some(failed.map_or(Ok(()), |reason| Err(Error::NotStored { blobs, reason })))
     }
 
-    /// Whether a blob of the window could not be stored.
+    /// Whether a blob in the window could not be stored.
     pub(super) fn has_failed(&self) -> bool {
         let has_failed = |entry: &Entry| matches!(entry.status, Status::Failed(_));
         self.entries.values().flatten().any(has_failed)
     }
 
-    /// Takes a blob out of the window.
+    /// Removes a blob from the window.
     pub(super) fn remove(&mut self, number: u64) -> Option<Entry> {
         let entry = self.entries.remove(&number)??;
         self.bytes -= entry.bytes;
@@ -92,16 +103,16 @@ impl Window {
         Some(entry)
     }
 
-    /// Makes room by letting go what can be read from the peers, and could not be stored with its full redundancy.
-    /// Returns whether there was any.
+    /// Removes the blobs that could not be stored with full redundancy but can be read from the
+    /// peers. Returns whether there was any.
     pub(super) fn evict_degraded(&mut self) -> bool {
-        let is_enough =
+        let can_leave =
             |entry: &Entry| entry.available && matches!(entry.status, Status::Failed(_));
-        let all = self.entries.iter().filter(|(_, entry)| entry.as_ref().is_some_and(is_enough));
+        let all = self.entries.iter().filter(|(_, entry)| entry.as_ref().is_some_and(can_leave));
         let numbers: Vec<u64> = all.map(|(number, _)| *number).collect();
         for number in &numbers {
-            let gone = self.remove(*number);
-            self.degraded.extend(gone.map(|entry| (entry.blob, entry.policy)));
+            let removed = self.remove(*number);
+            self.degraded.extend(removed.map(|entry| (entry.blob, entry.policy)));
         }
         !numbers.is_empty()
     }
@@ -109,7 +120,7 @@ impl Window {
 
 impl Content {
     pub(super) fn read(&self, buf: &mut [u8]) -> Result<usize> {
-        let too_long = || Error::corrupt("a blob", "it is longer than it should be");
+        let too_long = || Error::corrupt("a blob", "it is longer than the buffer");
         match self {
             Content::Plain(plain) => {
                 let content = plain.content();

@@ -1,4 +1,4 @@
-//! Storing what clients put: one thread, and one sync for all that waits.
+//! Group commit: one thread stores the fragments of many puts with one sync.
 
 use std::sync::Arc;
 use std::thread;
@@ -16,27 +16,33 @@ use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
 use crate::net::message::reason_of;
 
-/// More fragments are waited for while some come within this time, so many times, and until there are so many bytes. A
-/// client has 64 MiB of them on their way to all its peers, and must not come to a halt.
+/// While puts come quickly, the thread waits for more in steps of this length.
 const GATHER_INTERVAL: Duration = Duration::from_millis(5);
+
+/// The most such steps.
 const MAX_GATHERS: usize = 8;
+
+/// The bytes from which the thread does not wait for more. A client has 64 MiB on their way to all
+/// its peers, and must not come to a halt.
 const GROUP_COMMIT_BYTES: usize = 2 << 20;
 
-/// How long nothing comes before the table is told of little.
+/// How long no put must come before the table is written with few fragments.
 const IDLE_BEFORE_SETTLE: Duration = Duration::from_secs(1);
 
-/// Bytes of fragments that are written together, and how many at most: for each it is looked up what is known of its
-/// blob.
+/// The bytes of fragments that are written together.
 const WRITE_BATCH_BYTES: usize = 8 << 20;
+
+/// The most fragments that are written together. For each, the store looks up what is known of its
+/// blob.
 const WRITE_BATCH_FRAGMENTS: usize = 1024;
 
-/// Bytes of fragments that wait for one sync at most.
+/// The most bytes of fragments that share one sync.
 const MAX_GROUP_BYTES: usize = 64 << 20;
 
-/// Fragments on their way in.
+/// Fragments that a client puts.
 pub(super) struct Put {
     pub(super) fragments: Vec<Fragment>,
-    /// What their client has reserved.
+    /// The space that their client has reserved.
     pub(super) room: Arc<Room>,
     pub(super) reply_to: ReplyTo,
 }
@@ -47,7 +53,7 @@ impl Put {
     }
 }
 
-/// Who waits for the answer to a put.
+/// Where the answer to a put goes.
 pub(super) struct ReplyTo {
     pub(super) number: u64,
     pub(super) answers: Answers,
@@ -56,14 +62,15 @@ pub(super) struct ReplyTo {
 
 impl ReplyTo {
     fn answer(self, answer: Answer) {
-        // The client may have gone.
+        // The client may have disconnected.
         let _ = self.answers.send(Outgoing::new(self.number, answer, self.memory));
     }
 }
 
-/// Fragments that were written, and who waits until they are durable; `refused` are those among them that were not.
+/// A put whose fragments were written and are not durable yet.
 struct Written {
     count: usize,
+    /// The positions of refused fragments, and why.
     refused: Vec<(usize, Error)>,
     reply_to: ReplyTo,
 }
@@ -83,16 +90,17 @@ impl Written {
     }
 }
 
-/// Waits for something to store. The table is told meanwhile what is durable: of much at once, of little when nothing
-/// comes for a while. Then its names are read, too.
+/// Waits for the next put. Meanwhile it adds durable fragments to the table: at once if there are
+/// many, and when no put comes for a while if there are few. In the latter case it also loads names
+/// into the Bloom filter.
 fn next_put(
     store: &PeerStore,
     waiting: &mut mpsc::UnboundedReceiver<Put>,
     runtime: &Handle,
 ) -> Option<Put> {
-    let settle = |much| {
-        if let Err(error) = store.settle(much) {
-            tracing::warn!(%error, "the table of fragments cannot be written; it is tried again");
+    let settle = |only_many| {
+        if let Err(error) = store.settle(only_many) {
+            tracing::warn!(%error, "failed to write the table of fragments; will retry");
         }
     };
     settle(true);
@@ -106,14 +114,14 @@ fn next_put(
             Ok(true) => pause = Duration::ZERO,
             Ok(false) => return waiting.blocking_recv(),
             Err(error) => {
-                tracing::warn!(%error, "the table of fragments cannot be read; it is tried again");
+                tracing::warn!(%error, "failed to read the table of fragments; will retry");
                 return waiting.blocking_recv();
             }
         }
     }
 }
 
-/// Stores what comes, until nobody is left who could send more.
+/// Stores puts until all senders are gone.
 pub(super) fn store_puts(
     store: &PeerStore,
     mut waiting: mpsc::UnboundedReceiver<Put>,
@@ -140,12 +148,12 @@ pub(super) fn store_puts(
     }
 }
 
-/// What waits; and, since a sync costs the same for one and for many, what comes in the next moments, if there are `more`
-/// to be expected. One that comes alone does not wait.
+/// Collects the puts that wait. A sync costs the same for one and for many, so with `more` to be
+/// expected it also waits for the next ones. A put that comes alone does not wait.
 fn gather(first: Put, more: bool, waiting: &mut mpsc::UnboundedReceiver<Put>) -> Vec<Put> {
     let mut bytes = first.bytes();
     let mut all = vec![first];
-    for time in 0..=MAX_GATHERS {
+    for step in 0..=MAX_GATHERS {
         let before = all.len();
         while bytes < MAX_GROUP_BYTES
             && let Ok(more) = waiting.try_recv()
@@ -153,9 +161,9 @@ fn gather(first: Put, more: bool, waiting: &mut mpsc::UnboundedReceiver<Put>) ->
             bytes += more.bytes();
             all.push(more);
         }
-        let is_alone = time == 0 && !more && all.len() == 1;
-        let is_end = time > 0 && all.len() == before;
-        if is_alone || is_end || bytes >= GROUP_COMMIT_BYTES || time == MAX_GATHERS {
+        let is_alone = step == 0 && !more && all.len() == 1;
+        let is_end = step > 0 && all.len() == before;
+        if is_alone || is_end || bytes >= GROUP_COMMIT_BYTES || step == MAX_GATHERS {
             break;
         }
         thread::sleep(GATHER_INTERVAL);
@@ -163,13 +171,13 @@ fn gather(first: Put, more: bool, waiting: &mut mpsc::UnboundedReceiver<Put>) ->
     all
 }
 
-/// Writes a batch. What was taken joins the group that is to be synced.
+/// Writes a batch. Puts with fragments that were taken join the group that is to be synced.
 fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<Written>) {
     if batch.is_empty() {
         return;
     }
     let mut fragments = Vec::new();
-    // For each fragment, whose it is, and which of those.
+    // For each fragment, the position of its put and its position in the put.
     let mut owners = Vec::new();
     let (mut rooms, mut written) = (Vec::new(), Vec::new());
     for (owner, one) in batch.into_iter().enumerate() {

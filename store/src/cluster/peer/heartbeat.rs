@@ -1,4 +1,4 @@
-//! A peer's heartbeat: what keeps it a member.
+//! The heartbeat of a peer, which keeps it up for the rest of the cluster.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -12,45 +12,49 @@ use crate::cluster::membership::{
 use crate::documents::Documents;
 use crate::error::{Error, Result};
 
-/// A thread that tells the catalog that a peer is there, until this is dropped. Then the peer is down at once.
+/// A thread that sends a peer's heartbeats to the catalog. When this is dropped, the peer is down
+/// at once.
 pub struct Heartbeat {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Heartbeat {
-    /// Makes the peer a member, and keeps it one. While the catalog is away nothing is wrong with the peer; if
-    /// another one is there in its place, which `open` finds, it is a member of that.
+    /// Makes the peer a member and sends its heartbeats. The peer continues while the catalog is
+    /// away. After a failure, `open` opens the catalog's address again, and the peer joins whatever
+    /// catalog it finds there.
     pub fn start(
         mut documents: Arc<dyn Documents>,
         open: impl Fn() -> Result<Arc<dyn Documents>> + Send + 'static,
-        who: Announcement,
+        announcement: Announcement,
         store: Arc<PeerStore>,
     ) -> Result<Heartbeat> {
         let (stop, stopped) = channel();
         let run = move || {
-            let mut was_well = true;
+            let mut was_sent = true;
             loop {
-                let told = stats(&store)
-                    .and_then(|stats| send_heartbeat(&*documents, &who, &stats, now()));
-                match &told {
-                    Err(error) if was_well => tracing::warn!(%error, "the catalog cannot be told"),
-                    Ok(()) if !was_well => tracing::info!("the catalog is told again"),
+                let sent = stats(&store)
+                    .and_then(|stats| send_heartbeat(&*documents, &announcement, &stats, now()));
+                match &sent {
+                    Err(error) if was_sent => {
+                        tracing::warn!(%error, "failed to send a heartbeat to the catalog")
+                    }
+                    Ok(()) if !was_sent => tracing::info!("the catalog receives heartbeats again"),
                     _ => {}
                 }
-                was_well = told.is_ok();
-                if !was_well && let Ok(new) = open() {
+                was_sent = sent.is_ok();
+                if !was_sent && let Ok(new) = open() {
                     documents = new;
                 }
                 if stopped.recv_timeout(HEARTBEAT_INTERVAL) != Err(RecvTimeoutError::Timeout) {
                     break;
                 }
             }
-            if let Err(error) = leave(&*documents, &who.id) {
-                tracing::debug!(%error, "the catalog was not told of the end");
+            if let Err(error) = leave(&*documents, &announcement.id) {
+                tracing::debug!(%error, "failed to remove the heartbeat from the catalog");
             }
         };
-        let thread = thread::Builder::new().name("heart".into()).spawn(run);
+        let thread = thread::Builder::new().name("heartbeat".into()).spawn(run);
         let thread = thread.map_err(|e| Error::io("starting", "a thread".as_ref(), e))?;
         Ok(Heartbeat { stop: Some(stop), thread: Some(thread) })
     }
@@ -76,7 +80,7 @@ fn stats(store: &PeerStore) -> Result<PeerStats> {
     })
 }
 
-/// The kernel's mean over a minute of processes that want to run, times 100.
+/// The kernel's load average over one minute, times 100.
 fn load() -> u64 {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let first = text.split(' ').next().and_then(|word| word.parse::<f64>().ok());

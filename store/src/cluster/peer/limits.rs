@@ -1,13 +1,15 @@
-//! What clients may take of a peer: memory, time, and connections.
+//! Limits on what clients use of a peer: memory, time and connections.
 //!
-//! A request is read when there is memory for it and its answer, and that is free again when the answer is sent. So
-//! whoever sends a body slowly, or takes no answers, keeps memory from the others. Bounds against that:
+//! A request is read when there is memory for it and for its answer. The memory is free when the
+//! answer is sent. So a client that sends a body slowly, or takes no answers, keeps memory from the
+//! others. These limits prevent that:
 //!
-//! - One connection has a share at most.
-//! - A part of the memory is for clients that hold nothing, and have taken answers before or want little.
-//! - A connection that holds memory and moves hardly a byte is ended: after a while, or at once when others wait and
-//!   those that do not move hold a good part of it.
-//! - Of the connections that have not said who they are, the oldest is ended when there are too many.
+//! - One connection may hold a quarter of the memory.
+//! - A quarter of the memory is reserved for connections that hold nothing, and have taken an
+//!   answer before or want little.
+//! - A connection that holds memory and moves hardly a byte is ended: after a while, or almost at
+//!   once when others wait and such connections hold a quarter of all memory.
+//! - Of the connections that have not authenticated, the oldest is ended when there are too many.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, IoSlice};
@@ -21,78 +23,82 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-/// Memory for requests and answers, in units of a KiB: for anybody,
-const COMMON: usize = 48 << 10;
-/// and for who has shown that it takes answers.
-const PROVEN: usize = 16 << 10;
+/// Memory for the requests and answers of any connection, in KiB.
+const COMMON_KIB: usize = 48 << 10;
 
-/// What one connection may hold.
-const SHARE: usize = (COMMON + PROVEN) / 4;
+/// Memory for connections that hold nothing, and are proven or want little, in KiB. A connection is
+/// proven when it has taken an answer and is not slow.
+const PROVEN_KIB: usize = 16 << 10;
 
-/// What may be wanted by who has shown nothing.
-const LITTLE: usize = 64;
+/// The memory that one connection may hold, in KiB.
+const CONNECTION_KIB: usize = (COMMON_KIB + PROVEN_KIB) / 4;
 
-/// Connections that have not said who they are.
+/// The memory of a request that counts as little, in KiB.
+const SMALL_REQUEST_KIB: usize = 64;
+
+/// The most connections that have not authenticated.
 const MAX_UNAUTHENTICATED: usize = 64;
 
-/// The bytes that a connection with memory must move in a second.
-const RATE: u64 = 64 << 10;
+/// The bytes a second that a connection that holds memory must move.
+const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
 
-/// For so long connections are watched, again and again,
-const WINDOW: Duration = Duration::from_millis(300);
-/// and they may be slow so many times in a row.
+/// The time over which the rate of a connection is measured.
+const RATE_WINDOW: Duration = Duration::from_millis(300);
+
+/// The windows in a row in which a connection may be slow: about 10 s.
 const SLOW_WINDOWS: u32 = 33;
 
-/// How often is looked.
-const TICK: Duration = Duration::from_millis(100);
+/// The interval between two checks of all connections.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What all clients of a peer may take.
+/// The limits that all connections of a peer share.
 pub(super) struct Limits {
     common: Arc<Semaphore>,
     proven: Arc<Semaphore>,
-    /// Requests that wait for memory.
+    /// The number of requests that wait for memory.
     waiting: AtomicUsize,
     numbers: AtomicU64,
     clients: Mutex<HashMap<u64, Arc<Client>>>,
-    /// By their age. Who is taken out is ended.
+    /// The connections that have not authenticated, oldest first. Dropping the sender ends the
+    /// connection.
     unauthenticated: Mutex<BTreeMap<u64, oneshot::Sender<()>>>,
 }
 
-/// One connection.
+/// The state of one connection.
 pub(super) struct Client {
     share: Arc<Semaphore>,
-    /// Bytes that it has sent and taken.
+    /// Bytes that the client has sent and received.
     moved: AtomicU64,
-    /// Units that are free when it moves more.
+    /// Memory in KiB that waits for the client: bodies to receive and answers to send.
     stuck: AtomicUsize,
-    /// Whether it has taken answers, and is not slow.
+    /// Whether the client has taken an answer and is not slow.
     is_proven: AtomicBool,
     window: Mutex<Option<Window>>,
     end: Notify,
 }
 
-/// How a connection has moved lately.
+/// The current measurement of a connection's rate.
 struct Window {
     start: Instant,
     moved: u64,
     slow: u32,
 }
 
-/// A place among the clients, which is free when this is dropped.
+/// An authenticated connection. It leaves the limits when this is dropped.
 pub(super) struct ClientSlot {
     limits: Arc<Limits>,
     number: u64,
     client: Arc<Client>,
 }
 
-/// A place among those who have not said who they are.
+/// A connection that has not authenticated.
 pub(super) struct Unauthenticated {
     limits: Arc<Limits>,
     number: u64,
     ended: oneshot::Receiver<()>,
 }
 
-/// Memory that a request holds until its answer is sent.
+/// The memory that a request holds until its answer is sent.
 pub(super) struct Memory {
     permit: OwnedSemaphorePermit,
     share: OwnedSemaphorePermit,
@@ -111,8 +117,8 @@ enum Waits {
 impl Limits {
     pub(super) fn new() -> Arc<Limits> {
         Arc::new(Limits {
-            common: Arc::new(Semaphore::new(COMMON)),
-            proven: Arc::new(Semaphore::new(PROVEN)),
+            common: Arc::new(Semaphore::new(COMMON_KIB)),
+            proven: Arc::new(Semaphore::new(PROVEN_KIB)),
             waiting: AtomicUsize::new(0),
             numbers: AtomicU64::new(0),
             clients: Mutex::default(),
@@ -120,7 +126,8 @@ impl Limits {
         })
     }
 
-    /// One more who has not said who it is. If there are too many, the oldest one has had the most time.
+    /// Adds a connection that has not authenticated. If there are too many, ends the oldest, which
+    /// has had the most time.
     pub(super) fn unauthenticated(self: &Arc<Limits>) -> Unauthenticated {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let (end, ended) = oneshot::channel();
@@ -135,7 +142,7 @@ impl Limits {
 
     /// Ends connections that keep memory from others. Never returns.
     pub(super) async fn watch(self: Arc<Limits>) {
-        let mut ticks = interval(TICK);
+        let mut ticks = interval(CHECK_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut pressed = None;
         loop {
@@ -144,14 +151,17 @@ impl Limits {
             pressed = is_pressed.then(|| pressed.unwrap_or(now));
             let stalled: Vec<_> = lock(&self.clients)
                 .values()
-                .filter_map(|client| Some((client.clone(), client.look(now)?)))
+                .filter_map(|client| Some((client.clone(), client.check(now)?)))
                 .collect();
             let held: usize = stalled.iter().map(|(client, _)| client.stuck()).sum();
-            let is_cause = held >= (COMMON + PROVEN) / 4;
-            let at_once = is_cause && pressed.is_some_and(|since| now - since >= WINDOW);
+            let is_cause = held >= (COMMON_KIB + PROVEN_KIB) / 4;
+            let at_once = is_cause && pressed.is_some_and(|since| now - since >= RATE_WINDOW);
             for (client, slow) in stalled {
                 if at_once || slow >= SLOW_WINDOWS {
-                    tracing::warn!(units = client.stuck(), "a client does not move; it is ended");
+                    tracing::warn!(
+                        kib = client.stuck(),
+                        "ended a connection that holds memory and moves too few bytes"
+                    );
                     client.end.notify_one();
                 }
             }
@@ -162,7 +172,7 @@ impl Limits {
 impl Client {
     fn new() -> Client {
         Client {
-            share: Arc::new(Semaphore::new(SHARE)),
+            share: Arc::new(Semaphore::new(CONNECTION_KIB)),
             moved: AtomicU64::new(0),
             stuck: AtomicUsize::new(0),
             is_proven: AtomicBool::new(false),
@@ -175,8 +185,8 @@ impl Client {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// How many times in a row it was slow, if it is.
-    fn look(&self, now: Instant) -> Option<u32> {
+    /// How many windows in a row the connection was slow; `None` if it is not slow.
+    fn check(&self, now: Instant) -> Option<u32> {
         let mut window = lock(&self.window);
         if self.stuck() == 0 {
             *window = None;
@@ -185,8 +195,9 @@ impl Client {
         let moved = self.moved.load(Ordering::Relaxed);
         let window = window.get_or_insert(Window { start: now, moved, slow: 0 });
         let elapsed = now - window.start;
-        if elapsed >= WINDOW {
-            let is_slow = moved - window.moved < RATE * elapsed.as_millis() as u64 / 1000;
+        if elapsed >= RATE_WINDOW {
+            let is_slow =
+                moved - window.moved < MIN_BYTES_PER_SECOND * elapsed.as_millis() as u64 / 1000;
             let slow = if is_slow { window.slow + 1 } else { 0 };
             *window = Window { start: now, moved, slow };
             if is_slow {
@@ -198,13 +209,13 @@ impl Client {
 }
 
 impl Unauthenticated {
-    /// Whether it must go.
+    /// Returns when the connection must end.
     pub(super) async fn ended(&mut self) {
-        // It is never sent: the sender goes.
+        // Nothing is ever sent: the sender is dropped.
         let _ = (&mut self.ended).await;
     }
 
-    /// It has said who it is.
+    /// Turns this into an authenticated connection.
     pub(super) fn into_slot(self) -> ClientSlot {
         let client = Arc::new(Client::new());
         lock(&self.limits.clients).insert(self.number, client.clone());
@@ -219,21 +230,21 @@ impl Drop for Unauthenticated {
 }
 
 impl ClientSlot {
-    /// Whether it must go.
+    /// Returns when the connection must end.
     pub(super) async fn ended(&self) {
         self.client.end.notified().await;
     }
 
-    /// A stream of this client whose bytes are counted.
+    /// Wraps a stream of this client so that its bytes are counted.
     pub(super) fn count<S>(&self, stream: S) -> Counted<S> {
         Counted { stream, client: self.client.clone() }
     }
 
-    /// Waits for so much memory. The body of the request comes next.
-    pub(super) async fn take(&self, units: usize) -> io::Result<Memory> {
-        let permits = units as u32;
+    /// Waits for `kib` KiB of memory. The body of the request comes next.
+    pub(super) async fn take(&self, kib: usize) -> io::Result<Memory> {
+        let permits = kib as u32;
         let client = &self.client;
-        let is_idle = client.share.available_permits() == SHARE;
+        let is_idle = client.share.available_permits() == CONNECTION_KIB;
         let share = client.share.clone().acquire_many_owned(permits).await;
         let share = share.map_err(io::Error::other)?;
         let limits = &self.limits;
@@ -242,7 +253,7 @@ impl ClientSlot {
             Err(_) => {
                 let _waiting = Waiting::new(&limits.waiting);
                 let is_proven = client.is_proven.load(Ordering::Relaxed);
-                let may = is_idle && (is_proven || units <= LITTLE);
+                let may = is_idle && (is_proven || kib <= SMALL_REQUEST_KIB);
                 let permit = tokio::select! {
                     permit = limits.common.clone().acquire_many_owned(permits) => permit,
                     permit = limits.proven.clone().acquire_many_owned(permits), if may => permit,
@@ -263,25 +274,26 @@ impl Drop for ClientSlot {
 }
 
 impl Memory {
-    /// The body is there, and its client is not waited for.
+    /// Notes that the body has arrived: the request does not wait for its client.
     pub(super) fn received(&mut self) {
         self.wait_for(Waits::Disk);
     }
 
-    /// The answer is there, and waits until its client takes it. It may be shorter than it might have been.
-    pub(super) fn answered(&mut self, units: usize) {
-        let excess = self.permit.num_permits().saturating_sub(units);
+    /// Notes that the answer is ready and waits until its client takes it. Releases the memory that
+    /// an answer of `kib` KiB does not need.
+    pub(super) fn answered(&mut self, kib: usize) {
+        let excess = self.permit.num_permits().saturating_sub(kib);
         drop(self.permit.split(excess));
         drop(self.share.split(excess));
         self.wait_for(Waits::Sent);
     }
 
     fn wait_for(&mut self, waits: Waits) {
-        let units = self.permit.num_permits();
+        let kib = self.permit.num_permits();
         if self.waits == Waits::Disk && waits != Waits::Disk {
-            self.client.stuck.fetch_add(units, Ordering::Relaxed);
+            self.client.stuck.fetch_add(kib, Ordering::Relaxed);
         } else if self.waits != Waits::Disk && waits == Waits::Disk {
-            self.client.stuck.fetch_sub(units, Ordering::Relaxed);
+            self.client.stuck.fetch_sub(kib, Ordering::Relaxed);
         }
         self.waits = waits;
     }
@@ -296,7 +308,7 @@ impl Drop for Memory {
     }
 }
 
-/// Counts who waits, as long as it does.
+/// Counts a waiting request until it is dropped.
 struct Waiting<'a>(&'a AtomicUsize);
 
 impl<'a> Waiting<'a> {
@@ -387,33 +399,42 @@ mod tests {
 
     use tokio::time::Instant;
 
-    use super::{Client, Limits, RATE, SHARE, SLOW_WINDOWS, TICK, WINDOW};
+    use super::{
+        CHECK_INTERVAL, CONNECTION_KIB, Client, Limits, MIN_BYTES_PER_SECOND, RATE_WINDOW,
+        SLOW_WINDOWS,
+    };
 
-    /// Looks as often as it is done, while the client moves so many bytes in a second.
+    /// Checks a client at the usual interval while it moves `rate` bytes a second.
     fn slow_after(client: &Client, start: Instant, time: Duration, rate: u64) -> Option<u32> {
         let mut slow = None;
-        for tick in 0..(time.as_millis() / TICK.as_millis()) as u32 {
-            slow = client.look(start + tick * TICK);
-            client.moved.fetch_add(rate * TICK.as_millis() as u64 / 1000, Ordering::Relaxed);
+        for tick in 0..(time.as_millis() / CHECK_INTERVAL.as_millis()) as u32 {
+            slow = client.check(start + tick * CHECK_INTERVAL);
+            client
+                .moved
+                .fetch_add(rate * CHECK_INTERVAL.as_millis() as u64 / 1000, Ordering::Relaxed);
         }
         slow
     }
 
     #[test]
-    fn who_holds_memory_must_move() {
+    fn a_connection_that_holds_memory_must_move_bytes() {
         let client = Client::new();
         let start = Instant::now();
         let second = Duration::from_secs(1);
-        assert_eq!(slow_after(&client, start, second, 0), None, "it holds nothing");
+        assert_eq!(slow_after(&client, start, second, 0), None, "the connection holds nothing");
         client.stuck.store(1, Ordering::Relaxed);
-        assert_eq!(slow_after(&client, start, 10 * second, 2 * RATE), None);
-        let slow = slow_after(&client, start + 10 * second, 12 * second, RATE / 2);
+        assert_eq!(slow_after(&client, start, 10 * second, 2 * MIN_BYTES_PER_SECOND), None);
+        let slow = slow_after(&client, start + 10 * second, 12 * second, MIN_BYTES_PER_SECOND / 2);
         assert!(slow >= Some(SLOW_WINDOWS), "{slow:?} windows in twelve seconds");
         let later = start + 22 * second;
-        assert_eq!(slow_after(&client, later, WINDOW + second, 2 * RATE), None, "it moves again");
+        assert_eq!(
+            slow_after(&client, later, RATE_WINDOW + second, 2 * MIN_BYTES_PER_SECOND),
+            None,
+            "the connection moves again"
+        );
         assert!(slow_after(&client, later + 2 * second, second, 0).is_some());
         client.stuck.store(0, Ordering::Relaxed);
-        assert_eq!(client.look(later + 4 * second), None, "it has sent what it held");
+        assert_eq!(client.check(later + 4 * second), None, "the connection holds nothing any more");
     }
 
     #[tokio::test]
@@ -423,12 +444,18 @@ mod tests {
         let mut memory = slot.take(5000).await.unwrap();
         assert_eq!(slot.client.stuck(), 5000);
         memory.received();
-        assert_eq!(slot.client.stuck(), 0, "the disk is not the client");
+        assert_eq!(slot.client.stuck(), 0, "the request waits for the disk, not for the client");
         memory.answered(10);
-        assert_eq!((slot.client.stuck(), slot.client.share.available_permits()), (10, SHARE - 10));
+        assert_eq!(
+            (slot.client.stuck(), slot.client.share.available_permits()),
+            (10, CONNECTION_KIB - 10)
+        );
         drop(memory);
-        assert_eq!((slot.client.stuck(), slot.client.share.available_permits()), (0, SHARE));
-        assert_eq!(limits.common.available_permits(), super::COMMON);
+        assert_eq!(
+            (slot.client.stuck(), slot.client.share.available_permits()),
+            (0, CONNECTION_KIB)
+        );
+        assert_eq!(limits.common.available_permits(), super::COMMON_KIB);
         assert!(slot.client.is_proven.load(Ordering::Relaxed));
     }
 }

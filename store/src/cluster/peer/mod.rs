@@ -1,4 +1,18 @@
-//! A peer: a process that keeps fragments for others.
+//! A peer: a process that stores fragments for clients.
+//!
+//! ```text
+//! connection ─► limits ─► server ─┬─ put ─► group_commit ─► store: log, one sync ─► answer
+//!                                 └─ get, have, list, delete ─► store: table, log ─► answer
+//! heartbeat ─► catalog
+//! ```
+//!
+//! | file | responsibility |
+//! |---|---|
+//! | `server` | accepts connections, reads requests, sends answers |
+//! | `limits` | bounds the memory, time and connections that clients use |
+//! | `group_commit` | one thread that stores the fragments of many puts with one sync |
+//! | `store/` | `PeerStore`: the log of segment files and the table of fragments |
+//! | `heartbeat` | `Heartbeat`: keeps the peer's documents in the catalog alive |
 
 mod group_commit;
 pub mod heartbeat;

@@ -1,4 +1,4 @@
-//! A peer over a socket: what is said to it, well and badly.
+//! Tests of a peer over a socket, with clients that behave and clients that do not.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -54,7 +54,7 @@ impl Peer {
 }
 
 #[tokio::test]
-async fn fragments_that_were_stored_are_given_back_after_a_restart() {
+async fn stored_fragments_can_be_read_after_a_restart() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let connection = Arc::new(peer.connect().await);
@@ -72,7 +72,7 @@ async fn fragments_that_were_stored_are_given_back_after_a_restart() {
     }
     let id = connection.peer();
     peer.stop().await;
-    assert!(connection.usage().await.is_err(), "the peer has gone");
+    assert!(connection.usage().await.is_err(), "the peer has stopped");
     assert!(connection.is_lost());
 
     let peer = Peer::start(&dir, None).await;
@@ -92,7 +92,7 @@ async fn fragments_that_were_stored_are_given_back_after_a_restart() {
 }
 
 #[tokio::test]
-async fn a_failure_is_told_with_its_kind_and_hurts_nobody_else() {
+async fn a_failure_is_reported_with_its_kind_and_affects_no_other_request() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, Some(40 << 10)).await;
     let connection = peer.connect().await;
@@ -108,7 +108,7 @@ async fn a_failure_is_told_with_its_kind_and_hurts_nobody_else() {
 }
 
 #[tokio::test]
-async fn of_many_that_are_put_at_once_each_is_told_of() {
+async fn a_put_of_many_fragments_reports_the_result_of_each() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, Some(48 << 10)).await;
     let connection = peer.connect().await;
@@ -117,13 +117,14 @@ async fn of_many_that_are_put_at_once_each_is_told_of() {
     let kinds = |results: Vec<Result<(), Error>>| -> Vec<_> {
         results.into_iter().map(|result| result.err().map(|error| error.kind())).collect()
     };
-    let told = kinds(connection.put_all(all.clone()).await.unwrap());
+    let outcome = kinds(connection.put_all(all.clone()).await.unwrap());
     let [corrupt, full] = [Some(ErrorKind::Corrupt), Some(ErrorKind::Unavailable)];
-    assert_eq!(told, [None, corrupt, None, None]);
-    let told = kinds(connection.put_all(vec![all[0].clone(), fragment(9, CODE, 0)]).await.unwrap());
-    assert_eq!(told, [None, full]);
-    let told = kinds(connection.put_all(vec![fragment(9, CODE, 0); 2]).await.unwrap());
-    assert_eq!(told, [full, full]);
+    assert_eq!(outcome, [None, corrupt, None, None]);
+    let outcome =
+        kinds(connection.put_all(vec![all[0].clone(), fragment(9, CODE, 0)]).await.unwrap());
+    assert_eq!(outcome, [None, full]);
+    let outcome = kinds(connection.put_all(vec![fragment(9, CODE, 0); 2]).await.unwrap());
+    assert_eq!(outcome, [full, full]);
     for (at, one) in all.iter().enumerate() {
         let found = get(&connection, &one.description.blob).await.unwrap();
         assert_eq!(found, if at == 1 { &[] } else { std::slice::from_ref(one) });
@@ -135,21 +136,21 @@ async fn of_many_that_are_put_at_once_each_is_told_of() {
     };
     let many: Vec<_> = (0..MAX_PUT + 1).map(|number| small(number as u8)).collect();
     let hello = hello_frame(&PEER_PROTOCOL, VERSION, VERSION);
-    let too_many = say(&peer, &[hello, frame(&Request::Put(many))]).await;
+    let too_many = exchange(&peer, &[hello, frame(&Request::Put(many))]).await;
     assert!(matches!(too_many[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     assert_eq!(connection.usage().await.unwrap().fragments, 3);
     peer.stop().await;
 }
 
-/// The fragments that a peer has of a blob, each of which must be what its description says.
+/// Fetches a peer's fragments of a blob and verifies each.
 async fn get(connection: &Connection, blob: &BlobId) -> Result<Vec<Fragment>, Error> {
     let found = connection.fetch(blob).await?;
     assert!(found.iter().all(|one| one.is_of(blob)));
     Ok(found)
 }
 
-/// Says something, and returns all that is answered until the peer closes.
-async fn say(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
+/// Sends frames, and returns all answers until the peer closes the connection.
+async fn exchange(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     let mut stream = TcpStream::connect(peer.address).await.unwrap();
     for (header, body) in frames {
         stream.write_all(&header.to_bytes()).await.unwrap();
@@ -158,7 +159,7 @@ async fn say(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     stream.shutdown().await.unwrap();
     let mut bytes = Vec::new();
     let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes)).await;
-    // A reset is as good as an end.
+    // A reset counts as a close.
     let _ = read.expect("the peer closes");
     frames_in(&bytes)
 }
@@ -169,34 +170,43 @@ fn frame(request: &Request) -> (Header, Vec<u8>) {
 }
 
 #[tokio::test]
-async fn who_does_not_speak_the_protocol_is_told_or_ignored() {
+async fn a_client_that_violates_the_protocol_gets_an_error_or_is_disconnected() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let hello = |oldest, newest| hello_frame(&PEER_PROTOCOL, oldest, newest);
-    let future = say(&peer, &[hello(VERSION + 1, 9)]).await;
-    let past = say(&peer, &[hello(0, PEER_PROTOCOL.oldest - 1)]).await;
+    let future = exchange(&peer, &[hello(VERSION + 1, 9)]).await;
+    let past = exchange(&peer, &[hello(0, PEER_PROTOCOL.oldest - 1)]).await;
     for answer in [future, past] {
         assert!(
             matches!(&answer[..], [Heard::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
         );
     }
-    assert!(matches!(say(&peer, &[hello(0, 9)]).await[..], [Heard::Welcome(VERSION)]));
-    let rude = say(&peer, &[frame(&Request::Usage)]).await;
-    assert!(matches!(rude[..], [Heard::Failed(ErrorKind::Invalid, _)]));
-    let twice = say(&peer, &[hello(VERSION, VERSION), hello(VERSION, VERSION)]).await;
+    assert!(matches!(exchange(&peer, &[hello(0, 9)]).await[..], [Heard::Welcome(VERSION)]));
+    let without_hello = exchange(&peer, &[frame(&Request::Usage)]).await;
+    assert!(matches!(without_hello[..], [Heard::Failed(ErrorKind::Invalid, _)]));
+    let twice = exchange(&peer, &[hello(VERSION, VERSION), hello(VERSION, VERSION)]).await;
     assert!(matches!(twice[..], [Heard::Welcome(_), Heard::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 77, number: 1, len: 3 }, vec![1, 2, 3]);
-    let confused = say(&peer, &[hello(VERSION, VERSION), unknown]).await;
-    assert!(matches!(confused[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
+    let answer_to_unknown = exchange(&peer, &[hello(VERSION, VERSION), unknown]).await;
+    assert!(matches!(
+        answer_to_unknown[..],
+        [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]
+    ));
     let long = (Header { kind: 2, number: 1, len: MAX_BODY + 1 }, vec![0; 100]);
-    assert!(matches!(say(&peer, &[hello(VERSION, VERSION), long]).await[..], [Heard::Welcome(_)]));
+    assert!(matches!(
+        exchange(&peer, &[hello(VERSION, VERSION), long]).await[..],
+        [Heard::Welcome(_)]
+    ));
     let cut = (Header { kind: 2, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(say(&peer, &[hello(VERSION, VERSION), cut]).await[..], [Heard::Welcome(_)]));
-    assert_eq!(peer.connect().await.usage().await.unwrap().fragments, 0, "it goes on");
+    assert!(matches!(
+        exchange(&peer, &[hello(VERSION, VERSION), cut]).await[..],
+        [Heard::Welcome(_)]
+    ));
+    assert_eq!(peer.connect().await.usage().await.unwrap().fragments, 0, "the peer still serves");
     peer.stop().await;
 }
 
-/// A copy of a blob of 4 MiB, the longest there is.
+/// A copy of a blob of 4 MiB, the greatest length.
 fn large(number: u8) -> Fragment {
     let content = vec![number; 4 << 20];
     let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
@@ -204,18 +214,18 @@ fn large(number: u8) -> Fragment {
     Fragment { description, index: 0, block }
 }
 
-/// A client that says hello and something more, and then nothing; it takes no answers.
+/// A client that sends hello and these frames, then nothing more, and takes no answers.
 async fn silent(peer: &Peer, frames: &[(Header, Vec<u8>)]) -> TcpStream {
     let mut stream = TcpStream::connect(peer.address).await.unwrap();
     let hello = hello_frame(&PEER_PROTOCOL, VERSION, VERSION);
     for (header, body) in std::iter::once(&hello).chain(frames) {
-        // It may have been ended.
+        // The peer may have ended the connection.
         let _ = stream.write_all(&[&header.to_bytes()[..], body].concat()).await;
     }
     stream
 }
 
-/// How long a client waits that behaves: most of the time hardly, and never for long.
+/// Asserts that a client that behaves waits hardly at all most of the time, and never long.
 async fn assert_served(peer: &Peer, known: &Connection, one: &Fragment) {
     let mut times = Vec::new();
     let mut ask = async |connection: &Connection| {
@@ -227,7 +237,7 @@ async fn assert_served(peer: &Peer, known: &Connection, one: &Fragment) {
     for _ in 0..5 {
         ask(known).await;
     }
-    // One that was not there before, too.
+    // A new connection is served, too.
     let other = peer.connect().await;
     timeout(Duration::from_secs(20), other.usage()).await.expect("in time").unwrap();
     for _ in 0..4 {
@@ -238,9 +248,9 @@ async fn assert_served(peer: &Peer, known: &Connection, one: &Fragment) {
     assert!(times[4] < Duration::from_secs(1), "{times:?}");
 }
 
-/// Memory for requests is shared: clients that ask and do not listen must not keep it.
+/// Memory for requests is shared: clients that ask and take no answers must not keep it.
 #[tokio::test]
-async fn clients_that_do_not_listen_do_not_stop_the_others() {
+async fn clients_that_take_no_answers_do_not_stop_the_others() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let good = peer.connect().await;
@@ -252,27 +262,27 @@ async fn clients_that_do_not_listen_do_not_stop_the_others() {
         clients.push(silent(&peer, &gets).await);
     }
     assert_served(&peer, &good, &one).await;
-    // They want more than all memory and do not take it, so some are ended.
+    // They ask for more than all memory and do not take the answers, so some are ended.
     let is_ended = |client: &TcpStream| match client.try_write(&[0]) {
         Ok(_) => false,
         Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
     };
     let start = Instant::now();
     while !clients.iter().any(is_ended) {
-        assert!(start.elapsed() < Duration::from_secs(20), "nobody is ended");
+        assert!(start.elapsed() < Duration::from_secs(20), "no connection was ended");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     peer.stop().await;
 }
 
 #[tokio::test]
-async fn clients_that_do_not_end_their_requests_do_not_stop_the_others() {
+async fn clients_that_do_not_complete_their_requests_do_not_stop_the_others() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let good = peer.connect().await;
     let one = large(1);
     good.put(one.clone()).await.unwrap();
-    // Of a put of 4 MiB, the start.
+    // The start of a put of 4 MiB.
     let (header, mut body) = frame(&Request::Put(vec![large(2)]));
     body.truncate(1000);
     let mut clients = Vec::new();
@@ -288,7 +298,7 @@ async fn clients_that_do_not_end_their_requests_do_not_stop_the_others() {
 }
 
 #[tokio::test]
-async fn those_who_say_nothing_do_not_take_all_places() {
+async fn silent_connections_do_not_keep_others_out() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, None).await;
     let mut unauthenticated = Vec::new();
@@ -297,17 +307,17 @@ async fn those_who_say_nothing_do_not_take_all_places() {
     }
     let good = peer.connect().await;
     assert_eq!(good.usage().await.unwrap().fragments, 0);
-    // The oldest were ended for the newest, long before their time.
+    // The oldest connections were ended in favour of the newest, long before their timeout.
     let mut byte = [0];
     let ended = timeout(Duration::from_secs(5), unauthenticated[0].read(&mut byte)).await;
-    assert!(matches!(ended.expect("it was ended"), Ok(0) | Err(_)));
+    assert!(matches!(ended.expect("the oldest connection was ended"), Ok(0) | Err(_)));
     let alive = timeout(Duration::from_millis(1), unauthenticated[199].read(&mut byte)).await;
-    assert!(alive.is_err(), "the newest has its time");
+    assert!(alive.is_err(), "the newest connection is still open");
     peer.stop().await;
 }
 
 #[tokio::test]
-async fn fragments_are_listed_and_deleted_and_room_is_reserved() {
+async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
     let dir = TempDir::new().unwrap();
     let peer = Peer::start(&dir, Some(64 << 10)).await;
     let (one, other) = (peer.connect().await, peer.connect().await);
@@ -320,7 +330,7 @@ async fn fragments_are_listed_and_deleted_and_room_is_reserved() {
     let usage = one.usage().await.unwrap();
     assert_eq!((usage.used, usage.reserved), (32 << 10, 32 << 10));
     drop(one);
-    // It ends with the connection, as soon as the peer sees that.
+    // The reservation ends with the connection, as soon as the peer notices.
     let start = Instant::now();
     while other.usage().await.unwrap().reserved > 0 {
         assert!(start.elapsed() < Duration::from_secs(20), "the reservation stays");
@@ -336,7 +346,7 @@ async fn fragments_are_listed_and_deleted_and_room_is_reserved() {
         index: held.index,
     };
     let all: Vec<_> = page.iter().map(id).collect();
-    assert_eq!(other.delete(&all, 60).await.unwrap(), 0, "they are new");
+    assert_eq!(other.delete(&all, 60).await.unwrap(), 0, "the fragments are new");
     assert_eq!(other.delete(&all, 0).await.unwrap(), 32 << 10);
     assert_eq!(other.usage().await.unwrap().fragments, 0);
     peer.stop().await;

@@ -1,4 +1,4 @@
-//! Serving a peer's fragments to clients.
+//! The server of a peer.
 //!
 //! ```text
 //! connection ──► read ──► put ─────────► one thread stores: as many as wait, one sync for all
@@ -7,9 +7,9 @@
 //!     └───────────── answers, in any order ◄───────────────┘
 //! ```
 //!
-//! What requests and answers hold in memory is bounded for all connections together: a request is read only
-//! when there is room for it, and the room is free again when its answer is sent. `limits` sees to it that nobody
-//! keeps it from the others.
+//! The memory of requests and answers is bounded for all connections together. A request is read
+//! only when there is memory for it and for its answer. The memory is free when the answer is sent.
+//! `limits` ensures that no client keeps it from the others.
 
 use std::io;
 use std::sync::Arc;
@@ -33,16 +33,16 @@ use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_h
 use crate::net::handshake::{PEER_PROTOCOL, greet};
 use crate::net::identity::{Role, Security};
 
-/// Connections at a time.
+/// The most connections at a time.
 const MAX_CONNECTIONS: usize = 1024;
 
-/// Memory of an entry of a list.
-const LISTED: usize = 160;
+/// The memory of one entry of a list, in bytes.
+const LISTED_ENTRY_BYTES: usize = 160;
 
 /// How long a connection may be silent.
-const IDLE: Duration = Duration::from_secs(600);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// An answer, and the memory that is free when it is sent.
+/// An answer, and the memory that is free when the answer is sent.
 pub(super) struct Outgoing {
     number: u64,
     answer: Answer,
@@ -51,7 +51,7 @@ pub(super) struct Outgoing {
 
 impl Outgoing {
     pub(super) fn new(number: u64, answer: Answer, mut memory: Memory) -> Outgoing {
-        memory.answered(answer_units(&answer));
+        memory.answered(answer_kib(&answer));
         Outgoing { number, answer, _memory: memory }
     }
 }
@@ -66,7 +66,7 @@ pub async fn serve(
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let limits = Limits::new();
-    // Bounded by the memory that each of them holds.
+    // The channel is bounded by the memory that each put holds.
     let (puts, waiting) = mpsc::unbounded_channel();
     let (own, runtime) = (store.clone(), Handle::current());
     let storing = move || store_puts(&own, waiting, &runtime);
@@ -82,7 +82,7 @@ pub async fn serve(
             () = &mut stop => break,
         };
         match accepted {
-            // Beyond the limit it is closed at once.
+            // Beyond the limit, a connection is closed at once.
             Ok(_) if connections.len() >= MAX_CONNECTIONS => {}
             Ok((stream, address)) => {
                 let (store, puts, security) = (store.clone(), puts.clone(), security.clone());
@@ -92,13 +92,13 @@ pub async fn serve(
                     if let Err(error) =
                         client(stream, unauthenticated, &security, &store, &puts).await
                     {
-                        tracing::debug!(%address, %error, "a connection ends");
+                        tracing::debug!(%address, %error, "a connection ended with an error");
                     }
                 });
             }
             Err(error) => {
-                // Out of descriptors, most likely: that may pass.
-                tracing::warn!(%error, "a connection could not be accepted");
+                // Most likely the process is out of file descriptors. That may pass.
+                tracing::warn!(%error, "failed to accept a connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -106,12 +106,12 @@ pub async fn serve(
     connections.shutdown().await;
     drop(puts);
     tokio::task::spawn_blocking(move || storing.join()).await?.map_err(|_| {
-        // What it had not answered, nobody relies on.
-        io::Error::other("the thread that stores has panicked")
+        // No client relies on puts that were not answered.
+        io::Error::other("the thread that stores fragments panicked")
     })
 }
 
-/// Serves one client as long as it keeps within the limits.
+/// Serves one client while it stays within the limits.
 async fn client(
     stream: TcpStream,
     mut unauthenticated: Unauthenticated,
@@ -127,18 +127,20 @@ async fn client(
     };
     let greeted = tokio::select! {
         greeted = greeted => greeted?,
-        () = unauthenticated.ended() => return Err(io::Error::other("it has not said who it is")),
+        () = unauthenticated.ended() => {
+            return Err(io::Error::other("too many unauthenticated connections"));
+        }
     };
     let Some((reader, writer, role)) = greeted else { return Ok(()) };
     let slot = unauthenticated.into_slot();
     let (reader, writer) = (slot.count(reader), slot.count(writer));
     tokio::select! {
         served = connection(reader, writer, role, &slot, store, puts) => served,
-        () = slot.ended() => Err(io::Error::other("it keeps memory from others")),
+        () = slot.ended() => Err(io::Error::other("it holds memory and does not move")),
     }
 }
 
-/// Answers one client.
+/// Reads the requests of one client, and sends the answers.
 async fn connection(
     reader: impl AsyncRead + Unpin,
     writer: impl AsyncWrite + Unpin + Send + 'static,
@@ -154,21 +156,22 @@ async fn connection(
     sending.spawn(send(writer, outgoing));
     loop {
         let header = tokio::select! {
-            header = read_header(&mut reader, IDLE, MAX_BODY) => header?,
-            // The client takes no answers any more.
+            header = read_header(&mut reader, IDLE_TIMEOUT, MAX_BODY) => header?,
+            // The client does not take answers any more.
             _ = sending.join_next() => return Ok(()),
         };
         let Some(header) = header else { break };
         let header = header.map_err(io::Error::other)?;
-        let mut memory = slot.take(units(&header)).await?;
+        let mut memory = slot.take(request_kib(&header)).await?;
         let body = read_request_body(&mut reader, &header).await?;
         memory.received();
         match Request::from_bytes(header.kind, &body) {
             Ok(Request::Put(fragments)) => {
                 let reply_to = ReplyTo { number: header.number, answers: answers.clone(), memory };
                 let put = Put { fragments, room: room.clone(), reply_to };
-                // It ends after the last connection, unless it has panicked.
-                puts.send(put).map_err(|_| io::Error::other("nothing can be stored"))?;
+                // The receiver ends after the last connection, unless its thread panicked.
+                puts.send(put)
+                    .map_err(|_| io::Error::other("the thread that stores fragments has ended"))?;
             }
             Ok(request) => {
                 let (store, room, answers) = (store.clone(), room.clone(), answers.clone());
@@ -177,11 +180,12 @@ async fn connection(
                         allow(role, &request).and_then(|()| answer(&store, &room, request));
                     let answer = answer.unwrap_or_else(|error| Answer::failed(&error));
                     drop(room);
-                    // The client may have gone.
+                    // The client may have disconnected.
                     let _ = answers.send(Outgoing::new(header.number, answer, memory));
                 });
             }
-            // Where the next frame starts is clear, but not what this client means by it.
+            // The next frame could be found, but a client that sends an invalid request cannot be
+            // trusted to send valid ones.
             Err(error) => {
                 let (number, answer) = (header.number, Answer::failed(&error));
                 let _ = answers.send(Outgoing::new(number, answer, memory));
@@ -190,12 +194,13 @@ async fn connection(
         }
     }
     drop(answers);
-    // What was asked before is answered, as long as the client listens.
+    // Earlier requests are answered as long as the client takes answers.
     while sending.join_next().await.is_some() {}
     Ok(())
 }
 
-/// Whether this role may ask for that. Whoever has got hold of a peer's keys must not delete what others hold.
+/// Fails if the role may not send this request. A stolen peer key must not delete what other peers
+/// hold.
 fn allow(role: Option<Role>, request: &Request) -> Result<()> {
     match (role, request) {
         (Some(Role::Peer), Request::Delete { .. }) => {
@@ -206,26 +211,26 @@ fn allow(role: Option<Role>, request: &Request) -> Result<()> {
     }
 }
 
-/// The memory of a request and its answer, in units.
-fn units(header: &Header) -> usize {
-    // Its answer may be as long as can be.
+/// The memory of a request and its answer, in KiB.
+fn request_kib(header: &Header) -> usize {
+    // The answer may have the greatest possible length.
     let bytes = match header.kind {
         GET | RECORDS => MAX_BODY,
         HAVE => 4 * header.len,
-        LIST => MAX_LISTED * LISTED,
+        LIST => MAX_LISTED * LISTED_ENTRY_BYTES,
         _ => 0,
     };
     (HEADER + header.len).max(bytes).div_ceil(1024) + 1
 }
 
-/// The memory of an answer, in units.
-fn answer_units(answer: &Answer) -> usize {
+/// The memory of an answer, in KiB.
+fn answer_kib(answer: &Answer) -> usize {
     match answer {
         Answer::Fragments(fragments) => {
             fragments.iter().map(|one| one.block.len().div_ceil(1024) + 2).sum::<usize>() + 1
         }
         Answer::Held(held) => held.iter().map(Vec::len).sum::<usize>() / 16 + held.len() / 256 + 2,
-        Answer::Listed(all) => (all.len() * LISTED).div_ceil(1024) + 1,
+        Answer::Listed(all) => (all.len() * LISTED_ENTRY_BYTES).div_ceil(1024) + 1,
         _ => 2,
     }
 }
@@ -264,6 +269,6 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
             room.reserve(bytes)?;
             Answer::Reserved
         }
-        Request::Put(_) => unreachable!("puts go to the thread that stores"),
+        Request::Put(_) => unreachable!("puts go to the thread that stores fragments"),
     })
 }

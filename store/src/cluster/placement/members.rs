@@ -1,4 +1,10 @@
-//! The peers of a cluster, and which of them are to have the fragments of a blob.
+//! The members of a cluster, ranked for reads and for writes.
+//!
+//! | member state | rank for writes | rank for reads |
+//! |---|---|---|
+//! | up | by score | by score |
+//! | down | by score, but passed over: its fragment goes to another peer | asked last |
+//! | draining | after all others | by score, as before |
 
 use std::collections::HashSet;
 use std::sync::Mutex;
@@ -6,51 +12,51 @@ use std::sync::Mutex;
 use super::{Candidate, rank};
 use crate::id::{BlobId, PeerId};
 
-/// What the cluster knows of a peer.
+/// The state of a member.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemberState {
     /// It takes part.
     #[default]
     Up,
-    /// It has not been heard of for a while. It keeps its rank, so that nothing moves if it returns.
+    /// Its heartbeats have stopped. It keeps its rank, so nothing moves if it returns.
     Down,
-    /// It is being emptied, and gets nothing while others can.
+    /// It is being emptied. It gets no fragment while other peers can take it.
     Draining,
 }
 
-/// A peer that takes part.
+/// A member of the cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Who it is.
+    /// The peer's id.
     pub id: PeerId,
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: String,
     /// See [`Candidate::weight`].
     pub weight: u64,
     /// See [`Candidate::domain`].
     pub domain: String,
-    /// Whether it can be asked.
+    /// Its state.
     pub state: MemberState,
 }
 
 impl Member {
-    /// As a reader ranks it.
+    /// The member as a candidate for reads.
     fn candidate(&self) -> Candidate {
         Candidate { id: self.id, weight: self.weight, domain: self.domain.clone() }
     }
 }
 
-/// The members at one time.
+/// The members at one moment, with their candidates for ranking.
 pub(crate) struct RankedMembers {
     pub(crate) all: Vec<Member>,
-    /// As they are ranked for reads,
+    /// The candidates for reads, in the order of `all`.
     readers: Vec<Candidate>,
-    /// and for writes.
+    /// The candidates for writes, in the order of `all`. Draining members have weight 0.
     writers: Vec<Candidate>,
 }
 
 impl RankedMembers {
-    /// One that is named twice counts once.
+    /// Builds the ranking. Of several members with one id the first counts.
     pub(crate) fn new(mut all: Vec<Member>) -> RankedMembers {
         let mut seen = HashSet::new();
         all.retain(|member| seen.insert(member.id));
@@ -64,14 +70,14 @@ impl RankedMembers {
         RankedMembers { all, readers, writers }
     }
 
-    /// Where to look for a blob: by rank, and those that are down at last.
+    /// The members to ask for a blob: by rank, with members that are down last.
     pub(crate) fn to_ask(&self, blob: &BlobId) -> Vec<usize> {
         let mut ranks = rank(blob, &self.readers);
         ranks.sort_by_key(|at| self.all[*at].state == MemberState::Down);
         ranks
     }
 
-    /// The places of a blob's fragments.
+    /// The places for the `width` fragments of a blob.
     pub(crate) fn places(&self, blob: &BlobId, width: usize) -> FragmentTargets {
         let ranks = rank(blob, &self.writers);
         let taken = (0..ranks.len()).map(|place| (place < width).then_some(true)).collect();
@@ -81,22 +87,23 @@ impl RankedMembers {
     }
 }
 
-/// The places that the fragments of one blob go to, by rank.
+/// The places of one blob's fragments, by rank.
 pub(crate) struct FragmentTargets {
     ranks: Vec<usize>,
     domains: Vec<String>,
     down: Vec<bool>,
-    /// For each rank: nothing, or whether it has a fragment, or is to have one.
+    /// For each rank: `None` if it is unused, `Some(true)` if it holds or is to hold a fragment,
+    /// `Some(false)` if it refused one.
     taken: Mutex<Vec<Option<bool>>>,
 }
 
 impl FragmentTargets {
-    /// The member of a place.
+    /// The member at a place.
     pub(crate) fn member(&self, place: usize) -> usize {
         self.ranks[place]
     }
 
-    /// The place itself, or another one if its member is down; nothing if there is none.
+    /// Returns `place`, or another place if its member is down; `None` if there is none.
     pub(crate) fn first(&self, mut place: usize) -> Option<usize> {
         while self.down[place] {
             place = self.instead_of(place)?;
@@ -104,8 +111,8 @@ impl FragmentTargets {
         Some(place)
     }
 
-    /// The next place for a fragment that one did not take: in a failure domain that has none, if there is one. Members
-    /// that are down come at last.
+    /// Returns the next place for a fragment that `place` did not take, in a failure domain without
+    /// a fragment if possible. Members that are down are never chosen.
     pub(crate) fn instead_of(&self, place: usize) -> Option<usize> {
         let mut taken = self.taken.lock().expect("no code panics with the places locked");
         taken[place] = Some(false);
@@ -144,14 +151,14 @@ mod tests {
     fn a_fragment_that_is_refused_goes_to_a_domain_without_one() {
         let places = members(|_| ()).places(&BlobId::of(b"basalt"), 4);
         let other = places.instead_of(2).unwrap();
-        assert_eq!(places.domains[other], places.domains[2], "the other one of its domain");
-        assert_eq!(places.instead_of(other), (4..8).find(|one| *one != other), "any, by rank");
+        assert_eq!(places.domains[other], places.domains[2], "the other peer of its domain");
+        assert_eq!(places.instead_of(other), (4..8).find(|one| *one != other), "the next by rank");
         let left: Vec<_> = std::iter::from_fn(|| places.instead_of(0)).collect();
-        assert_eq!(left.len(), 2, "each is used once: {left:?}");
+        assert_eq!(left.len(), 2, "each place is used once: {left:?}");
     }
 
     #[test]
-    fn one_that_is_down_keeps_its_rank_and_is_passed_over() {
+    fn a_peer_that_is_down_keeps_its_rank_and_is_passed_over() {
         let blob = BlobId::of(b"gneiss");
         let up = members(|_| ());
         let order: Vec<_> = (0..8).map(|place| up.places(&blob, 3).member(place)).collect();
@@ -171,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_drained_gets_nothing_new_and_is_asked_as_before() {
+    fn a_draining_peer_gets_nothing_new_and_is_read_as_before() {
         let blob = BlobId::of(b"slate");
         let up = members(|_| ());
         let first = up.places(&blob, 1).member(0);
@@ -182,12 +189,12 @@ mod tests {
             }
         });
         let places = draining.places(&blob, 8);
-        assert_eq!(places.member(7), first, "it comes after all others");
+        assert_eq!(places.member(7), first, "the draining peer comes last");
         assert_eq!(draining.to_ask(&blob), up.to_ask(&blob));
     }
 
     #[test]
-    fn there_is_no_place_if_all_are_down() {
+    fn without_a_peer_that_is_up_there_is_no_place() {
         let places = members(|one| one.state = MemberState::Down).places(&BlobId::of(b"marl"), 2);
         assert_eq!(places.first(0), None);
     }

@@ -1,12 +1,15 @@
-//! Which peers hold a blob: rendezvous hashing, weighted by capacity, spread over failure domains.
+//! Placement: which peers hold a blob. Weighted rendezvous hashing, spread over failure domains.
 //!
-//! Every peer has a score for every blob, drawn from both names: a peer with twice the capacity wins twice as
-//! often. The order of the scores is the order in which peers are asked to hold the blob's parts. It is the same
-//! for everybody who knows the same peers, and needs no table. A peer that joins takes its share from all others, one
-//! that leaves gives its share to all others, and nothing else moves.
+//! - **Ranking.** Every peer has a score for every blob, drawn from both names. A peer with twice
+//!   the capacity wins twice as often. The order of the scores is the order in which peers are
+//!   asked to hold the blob's fragments.
+//! - **No table.** Every process that knows the same peers computes the same order.
+//! - **Little movement.** A peer that joins takes its share from all others. A peer that leaves
+//!   gives its share to all others. Nothing else moves.
+//! - **Failure domains.** Peers that would fail together are a *domain*. The order goes in rounds:
+//!   the best peer of each domain comes before the second best of any.
 //!
-//! Peers that would fail together are a *domain*. The order goes round the domains: the best peer of each comes
-//! before the second best of any.
+//! `members` holds the members of a cluster and applies the ranking to them.
 
 pub(crate) mod matching;
 pub(crate) mod members;
@@ -17,24 +20,24 @@ use std::collections::HashMap;
 
 use crate::id::{BlobId, PeerId};
 
-/// What placement has to know of a peer.
+/// What placement needs to know about a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// The peer.
     pub id: PeerId,
-    /// Its share of the blobs, as a number to be compared with that of others: bytes, say. With 0 it comes
-    /// after all others.
+    /// Its share of the blobs, relative to the weights of the others; for example bytes. A peer
+    /// with weight 0 comes after all others.
     pub weight: u64,
-    /// What it fails together with.
+    /// Its failure domain: the peers that fail together.
     pub domain: String,
 }
 
-/// The candidates in the order in which they are to hold a part of this blob, as places in the slice.
+/// Ranks the candidates for a blob. Returns their positions in the slice, best first.
 pub fn rank(blob: &BlobId, candidates: &[Candidate]) -> Vec<usize> {
     let mut scored: Vec<(f64, usize)> =
         candidates.iter().enumerate().map(|(at, one)| (score(blob, one), at)).collect();
-    scored.sort_by(|(one, at), (other, behind)| {
-        other.total_cmp(one).then_with(|| candidates[*at].id.cmp(&candidates[*behind].id))
+    scored.sort_by(|(one, at), (other, other_at)| {
+        other.total_cmp(one).then_with(|| candidates[*at].id.cmp(&candidates[*other_at].id))
     });
     let mut seen: HashMap<&str, usize> = HashMap::new();
     let mut rounds: Vec<(usize, usize)> = scored
@@ -45,19 +48,19 @@ pub fn rank(blob: &BlobId, candidates: &[Candidate]) -> Vec<usize> {
             (*round, at)
         })
         .collect();
-    // Stable: within a round the scores decide.
+    // The sort is stable: within a round the scores decide.
     rounds.sort_by_key(|(round, at)| (candidates[*at].weight == 0, *round));
     rounds.into_iter().map(|(_, at)| at).collect()
 }
 
-/// With `-weight / ln(u)`, `u` uniform between 0 and 1, the chance of the highest score is proportional to the
-/// weight.
+/// Computes `-weight / ln(u)` with `u` uniform between 0 and 1. The chance of the highest score is
+/// then proportional to the weight.
 fn score(blob: &BlobId, candidate: &Candidate) -> f64 {
     let mut hasher = blake3::Hasher::new();
     hasher.update(blob.as_bytes()).update(candidate.id.as_bytes());
     let mut draw = [0; 8];
     draw.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
-    // With 52 bits half a step more is still exact, and keeps it away from 0 and 1.
+    // With 52 bits, adding half a step is exact and keeps `uniform` away from 0 and 1.
     let uniform = ((u64::from_le_bytes(draw) >> 12) as f64 + 0.5) / (1u64 << 52) as f64;
     candidate.weight as f64 / -uniform.ln()
 }
@@ -87,17 +90,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn everybody_finds_the_same_order_and_each_peer_once(
+        fn the_order_does_not_depend_on_the_input_order_and_has_each_peer_once(
             weights in vec((0u64..1000, 0u64..5), 1..20),
             number in any::<u64>(),
-            turn in any::<usize>(),
+            rotation in any::<usize>(),
         ) {
-            let all: Vec<_> =
-                weights.iter().zip(0..).map(|((weight, domain), n)| candidate(n, *weight, *domain)).collect();
-            let mut turned = all.clone();
-            turned.rotate_left(turn % all.len());
+            let all: Vec<_> = weights
+                .iter()
+                .zip(0..)
+                .map(|((weight, domain), n)| candidate(n, *weight, *domain))
+                .collect();
+            let mut rotated = all.clone();
+            rotated.rotate_left(rotation % all.len());
             let found = order(number, &all);
-            prop_assert_eq!(&found, &order(number, &turned));
+            prop_assert_eq!(&found, &order(number, &rotated));
             let mut sorted = found;
             sorted.sort_unstable();
             sorted.dedup();
@@ -118,7 +124,11 @@ mod tests {
         }
 
         #[test]
-        fn one_that_leaves_moves_nothing_else(count in 2u64..20, gone in any::<u64>(), number in any::<u64>()) {
+        fn a_peer_that_leaves_moves_nothing_else(
+            count in 2u64..20,
+            gone in any::<u64>(),
+            number in any::<u64>(),
+        ) {
             let all: Vec<_> = (0..count).map(|n| candidate(n, 100 + n, n)).collect();
             let mut fewer = all.clone();
             let gone = fewer.remove((gone % count) as usize).id;
@@ -128,7 +138,7 @@ mod tests {
         }
 
         #[test]
-        fn one_without_weight_comes_last(count in 1u64..20, number in any::<u64>()) {
+        fn a_peer_with_weight_0_comes_last(count in 1u64..20, number in any::<u64>()) {
             let mut all: Vec<_> = (1..=count).map(|n| candidate(n, 100 + n, n % 2)).collect();
             all.push(candidate(0, 0, 7));
             prop_assert!(order(number, &all).last() == Some(&all.last().unwrap().id));

@@ -1,7 +1,7 @@
-//! What peers and their clients say to each other.
+//! The protocol between clients and peers.
 //!
-//! After the [handshake](crate::net::handshake), a client sends any number of requests. Each has one
-//! answer, and answers come in any order. `docs/formats.md` describes the bytes.
+//! After the handshake (`net::handshake`), a client sends any number of requests. Each
+//! request has one answer, and answers come in any order. `docs/formats.md` describes the bytes.
 
 use std::io;
 
@@ -16,125 +16,128 @@ use crate::net::message::{
     FAILED, MessageReader, failure_body, failure_kind, failure_number, malformed, reason_of,
 };
 
-/// The longest body: blocks, their descriptions, and some.
+/// The longest body in bytes: the blocks of the longest content, and space for their descriptions.
 pub const MAX_BODY: usize = MAX_CONTENT + 8192;
 
-/// The most fragments that are put at once. Their blocks have no more bytes than the longest content.
+/// The most fragments in one put. Their blocks together have at most [`MAX_CONTENT`] bytes.
 pub const MAX_PUT: usize = 16;
 const _: () = assert!(LEAD + MAX_PUT * (1 + Description::LONGEST) <= MAX_BODY - MAX_CONTENT);
 
-/// The most blobs in one question.
+/// The most blobs in one `have` request.
 pub const MAX_ASKED: usize = 4096;
 
-/// The most fragments of all those blobs in one answer: what is beyond is left out.
+/// The most fragments in the answer to a `have` request. Further ones are left out.
 pub const MAX_HELD: usize = 65536;
 
-/// The most fragments that are deleted at once.
+/// The most fragments in one delete request.
 pub const MAX_DELETED: usize = 1024;
 
 /// The most fragments in one page of a list.
 pub const MAX_LISTED: usize = 4096;
 
-/// Bytes of all fragments in an answer.
+/// The most bytes of all fragments in an answer.
 pub(crate) const MAX_FRAGMENTS_LEN: usize = MAX_BODY - 2;
 
-/// Which fragment it is.
+/// Identifies a fragment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FragmentId {
     /// The blob's name.
     pub blob: BlobId,
-    /// The name of the description.
+    /// The hash of the encoding's description.
     pub encoding: BlobId,
-    /// Which block it is.
+    /// The block's index.
     pub index: u8,
 }
 
-/// One fragment that a peer holds.
+/// A fragment that a peer holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// The name of its description.
+    /// The hash of its encoding's description.
     pub encoding: BlobId,
-    /// Blocks that are enough.
+    /// The number of data blocks, which are enough to decode the blob.
     pub data: u8,
-    /// Blocks beside them.
+    /// The number of parity blocks.
     pub parity: u8,
-    /// Which block it is.
+    /// The block's index.
     pub index: u8,
-    /// What the blob is for.
+    /// Whether the blob is content or a record.
     pub kind: Kind,
-    /// Bytes of the block.
+    /// The block's length in bytes.
     pub len: u32,
 }
 
-/// How much a peer holds.
+/// How much a peer holds and may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes that it may hold.
+    /// Bytes that the peer may hold.
     pub capacity: u64,
-    /// Bytes that the disk takes for the blocks that it holds.
+    /// Bytes that its blocks take on the disk.
     pub used: u64,
-    /// Bytes that are kept free for clients that have reserved them.
+    /// Bytes that clients have reserved.
     pub reserved: u64,
-    /// How many fragments.
+    /// The number of fragments.
     pub fragments: u64,
 }
 
-/// What a client asks of a peer.
+/// A request from a client to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Take these fragments: one to [`MAX_PUT`]. Answered when they are durable.
+    /// Store 1 to [`MAX_PUT`] fragments. The peer answers when they are durable.
     Put(Vec<Fragment>),
-    /// Give all fragments of this blob.
+    /// Send the fragments of a blob.
     Get(BlobId),
-    /// What is there of each of these blobs?
+    /// Report the fragments of each of these blobs.
     Have {
-        /// Whether the age of what is there begins again.
+        /// Whether to reset the idle timer of the fragments.
         renew: bool,
         /// At most [`MAX_ASKED`].
         blobs: Vec<BlobId>,
     },
-    /// How much is there?
+    /// Report how much the peer holds.
     Usage,
     /// Delete fragments.
     Delete {
-        /// Only those that were not stored or renewed within so many seconds, by the peer's clock.
+        /// The minimum idle time in seconds: only fragments that were not stored or renewed for
+        /// that long, by the peer's clock, are deleted.
         idle: u32,
         /// At most [`MAX_DELETED`].
         fragments: Vec<FragmentId>,
     },
-    /// Give fragments of records, those of the first blobs behind this one.
+    /// Send a page of fragments of records, of the first blobs after this one.
     Records(BlobId),
-    /// Which fragments are there of the first blobs behind this one?
+    /// List a page of fragments, of the first blobs after this one.
     List(BlobId),
-    /// Keep so many bytes free for what this connection puts, instead of what it has reserved before.
+    /// Reserve this many bytes for the puts of this connection. This replaces the connection's
+    /// previous reservation.
     Reserve(u64),
 }
 
-/// What a peer answers.
+/// An answer of a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// All the fragments are durable.
+    /// All fragments of the put are durable.
     Stored,
-    /// Not all of them are.
+    /// Some fragments of the put were refused.
     Refused {
-        /// For each fragment: what kind of failure, or nothing if it is durable.
+        /// For each fragment the kind of failure, or `None` if it is durable.
         which: Vec<Option<ErrorKind>>,
-        /// Why, for one of them.
+        /// The reason for the first refusal.
         reason: String,
     },
-    /// The fragments of a blob.
+    /// The requested fragments.
     Fragments(Vec<Fragment>),
-    /// For each blob that was asked for, what is there.
+    /// The fragments of each requested blob, in the order of the request.
     Held(Vec<Vec<Held>>),
-    /// How much there is.
+    /// How much the peer holds.
     Usage(Usage),
-    /// The fragments are deleted, and the disk has so many bytes again.
+    /// The fragments are deleted, and this many bytes of the disk are free again.
     Deleted(u64),
-    /// A page of fragments in the order of their blobs, all of a blob or none. An empty one is the end.
+    /// A page of fragments in the order of their blobs: all fragments of a blob or none. An empty
+    /// page is the end.
     Listed(Vec<(BlobId, Held)>),
-    /// The room is reserved.
+    /// The space is reserved.
     Reserved,
-    /// The request was not carried out.
+    /// The request failed.
     Failed(ErrorKind, String),
 }
 
@@ -156,7 +159,7 @@ const RESERVED: u16 = 109;
 const REFUSED: u16 = 110;
 
 impl Request {
-    /// Its kind and its body.
+    /// Encodes the request. Returns its kind and its body.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         match self {
             Request::Put(_) => {
@@ -185,7 +188,7 @@ impl Request {
         }
     }
 
-    /// The same without joining it: blocks are shared.
+    /// Encodes the request in parts that share the blocks instead of copying them.
     pub(crate) fn to_parts(&self) -> Message {
         match self {
             Request::Put(fragments) => {
@@ -205,12 +208,12 @@ impl Request {
         }
     }
 
-    /// Reads it back.
+    /// Decodes a request. Blocks are copied out of `body`.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
         Request::from_bytes(kind, &Bytes::copy_from_slice(body))
     }
 
-    /// The same; a block is a part of the body, and not copied.
+    /// Decodes a request. Blocks share the memory of `whole`.
     pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Request> {
         let mut body = MessageReader::new(whole);
         let request = match kind {
@@ -220,7 +223,7 @@ impl Request {
                 let renew = body.flag()?;
                 let (ids, rest) = body.rest().as_chunks::<32>();
                 if ids.len() > MAX_ASKED || !rest.is_empty() {
-                    return Err(malformed("a question about too many blobs"));
+                    return Err(malformed("a `have` request for too many blobs"));
                 }
                 body.slice(ids.len() * 32)?;
                 let blobs = ids.iter().map(|id| BlobId::from_bytes(*id)).collect();
@@ -232,7 +235,7 @@ impl Request {
                 let mut fragments = Vec::new();
                 while !body.is_empty() {
                     if fragments.len() == MAX_DELETED {
-                        return Err(malformed("a deletion of too many fragments"));
+                        return Err(malformed("a delete request for too many fragments"));
                     }
                     let (blob, encoding, [index]) = (body.blob()?, body.blob()?, body.array()?);
                     fragments.push(FragmentId { blob, encoding, index });
@@ -242,19 +245,19 @@ impl Request {
             RECORDS => Request::Records(body.blob()?),
             LIST => Request::List(body.blob()?),
             RESERVE => Request::Reserve(body.u64()?),
-            _ => return Err(malformed("a request of a kind that is not known here")),
+            _ => return Err(malformed("a request of an unknown kind")),
         };
         body.end().map(|()| request)
     }
 }
 
 impl Answer {
-    /// The answer that tells why a request failed.
+    /// The answer to a request that failed with `error`.
     pub fn failed(error: &Error) -> Answer {
         Answer::Failed(error.kind(), reason_of(error))
     }
 
-    /// Its kind and its body.
+    /// Encodes the answer. Returns its kind and its body.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         let mut body = Vec::new();
         let kind = match self {
@@ -308,7 +311,7 @@ impl Answer {
         (kind, body)
     }
 
-    /// The same without joining it: blocks are shared.
+    /// Encodes the answer in parts that share the blocks instead of copying them.
     pub(crate) fn to_parts(&self) -> Message {
         let Answer::Fragments(fragments) = self else {
             let (kind, body) = self.to_body();
@@ -323,12 +326,12 @@ impl Answer {
         (FRAGMENTS, parts)
     }
 
-    /// Reads it back.
+    /// Decodes an answer. Blocks are copied out of `body`.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
         Answer::from_bytes(kind, &Bytes::copy_from_slice(body))
     }
 
-    /// The same; blocks are parts of the body, and not copied.
+    /// Decodes an answer. Blocks share the memory of `whole`.
     pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Answer> {
         let mut body = MessageReader::new(whole);
         let answer = match kind {
@@ -341,7 +344,7 @@ impl Answer {
                 });
                 let which = which.collect::<Result<Vec<_>>>()?;
                 if which.len() > MAX_PUT || which.iter().all(Option::is_none) {
-                    return Err(malformed("a refusal of nothing"));
+                    return Err(malformed("a refusal without a refused fragment"));
                 }
                 Answer::Refused { which, reason: body.reason()? }
             }
@@ -353,7 +356,7 @@ impl Answer {
                 let mut all = Vec::new();
                 while !body.is_empty() {
                     if all.len() == MAX_ASKED {
-                        return Err(malformed("more answers than there were questions"));
+                        return Err(malformed("an answer about too many blobs"));
                     }
                     let count = body.u8()?;
                     all.push((0..count).map(|_| body.held()).collect::<Result<_>>()?);
@@ -370,7 +373,7 @@ impl Answer {
                 let mut all = Vec::new();
                 while !body.is_empty() {
                     if all.len() == MAX_LISTED {
-                        return Err(malformed("a page that is too long"));
+                        return Err(malformed("a page with too many fragments"));
                     }
                     all.push((body.blob()?, body.held()?));
                 }
@@ -381,22 +384,23 @@ impl Answer {
                 let (kind, reason) = body.failure()?;
                 Answer::Failed(kind, reason)
             }
-            _ => return Err(malformed("an answer of a kind that is not known here")),
+            _ => return Err(malformed("an answer of an unknown kind")),
         };
         body.end().map(|()| answer)
     }
 }
 
-/// What tells of a block: its index and its description, which says how long it is.
+/// Writes a fragment's head: the block's index and the description, which gives the block's length.
 fn write_head(body: &mut Vec<u8>, fragment: &Fragment) {
     body.push(fragment.index);
     fragment.description.write(body);
 }
 
-/// Bytes of a put from which it is known where its blocks begin: how many there are, and the bytes of all heads.
+/// Bytes at the start of a put that say where its blocks begin: the number of fragments, and the
+/// length of all heads.
 const LEAD: usize = 4;
 
-/// Where the blocks of a put begin, if it is one.
+/// The offset of the first block in a put.
 fn blocks_at(lead: &[u8; LEAD]) -> usize {
     let [_, _, heads @ ..] = *lead;
     LEAD + usize::from(u16::from_le_bytes(heads))
@@ -414,7 +418,7 @@ pub(crate) async fn read_request_body(
     }
 }
 
-/// Bytes of a fragment in a body.
+/// The length of a fragment in a body, in bytes.
 pub(crate) fn fragment_len(description: &Description) -> usize {
     1 + description.to_bytes().len() + description.block_len()
 }
@@ -426,14 +430,14 @@ fn write_held(body: &mut Vec<u8>, held: &Held) {
     body.extend_from_slice(&len.to_le_bytes());
 }
 
-/// The parts of messages that only this protocol has.
+/// Readers for the parts of messages that only this protocol has.
 impl MessageReader<'_> {
     fn head(&mut self) -> Result<(Description, u8)> {
         let index = self.u8()?;
         let (description, rest) = Description::from_bytes(self.rest())?;
         self.slice(self.rest().len() - rest.len())?;
         if usize::from(index) >= description.width() {
-            return Err(malformed("a block that does not exist"));
+            return Err(malformed("a block index out of range"));
         }
         Ok((description, index))
     }
@@ -443,22 +447,22 @@ impl MessageReader<'_> {
         Ok(Fragment { description, index, block })
     }
 
-    /// One whose block is behind its head.
+    /// Reads a fragment whose block follows its head.
     fn fragment(&mut self) -> Result<Fragment> {
         let head = self.head()?;
         self.block(head)
     }
 
-    /// Those of a put: all heads, then all blocks.
+    /// Reads the fragments of a put: all heads, then all blocks.
     fn fragments(&mut self) -> Result<Vec<Fragment>> {
         let (count, len) = (usize::from(self.u16()?), usize::from(self.u16()?));
         if !(1..=MAX_PUT).contains(&count) {
-            return Err(malformed("a put of nothing, or of too many fragments"));
+            return Err(malformed("a put with no fragment or too many"));
         }
-        let behind = self.rest().len().checked_sub(len);
+        let blocks_len = self.rest().len().checked_sub(len);
         let heads = (0..count).map(|_| self.head()).collect::<Result<Vec<_>>>()?;
-        if behind != Some(self.rest().len()) {
-            return Err(malformed("heads that are as long as they do not say"));
+        if blocks_len != Some(self.rest().len()) {
+            return Err(malformed("heads whose length differs from the stated one"));
         }
         heads.into_iter().map(|head| self.block(head)).collect()
     }

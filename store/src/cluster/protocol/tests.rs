@@ -90,7 +90,7 @@ fn answer() -> impl Strategy<Value = Answer> {
 
 proptest! {
     #[test]
-    fn a_message_is_read_back(request in request(), answer in answer()) {
+    fn a_message_decodes_to_itself(request in request(), answer in answer()) {
         let (kind, body) = request.to_body();
         let (same, parts) = request.to_parts();
         prop_assert_eq!((same, parts.concat()), (kind, body.clone()));
@@ -102,7 +102,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_no_message_is_refused_or_has_one_form(
+    fn damaged_bytes_are_refused_or_decode_to_their_only_encoding(
         request in request(),
         answer in answer(),
         flips in vec((any::<usize>(), any::<u8>()), 0..4),
@@ -128,7 +128,7 @@ proptest! {
     }
 
     #[test]
-    fn a_header_is_read_back_or_refused(bytes in any::<[u8; HEADER]>()) {
+    fn a_header_decodes_to_itself_or_is_refused(bytes in any::<[u8; HEADER]>()) {
         if let Ok(header) = Header::from_bytes(&bytes, crate::cluster::protocol::MAX_BODY) {
             prop_assert_eq!(header.to_bytes(), bytes);
         }

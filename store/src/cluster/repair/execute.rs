@@ -1,8 +1,10 @@
-//! Carrying out what is planned for one blob.
+//! Carries out the plan for one blob.
 //!
-//! What is read is verified by its checksum, and by the blob's name before anything is made of it. A fragment that is not what it should be, or not there though its holder
-//! said so, is noted as damaged: the next plan does without it, and has it rebuilt. Nothing is dropped unless
-//! what is kept in its place was read, or written, a moment ago.
+//! - Every fragment that is read is verified by its checksum. Before a fragment is computed from
+//!   others, the decoded content is compared with the blob's name.
+//! - A fragment that is damaged, or missing although its holder reported it, is noted as damaged.
+//!   The next plan does without it and has it rebuilt.
+//! - A fragment is dropped only if what makes it surplus was read or written by this repair.
 
 use std::collections::HashSet;
 
@@ -19,22 +21,24 @@ use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::error::{Error, ErrorKind};
 use crate::id::{BlobId, PeerId};
 
-/// How long, in seconds, nobody must have stored or asked for a copy that is too many. A client that stores the blob with
-/// more copies than any name wants so far relies on it, and a large image takes hours.
-const SURPLUS_AGE: u32 = 24 * 3600;
+/// A surplus copy is dropped only if no client has stored or renewed it for this many seconds. A
+/// client may be storing the blob with more copies than the catalog wants so far, and a large image
+/// takes hours.
+const SURPLUS_AGE_SECONDS: u32 = 24 * 3600;
 
-/// A blob that is worked on.
+/// A blob under repair.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) blob: BlobId,
     pub(super) wanted: Redundancy,
-    /// Fragments that are not what their holders say.
+    /// Fragments that are damaged, or missing although their holders reported them.
     pub(super) damaged: HashSet<FragmentLocation>,
-    /// Fragments that were read or stored in this repair.
+    /// Fragments that this repair has read or stored.
     pub(super) good: HashSet<FragmentLocation>,
-    /// Copies that were stored in this repair, and not dropped elsewhere since: nobody else relies on so many.
+    /// Copies that this repair has stored, less those that it has dropped. As many surplus copies
+    /// may be dropped without regard to their age.
     stored: usize,
-    /// Copies that stay as long as somebody may rely on them.
+    /// Surplus copies that stay, because a client may rely on them.
     spared: HashSet<FragmentLocation>,
     /// Why the last step failed.
     pub(super) reason: Option<String>,
@@ -46,7 +50,7 @@ impl Entry {
         Entry { blob, wanted, damaged, good, stored: 0, spared, reason: None }
     }
 
-    /// Whether nothing of a plan can be done at this time.
+    /// Whether no step of a plan can be carried out for now.
     pub(super) fn is_idle(&self, plan: &Plan) -> bool {
         plan.steps.iter().all(|step| match *step {
             Step::Drop { peer, encoding, index, .. } => {
@@ -56,8 +60,8 @@ impl Entry {
         })
     }
 
-    /// Only what is not known to be damaged.
-    pub(super) fn sift(&self, mut holdings: Vec<Holding>) -> Vec<Holding> {
+    /// Removes the fragments that are known to be damaged.
+    pub(super) fn without_damaged(&self, mut holdings: Vec<Holding>) -> Vec<Holding> {
         holdings.retain(|one| !self.damaged.contains(&place(one)));
         holdings
     }
@@ -68,12 +72,12 @@ fn place(holding: &Holding) -> FragmentLocation {
     FragmentLocation { peer, encoding, index }
 }
 
-/// The work on one blob.
+/// Carries out the steps for one blob.
 pub(super) struct Executor<'a, P> {
     shared: &'a Shared<P>,
     pub(super) entry: Entry,
     holdings: Vec<Holding>,
-    /// What was done.
+    /// What was done so far.
     pub(super) done: Report,
 }
 
@@ -82,19 +86,19 @@ impl<'a, P: Peers> Executor<'a, P> {
         Executor { shared, entry, holdings, done: Report::default() }
     }
 
-    /// Bytes that the work on this blob holds at most.
+    /// The most bytes that the steps of a plan hold in memory.
     pub(super) fn memory(&self, plan: &Plan) -> usize {
         let len = self.holdings.iter().map(|one| one.len as usize).max().unwrap_or(0);
         let needed = self.holdings.iter().map(|one| usize::from(one.data)).max().unwrap_or(1);
         let written = plan.steps.iter().map(|step| match step {
-            // The content, and all blocks of the other encoding.
+            // The content, and all blocks of the new encoding.
             Step::Encode { .. } => 4 * needed.min(MAX_WIDTH),
             _ => 1,
         });
         len * (needed.min(MAX_WIDTH) + written.sum::<usize>())
     }
 
-    /// Does what is planned, as far as it can be done.
+    /// Carries out the steps of a plan that can be carried out.
     pub(super) async fn execute(&mut self, plan: &Plan) {
         let mut gathered = None;
         for step in &plan.steps {
@@ -106,7 +110,7 @@ impl<'a, P: Peers> Executor<'a, P> {
                     if gathered.is_none() {
                         gathered = self.gather(encoding).await;
                     }
-                    // With too few of them nothing else can be done, either.
+                    // Without enough fragments no later step can be carried out either.
                     let Some(gathered) = &gathered else { return };
                     match gathered.0.rebuild(*index) {
                         Ok(fragment) => {
@@ -131,7 +135,8 @@ impl<'a, P: Peers> Executor<'a, P> {
                             return;
                         }
                     }
-                    // It may have taken long to read them. Somebody else may repair by now, and drop just these.
+                    // The reads may have taken long. Another repair may run by then and drop just
+                    // these fragments.
                     if self.shared.is_stopped() {
                         return;
                     }
@@ -141,7 +146,7 @@ impl<'a, P: Peers> Executor<'a, P> {
         }
     }
 
-    /// Notes that something did not work. A peer that does not answer is not asked again.
+    /// Notes that a step failed. A peer that does not answer is not asked again.
     fn fail(&mut self, peer: &PeerId, error: &Error) {
         self.entry.reason = Some(error.to_string());
         if error.kind() == ErrorKind::Unavailable {
@@ -155,7 +160,7 @@ impl<'a, P: Peers> Executor<'a, P> {
         self.accept(place, found)
     }
 
-    /// Notes what came of reading a fragment.
+    /// Notes the result of reading a fragment.
     fn accept(
         &mut self,
         place: &FragmentLocation,
@@ -173,7 +178,7 @@ impl<'a, P: Peers> Executor<'a, P> {
         None
     }
 
-    /// A fragment is not what it should be.
+    /// Notes that a fragment is damaged.
     fn note_damaged(&mut self, place: &FragmentLocation) {
         let blob = self.entry.blob;
         tracing::warn!(%blob, peer = %place.peer, index = place.index, "a fragment is damaged");
@@ -182,7 +187,7 @@ impl<'a, P: Peers> Executor<'a, P> {
         self.entry.good.remove(place);
     }
 
-    /// Stores a fragment. Whether it is durable.
+    /// Stores a fragment. Returns whether it is durable.
     async fn put(&mut self, to: &PeerId, encoding: BlobId, fragment: Fragment) -> bool {
         let (len, index) = (fragment.block.len() as u64, fragment.index);
         self.shared.throttle(len).await;
@@ -200,7 +205,7 @@ impl<'a, P: Peers> Executor<'a, P> {
                 true
             }
             Err(error) => {
-                // It is full, or does not answer: the next one takes it.
+                // The peer is full or does not answer. The next peer takes the fragment.
                 self.entry.reason = Some(error.to_string());
                 self.shared.set_full(to);
                 false
@@ -208,18 +213,19 @@ impl<'a, P: Peers> Executor<'a, P> {
         }
     }
 
-    /// Deletes what is surplus. Of fragments all that are needed are kept. Of copies nobody knows how many a client
-    /// wants that has not published yet: so there are never less of them, unless they are old.
+    /// Deletes a surplus fragment. Of fragments, all that are needed are kept. Of copies, nobody
+    /// knows how many a client wants that has not published yet, so their number never decreases
+    /// unless they are old.
     async fn delete(&mut self, peer: &PeerId, encoding: BlobId, index: u8) {
         let fragment = FragmentId { blob: self.entry.blob, encoding, index };
-        let is_moved =
+        let ignores_age =
             self.entry.stored > 0 || !matches!(self.entry.wanted, Redundancy::Replicas(_));
-        let idle = if is_moved { 0 } else { SURPLUS_AGE };
+        let idle = if ignores_age { 0 } else { SURPLUS_AGE_SECONDS };
         match self.shared.peers.delete(*peer, fragment, idle).await {
-            Ok(is_gone) => {
-                self.done.dropped += u64::from(is_gone || is_moved);
+            Ok(freed_space) => {
+                self.done.dropped += u64::from(freed_space || ignores_age);
                 self.entry.stored = self.entry.stored.saturating_sub(1);
-                if !is_moved {
+                if !ignores_age {
                     self.entry.spared.insert(FragmentLocation { peer: *peer, encoding, index });
                 }
             }
@@ -227,8 +233,8 @@ impl<'a, P: Peers> Executor<'a, P> {
         }
     }
 
-    /// Reads as many fragments of an encoding as are enough, all at once, and another one for each that is not
-    /// what it should be, until they are the blob. Returns them, and its content.
+    /// Reads as many fragments of an encoding as are enough, all at once, and another one for each
+    /// that is wrong, until they decode to the blob. Returns the fragments and the content.
     async fn gather(
         &mut self,
         encoding: &BlobId,
@@ -237,9 +243,9 @@ impl<'a, P: Peers> Executor<'a, P> {
         let mut more: Vec<FragmentLocation> = Vec::new();
         let own: Vec<_> = self.holdings.iter().filter(|one| one.encoding == *encoding).collect();
         let needed: usize = own.first()?.data.into();
-        // Each blob burdens others.
-        let turn = usize::from(self.entry.blob.as_bytes()[1]) % own.len();
-        for one in own[turn..].iter().chain(&own[..turn]) {
+        // Spread the reads over the holders, differently for each blob.
+        let rotation = usize::from(self.entry.blob.as_bytes()[1]) % own.len();
+        for one in own[rotation..].iter().chain(&own[..rotation]) {
             let is_new =
                 places.len() < needed && places.iter().all(|other| other.index != one.index);
             if is_new { places.push(place(one)) } else { more.push(place(one)) }
@@ -274,7 +280,7 @@ impl<'a, P: Peers> Executor<'a, P> {
         Some((gathered?, content))
     }
 
-    /// Encodes a blob as it is wanted.
+    /// Encodes a blob as wanted.
     async fn encode(&mut self, from: &BlobId, to: &[PeerId]) {
         let Some((EncodingAssembly { description, .. }, content)) = self.gather(from).await else {
             return;
@@ -295,7 +301,7 @@ impl<'a, P: Peers> Executor<'a, P> {
     }
 }
 
-/// Reads a fragment; nothing if it is not what it should be.
+/// Reads a fragment; `None` if it is damaged or missing.
 async fn fetch<P: Peers>(
     shared: &Shared<P>,
     blob: BlobId,

@@ -1,18 +1,20 @@
-//! Repairing everything: many blobs at once, the most endangered first.
+//! The repair job: many blobs at once, the most endangered first.
 //!
 //! ```text
-//! blobs ──► scan: ask all peers in batches, plan ──► those with something to do, by danger ──► groups
+//! blobs ──► scan: ask all peers in batches, plan ──► blobs with steps, by danger ──► groups
 //!
-//! group: ask again ──► plan ──► steps of all its blobs at once ──► ask again … until there is nothing to do
+//! group: ask again ──► plan ──► steps of all its blobs at once ──► … until no steps are left
 //! ```
 //!
-//! Everything is decided by what peers say just then, so nothing has to be remembered: a repair that ends at any
-//! point leaves nothing half done, and the next one goes on. There must be one at a time: two that see different
-//! members might each drop what the other keeps.
+//! Every decision follows from what the peers answer at that moment, so nothing has to be
+//! remembered: a repair that ends at any point leaves nothing half done, and the next one
+//! continues. Only one repair may run at a time: two repairs that see different members could each
+//! drop what the other keeps.
 //!
-//! A peer that does not answer counts as down from there on, one that takes nothing as full. Memory is bounded:
-//! by blocks that are in memory, and by blobs that wait. If more than [`WINDOW`] have something to do, they are done
-//! before others are looked at.
+//! A peer that does not answer counts as down from then on. A peer that refuses a fragment counts
+//! as full. Memory is bounded: the bytes of blocks ([`RepairLimits::memory`]) and the blobs that
+//! wait ([`MAX_WAITING`]). If more blobs than that have steps, they are repaired before others are
+//! scanned.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -31,30 +33,31 @@ use super::report::Report;
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
 
-/// Blobs that peers are asked about at once.
-const BATCH: usize = 1024;
+/// The blobs in one question to the peers.
+const QUERY_BATCH: usize = 1024;
 
-/// Blobs that wait at most: some 40 MiB.
-const WINDOW: usize = 1 << 20;
+/// The most blobs that wait for work, some 40 MiB.
+const MAX_WAITING: usize = 1 << 20;
 
-/// Blobs that are worked on together.
-const GROUP: usize = 128;
+/// The blobs in a group.
+const GROUP_BLOBS: usize = 128;
 
-/// Groups at a time.
-const GROUPS: usize = 4;
+/// The groups that are worked on at a time.
+const PARALLEL_GROUPS: usize = 4;
 
-/// How often a blob is looked at: what is missing, what is surplus then, and again for what fails.
-const ROUNDS: usize = 6;
+/// The rounds of asking and planning for one blob: for what is missing, for what is surplus then,
+/// and for steps that fail.
+const MAX_ROUNDS: usize = 6;
 
-/// How soon it is noticed that the repair is to stop.
-const NOTICE: Duration = Duration::from_millis(100);
+/// How often a repair checks whether it has to stop.
+const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Limits of a repair.
+/// The limits of a repair.
 #[derive(Clone, Copy, Debug)]
 pub struct RepairLimits {
-    /// The most bytes that are read and written in a second, together.
+    /// The most bytes a second, read and written together.
     pub rate: Option<u64>,
-    /// The most bytes of blocks in memory. A blob that needs more is worked on alone.
+    /// The most bytes of blocks in memory. A blob that needs more is repaired alone.
     pub memory: usize,
 }
 
@@ -64,25 +67,25 @@ impl Default for RepairLimits {
     }
 }
 
-/// What all parts of a repair share.
+/// The state that all tasks of a repair share.
 pub(super) struct Shared<P> {
     pub(super) peers: Arc<P>,
-    throttle: Arc<RateLimiter>,
+    rate_limiter: Arc<RateLimiter>,
     inner: Arc<Inner>,
 }
 
 struct Inner {
     members: Mutex<RepairMembers>,
-    /// In KiB.
+    /// The memory for blocks, in KiB.
     memory: Arc<Semaphore>,
-    most: u32,
+    memory_kib: u32,
     stop: AtomicBool,
 }
 
 impl<P> Clone for Shared<P> {
     fn clone(&self) -> Self {
-        let Shared { peers, throttle, inner } = self;
-        Shared { peers: peers.clone(), throttle: throttle.clone(), inner: inner.clone() }
+        let Shared { peers, rate_limiter, inner } = self;
+        Shared { peers: peers.clone(), rate_limiter: rate_limiter.clone(), inner: inner.clone() }
     }
 }
 
@@ -91,26 +94,27 @@ impl<P> Shared<P> {
         self.inner.members.lock().expect("no code panics with the members locked").clone()
     }
 
-    /// A peer did not answer. One that is drained stays so: what it has is made again elsewhere.
+    /// Marks a peer that did not answer as down. A draining peer stays draining: what it has is
+    /// stored elsewhere.
     pub(super) fn set_down(&self, peer: &PeerId) {
         let mut members =
             self.inner.members.lock().expect("no code panics with the members locked");
         if members.find(peer).is_some_and(|at| members.nodes()[at].state == PeerState::Up) {
-            tracing::warn!(%peer, "a peer does not answer and counts as down");
+            tracing::warn!(%peer, "a peer does not answer; it counts as down");
             members.set_state(peer, PeerState::Down);
         }
     }
 
-    /// A peer did not take something.
+    /// Marks a peer that refused a fragment as full.
     pub(super) fn set_full(&self, peer: &PeerId) {
         self.inner.members.lock().expect("no code panics with the members locked").set_full(peer);
     }
 
-    /// Waits until so many bytes are allowed; or the repair is to stop.
+    /// Waits until the rate limit allows `bytes` more bytes, or the repair has to stop.
     pub(super) async fn throttle(&self, bytes: u64) {
-        let mut wait = self.throttle.take(bytes);
+        let mut wait = self.rate_limiter.take(bytes);
         while wait > Duration::ZERO && !self.is_stopped() {
-            let part = wait.min(NOTICE);
+            let part = wait.min(STOP_CHECK_INTERVAL);
             sleep(part).await;
             wait -= part;
         }
@@ -121,41 +125,47 @@ impl<P> Shared<P> {
     }
 }
 
-/// A blob that something is to be done for.
+/// A blob that has steps to carry out.
 struct Work {
     survives: i32,
     blob: BlobId,
     wanted: Redundancy,
 }
 
-/// Repairs blobs until there are no more of them to come, or `goes_on` says no. Each blob that must exist is to come
-/// once for each number of blocks that it is wanted with; copies with the greatest number that is wanted.
-/// `progress` is told what was done so far.
+/// Repairs all blobs from the channel, until it ends or `should_continue` returns false.
+///
+/// The channel must deliver each blob that must exist once for each number of blocks that it is
+/// wanted with. Of copies it must deliver the greatest number that is wanted. `progress` gets the
+/// report so far.
 pub async fn repair<P: Peers>(
     peers: Arc<P>,
     members: RepairMembers,
     mut blobs: mpsc::Receiver<(BlobId, Redundancy)>,
-    how: RepairLimits,
-    goes_on: &dyn Fn() -> bool,
+    limits: RepairLimits,
+    should_continue: &dyn Fn() -> bool,
     progress: &dyn Fn(&Report),
 ) -> Report {
-    let most = (how.memory / 1024).clamp(1, Semaphore::MAX_PERMITS.min(u32::MAX as usize)) as u32;
+    let memory_kib =
+        (limits.memory / 1024).clamp(1, Semaphore::MAX_PERMITS.min(u32::MAX as usize)) as u32;
     let inner = Inner {
         members: Mutex::new(members),
-        memory: Arc::new(Semaphore::new(most as usize)),
-        most,
+        memory: Arc::new(Semaphore::new(memory_kib as usize)),
+        memory_kib,
         stop: AtomicBool::new(false),
     };
-    let shared =
-        Shared { peers, throttle: Arc::new(RateLimiter::new(how.rate)), inner: Arc::new(inner) };
+    let shared = Shared {
+        peers,
+        rate_limiter: Arc::new(RateLimiter::new(limits.rate)),
+        inner: Arc::new(inner),
+    };
     let mut report = Report::default();
     let mut is_end = false;
     while !is_end {
         let mut waiting: Vec<Work> = Vec::new();
-        while waiting.len() < WINDOW && !is_end {
-            let mut batch = Vec::with_capacity(BATCH);
-            is_end = blobs.recv_many(&mut batch, BATCH).await == 0;
-            report.is_stopped |= !goes_on();
+        while waiting.len() < MAX_WAITING && !is_end {
+            let mut batch = Vec::with_capacity(QUERY_BATCH);
+            is_end = blobs.recv_many(&mut batch, QUERY_BATCH).await == 0;
+            report.is_stopped |= !should_continue();
             if report.is_stopped {
                 return report;
             }
@@ -163,7 +173,7 @@ pub async fn repair<P: Peers>(
             progress(&report);
         }
         waiting.sort_by_key(|work| work.survives);
-        shared.work(waiting, &mut report, goes_on, progress).await;
+        shared.work(waiting, &mut report, should_continue, progress).await;
         if report.is_stopped {
             return report;
         }
@@ -172,7 +182,7 @@ pub async fn repair<P: Peers>(
 }
 
 impl<P: Peers> Shared<P> {
-    /// Looks at blobs. Returns those that something is to be done for.
+    /// Plans a batch of blobs. Returns the blobs that have steps.
     async fn scan(&self, batch: &[(BlobId, Redundancy)], report: &mut Report) -> Vec<Work> {
         let blobs: Vec<BlobId> = batch.iter().map(|(blob, _)| *blob).collect();
         let (members, found) = self.look(&blobs).await;
@@ -191,7 +201,8 @@ impl<P: Peers> Shared<P> {
         work
     }
 
-    /// Asks everybody about blobs. Returns what was found of each, and the members as they were found.
+    /// Asks all live peers about blobs. Returns what they have of each, and the members as they
+    /// turned out to be.
     async fn look(&self, blobs: &[BlobId]) -> (RepairMembers, Vec<Vec<Holding>>) {
         let mut found = vec![Vec::new(); blobs.len()];
         if blobs.is_empty() {
@@ -220,64 +231,62 @@ impl<P: Peers> Shared<P> {
                 }
                 Ok(_) => self.set_down(&peer),
                 Err(error) => {
-                    tracing::warn!(%peer, %error, "a peer does not tell what it has");
+                    tracing::warn!(%peer, %error, "failed to ask a peer which fragments it has");
                     self.set_down(&peer);
                 }
             }
         }
-        // Whoever answers first is not preferred.
+        // The order does not depend on which peer answers first.
         found.iter_mut().for_each(|found| {
             found.sort_unstable_by_key(|one| (one.encoding, one.index, one.peer));
         });
         (self.members(), found)
     }
 
-    /// Works on all that waits, some groups at a time.
+    /// Works on all waiting blobs, some groups at a time.
     async fn work(
         &self,
         waiting: Vec<Work>,
         report: &mut Report,
-        goes_on: &dyn Fn() -> bool,
+        should_continue: &dyn Fn() -> bool,
         progress: &dyn Fn(&Report),
     ) {
         let mut groups = JoinSet::new();
         let mut waiting = waiting.into_iter().peekable();
         loop {
-            while groups.len() < GROUPS && waiting.peek().is_some() && !self.is_stopped() {
-                let next = waiting.by_ref().take(GROUP);
+            while groups.len() < PARALLEL_GROUPS && waiting.peek().is_some() && !self.is_stopped() {
+                let next = waiting.by_ref().take(GROUP_BLOBS);
                 let entries = next.map(|work| Entry::new(work.blob, work.wanted)).collect();
                 let shared = self.clone();
                 groups.spawn(async move { shared.group(entries).await });
             }
-            match timeout(NOTICE, groups.join_next()).await {
+            match timeout(STOP_CHECK_INTERVAL, groups.join_next()).await {
                 Ok(None) => break,
                 Ok(Some(Ok(done))) => {
                     report.add(done);
                     progress(report);
                 }
-                Ok(Some(Err(error))) => {
-                    report.fail(format!("a part of the repair has ended: {error}"))
-                }
+                Ok(Some(Err(error))) => report.fail(format!("a repair task panicked: {error}")),
                 Err(_) => {}
             }
-            if !goes_on() {
+            if !should_continue() {
                 self.inner.stop.store(true, Ordering::Relaxed);
             }
         }
         report.is_stopped |= self.is_stopped();
     }
 
-    /// Works on some blobs until there is nothing left to do for them.
+    /// Works on a group of blobs until no steps are left for them.
     async fn group(&self, mut entries: Vec<Entry>) -> Report {
         let mut report = Report::default();
-        for round in 0..=ROUNDS {
+        for round in 0..=MAX_ROUNDS {
             let blobs: Vec<BlobId> = entries.iter().map(|entry| entry.blob).collect();
             let (members, found) = self.look(&blobs).await;
             let mut executing = JoinSet::new();
             for (entry, holdings) in entries.drain(..).zip(found) {
-                let holdings = entry.sift(holdings);
+                let holdings = entry.without_damaged(holdings);
                 let plan = plan(&entry.blob, entry.wanted, &members, &holdings);
-                let is_over = round == ROUNDS || self.is_stopped();
+                let is_over = round == MAX_ROUNDS || self.is_stopped();
                 if entry.is_idle(&plan) || is_over {
                     report.settle(&entry.blob, &plan);
                     if let Some(reason) = entry.reason.clone().filter(|_| !entry.is_idle(&plan)) {
@@ -286,15 +295,15 @@ impl<P: Peers> Shared<P> {
                     continue;
                 }
                 let shared = self.clone();
-                executing.spawn(async move { shared.mend(entry, holdings, &plan).await });
+                executing.spawn(async move { shared.execute(entry, holdings, &plan).await });
             }
-            while let Some(mended) = executing.join_next().await {
-                match mended {
+            while let Some(executed) = executing.join_next().await {
+                match executed {
                     Ok((entry, done)) => {
                         report.add(done);
                         entries.push(entry);
                     }
-                    Err(error) => report.fail(format!("a part of the repair has ended: {error}")),
+                    Err(error) => report.fail(format!("a repair task panicked: {error}")),
                 }
             }
             if entries.is_empty() {
@@ -304,10 +313,11 @@ impl<P: Peers> Shared<P> {
         report
     }
 
-    async fn mend(&self, entry: Entry, holdings: Vec<Holding>, plan: &Plan) -> (Entry, Report) {
+    async fn execute(&self, entry: Entry, holdings: Vec<Holding>, plan: &Plan) -> (Entry, Report) {
         let mut executing = Executor::new(self, entry, holdings);
-        let units = executing.memory(plan).div_ceil(1024).clamp(1, self.inner.most as usize) as u32;
-        let memory = self.inner.memory.clone().acquire_many_owned(units).await;
+        let kib =
+            executing.memory(plan).div_ceil(1024).clamp(1, self.inner.memory_kib as usize) as u32;
+        let memory = self.inner.memory.clone().acquire_many_owned(kib).await;
         executing.execute(plan).await;
         drop(memory);
         (executing.entry, executing.done)

@@ -1,50 +1,50 @@
-//! The peers, as repair sees them.
+//! The peers and their states, as repair sees them.
 
 use crate::cluster::placement::members::{Member, MemberState};
 use crate::cluster::placement::{Candidate, rank};
 use crate::id::{BlobId, PeerId};
 
-/// What a peer can do.
+/// The state of a peer during a repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PeerState {
-    /// All that is asked of it.
+    /// It answers and takes fragments.
     Up,
-    /// Nothing for the moment. It keeps its places: what it holds comes back with it.
+    /// It does not answer. It keeps its places: what it holds comes back with it.
     Down,
-    /// It gives away what it has and takes nothing.
+    /// It is being emptied: it answers, but takes nothing.
     Draining,
-    /// It does not come back: what it held is to be rebuilt.
+    /// It does not come back: what it held is replaced.
     Lost,
 }
 
-/// A peer.
+/// A peer during a repair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepairPeer {
-    /// Who it is.
+    /// The peer's id.
     pub id: PeerId,
     /// See [`Candidate::weight`].
     pub weight: u64,
     /// See [`Candidate::domain`].
     pub domain: String,
-    /// What it can do.
+    /// Its state.
     pub state: PeerState,
-    /// It keeps what it has, but takes no more.
+    /// Whether it refuses further fragments. It keeps what it has.
     pub full: bool,
 }
 
 impl RepairPeer {
-    /// It answers.
+    /// Whether the peer answers.
     pub(super) fn is_live(&self) -> bool {
         matches!(self.state, PeerState::Up | PeerState::Draining)
     }
 
-    /// It can be given a fragment.
+    /// Whether the peer takes fragments.
     pub(super) fn takes(&self) -> bool {
         self.state == PeerState::Up && !self.full
     }
 
     fn candidate(&self) -> Candidate {
-        // One that is drained keeps a part only if there is nobody else.
+        // A draining peer keeps a fragment only if there are not enough other peers.
         let weight = if self.state == PeerState::Draining { 0 } else { self.weight };
         Candidate { id: self.id, weight, domain: self.domain.clone() }
     }
@@ -62,49 +62,50 @@ impl From<&Member> for RepairPeer {
     }
 }
 
-/// All peers that are registered.
+/// All peers that take part in a repair.
 #[derive(Clone, Debug)]
 pub struct RepairMembers {
-    /// By id.
+    /// The peers, sorted by id.
     nodes: Vec<RepairPeer>,
-    /// Those that have a rank for every blob, and who they are.
+    /// The peers that have a rank for every blob.
     candidates: Vec<Candidate>,
+    /// The positions of `candidates` in `nodes`.
     ranked: Vec<usize>,
 }
 
 impl RepairMembers {
-    /// These peers. One that is named twice counts once.
+    /// Builds the members. Of several peers with one id one counts.
     pub fn new(nodes: impl IntoIterator<Item = RepairPeer>) -> RepairMembers {
         let mut nodes: Vec<RepairPeer> = nodes.into_iter().collect();
         nodes.sort_by_key(|node| node.id);
         nodes.dedup_by_key(|node| node.id);
         let mut members = RepairMembers { nodes, candidates: Vec::new(), ranked: Vec::new() };
-        members.sort();
+        members.update_candidates();
         members
     }
 
-    /// The peers, by id.
+    /// The peers, sorted by id.
     pub fn nodes(&self) -> &[RepairPeer] {
         &self.nodes
     }
 
-    /// Notes that a peer was found in this state.
+    /// Sets the state of a peer.
     pub fn set_state(&mut self, peer: &PeerId, state: PeerState) {
         if let Some(at) = self.find(peer) {
             self.nodes[at].state = state;
-            self.sort();
+            self.update_candidates();
         }
     }
 
-    /// Notes that a peer takes no more.
+    /// Marks a peer as full.
     pub fn set_full(&mut self, peer: &PeerId) {
         if let Some(at) = self.find(peer) {
             self.nodes[at].full = true;
-            self.sort();
+            self.update_candidates();
         }
     }
 
-    fn sort(&mut self) {
+    fn update_candidates(&mut self) {
         let has_rank = |at: &usize| {
             let node = &self.nodes[*at];
             node.takes() || node.state == PeerState::Down
@@ -117,8 +118,8 @@ impl RepairMembers {
         self.nodes.binary_search_by_key(peer, |node| node.id).ok()
     }
 
-    /// The order in which peers are to hold a part of this blob. Those that take nothing are among them only
-    /// if they are named in `holders`.
+    /// Ranks the peers for a blob. Peers that take nothing have a rank only if they are in
+    /// `holders`.
     pub(super) fn rank(&self, blob: &BlobId, holders: &[usize]) -> Vec<usize> {
         if holders.is_empty() {
             return rank(blob, &self.candidates).into_iter().map(|at| self.ranked[at]).collect();

@@ -1,10 +1,22 @@
-//! Repair: every blob at its full redundancy, at the places where the ranking wants it.
+//! Repair: brings every blob back to its full redundancy, and to the peers where it belongs.
 //!
 //! ```text
-//! blobs that must exist ──► ask all peers ──► plan ──► the most endangered first ──► steps
-//!                              ▲               pure                                    │
-//!                              └──────────── until there is nothing left to do ◄───────┘
+//! blobs that must exist ─► ask all peers ─► plan ─► most endangered first ─► execute steps
+//!                              ▲            pure                                  │
+//!                              └──────────── until nothing is left to do ◄────────┘
 //! ```
+//!
+//! | file | responsibility |
+//! |---|---|
+//! | `job` | `repair`: scans all blobs, and works on groups of those that have something to do |
+//! | `plan` | decides the steps for one blob; pure |
+//! | `matching` | assigns fragments to holders, each at most one; pure |
+//! | `members` | the peers and their states as repair sees them |
+//! | `execute` | `Executor`: carries out the steps for one blob |
+//! | `peers` | the trait `Peers`, and its implementation over connections |
+//! | `rate_limiter` | bounds the bytes a second |
+//! | `report` | what a repair found and did |
+//! | `simulation/` | random schedules of failures, without a network or a clock (tests) |
 
 mod execute;
 mod job;

@@ -1,4 +1,4 @@
-//! What repair asks of peers.
+//! The peers as repair uses them: a trait, and its implementation over connections.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,24 +18,25 @@ use crate::net::identity::Security;
 /// How long a deletion may take. A peer that takes longer counts as down.
 pub const DELETION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Peers that can be asked. None of them is trusted: what they give is verified.
+/// Peers that repair can ask. Repair does not trust them: it verifies what they send.
 pub trait Peers: Send + Sync + 'static {
-    /// What a peer has of each of these blobs. To ask does not renew their age.
+    /// The fragments that a peer has of each of these blobs. The question does not reset their idle
+    /// timers.
     fn have(
         &self,
         peer: PeerId,
         blobs: &[BlobId],
     ) -> impl Future<Output = Result<Vec<Vec<Held>>>> + Send;
 
-    /// The fragments of a blob that a peer has.
+    /// Fetches a peer's fragments of a blob.
     fn get(&self, peer: PeerId, blob: BlobId)
     -> impl Future<Output = Result<Vec<Fragment>>> + Send;
 
-    /// Gives a peer a fragment. It is durable there when this returns.
+    /// Stores a fragment on a peer. It is durable when this returns.
     fn put(&self, peer: PeerId, fragment: Fragment) -> impl Future<Output = Result<()>> + Send;
 
-    /// Deletes a fragment, unless somebody has stored or asked for it (with renewal) within so many seconds. Returns
-    /// whether that gave space back.
+    /// Deletes a fragment, unless a client has stored it, or asked for it with renewal, within
+    /// `idle` seconds. Returns whether this freed space.
     fn delete(
         &self,
         peer: PeerId,
@@ -44,26 +45,27 @@ pub trait Peers: Send + Sync + 'static {
     ) -> impl Future<Output = Result<bool>> + Send;
 }
 
-/// Peers over the network.
+/// Peers over network connections.
 pub struct ConnectedPeers {
     pool: Arc<ConnectionPool>,
     members: BTreeMap<PeerId, Member>,
 }
 
 impl ConnectedPeers {
-    /// These peers. Nobody is asked yet.
+    /// Peers with these addresses. No peer is contacted yet.
     pub fn new(members: impl IntoIterator<Item = Member>, security: Security) -> ConnectedPeers {
         let members = members.into_iter().map(|member| (member.id, member)).collect();
         ConnectedPeers { pool: ConnectionPool::new(security), members }
     }
 
-    /// The fragments of the first blobs behind this one: see [`Connection::list`].
+    /// A page of a peer's fragments, starting after this blob: see [`Connection::list`].
     pub(crate) async fn list(&self, peer: &PeerId, after: BlobId) -> Result<Vec<(BlobId, Held)>> {
         let list = |connection: Arc<Connection>| async move { connection.list(&after).await };
         self.pool.ask(self.member(peer)?, list).await
     }
 
-    /// Deletes fragments that nobody has stored or asked for within so many seconds: see [`Connection::delete`].
+    /// Deletes fragments that no client has stored or renewed within `idle` seconds: see
+    /// [`Connection::delete`].
     pub(crate) async fn delete_idle(
         &self,
         peer: &PeerId,
@@ -79,7 +81,7 @@ impl ConnectedPeers {
         self.members.get(peer).ok_or_else(|| Error::Peer {
             peer: peer.to_string(),
             kind: ErrorKind::Unavailable,
-            reason: "it is not known where it is".into(),
+            reason: "its address is unknown".into(),
         })
     }
 }
@@ -108,7 +110,7 @@ impl Peers for ConnectedPeers {
         let late = |_| Error::Peer {
             peer: peer.to_string(),
             kind: ErrorKind::Unavailable,
-            reason: "it takes too long to delete something".into(),
+            reason: "a deletion takes too long".into(),
         };
         let deleted = timeout(DELETION_TIMEOUT, self.delete_idle(&peer, &[fragment], idle)).await;
         deleted.map_err(late)?.map(|bytes| bytes > 0)

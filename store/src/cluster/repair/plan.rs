@@ -1,25 +1,26 @@
-//! What is to be done for one blob: a decision, without any effect.
+//! The plan for one blob: a pure decision.
 //!
-//! The places of a blob are the first k+m peers of its ranking. Which of its fragments is at which of them does
-//! not matter: so what is at one of the places stays there, and only a place without a fragment gets one. It is copied
-//! if it is somewhere else, and computed from others if it is nowhere.
+//! The *places* of a blob are the first *k* + *m* peers of its ranking. Which fragment is at which
+//! place does not matter. A fragment at a place stays there. A place without a fragment gets one:
+//! it is copied if another peer has it, and computed from others if no peer has it.
 //!
 //! | a peer is | its place | what it holds |
 //! |---|---|---|
 //! | up | gets a fragment if it has none | counts |
-//! | full | is another's, unless it has a fragment | counts |
-//! | draining | is another's, unless there are not enough | counts, and is copied to the places |
-//! | down | stays its own | is awaited: as many fragments are not rebuilt as there are places that are down |
-//! | lost | is another's | is gone |
+//! | full | belongs to another peer, unless it has a fragment | counts |
+//! | draining | belongs to another peer, unless too few are left | counts, is copied to the places |
+//! | down | stays its own | is awaited: as many fragments are not rebuilt as places are down |
+//! | lost | belongs to another peer | is gone |
 //!
-//! When all fragments are at their places, and none of these is down, what is elsewhere is surplus. Not before:
-//! what a peer that is down has is not known, and may be the same as what seems to be there twice. So every step is
-//! right by itself, in any order and if none of the others is ever done; what becomes surplus by a step is dropped
-//! by the next plan, which sees that the step was done. When there is nothing left to do, a plan has no steps.
-//!
-//! Fragments of two encodings are never counted together. Of several encodings as they are wanted one is completed,
-//! and then the others are surplus. Encodings with other numbers of blocks may be wanted by other images: they
-//! are left alone.
+//! - Fragments outside their places are surplus when all places are filled and none of them is down.
+//!   Before that, nobody knows what a peer that is down has: it may be the same fragment that seems
+//!   to be surplus.
+//! - Every step is correct by itself, in any order, and if no other step is ever carried out. What
+//!   a step makes surplus is dropped by the next plan, which sees that the step was done. When
+//!   nothing is left to do, a plan has no steps.
+//! - Fragments of two encodings are never counted together. Of several encodings as wanted, one is
+//!   completed; then the others are surplus. Encodings with other numbers of blocks may be wanted
+//!   by other images and are left alone.
 
 use std::collections::BTreeMap;
 
@@ -28,91 +29,93 @@ use crate::cluster::placement::matching::{bits, matching, size};
 use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
 use crate::id::{BlobId, PeerId};
 
-/// A fragment that was found.
+/// A fragment that a peer reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holding {
-    /// Who has it.
+    /// The peer that has it.
     pub peer: PeerId,
-    /// The name of its description.
+    /// The hash of its encoding's description.
     pub encoding: BlobId,
-    /// Blocks that are enough.
+    /// The number of data blocks, which are enough to decode the blob.
     pub data: u8,
-    /// Blocks beside them.
+    /// The number of parity blocks.
     pub parity: u8,
-    /// Which block it is.
+    /// The block's index.
     pub index: u8,
-    /// Bytes of the block, as its holder says.
+    /// The block's length in bytes, as its holder reports it.
     pub len: u32,
 }
 
-/// A fragment of a blob, and where it is.
+/// A fragment of a blob on a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FragmentLocation {
-    /// Who has it.
+    /// The peer that has it.
     pub peer: PeerId,
-    /// The encoding.
+    /// The hash of its encoding's description.
     pub encoding: BlobId,
-    /// The fragment.
+    /// The block's index.
     pub index: u8,
 }
 
-/// Something to do for a blob.
+/// A step of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Compute a fragment that nobody has from others of its encoding, and store it.
+    /// Compute a fragment that no peer has from others of its encoding, and store it.
     Rebuild {
         /// The encoding.
         encoding: BlobId,
-        /// The fragment.
+        /// The block's index.
         index: u8,
-        /// Where it is to be.
+        /// The peer that gets it.
         to: PeerId,
     },
-    /// Store a fragment at its place. It stays where it is, until it is dropped as surplus.
+    /// Store a fragment at its place. The source stays until it is dropped as surplus.
     Copy {
         /// The encoding.
         encoding: BlobId,
-        /// The fragment.
+        /// The block's index.
         index: u8,
-        /// Where it is.
+        /// The peer that has it.
         from: PeerId,
-        /// Where it is to be.
+        /// The peer that gets it.
         to: PeerId,
     },
-    /// Encode the blob as it is wanted, from an encoding that nobody wants here: there is no other.
+    /// Encode the blob as wanted from another encoding, because no encoding as wanted can be read.
     Encode {
-        /// The encoding that it can be read from.
+        /// The encoding that can be read.
         from: BlobId,
-        /// Where the fragments are to be, in the order of their indices.
+        /// The peers that get the fragments, in the order of the indices.
         to: Vec<PeerId>,
     },
-    /// Remove a fragment that is surplus.
+    /// Delete a surplus fragment.
     Drop {
-        /// Who has it.
+        /// The peer that has it.
         peer: PeerId,
         /// The encoding.
         encoding: BlobId,
-        /// The fragment.
+        /// The block's index.
         index: u8,
-        /// What must be there, and be what it should be, for this one to be surplus.
+        /// The fragments that make this one surplus. They must be read or written before it is
+        /// deleted.
         kept: Vec<FragmentLocation>,
     },
 }
 
-/// How a blob is, and what is to be done for it.
+/// The state of a blob, and the steps for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The encoding that is kept; nothing if there is none as it is wanted that can be read.
+    /// The encoding that is kept; `None` if no encoding as wanted can be read.
     pub encoding: Option<BlobId>,
-    /// Peers whose loss it survives, counting only what live ones have. Less than 0: it cannot be read now.
+    /// How many more lost peers the blob survives, counting only fragments on live peers. Less than
+    /// 0 if it cannot be read.
     pub survives: i32,
-    /// Fragments, or copies, that no live peer has.
+    /// The number of fragments, or copies, that no live peer has.
     pub missing: usize,
-    /// Of these, those that may come back with a peer that is down.
+    /// Of the missing fragments, the number that may come back with a peer that is down.
     pub waiting: usize,
-    /// Of these, those that no peer is left for.
+    /// Of the missing fragments, the number for which no peer is left.
     pub unplaced: usize,
-    /// What is to be done, what adds to its safety first.
+    /// The steps. Steps that add redundancy come before drops.
     pub steps: Vec<Step>,
 }
 
@@ -127,19 +130,19 @@ struct Layout {
     encoding: BlobId,
     data: usize,
     width: usize,
-    /// By peer that is live: the fragments as bits.
+    /// For each live peer, its fragments as bits.
     live: BTreeMap<usize, u32>,
-    /// By peer that is down.
+    /// For each peer that is down, its fragments as bits.
     down: BTreeMap<usize, u32>,
 }
 
 impl Layout {
-    /// Each peer has the whole.
+    /// Whether each holder has a whole copy.
     fn is_copies(&self) -> bool {
         self.width == 1
     }
 
-    /// Holders with a fragment of their own.
+    /// The most holders that can each count for a different fragment.
     fn strength(&self) -> usize {
         if self.is_copies() {
             return self.live.len();
@@ -147,7 +150,7 @@ impl Layout {
         size(&self.live.values().copied().collect::<Vec<_>>())
     }
 
-    /// Fragments that live peers have, as bits.
+    /// The fragments that live peers have, as bits.
     fn found(&self) -> u32 {
         self.live.values().fold(0, |all, one| all | one)
     }
@@ -163,7 +166,7 @@ impl Layout {
     }
 }
 
-/// Sorts what was found. What cannot be is left out.
+/// Groups what was found by encoding. Impossible values are left out.
 fn layouts(members: &RepairMembers, holdings: &[Holding]) -> Vec<Layout> {
     let mut found: BTreeMap<(BlobId, u8, u8), Layout> = BTreeMap::new();
     for Holding { peer, encoding, data, parity, index, .. } in holdings {
@@ -189,7 +192,7 @@ fn layouts(members: &RepairMembers, holdings: &[Holding]) -> Vec<Layout> {
     found.into_values().collect()
 }
 
-/// Decides what is to be done for a blob that is wanted like this.
+/// Plans the steps for a blob that is wanted with this redundancy.
 pub fn plan(
     blob: &BlobId,
     wanted: Redundancy,
@@ -205,7 +208,7 @@ pub fn plan(
     };
     let is_wanted = |one: &&Layout| (one.data, one.width) == (data, width);
     let readable = layouts.iter().filter(is_wanted).filter(|one| one.survives() >= 0);
-    // The first of equals, whoever asks.
+    // Of equal encodings the first is chosen, so every repair chooses the same one.
     let chosen = readable.rev().max_by_key(|one| one.strength());
     let Some(chosen) = chosen else {
         let source = layouts.iter().find(|one| one.survives() >= 0);
@@ -226,7 +229,7 @@ pub fn plan(
     Plan { encoding: Some(chosen.encoding), survives, missing, waiting, unplaced, steps }
 }
 
-/// There is no encoding as it is wanted that can be read.
+/// Completes the plan for a blob without a readable encoding as wanted.
 fn unreadable(
     blob: &BlobId,
     wanted: Redundancy,
@@ -239,7 +242,7 @@ fn unreadable(
     let down = places.iter().filter(|at| !members.nodes()[**at].takes()).count();
     plan.waiting = down.min(plan.missing);
     plan.unplaced = plan.missing.min(width - places.len());
-    // While one is down, it may be there.
+    // While a place is down, its peer may have an encoding as wanted.
     if let Some(source) = source
         && down == 0
         && places.len() >= wanted.needed()
@@ -250,13 +253,13 @@ fn unreadable(
     plan
 }
 
-/// A plan in the making, for one encoding.
+/// A plan under construction, for one encoding.
 struct Work<'a> {
     members: &'a RepairMembers,
     layout: &'a Layout,
-    /// The peers that are to have a fragment, or a copy, by rank.
+    /// The places: the peers that are to have a fragment or a copy, by rank.
     places: Vec<usize>,
-    /// The fragment that each of them keeps.
+    /// The fragment that each place keeps.
     kept: Vec<Option<u8>>,
     width: usize,
     missing: usize,
@@ -279,8 +282,8 @@ impl<'a> Work<'a> {
         loop {
             let mut places = members.rank(blob, &holders);
             places.truncate(width);
-            let kept = policy(layout, &places);
-            // Who takes nothing, and has nothing that is needed there, is in the way.
+            let kept = kept_fragments(layout, &places);
+            // A peer that takes nothing and keeps no fragment must not occupy a place.
             let idle: Vec<usize> = holders
                 .iter()
                 .copied()
@@ -310,7 +313,7 @@ impl<'a> Work<'a> {
         self.members.nodes()[at].id
     }
 
-    /// All fragments are at their places.
+    /// Whether all fragments are at their places.
     fn is_complete(&self) -> bool {
         self.kept.iter().flatten().count() == self.width
     }
@@ -325,19 +328,19 @@ impl<'a> Work<'a> {
         .collect()
     }
 
-    /// Places that are to get a fragment, by rank.
+    /// The places that are to get a fragment, by rank.
     fn vacant(&self) -> Vec<usize> {
         let takes = |place: &usize| self.members.nodes()[self.places[*place]].takes();
         (0..self.places.len()).filter(|place| self.kept[*place].is_none()).filter(takes).collect()
     }
 
-    /// Places of peers that are down.
+    /// The places of peers that are down.
     fn down(&self) -> impl Iterator<Item = usize> {
         let is_down = |place: &usize| !self.members.nodes()[self.places[*place]].is_live();
         (0..self.places.len()).filter(is_down)
     }
 
-    /// Whole copies.
+    /// Plans the steps for whole copies.
     fn copies(&mut self, blob: &BlobId) {
         let (encoding, index) = (self.layout.encoding, 0);
         let holders: Vec<usize> = self.layout.live.keys().copied().collect();
@@ -345,14 +348,14 @@ impl<'a> Work<'a> {
         self.waiting = self.down().count().min(self.missing);
         let vacant = self.vacant();
         self.unplaced = (self.missing - self.waiting).saturating_sub(vacant.len());
-        for (turn, place) in vacant.into_iter().enumerate() {
-            // Each from another one, and another for each blob.
-            let from = holders[(turn + usize::from(blob.as_bytes()[0])) % holders.len()];
+        for (nth, place) in vacant.into_iter().enumerate() {
+            // Spread the reads over the holders, differently for each blob.
+            let from = holders[(nth + usize::from(blob.as_bytes()[0])) % holders.len()];
             let (from, to) = (self.id(from), self.id(self.places[place]));
             self.steps.push(Step::Copy { encoding, index, from, to });
         }
         if self.is_complete() {
-            // One more copy makes up for any that turns out to be bad.
+            // All kept copies must be read: until then a surplus copy could replace a bad one.
             let kept = self.all_kept();
             for holder in holders.into_iter().filter(|at| !self.places.contains(at)) {
                 let (peer, kept) = (self.id(holder), kept.clone());
@@ -361,7 +364,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Fragments of which some are enough.
+    /// Plans the steps for Reed-Solomon fragments.
     fn fragments(&mut self) {
         let encoding = self.layout.encoding;
         let at_place = self.kept.iter().flatten().fold(0u32, |all, index| all | 1 << index);
@@ -370,7 +373,7 @@ impl<'a> Work<'a> {
         let mut lost: Vec<u8> =
             bits(!found & !known).take_while(|index| usize::from(*index) < self.width).collect();
         self.missing = self.width - found.count_ones() as usize;
-        // What a peer that is down has is most likely what has the number of its rank.
+        // A peer that is down most likely has the fragment with the number of its rank.
         let unknown = |place: &usize| {
             let has = self.layout.down.get(&self.places[*place]);
             has.is_none_or(|has| has & known == 0)
@@ -397,7 +400,8 @@ impl<'a> Work<'a> {
             }
             let to = self.id(take_place(&mut vacant, index, &self.places));
             let mut holders = self.layout.live.iter().filter(|(_, has)| *has & (1 << index) != 0);
-            let from = holders.next().map(|(at, _)| self.id(*at)).expect("it was found somewhere");
+            let from =
+                holders.next().map(|(at, _)| self.id(*at)).expect("a live peer has the fragment");
             self.steps.push(Step::Copy { encoding, index, from, to });
         }
         if self.is_complete() {
@@ -405,20 +409,21 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Drops what is not where it is kept. Every fragment is kept by somebody.
+    /// Drops every fragment that is not at the place that keeps it. Each fragment has such a place.
     fn drop_surplus(&mut self) {
         let encoding = self.layout.encoding;
-        // What a peer has beside the fragment that it keeps makes up for any that turns out to be bad.
+        // If a place holds further fragments, all kept ones must be read: until then a further
+        // fragment could replace a bad one.
         let has_one =
             |at: &usize| self.layout.live.get(at).is_some_and(|has| has.count_ones() == 1);
-        let is_plain = self.places.iter().all(has_one);
+        let has_one_each = self.places.iter().all(has_one);
         for (holder, has) in &self.layout.live {
             for index in bits(*has) {
                 let place = self.kept.iter().position(|kept| *kept == Some(index));
-                let keeper = self.places[place.expect("all are at their places")];
-                if keeper != *holder {
-                    let kept = match is_plain {
-                        true => vec![FragmentLocation { peer: self.id(keeper), encoding, index }],
+                let kept_on = self.places[place.expect("all fragments are at their places")];
+                if kept_on != *holder {
+                    let kept = match has_one_each {
+                        true => vec![FragmentLocation { peer: self.id(kept_on), encoding, index }],
                         false => self.all_kept(),
                     };
                     let peer = self.id(*holder);
@@ -428,7 +433,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Drops another encoding.
+    /// Drops all fragments of another encoding.
     fn drop_all(&mut self, other: &Layout) {
         let kept = self.all_kept();
         for (holder, has) in &other.live {
@@ -440,8 +445,8 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Which of its fragments the peer at each place keeps.
-fn policy(layout: &Layout, places: &[usize]) -> Vec<Option<u8>> {
+/// For each place, the fragment that its peer keeps.
+fn kept_fragments(layout: &Layout, places: &[usize]) -> Vec<Option<u8>> {
     let has = |at: &usize| layout.live.get(at).copied().unwrap_or(0);
     if layout.is_copies() {
         return places.iter().map(|at| (has(at) != 0).then_some(0)).collect();
@@ -449,7 +454,7 @@ fn policy(layout: &Layout, places: &[usize]) -> Vec<Option<u8>> {
     matching(&places.iter().map(has).collect::<Vec<_>>())
 }
 
-/// Takes the place with the number of the fragment, if it is vacant, or the first one.
+/// Takes the vacant place with the number of the fragment, or else the first one.
 fn take_place(vacant: &mut Vec<usize>, index: u8, places: &[usize]) -> usize {
     let own = vacant.iter().position(|place| *place == usize::from(index));
     places[vacant.remove(own.unwrap_or(0))]

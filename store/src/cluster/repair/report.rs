@@ -1,52 +1,53 @@
-//! What a repair has found and done.
+//! The report of a repair: what it found and what it did.
 
 use std::collections::HashSet;
 
 use super::plan::Plan;
 use crate::id::BlobId;
 
-/// Names and reasons that a report has at most.
-const MAX_TOLD: usize = 10_000;
+/// The most blob names, and the most reasons, in a report.
+const MAX_ENTRIES: usize = 10_000;
 
-/// What a repair has found, and what it has done.
+/// What a repair found and did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Blobs that were looked at.
+    /// Blobs that were examined.
     pub blobs: u64,
-    /// Of them, those that were found with less than their redundancy.
+    /// Blobs that were found with less than their redundancy.
     pub under: u64,
-    /// Of them, those that have less than their redundancy still.
+    /// Blobs that still have less than their redundancy.
     pub left: u64,
-    /// Of them, those of which a peer that is down may have a part: nothing is done about that.
+    /// Blobs that lack fragments that a peer that is down may have. Repair waits for the peer.
     pub waiting: u64,
     /// Fragments that were computed from others.
     pub rebuilt: u64,
-    /// Fragments that were copied to where they belong.
+    /// Fragments that were copied to their places.
     pub moved: u64,
-    /// Fragments that were surplus.
+    /// Surplus fragments that were deleted.
     pub dropped: u64,
-    /// Fragments that a peer said to have, and did not, or not as they should be.
+    /// Fragments that a peer claimed to have but did not send, or sent damaged.
     pub damaged: u64,
     /// Bytes of blocks that were read and written.
     pub bytes: u64,
-    /// How many more losses the worst blob survives; nothing if there are no blobs. Less than 0 if it cannot
-    /// be read.
+    /// How many more losses the weakest blob survives; `None` if there are no blobs, less than 0 if
+    /// it cannot be read.
     pub survives: Option<i64>,
-    /// Blobs that cannot be read. There may be more of them than are named here.
+    /// Blobs that cannot be read. The list is bounded, so there may be more.
     pub unreadable: Vec<BlobId>,
-    /// Nodes of trees that could not be read, so that nothing below them was looked at.
+    /// Tree nodes that could not be read. The blobs below them were not examined.
     pub unread: u64,
-    /// What could not be done, and why.
+    /// Why steps could not be carried out.
     pub failures: Vec<String>,
-    /// It was ended before it was done.
+    /// Whether the repair was stopped before it was complete.
     pub is_stopped: bool,
-    /// Blobs of which it is known how they are in the end, and which of them have less than their redundancy still.
+    /// Blobs whose final state is known.
     settled: u64,
+    /// Blobs that still have less than their redundancy.
     short: HashSet<BlobId>,
 }
 
 impl Report {
-    /// Whether there is something left to do, maybe when some peers are back.
+    /// Whether something is left to do, perhaps when more peers are back.
     pub fn is_incomplete(&self) -> bool {
         self.left > 0
             || self.is_stopped
@@ -55,12 +56,13 @@ impl Report {
             || !self.unreadable.is_empty()
     }
 
-    /// The blobs that have less than their redundancy still, if it is known of all how they are.
+    /// The blobs that still have less than their redundancy; `None` unless the final state of all
+    /// blobs is known.
     pub(crate) fn short(&self) -> Option<&HashSet<BlobId>> {
         (!self.is_stopped && self.settled == self.blobs).then_some(&self.short)
     }
 
-    /// Adds what is known of a blob in the end.
+    /// Adds the final state of a blob.
     pub(super) fn settle(&mut self, blob: &BlobId, plan: &Plan) {
         self.settled += 1;
         if plan.missing > 0 || plan.survives < 0 {
@@ -70,19 +72,19 @@ impl Report {
         self.waiting += u64::from(plan.waiting > 0);
         let survives = i64::from(plan.survives);
         self.survives = Some(self.survives.map_or(survives, |worst| worst.min(survives)));
-        if plan.survives < 0 && self.unreadable.len() < MAX_TOLD {
+        if plan.survives < 0 && self.unreadable.len() < MAX_ENTRIES {
             self.unreadable.push(*blob);
         }
     }
 
-    /// Adds something that was not done.
+    /// Adds the reason for a step that could not be carried out.
     pub(super) fn fail(&mut self, reason: String) {
-        if self.failures.len() < MAX_TOLD {
+        if self.failures.len() < MAX_ENTRIES {
             self.failures.push(reason);
         }
     }
 
-    /// Adds what another part of the same repair has found and done.
+    /// Adds the report of another task of the same repair.
     pub(super) fn add(&mut self, other: Report) {
         self.blobs += other.blobs;
         self.under += other.under;
@@ -97,7 +99,7 @@ impl Report {
             (Some(one), Some(other)) => Some(one.min(other)),
             (one, other) => one.or(other),
         };
-        let room = MAX_TOLD.saturating_sub(self.unreadable.len());
+        let room = MAX_ENTRIES.saturating_sub(self.unreadable.len());
         self.unreadable.extend(other.unreadable.into_iter().take(room));
         other.failures.into_iter().for_each(|reason| self.fail(reason));
         self.is_stopped |= other.is_stopped;

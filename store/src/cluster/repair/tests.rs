@@ -1,4 +1,4 @@
-//! Repair of real peers, over sockets.
+//! Tests of repair with real peers, over sockets.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::net::identity::Security;
 
 const LEN: usize = 40_000;
 
-/// Blobs that are stored in a cluster.
+/// Blobs that were stored in a cluster.
 struct Stored {
     redundancy: Redundancy,
     blobs: Vec<(BlobId, Vec<u8>)>,
@@ -45,7 +45,7 @@ impl Stored {
         receiver
     }
 
-    /// All of them are read back from these peers.
+    /// Reads all blobs from these peers and compares them.
     async fn check(&self, members: Vec<Member>) {
         let cluster = Cluster::new(members, Security::INSECURE);
         let mut buffer = vec![0; LEN];
@@ -59,14 +59,19 @@ impl Stored {
         self.repair_with(members, lost, RepairLimits::default()).await
     }
 
-    async fn repair_with(&self, members: &[Member], lost: &[PeerId], how: RepairLimits) -> Report {
+    async fn repair_with(
+        &self,
+        members: &[Member],
+        lost: &[PeerId],
+        limits: RepairLimits,
+    ) -> Report {
         let nodes = members.iter().map(|member| {
             let node = RepairPeer::from(member);
             let state = if lost.contains(&member.id) { PeerState::Lost } else { node.state };
             RepairPeer { state, ..node }
         });
         let peers = Arc::new(ConnectedPeers::new(members.to_vec(), Security::INSECURE));
-        repair(peers, RepairMembers::new(nodes), self.feed(), how, &|| true, &|_| ()).await
+        repair(peers, RepairMembers::new(nodes), self.feed(), limits, &|| true, &|_| ()).await
     }
 }
 
@@ -77,7 +82,7 @@ async fn fragments(peer: &Peer) -> u64 {
 }
 
 #[tokio::test]
-async fn what_two_lost_peers_held_is_made_again_and_any_four_others_may_go() {
+async fn after_the_repair_of_two_lost_peers_the_full_number_of_others_may_fail() {
     for (text, spare) in [("rs=4+4", 4), ("replicas=3", 2)] {
         let mut peers = start(10).await;
         let all = members(&peers);
@@ -96,12 +101,12 @@ async fn what_two_lost_peers_held_is_made_again_and_any_four_others_may_go() {
         assert_eq!(report.rebuilt + report.moved, before, "{report:?}");
         assert_eq!(report.survives, Some(spare as i64), "{report:?}");
         assert!(!report.is_incomplete() && report.dropped == 0, "{report:?}");
-        // There is nothing left to do.
+        // A second repair has nothing to do.
         let again = stored.repair(&all, &lost).await;
         assert_eq!((again.under, again.bytes, again.survives), (0, 0, Some(spare as i64)));
-        for turn in 0..4 {
+        for rotation in 0..4 {
             let live: Vec<Member> = (2..10)
-                .filter(|at| (at + turn * 3) % 8 >= spare)
+                .filter(|at| (at + rotation * 3) % 8 >= spare)
                 .map(|at| all[at].clone())
                 .collect();
             assert_eq!(live.len(), 8 - spare);
@@ -111,13 +116,13 @@ async fn what_two_lost_peers_held_is_made_again_and_any_four_others_may_go() {
 }
 
 #[tokio::test]
-async fn a_peer_that_is_down_moves_nothing_and_is_told() {
+async fn a_peer_that_is_down_moves_nothing_and_is_reported() {
     let mut peers = start(9).await;
     let all = members(&peers);
     let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 20).await;
     let held = fragments(&peers[3]).await;
     peers[3].stop().await;
-    // Whether the catalog knows it or not.
+    // Whether or not the catalog knows that it is down.
     let mut known = all.clone();
     known[3].state = MemberState::Down;
     for members in [all, known] {
@@ -128,7 +133,7 @@ async fn a_peer_that_is_down_moves_nothing_and_is_told() {
 }
 
 #[tokio::test]
-async fn one_that_is_drained_ends_empty_and_one_that_joins_gets_its_share() {
+async fn a_drained_peer_ends_empty_and_a_peer_that_joins_gets_its_share() {
     let mut peers = start(6).await;
     let all = members(&peers);
     let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 40).await;
@@ -139,7 +144,7 @@ async fn one_that_is_drained_ends_empty_and_one_that_joins_gets_its_share() {
     assert_eq!((report.moved, report.dropped, report.rebuilt), (held, held, 0), "{report:?}");
     assert_eq!(fragments(&peers[2]).await, 0);
     assert!(held > 0 && !report.is_incomplete());
-    // It takes part again, and another one, too.
+    // The drained peer takes part again, and another peer joins.
     peers.push(Peer::start(None).await);
     let all = members(&peers);
     let report = stored.repair(&all, &[]).await;
@@ -154,7 +159,7 @@ async fn one_that_is_drained_ends_empty_and_one_that_joins_gets_its_share() {
 }
 
 #[tokio::test]
-async fn what_does_not_fit_goes_to_another() {
+async fn a_fragment_that_does_not_fit_goes_to_another_peer() {
     let mut peers = start(5).await;
     peers.push(Peer::start(Some(100_000)).await);
     let first = members(&peers[..5]);
@@ -169,19 +174,19 @@ async fn what_does_not_fit_goes_to_another() {
 }
 
 #[tokio::test]
-async fn a_blob_that_is_there_in_another_way_only_is_encoded() {
+async fn a_blob_that_exists_only_in_another_encoding_is_encoded() {
     let peers = start(5).await;
     let all = members(&peers);
     let mut stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "none", 10).await;
     stored.redundancy = "rs=2+2".parse().unwrap();
     let report = stored.repair(&all, &[]).await;
     assert_eq!((report.under, report.rebuilt, report.left), (10, 40, 0), "{report:?}");
-    // Even without the copies.
+    // The blobs can be read even without the copies.
     stored.check(members(&peers[1..])).await;
 }
 
 #[tokio::test]
-async fn it_stops_when_it_is_told_to_and_goes_not_faster() {
+async fn a_repair_stops_on_request_and_keeps_its_rate() {
     let mut peers = start(6).await;
     let all = members(&peers);
     let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 30).await;
@@ -194,25 +199,31 @@ async fn it_stops_when_it_is_told_to_and_goes_not_faster() {
         })
     };
     let connected = || Arc::new(ConnectedPeers::new(all.clone(), Security::INSECURE));
-    let told = AtomicU64::new(0);
-    let goes_on = || told.load(Ordering::SeqCst) == 0;
+    let reports = AtomicU64::new(0);
+    let should_continue = || reports.load(Ordering::SeqCst) == 0;
     let progress = |_: &Report| {
-        told.fetch_add(1, Ordering::SeqCst);
+        reports.fetch_add(1, Ordering::SeqCst);
     };
     let members = RepairMembers::new(nodes());
-    let report =
-        repair(connected(), members, stored.feed(), RepairLimits::default(), &goes_on, &progress)
-            .await;
+    let report = repair(
+        connected(),
+        members,
+        stored.feed(),
+        RepairLimits::default(),
+        &should_continue,
+        &progress,
+    )
+    .await;
     assert!(report.is_stopped && report.is_incomplete(), "{report:?}");
     let begin = Instant::now();
-    let how = RepairLimits { rate: Some(rate), memory: 1 };
-    let report = stored.repair_with(&all, &lost, how).await;
+    let limits = RepairLimits { rate: Some(rate), memory: 1 };
+    let report = stored.repair_with(&all, &lost, limits).await;
     assert!(report.rebuilt > 5 && report.left == 0, "{report:?}");
     let least = Duration::from_secs_f64(report.bytes as f64 / rate as f64 / 2.0);
     assert!(begin.elapsed() > least, "{report:?} in {:?}", begin.elapsed());
 }
 
-/// Peers that delete something or do not, and how often one was asked to.
+/// Peers that count the deletions they are asked for, and carry them out or ignore them.
 struct Counting {
     peers: ConnectedPeers,
     deletes: bool,
@@ -238,37 +249,38 @@ impl Peers for Counting {
     }
 }
 
-/// Somebody else may repair by then.
+/// Another repair may run by then.
 #[tokio::test]
-async fn who_has_read_what_is_kept_deletes_nothing_when_its_turn_is_over() {
+async fn a_repair_that_lost_its_lease_stops_deleting() {
     let peers = start(6).await;
     let mut all = members(&peers);
     let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "rs=2+2", 60).await;
     let held = fragments(&peers[2]).await;
-    assert!(held > 15, "{held} of 60, each at four of six");
+    assert!(held > 15, "{held} of 60 blobs, each on four of six peers");
     all[2].state = MemberState::Draining;
     let counting = |deletes| {
         let peers = ConnectedPeers::new(all.clone(), Security::INSECURE);
         Arc::new(Counting { peers, deletes, asked: AtomicU64::new(0) })
     };
     let nodes = || RepairMembers::new(all.iter().map(RepairPeer::from));
-    // The first one dies when everything is twice there. The second one reads what it keeps, which takes a second for each,
-    // and its turn is over when the first is deleted.
+    // The first repair ends when every fragment to move exists twice. The second one reads what it
+    // keeps, which takes a second for each fragment, and loses its lease at the first deletion.
     let first = counting(false);
     repair(first, nodes(), stored.feed(), RepairLimits::default(), &|| true, &|_| ()).await;
     let second = counting(true);
-    let how = RepairLimits { rate: Some(LEN as u64 / 2), ..RepairLimits::default() };
-    let goes_on = || second.asked.load(Ordering::SeqCst) == 0;
-    let report = repair(second.clone(), nodes(), stored.feed(), how, &goes_on, &|_| ()).await;
+    let limits = RepairLimits { rate: Some(LEN as u64 / 2), ..RepairLimits::default() };
+    let should_continue = || second.asked.load(Ordering::SeqCst) == 0;
+    let report =
+        repair(second.clone(), nodes(), stored.feed(), limits, &should_continue, &|_| ()).await;
     let deleted = second.asked.load(Ordering::SeqCst);
-    println!("{deleted} of {held} are deleted");
-    // Some may follow until that is noticed.
+    println!("{deleted} of {held} fragments were deleted");
+    // Some deletions may follow until the repair notices.
     assert!(report.is_stopped && (1..=12).contains(&deleted), "{deleted} of {held}: {report:?}");
     stored.check(all).await;
 }
 
 #[tokio::test]
-async fn what_cannot_be_read_is_named() {
+async fn unreadable_blobs_are_listed_in_the_report() {
     let mut peers = start(5).await;
     let all = members(&peers);
     let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), "none", 60).await;
@@ -284,11 +296,11 @@ async fn what_cannot_be_read_is_named() {
 }
 
 #[tokio::test]
-async fn a_copy_that_somebody_may_rely_on_stays() {
+async fn a_copy_that_a_client_may_rely_on_stays() {
     let peers = start(5).await;
     let all = members(&peers);
     let cluster = Cluster::new(all.clone(), Security::INSECURE);
-    // A client stores with three copies what the names want two of so far.
+    // A client stores three copies of blobs of which the catalog wants two so far.
     let mut stored = Stored::put(&cluster, "replicas=3", 10).await;
     stored.redundancy = "replicas=2".parse().unwrap();
     let report = stored.repair(&all, &[]).await;
@@ -296,7 +308,7 @@ async fn a_copy_that_somebody_may_rely_on_stays() {
     let blobs: Vec<BlobId> = stored.blobs.iter().map(|(blob, _)| *blob).collect();
     let known = cluster.known(&blobs, &policy("replicas=3")).await;
     assert!(known.into_iter().all(|is_known| is_known));
-    // When nobody has asked for so long, they go.
+    // Copies that were idle for long enough are dropped.
     for peer in &peers {
         peer.age(25 * 3600);
     }
@@ -306,7 +318,7 @@ async fn a_copy_that_somebody_may_rely_on_stays() {
 }
 
 #[tokio::test]
-async fn copies_that_are_moved_are_not_kept_twice() {
+async fn a_moved_copy_is_dropped_at_its_old_place() {
     let mut peers = start(4).await;
     let cluster = Cluster::new(members(&peers), Security::INSECURE);
     let stored = Stored::put(&cluster, "replicas=2", 30).await;

@@ -1,4 +1,4 @@
-//! Fragments are deleted, listed, renewed, and have room reserved for them.
+//! Tests of deletion, lists, renewal and reservations.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -42,17 +42,17 @@ fn record(seed: u64, len: usize) -> Fragment {
     Fragment { description, index: 0, block }
 }
 
-/// The bytes that the blocks take on the disk.
+/// The bytes that the segments take on the disk.
 fn taken(dir: &Path) -> u64 {
     let segments = fs::read_dir(dir.join("segments")).unwrap();
     segments.map(|entry| entry.unwrap().metadata().unwrap().blocks() * 512).sum()
 }
 
 #[test]
-fn deleted_fragments_give_their_space_back() {
+fn the_space_of_deleted_fragments_is_given_back() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), Some(2 << 20)).unwrap();
-    // 1.5 MiB, and then as much again.
+    // 1.5 MiB in each round, of a capacity of 2 MiB.
     for round in 0..4 {
         let all: Vec<_> = (0..96).map(|n| fragment(100 * round + n, CODE, 2)).collect();
         put(&store, &all);
@@ -65,7 +65,7 @@ fn deleted_fragments_give_their_space_back() {
         let usage = store.usage().unwrap();
         assert_eq!((usage.used, usage.fragments), (0, 0));
         assert_eq!(store.get(&all[0].description.blob).unwrap(), []);
-        assert_eq!(store.delete(&ids, 0).unwrap(), 0, "they are gone");
+        assert_eq!(store.delete(&ids, 0).unwrap(), 0, "they are deleted already");
     }
     drop(store);
     let store = PeerStore::open(dir.path(), None).unwrap();
@@ -73,13 +73,13 @@ fn deleted_fragments_give_their_space_back() {
 }
 
 #[test]
-fn what_a_put_relies_on_is_not_deleted_before_it_has_ended() {
+fn a_fragment_that_a_put_relies_on_is_not_deleted_before_the_put_ends() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let one = fragment(1, CODE, 0);
     put(&store, std::slice::from_ref(&one));
     for round in 0..2 {
-        // It is there, so nothing is written.
+        // The fragment is present, so nothing is written.
         store.put(std::slice::from_ref(&one)).unwrap();
         assert_eq!(store.delete(&[id(&one)], 0).unwrap(), 0, "{round}");
         store.flush().unwrap();
@@ -91,11 +91,11 @@ fn what_a_put_relies_on_is_not_deleted_before_it_has_ended() {
 }
 
 #[test]
-fn many_put_and_delete_at_once() {
+fn many_threads_put_and_delete_at_once() {
     const THREADS: u64 = 4;
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
-    // All of them want this one, and none deletes it unless it is old.
+    // All threads put this fragment, and delete it only if it is old.
     let shared = fragment(9999, CODE, 0);
     thread::scope(|scope| {
         for thread in 0..THREADS {
@@ -121,13 +121,13 @@ fn many_put_and_delete_at_once() {
 }
 
 #[test]
-fn what_was_asked_for_with_renewal_is_not_idle() {
+fn a_renewed_fragment_is_not_idle() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let all: Vec<_> = (0..3).map(|n| fragment(n, CODE, 0)).collect();
     put(&store, &all);
     let ids: Vec<_> = all.iter().map(id).collect();
-    assert_eq!(store.delete(&ids, 3600).unwrap(), 0, "they are new");
+    assert_eq!(store.delete(&ids, 3600).unwrap(), 0, "the fragments are new");
     store.settle(false).unwrap();
     let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     let touched = |blob: &BlobId| -> i64 {
@@ -138,7 +138,7 @@ fn what_was_asked_for_with_renewal_is_not_idle() {
     let (asked, renewed) = (all[0].description.blob, all[1].description.blob);
     let old = touched(&asked);
     assert_eq!(store.have(&[asked], false).unwrap()[0].len(), 1);
-    assert_eq!(touched(&asked), old, "a question alone writes nothing");
+    assert_eq!(touched(&asked), old, "a request without renewal writes nothing");
     assert_eq!(store.have(&[renewed], true).unwrap()[0].len(), 1);
     assert!(touched(&renewed) >= old + 7200);
     put(&store, &all[2..]);
@@ -149,7 +149,7 @@ fn what_was_asked_for_with_renewal_is_not_idle() {
 }
 
 #[test]
-fn a_question_without_renewal_does_not_wait_for_a_writer() {
+fn a_have_request_without_renewal_does_not_wait_for_a_writer() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let one = fragment(1, CODE, 0);
@@ -162,7 +162,7 @@ fn a_question_without_renewal_does_not_wait_for_a_writer() {
 }
 
 #[test]
-fn a_row_that_makes_no_sense_is_left_out() {
+fn an_invalid_row_is_left_out() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let (one, other) = (fragment(1, CODE, 0), fragment(1, CODE, 1));
@@ -183,7 +183,7 @@ fn a_row_that_makes_no_sense_is_left_out() {
 fn a_list_has_every_fragment_once_in_the_order_of_the_blobs() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
-    // More than a page, and one blob with several fragments at any place.
+    // More than one page, and blobs with several fragments at any position.
     let small = |n: u64| {
         let content = random(n, 40);
         let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
@@ -197,7 +197,7 @@ fn a_list_has_every_fragment_once_in_the_order_of_the_blobs() {
             .collect::<Vec<_>>()
     };
     let all: Vec<_> = (0..2000).flat_map(small).collect();
-    // Some of them are pending, others are in the table, and it makes no difference.
+    // Some are pending and others are in the table: the list is the same.
     all.chunks(500).enumerate().for_each(|(at, some)| {
         put(&store, some);
         if at % 5 == 3 {
@@ -223,7 +223,7 @@ fn records_are_found_among_content_in_pages() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let records: Vec<_> = (0..9).map(|n| record(n, 1_500_000)).collect();
-    // What looks like a record is content when it is stored as content.
+    // A blob with the bytes of a record is content when it is stored as content.
     let forged = {
         let content = random(5, 1_500_000);
         let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
@@ -246,11 +246,11 @@ fn records_are_found_among_content_in_pages() {
         (found, pages)
     };
     let (found, pages) = collect();
-    assert_eq!((found.len(), pages), (9, 5), "two fit into an answer");
+    assert_eq!((found.len(), pages), (9, 5), "two records fit into an answer");
     assert!(found.is_sorted_by_key(|one| one.description.blob));
     let names = |all: &[Fragment]| all.iter().map(id).map(|id| id.blob).collect::<BTreeSet<_>>();
     assert_eq!(names(&found), names(&records));
-    // A record whose block is lost does not look like the end.
+    // A record whose block is damaged does not end the list.
     let segment = dir.path().join("segments/00000001");
     let bytes = fs::read(&segment).unwrap();
     let at = bytes.windows(64).rposition(|window| window == &found[0].block[..64]).unwrap();
@@ -260,7 +260,7 @@ fn records_are_found_among_content_in_pages() {
 }
 
 #[test]
-fn reserved_room_is_kept_for_who_has_reserved_it() {
+fn reserved_space_is_kept_for_its_connection() {
     let dir = TempDir::new().unwrap();
     let block = 16 << 10;
     let store = Arc::new(PeerStore::open(dir.path(), Some(4 * block)).unwrap());
@@ -275,14 +275,14 @@ fn reserved_room_is_kept_for_who_has_reserved_it() {
     assert_eq!(other.reserve(2 * block).unwrap_err().kind(), ErrorKind::Unavailable);
     other.reserve(block).unwrap();
     assert_eq!(store.usage().unwrap().reserved, 4 * block);
-    assert_eq!(give(1, None), full, "all of it is reserved");
+    assert_eq!(give(1, None), full, "all space is reserved");
     assert_eq!(give(1, Some(&room)), Ok(()));
-    assert_eq!(give(1, Some(&room)), Ok(()), "what is there needs no room");
+    assert_eq!(give(1, Some(&room)), Ok(()), "a fragment that is present needs no space");
     let usage = store.usage().unwrap();
     assert_eq!((usage.used, usage.reserved), (block, 3 * block));
     room.reserve(block).unwrap();
-    assert_eq!(give(2, Some(&other)), Ok(()), "its own");
-    assert_eq!(give(3, Some(&other)), Ok(()), "what nobody has reserved");
+    assert_eq!(give(2, Some(&other)), Ok(()), "it uses its reservation");
+    assert_eq!(give(3, Some(&other)), Ok(()), "it uses space that nobody has reserved");
     assert_eq!(give(4, Some(&other)), full);
     drop(room);
     assert_eq!(store.usage().unwrap().reserved, 0);
@@ -292,7 +292,7 @@ fn reserved_room_is_kept_for_who_has_reserved_it() {
 }
 
 #[test]
-fn a_table_that_keeps_failing_does_not_let_more_and_more_be_pending() {
+fn the_number_of_pending_fragments_is_bounded_while_the_table_fails() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
@@ -311,9 +311,9 @@ fn a_table_that_keeps_failing_does_not_let_more_and_more_be_pending() {
         }
         store.flush().unwrap();
         store.settle(true).unwrap_err();
-        // They are durable, so they are there.
+        // They are durable, so they can be read.
         assert_eq!(store.get(&all[7].description.blob).unwrap(), std::slice::from_ref(&all[7]));
-        assert!(taken <= 20, "there is no bound");
+        assert!(taken <= 20, "the pending fragments are not bounded");
     };
     assert_eq!((taken, refused.kind()), (16, ErrorKind::Unavailable), "{refused}");
     database.execute_batch("DROP TRIGGER full").unwrap();

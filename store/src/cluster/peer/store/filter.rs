@@ -1,51 +1,55 @@
-//! Of which blobs a peer has nothing, told without a look into the table.
+//! A Bloom filter over the names of the blobs that a peer has fragments of.
 //!
-//! Most fragments that are put are of blobs that the peer has never seen, and so are most blobs that it is asked about. A
-//! Bloom filter knows them: what it does not have is not in the table; what it has may be. It holds all names that are in
-//! the table or pending, and names of fragments that have been deleted, which nobody can take out.
+//! Most fragments that are put, and most blobs that are asked for, are of blobs that the peer has
+//! never seen. The filter recognises them without the table: a name that it does not contain is
+//! neither in the table nor pending. A name that it contains may be. The filter also keeps the
+//! names of deleted blobs, because they cannot be removed from it.
 //!
 //! ```text
-//! begin ──► next: all that is pending ──► and, step by step, all that is in the table ──► current ──► full ──► begin
+//! start ─► next: all pending names ─► in steps, all names of the table ─► current ─► full ─► start
 //! ```
 //!
-//! What comes meanwhile is added to both. Until there is a current one, everything may be there.
+//! Names that are added meanwhile go into both filters. Until there is a current one, every blob
+//! may be present.
 
 use crate::id::BlobId;
 
-/// Bits for each name. Of a hundred blobs that are not there, about one may be.
-const BITS: usize = 12;
+/// The bits for each name. About one unknown name in a hundred passes.
+const BITS_PER_NAME: usize = 12;
 
-/// A name's bits are all in one line of the processor's cache.
-const LINE: usize = 512;
+/// The bits of a cache line. All bits of a name are in one line.
+const LINE_BITS: usize = 512;
 
-/// How many they are.
+/// The bits that are set for a name.
 const PROBES: usize = 6;
 
-/// Names for which there is room at least and at most. At first there is room for twice as many as there are; who has
-/// too many fragments for that does without.
-const ROOM: (usize, usize) = (1 << 16, 1 << 27);
+/// The least and the greatest capacity in names. A new filter has capacity for twice the present
+/// names. A peer with too many fragments works without a filter.
+const CAPACITY: (usize, usize) = (1 << 16, 1 << 27);
 
+/// The filter, and the one that is being built to replace it.
 #[derive(Default)]
 pub(super) struct Filter {
     current: Option<Bits>,
-    /// The one that is just made, and the last name of the table that it has.
+    /// The filter that is being built, and the last name of the table that it contains.
     next: Option<(Bits, BlobId)>,
 }
 
 impl Filter {
-    /// Whether there may be something of a blob.
+    /// Whether the peer may have fragments of a blob.
     pub(super) fn may_have(&self, blob: &BlobId) -> bool {
         self.current.as_ref().is_none_or(|bits| bits.may_have(blob))
     }
 
-    /// Adds a name, before it is in the table.
+    /// Adds a name before it gets into the table.
     pub(super) fn insert(&mut self, blob: &BlobId) {
         let next = self.next.as_mut().map(|(bits, _)| bits);
         self.current.iter_mut().chain(next).for_each(|bits| bits.insert(blob));
     }
 
-    /// Behind which name the table is to be read on; nothing if that is not needed. There are so many fragments, and
-    /// `pending` are the names that may not be in the table yet.
+    /// The name after which the table is to be read next; `None` if nothing has to be read.
+    /// `fragments` is the number of all fragments, and `pending` are the names that may not be in
+    /// the table yet.
     pub(super) fn wants<'a>(
         &mut self,
         fragments: u64,
@@ -53,18 +57,18 @@ impl Filter {
     ) -> Option<BlobId> {
         let fragments = usize::try_from(fragments).unwrap_or(usize::MAX);
         if self.next.is_none() && self.current.as_ref().is_none_or(Bits::is_full) {
-            if fragments > ROOM.1 / 2 {
+            if fragments > CAPACITY.1 / 2 {
                 self.current = None;
                 return None;
             }
-            let mut bits = Bits::new(fragments.saturating_mul(2).clamp(ROOM.0, ROOM.1));
+            let mut bits = Bits::new(fragments.saturating_mul(2).clamp(CAPACITY.0, CAPACITY.1));
             pending.for_each(|blob| bits.insert(blob));
             self.next = Some((bits, BlobId::from_bytes([0; 32])));
         }
         self.next.as_ref().map(|(_, last)| *last)
     }
 
-    /// The names that come next in the table, and whether they are the last.
+    /// Adds the next names of the table. `last` states that they are the last ones.
     pub(super) fn extend(&mut self, names: &[BlobId], last: bool) {
         if let Some((bits, at)) = &mut self.next {
             names.iter().for_each(|blob| bits.insert(blob));
@@ -76,19 +80,24 @@ impl Filter {
     }
 }
 
+/// The bits of one filter.
 struct Bits {
-    lines: Vec<[u64; LINE / 64]>,
-    room: usize,
+    lines: Vec<[u64; LINE_BITS / 64]>,
+    capacity: usize,
     names: usize,
 }
 
 impl Bits {
-    fn new(room: usize) -> Bits {
-        Bits { lines: vec![[0; LINE / 64]; (room * BITS).div_ceil(LINE)], room, names: 0 }
+    fn new(capacity: usize) -> Bits {
+        Bits {
+            lines: vec![[0; LINE_BITS / 64]; (capacity * BITS_PER_NAME).div_ceil(LINE_BITS)],
+            capacity,
+            names: 0,
+        }
     }
 
     fn is_full(&self) -> bool {
-        self.names >= self.room
+        self.names >= self.capacity
     }
 
     fn insert(&mut self, blob: &BlobId) {
@@ -102,12 +111,12 @@ impl Bits {
         bits.all(|bit| self.lines[line][bit / 64] & 1 << (bit % 64) != 0)
     }
 
-    /// A name is a hash: its bytes are as good as random.
+    /// The line and the bits of a name. A name is a hash, so its bytes are as good as random.
     fn places(&self, blob: &BlobId) -> (usize, impl Iterator<Item = usize> + use<>) {
         let words = blob.as_bytes().as_chunks::<8>().0;
         let [line, bits] = [words[1], words[2]].map(u64::from_le_bytes);
         let line = (u128::from(line) * self.lines.len() as u128) >> 64;
-        let bits = (0..PROBES).map(move |n| (bits >> (9 * n)) as usize % LINE);
+        let bits = (0..PROBES).map(move |n| (bits >> (9 * n)) as usize % LINE_BITS);
         (line as usize, bits)
     }
 }
@@ -119,16 +128,16 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert, proptest};
 
-    use super::{BlobId, Filter, ROOM};
+    use super::{BlobId, CAPACITY, Filter};
 
     fn name(number: u64) -> BlobId {
         BlobId::of(&number.to_le_bytes())
     }
 
     proptest! {
-        /// A table that changes while the filter is made, however their steps come together.
+        /// The table changes while the filter is built, with the steps interleaved in any way.
         #[test]
-        fn what_is_there_is_never_denied(steps in vec((0u8..5, any::<u8>()), 1..200)) {
+        fn a_present_name_always_passes(steps in vec((0u8..5, any::<u8>()), 1..200)) {
             let mut filter = Filter::default();
             let (mut table, mut pending) = (BTreeSet::new(), BTreeSet::new());
             for (what, number) in steps {
@@ -141,9 +150,9 @@ mod tests {
                     1 => table.extend(std::mem::take(&mut pending)),
                     2 => drop(table.remove(&blob)),
                     3 => {
-                        // As if it were full.
+                        // As if the filter were full.
                         if let Some(bits) = &mut filter.current {
-                            bits.names = bits.room;
+                            bits.names = bits.capacity;
                         }
                     }
                     _ => {
@@ -159,25 +168,25 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_mostly_denied_and_what_is_full_is_made_again() {
+    fn unknown_names_rarely_pass_and_a_full_filter_is_rebuilt() {
         let mut filter = Filter::default();
-        assert!(filter.may_have(&name(1)), "nothing is known yet");
+        assert!(filter.may_have(&name(1)), "there is no filter yet");
         assert!(filter.wants(0, [].into_iter()).is_some());
         filter.extend(&[], true);
         assert!(!filter.may_have(&name(1)));
-        (0..ROOM.0 as u64).for_each(|number| filter.insert(&name(number)));
+        (0..CAPACITY.0 as u64).for_each(|number| filter.insert(&name(number)));
         let wrong = (1 << 20..(1 << 20) + 10_000).filter(|n| filter.may_have(&name(*n))).count();
         assert!(wrong < 300, "{wrong} of 10,000");
-        // Most have been deleted since.
+        // Most blobs have been deleted since.
         assert!(filter.wants(1, [name(5)].iter()).is_some());
         filter.extend(&[name(3)], true);
         assert!(
             filter.may_have(&name(3)) && filter.may_have(&name(5)) && !filter.may_have(&name(4))
         );
         assert!(filter.wants(2, [].into_iter()).is_none());
-        // Too many to keep them all.
-        (0..ROOM.0 as u64).for_each(|number| filter.insert(&name(number)));
-        assert!(filter.wants(ROOM.1 as u64 + 1, [].into_iter()).is_none());
+        // Too many fragments for a filter.
+        (0..CAPACITY.0 as u64).for_each(|number| filter.insert(&name(number)));
+        assert!(filter.wants(CAPACITY.1 as u64 + 1, [].into_iter()).is_none());
         assert!(filter.may_have(&name(1 << 40)));
     }
 }

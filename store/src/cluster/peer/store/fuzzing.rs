@@ -1,4 +1,4 @@
-//! Segments of a peer whose table is lost.
+//! Fuzzing of a peer's segments when the table is lost.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,12 +12,14 @@ use crate::id::{BlobId, PeerId};
 
 const NUMBER: u64 = 1;
 
-/// The most groups.
+/// The most groups in a segment.
 const GROUPS: u8 = 4;
 
-/// The first byte is the number of groups. Each of these has a byte for the number of its fragments, and for each of
-/// them one for its length and one for its content. The rest are flips: two bytes that say where in which page, and
-/// one that says which bits.
+/// Writes a segment, flips some of its bits, and checks what a scan finds.
+///
+/// The first byte of `data` is the number of groups. Each group has a byte for the number of its
+/// fragments, and for each fragment a byte for its length and a byte for its content. The rest are
+/// flips: two bytes for the page and the offset in it, and one for the bits.
 pub(crate) fn segment(data: &[u8], file: &File) {
     let key = Key::of(&PeerId::from_bytes([7; 16]));
     let mut input = data.iter().copied();
@@ -34,19 +36,25 @@ pub(crate) fn segment(data: &[u8], file: &File) {
     for [page, at, mask] in flips.as_chunks().0.iter().filter(|_| len > 0) {
         bytes[(usize::from(*page) * ALIGNMENT + usize::from(*at)) % len] ^= mask;
     }
-    file.write_all_at(&bytes, 0).expect("the file is in memory");
-    let (found, end) = scan_file(file, &key, NUMBER, 0).expect("the file is in memory");
+    file.write_all_at(&bytes, 0).expect("a file in memory can be used");
+    let (found, end) = scan_file(file, &key, NUMBER, 0).expect("a file in memory can be used");
     let mut last = 0;
     for one in &found {
         let (start, len) = (one.place.offset as usize, one.description.block_len());
         let block = &bytes[start..start + len];
-        assert!(one.description.matches(one.index.into(), block), "a block has its checksum");
-        // Flips that hit a block make none: whatever has a record was written as it is.
+        assert!(one.description.matches(one.index.into(), block), "a block matches its checksum");
+        // Flips do not create fragments: every fragment that is found was written as it is.
         let is_it = |(description, index, content): &&(Description, u8, Vec<u8>)| {
             *description == one.description && *index == one.index && content == block
         };
-        assert!(written.iter().any(|one| is_it(&one)), "nothing is found that was not written");
-        assert!(one.place.offset >= last && one.place.segment == NUMBER, "no two overlap");
+        assert!(
+            written.iter().any(|one| is_it(&one)),
+            "only fragments that were written are found"
+        );
+        assert!(
+            one.place.offset >= last && one.place.segment == NUMBER,
+            "fragments do not overlap"
+        );
         last = one.end();
     }
     assert!(end >= last, "the next group overwrites nothing");
@@ -57,7 +65,8 @@ pub(crate) fn segment(data: &[u8], file: &File) {
     );
 }
 
-/// A fragment. Some hold what looks like a record: of this peer at another place, or of another peer at this one.
+/// A fragment. Some contain a forged record: of this peer for another place, or of another peer for
+/// this place.
 fn fragment(key: &Key, before: &[u8], len: u8, seed: u8) -> (Description, u8, Vec<u8>) {
     let mut content = vec![seed; usize::from(len) * 64 + 1];
     if seed >= 0x80 {
@@ -78,12 +87,12 @@ fn fragment(key: &Key, before: &[u8], len: u8, seed: u8) -> (Description, u8, Ve
     (description, 0, block)
 }
 
-/// Appends a group.
+/// Appends a group to a segment.
 fn append(key: &Key, bytes: &mut Vec<u8>, fragments: &[(Description, u8, Vec<u8>)]) {
     let entries = Entries::new(fragments.iter().map(|(one, index, _)| (one, *index)));
     let at = LogPosition { segment: NUMBER, offset: bytes.len() as u64 };
     let record = entries.record(key, at);
-    let (len, known) = decode(key, at, &record).expect("a record is read as it was written");
+    let (len, known) = decode(key, at, &record).expect("a record decodes to itself");
     assert_eq!((len, known.len()), (record.len(), fragments.len()));
     bytes.extend(record);
     for (known, (_, _, block)) in known.iter().zip(fragments) {

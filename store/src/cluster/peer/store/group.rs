@@ -1,20 +1,21 @@
-//! Fragments that are written together, and the record that a segment keeps of them.
+//! A group: fragments that are written together, and the record of them in the segment.
 //!
-//! The record comes before the blocks in their segment, which follow in the same order, each at the start of a page. So
-//! what a peer has can be found again from its segments alone.
+//! The record precedes the blocks in their segment. The blocks follow in the same order, each at
+//! the start of a page. So a peer can find its fragments from the segments alone.
 //!
 //! | offset | length | is |
 //! |---:|---:|---|
 //! | 0 | 8 | `CRNPEERG` |
 //! | 8 | 4 | version, 1 |
-//! | 12 | 4 | *n* |
+//! | 12 | 4 | *n*, the number of fragments |
 //! | 16 | 8 | the segment's number |
-//! | 24 | 8 | where the record is in the segment |
-//! | 32 | 4 | *l*, bytes of the entries |
-//! | 36 | *l* | *n* times the number of the block (1) and the fragment's description |
-//! | 36 + *l* | 32 | BLAKE3 of all before, with a key that is made of the peer's id |
+//! | 24 | 8 | the record's offset in the segment |
+//! | 32 | 4 | *l*, the bytes of the entries |
+//! | 36 | *l* | *n* entries: the block's index (1), and the fragment's description |
+//! | 36 + *l* | 32 | keyed BLAKE3 of everything before, with a key derived from the peer's id |
 //!
-//! A guest decides what blocks hold. It does not know the key, so nothing that it writes is taken for a record.
+//! A guest decides what blocks contain. It does not know the key, so nothing that it writes is
+//! taken for a record.
 
 use crate::durable::segment;
 use crate::durable::segment::ALIGNMENT;
@@ -23,20 +24,21 @@ use crate::id::PeerId;
 
 const MAGIC: &[u8; 8] = b"CRNPEERG";
 const VERSION: u32 = 1;
-const HEADER: usize = 36;
-const CHECKSUM: usize = 32;
+const HEADER_BYTES: usize = 36;
+const CHECKSUM_BYTES: usize = 32;
 
-/// The most fragments of a group.
+/// The most fragments in a group.
 pub(super) const MAX_GROUP: usize = 256;
 
-/// The longest record: of fragments with as many blocks as there can be.
+/// The longest record in bytes: a full group of fragments with the longest description.
 pub(super) const MAX_RECORD: usize =
-    (HEADER + MAX_GROUP * (1 + Description::LONGEST) + CHECKSUM).next_multiple_of(ALIGNMENT);
+    (HEADER_BYTES + MAX_GROUP * (1 + Description::LONGEST) + CHECKSUM_BYTES)
+        .next_multiple_of(ALIGNMENT);
 
-/// Bits of a place's number that say which page of its segment it is.
-const PAGES: u32 = 24;
+/// The bits of a position's number that hold the page in the segment.
+const PAGE_BITS: u32 = 24;
 
-/// Where a block is in the log.
+/// The position of a block in the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct LogPosition {
     pub(super) segment: u64,
@@ -44,19 +46,22 @@ pub(super) struct LogPosition {
 }
 
 impl LogPosition {
-    /// One number for both, in the order of the log.
+    /// The position as one number, in the order of the log.
     pub(super) fn number(self) -> i64 {
-        ((self.segment << PAGES) | (self.offset / ALIGNMENT as u64)) as i64
+        ((self.segment << PAGE_BITS) | (self.offset / ALIGNMENT as u64)) as i64
     }
 
-    /// The place with this number.
+    /// The position with this number.
     pub(super) fn from_number(number: i64) -> LogPosition {
-        let page = number & ((1 << PAGES) - 1);
-        LogPosition { segment: (number >> PAGES) as u64, offset: page as u64 * ALIGNMENT as u64 }
+        let page = number & ((1 << PAGE_BITS) - 1);
+        LogPosition {
+            segment: (number >> PAGE_BITS) as u64,
+            offset: page as u64 * ALIGNMENT as u64,
+        }
     }
 
-    /// Behind a block of this length.
-    pub(super) fn behind(self, len: usize) -> u64 {
+    /// The offset after a block of this length at this position, in whole pages.
+    pub(super) fn end_of_block(self, len: usize) -> u64 {
         self.offset + len.next_multiple_of(ALIGNMENT) as u64
     }
 }
@@ -70,23 +75,23 @@ pub(super) struct KnownFragment {
 }
 
 impl KnownFragment {
-    /// Whether it is the same fragment, wherever it is.
+    /// Whether both are the same fragment, at whatever position.
     pub(super) fn is_like(&self, other: &KnownFragment) -> bool {
         self.index == other.index && self.description == other.description
     }
 
-    /// Behind its block.
+    /// The offset after its block.
     pub(super) fn end(&self) -> u64 {
-        self.place.behind(self.description.block_len())
+        self.place.end_of_block(self.description.block_len())
     }
 
-    /// The bytes that the disk takes for its block.
+    /// The bytes that its block takes on the disk.
     pub(super) fn space(&self) -> u64 {
         self.end() - self.place.offset
     }
 }
 
-/// What only this peer's records are made with.
+/// The key of this peer's records.
 #[derive(Clone)]
 pub(super) struct Key([u8; 32]);
 
@@ -100,7 +105,7 @@ impl Key {
     }
 }
 
-/// The entries of a record, and where the blocks will be from its start on.
+/// The encoded entries of a record.
 pub(super) struct Entries {
     bytes: Vec<u8>,
     count: u32,
@@ -117,12 +122,12 @@ impl Entries {
         Entries { bytes, count }
     }
 
-    /// The length of the record, in whole pages.
+    /// The length of the record in bytes, in whole pages.
     pub(super) fn record_len(&self) -> usize {
-        (HEADER + self.bytes.len() + CHECKSUM).next_multiple_of(ALIGNMENT)
+        (HEADER_BYTES + self.bytes.len() + CHECKSUM_BYTES).next_multiple_of(ALIGNMENT)
     }
 
-    /// The record at this place.
+    /// The record for this position.
     pub(super) fn record(&self, key: &Key, at: LogPosition) -> Vec<u8> {
         let mut record = Vec::with_capacity(self.record_len());
         record.extend_from_slice(MAGIC);
@@ -138,8 +143,8 @@ impl Entries {
     }
 }
 
-/// The fragments of a record at the start of `bytes`, which are at this place, and the record's length; nothing if no
-/// record is there. Their blocks may not be what they should be.
+/// Decodes the record at the start of `bytes`, which are at this position. Returns the record's
+/// length and its fragments; `None` if there is no record. The blocks are not verified.
 pub(super) fn decode(
     key: &Key,
     at: LogPosition,
@@ -155,23 +160,24 @@ pub(super) fn decode(
     {
         return None;
     }
-    let end = HEADER.checked_add(len)?;
-    let checksum: [u8; CHECKSUM] = bytes.get(end..end.checked_add(CHECKSUM)?)?.try_into().ok()?;
+    let end = HEADER_BYTES.checked_add(len)?;
+    let checksum: [u8; CHECKSUM_BYTES] =
+        bytes.get(end..end.checked_add(CHECKSUM_BYTES)?)?.try_into().ok()?;
     if key.checksum(&bytes[..end]) != checksum {
         return None;
     }
-    let mut rest = &bytes[HEADER..end];
+    let mut rest = &bytes[HEADER_BYTES..end];
     let mut entries = Vec::with_capacity(count);
     for _ in 0..count {
-        let (index, behind) = rest.split_first()?;
-        let (description, behind) = Description::from_bytes(behind).ok()?;
+        let (index, tail) = rest.split_first()?;
+        let (description, tail) = Description::from_bytes(tail).ok()?;
         if usize::from(*index) >= description.width() || description.block_len() > MAX_CONTENT {
             return None;
         }
         entries.push((description, *index));
-        rest = behind;
+        rest = tail;
     }
-    let record_len = (end + CHECKSUM).next_multiple_of(ALIGNMENT);
+    let record_len = (end + CHECKSUM_BYTES).next_multiple_of(ALIGNMENT);
     let lens = entries.iter().map(|(description, _)| description.block_len());
     let (offsets, _) = segment::place(at.offset + record_len as u64, lens);
     let known = |((description, index), offset)| {

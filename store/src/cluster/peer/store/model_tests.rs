@@ -1,5 +1,5 @@
-//! Whatever is put, flushed, deleted, and lost with the process: what was flushed is there, and what was deleted is
-//! not.
+//! Model tests: after any sequence of puts, flushes, deletions and kills, what was flushed is
+//! there, and what was deleted is not.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, encode, encode_record};
 use crate::id::BlobId;
 
-/// Fragments of blobs of different lengths; some blobs have several, and some are records.
+/// Fragments of blobs of different lengths. Some blobs have several, and some are records.
 fn fragment(number: u8) -> Fragment {
     let len = [40, 5000, 4096 * 4, 70_000][usize::from(number / 2 % 4)];
     let mut content = vec![0; len];
@@ -47,7 +47,7 @@ enum Step {
     Close,
     /// The process is killed.
     Kill,
-    /// And the table is lost, too.
+    /// The process is killed, and the table is lost.
     LoseTable,
     /// A bit of a block is flipped.
     Damage(u8),
@@ -66,7 +66,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What another process finds after a kill.
+/// A copy of what another process finds after a kill.
 fn copy(from: &Path) -> TempDir {
     let to = TempDir::new().unwrap();
     fs::create_dir(to.path().join("segments")).unwrap();
@@ -87,10 +87,11 @@ fn lose_table(dir: &Path) {
     }
 }
 
-/// The record of a group whose last blocks are gone says what was behind them. If a later group were there, with the same
-/// block at the same place, its own record would be taken for a part of that block.
+/// The record of a group whose last blocks were deleted still says what was there. If a later group
+/// were written there, with the same block at the same position, its record would be taken for a
+/// part of that block.
 #[test]
-fn a_group_does_not_go_where_an_older_one_has_been() {
+fn a_group_is_not_written_where_an_older_one_was() {
     let dir = TempDir::new().unwrap();
     let put = |store: &PeerStore, numbers: &[u8]| {
         let all: Vec<_> = numbers.iter().map(|number| fragment(*number)).collect();
@@ -108,7 +109,7 @@ fn a_group_does_not_go_where_an_older_one_has_been() {
     let store = again(store);
     put(&store, &[8, 9]);
     let store = again(store);
-    let model = [0, 8, 9].map(|number| (number, Told::Stored));
+    let model = [0, 8, 9].map(|number| (number, Expected::Stored));
     check(&store, &BTreeMap::from(model)).unwrap();
 }
 
@@ -128,27 +129,27 @@ fn damage(dir: &Path, number: u8) {
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Told {
-    /// It is on its way.
+enum Expected {
+    /// It was put and not flushed.
     Staged,
     Stored,
     Damaged,
-    /// It was known and damaged, and is on its way again.
-    Mending,
+    /// It was stored and damaged, and was put again.
+    Replacing,
 }
 
-/// What was on its way is stored.
-fn flushed(model: &mut BTreeMap<u8, Told>) {
-    for told in model.values_mut() {
-        if matches!(told, Told::Staged | Told::Mending) {
-            *told = Told::Stored;
+/// Marks what was put as stored.
+fn flushed(model: &mut BTreeMap<u8, Expected>) {
+    for expected in model.values_mut() {
+        if matches!(expected, Expected::Staged | Expected::Replacing) {
+            *expected = Expected::Stored;
         }
     }
 }
 
 fn check(
     store: &PeerStore,
-    model: &BTreeMap<u8, Told>,
+    model: &BTreeMap<u8, Expected>,
 ) -> Result<(), proptest::test_runner::TestCaseError> {
     let mut known = 0;
     for number in 0..24 {
@@ -157,13 +158,23 @@ fn check(
         let found = found
             .into_iter()
             .find(|one| one.index == wanted.index && one.description == wanted.description);
-        let told = model.get(&number).copied();
-        known += usize::from(matches!(told, Some(Told::Stored | Told::Damaged | Told::Mending)));
-        match told {
-            None | Some(Told::Staged) => prop_assert!(found.is_none(), "{number} is there"),
-            Some(Told::Stored) => prop_assert_eq!(found, Some(wanted), "{} is not there", number),
-            Some(Told::Damaged | Told::Mending) => {
-                prop_assert!(found.is_some_and(|one| one != wanted), "{number} is not damaged");
+        let expected = model.get(&number).copied();
+        known += usize::from(matches!(
+            expected,
+            Some(Expected::Stored | Expected::Damaged | Expected::Replacing)
+        ));
+        match expected {
+            None | Some(Expected::Staged) => {
+                prop_assert!(found.is_none(), "fragment {number} is present")
+            }
+            Some(Expected::Stored) => {
+                prop_assert_eq!(found, Some(wanted), "fragment {} is not present", number)
+            }
+            Some(Expected::Damaged | Expected::Replacing) => {
+                prop_assert!(
+                    found.is_some_and(|one| one != wanted),
+                    "fragment {number} is not damaged"
+                );
             }
         }
     }
@@ -173,8 +184,12 @@ fn check(
         let Some((last, _)) = page.last() else { break };
         (after, listed) = (*last, listed + page.len());
     }
-    prop_assert_eq!(listed, known, "what is listed");
-    prop_assert_eq!(store.usage().unwrap().fragments, known as u64, "what is counted");
+    prop_assert_eq!(listed, known, "the number of listed fragments");
+    prop_assert_eq!(
+        store.usage().unwrap().fragments,
+        known as u64,
+        "the number of counted fragments"
+    );
     Ok(())
 }
 
@@ -182,10 +197,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn only_what_was_deleted_is_gone(steps in vec(step(), 1..60)) {
+    fn only_deleted_fragments_are_gone(steps in vec(step(), 1..60)) {
         let mut dir = TempDir::new().unwrap();
         let mut store = Some(PeerStore::open(dir.path(), None).unwrap());
-        let mut model = BTreeMap::<u8, Told>::new();
+        let mut model = BTreeMap::<u8, Expected>::new();
         for step in steps {
             let open = store.as_ref().unwrap();
             match step {
@@ -193,9 +208,9 @@ proptest! {
                     let all: Vec<_> = numbers.iter().map(|number| fragment(*number)).collect();
                     open.put(&all).unwrap().into_iter().for_each(Result::unwrap);
                     for number in numbers {
-                        let told = model.entry(number).or_insert(Told::Staged);
-                        if *told == Told::Damaged {
-                            *told = Told::Mending;
+                        let expected = model.entry(number).or_insert(Expected::Staged);
+                        if *expected == Expected::Damaged {
+                            *expected = Expected::Replacing;
                         }
                     }
                 }
@@ -205,7 +220,8 @@ proptest! {
                 }
                 Step::Settle => open.settle(false).unwrap(),
                 Step::Delete(numbers) => {
-                    // Whether one that was put again is just relied on, the model does not know.
+                    // The model does not know whether a put relies on a fragment, so it flushes
+                    // first.
                     open.flush().unwrap();
                     flushed(&mut model);
                     let ids: Vec<_> = numbers.iter().map(|number| id(*number)).collect();
@@ -213,18 +229,22 @@ proptest! {
                     model.retain(|number, _| !numbers.contains(number));
                 }
                 Step::Damage(number) => {
-                    if model.get(&number) == Some(&Told::Stored) {
-                        // A put that relies on it may have looked at it before.
+                    if model.get(&number) == Some(&Expected::Stored) {
+                        // A put that relies on the fragment may have verified it before.
                         open.flush().unwrap();
                         flushed(&mut model);
                         damage(dir.path(), number);
-                        model.insert(number, Told::Damaged);
+                        model.insert(number, Expected::Damaged);
                     }
                 }
                 Step::Close | Step::Kill | Step::LoseTable => {
-                    // What was not flushed may be there after a kill, or not: then it is known from here on.
+                    // After a kill, what was not flushed may be present or not. From here on the
+                    // model knows.
                     let killed = !matches!(step, Step::Close);
-                    let next = if killed { copy(dir.path()) } else { std::mem::replace(&mut dir, TempDir::new().unwrap()) };
+                    let next = match killed {
+                        true => copy(dir.path()),
+                        false => std::mem::replace(&mut dir, TempDir::new().unwrap()),
+                    };
                     drop(store.take());
                     dir = next;
                     if matches!(step, Step::LoseTable) {
@@ -240,16 +260,19 @@ proptest! {
                         all.into_iter().find(is_it).map(|one| one == wanted)
                     };
                     let lost = matches!(step, Step::LoseTable);
-                    model.retain(|number, told| match told {
-                        Told::Staged => {
-                            *told = Told::Stored;
+                    model.retain(|number, expected| match expected {
+                        Expected::Staged => {
+                            *expected = Expected::Stored;
                             found(*number) == Some(true)
                         }
-                        // What is damaged is not found again, unless the table knows it.
-                        Told::Damaged => !lost && found(*number).is_some(),
-                        Told::Mending => {
+                        // A damaged fragment is not found again, unless the table knows it.
+                        Expected::Damaged => !lost && found(*number).is_some(),
+                        Expected::Replacing => {
                             let found = found(*number);
-                            *told = if found == Some(true) { Told::Stored } else { Told::Damaged };
+                            *expected = match found {
+                                Some(true) => Expected::Stored,
+                                _ => Expected::Damaged,
+                            };
                             found == Some(true) || !lost && found.is_some()
                         }
                         _ => true,
@@ -258,7 +281,7 @@ proptest! {
             }
             check(store.as_ref().unwrap(), &model)?;
         }
-        // Without anything in it, it takes no space but for where the next one goes.
+        // An empty store takes no space except where the next group goes.
         let store = store.unwrap();
         store.flush().unwrap();
         store.delete(&(0..24).map(id).collect::<Vec<_>>(), 0).unwrap();

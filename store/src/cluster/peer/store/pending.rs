@@ -1,4 +1,4 @@
-//! Fragments that are durable in the log, and that the table does not know yet.
+//! Pending fragments: they are durable in the log, and the table does not know them yet.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -8,21 +8,22 @@ use super::group::{KnownFragment, LogPosition};
 use crate::encoding::fragment::Kind;
 use crate::id::BlobId;
 
+/// The pending fragments.
 #[derive(Default)]
 pub(super) struct Pending {
-    /// In the order of the log.
+    /// All pending fragments in the order of the log.
     order: Vec<Arc<KnownFragment>>,
     by_blob: BTreeMap<BlobId, Vec<Arc<KnownFragment>>>,
-    /// Rows of the table that some of them replace.
+    /// Fragments of the table that pending ones replace.
     replaced: Vec<Arc<KnownFragment>>,
-    /// Bytes of their blocks: so much is read again if the process ends now.
+    /// The bytes of their blocks: after a crash, this much is read again from the log.
     bytes: u64,
 }
 
-/// What the table is to be told.
+/// Pending fragments that are to be written to the table.
 pub(super) struct Batch {
     pub(super) all: Vec<Arc<KnownFragment>>,
-    /// Up to where it knows each segment then.
+    /// For each segment, the offset up to which the table knows it then.
     pub(super) ends: BTreeMap<u64, u64>,
     pub(super) replaced: Vec<Arc<KnownFragment>>,
 }
@@ -42,7 +43,7 @@ impl Pending {
         self.bytes
     }
 
-    /// Adds a fragment, which comes behind all others in the log, and may replace one.
+    /// Adds a fragment, which comes after all others in the log. It may replace one.
     pub(super) fn push(&mut self, known: KnownFragment, replaces: Option<KnownFragment>) {
         let known = Arc::new(known);
         let own = self.by_blob.entry(known.description.blob).or_default();
@@ -55,7 +56,7 @@ impl Pending {
         self.order.push(known);
     }
 
-    /// All that is there now.
+    /// A batch of all pending fragments.
     pub(super) fn batch(&self) -> Batch {
         let mut ends = BTreeMap::new();
         for one in &self.order {
@@ -64,7 +65,7 @@ impl Pending {
         Batch { all: self.order.clone(), ends, replaced: self.replaced.clone() }
     }
 
-    /// The table knows these now, which were the first.
+    /// Removes a batch that is in the table. Its fragments were the first ones.
     pub(super) fn remove(&mut self, batch: &Batch) {
         for one in self.order.drain(..batch.all.len()) {
             self.bytes -= one.space();
@@ -78,36 +79,36 @@ impl Pending {
         self.replaced.drain(..batch.replaced.len());
     }
 
-    /// Whether this fragment is there.
+    /// Whether a fragment is pending.
     pub(super) fn contains(&self, blob: &BlobId, encoding: &BlobId, index: u8) -> bool {
         let is_it =
             |one: &Arc<KnownFragment>| one.index == index && one.description.id() == *encoding;
         self.by_blob.get(blob).is_some_and(|own| own.iter().any(is_it))
     }
 
-    /// What is there of a blob.
+    /// The pending fragments of a blob.
     pub(super) fn of_blob(&self, blob: &BlobId) -> Vec<KnownFragment> {
         let own = self.by_blob.get(blob).into_iter().flatten();
         own.map(|one| KnownFragment::clone(one)).collect()
     }
 
-    /// All blobs of which something is there.
+    /// All blobs with pending fragments.
     pub(super) fn names(&self) -> impl Iterator<Item = &BlobId> {
         self.by_blob.keys()
     }
 
-    /// The first blobs behind this one.
+    /// The first `most` blobs with pending fragments after this blob.
     pub(super) fn blobs(&self, after: &BlobId, most: usize) -> Vec<BlobId> {
-        let behind = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
-        behind.map(|(blob, _)| *blob).take(most).collect()
+        let later = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
+        later.map(|(blob, _)| *blob).take(most).collect()
     }
 
-    /// The first blob behind this one that is a record.
+    /// The first blob after this one that is a record.
     pub(super) fn record(&self, after: &BlobId) -> Option<BlobId> {
         let is_record = |own: &[Arc<KnownFragment>]| {
             own.iter().any(|one| one.description.kind() == Kind::Record)
         };
-        let behind = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
-        behind.filter(|(_, own)| is_record(own)).map(|(blob, _)| *blob).next()
+        let later = self.by_blob.range((Bound::Excluded(*after), Bound::Unbounded));
+        later.filter(|(_, own)| is_record(own)).map(|(blob, _)| *blob).next()
     }
 }

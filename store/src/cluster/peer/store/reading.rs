@@ -1,4 +1,4 @@
-//! What a peer tells of its fragments.
+//! Reading a peer's fragments: get, have, list and records.
 
 use std::collections::BTreeMap;
 
@@ -11,19 +11,22 @@ use crate::encoding::fragment::{Fragment, Kind, MAX_CONTENT};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
-/// Blobs that are looked up at once: a blob's fragments take more memory than what is told of them.
-const AT_ONCE: usize = 64;
+/// The blobs that are looked up at a time. A blob's fragments take more memory than the answer
+/// about them.
+const LOOKUP_BATCH: usize = 64;
 
 /// The most fragments of a blob in one answer.
-const MAX_GIVEN: usize = 6;
+const MAX_GET_FRAGMENTS: usize = 6;
 
 /// The most fragments of records in one answer.
 const MAX_RECORDS: usize = 1024;
 
 impl PeerStore {
-    /// The fragments of a blob, as many as an answer can hold: a blob has several only if it was encoded in several
-    /// ways, and one is as good as another. One that is damaged has zeros instead of its block, and is told in the log: it is as
-    /// good as lost, whoever reads it sees that, and whoever puts it again replaces it.
+    /// The fragments of a blob, as many as an answer can hold. A blob has several only if it was
+    /// encoded in several ways, and one encoding is as good as another.
+    ///
+    /// A damaged block is logged and sent as zeros. It counts as lost: its reader recognises it by
+    /// the checksum, and a put of the fragment replaces it.
     pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
         let (mut known, mut room) = (self.of_blob(blob)?, MAX_CONTENT);
         known.retain(|one| {
@@ -32,23 +35,24 @@ impl PeerStore {
             room -= if fits { len } else { 0 };
             fits
         });
-        known.truncate(MAX_GIVEN);
+        known.truncate(MAX_GET_FRAGMENTS);
         self.read(known, true)
     }
 
-    /// Fragments of records behind this blob, in the order of their blobs, as many as an answer can hold. Nothing
-    /// if there are no more.
+    /// A page of fragments of records, in the order of their blobs, starting after this blob: as
+    /// many as an answer can hold. It is empty if there are no more.
     pub fn records(&self, after: &BlobId) -> Result<Vec<Fragment>> {
         let (mut after, mut page, mut room) = (*after, Vec::new(), MAX_FRAGMENTS_LEN);
         loop {
-            // What is no more pending after this is in the table.
+            // The order matters: what is no longer pending after this read is in the table.
             let pending = self.state().pending.record(&after);
             let next = [pending, self.table.record(&after)?].into_iter().flatten().min();
             let Some(blob) = next else { break };
             let mut known = self.of_blob(&blob)?;
             known.retain(|one| one.description.kind() == Kind::Record);
             if page.is_empty() {
-                // One way to encode it is as good as another, if not even one record fits.
+                // If not even one record fits, some of its encodings are left out: one is as good
+                // as another.
                 let mut own = room;
                 known.retain(|one| {
                     let fits = fragment_len(&one.description) <= own;
@@ -61,7 +65,8 @@ impl PeerStore {
                 break;
             }
             let found = self.read(known, false)?;
-            // What cannot be read must not look like the end.
+            // Records that cannot be read take no space, so that they do not make the page look
+            // like the last one.
             room -= if found.is_empty() { 0 } else { len };
             page.extend(found);
             after = blob;
@@ -69,14 +74,15 @@ impl PeerStore {
         Ok(page)
     }
 
-    /// The fragments whose blocks can be read, and those that are damaged, with zeros, if they are wanted.
+    /// Reads the blocks of fragments. Damaged blocks are left out, or are zeros if `damaged` is
+    /// set.
     fn read(&self, known: Vec<KnownFragment>, damaged: bool) -> Result<Vec<Fragment>> {
         let mut found = Vec::with_capacity(known.len());
         for mut one in known {
             let mut block = vec![0; one.description.block_len().min(MAX_CONTENT)];
             let mut read = self.files.read(&one, &mut block);
             if !matches!(read, Ok(true)) {
-                // It was deleted in this moment, or is somewhere else.
+                // The fragment was deleted meanwhile, or is at another place.
                 let all = self.of_blob(&one.description.blob)?;
                 let Some(new) = all.into_iter().find(|new| new.is_like(&one)) else { continue };
                 if new.place != one.place {
@@ -99,12 +105,12 @@ impl PeerStore {
         Ok(found)
     }
 
-    /// What there is of each of these blobs. With `renew` the age of what is there begins again, so that it is not
-    /// deleted for being idle; without, nothing is written.
+    /// The fragments of each of these blobs. With `renew` the idle timers of the fragments are
+    /// reset; without, nothing is written.
     pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
         let mut room = MAX_HELD;
         let (mut all, mut old) = (Vec::with_capacity(blobs.len()), Vec::new());
-        for some in blobs.chunks(AT_ONCE) {
+        for some in blobs.chunks(LOOKUP_BATCH) {
             for found in self.known(some)? {
                 if renew && found.is_old {
                     old.push(all.len());
@@ -112,13 +118,14 @@ impl PeerStore {
                 all.push(held_within(&found, &mut room));
             }
         }
-        // What nobody has, or has asked for a moment ago, needs no writer, who may be busy with a sync.
+        // Unknown blobs, and blobs that were renewed recently, need no write. So they do not wait
+        // for the writer, which may be busy with a sync.
         if !old.is_empty() {
             let own: Vec<_> = old.iter().map(|at| blobs[*at]).collect();
             self.table.renew(&own)?;
-            // They may have been deleted before.
+            // They may have been deleted before the renewal.
             let mut old = old.into_iter();
-            for some in own.chunks(AT_ONCE) {
+            for some in own.chunks(LOOKUP_BATCH) {
                 for (at, again) in old.by_ref().zip(self.known(some)?) {
                     room += all[at].len();
                     all[at] = held_within(&again, &mut room);
@@ -128,8 +135,8 @@ impl PeerStore {
         Ok(all)
     }
 
-    /// The fragments of the first blobs behind this one, in the order of the blobs, all fragments of a blob
-    /// together. Nothing if there are no more.
+    /// A page of fragments, in the order of their blobs, starting after this blob: all fragments of
+    /// a blob or none. It is empty if there are no more.
     pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
         let pending = self.state().pending.blobs(after, MAX_LISTED);
         let page = self.table.list(after, MAX_LISTED)?;
@@ -137,7 +144,7 @@ impl PeerStore {
         for one in page.all {
             all.entry(one.description.blob).or_default().push(one);
         }
-        // Behind a page that is full there is more that is not pending.
+        // After a full page the table may have blobs that come before pending ones.
         let is_in = |blob: &&BlobId| page.until.is_none_or(|until| **blob <= until);
         for blob in pending.iter().filter(is_in) {
             all.insert(*blob, self.of_blob(blob)?);
@@ -154,16 +161,17 @@ impl PeerStore {
         Ok(listed)
     }
 
-    /// What is known of a blob.
+    /// The known fragments of a blob.
     fn of_blob(&self, blob: &BlobId) -> Result<Vec<KnownFragment>> {
         let found = self.known(std::slice::from_ref(blob))?.pop();
         Ok(found.unwrap_or_default().known)
     }
 
-    /// What is known of each of these blobs.
+    /// The known fragments of each of these blobs.
     pub(super) fn known(&self, blobs: &[BlobId]) -> Result<Vec<Found>> {
         let mut found: Vec<_> = blobs.iter().map(|_| Found::default()).collect();
-        // Before the table: what is no more pending is there. And what comes there has a new age.
+        // Pending fragments are read before the table: what is no longer pending is in the table,
+        // with a new age.
         let mut asked = Vec::new();
         {
             let state = self.state();
@@ -178,19 +186,19 @@ impl PeerStore {
             return Ok(found);
         }
         let names: Vec<_> = asked.iter().map(|at| blobs[*at]).collect();
-        for (at, told) in asked.into_iter().zip(self.table.of_blobs(&names)?) {
+        for (at, row) in asked.into_iter().zip(self.table.of_blobs(&names)?) {
             let Found { known, is_old } = &mut found[at];
-            // What is pending may replace what is there.
-            let mut old = told.known;
+            // A pending fragment may replace one of the table.
+            let mut old = row.known;
             old.retain(|old| !known.iter().any(|new| new.is_like(old)));
             known.splice(..0, old);
-            *is_old = told.is_old;
+            *is_old = row.is_old;
         }
         Ok(found)
     }
 }
 
-/// What is told of a blob's fragments, as long as there is room in the answer.
+/// The answer about a blob's fragments, cut to the room that is left in the answer.
 fn held_within(found: &Found, room: &mut usize) -> Vec<Held> {
     let all: Vec<_> = found.known.iter().map(held).take(*room).collect();
     *room -= all.len();

@@ -1,16 +1,18 @@
-//! Space of deleted fragments, given back to the file system.
+//! Gives the space of deleted fragments back to the file system.
 //!
-//! The table forgets a fragment first, durably; then nothing refers to its block, and a crash loses only space.
+//! A fragment's row is removed from the table first, durably. After that nothing refers to the
+//! block, and a crash loses only space.
 //!
 //! | in a segment | is given back |
 //! |---|---|
 //! | the block | at once: no other byte lies in its pages |
-//! | the records and leftovers around it | at once, if the table knows a fragment behind it or nothing is on its way |
-//! | all of it | if it holds nothing and nothing is appended to it |
+//! | records and leftovers around it | at once, if a later fragment is known or no put is pending |
+//! | the whole segment | if it holds nothing and is not appended to |
 //!
-//! A record is kept while the table knows one of its fragments where the record says: without it the fragment would
-//! not be found again if the table were lost. What is behind the last fragment that the table knows may be known in a
-//! moment, so it stays. Fragments become known in the order of the log, so what is before it does not.
+//! A record is kept while one of its fragments is known where the record says: without the record
+//! the fragment would not be found if the table were lost. Fragments get into the table in the
+//! order of the log. So what is after the last known fragment stays: the table may learn of it in a
+//! moment. What is before it is known or deleted.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,9 +26,9 @@ use crate::durable::segment::{ALIGNMENT, fill};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// Gives the space of deleted fragments back, and returns how much. `quiet` says that the table knows all that is in
-/// the log, and that nothing is appended meanwhile. What fails is told in the log: it loses space, and nobody can do
-/// anything about it here.
+/// Gives the space of deleted fragments back, and returns the bytes of their blocks. `quiet` states
+/// that the table knows everything in the log, and that nothing is appended meanwhile. Failures are
+/// only logged: they lose space, and the caller can do nothing about them.
 pub(super) fn reclaim(
     files: &Files,
     key: &Key,
@@ -40,16 +42,18 @@ pub(super) fn reclaim(
     for (number, all) in segments {
         match punch(files, number, &all) {
             Ok(bytes) => freed += bytes,
-            Err(error) => tracing::warn!(number, %error, "deleted fragments keep their space"),
+            Err(error) => {
+                tracing::warn!(number, %error, "failed to give back the space of deleted fragments")
+            }
         }
         if let Err(error) = clean(files, key, table, number, &all, quiet) {
-            tracing::warn!(number, %error, "the records of deleted fragments keep their space");
+            tracing::warn!(number, %error, "failed to give back the space of their records");
         }
     }
     freed
 }
 
-/// Gives back the pages of blocks.
+/// Punches the blocks of deleted fragments out of their segment.
 fn punch(files: &Files, number: u64, deleted: &[&KnownFragment]) -> Result<u64> {
     let file = files.to_write(number)?;
     let mut freed = 0;
@@ -61,7 +65,7 @@ fn punch(files: &Files, number: u64, deleted: &[&KnownFragment]) -> Result<u64> 
     Ok(freed)
 }
 
-/// Gives back what is left between the fragments around deleted ones.
+/// Gives back what is left in the gaps around deleted fragments.
 fn clean(
     files: &Files,
     key: &Key,
@@ -85,7 +89,7 @@ fn clean(
     Ok(())
 }
 
-/// Gives back what takes space in a gap, but for records of fragments that are known.
+/// Punches everything in a gap except records that are needed.
 fn clean_gap(
     file: &File,
     key: &Key,

@@ -1,10 +1,11 @@
-//! Which fragments a peer has, and where: a database beside the log.
+//! The table of a peer's fragments and their positions: a database beside the log.
 //!
-//! It is behind the log: a fragment is durable when it is in the log, and gets here later, with many others. Up to where
-//! the table knows each segment is in the table too, and what is behind that is read again from the segment when the
-//! peer starts. So the fragments that are known are, in each segment, all up to some place, less those deleted.
+//! The table lags behind the log. A fragment is durable when it is in the log, and gets into the
+//! table later, with many others. For each segment the table has the offset up to which it knows
+//! the segment. When the peer starts, it reads the rest of each segment. So in each segment the
+//! table knows all fragments up to some offset, less the deleted ones.
 //!
-//! A row is deleted before its block is.
+//! A deletion removes the row before the block.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,11 +28,13 @@ pub(super) const DATABASE: &str = "fragments.db";
 /// The version of the tables. Versions 1 and 2 were never released.
 const VERSION: u64 = 3;
 
-/// The age of a fragment is not renewed before it is so many seconds: most are asked for again and again, and a look is
-/// cheaper than a change. Everything may be idle for so much longer.
-const GRAIN: i64 = 300;
+/// The age of a fragment is renewed only when it is older than this many seconds: most fragments
+/// are asked for again and again, and a read is cheaper than a write. Deletion adds this time to
+/// every idle time.
+const RENEWAL_SECONDS: i64 = 300;
 
-/// `docs/formats.md` explains every column. Rows are appended, and only what they are found by is scattered.
+/// `docs/formats.md` explains every column. Rows are appended in the order of the log; only the
+/// indices are updated at random positions.
 const TABLES: &str = "
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -52,8 +55,9 @@ CREATE INDEX fragments_by_blob ON fragments (blob);
 CREATE INDEX records ON fragments (blob) WHERE kind = 1;
 ";
 
+/// The database of fragments.
 pub(super) struct Table {
-    /// Apart from the writer: to find a fragment must not wait for a sync.
+    /// Separate from the writer: a lookup must not wait for a sync.
     reader: Mutex<Connection>,
     writer: Mutex<Connection>,
 }
@@ -62,18 +66,19 @@ pub(super) struct Table {
 #[derive(Default)]
 pub(super) struct Found {
     pub(super) known: Vec<KnownFragment>,
-    /// Whether the age of one of them should be renewed, if somebody asks for that.
+    /// Whether one of them is old enough to be renewed on request.
     pub(super) is_old: bool,
 }
 
-/// Fragments in the order of their blobs.
+/// A page of fragments in the order of their blobs.
 pub(super) struct Page {
     pub(super) all: Vec<KnownFragment>,
-    /// The last blob whose fragments are all there; nothing if the page is the last one.
+    /// The last blob of the page, whose fragments are all in it; `None` if the page is the last
+    /// one.
     pub(super) until: Option<BlobId>,
 }
 
-/// Makes the database, unless it is there.
+/// Creates the database, unless it exists.
 pub(super) fn make(directory: &Path) -> Result<()> {
     database::make(&directory.join(DATABASE), VERSION, |transaction| {
         Ok(transaction.execute_batch(TABLES)?)
@@ -86,34 +91,34 @@ impl Table {
         Ok(Table { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 
-    /// How many fragments there are, and the bytes that the disk takes for them.
+    /// The number of fragments, and the bytes that they take on the disk.
     pub(super) fn count(&self) -> Result<(u64, u64)> {
         let query = "SELECT count(*), coalesce(sum(space), 0) FROM fragments";
         Ok(lock(&self.reader).query_row(query, [], |row| Ok((row.get(0)?, row.get(1)?)))?)
     }
 
-    /// Up to where a segment is known.
+    /// The offset up to which a segment is known.
     pub(super) fn segment_end(&self, number: u64) -> Result<u64> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached("SELECT length FROM segments WHERE number = ?")?;
         Ok(query.query_row([number], |row| row.get(0)).optional()?.unwrap_or(0))
     }
 
-    /// Announces an empty segment. Its number was never used.
+    /// Adds an empty segment. Its number was never used before.
     pub(super) fn new_segment(&self) -> Result<u64> {
         let writer = lock(&self.writer);
         writer.prepare_cached("INSERT INTO segments (length) VALUES (0)")?.execute([])?;
         Ok(writer.last_insert_rowid().unsigned_abs())
     }
 
-    /// The fragments of each of these blobs, which are few: each may have many.
+    /// The fragments of each of these blobs. Pass few blobs: each may have many fragments.
     pub(super) fn of_blobs(&self, blobs: &[BlobId]) -> Result<Vec<Found>> {
         let mut reader = lock(&self.reader);
         let transaction = reader.transaction()?;
         let mut query = transaction.prepare_cached(
             "SELECT place, number, description, touched FROM fragments WHERE blob = ?",
         )?;
-        let old = now() as i64 - GRAIN;
+        let old = now() as i64 - RENEWAL_SECONDS;
         let mut of_blob = |blob: &BlobId| {
             let mut rows = query.query([blob.as_bytes()])?;
             let mut found = Found::default();
@@ -126,15 +131,15 @@ impl Table {
         blobs.iter().map(&mut of_blob).collect()
     }
 
-    /// Whether a fragment is known at this place.
+    /// Whether a fragment is known at this position.
     pub(super) fn is_at(&self, place: LogPosition) -> Result<bool> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached("SELECT 1 FROM fragments WHERE place = ?")?;
         Ok(query.exists([place.number()])?)
     }
 
-    /// Makes fragments of the log known, and up to where each segment is known now. Those at the places in `replaced`
-    /// are not known any more.
+    /// Adds fragments of the log, sets the offsets up to which the segments are known, and removes
+    /// the rows at the positions in `replaced`.
     pub(super) fn insert(
         &self,
         all: &[Arc<KnownFragment>],
@@ -144,7 +149,7 @@ impl Table {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         insert(&transaction, all.iter().map(|one| &**one))?;
-        // One that was never told of may be among them.
+        // A replaced fragment may be among the added ones.
         for place in replaced {
             remove(&transaction, *place)?;
         }
@@ -152,7 +157,7 @@ impl Table {
         Ok(transaction.commit()?)
     }
 
-    /// Makes what was found at the end of a segment known. What is newer replaces what is older.
+    /// Adds the fragments that were found at the end of a segment. Later ones replace earlier ones.
     pub(super) fn recover(&self, found: &[KnownFragment], number: u64, end: u64) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
@@ -161,7 +166,7 @@ impl Table {
                 let mut query = transaction.prepare_cached(
                     "SELECT place, number, description FROM fragments WHERE blob = ?",
                 )?;
-                collect(query.query([one.description.blob.as_bytes()])?)?
+                read_rows(query.query([one.description.blob.as_bytes()])?)?
             };
             for other in others {
                 if other.is_like(one) {
@@ -174,13 +179,13 @@ impl Table {
         Ok(transaction.commit()?)
     }
 
-    /// The age of these begins again.
+    /// Resets the idle timers of the fragments at these positions.
     pub(super) fn touch(&self, places: &[LogPosition]) -> Result<()> {
         let places = places.iter().map(|place| place.number());
         self.touch_all("UPDATE fragments SET touched = ? WHERE place = ?", places)
     }
 
-    /// The same for all fragments of these blobs.
+    /// Resets the idle timers of all fragments of these blobs.
     pub(super) fn renew(&self, blobs: &[BlobId]) -> Result<()> {
         let blobs = blobs.iter().map(BlobId::as_bytes);
         self.touch_all("UPDATE fragments SET touched = ? WHERE blob = ?", blobs)
@@ -198,12 +203,12 @@ impl Table {
         Ok(transaction.commit()?)
     }
 
-    /// Takes fragments out that nobody has stored or asked for within so many seconds. Returns those that were
-    /// there. That is durable when this returns.
+    /// Removes fragments that no client has stored or renewed for `idle` seconds. Returns the
+    /// removed ones. The removal is durable when this returns.
     pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Vec<KnownFragment>> {
         let until = match idle {
             0 => i64::MAX,
-            seconds => now() as i64 - i64::from(seconds) - GRAIN,
+            seconds => now() as i64 - i64::from(seconds) - RENEWAL_SECONDS,
         };
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
@@ -214,7 +219,7 @@ impl Table {
                     "SELECT place, number, description FROM fragments
                      WHERE blob = ? AND number = ? AND touched <= ?",
                 )?;
-                collect(query.query(params![blob.as_bytes(), index, until])?)?
+                read_rows(query.query(params![blob.as_bytes(), index, until])?)?
             };
             for one in found {
                 if one.description.id() == *encoding {
@@ -227,8 +232,8 @@ impl Table {
         Ok(deleted)
     }
 
-    /// The fragments of the first blobs behind this one, in their order: all of a blob or none, and no more than
-    /// `most`.
+    /// A page of fragments, in the order of their blobs, starting after this blob: all fragments of
+    /// a blob or none, and at most `most`.
     pub(super) fn list(&self, after: &BlobId, most: usize) -> Result<Page> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
@@ -248,12 +253,12 @@ impl Table {
         if read <= most {
             return Ok(Page { all, until: None });
         }
-        // There may be more of the last one.
+        // The last blob may have more fragments.
         all.retain(|one| Some(one.description.blob) != last);
         Ok(Page { all, until: before })
     }
 
-    /// The first blobs behind this one, in their order, of which there is something: no more than `most`.
+    /// The first `most` blobs after this one, in their order, that have fragments.
     pub(super) fn names(&self, after: &BlobId, most: usize) -> Result<Vec<BlobId>> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
@@ -263,7 +268,7 @@ impl Table {
         Ok(names.map(|name| name.map(BlobId::from_bytes)).collect::<rusqlite::Result<_>>()?)
     }
 
-    /// The first blob behind this one that is a record; nothing if there is none.
+    /// The first blob after this one that is a record; `None` if there is none.
     pub(super) fn record(&self, after: &BlobId) -> Result<Option<BlobId>> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
@@ -273,38 +278,38 @@ impl Table {
         Ok(next.map(BlobId::from_bytes))
     }
 
-    /// The part around a place in which nothing is known: from the end of the block before it to the start of the
-    /// one behind it, if there is one.
+    /// The gap around a position in which no fragment is known: from the end of the block before it
+    /// to the start of the one after it; `None` if there is no later one.
     pub(super) fn gap(&self, place: LogPosition) -> Result<(u64, Option<u64>)> {
         let reader = lock(&self.reader);
-        let (first, behind) = (LogPosition { offset: 0, ..place }, segment_behind(place.segment));
+        let (first, end) = (LogPosition { offset: 0, ..place }, segment_end_number(place.segment));
         let mut next = reader.prepare_cached(
             "SELECT place FROM fragments WHERE place > ? AND place < ? ORDER BY place LIMIT 1",
         )?;
-        let next = next.query_row([place.number(), behind], |row| row.get(0)).optional()?;
+        let next = next.query_row([place.number(), end], |row| row.get(0)).optional()?;
         let next = next.map(|number| LogPosition::from_number(number).offset);
         let mut before = reader.prepare_cached(
             "SELECT place, space FROM fragments WHERE place < ? AND place >= ?
              ORDER BY place DESC LIMIT 1",
         )?;
-        let end = |row: &Row<'_>| {
+        let block_end = |row: &Row<'_>| {
             let space: usize = row.get(1)?;
-            Ok(LogPosition::from_number(row.get(0)?).behind(space))
+            Ok(LogPosition::from_number(row.get(0)?).end_of_block(space))
         };
-        let before = before.query_row([place.number(), first.number()], end).optional()?;
+        let before = before.query_row([place.number(), first.number()], block_end).optional()?;
         Ok((before.unwrap_or(0), next))
     }
 
-    /// Whether a segment holds nothing.
+    /// Whether a segment holds no known fragment.
     pub(super) fn is_empty(&self, segment: u64) -> Result<bool> {
         let reader = lock(&self.reader);
-        let (first, behind) = (LogPosition { segment, offset: 0 }, segment_behind(segment));
+        let (first, end) = (LogPosition { segment, offset: 0 }, segment_end_number(segment));
         let mut query = reader
             .prepare_cached("SELECT 1 FROM fragments WHERE place >= ? AND place < ? LIMIT 1")?;
-        Ok(!query.exists([first.number(), behind])?)
+        Ok(!query.exists([first.number(), end])?)
     }
 
-    /// Forgets a segment that holds nothing. Its number is never used again.
+    /// Removes an empty segment. Its number is never used again.
     pub(super) fn forget_segment(&self, segment: u64) -> Result<()> {
         let writer = lock(&self.writer);
         writer.prepare_cached("DELETE FROM segments WHERE number = ?")?.execute([segment])?;
@@ -312,8 +317,8 @@ impl Table {
     }
 }
 
-/// The number of the first place behind a segment.
-fn segment_behind(segment: u64) -> i64 {
+/// The number of the first position after a segment.
+fn segment_end_number(segment: u64) -> i64 {
     LogPosition { segment: segment + 1, offset: 0 }.number()
 }
 
@@ -357,8 +362,8 @@ fn set_end(transaction: &Transaction<'_>, number: u64, end: u64) -> Result<()> {
     Ok(())
 }
 
-/// Reads rows. One that makes no sense is told in the log, and left out: it is no reason to do without the others.
-fn collect(mut rows: rusqlite::Rows<'_>) -> Result<Vec<KnownFragment>> {
+/// Reads rows. An invalid row is logged and left out: the other rows are still useful.
+fn read_rows(mut rows: rusqlite::Rows<'_>) -> Result<Vec<KnownFragment>> {
     let mut all = Vec::new();
     while let Some(row) = rows.next()? {
         all.extend(known(row)?);
@@ -371,7 +376,7 @@ fn known(row: &Row<'_>) -> rusqlite::Result<Option<KnownFragment>> {
     match Description::from_bytes(row.get_ref(2)?.as_blob()?) {
         Ok((description, _)) => Ok(Some(KnownFragment { description, index, place })),
         Err(error) => {
-            tracing::error!(%error, "a fragment is not known any more");
+            tracing::error!(%error, "ignored an invalid row of the table of fragments");
             Ok(None)
         }
     }

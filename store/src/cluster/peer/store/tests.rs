@@ -28,7 +28,7 @@ pub(crate) fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragme
     Fragment { description, index, block }
 }
 
-/// The block with one bit of this byte changed.
+/// A copy of the block with one bit of this byte flipped.
 pub(crate) fn flip(block: &[u8], at: usize) -> Bytes {
     let mut block = block.to_vec();
     block[at] ^= 1;
@@ -44,7 +44,7 @@ fn open(dir: &Path) -> PeerStore {
 }
 
 #[test]
-fn what_was_flushed_is_there_after_a_restart() {
+fn flushed_fragments_are_present_after_a_restart() {
     let dir = TempDir::new().unwrap();
     let store = open(dir.path());
     let id = store.id();
@@ -64,7 +64,7 @@ fn what_was_flushed_is_there_after_a_restart() {
 }
 
 #[test]
-fn the_names_of_a_large_table_are_read_step_by_step() {
+fn the_filter_of_a_large_table_is_loaded_in_steps() {
     let dir = TempDir::new().unwrap();
     let all: Vec<_> = (0..20).map(|number| fragment(number, CODE, 0)).collect();
     let store = open(dir.path());
@@ -74,10 +74,10 @@ fn the_names_of_a_large_table_are_read_step_by_step() {
     let store = open(dir.path());
     let mut steps = 0;
     let is_denied = |store: &PeerStore| !store.state().filter.may_have(&BlobId::of(b"another"));
-    assert!(!is_denied(&store), "only the first names are read");
+    assert!(!is_denied(&store), "only the first names are loaded");
     put(&store, &all[10..]);
     store.flush().unwrap();
-    // What is put meanwhile is settled behind and before the names that were read.
+    // What is put meanwhile gets into the table before and after the names that were loaded.
     for part in all.chunks(4) {
         assert!(part.iter().all(|one| !store.get(&one.description.blob).unwrap().is_empty()));
         store.settle(false).unwrap();
@@ -102,7 +102,7 @@ fn encodings_and_blocks_of_one_blob_are_kept_apart() {
     let mut found = store.get(&blob).unwrap();
     found.sort_by_key(|one| (one.description.width(), one.index));
     assert_eq!(found, [copy, first.clone(), second]);
-    assert_eq!(store.usage().unwrap().fragments, 3, "each is counted once");
+    assert_eq!(store.usage().unwrap().fragments, 3, "each fragment is counted once");
     let held = store.have(&[BlobId::of(b"another"), blob], true).unwrap();
     assert_eq!((held[0].len(), held[1].len()), (0, 3));
     let (encoding, kind, len) = (first.description.id(), Kind::Content, 16 << 10);
@@ -111,7 +111,7 @@ fn encodings_and_blocks_of_one_blob_are_kept_apart() {
 }
 
 #[test]
-fn garbage_is_refused() {
+fn a_fragment_that_does_not_match_its_description_is_refused() {
     let dir = TempDir::new().unwrap();
     let store = open(dir.path());
     let good = fragment(1, CODE, 2);
@@ -129,7 +129,7 @@ fn garbage_is_refused() {
 }
 
 #[test]
-fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
+fn a_damaged_block_counts_as_lost_until_it_is_put_again() {
     let dir = TempDir::new().unwrap();
     let store = open(dir.path());
     let (one, other) = (fragment(1, CODE, 2), fragment(2, CODE, 2));
@@ -144,10 +144,14 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
     file.write_all_at(&[one.block[9] ^ 4], at as u64 + 9).unwrap();
     let store = open(dir.path());
     let damaged = store.get(&one.description.blob).unwrap();
-    assert!(damaged.len() == 1 && !damaged[0].is_of(&one.description.blob), "anybody sees it");
-    assert_eq!(damaged[0].description, one.description, "and what it should be");
+    assert!(
+        damaged.len() == 1 && !damaged[0].is_of(&one.description.blob),
+        "a reader recognises the damage"
+    );
+    assert_eq!(damaged[0].description, one.description, "a reader knows what it should be");
     assert_eq!(store.get(&other.description.blob).unwrap().len(), 1);
-    // Neither the fragment nor another one with the same block relies on it.
+    // A put of the fragment, or of another one with the same block, does not rely on the damaged
+    // block.
     let (description, _) = encode_record(&one.description.blob, &content(1), CODE);
     let record = Fragment { description, ..one.clone() };
     put(&store, std::slice::from_ref(&record));
@@ -160,7 +164,7 @@ fn a_damaged_block_is_as_good_as_lost_until_it_is_put_again() {
 }
 
 #[test]
-fn a_peer_takes_no_more_than_it_may() {
+fn a_peer_takes_no_more_than_its_capacity() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), Some(3 * 16 * 1024)).unwrap();
     let all: Vec<_> = (0..4).map(|number| fragment(number, CODE, 0)).collect();
@@ -173,20 +177,20 @@ fn a_peer_takes_no_more_than_it_may() {
 }
 
 #[test]
-fn a_data_directory_has_one_process_and_is_not_taken_for_something_else() {
+fn a_data_directory_is_used_by_one_process_and_its_marker_is_checked() {
     let dir = TempDir::new().unwrap();
     let store = open(dir.path());
-    assert!(PeerStore::open(dir.path(), None).is_err(), "it is in use");
+    assert!(PeerStore::open(dir.path(), None).is_err(), "the directory is in use");
     drop(store);
     fs::write(dir.path().join("peer.json"), r#"{"format":"cairn-peer","version":9,"id":""}"#)
         .unwrap();
-    assert!(PeerStore::open(dir.path(), None).is_err(), "of a newer version");
+    assert!(PeerStore::open(dir.path(), None).is_err(), "the directory has a newer version");
     fs::write(dir.path().join("peer.json"), "{}").unwrap();
     assert_eq!(PeerStore::open(dir.path(), None).map(drop).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[test]
-fn a_blob_has_a_bounded_number_of_fragments_however_they_come() {
+fn the_number_of_fragments_of_a_blob_is_bounded() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     let content = [7; 5000];
@@ -200,23 +204,23 @@ fn a_blob_has_a_bounded_number_of_fragments_however_they_come() {
             Fragment { description, index, block }
         }));
     }
-    // Together, in the same sync, and after it.
+    // In one put, before the same sync, and after it.
     let taken =
         |some: &[Fragment]| store.put(some).unwrap().iter().filter(|one| one.is_ok()).count();
     assert_eq!(taken(&all[..40]), 40);
-    assert_eq!(taken(&all[30..80]), 34, "ten of them are on their way already");
+    assert_eq!(taken(&all[30..80]), 34, "ten of them were put already");
     store.flush().unwrap();
     assert_eq!(taken(&all[80..]), 0);
-    assert_eq!(taken(&all[..64]), 64, "they are there");
+    assert_eq!(taken(&all[..64]), 64, "they are present");
     assert_eq!(store.usage().unwrap().fragments, 64);
     let held = store.have(&[blob, blob], true).unwrap();
     assert_eq!((held[0].len(), held[1].len()), (64, 64));
-    assert!(store.get(&blob).unwrap().len() < 64, "an answer has a bound");
+    assert!(store.get(&blob).unwrap().len() < 64, "an answer is bounded");
 }
 
-/// A disk that cannot be read now may be read later: what is there is acknowledged.
+/// A disk that cannot be read now may be readable later, and its fragments were acknowledged.
 #[test]
-fn what_cannot_be_read_at_a_start_is_not_written_over() {
+fn a_segment_that_cannot_be_read_at_the_start_is_not_overwritten() {
     let dir = TempDir::new().unwrap();
     let store = PeerStore::open(dir.path(), None).unwrap();
     store.put(&[fragment(1, CODE, 0), fragment(2, CODE, 1)]).unwrap();
@@ -226,7 +230,7 @@ fn what_cannot_be_read_at_a_start_is_not_written_over() {
     let scan = |file: &fs::File| super::log::scan_file(file, &key, 1, 0).unwrap();
     let (found, end) = scan(&fs::File::open(&path).unwrap());
     assert_eq!(found.len(), 2);
-    // Every read of one that is open for writing only fails.
+    // Every read of a file that is open only for writing fails.
     let (found, blind) = scan(&fs::File::options().write(true).open(&path).unwrap());
     assert!(found.is_empty() && blind >= end, "{blind} of {end}");
 }

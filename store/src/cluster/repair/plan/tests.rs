@@ -17,7 +17,7 @@ fn node(number: u8) -> RepairPeer {
     RepairPeer { id: id(number), weight: 1, domain, state: PeerState::Up, full: false }
 }
 
-/// Some peers, and a blob.
+/// Some peers, and what they hold of one blob.
 struct Scene {
     nodes: Vec<RepairPeer>,
     blob: BlobId,
@@ -26,7 +26,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// A blob that is at its places.
+    /// A blob whose fragments are at their places.
     fn new(peers: u8, wanted: Redundancy) -> Scene {
         let (nodes, blob) = ((0..peers).map(node).collect(), BlobId::of(b"blob"));
         let mut scene = Scene { nodes, blob, wanted, holdings: Vec::new() };
@@ -59,7 +59,7 @@ impl Scene {
         self.nodes.iter_mut().find(|node| node.id == peer).unwrap()
     }
 
-    /// What a peer does not answer is not known.
+    /// Sets a peer's state. What a peer that does not answer holds is unknown.
     fn set(&mut self, peer: PeerId, state: PeerState) {
         self.node(peer).state = state;
         if matches!(state, PeerState::Down | PeerState::Lost) {
@@ -71,7 +71,7 @@ impl Scene {
         plan(&self.blob, self.wanted, &RepairMembers::new(self.nodes.clone()), &self.holdings)
     }
 
-    /// Does what is planned.
+    /// Carries out the plan.
     fn execute(&mut self) -> Vec<Step> {
         let steps = self.plan().steps;
         for step in &steps {
@@ -82,7 +82,7 @@ impl Scene {
                 Step::Drop { peer, encoding, index, .. } => self.holdings.retain(|one| {
                     (one.peer, one.encoding, one.index) != (*peer, *encoding, *index)
                 }),
-                Step::Encode { .. } => panic!("nothing is encoded here"),
+                Step::Encode { .. } => panic!("these tests encode nothing"),
             }
         }
         steps
@@ -90,7 +90,7 @@ impl Scene {
 }
 
 #[test]
-fn what_is_whole_stays_as_it_is() {
+fn a_blob_with_full_redundancy_needs_no_steps() {
     for wanted in [CODE, Redundancy::Replicas(3), Redundancy::NONE] {
         let plan = Scene::new(9, wanted).plan();
         assert_eq!((plan.steps, plan.missing), (Vec::new(), 0), "{wanted}");
@@ -99,7 +99,7 @@ fn what_is_whole_stays_as_it_is() {
 }
 
 #[test]
-fn what_a_lost_peer_had_is_rebuilt_at_the_next_place() {
+fn a_fragment_of_a_lost_peer_is_rebuilt_at_the_next_place() {
     let mut scene = Scene::new(9, CODE);
     let ranking = scene.ranking();
     scene.set(ranking[2], PeerState::Lost);
@@ -112,7 +112,7 @@ fn what_a_lost_peer_had_is_rebuilt_at_the_next_place() {
 }
 
 #[test]
-fn a_copy_that_is_lost_is_made_again() {
+fn a_lost_copy_is_copied_again() {
     let mut scene = Scene::new(5, Redundancy::Replicas(3));
     let ranking = scene.ranking();
     scene.set(ranking[0], PeerState::Lost);
@@ -138,12 +138,12 @@ fn a_peer_that_is_down_is_awaited() {
         (0..3).for_each(|place| scene.set(ranking[place], PeerState::Down));
         let plan = scene.plan();
         assert_eq!((plan.steps, plan.missing, plan.waiting), (Vec::new(), 3, 3), "{wanted}");
-        assert_eq!(plan.survives, -1, "it cannot be read now");
+        assert_eq!(plan.survives, -1, "the blob cannot be read");
     }
 }
 
 #[test]
-fn beside_a_peer_that_is_down_what_is_missing_is_rebuilt() {
+fn a_missing_fragment_is_rebuilt_while_another_peer_is_down() {
     let mut scene = Scene::new(9, CODE);
     let ranking = scene.ranking();
     scene.set(ranking[1], PeerState::Down);
@@ -154,7 +154,7 @@ fn beside_a_peer_that_is_down_what_is_missing_is_rebuilt() {
 }
 
 #[test]
-fn what_a_peer_is_known_to_have_that_is_down_is_not_rebuilt() {
+fn a_fragment_that_a_peer_that_is_down_is_known_to_have_is_not_rebuilt() {
     let mut scene = Scene::new(9, CODE);
     let ranking = scene.ranking();
     scene.node(ranking[0]).state = PeerState::Down;
@@ -166,7 +166,7 @@ fn what_a_peer_is_known_to_have_that_is_down_is_not_rebuilt() {
 }
 
 #[test]
-fn a_peer_that_is_drained_keeps_its_fragment_until_another_has_it() {
+fn a_draining_peer_keeps_its_fragment_until_another_peer_has_it() {
     for wanted in [CODE, Redundancy::Replicas(3)] {
         let mut scene = Scene::new(9, wanted);
         let ranking = scene.ranking();
@@ -213,9 +213,9 @@ fn a_peer_that_joins_gets_one_fragment_and_another_drops_it() {
 }
 
 #[test]
-fn a_full_peer_is_passed_over_within_its_domain() {
+fn a_full_peer_is_replaced_within_its_domain() {
     let mut scene = Scene::new(12, CODE);
-    // Two in each domain.
+    // Two peers in each domain.
     scene.nodes.iter_mut().zip(0..).for_each(|(node, n)| node.domain = (n / 2).to_string());
     scene.holdings.clear();
     let ranking = scene.ranking();
@@ -228,13 +228,13 @@ fn a_full_peer_is_passed_over_within_its_domain() {
     let Step::Rebuild { index: 0, to, .. } = steps[0] else { panic!("{steps:?}") };
     assert_eq!((scene.node(to).domain.clone(), to == ranking[0]), (domain, false));
     assert_eq!(scene.plan().steps, []);
-    // One that is full keeps what it has.
+    // A full peer keeps what it has.
     scene.node(ranking[1]).full = true;
     assert_eq!(scene.plan().steps, []);
 }
 
 #[test]
-fn with_too_few_peers_each_has_one_and_the_rest_is_told() {
+fn with_too_few_peers_the_missing_fragments_are_reported_as_unplaced() {
     let mut scene = Scene::new(6, CODE);
     let ranking = scene.ranking();
     scene.set(ranking[0], PeerState::Lost);
@@ -249,7 +249,7 @@ fn fragments_on_one_peer_are_lost_together() {
     let ranking = scene.ranking();
     scene.holdings.clear();
     (0..6).for_each(|index| scene.add(ranking[0], b"one", index));
-    assert_eq!(scene.plan().survives, 0, "all are there, but with one peer they are gone");
+    assert_eq!(scene.plan().survives, 0, "the loss of one peer loses all fragments");
     assert_eq!(scene.execute().len(), 5);
     assert_eq!(scene.plan().survives, 2);
     scene.execute();
@@ -264,7 +264,7 @@ fn two_encodings_are_not_counted_together() {
     (0..3).for_each(|index| scene.add(ranking[usize::from(index)], b"one", index));
     (3..6).for_each(|index| scene.add(ranking[usize::from(index)], b"two", index));
     assert_eq!((scene.plan().survives, scene.plan().steps), (-1, Vec::new()));
-    // One of them can be read: it is completed, and then the other is surplus.
+    // One encoding can be read: it is completed, and then the other one is surplus.
     scene.add(ranking[3], b"one", 3);
     assert!(scene.execute().iter().all(|step| matches!(step, Step::Rebuild { .. })));
     let steps = scene.execute();
@@ -276,7 +276,7 @@ fn two_encodings_are_not_counted_together() {
 }
 
 #[test]
-fn what_others_want_in_another_way_is_left_alone_and_read_if_there_is_nothing_else() {
+fn another_encoding_is_left_alone_and_used_as_a_source_only_if_there_is_no_other() {
     let mut scene = Scene::new(9, Redundancy::Replicas(2));
     let copies = scene.holdings.clone();
     scene.wanted = CODE;
@@ -290,7 +290,7 @@ fn what_others_want_in_another_way_is_left_alone_and_read_if_there_is_nothing_el
 }
 
 #[test]
-fn what_cannot_be_is_ignored() {
+fn impossible_holdings_are_ignored() {
     let mut scene = Scene::new(9, CODE);
     let expected = scene.plan();
     let one = scene.holdings[0];

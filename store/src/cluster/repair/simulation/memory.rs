@@ -1,8 +1,9 @@
-//! The whole repair, as it runs over connections, on peers in memory that fail in every way.
+//! The whole repair job on simulated peers in memory that fail in every way.
 //!
-//! Something happens between any two of its questions: peers go away and come back, are lost, fill up, their
-//! blocks turn bad, an answer does not come. It dies at any question, and another one begins. As long as it runs,
-//! a blob is as strong as it was, less one for each fragment that turned bad or went with its holder.
+//! Events happen between any two requests: peers go away and come back, are lost, fill up, their
+//! blocks turn bad, an answer does not come. The repair is killed at any request, and another one
+//! starts. While it runs, a blob is as strong as it was, less one for each fragment that turned bad
+//! or was lost with its holder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
 const BLOBS: u64 = 12;
-/// Repairs of one seed.
+/// The repairs that are run for one seed.
 const REPAIRS: u64 = 20;
 
 /// Blob, encoding and index.
@@ -32,7 +33,7 @@ struct Peer {
     node: RepairPeer,
     answers: bool,
     fragments: BTreeMap<Key, Fragment>,
-    /// Of these, those that cannot be read any more.
+    /// The fragments that have turned bad.
     bad: BTreeSet<Key>,
 }
 
@@ -46,33 +47,33 @@ struct World {
     rng: Rng,
     peers: BTreeMap<PeerId, Peer>,
     blobs: BTreeMap<BlobId, Blob>,
-    /// Questions until it dies; nothing if nothing goes wrong any more.
+    /// The requests until the repair is killed; `None` if no failure happens any more.
     left: Option<u64>,
-    questions: u64,
-    /// Peers say that they have stored what they have not: that has to be found.
-    plant: bool,
-    /// What was found: a panic of one task is only the end of that task.
+    requests: u64,
+    /// A deliberate defect that must be found: peers claim to have stored what they have not.
+    defect: bool,
+    /// A violation of the invariant. It is kept here because a panic would end only one task.
     violation: Option<String>,
 }
 
 /// Peers in memory.
 struct Memory {
     world: Mutex<World>,
-    dead: Notify,
+    killed_notice: Notify,
 }
 
 fn failed(peer: PeerId, kind: ErrorKind) -> Error {
-    Error::Peer { peer: peer.to_string(), kind, reason: "it is simulated".into() }
+    Error::Peer { peer: peer.to_string(), kind, reason: "this failure is simulated".into() }
 }
 
 impl World {
-    fn new(mut rng: Rng, plant: bool) -> World {
+    fn new(mut rng: Rng, defect: bool) -> World {
         let mut world = World {
             peers: BTreeMap::new(),
             blobs: BTreeMap::new(),
             left: None,
-            questions: 0,
-            plant,
+            requests: 0,
+            defect,
             violation: None,
             rng: Rng(rng.below(u64::MAX)),
         };
@@ -148,7 +149,7 @@ impl World {
                 let Some(id) = self.any(|one| one.node.state != PeerState::Lost) else { return };
                 let held: BTreeSet<BlobId> =
                     self.peers[&id].fragments.keys().map(|key| key.0).collect();
-                if self.endure(&held) {
+                if self.count_losses(&held) {
                     let peer = self.peers.get_mut(&id).unwrap();
                     (peer.node.state, peer.answers) = (PeerState::Lost, false);
                     self.join();
@@ -158,15 +159,16 @@ impl World {
                 let Some(id) = self.any(|one| !one.fragments.is_empty()) else { return };
                 let at = self.rng.below(self.peers[&id].fragments.len() as u64) as usize;
                 let key = *self.peers[&id].fragments.keys().nth(at).unwrap();
-                if !self.peers[&id].bad.contains(&key) && self.endure(&[key.0].into()) {
+                if !self.peers[&id].bad.contains(&key) && self.count_losses(&[key.0].into()) {
                     self.peers.get_mut(&id).unwrap().bad.insert(key);
                 }
             }
         }
     }
 
-    /// Each of these blobs loses something, if all of them can.
-    fn endure(&mut self, blobs: &BTreeSet<BlobId>) -> bool {
+    /// Counts a loss for each of these blobs, if all of them can survive one more. Returns whether
+    /// it did.
+    fn count_losses(&mut self, blobs: &BTreeSet<BlobId>) -> bool {
         let can = |blob: &BlobId| self.blobs[blob].losses < self.blobs[blob].wanted.survives();
         if !blobs.iter().all(can) {
             return false;
@@ -198,8 +200,8 @@ impl World {
         }
     }
 
-    /// What is whole has lost nothing.
-    fn count_anew(&mut self) {
+    /// Resets the losses of blobs with full redundancy.
+    fn reset_losses(&mut self) {
         for blob in self.blobs.keys().copied().collect::<Vec<_>>() {
             if self.strength(&blob) == self.blobs[&blob].wanted.width() {
                 self.blobs.get_mut(&blob).unwrap().losses = 0;
@@ -214,8 +216,8 @@ impl World {
         }
     }
 
-    /// Nothing goes wrong any more, and what is bad is known to be.
-    fn calm_down(&mut self) {
+    /// Ends all failures, and removes the fragments that have turned bad.
+    fn end_events(&mut self) {
         self.left = None;
         for peer in self.peers.values_mut().filter(|peer| peer.node.state != PeerState::Lost) {
             (peer.answers, peer.node.full) = (true, false);
@@ -224,7 +226,7 @@ impl World {
         }
     }
 
-    /// Everything is at its place and nowhere else.
+    /// Asserts that all fragments are at their places and nowhere else.
     fn check_places(&self) {
         for (blob, Blob { wanted, content, .. }) in &self.blobs {
             let places: BTreeSet<_> = self.ranking(blob).into_iter().take(wanted.width()).collect();
@@ -252,28 +254,28 @@ impl Memory {
         self.world.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Time passes before a question is answered. Whether it is.
-    async fn turn(&self, peer: PeerId) -> Result<MutexGuard<'_, World>> {
+    /// Lets time pass before a request is answered. Fails if the peer does not answer.
+    async fn before_answer(&self, peer: PeerId) -> Result<MutexGuard<'_, World>> {
         let steps = self.world().rng.below(4);
         for _ in 0..steps {
             tokio::task::yield_now().await;
         }
-        if !self.goes_on() {
-            self.dead.notify_one();
+        if !self.survives_event() {
+            self.killed_notice.notify_one();
             std::future::pending::<()>().await;
         }
         let mut world = self.world();
-        let goes_wrong = world.left.is_some() && world.rng.chance(2);
+        let fails = world.left.is_some() && world.rng.chance(2);
         match world.peers.get(&peer) {
-            Some(peer) if peer.answers && !goes_wrong => Ok(world),
+            Some(peer) if peer.answers && !fails => Ok(world),
             _ => Err(failed(peer, ErrorKind::Unavailable)),
         }
     }
 
-    /// Something happens. Whether the repair lives on.
-    fn goes_on(&self) -> bool {
+    /// Lets an event happen. Returns whether the repair continues.
+    fn survives_event(&self) -> bool {
         let mut world = self.world();
-        world.questions += 1;
+        world.requests += 1;
         let Some(left) = world.left else { return true };
         world.left = Some(left.saturating_sub(1));
         if world.rng.chance(8) {
@@ -286,7 +288,7 @@ impl Memory {
 
 impl Peers for Memory {
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
-        let world = self.turn(peer).await?;
+        let world = self.before_answer(peer).await?;
         let fragments = &world.peers[&peer].fragments;
         let held = |blob: &BlobId| {
             let own = fragments.iter().filter(|(key, _)| key.0 == *blob);
@@ -308,10 +310,10 @@ impl Peers for Memory {
     }
 
     async fn get(&self, peer: PeerId, blob: BlobId) -> Result<Vec<Fragment>> {
-        let world = self.turn(peer).await?;
+        let world = self.before_answer(peer).await?;
         let own = &world.peers[&peer];
         let found = own.fragments.iter().filter(|(key, _)| key.0 == blob);
-        // A peer leaves out what is bad, or sends it.
+        // A peer leaves out bad fragments with even indices, and sends the others as zeros.
         let bytes = |(key, one): (&Key, &Fragment)| match own.bad.contains(key) {
             false => Some(one.clone()),
             true if key.2 % 2 == 0 => None,
@@ -321,12 +323,12 @@ impl Peers for Memory {
     }
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
-        let mut world = self.turn(peer).await?;
+        let mut world = self.before_answer(peer).await?;
         if !fragment.is_of(&fragment.description.blob) {
-            world.violation = Some("a fragment was not verified".into());
+            world.violation = Some("repair stored a fragment that it had not verified".into());
         }
         let key = (fragment.description.blob, fragment.description.id(), fragment.index);
-        let is_bad = world.plant && world.rng.chance(20);
+        let is_bad = world.defect && world.rng.chance(20);
         let own = world.peers.get_mut(&peer).unwrap();
         if own.node.full {
             return Err(failed(peer, ErrorKind::Unavailable));
@@ -341,7 +343,7 @@ impl Peers for Memory {
     }
 
     async fn delete(&self, peer: PeerId, fragment: FragmentId, _idle: u32) -> Result<bool> {
-        let mut world = self.turn(peer).await?;
+        let mut world = self.before_answer(peer).await?;
         let key = (fragment.blob, fragment.encoding, fragment.index);
         let own = world.peers.get_mut(&peer).unwrap();
         own.fragments.remove(&key);
@@ -351,14 +353,14 @@ impl Peers for Memory {
     }
 }
 
-/// Repairs until it is done, or dead.
+/// Runs a repair until it is complete; `None` if it was killed.
 async fn run_once(memory: &Arc<Memory>) -> Option<Report> {
     let (sender, blobs) = mpsc::channel(BLOBS as usize);
     let members = {
         let mut world = memory.world();
-        world.count_anew();
+        world.reset_losses();
         world.blobs.iter().for_each(|(id, one)| sender.try_send((*id, one.wanted)).unwrap());
-        // Some are known to be down, some are not.
+        // The catalog may or may not know which peers are down.
         let knows = world.rng.chance(50);
         RepairMembers::new(world.peers.values().map(|peer| match peer.node.state {
             PeerState::Up if knows && !peer.answers => {
@@ -372,34 +374,34 @@ async fn run_once(memory: &Arc<Memory>) -> Option<Report> {
         report = repair(memory.clone(), members, blobs, RepairLimits::default(), &|| true, &|_| ()) => {
             Some(report)
         }
-        () = memory.dead.notified() => None,
+        () = memory.killed_notice.notified() => None,
     }
 }
 
-/// What was under way when the repair died comes to its end: the tasks of a process end with it.
-async fn bury(memory: &Memory) {
+/// Lets the tasks of a killed repair end, as the tasks of a process end with it.
+async fn end_tasks(memory: &Memory) {
     memory.world().left = Some(0);
     for _ in 0..100 {
         tokio::task::yield_now().await;
     }
-    // Others may have told of the same death.
+    // Several tasks may have reported the same kill.
     tokio::select! {
         biased;
-        () = memory.dead.notified() => {}
+        () = memory.killed_notice.notified() => {}
         () = std::future::ready(()) => {}
     }
 }
 
-async fn run(seed: u64, plant: bool) -> (Report, u64, u64) {
-    let world = World::new(Rng(seed), plant);
-    let memory = Arc::new(Memory { world: Mutex::new(world), dead: Notify::new() });
-    let (mut all, mut deaths) = (Report::default(), 0);
+async fn run(seed: u64, defect: bool) -> (Report, u64, u64) {
+    let world = World::new(Rng(seed), defect);
+    let memory = Arc::new(Memory { world: Mutex::new(world), killed_notice: Notify::new() });
+    let (mut all, mut kills) = (Report::default(), 0);
     for _ in 0..REPAIRS {
         {
             let mut world = memory.world();
             world.left = Some(20 + world.rng.below(80));
             world.most_come_back();
-            world.count_anew();
+            world.reset_losses();
             (0..world.rng.below(8)).for_each(|_| world.event());
         }
         let report = run_once(&memory).await;
@@ -410,60 +412,61 @@ async fn run(seed: u64, plant: bool) -> (Report, u64, u64) {
                 all.add(report);
             }
             None => {
-                deaths += 1;
-                bury(&memory).await;
+                kills += 1;
+                end_tasks(&memory).await;
             }
         }
     }
-    memory.world().calm_down();
-    let report = run_once(&memory).await.expect("nothing goes wrong any more");
+    memory.world().end_events();
+    let report = run_once(&memory).await.expect("no failure happens any more");
     assert_eq!(memory.world().violation, None);
     assert!(!report.is_incomplete(), "{report:?}");
     memory.world().check_places();
-    let again = run_once(&memory).await.expect("nothing goes wrong any more");
+    let again = run_once(&memory).await.expect("no failure happens any more");
     assert_eq!((again.bytes, again.dropped, again.under), (0, 0, 0), "{again:?}");
     all.add(report);
-    let questions = memory.world().questions;
-    (all, deaths, questions)
+    let requests = memory.world().requests;
+    (all, kills, requests)
 }
 
-fn run_alone(seed: u64, plant: bool) -> (Report, u64, u64) {
+fn run_alone(seed: u64, defect: bool) -> (Report, u64, u64) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(run(seed, plant))
+    runtime.block_on(run(seed, defect))
 }
 
-/// `CAIRN_SEED` repeats one, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+/// Runs many schedules. `CAIRN_SEED` repeats one; `CAIRN_SOAK_SECONDS` continues with others for
+/// that long.
 #[test]
-fn the_whole_repair_makes_nothing_weaker_and_comes_to_rest() {
+fn a_whole_repair_weakens_no_blob_and_completes() {
     let start = std::time::Instant::now();
     let soak = std::time::Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
     let first = number("CAIRN_SEED");
-    let (mut seeds, mut deaths, mut questions) = (0, 0, 0);
+    let (mut seeds, mut kills, mut requests) = (0, 0, 0);
     let mut all = Report::default();
     while seeds < 30 || start.elapsed() < soak {
         let seed = first.unwrap_or(seeds);
         println!("CAIRN_SEED={seed}");
-        let (report, died, asked) = run_alone(seed, false);
+        let (report, killed, asked) = run_alone(seed, false);
         all.add(report);
-        (seeds, deaths, questions) = (seeds + 1, deaths + died, questions + asked);
+        (seeds, kills, requests) = (seeds + 1, kills + killed, requests + asked);
         if first.is_some() {
             break;
         }
     }
     let Report { rebuilt, moved, dropped, damaged, .. } = all;
     println!(
-        "{questions} questions in {:?}, {deaths} deaths, {rebuilt} rebuilt, {moved} moved, {dropped} \
+        "{requests} requests in {:?}, {kills} kills, {rebuilt} rebuilt, {moved} moved, {dropped} \
          dropped, {damaged} damaged, no violation",
         start.elapsed()
     );
     if first.is_none() {
-        assert!([rebuilt, moved, dropped, damaged, deaths].iter().all(|count| *count > seeds));
+        assert!([rebuilt, moved, dropped, damaged, kills].iter().all(|count| *count > seeds));
     }
 }
 
 #[test]
-fn a_peer_that_does_not_store_what_it_says_is_found() {
+fn a_peer_that_claims_to_have_stored_what_it_has_not_is_found() {
     let found = |seed: &u64| std::panic::catch_unwind(|| run_alone(*seed, true)).is_err();
-    let seed = (0..20).find(found).expect("it was not found");
-    println!("it is found with CAIRN_SEED={seed}");
+    let seed = (0..20).find(found).expect("the defect was not found");
+    println!("found the defect with CAIRN_SEED={seed}");
 }

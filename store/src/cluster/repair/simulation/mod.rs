@@ -1,14 +1,17 @@
-//! Placement, membership and repair under a random schedule, without a network or a clock.
+//! Simulation of placement, membership and repair under a random schedule, without a network or a
+//! clock.
 //!
-//! Peers join, go down and come back, are lost for good or return after all with what they had, are drained, and
-//! fill up. Clients store blobs, some of them with no more fragments than are enough, some a second time in
-//! another encoding. Repair looks at one blob after the other and does one half of a step at a time: reading is one
-//! half, writing the other, and everything else happens in between. It dies at any of them.
+//! **Events.** Peers join, go down and come back, are lost for good or return with what they had,
+//! are drained, and fill up. Clients store blobs, some with no more fragments than are enough, some
+//! a second time in another encoding. Repair works on one blob after the other and does half a step
+//! at a time: it reads in one half and writes in the other, and events happen in between. It is
+//! killed between any two halves.
 //!
-//! A blob that had its full redundancy once has at every moment as many fragments, each on a peer of its own, as it
-//! has in full, less one for each of its holders that was lost since it was whole for the last time. So nothing
-//! that repair does makes it weaker, not even for a moment, and as long as no more are lost than its
-//! redundancy survives, it can be read. When everything has come to rest, all is at its place and nowhere else.
+//! **Invariant.** Consider a blob that once had its full redundancy. At every moment its fragments,
+//! each counted on a peer of its own, are as many as its full number, less one for each holder that
+//! was lost since the blob was last whole. So no action of repair makes a blob weaker, not even for
+//! a moment, and the blob can be read as long as no more holders are lost than its redundancy
+//! survives. When the events end, all fragments are at their places and nowhere else.
 
 mod memory;
 mod repairing;
@@ -18,7 +21,7 @@ use self::repairing::{Done, Repairing};
 use self::world::World;
 use super::members::PeerState;
 
-/// Steps before everything comes to its end.
+/// The steps before the events end.
 const STEPS: u64 = 2000;
 
 struct Rng(u64);
@@ -37,22 +40,22 @@ impl Rng {
     }
 }
 
-/// A mistake that is made on purpose: the simulation has to find it.
+/// A deliberate defect, which the simulation has to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Plant {
-    /// What is copied is dropped before the copy is durable.
+enum Defect {
+    /// The source of a copy is dropped before the copy is durable.
     DropTooEarly,
     /// Fragments of two encodings are counted together.
     MixedEncodings,
-    /// What is on a peer that is down is rebuilt.
+    /// The fragments of a peer that is down are rebuilt.
     DownIsLost,
-    /// A peer that has a fragment gets another.
+    /// A peer that has a fragment gets another one.
     TwoOnOne,
-    /// A fragment is dropped because one that is lost has it, too.
+    /// A fragment is dropped because a lost peer has it, too.
     LostIsUp,
 }
 
-/// How often each has happened.
+/// How often each event and each step happened.
 #[derive(Debug, Default)]
 struct Counts {
     joins: u64,
@@ -66,44 +69,44 @@ struct Counts {
     rebuilt: u64,
     copied: u64,
     dropped: u64,
-    deaths: u64,
+    kills: u64,
 }
 
-fn run(seed: u64, plant: Option<Plant>) -> Counts {
+fn run(seed: u64, defect: Option<Defect>) -> Counts {
     let mut world = World::new(Rng(seed));
-    let mut repairing = Repairing::new(plant);
+    let mut repairing = Repairing::new(defect);
     for _ in 0..STEPS {
         match world.rng.below(100) {
             0..30 => world.event(),
-            30 if world.rng.chance(50) => repairing.die(&mut world),
+            30 if world.rng.chance(50) => repairing.kill(&mut world),
             _ => repairing.step(&mut world),
         }
     }
-    repairing.die(&mut world);
-    world.calm_down();
-    repairing.come_to_rest(&mut world);
+    repairing.kill(&mut world);
+    world.end_events();
+    repairing.run_to_completion(&mut world);
     world.check_places();
     // A peer that joins gets what the ranking gives it, and nothing else moves.
     let before = world.places();
     let were_enough = world.has_enough_peers();
     world.join();
     let expected = world.changed_places(&before);
-    let Done { copied, rebuilt, dropped } = repairing.come_to_rest(&mut world);
+    let Done { copied, rebuilt, dropped } = repairing.run_to_completion(&mut world);
     match were_enough {
         true => assert_eq!((copied, rebuilt, dropped), (expected, 0, expected), "after a join"),
         false => assert!(copied + rebuilt <= expected, "after a join"),
     }
     world.check_places();
-    // Whoever is down, nothing moves.
+    // While peers are down, nothing moves.
     world.many_go_down();
-    let Done { copied, rebuilt, dropped } = repairing.come_to_rest(&mut world);
-    assert_eq!((copied, rebuilt, dropped), (0, 0, 0), "while some are down");
+    let Done { copied, rebuilt, dropped } = repairing.run_to_completion(&mut world);
+    assert_eq!((copied, rebuilt, dropped), (0, 0, 0), "while peers are down");
     world.all_come_back();
-    // What one held that is lost is rebuilt, and nothing else moves.
+    // What a lost peer held is rebuilt, and nothing else moves.
     let before = world.places();
     if world.lose_one(PeerState::Up) {
         let expected = world.changed_places(&before);
-        let Done { copied, rebuilt, .. } = repairing.come_to_rest(&mut world);
+        let Done { copied, rebuilt, .. } = repairing.run_to_completion(&mut world);
         assert_eq!(copied + rebuilt, expected, "after a loss");
         world.check_places();
     }
@@ -114,9 +117,10 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Many schedules; `CAIRN_SEED` repeats one, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+/// Runs many schedules. `CAIRN_SEED` repeats one; `CAIRN_SOAK_SECONDS` continues with others for
+/// that long.
 #[test]
-fn blobs_survive_and_come_to_rest_at_their_places() {
+fn blobs_survive_and_end_at_their_places() {
     let start = std::time::Instant::now();
     let soak = std::time::Duration::from_secs(number("CAIRN_SOAK_SECONDS").unwrap_or(0));
     let first = number("CAIRN_SEED");
@@ -138,34 +142,34 @@ fn blobs_survive_and_come_to_rest_at_their_places() {
         all.rebuilt += counts.rebuilt;
         all.copied += counts.copied;
         all.dropped += counts.dropped;
-        all.deaths += counts.deaths;
+        all.kills += counts.kills;
         if first.is_some() {
             break;
         }
     }
     println!("{} steps in {:?}, no violation: {all:?}", seeds * STEPS, start.elapsed());
     if first.is_none() {
-        let each =
-            [all.joins, all.flaps, all.losses, all.returns, all.drains, all.full, all.deaths];
-        assert!(each.into_iter().all(|count| count > seeds), "not enough happened");
+        let each = [all.joins, all.flaps, all.losses, all.returns, all.drains, all.full, all.kills];
+        assert!(each.into_iter().all(|count| count > seeds), "too few events happened");
         let work = [all.rebuilt, all.copied, all.dropped, all.puts, all.reads];
-        assert!(work.into_iter().all(|count| count > 10 * seeds), "not enough was done");
+        assert!(work.into_iter().all(|count| count > 10 * seeds), "too few steps were carried out");
     }
 }
 
-/// A checker that finds nothing proves nothing: each of these mistakes is found soon.
+/// A checker that finds nothing proves nothing, so each of these defects must be found within a few
+/// seeds.
 #[test]
-fn planted_mistakes_are_found() {
-    let plants = [
-        Plant::DropTooEarly,
-        Plant::MixedEncodings,
-        Plant::DownIsLost,
-        Plant::TwoOnOne,
-        Plant::LostIsUp,
+fn deliberate_defects_are_found() {
+    let defects = [
+        Defect::DropTooEarly,
+        Defect::MixedEncodings,
+        Defect::DownIsLost,
+        Defect::TwoOnOne,
+        Defect::LostIsUp,
     ];
-    for plant in plants {
-        let found = |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(plant))).is_err();
-        let seed = (0..20).find(found).unwrap_or_else(|| panic!("{plant:?} was not found"));
-        println!("{plant:?} is found with CAIRN_SEED={seed}");
+    for defect in defects {
+        let found = |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(defect))).is_err();
+        let seed = (0..20).find(found).unwrap_or_else(|| panic!("{defect:?} was not found"));
+        println!("found {defect:?} with CAIRN_SEED={seed}");
     }
 }

@@ -1,14 +1,14 @@
-//! A repair in the simulated world, one half of a step at a time.
+//! A repair in the simulated world, half a step at a time.
 
 use std::collections::VecDeque;
 
-use super::Plant;
+use super::Defect;
 use super::world::{Peer, World};
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::plan::{Holding, Plan, Step, plan};
 use crate::id::{BlobId, PeerId};
 
-/// What was done.
+/// The steps that were carried out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Done {
     pub(super) copied: u64,
@@ -17,21 +17,21 @@ pub(super) struct Done {
 }
 
 pub(super) struct Repairing {
-    plant: Option<Plant>,
-    /// The blob that is repaired.
+    defect: Option<Defect>,
+    /// The blob under repair.
     blob: usize,
     steps: VecDeque<Step>,
-    /// The first half of the first step is done.
+    /// Whether the first half of the first step is done.
     is_read: bool,
-    /// Losses, and blobs that clients had stored, when everybody was asked.
+    /// The counts of losses and of puts when the peers were asked.
     seen: (u64, u64),
     done: Done,
 }
 
 impl Repairing {
-    pub(super) fn new(plant: Option<Plant>) -> Repairing {
+    pub(super) fn new(defect: Option<Defect>) -> Repairing {
         Repairing {
-            plant,
+            defect,
             blob: 0,
             steps: VecDeque::new(),
             is_read: false,
@@ -40,9 +40,9 @@ impl Repairing {
         }
     }
 
-    /// The process ends, and another begins from the start.
-    pub(super) fn die(&mut self, world: &mut World) {
-        world.counts.deaths += 1;
+    /// The process is killed, and another one starts from the beginning.
+    pub(super) fn kill(&mut self, world: &mut World) {
+        world.counts.kills += 1;
         self.give_up(world);
     }
 
@@ -62,15 +62,16 @@ impl Repairing {
                     self.look(world, number);
                 }
             }
-            Some(step) => self.go_on(world, &step),
+            Some(step) => self.continue_step(world, &step),
         }
     }
 
-    /// Repairs until there is nothing left to do.
-    pub(super) fn come_to_rest(&mut self, world: &mut World) -> Done {
+    /// Repairs all blobs until no steps are left.
+    pub(super) fn run_to_completion(&mut self, world: &mut World) -> Done {
         self.done = Done::default();
         for number in world.blobs.keys().copied().collect::<Vec<_>>() {
-            // Two at most for what is missing or misplaced, one for what is surplus, one that finds nothing.
+            // At most two rounds for missing and misplaced fragments, one for surplus ones, and one
+            // that finds nothing to do.
             let rounds = (0..6).find(|_| {
                 self.look(world, number);
                 let is_done = self.steps.is_empty();
@@ -79,23 +80,23 @@ impl Repairing {
                 }
                 is_done
             });
-            assert!(rounds.is_some_and(|rounds| rounds < 4), "blob {number} finds no rest");
+            assert!(rounds.is_some_and(|rounds| rounds < 4), "blob {number} still has steps");
         }
         self.done
     }
 
-    /// Asks everybody and plans.
+    /// Asks the peers and plans.
     fn look(&mut self, world: &mut World, number: usize) {
         self.blob = number;
         let blob = &world.blobs[&number];
         let mut members = world.members();
         let mut holdings = world.holdings(number, |peer| peer.answers);
-        match self.plant {
-            Some(Plant::MixedEncodings) => {
+        match self.defect {
+            Some(Defect::MixedEncodings) => {
                 holdings.iter_mut().for_each(|one| one.encoding = BlobId::of(b"any"));
             }
-            Some(Plant::DownIsLost) => members = with(world, PeerState::Down, PeerState::Lost),
-            Some(Plant::LostIsUp) => {
+            Some(Defect::DownIsLost) => members = with(world, PeerState::Down, PeerState::Lost),
+            Some(Defect::LostIsUp) => {
                 members = with(world, PeerState::Lost, PeerState::Up);
                 holdings = world.holdings(number, |_| true);
             }
@@ -104,7 +105,7 @@ impl Repairing {
         let planned = plan(&blob.id, blob.wanted, &members, &holdings);
         self.check_plan(world, number, &planned);
         let steps = planned.steps.into_iter();
-        self.steps = steps.map(|step| self.spoil(world, number, step)).collect();
+        self.steps = steps.map(|step| self.apply_defect(world, number, step)).collect();
         self.is_read = false;
         self.seen = (world.counts.losses, world.counts.puts);
         let drops = self.steps.iter().any(|step| matches!(step, Step::Drop { .. }));
@@ -113,10 +114,10 @@ impl Repairing {
 
     fn check_plan(&self, world: &World, number: usize, planned: &Plan) {
         let blob = &world.blobs[&number];
-        // What is said about its safety is true.
+        // The plan's claim about the blob's readability is true.
         let reachable = world.holdings(number, |peer| peer.answers);
         assert_eq!(planned.survives >= 0, is_enough(&reachable), "blob {number}");
-        // Who is down moves nothing that would not be moved if it were up.
+        // A peer that is down must not move anything that would stay if the peer were up.
         let has_all_answers = world
             .peers
             .iter()
@@ -127,17 +128,17 @@ impl Repairing {
         let up = with(world, PeerState::Down, PeerState::Up);
         let all = world.holdings(number, |peer| peer.node.state != PeerState::Lost);
         let at_rest = plan(&blob.id, blob.wanted, &up, &all).steps.is_empty();
-        // Of two encodings another one may be the better one meanwhile.
+        // With two encodings, the other one may be the stronger one for the moment.
         let is_one = all.iter().all(|one| one.encoding == all[0].encoding);
         if at_rest && has_all_answers && is_one {
             assert_eq!(planned.steps, [], "blob {number} is moved because a peer is down");
         }
     }
 
-    /// Makes the mistake that was asked for.
-    fn spoil(&self, world: &World, number: usize, mut step: Step) -> Step {
-        match (&mut step, self.plant) {
-            (Step::Copy { to, .. } | Step::Rebuild { to, .. }, Some(Plant::TwoOnOne)) => {
+    /// Applies the deliberate defect to a step.
+    fn apply_defect(&self, world: &World, number: usize, mut step: Step) -> Step {
+        match (&mut step, self.defect) {
+            (Step::Copy { to, .. } | Step::Rebuild { to, .. }, Some(Defect::TwoOnOne)) => {
                 let has_one = world.peers.iter().find(|peer| peer.has.contains_key(&number));
                 *to = has_one.map_or(*to, |peer| peer.node.id);
             }
@@ -145,7 +146,7 @@ impl Repairing {
                 Step::Copy { encoding, .. }
                 | Step::Rebuild { encoding, .. }
                 | Step::Drop { encoding, .. },
-                Some(Plant::MixedEncodings),
+                Some(Defect::MixedEncodings),
             ) => {
                 let all = world.holdings(number, |peer| peer.answers);
                 *encoding = all.first().map_or(*encoding, |one| one.encoding);
@@ -155,11 +156,11 @@ impl Repairing {
         step
     }
 
-    fn go_on(&mut self, world: &mut World, step: &Step) {
+    fn continue_step(&mut self, world: &mut World, step: &Step) {
         if !self.is_read {
             self.is_read = self.read(world, step);
             if !self.is_read {
-                // Everything is different: look again.
+                // The world has changed: ask again.
                 self.give_up(world);
             }
             return;
@@ -174,7 +175,7 @@ impl Repairing {
         world.check(self.blob);
     }
 
-    /// The first half: what a step needs is read.
+    /// The first half of a step: reads what it needs.
     fn read(&mut self, world: &mut World, step: &Step) -> bool {
         let number = self.blob;
         let answering = world.holdings(number, |peer| peer.answers);
@@ -191,21 +192,21 @@ impl Repairing {
             }
             Step::Copy { encoding, index, from, .. } => {
                 let found = has(from, encoding, *index);
-                if self.plant == Some(Plant::DropTooEarly) && found {
+                if self.defect == Some(Defect::DropTooEarly) && found {
                     remove(world, number, from, encoding, *index);
                     world.check(number);
                 }
                 found
             }
-            Step::Drop { .. } if self.plant == Some(Plant::LostIsUp) => true,
+            Step::Drop { .. } if self.defect == Some(Defect::LostIsUp) => true,
             Step::Drop { kept, .. } => {
                 kept.iter().all(|one| has(&one.peer, &one.encoding, one.index))
             }
-            Step::Encode { .. } => unreachable!("all encodings here are as they are wanted"),
+            Step::Encode { .. } => unreachable!("all encodings in the simulation are as wanted"),
         }
     }
 
-    /// The second half: what it changes.
+    /// The second half of a step: writes.
     fn write(&mut self, world: &mut World, step: &Step) -> bool {
         let number = self.blob;
         match step {
@@ -214,7 +215,7 @@ impl Repairing {
                 if !peer.answers || peer.node.full {
                     return false;
                 }
-                // Another one there is surplus: somebody else has it, too.
+                // A further fragment on the peer is acceptable if another peer has it, too.
                 let all = world.holdings(number, |peer| peer.node.state != PeerState::Lost);
                 let mut others = all.iter().filter(|one| one.peer == *to && one.index != *index);
                 let is_elsewhere = |other: &Holding| {
@@ -244,15 +245,16 @@ impl Repairing {
                 }
                 let before = world.total(number);
                 remove(world, number, peer, encoding, *index);
-                // Who keeps it may have been lost since: then that was the loss.
+                // A peer that keeps the fragment may have been lost since: then the loss weakened
+                // the blob.
                 if world.counts.losses == self.seen.0 {
-                    assert_eq!(world.total(number), before, "a fragment was dropped that counts");
+                    assert_eq!(world.total(number), before, "a drop weakened the blob");
                 }
                 (self.done.dropped, world.counts.dropped) =
                     (self.done.dropped + 1, world.counts.dropped + 1);
                 true
             }
-            Step::Encode { .. } => unreachable!("all encodings here are as they are wanted"),
+            Step::Encode { .. } => unreachable!("all encodings in the simulation are as wanted"),
         }
     }
 }
@@ -267,7 +269,7 @@ fn remove(world: &mut World, number: usize, peer: &PeerId, encoding: &BlobId, in
     }
 }
 
-/// Whether these are enough fragments of one encoding.
+/// Whether there are enough fragments of one encoding to read the blob.
 fn is_enough(holdings: &[Holding]) -> bool {
     holdings.iter().any(|first| {
         let mut own: Vec<u8> = holdings
@@ -281,7 +283,7 @@ fn is_enough(holdings: &[Holding]) -> bool {
     })
 }
 
-/// The members, with those that are in one state in another.
+/// The members, with all peers in `state` changed to `other`.
 fn with(world: &World, state: PeerState, other: PeerState) -> RepairMembers {
     let changed = |node: &RepairPeer| match node.state == state {
         true => RepairPeer { state: other, ..node.clone() },

@@ -1,4 +1,4 @@
-//! Peers, what they hold, and what happens to them.
+//! The simulated world: the peers, what they hold, and the events.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,9 +24,9 @@ const CODES: [Redundancy; 5] = [
 
 pub(super) struct Peer {
     pub(super) node: RepairPeer,
-    /// Whether it answers, whatever the catalog believes.
+    /// Whether the peer answers, whatever state the catalog has for it.
     pub(super) answers: bool,
-    /// By blob: encodings and indices.
+    /// For each blob, the encodings and indices of its fragments.
     pub(super) has: BTreeMap<usize, BTreeSet<(BlobId, u8)>>,
 }
 
@@ -34,9 +34,9 @@ pub(super) struct Blob {
     pub(super) id: BlobId,
     pub(super) wanted: Redundancy,
     encodings: Vec<BlobId>,
-    /// Had its full redundancy once.
+    /// Whether the blob once had its full redundancy.
     was_whole: bool,
-    /// Holders lost since it was whole for the last time.
+    /// Holders that were lost since the blob was last whole.
     losses: usize,
 }
 
@@ -45,8 +45,8 @@ pub(super) struct World {
     pub(super) peers: Vec<Peer>,
     pub(super) blobs: BTreeMap<usize, Blob>,
     pub(super) counts: Counts,
-    /// The blob that repair has asked about, to drop something of it. A holder that is lost from then on
-    /// counts as lost after the drop.
+    /// The blob that repair has asked about in order to drop a fragment of it. A holder that is
+    /// lost from then on counts as lost after the drop.
     pub(super) watched: Option<usize>,
     next: u64,
 }
@@ -71,7 +71,7 @@ impl World {
             10..40 => self.flap(),
             40..46 => drop(self.lose_one(PeerState::Up)),
             46..50 => drop(self.lose_one(PeerState::Down)),
-            50..53 => self.comes_back_from_the_dead(),
+            50..53 => self.return_lost_peer(),
             53..57 => self.drain(),
             57..65 => self.fill(),
             65..80 => self.put(),
@@ -84,7 +84,7 @@ impl World {
         self.peers.iter().filter(|peer| peer.node.state != PeerState::Lost).count()
     }
 
-    /// A peer that joins, maybe one with an empty disk in place of another.
+    /// A peer joins, perhaps with an empty disk in place of another peer.
     pub(super) fn join(&mut self) {
         self.counts.joins += 1;
         let number = self.number();
@@ -93,12 +93,12 @@ impl World {
         let (weight, domain) = (1 + self.rng.below(3), self.rng.below(6).to_string());
         let node = RepairPeer { id, weight, domain, state: PeerState::Up, full: false };
         self.peers.push(Peer { node, answers: true, has: BTreeMap::new() });
-        // Those that were lost long ago never return.
+        // Peers that were lost long ago never return.
         let mut lost = self.peers.iter().filter(|peer| peer.node.state == PeerState::Lost).count();
         self.peers.retain(|peer| {
-            let goes = lost > MAX_LOST && peer.node.state == PeerState::Lost;
-            lost -= usize::from(goes);
-            !goes
+            let leaves = lost > MAX_LOST && peer.node.state == PeerState::Lost;
+            lost -= usize::from(leaves);
+            !leaves
         });
     }
 
@@ -107,7 +107,8 @@ impl World {
         (!all.is_empty()).then(|| all[self.rng.below(all.len() as u64) as usize])
     }
 
-    /// A peer is away for a while. One that is drained stays so for the catalog.
+    /// A peer goes away, or one that is away comes back. The catalog keeps a draining peer as
+    /// draining.
     fn flap(&mut self) {
         let is_away = |peer: &Peer| !peer.answers && peer.node.state != PeerState::Lost;
         let away = self.peers.iter().filter(|peer| is_away(peer)).count();
@@ -131,7 +132,8 @@ impl World {
         }
     }
 
-    /// A peer is lost, if no blob that was whole is lost with it.
+    /// Loses a peer, unless a blob that was whole would be lost with it. Returns whether one was
+    /// lost.
     pub(super) fn lose_one(&mut self, state: PeerState) -> bool {
         let Some(at) = self.any_peer(|one| one.node.state == state) else { return false };
         let held: Vec<usize> = self.peers[at].has.keys().copied().collect();
@@ -146,10 +148,10 @@ impl World {
         let peer = &mut self.peers[at];
         (peer.node.state, peer.answers) = (PeerState::Lost, false);
         for number in held {
-            let blob = self.blobs.get_mut(&number).expect("what peers hold is a blob");
+            let blob = self.blobs.get_mut(&number).expect("peers hold only known blobs");
             blob.losses += 1;
             if !blob.was_whole && !self.is_readable(number) {
-                // Its writer has not waited until it was safe.
+                // Its writer did not wait for full redundancy.
                 self.blobs.remove(&number);
                 self.peers.iter_mut().for_each(|peer| drop(peer.has.remove(&number)));
                 continue;
@@ -159,8 +161,8 @@ impl World {
         true
     }
 
-    /// A peer that was given up returns, with what it had.
-    fn comes_back_from_the_dead(&mut self) {
+    /// A lost peer returns with what it had.
+    fn return_lost_peer(&mut self) {
         if let Some(at) = self.any_peer(|one| one.node.state == PeerState::Lost) {
             self.counts.returns += 1;
             let peer = &mut self.peers[at];
@@ -192,7 +194,7 @@ impl World {
         }
     }
 
-    /// A client stores a blob, or one that is there in another encoding.
+    /// A client stores a blob, or stores an existing blob in another encoding.
     fn put(&mut self) {
         let again = self.rng.chance(30).then(|| self.any_blob()).flatten();
         let number = match again {
@@ -200,7 +202,7 @@ impl World {
             None => {
                 if self.blobs.len() >= MAX_BLOBS {
                     let oldest = self.blobs.pop_first().map(|(number, _)| number);
-                    let oldest = oldest.expect("there are some");
+                    let oldest = oldest.expect("there is a blob");
                     self.peers.iter_mut().for_each(|peer| drop(peer.has.remove(&oldest)));
                 }
                 let number = self.number();
@@ -227,9 +229,9 @@ impl World {
         let version = self.rng.below(2) as u8;
         let encoding = BlobId::of(&[&id.as_bytes()[..], &[version]].concat());
         let mut indices: Vec<usize> = (0..wanted.width()).collect();
-        // Any of them may be the first ones.
-        let turn = self.rng.below(indices.len() as u64) as usize;
-        indices.rotate_left(if is_optimistic { turn } else { 0 });
+        // Any of the fragments may be stored first.
+        let rotation = self.rng.below(indices.len() as u64) as usize;
+        indices.rotate_left(if is_optimistic { rotation } else { 0 });
         let order = rank(&id, &able);
         for place in indices.into_iter().take(count) {
             let peer = able[order[place % order.len()]].id;
@@ -239,13 +241,13 @@ impl World {
         self.check(number);
     }
 
-    /// A peer has a fragment from here on.
+    /// Adds a fragment to a peer.
     pub(super) fn store(&mut self, number: usize, encoding: BlobId, index: u8, to: &PeerId) {
-        let blob = self.blobs.get_mut(&number).expect("it is a blob");
+        let blob = self.blobs.get_mut(&number).expect("the blob exists");
         if !blob.encodings.contains(&encoding) {
             blob.encodings.push(encoding);
         }
-        let peer = self.peer(to).expect("who takes something is there");
+        let peer = self.peer(to).expect("the peer exists");
         peer.has.entry(number).or_default().insert((encoding, index));
     }
 
@@ -258,7 +260,8 @@ impl World {
         (!all.is_empty()).then(|| all[self.rng.below(all.len() as u64) as usize])
     }
 
-    /// A client reads. What is away may make it wait, but nothing is gone.
+    /// A client reads a blob. It may have to wait for peers that are away, but the blob is not
+    /// lost.
     fn read(&mut self) {
         if let Some(number) = self.any_blob() {
             self.counts.reads += 1;
@@ -266,7 +269,7 @@ impl World {
         }
     }
 
-    /// The fragments of an encoding on each of these peers, as bits.
+    /// The fragments of an encoding on each matching peer, as bits.
     fn holders(&self, number: usize, encoding: &BlobId, is: impl Fn(&Peer) -> bool) -> Vec<u32> {
         let bits = |peer: &Peer| {
             let has = peer.has.get(&number)?;
@@ -276,7 +279,7 @@ impl World {
         self.peers.iter().filter(|peer| is(peer)).filter_map(bits).collect()
     }
 
-    /// Fragments of the best encoding, each on a peer of its own.
+    /// The fragments of the strongest encoding, each counted on a peer of its own.
     fn strength(&self, number: usize, is: impl Fn(&Peer) -> bool + Copy) -> usize {
         let blob = &self.blobs[&number];
         let strength = |encoding: &BlobId| {
@@ -295,16 +298,17 @@ impl World {
         })
     }
 
-    /// What is there of a blob, if all come back that are not lost. More copies than are wanted do not count.
+    /// The strength of a blob when all peers come back that are not lost. Surplus copies do not
+    /// count.
     pub(super) fn total(&self, number: usize) -> usize {
         let all = self.strength(number, |peer| peer.node.state != PeerState::Lost);
         all.min(self.blobs[&number].wanted.width())
     }
 
-    /// A blob is as strong as its losses allow.
+    /// Asserts that a blob is as strong as its losses allow.
     pub(super) fn check(&mut self, number: usize) {
         let strength = self.total(number);
-        let blob = self.blobs.get_mut(&number).expect("it is a blob");
+        let blob = self.blobs.get_mut(&number).expect("the blob exists");
         let width = blob.wanted.width();
         if strength >= width {
             blob.was_whole = true;
@@ -325,7 +329,7 @@ impl World {
         RepairMembers::new(self.peers.iter().map(|peer| peer.node.clone()))
     }
 
-    /// What the peers say that they have.
+    /// What the matching peers report of a blob.
     pub(super) fn holdings(&self, number: usize, is: impl Fn(&Peer) -> bool) -> Vec<Holding> {
         let blob = &self.blobs[&number];
         let data = blob.wanted.needed() as u8;
@@ -346,17 +350,17 @@ impl World {
         .collect()
     }
 
-    /// Everybody who is not lost is up from here on, or is drained, and nobody is full.
-    pub(super) fn calm_down(&mut self) {
+    /// Brings back all peers that are not lost. No peer is full any more.
+    pub(super) fn end_events(&mut self) {
         self.all_come_back();
         self.peers.iter_mut().for_each(|peer| peer.node.full = false);
     }
 
     pub(super) fn many_go_down(&mut self) {
         for at in 0..self.peers.len() {
-            let goes = self.rng.chance(40);
+            let leaves = self.rng.chance(40);
             let peer = &mut self.peers[at];
-            if goes && peer.node.state == PeerState::Up {
+            if leaves && peer.node.state == PeerState::Up {
                 (peer.node.state, peer.answers) = (PeerState::Down, false);
             }
         }
@@ -371,7 +375,7 @@ impl World {
         }
     }
 
-    /// The peers that are to hold each blob.
+    /// The places of each blob.
     pub(super) fn places(&self) -> BTreeMap<usize, BTreeSet<PeerId>> {
         let up = self.peers.iter().filter(|peer| peer.node.state == PeerState::Up);
         let up: Vec<Candidate> = up.map(candidate).collect();
@@ -382,24 +386,24 @@ impl World {
         self.blobs.iter().map(|(number, blob)| (*number, places(blob))).collect()
     }
 
-    /// Whether each blob can be at its full redundancy.
+    /// Whether there are enough peers for the full redundancy of each blob.
     pub(super) fn has_enough_peers(&self) -> bool {
         self.places()
             .iter()
             .all(|(number, places)| places.len() == self.blobs[number].wanted.width())
     }
 
-    /// How many places there are that were none before.
+    /// The number of places that are new compared with `before`.
     pub(super) fn changed_places(&self, before: &BTreeMap<usize, BTreeSet<PeerId>>) -> u64 {
         let new = |(number, places): (usize, BTreeSet<PeerId>)| {
             let new = places.difference(&before[&number]).count();
-            assert!(new <= 1, "one peer more or less has moved {new} fragments of a blob");
+            assert!(new <= 1, "one peer more or less moved {new} fragments of a blob");
             new as u64
         };
         self.places().into_iter().map(new).sum()
     }
 
-    /// At rest everything is at its place and nowhere else.
+    /// Asserts that all fragments are at their places and nowhere else.
     pub(super) fn check_places(&self) {
         for (number, places) in self.places() {
             let blob = &self.blobs[&number];
