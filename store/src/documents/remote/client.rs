@@ -138,7 +138,7 @@ impl CatalogLink {
         let first = *self.catalog.get_or_init(|| opened.catalog());
         if opened.catalog() != first {
             let reason = format!(
-                "it is catalog {}, but was {first} before; start the catalog with the right directory",
+                "it is catalog {}, but was {first} before; start it with the right directory",
                 opened.catalog()
             );
             return Err(CallError::Permanent(ErrorKind::Unavailable, reason));
