@@ -373,7 +373,7 @@ impl Description {
         if self.matches(index, &block) {
             Ok(block)
         } else {
-            Err(wrong("a rebuilt block has another checksum"))
+            Err(wrong("a block has another checksum"))
         }
     }
 

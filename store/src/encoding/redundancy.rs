@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::compression::Compression;
 use crate::error::Error;
 
-/// The most fragments of a blob. Larger clusters rarely have more failure domains for them.
+/// The most fragments of a blob. Few clusters have more failure domains than this.
 pub(crate) const MAX_WIDTH: usize = 32;
 
 /// How a blob is spread over peers.
