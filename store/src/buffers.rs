@@ -1,7 +1,8 @@
-//! Memory for blocks, used again and again.
+//! A pool of buffers for blocks.
 //!
-//! A block passes through a process in one buffer. To get fresh memory for each costs more than to fill it: the kernel
-//! clears every page first. What was in a buffer before stays in it, so whoever takes one overwrites all of it.
+//! A block passes through a process in one buffer. Allocating memory for each block costs more than
+//! filling it, because the kernel clears every page first. So buffers are reused. A reused buffer
+//! has its previous content, and its user overwrites all of it.
 
 use std::collections::HashMap;
 use std::ops::{Deref, DerefMut};
@@ -9,19 +10,20 @@ use std::sync::{LazyLock, Mutex};
 
 use bytes::Bytes;
 
-/// What direct I/O needs of an address.
+/// The alignment of addresses that direct I/O needs, in bytes.
 const ALIGNMENT: usize = 4096;
 
-/// Shorter ones are not worth it.
-const WORTH: usize = 16 << 10;
+/// Shorter buffers are not pooled.
+const MIN_POOLED_BYTES: usize = 16 << 10;
 
-/// Bytes that wait to be used again, at most.
-const KEPT: usize = 64 << 20;
+/// The most bytes of free buffers in the pool.
+const MAX_POOL_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
 struct Pool {
-    /// By their length.
+    /// The free buffers, by length.
     free: HashMap<usize, Vec<Vec<u8>>>,
+    /// Bytes of all free buffers.
     bytes: usize,
 }
 
@@ -35,23 +37,24 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer of this length, of which the byte at `aligned` is at the start of a page.
+    /// A buffer of `len` bytes. The byte at offset `aligned` is at the start of a page.
     pub(crate) fn new(len: usize, aligned: usize) -> Buffer {
-        // One more page than what is used, to begin anywhere.
+        // One page more than needed, so that the buffer can begin at any offset in a page.
         let size = len.next_multiple_of(ALIGNMENT) + ALIGNMENT;
-        let kept = (len >= WORTH).then(|| {
+        let pooled = (len >= MIN_POOLED_BYTES).then(|| {
             let mut pool = POOL.lock().expect("no code panics with the pool locked");
             let memory = pool.free.get_mut(&size).and_then(Vec::pop);
             pool.bytes -= memory.as_ref().map_or(0, Vec::len);
             memory
         });
-        let memory = kept.flatten().unwrap_or_else(|| vec![0; size]);
+        let memory = pooled.flatten().unwrap_or_else(|| vec![0; size]);
         let at = (memory.as_ptr().addr() + aligned) % ALIGNMENT;
         let start = (ALIGNMENT - at) % ALIGNMENT;
         Buffer { memory, start, len }
     }
 
-    /// Shares it. It is used again when nobody has it any more.
+    /// Makes the buffer shareable. Its memory returns to the pool when the last reference is
+    /// dropped.
     pub(crate) fn share(self) -> Bytes {
         Bytes::from_owner(self)
     }
@@ -80,15 +83,15 @@ impl AsRef<[u8]> for Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let memory = std::mem::take(&mut self.memory);
-        if self.len < WORTH {
+        if self.len < MIN_POOLED_BYTES {
             return;
         }
         let mut pool = POOL.lock().expect("no code panics with the pool locked");
-        if pool.bytes + memory.len() <= KEPT {
+        if pool.bytes + memory.len() <= MAX_POOL_BYTES {
             pool.bytes += memory.len();
             pool.free.entry(memory.len()).or_default().push(memory);
         } else {
-            // Lengths that nobody uses any more make room in time.
+            // Emptying the pool also frees buffers of lengths that are not used any more.
             pool.free.clear();
             pool.bytes = 0;
         }
@@ -100,7 +103,7 @@ mod tests {
     use super::{ALIGNMENT, Buffer};
 
     #[test]
-    fn the_byte_that_was_named_is_aligned_and_the_length_is_exact() {
+    fn the_requested_offset_is_aligned_and_the_length_is_exact() {
         for (len, aligned) in [(1, 0), (1, 1), (20_000, 49), (65_841, 305), (1 << 20, 0), (100, 77)]
         {
             for _ in 0..3 {

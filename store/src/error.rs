@@ -1,11 +1,11 @@
-//! What can go wrong, and what the caller can do about it.
+//! Errors: what went wrong, and what the caller can do about it.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::id::{BlobId, InvalidId};
 
-/// The result of everything in this crate.
+/// The result of the functions in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What a caller can do about an [`Error`].
@@ -13,11 +13,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum ErrorKind {
     /// The request is wrong in itself: change it.
     Invalid,
-    /// The named thing does not exist.
+    /// The named object does not exist.
     NotFound,
-    /// Somebody else holds it, or its state forbids the operation: wait or choose another.
+    /// Another process holds the object, or its state forbids the operation: wait or choose
+    /// another.
     Conflict,
-    /// Stored bytes are not what they must be: restore them from elsewhere.
+    /// Stored bytes are wrong: restore them from a copy.
     Corrupt,
     /// The repository cannot do it at the moment: make space, repair the disk, try again.
     Unavailable,
@@ -25,11 +26,11 @@ pub enum ErrorKind {
 
 /// Why an operation on the repository was not carried out.
 ///
-/// The message says what is wrong and, after a semicolon, what to do where there is something to do.
+/// The message says what is wrong and, after a semicolon, what to do about it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A repository's address of unknown form.
+    /// The address of a repository has an unknown form.
     #[error(
         "'{url}' is not the address of a repository; write dir:PATH, cairn://HOST:PORT or \
          etcd://HOST:PORT"
@@ -38,20 +39,20 @@ pub enum Error {
         /// The address.
         url: String,
     },
-    /// A name that breaks the rules for names.
+    /// A name breaks the rules for names.
     #[error("'{name}' cannot be {what}: {rule}")]
     BadName {
-        /// What it was to name, with its article.
+        /// The kind of object that it was to name, with an article.
         what: &'static str,
         /// The name.
         name: String,
         /// The rule that it breaks.
         rule: &'static str,
     },
-    /// A text that is not an id.
+    /// A text is not an id.
     #[error(transparent)]
     InvalidId(#[from] InvalidId),
-    /// A size or chunk size that no image can have.
+    /// No image can have this size or chunk size.
     #[error("an image cannot have {what} {value}: {rule}")]
     BadGeometry {
         /// `size` or `chunk size`.
@@ -61,10 +62,10 @@ pub enum Error {
         /// The rule that it breaks.
         rule: &'static str,
     },
-    /// An argument that does not fit the object it is used on.
+    /// An argument does not fit the object that it is used on.
     #[error("{0}")]
     BadArgument(String),
-    /// The address of a catalog of unknown form.
+    /// The address of a catalog has an unknown form.
     #[error(
         "'{address}' is not the address of a catalog; write HOST:PORT, or \
          etcd://HOST:PORT[,HOST:PORT...]"
@@ -73,10 +74,10 @@ pub enum Error {
         /// The address.
         address: String,
     },
-    /// Keys that are missing, cannot be used or cannot be made.
+    /// Keys are missing, cannot be used or cannot be created.
     #[error("{0}")]
     BadKeys(String),
-    /// A message, a key or a list that is longer than its protocol allows.
+    /// A message, a key or a list is longer than its protocol allows.
     #[error("{what} has {actual}, and may have {limit}")]
     TooLarge {
         /// What is too large, and the unit of the two numbers.
@@ -86,7 +87,7 @@ pub enum Error {
         /// The largest size that is allowed.
         limit: usize,
     },
-    /// A directory for a server or for keys that holds something else.
+    /// A directory for a server or for keys holds other files.
     #[error("{} is not empty and {reason}; name another directory", path.display())]
     NotEmpty {
         /// The directory.
@@ -97,22 +98,22 @@ pub enum Error {
     /// The caller's role forbids the operation.
     #[error("{what}; use the keys of a client")]
     NotPermitted {
-        /// What is forbidden to whom.
+        /// Which role may not do what.
         what: String,
     },
     /// The operation needs peers.
-    #[error("a repository in a directory has no peers; name one of a cluster")]
+    #[error("a repository in a directory has no peers; name the repository of a cluster")]
     NoCluster,
 
-    /// Nothing is at the repository's address.
+    /// There is no repository at the address.
     #[error(
-        "there is no repository at {}; `cairn create` and `cairn import` make one", path.display()
+        "there is no repository at {}; `cairn create` and `cairn import` create one", path.display()
     )]
     NoRepository {
         /// The directory.
         path: PathBuf,
     },
-    /// The directory exists and holds something else.
+    /// The directory exists and is not a repository.
     #[error(
         "{} is not a repository: it has no repository.json; name another directory", path.display()
     )]
@@ -133,19 +134,19 @@ pub enum Error {
         name: String,
     },
     /// The catalog does not know the mirror.
-    #[error("no mirror {id} is recorded; `cairn mirrors` shows them")]
+    #[error("there is no mirror {id}; `cairn mirrors` shows the mirrors")]
     NoMirror {
         /// The mirror's id.
         id: String,
     },
 
-    /// The image's name is taken.
+    /// The image's name is in use.
     #[error("an image '{name}' exists already; choose another name or remove it first")]
     ImageExists {
         /// The image's name.
         name: String,
     },
-    /// The label or number is taken in this image.
+    /// The label or number is in use in this image.
     #[error("image '{image}' has a snapshot @{selector} already; choose another label")]
     SnapshotExists {
         /// The image's name.
@@ -155,8 +156,8 @@ pub enum Error {
     },
     /// Another writer holds the image.
     #[error(
-        "image '{image}' is in use by process {pid} on host {host}, mirror {path}; stop that process, \
-         or wait {seconds} s after its host has died, or clone the image"
+        "image '{image}' is in use by process {pid} on host {host}, mirror {path}; stop that \
+         process, or wait {seconds} s after its host has died, or clone the image"
     )]
     Leased {
         /// The image's name.
@@ -167,7 +168,7 @@ pub enum Error {
         path: String,
         /// The holder's process.
         pid: u32,
-        /// The longest time until a dead holder's lease ends.
+        /// The longest time until the lease of a dead holder expires.
         seconds: u64,
     },
     /// Another writer took the image over, or the mirror was forgotten.
@@ -210,13 +211,13 @@ pub enum Error {
         reason: Option<String>,
     },
 
-    /// A blob that something refers to is not there.
+    /// A blob that a snapshot or a tree refers to is missing.
     #[error("blob {id} is missing; restore it from a copy of the repository")]
     MissingBlob {
         /// Its name.
         id: BlobId,
     },
-    /// Stored bytes are not what they must be.
+    /// Stored bytes are wrong.
     #[error("{object} is corrupt: {reason}; restore it from a copy of the repository")]
     Corrupt {
         /// The file or record.
@@ -232,25 +233,25 @@ pub enum Error {
         object: String,
         /// Its version.
         found: u64,
-        /// The newest version that is understood.
+        /// The newest version that this program can read.
         supported: u64,
     },
     /// The repository was written by a version of this program that was never released.
     #[error(
-        "{object} has format {found}, this program reads from {supported}; export the images with the \
-         cairn that made it, and import them into a new repository"
+        "{object} has format {found}, this program reads from {supported}; export the images with \
+         the cairn that created it, and import them into a new repository"
     )]
     OlderFormat {
         /// The file.
         object: String,
         /// Its version.
         found: u64,
-        /// The oldest version that is understood.
+        /// The oldest version that this program can read.
         supported: u64,
     },
-    /// The catalog's locks do not work there.
+    /// The locks of a catalog do not work on this file system.
     #[error(
-        "{} is on {file_system}: its locks and shared memory cannot keep a catalog safe; use a \
+        "{} is on {file_system}, whose locks and shared memory are not safe for a catalog; use a \
          local file system", path.display()
     )]
     NetworkFileSystem {
@@ -264,108 +265,112 @@ pub enum Error {
     Full {
         /// What was being done.
         doing: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
     },
-    /// A peer holds all that it may.
+    /// A peer holds as many bytes as it may.
     #[error("the peer in {} is full: it may hold {capacity} bytes", path.display())]
     PeerFull {
-        /// Its data directory.
+        /// The peer's data directory.
         path: PathBuf,
-        /// What it may hold.
+        /// The bytes that it may hold.
         capacity: u64,
     },
     /// A blob's redundancy needs more peers than there are.
-    #[error("{peers} peers are not enough for this redundancy; add some, or choose a lesser one")]
+    #[error("{peers} peers are not enough for this redundancy; add peers, or choose a lower one")]
     TooFewPeers {
-        /// How many there are.
+        /// The number of peers.
         peers: usize,
     },
-    /// A snapshot that nobody can vouch for.
+    /// A snapshot is only *available*.
     #[error(
-        "snapshot {name} can be read, but a peer was lost while it was stored, or its parent is not stable; it is \
-         stable after the next repair"
+        "snapshot {name} can be read, but a peer was lost while it was stored, or its parent is \
+         not stable; it is stable after the next repair"
     )]
     LostMeanwhile {
         /// `image@number`.
         name: String,
     },
-    /// What is to be stored does not fit.
+    /// The peers do not have enough free space.
     #[error(
-        "the peers lack {lacking} bytes of room for {bytes} bytes with their redundancy; add peers, or remove snapshots"
+        "the peers lack {lacking} bytes of space for {bytes} bytes with their redundancy; add \
+         peers, or remove snapshots"
     )]
     NoRoom {
-        /// How much it takes, with the redundancy.
+        /// The bytes to store, with the redundancy.
         bytes: u64,
-        /// How much of that, and of what is kept beside it for the spread, they do not have.
+        /// How many of these, and of the reserve for an uneven distribution, do not fit.
         lacking: u64,
     },
-    /// No such peer ever joined.
-    #[error("there is no peer '{peer}'; `cairn peers` shows them")]
+    /// The peer never joined, or was forgotten.
+    #[error("there is no peer '{peer}'; `cairn peers` shows the peers")]
     NoPeer {
-        /// Its name.
+        /// The peer's id or address.
         peer: String,
     },
-    /// Blobs that were taken could not be made durable.
+    /// Blobs could not be stored with their full redundancy.
     #[error(
-        "{blobs} blobs are not stored as they should be: {reason}; they are kept, and tried again with the next flush"
+        "{blobs} blobs are not stored with their full redundancy: {reason}; they stay in memory, \
+         and the next flush tries again"
     )]
     NotStored {
-        /// How many.
+        /// The number of blobs.
         blobs: usize,
-        /// Why one of them is not.
+        /// Why one of them is not stored.
         reason: String,
     },
-    /// A peer did not do what it was asked for.
+    /// A peer did not carry out a request.
     #[error("peer {peer}: {reason}")]
     Peer {
-        /// Its address.
+        /// The peer's address.
         peer: String,
         /// What the caller can do about it.
         kind: ErrorKind,
-        /// Why.
+        /// Why the request failed.
         reason: String,
     },
-    /// The catalog did not do what it was asked for.
+    /// The catalog did not carry out a request.
     #[error("catalog {address}: {reason}")]
     Catalog {
-        /// Where it is.
+        /// The catalog's address.
         address: String,
         /// What the caller can do about it.
         kind: ErrorKind,
-        /// Why.
+        /// Why the request failed.
         reason: String,
     },
-    /// The operating system refused.
+    /// The operating system reported an error.
     #[error("{doing} {}: {source}", path.display())]
     Io {
         /// What was being done.
         doing: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// A sync failed: what the kernel held for it may be lost, and it reports that only once.
+    /// A sync failed. Data in the page cache may be lost, and the kernel reports that only once.
     #[error(
-        "an earlier sync of {} failed, so blobs may be lost; check the disk and start again", path.display()
+        "an earlier sync of {} failed, so blobs may be lost; check the disk and start again",
+        path.display()
     )]
     Poisoned {
         /// The repository's directory.
         path: PathBuf,
     },
-    /// One process at a time uses a server's directory.
+    /// Another process uses the server's directory.
     #[error(
-        "{} is in use by another process; stop that one, or name another directory", path.display()
+        "{} is in use by another process; stop that process, or name another directory",
+        path.display()
     )]
     InUse {
         /// The directory.
         path: PathBuf,
     },
-    /// One at a time repairs a cluster.
-    #[error("another repair is under way; `cairn peers` shows what it has done when it has ended")]
+    /// Another repair of the cluster runs.
+    #[error("another repair is running; `cairn peers` shows its result when it has ended")]
     RepairRuns,
-    /// A task of this process has panicked, or was cancelled.
+    /// A task of this process panicked or was cancelled.
     #[error("{doing} failed inside this process: {reason}; try again, and report this as a defect")]
     Internal {
         /// What was being done.
@@ -373,16 +378,16 @@ pub enum Error {
         /// What is known of the cause.
         reason: String,
     },
-    /// Others were faster, again and again.
-    #[error("the catalog is changed by many others at once; try again")]
+    /// Every attempt to change the catalog conflicted with another change.
+    #[error("too many processes change the catalog at once; try again")]
     Contended,
-    /// The database refused.
+    /// The database reported an error.
     #[error("the repository's database failed: {0}")]
     Database(#[from] rusqlite::Error),
 }
 
 impl Error {
-    /// What the caller can do about it.
+    /// What the caller can do about the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::BadUrl { .. }
@@ -435,7 +440,7 @@ impl Error {
         }
     }
 
-    /// An error of the file system on `path`, with disk-full told apart.
+    /// The error of a file operation on `path`. A full disk becomes [`Error::Full`].
     pub(crate) fn io(doing: &'static str, path: &Path, source: io::Error) -> Self {
         let path = path.to_owned();
         match source.kind() {

@@ -1,7 +1,7 @@
-//! Entrances for the fuzzer: what is read back from a repository.
+//! Entry points of the fuzzer: the decoders of stored and received bytes.
 //!
-//! Each takes arbitrary bytes and asserts what must hold whatever they are. `make fuzz` searches for a long time
-//! and with knowledge of the code. The tests here are a short version.
+//! Each function takes arbitrary bytes and asserts what must hold for any bytes. `make fuzz` runs
+//! for a long time and is guided by code coverage. The tests here are a short version.
 
 use std::fs::File;
 
@@ -11,7 +11,7 @@ use crate::net::frame::Header;
 use crate::tree::node::Node;
 use crate::{blobs, cluster};
 
-/// Takes `data` for a tree node.
+/// Decodes `data` as a tree node.
 pub fn node(data: &[u8]) {
     let Ok(node) = Node::decode(data) else { return };
     assert_eq!(node.encode(), data, "a node has one encoding");
@@ -20,7 +20,7 @@ pub fn node(data: &[u8]) {
     let mut again = Node::new(data[5]);
     let mut next = node.next_present(0);
     for slot in &present {
-        assert_eq!(next, Some(*slot), "the walk tells what is there");
+        assert_eq!(next, Some(*slot), "the walk finds every present slot");
         next = slot.checked_add(1).and_then(|from| node.next_present(from));
         again.set(*slot, node.get(*slot).copied());
     }
@@ -28,22 +28,22 @@ pub fn node(data: &[u8]) {
     assert_eq!(again, node);
     for slots in 0..=256 {
         let inside = present.iter().all(|slot| u64::from(*slot) < slots);
-        assert_eq!(node.check_place(data[5], slots).is_ok(), inside);
+        assert_eq!(node.check_position(data[5], slots).is_ok(), inside);
     }
     present.iter().for_each(|slot| again.set(*slot, None));
     assert!(again.is_empty());
 }
 
-/// Takes `data` for a frame: two bytes that say which kind of message, and its body.
+/// Decodes `data` as a message of the peers' protocol: two bytes for its kind, then its body.
 pub fn wire(data: &[u8]) {
     let Some((kind, body)) = data.split_first_chunk() else { return };
-    // Requests and answers have small numbers.
+    // The kinds of requests and answers are small numbers.
     let kind = u16::from_le_bytes(*kind) % 128;
     if let Ok(request) = Request::from_body(kind, body) {
-        assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one form");
+        assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one encoding");
     }
     if let Ok(answer) = Answer::from_body(kind, body) {
-        assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one form");
+        assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one encoding");
     }
     if let Some(header) = data.first_chunk()
         && let Ok(header) = Header::from_bytes(header, crate::cluster::protocol::MAX_BODY)
@@ -52,25 +52,27 @@ pub fn wire(data: &[u8]) {
     }
 }
 
-/// Takes `data` for a frame of the catalog's protocol: two bytes that say which kind of message, and its body.
+/// Decodes `data` as a message of the catalog's protocol: two bytes for its kind, then its body.
 pub fn catalog(data: &[u8]) {
     let Some((kind, body)) = data.split_first_chunk() else { return };
-    // Requests have numbers from 200, answers from 300.
+    // The kinds of requests start at 200, those of answers at 300.
     let kind = 200 + u16::from_le_bytes(*kind) % 128;
     if let Ok(request) = catalog::Request::from_body(kind, body) {
-        assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one form");
+        assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one encoding");
     }
     if let Ok(answer) = catalog::Answer::from_body(kind, body) {
-        assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one form");
+        assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one encoding");
     }
 }
 
-/// Takes `data` for groups of blobs and flips in them, and scans them in `file`, which is an empty one.
+/// Writes groups of blobs and flips bits in them, both as `data` says, to the empty `file`, and
+/// scans it.
 pub fn segment(data: &[u8], file: &File) {
     blobs::directory::fuzzing::segment(data, file);
 }
 
-/// Takes `data` for groups of a peer's fragments and flips in them, and scans them in `file`, which is an empty one.
+/// Writes groups of a peer's fragments and flips bits in them, both as `data` says, to the empty
+/// `file`, and scans it.
 pub fn peer_segment(data: &[u8], file: &File) {
     cluster::peer::store::fuzzing::segment(data, file);
 }
@@ -104,7 +106,7 @@ mod tests {
         #[test]
         fn wire(data in vec(any::<u8>(), 0..400)) {
             super::wire(&data);
-            // Random numbers seldom are those of messages.
+            // Random numbers are rarely kinds of messages.
             for kind in (0..12).chain(100..112) {
                 let body = data.get(2..).unwrap_or_default();
                 super::wire(&[&[kind, 0], body].concat());
@@ -114,7 +116,7 @@ mod tests {
         #[test]
         fn catalog(
             kind in prop_oneof![1u16..5, 101u16..106],
-            // Small numbers, so that counts and lengths fit now and then.
+            // Small numbers, so that counts and lengths sometimes fit.
             body in vec(0u8..4, 0..60),
         ) {
             super::catalog(&[&kind.to_le_bytes()[..], &body].concat());

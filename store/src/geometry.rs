@@ -2,25 +2,25 @@
 
 use crate::error::{Error, Result};
 
-/// The chunk size of an image that asks for none.
+/// The default chunk size, in bytes.
 pub const DEFAULT_CHUNK_SIZE: u32 = 256 * 1024;
-/// The smallest chunk size.
+/// The smallest chunk size, in bytes.
 pub const MIN_CHUNK_SIZE: u32 = 64 * 1024;
-/// The largest chunk size.
+/// The largest chunk size, in bytes.
 pub const MAX_CHUNK_SIZE: u32 = 4 * 1024 * 1024;
-/// The largest disk.
+/// The size of the largest disk, in bytes.
 pub const MAX_SIZE: u64 = 64 << 40;
-/// Disks are made of whole sectors.
+/// Bytes of a sector. The size of a disk is a multiple of this.
 pub const SECTOR_SIZE: u64 = 512;
 
-/// The children of a tree node.
+/// The most children of a tree node.
 pub(crate) const FAN_OUT: u64 = 256;
 
 /// The position of a chunk in a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkIndex(pub u64);
 
-/// The size of a disk and of its chunks, fixed when the image is made.
+/// The size of a disk and of its chunks. Both are fixed when the image is created.
 ///
 /// Every chunk is stored with its full length: the part of the last chunk beyond the disk's end is
 /// zeros.
@@ -57,28 +57,28 @@ impl Geometry {
         self.chunk_size
     }
 
-    /// How many chunks the disk has, the last one perhaps partly beyond its end.
+    /// The number of chunks of the disk. The last one may reach beyond the disk's end.
     pub fn chunk_count(&self) -> u64 {
         self.size.div_ceil(self.chunk_size.into())
     }
 
-    /// The chunk that holds this byte.
+    /// The chunk that contains the byte at `offset`.
     pub fn chunk_of(&self, offset: u64) -> ChunkIndex {
         ChunkIndex(offset / u64::from(self.chunk_size))
     }
 
-    /// Where the chunk starts, in bytes.
+    /// The offset of the chunk's first byte.
     pub fn offset_of(&self, index: ChunkIndex) -> u64 {
         index.0 * u64::from(self.chunk_size)
     }
 
-    /// How many bytes of the chunk are inside the disk.
+    /// The number of the chunk's bytes that are inside the disk.
     pub fn len_of(&self, index: ChunkIndex) -> usize {
         let rest = self.size.saturating_sub(self.offset_of(index));
         rest.min(self.chunk_size.into()) as usize
     }
 
-    /// The levels of the tree: the smallest `h >= 1` with `256^h >= chunk_count`.
+    /// The number of levels of the tree: the smallest `h >= 1` with `256^h >= chunk_count`.
     pub(crate) fn height(&self) -> u8 {
         let mut height = 1;
         let mut reach = FAN_OUT;
@@ -104,7 +104,7 @@ mod tests {
     use crate::error::ErrorKind;
 
     #[test]
-    fn impossible_sizes_are_refused() {
+    fn invalid_sizes_are_refused() {
         for (size, chunk_size) in [
             (0, DEFAULT_CHUNK_SIZE),
             (513, DEFAULT_CHUNK_SIZE),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tree_is_as_low_as_the_chunks_allow() {
+    fn the_tree_has_the_fewest_levels_that_cover_all_chunks() {
         let chunk = u64::from(MIN_CHUNK_SIZE);
         for (chunks, height) in [(1, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 3)] {
             let geometry = Geometry::new(chunks * chunk, MIN_CHUNK_SIZE).unwrap();

@@ -1,9 +1,9 @@
-//! Names made of bytes: of chunks, tree nodes, blobs and mirrors.
+//! Ids of chunks, tree nodes, blobs, peers, catalogs and mirrors: fixed numbers of bytes.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A text that is not the id it was taken for.
+/// A text that is not a valid id.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{text}' cannot be {what}: {rule}")]
 pub struct InvalidId {
@@ -71,16 +71,16 @@ byte_id!(
     BlobId, 32, "a blob's id", "it has 64 hexadecimal digits"
 );
 byte_id!(
-    /// The name of a peer: random bytes in its data directory. One that comes back with an empty disk is
-    /// another.
+    /// The id of a peer: random bytes in its data directory. A peer that returns with an empty disk
+    /// is another peer.
     PeerId, 16, "a peer's id", "it has 32 hexadecimal digits"
 );
 byte_id!(
-    /// The name of a catalog that is served: random bytes in its data directory.
+    /// The id of a served catalog: random bytes in its data directory.
     CatalogId, 16, "a catalog's id", "it has 32 hexadecimal digits"
 );
 byte_id!(
-    /// The name of a mirror: random bytes chosen when the mirror is made.
+    /// The id of a mirror: random bytes, chosen when the mirror is created.
     MirrorId, 16, "a mirror's id", "it has 32 hexadecimal digits"
 );
 
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_read_back_what_they_print() {
+    fn the_text_of_an_id_parses_to_it() {
         let id = MirrorId::from_bytes(*b"\x00\x01\xfeabcdefghijklm");
         assert_eq!(id.to_string().parse::<MirrorId>().unwrap(), id);
     }

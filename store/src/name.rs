@@ -1,4 +1,4 @@
-//! The names that people write: `image`, `image@3`, `image@label`.
+//! Names of images and snapshots, as users write them: `image`, `image@3`, `image@label`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,9 +10,10 @@ pub const MAX_NAME: usize = 64;
 
 const IMAGE_RULE: &str =
     "it has 1 to 64 letters, digits, '.', '_' or '-', and does not start with '-' or '.'";
-const LABEL_RULE: &str = "it has 1 to 64 letters, digits, '.', '_' or '-', not digits alone, and does not start with '-' or '.'";
+const LABEL_RULE: &str = "it has 1 to 64 letters, digits, '.', '_' or '-', at least one of which \
+                          is not a digit, and does not start with '-' or '.'";
 
-/// The name of an image. It is safe as a file's name.
+/// The name of an image. It is safe as a file name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImageName(String);
 
@@ -40,18 +41,18 @@ impl FromStr for ImageName {
     }
 }
 
-/// Which snapshot of an image.
+/// Selects a snapshot of an image.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Selector {
-    /// The newest stable one.
+    /// The newest snapshot with content.
     Newest,
-    /// The one with this number, whatever its state.
+    /// The snapshot with this number, in any state.
     Number(u64),
-    /// The one with this label, whatever its state.
+    /// The snapshot with this label, in any state.
     Label(String),
 }
 
-/// A snapshot as people name it.
+/// The name of a snapshot, as users write it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SnapshotRef {
     /// The image.
@@ -61,7 +62,7 @@ pub struct SnapshotRef {
 }
 
 impl SnapshotRef {
-    /// `image@number`.
+    /// The name `image@number`.
     pub fn number(image: &ImageName, number: u64) -> Self {
         Self { image: image.clone(), selector: Selector::Number(number) }
     }
@@ -101,8 +102,8 @@ impl FromStr for SnapshotRef {
     }
 }
 
-/// Checks a label: as an image's name, with at least one byte that is not a digit, so that no label
-/// looks like a number.
+/// Checks a label. It follows the rules for image names and has at least one character that is not
+/// a digit, so that no label looks like a number.
 pub(crate) fn check_label(label: &str) -> Result<()> {
     if is_plain(label) && !is_number(label) {
         return Ok(());
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_could_be_paths_options_or_nothing_are_refused() {
+    fn names_that_are_empty_or_look_like_paths_or_options_are_refused() {
         for bad in ["", ".", "..", "-x", ".x", "a/b", "a b", "ä", "a@", &"x".repeat(65)] {
             assert!(bad.parse::<ImageName>().is_err(), "{bad}");
         }
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn the_message_tells_the_rule() {
+    fn the_message_states_the_rule() {
         let message = "a/b".parse::<ImageName>().unwrap_err().to_string();
         assert!(message.contains("'a/b'") && message.contains("letters, digits"), "{message}");
     }

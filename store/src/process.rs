@@ -1,4 +1,4 @@
-//! Who a process is, so that others can tell whether it still lives.
+//! The identity of a process, by which other processes can tell whether it is alive.
 
 use std::fs;
 use std::io;
@@ -9,15 +9,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// A process, told apart from a later one with the same number.
+/// A process. It differs from a later process with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Process {
-    /// The boot of the kernel that runs it.
+    /// The id of the kernel's boot.
     pub(crate) boot_id: String,
-    /// The namespace in which its number counts: two containers of one host have their own.
+    /// The namespace of its pid: each container of a host has its own.
     pub(crate) pid_namespace: u64,
     pub(crate) pid: u32,
-    /// Clock ticks from the boot to its start.
+    /// Clock ticks from the boot to the start of the process.
     pub(crate) start_time: u64,
 }
 
@@ -27,7 +27,7 @@ impl Process {
         Self::on_this_host(std::process::id())
     }
 
-    /// A process of this host and namespace.
+    /// The process with this pid, of this host and namespace.
     pub(crate) fn on_this_host(pid: u32) -> Result<Self> {
         let start_time = start_time(pid).ok_or_else(|| {
             Error::BadArgument(format!("process {pid} does not run on this host"))
@@ -35,8 +35,8 @@ impl Process {
         Ok(Self { boot_id: boot_id()?, pid_namespace: pid_namespace()?, pid, start_time })
     }
 
-    /// Whether it certainly runs no more, as seen by `observer`. A process of another host or another
-    /// namespace cannot be seen, so it is never certain.
+    /// Whether `observer` sees that the process is dead. A process of another host or another
+    /// namespace cannot be seen, so it never counts as dead.
     pub(crate) fn is_dead(&self, observer: &Process) -> bool {
         self.boot_id == observer.boot_id
             && self.pid_namespace == observer.pid_namespace
@@ -44,7 +44,7 @@ impl Process {
     }
 }
 
-/// The id of this boot of this host's kernel.
+/// The id of the current boot of this host's kernel.
 pub fn boot_id() -> Result<String> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
     let text = fs::read_to_string(path).map_err(|e| Error::io("reading", path, e))?;
@@ -63,13 +63,13 @@ fn pid_namespace() -> Result<u64> {
     Ok(fs::metadata(path).map_err(|e: io::Error| Error::io("reading", path, e))?.ino())
 }
 
-/// When the process started; nothing if it is gone, or dead and not yet waited for.
+/// When the process started; `None` if it does not exist or is a zombie.
 fn start_time(pid: u32) -> Option<u64> {
     parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Fields 3 (state) and 22 (start time). The program's name, field 2, may hold spaces and brackets,
-/// so the fields are counted from the last closing bracket.
+/// Reads fields 3 (state) and 22 (start time). The program's name, field 2, may contain spaces and
+/// parentheses, so the fields are counted from the last closing parenthesis.
 fn parse_stat(stat: &str) -> Option<u64> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     if matches!(fields.next()?, "Z" | "X" | "x") {
@@ -83,7 +83,7 @@ mod tests {
     use super::{Process, parse_stat};
 
     #[test]
-    fn a_hostile_program_name_does_not_shift_the_fields() {
+    fn a_program_name_with_parentheses_does_not_shift_the_fields() {
         let tail = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20";
         assert_eq!(parse_stat(&format!("7 (a) R 0 (b) {tail}")), Some(4242));
         assert_eq!(parse_stat(&format!("7 (a) Z{}", &tail[1..])), None);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_lives_and_its_predecessor_with_the_same_number_does_not() {
+    fn this_process_is_alive_and_an_earlier_one_with_its_pid_is_dead() {
         let me = Process::current().unwrap();
         assert!(!me.is_dead(&me));
         let before = Process { start_time: me.start_time - 1, ..me.clone() };
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_that_cannot_be_seen_are_never_certainly_dead() {
+    fn processes_that_cannot_be_seen_never_count_as_dead() {
         let me = Process::current().unwrap();
         let gone = Process { start_time: 0, ..me.clone() };
         assert!(gone.is_dead(&me));

@@ -1,4 +1,4 @@
-//! What the catalog knows about images, snapshots and mirrors.
+//! Images, snapshots and mirrors, as the catalog describes them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use crate::name::{ImageName, SnapshotRef};
 use crate::process::{boot_id, host_name};
 use crate::tree::Root;
 
-/// Declares an enum that is kept and shown as one word for each variant.
+/// Declares an enum that is stored and shown as one word for each variant.
 macro_rules! word_enum {
     ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
         $(#[$doc])*
@@ -21,7 +21,7 @@ macro_rules! word_enum {
         }
 
         impl $name {
-            /// The word for it, as it is stored and shown.
+            /// The word for the variant, as it is stored and shown.
             pub const fn as_str(self) -> &'static str {
                 match self {
                     $(Self::$variant => $word),+
@@ -50,27 +50,33 @@ macro_rules! word_enum {
 }
 
 word_enum!(
-    /// How far a snapshot has come. It leaves `Pending` once and for all; `Available` becomes `Stable`.
+    /// The state of a snapshot.
+    ///
+    /// ```text
+    /// Pending ─┬─► Available ─► Stable
+    ///          ├─────────────────▲
+    ///          └─► Failed
+    /// ```
     SnapshotState {
-        /// Announced; its content is on the way.
+        /// Announced. Its content is being stored.
         Pending = "pending",
-        /// Published and readable, with less than its redundancy: the rest is on the way.
+        /// Published. Every blob can be read, perhaps without full redundancy.
         Available = "available",
-        /// Published and durable, with its full redundancy.
+        /// Published. Every blob is durable with its full redundancy.
         Stable = "stable",
-        /// Given up; it has no content.
+        /// The commit failed. The snapshot has no content.
         Failed = "failed",
     }
 );
 
 word_enum!(
-    /// How much the content of a snapshot can be relied on after a restart.
+    /// How consistent the content of a snapshot is.
     Consistency {
-        /// As after a power cut.
+        /// As after a power cut of the guest.
         Crash = "crash",
-        /// The file systems were frozen.
+        /// The guest's file systems were frozen.
         Filesystem = "filesystem",
-        /// The application had written its whole state.
+        /// The application had written its complete state.
         Application = "application",
     }
 );
@@ -78,9 +84,9 @@ word_enum!(
 word_enum!(
     /// What a mirror may do with its image.
     Mode {
-        /// Take checkpoints: one mirror of an image at a time.
+        /// It may write and take checkpoints. One mirror of an image at a time.
         ReadWrite = "rw",
-        /// Read only: any number of mirrors.
+        /// It may only read. Any number of mirrors.
         ReadOnly = "ro",
     }
 );
@@ -101,19 +107,19 @@ pub struct Snapshot {
     pub number: u64,
     /// The number of the snapshot that it was derived from.
     pub parent: Option<u64>,
-    /// Its content. Meaningful only when it has some: see [`Snapshot::require_content`].
+    /// Its content. Valid only if the state has content: see [`Snapshot::require_content`].
     pub root: Root,
-    /// When it was asked for: seconds since 1970, UTC.
+    /// When it was requested: seconds since 1970, UTC.
     pub time: u64,
-    /// The shape of the disk.
+    /// The size of the disk and of its chunks.
     pub geometry: Geometry,
-    /// How its content is kept safe.
+    /// How its content is stored on peers.
     pub policy: StoragePolicy,
-    /// A second name, unique in the image.
+    /// A second name, unique among the image's snapshots that have not failed.
     pub label: Option<String>,
-    /// How far it has come.
+    /// Its state.
     pub state: SnapshotState,
-    /// How much its content can be relied on.
+    /// How consistent its content is.
     pub consistency: Consistency,
     /// Bytes of the chunks that changed since its parent.
     pub dirty_bytes: u64,
@@ -121,18 +127,18 @@ pub struct Snapshot {
     pub stored_bytes: u64,
     /// Bytes that were sent for it, with the redundancy.
     pub sent_bytes: u64,
-    /// Bytes of its chunks that were not sent: the repository had them.
+    /// Bytes of its chunks that were not sent, because the repository had them.
     pub saved_bytes: u64,
-    /// How long the guest waited for the cut, in microseconds.
+    /// How long the guest waited for the freeze, in microseconds.
     pub pause_us: u64,
-    /// Why it failed.
+    /// Why it failed, if it did.
     pub reason: Option<String>,
     /// The mirror that took it.
     pub mirror: Option<MirrorId>,
 }
 
 impl Snapshot {
-    /// `image@number`.
+    /// The name `image@number`.
     pub fn name(&self) -> SnapshotRef {
         SnapshotRef::number(&self.image, self.number)
     }
@@ -152,17 +158,17 @@ impl Snapshot {
 pub struct Image {
     /// Its name.
     pub name: ImageName,
-    /// The shape of the disk.
+    /// The size of the disk and of its chunks.
     pub geometry: Geometry,
-    /// When it was made: seconds since 1970, UTC.
+    /// When it was created: seconds since 1970, UTC.
     pub created: u64,
-    /// How many snapshots it has, in any state.
+    /// The number of its snapshots, in any state.
     pub snapshots: u64,
     /// The number of its newest snapshot with content.
     pub newest: Option<u64>,
-    /// The snapshot that it was cloned from, as it was named then.
+    /// The snapshot that it was cloned from, under its name at that time.
     pub origin: Option<String>,
-    /// How its content is kept safe.
+    /// How its content is stored on peers.
     pub policy: StoragePolicy,
 }
 
@@ -171,19 +177,19 @@ pub struct Image {
 pub struct NewSnapshot {
     /// One of the mirror's reserved numbers.
     pub number: u64,
-    /// A second name, unique in the image.
+    /// A second name, unique among the image's snapshots that have not failed.
     pub label: Option<String>,
-    /// How much the content can be relied on.
+    /// How consistent the content is.
     pub consistency: Consistency,
-    /// When it was asked for: seconds since 1970, UTC.
+    /// When it was requested: seconds since 1970, UTC.
     pub time: u64,
-    /// Bytes of the chunks that changed, as far as it is known.
+    /// Bytes of the chunks that changed. The publication may correct this number.
     pub dirty_bytes: u64,
-    /// How long the guest waited for the cut, in microseconds.
+    /// How long the guest waited for the freeze, in microseconds.
     pub pause_us: u64,
 }
 
-/// Who attaches a mirror. The process must be of this host.
+/// The process that attaches a mirror. It must run on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MirrorOwner {
     /// The mirror.
@@ -194,30 +200,30 @@ pub struct MirrorOwner {
     pub path: String,
     /// The process that serves the mirror.
     pub pid: u32,
-    /// The boot of the host's kernel.
+    /// The id of the current boot of the host's kernel.
     pub boot_id: String,
 }
 
 impl MirrorOwner {
-    /// A mirror that this process serves from this directory.
+    /// The owner of a mirror that this process serves from the directory `path`.
     pub fn this_process(id: MirrorId, path: impl Into<String>) -> Result<Self> {
         let (host, pid, boot_id) = (host_name()?, std::process::id(), boot_id()?);
         Ok(Self { id, host, path: path.into(), pid, boot_id })
     }
 }
 
-/// A mirror that the catalog knows, in use or not. It keeps its parent's content from being removed.
+/// A mirror that the catalog knows, in use or not. Its parent's content is not removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MirrorRecord {
     /// The mirror.
     pub id: MirrorId,
     /// Its image.
     pub image: ImageName,
-    /// The host it was last attached on.
+    /// The host on which it was last attached.
     pub host: String,
     /// Its directory there.
     pub path: String,
-    /// What it may do.
+    /// What it may do with its image.
     pub mode: Mode,
     /// The number of the snapshot that its unchanged parts come from.
     pub parent: u64,
@@ -225,6 +231,6 @@ pub struct MirrorRecord {
     pub root: Root,
     /// When it was last attached: seconds since 1970, UTC.
     pub attached: u64,
-    /// The process that holds the image's lease for it, while that is live.
+    /// The process that holds the image's lease for this mirror, while the lease is live.
     pub writer: Option<u32>,
 }

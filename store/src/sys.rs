@@ -1,4 +1,4 @@
-//! The system calls that the standard library lacks.
+//! System calls that the standard library does not have.
 
 #![allow(unsafe_code)]
 
@@ -14,15 +14,17 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Writes all slices, one after the other. At most 1024 of them.
+/// Writes all slices, one after the other, at `offset`. There are at most 1024 slices.
 pub(crate) fn write_all_at(file: &File, slices: &[&[u8]], offset: u64) -> io::Result<()> {
     let vectors: Vec<_> = slices.iter().copied().map(IoSlice::new).collect();
-    let count = vectors.len().try_into().expect("few slices");
-    // SAFETY: `IoSlice` has the layout of `iovec`, each is borrowed memory, and the kernel only reads it.
+    let count = vectors.len().try_into().expect("there are at most 1024 slices");
+    // SAFETY: `IoSlice` has the layout of `iovec`, each is borrowed memory, and the kernel only
+    // reads it.
     let written = unsafe {
         libc::pwritev64(file.as_raw_fd(), vectors.as_ptr().cast(), count, offset as libc::off64_t)
     };
-    // A part that was not written, for a full disk, say, is tried again alone.
+    // The rest of a partial write is written alone, which reports its error: a full disk, for
+    // example.
     let mut done = match usize::try_from(written) {
         Ok(done) => done,
         Err(_) => match io::Error::last_os_error() {
@@ -40,10 +42,12 @@ pub(crate) fn write_all_at(file: &File, slices: &[&[u8]], offset: u64) -> io::Re
     Ok(())
 }
 
-/// Whoever waits for a socket to be readable is woken when there are so many bytes, or no more will come.
+/// Sets how many bytes make a socket readable (`SO_RCVLOWAT`). The end of the stream makes it
+/// readable, too.
 pub(crate) fn set_least_to_read(socket: BorrowedFd<'_>, bytes: libc::c_int) -> io::Result<()> {
     let len = size_of_val(&bytes) as libc::socklen_t;
-    // SAFETY: the kernel reads the value, which is as long as said, and the descriptor is open while it is borrowed.
+    // SAFETY: the kernel reads `len` bytes of the value, and the descriptor is open while it is
+    // borrowed.
     let set = unsafe {
         let (fd, value) = (socket.as_raw_fd(), (&raw const bytes).cast());
         libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, len)
@@ -51,7 +55,8 @@ pub(crate) fn set_least_to_read(socket: BorrowedFd<'_>, bytes: libc::c_int) -> i
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Allocates a part of the file, which then has at least that length. Old content stays.
+/// Allocates a part of the file. The file then reaches at least to the part's end. Existing content
+/// does not change.
 pub(crate) fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
     // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
@@ -61,7 +66,8 @@ pub(crate) fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Gives a part of the file back to the file system. It reads as zeros then, and the length stays.
+/// Frees the space of a part of the file. The part then reads as zeros, and the file's length does
+/// not change.
 pub(crate) fn punch(file: &File, part: Range<u64>) -> io::Result<()> {
     let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
@@ -72,7 +78,7 @@ pub(crate) fn punch(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// The first part at or behind `from` that takes space; nothing if there is none.
+/// The first part of the file at or after `from` that takes space; `None` if there is none.
 pub(crate) fn next_data(file: &File, from: u64) -> io::Result<Option<Range<u64>>> {
     let seek = |from: u64, whence| {
         // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
@@ -115,7 +121,8 @@ pub(crate) fn file_system_type(path: &Path) -> io::Result<u64> {
 
 /// Bytes that are free on the file system that holds `path`.
 pub(crate) fn free_space(path: &Path) -> Result<u64> {
-    let stat = file_system(path).map_err(|error| Error::io("looking at", path, error))?;
+    let stat = file_system(path)
+        .map_err(|error| Error::io("examining the file system of", path, error))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_bsize as u64))
 }
 
@@ -126,11 +133,11 @@ fn file_system(path: &Path) -> io::Result<libc::statfs> {
     if unsafe { libc::statfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call succeeded, so the kernel has filled the structure; all of it is plain numbers.
+    // SAFETY: the call succeeded, so the kernel has filled the structure, which has only numbers.
     Ok(unsafe { stat.assume_init() })
 }
 
-/// Bytes that nobody can guess.
+/// Random bytes that nobody can predict.
 pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;

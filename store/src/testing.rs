@@ -1,10 +1,11 @@
-//! What tests of several modules need.
+//! Helpers for the tests of several modules.
 
 use std::net::TcpListener;
 
 use crate::sys;
 
-/// Listens at a port that stays ours while nobody does: the system gives the higher ones to anybody.
+/// Listens on a port below the range from which the system assigns ports. So a server that stops
+/// can listen on its port again later.
 pub(crate) fn own_port() -> TcpListener {
     let random = || 10_000 + u16::from_le_bytes(sys::random().unwrap()) % 22_000;
     let mut tries = (0..100).filter_map(|_| TcpListener::bind(("127.0.0.1", random())).ok());

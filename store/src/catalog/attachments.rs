@@ -1,4 +1,4 @@
-//! What an attached mirror does. Each operation relies on the image's fence.
+//! The operations of an attached mirror. Each of them relies on the image's fence.
 
 use std::ops::Range;
 
@@ -18,19 +18,19 @@ use crate::process::Process;
 use crate::snapshot::{MirrorOwner, NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
-/// Who an attached mirror is to the catalog.
+/// An attached mirror, as the catalog identifies it.
 #[derive(Clone, Debug)]
 pub(crate) struct Holder {
     pub(super) owner: MirrorOwner,
     pub(super) process: Process,
-    /// Which image it is, whatever is called so later.
+    /// The image's id. Another image may get the same name later.
     pub(super) image: MirrorId,
     pub(super) image_name: ImageName,
-    /// Of a mirror that may write.
+    /// The image's fence after this mirror acquired the lease; `None` if the mirror only reads.
     pub(super) fence: Option<u64>,
 }
 
-/// What was published of a snapshot.
+/// What is to be published of a snapshot.
 pub(crate) struct Published {
     pub(crate) root: Root,
     pub(crate) state: SnapshotState,
@@ -38,17 +38,20 @@ pub(crate) struct Published {
     pub(crate) dirty_bytes: u64,
     pub(crate) sent_bytes: u64,
     pub(crate) saved_bytes: u64,
-    /// The snapshot that it was derived from.
+    /// The number of the snapshot that it was derived from.
     pub(crate) parent: u64,
-    /// How many peers had been lost when it was announced.
+    /// The count of lost peers when the snapshot was announced.
     pub(crate) losses: u64,
     /// The name of the snapshot's record, if it has one.
     pub(crate) record: Option<BlobId>,
 }
 
 impl Published {
-    /// Less, if a peer was lost since: a repair before the publication did not know of what it held. And less, if its
-    /// parent is: what has not changed is the parent's.
+    /// The publication with the state that it can have. It is at most *available* in two cases:
+    ///
+    /// - A peer was lost since the announcement. A repair before the publication did not know the
+    ///   snapshot's blobs.
+    /// - The parent is only *available*. Unchanged blobs are the parent's.
     fn as_of(&self, view: &View, image: &ImageName) -> Result<Published> {
         let parent: Option<SnapshotDocument> = view.get(&snapshot_key(image, self.parent))?;
         let is_parent_whole = parent.is_none_or(|one| one.state != SnapshotState::Available);
@@ -58,7 +61,7 @@ impl Published {
         Ok(Published { state, ..*self })
     }
 
-    /// What a snapshot that was announced becomes.
+    /// The document of an announced snapshot after its publication.
     fn apply(&self, snapshot: SnapshotDocument, parent: u64) -> SnapshotDocument {
         SnapshotDocument {
             parent: Some(parent),
@@ -109,19 +112,19 @@ impl Holder {
         })
     }
 
-    /// A snapshot, if there is one.
+    /// The snapshot with this number, if it exists.
     fn find(&self, view: &View, number: u64) -> Result<Option<SnapshotDocument>> {
         view.get(&self.snapshot_key(number))
     }
 
-    /// A snapshot that must be there, whoever took it.
+    /// The snapshot with this number, of any mirror. Fails if it does not exist.
     fn existing(&self, view: &View, number: u64) -> Result<SnapshotDocument> {
         self.find(view, number)?.ok_or_else(|| Error::NoSnapshot {
             name: SnapshotRef::number(&self.image_name, number).to_string(),
         })
     }
 
-    /// A snapshot that this mirror has announced.
+    /// Returns the snapshot if this mirror announced it. Fails otherwise.
     fn own(&self, snapshot: SnapshotDocument, number: u64) -> Result<SnapshotDocument> {
         if snapshot.mirror != Some(self.owner.id) {
             let (image, selector) = (self.image_name.to_string(), number.to_string());
@@ -130,8 +133,8 @@ impl Holder {
         Ok(snapshot)
     }
 
-    /// What a snapshot of this mirror's is when it is published like this. One that is published stays what it is, but
-    /// that it may become stable.
+    /// The document of a snapshot of this mirror after it is published. A snapshot that was
+    /// published before does not change, except that it may become stable.
     fn published(
         &self,
         view: &View,
@@ -161,8 +164,8 @@ impl Holder {
         mirror.ok_or_else(|| Error::NoMirror { id: self.owner.id.to_string() })
     }
 
-    /// What an operation on a snapshot relies on.
-    fn wanted(&self, number: u64) -> Vec<Query> {
+    /// The documents that an operation on a snapshot relies on.
+    fn queries(&self, number: u64) -> Vec<Query> {
         vec![
             Query::Key(self.image_key()),
             Query::Key(self.snapshot_key(number)),
@@ -171,11 +174,11 @@ impl Holder {
         ]
     }
 
-    /// What a publication relies on.
-    fn wanted_to_publish(&self, number: u64, published: &Published) -> Vec<Query> {
-        let mut wanted = self.wanted(number);
-        wanted.push(Query::Key(self.snapshot_key(published.parent)));
-        wanted
+    /// The documents that a publication relies on.
+    fn publish_queries(&self, number: u64, published: &Published) -> Vec<Query> {
+        let mut queries = self.queries(number);
+        queries.push(Query::Key(self.snapshot_key(published.parent)));
+        queries
     }
 
     fn wrong_state(&self, number: u64, snapshot: SnapshotDocument) -> Error {
@@ -185,10 +188,11 @@ impl Holder {
 }
 
 impl Catalog {
+    /// Reserves `count` snapshot numbers for the mirror.
     pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<Range<u64>> {
         let mirror_key = mirror_key(&holder.owner.id);
-        let wanted = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
-        self.change(&wanted, |view| {
+        let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
+        self.change(&queries, |view| {
             let mut image = holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
             let numbers = image.next_number..image.next_number + count;
@@ -203,21 +207,21 @@ impl Catalog {
     }
 
     /// Returns the mirror's reserved numbers that were not used, and drops the rest of its
-    /// reservation. `left` is what one copy of the mirror has recorded as unused.
+    /// reservation. `left` has the numbers that one copy of the mirror has recorded as unused.
     ///
     /// Every process of a mirror calls this before it reserves, and a process without a record
     /// drops the whole reservation. So a reservation that has a number below `left.end` was made by
     /// processes that share this record. Numbers of it beyond `left.end` were reserved by a process
     /// that was killed before it could record them. If all its numbers are above, another copy of
-    /// the mirror has reserved them, and `left` counts for nothing.
+    /// the mirror has reserved them, and `left` is ignored.
     pub(crate) fn resume(&self, holder: &Holder, left: &Range<u64>) -> Result<Range<u64>> {
         let mirror_key = mirror_key(&holder.owner.id);
-        let wanted = [
+        let queries = [
             Query::Key(holder.image_key()),
             Query::key(&mirror_key),
             Query::Prefix(snapshots_of(&holder.image_name)),
         ];
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
             let all = snapshots(view, &holder.image_name)?;
@@ -233,6 +237,7 @@ impl Catalog {
         })
     }
 
+    /// Renews the lease.
     pub(crate) fn renew(&self, holder: &Holder) -> Result<()> {
         self.change(&[Query::Key(holder.image_key())], |view| {
             holder.check(view)?;
@@ -242,15 +247,17 @@ impl Catalog {
         })
     }
 
-    /// Announces a snapshot. Announcing one again is fine, even if it is published: a writer that was restarted, or
-    /// whose catalog was away, cannot know how far it had come. It may not have failed. Returns how many peers have
-    /// been lost so far.
+    /// Announces a snapshot. Returns the count of lost peers.
+    ///
+    /// A snapshot may be announced again, even if it is published: a writer that was restarted, or
+    /// whose catalog was unreachable, cannot know how far it had come. A failed snapshot cannot be
+    /// announced again.
     pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<u64> {
         let number = new.number;
         let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
-        let mut wanted = holder.wanted(number);
-        wanted.extend(label.iter().cloned().map(Query::Key));
-        self.change(&wanted, |view| {
+        let mut queries = holder.queries(number);
+        queries.extend(label.iter().cloned().map(Query::Key));
+        self.change(&queries, |view| {
             let image = holder.check(view)?;
             if number == 0 || number >= image.next_number {
                 return Err(Error::BadArgument(format!(
@@ -301,23 +308,23 @@ impl Catalog {
         number: u64,
         published: &Published,
     ) -> Result<Record> {
-        let view = self.read(&holder.wanted_to_publish(number, published))?;
+        let view = self.read(&holder.publish_queries(number, published))?;
         let image = holder.check(&view)?;
         let before = holder.own(holder.existing(&view, number)?, number)?;
         let snapshot = holder.published(&view, number, before, published)?;
         Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
     }
 
-    /// Publishes an announced snapshot and makes it the mirror's parent. Publishing the same content
-    /// again is fine, for the same reason as in [`Catalog::begin`]; that may also make one stable that was
-    /// available.
+    /// Publishes an announced snapshot and makes it the mirror's parent. The same content may be
+    /// published again, for the reason given in [`Catalog::begin`]. That may also make an available
+    /// snapshot stable.
     pub(crate) fn publish(
         &self,
         holder: &Holder,
         number: u64,
         published: &Published,
     ) -> Result<Snapshot> {
-        self.change(&holder.wanted_to_publish(number, published), |view| {
+        self.change(&holder.publish_queries(number, published), |view| {
             let image = holder.check(view)?;
             let before = holder.own(holder.existing(view, number)?, number)?;
             let snapshot = holder.published(view, number, before.clone(), published)?;
@@ -334,11 +341,10 @@ impl Catalog {
         })
     }
 
-    /// Gives up an announced snapshot. It may be one of a mirror that is lost: who has the lease is
-    /// the image's only writer.
-    /// Returns the record of that.
+    /// Marks an announced snapshot as failed. Returns the record of the failure. The snapshot may
+    /// be of another mirror, which may be lost: the holder of the lease is the image's only writer.
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<Record> {
-        self.change(&holder.wanted(number), |view| {
+        self.change(&holder.queries(number), |view| {
             let image = holder.check(view)?;
             let mut snapshot = holder.existing(view, number)?;
             if snapshot.state.has_content() {
@@ -349,7 +355,7 @@ impl Catalog {
             snapshot.reason = Some(reason.to_owned());
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
             let change = match snapshot.label.filter(|_| had_label) {
-                // The next attempt may have it.
+                // The next attempt may use the label.
                 Some(label) => change.remove(Query::Key(label_key(&holder.image_name, &label))),
                 None => change,
             };
@@ -357,16 +363,16 @@ impl Catalog {
         })
     }
 
-    /// Frees the lease. Numbers that nobody has used go back if nothing was reserved after them, so
-    /// that an orderly stop leaves no gap.
+    /// Releases the lease. Unused numbers are returned if no number was reserved after them, so
+    /// that a clean stop leaves no gap.
     pub(crate) fn release(&self, holder: &Holder, unused: Option<Range<u64>>) -> Result<()> {
         let mirror_key = mirror_key(&holder.owner.id);
-        let wanted = [
+        let queries = [
             Query::Key(holder.image_key()),
             Query::key(&mirror_key),
             Query::Prefix(snapshots_of(&holder.image_name)),
         ];
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             let mut image = holder.check(view)?;
             let mirror = MirrorDocument { reserved: 0..0, ..holder.mirror(view)? };
             if let Some(unused) = unused
@@ -386,11 +392,11 @@ impl Catalog {
         })
     }
 
-    /// Drops the mirror's reference, and with it its lease.
+    /// Removes the mirror and its lease.
     pub(crate) fn detach(&self, holder: &Holder) -> Result<()> {
         let id = &holder.owner.id;
-        let wanted = [Query::Key(holder.image_key()), Query::Key(mirror_key(id))];
-        self.change(&wanted, |view| {
+        let queries = [Query::Key(holder.image_key()), Query::Key(mirror_key(id))];
+        self.change(&queries, |view| {
             let document = match holder.may_write() {
                 true => Some(holder.check(view)?),
                 false => None,

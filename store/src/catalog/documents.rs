@@ -25,17 +25,17 @@ pub(super) fn image_key(image: &ImageName) -> String {
     format!("{IMAGES}{image}")
 }
 
-/// What the keys of an image's snapshots begin with.
+/// The prefix of the keys of an image's snapshots.
 pub(super) fn snapshots_of(image: &ImageName) -> String {
     format!("{SNAPSHOTS}{image}/")
 }
 
-/// Sorted by their numbers.
+/// The key of a snapshot. Keys sort by number.
 pub(super) fn snapshot_key(image: &ImageName, number: u64) -> String {
     format!("{SNAPSHOTS}{image}/{number:016x}")
 }
 
-/// What the keys of an image's labels begin with.
+/// The prefix of the keys of an image's labels.
 pub(super) fn labels_of(image: &ImageName) -> String {
     format!("labels/{image}/")
 }
@@ -52,7 +52,7 @@ pub(super) fn lease_key(image: &ImageName) -> String {
     format!("{LEASES}{image}")
 }
 
-/// Writes a value as the text that it prints and reads.
+/// Serialises a value as its text (`ToString` and `FromStr`).
 pub(super) mod text {
     use super::{Deserialize, Deserializer, Serializer};
 
@@ -72,7 +72,7 @@ pub(super) mod text {
     }
 }
 
-/// As [`text`], of a value that may be missing.
+/// Serialises an optional value as its text, like [`text`].
 pub(super) mod optional_text {
     use super::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -96,7 +96,7 @@ pub(super) mod optional_text {
 /// An image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct ImageDocument {
-    /// Random: an image that is made again under its name is another.
+    /// Random: an image that is created again under the same name is another image.
     #[serde(with = "text")]
     pub(super) id: MirrorId,
     pub(super) size: u64,
@@ -110,7 +110,7 @@ pub(super) struct ImageDocument {
     pub(super) next_number: u64,
     /// Raised by every acquisition of the lease.
     pub(super) fence: u64,
-    /// Who took the lease with this fence, until it gives it back.
+    /// The mirror that acquired the lease with this fence, until it releases the lease.
     #[serde(with = "optional_text")]
     pub(super) writer: Option<MirrorId>,
 }
@@ -125,7 +125,7 @@ impl ImageDocument {
         StoragePolicy { redundancy: self.redundancy, compression: self.compression }
     }
 
-    /// The image with what its snapshots tell.
+    /// The image, with the number of its snapshots and the newest of them.
     pub(super) fn image(
         &self,
         name: &ImageName,
@@ -163,7 +163,7 @@ pub(super) struct SnapshotDocument {
     pub(super) consistency: Consistency,
     pub(super) dirty_bytes: u64,
     pub(super) stored_bytes: u64,
-    // Nobody counted this before.
+    // Older documents do not have the next two fields.
     #[serde(default)]
     pub(super) sent_bytes: u64,
     #[serde(default)]
@@ -172,7 +172,7 @@ pub(super) struct SnapshotDocument {
     pub(super) reason: Option<String>,
     #[serde(with = "optional_text")]
     pub(super) mirror: Option<MirrorId>,
-    /// Its record, where blobs are kept apart from the catalog.
+    /// The name of the snapshot's record, in a cluster.
     #[serde(with = "optional_text")]
     pub(super) record: Option<BlobId>,
 }
@@ -206,7 +206,7 @@ impl SnapshotDocument {
     }
 }
 
-/// A mirror that refers to an image.
+/// A mirror, which refers to an image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MirrorDocument {
     #[serde(with = "text")]
@@ -225,7 +225,7 @@ pub(super) struct MirrorDocument {
 }
 
 impl MirrorDocument {
-    /// The mirror, with the process that writes through it as `observer` sees it.
+    /// The mirror, with its writer if `observer` does not see that the writer is dead.
     pub(super) fn record(
         self,
         id: MirrorId,
@@ -247,7 +247,8 @@ impl MirrorDocument {
     }
 }
 
-/// A live writer of an image. Without a renewal it is gone after [`LEASE_SECONDS`](super::LEASE_SECONDS).
+/// The lease of an image's live writer. Without a renewal it expires after
+/// [`LEASE_SECONDS`](super::LEASE_SECONDS).
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct LeaseDocument {
     #[serde(with = "text")]
@@ -263,12 +264,12 @@ impl LeaseDocument {
         LeaseDocument { mirror, host, path, process }
     }
 
-    /// Whether its holder may still write, as seen by `observer`.
+    /// Whether the holder may still write, as `observer` sees it.
     pub(super) fn is_live(&self, observer: &Process) -> bool {
         !self.process.is_dead(observer)
     }
 
-    /// The error for everybody else.
+    /// The error for every other process that wants the lease.
     pub(super) fn conflict(&self, image: &ImageName) -> Error {
         Error::Leased {
             image: image.to_string(),
@@ -280,12 +281,12 @@ impl LeaseDocument {
     }
 }
 
-/// The image's document, or that there is none.
+/// The image's document. Fails if there is none.
 pub(super) fn image(view: &View, name: &ImageName) -> Result<ImageDocument> {
     view.get(&image_key(name))?.ok_or_else(|| Error::NoImage { name: name.to_string() })
 }
 
-/// The snapshots of an image, by their numbers.
+/// The snapshots of an image with their numbers, in order.
 pub(super) fn snapshots(view: &View, image: &ImageName) -> Result<Vec<(u64, SnapshotDocument)>> {
     let all = view.under::<SnapshotDocument>(&snapshots_of(image))?;
     all.into_iter().map(|(key, one)| Ok((number_of(&key)?, one))).collect()
@@ -293,10 +294,10 @@ pub(super) fn snapshots(view: &View, image: &ImageName) -> Result<Vec<(u64, Snap
 
 fn number_of(key: &str) -> Result<u64> {
     u64::from_str_radix(key, 16)
-        .map_err(|_| Error::corrupt("the catalog", format!("'{key}' is no snapshot's number")))
+        .map_err(|_| Error::corrupt("the catalog", format!("'{key}' is not a snapshot number")))
 }
 
-/// The lease on an image, if its holder lives as seen by `observer`.
+/// The lease of an image, unless `observer` sees that its holder is dead.
 pub(super) fn live_lease(
     view: &View,
     image: &ImageName,

@@ -1,4 +1,4 @@
-//! Making, listing and removing images and snapshots.
+//! Creating, listing and removing images and snapshots.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ use crate::tree::Root;
 /// The number of an image's first snapshot.
 const FIRST: u64 = 1;
 
-/// The first snapshot of an image that is being made.
+/// The first snapshot of an image that is being created.
 pub(crate) struct FirstSnapshot {
     pub(crate) root: Root,
     pub(crate) state: SnapshotState,
@@ -36,7 +36,7 @@ pub(crate) struct FirstSnapshot {
     pub(crate) saved_bytes: u64,
 }
 
-/// What a name refers to.
+/// The content that a snapshot or a mirror refers to.
 pub(crate) struct Referrer {
     pub(crate) geometry: Geometry,
     pub(crate) root: Root,
@@ -49,7 +49,7 @@ impl Referrer {
     }
 }
 
-/// A snapshot as it was found available.
+/// A snapshot that was *available* when it was read.
 pub(crate) struct Available {
     pub(crate) policy: StoragePolicy,
     pub(crate) refers: Referrer,
@@ -57,13 +57,13 @@ pub(crate) struct Available {
     version: u64,
 }
 
-/// An image that is to be made.
+/// An image that is to be created.
 pub(crate) struct Draft {
     name: ImageName,
     image: ImageDocument,
     snapshot: SnapshotDocument,
     source: Option<(ImageName, u64)>,
-    /// How many peers had been lost when its content was stored, if that matters.
+    /// The count of lost peers before the image's content was stored, if it has content.
     losses: Option<u64>,
 }
 
@@ -107,17 +107,17 @@ impl Draft {
         Ok(Draft { name: name.clone(), image, snapshot, source: None, losses: None })
     }
 
-    /// Its content was stored since so many peers had been lost.
+    /// Notes the count of lost peers before the image's content was stored.
     pub(crate) fn since(self, losses: u64) -> Draft {
         Draft { losses: self.snapshot.root.map(|_| losses), ..self }
     }
 
-    /// One that begins as a snapshot of another.
+    /// An image whose first snapshot has the content of a snapshot of another image.
     pub(crate) fn clone_of(source: &Snapshot, name: &ImageName) -> Result<Draft> {
         source.require_content()?;
         let first = FirstSnapshot {
             root: source.root,
-            // Less than its redundancy is less for the clone, too.
+            // A clone of a snapshot that is only available is itself only available.
             state: source.state,
             consistency: source.consistency,
             dirty_bytes: 0,
@@ -135,7 +135,7 @@ impl Draft {
         Record::new(&self.name, &self.image, FIRST, Some(self.snapshot.clone()))
     }
 
-    /// The record that it was not made.
+    /// The record that says that the image was not created.
     pub(crate) fn removal(&self) -> Record {
         Record::new(&self.name, &self.image, 0, None)
     }
@@ -153,7 +153,7 @@ impl Catalog {
         .collect()
     }
 
-    /// What the names refer to, by how it is to be kept.
+    /// The content that snapshots and mirrors refer to, by storage policy.
     pub(crate) fn roots(&self) -> Result<HashMap<StoragePolicy, Vec<Referrer>>> {
         let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Query::prefix))?;
         let mut all: HashMap<StoragePolicy, Vec<Referrer>> = HashMap::new();
@@ -165,7 +165,7 @@ impl Catalog {
             let known = known.map(|(_, one)| Referrer::snapshot(geometry, &one));
             all.entry(image.policy()).or_default().extend(known);
         }
-        // A mirror keeps its parent's content, also if that has lost its name.
+        // A mirror keeps its parent's content, even if the parent snapshot was removed.
         let images: HashMap<_, _> = images.into_iter().collect();
         for (_, mirror) in view.under::<MirrorDocument>(MIRRORS)? {
             if let Some(image) = images.get(mirror.image.as_str()) {
@@ -177,7 +177,7 @@ impl Catalog {
         Ok(all)
     }
 
-    /// The snapshots that are published and do not have their full redundancy.
+    /// The snapshots that are *available*: published, perhaps without full redundancy.
     pub(crate) fn available(&self) -> Result<Vec<Available>> {
         let view = self.read(&[IMAGES, SNAPSHOTS].map(Query::prefix))?;
         let mut found = Vec::new();
@@ -195,8 +195,8 @@ impl Catalog {
         Ok(found)
     }
 
-    /// Makes a snapshot stable that was found available. One that is gone or has changed since is left as it is: its
-    /// name may be another's by now.
+    /// Makes an available snapshot stable. Leaves it alone if it was removed or has changed since
+    /// it was read: its key may belong to another snapshot.
     pub(crate) fn promote(&self, available: &Available) -> Result<()> {
         let Available { key, version, .. } = available;
         self.change(&[Query::key(key)], |view| {
@@ -229,17 +229,17 @@ impl Catalog {
     /// named may be pending or failed, so callers that need content ask
     /// [`Snapshot::require_content`].
     pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        let wanted = match name.selector {
+        let queries = match name.selector {
             Selector::Number(number) => {
                 let key = snapshot_key(&name.image, number);
                 [Query::Key(image_key(&name.image)), Query::Key(key)]
             }
             _ => with_snapshots(&name.image),
         };
-        resolve(&self.read(&wanted)?, name)
+        resolve(&self.read(&queries)?, name)
     }
 
-    /// Fails if there is an image of the name that a draft has.
+    /// Fails if there is an image with the name of the draft.
     pub(crate) fn check_free(&self, draft: &Draft) -> Result<()> {
         let key = image_key(&draft.name);
         match self.read(&[Query::key(&key)])?.version(&key) {
@@ -248,15 +248,15 @@ impl Catalog {
         }
     }
 
-    /// Adds an image that was drafted, with the name of its first snapshot's record. A clone relies on the
-    /// snapshot that it is one of.
+    /// Creates the image of a draft. `record` is the name of its first snapshot's record. Fails if
+    /// the image is a clone and its source was removed.
     pub(crate) fn insert(&self, draft: &Draft, record: Option<BlobId>) -> Result<Snapshot> {
         let Draft { name, image, snapshot, source, .. } = draft;
-        let mut wanted = vec![Query::Key(image_key(name)), Query::key(LOSSES)];
+        let mut queries = vec![Query::Key(image_key(name)), Query::key(LOSSES)];
         if let Some((image, number)) = source {
-            wanted.push(Query::Key(snapshot_key(image, *number)));
+            queries.push(Query::Key(snapshot_key(image, *number)));
         }
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             if view.version(&image_key(name)) != 0 {
                 return Err(Error::ImageExists { name: name.to_string() });
             }
@@ -269,7 +269,7 @@ impl Catalog {
             let mut snapshot = SnapshotDocument { record, ..snapshot.clone() };
             let losses = losses(view)?;
             if draft.losses.is_some_and(|before| before != losses) {
-                // A repair before this moment did not know of what the lost peer held.
+                // A repair before this moment did not know the blobs that the lost peer held.
                 snapshot.state = SnapshotState::Available;
             }
             let change = Change::default()
@@ -279,20 +279,20 @@ impl Catalog {
         })
     }
 
-    /// How many peers have been lost so far.
+    /// The count of lost peers.
     pub(crate) fn losses(&self) -> Result<u64> {
         losses(&self.read(&[Query::key(LOSSES)])?)
     }
 
-    /// Also returns the record of the removal.
+    /// Removes a snapshot. Also returns the record of the removal.
     pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
         let observer = Process::current()?;
-        let wanted = [
+        let queries = [
             Query::Key(image_key(&name.image)),
             Query::Prefix(snapshots_of(&name.image)),
             Query::Key(lease_key(&name.image)),
         ];
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             let document = image(view, &name.image)?;
             let snapshot = resolve(view, name)?;
             match snapshot.state {
@@ -312,9 +312,10 @@ impl Catalog {
                 SnapshotState::Failed => {}
             }
             let key = snapshot_key(&name.image, snapshot.number);
-            // A writer whose lease has expired may publish it just now.
+            // A writer whose lease has expired may be publishing the snapshot.
             let relies_on = vec![(key.clone(), view.version(&key))];
-            // The image is written so that of two who remove the last two one begins again.
+            // The image is written, so that two processes that remove the last two snapshots
+            // conflict.
             let change = Change { relies_on, ..Change::default() }
                 .put(image_key(&name.image), &document)
                 .remove(Query::Key(key));
@@ -328,16 +329,16 @@ impl Catalog {
         })
     }
 
-    /// Returns the record of the removal.
+    /// Removes an image with its snapshots and mirrors. Returns the record of the removal.
     pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<Record> {
         let observer = Process::current()?;
-        let wanted = [
+        let queries = [
             Query::Key(image_key(name)),
             Query::Key(lease_key(name)),
             Query::prefix(MIRRORS),
             Query::prefix(LEASES),
         ];
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             let document = image(view, name)?;
             if let Some(lease) = live_lease(view, name, &observer)? {
                 return Err(lease.conflict(name));
@@ -360,7 +361,7 @@ impl Catalog {
             for (id, _) in users {
                 change = change.remove(Query::Key(mirror_key(&id.parse()?)));
             }
-            // Number 0 stands for all.
+            // Number 0 stands for the whole image.
             Ok((change, Record::new(name, &document, 0, None)))
         })
     }
@@ -370,14 +371,15 @@ fn with_snapshots(name: &ImageName) -> [Query; 2] {
     [Query::Key(image_key(name)), Query::Prefix(snapshots_of(name))]
 }
 
-/// The snapshot that people call this, in a view of the image and of all its snapshots, or of this one.
+/// The snapshot with this name. The view has the image and all its snapshots, or at least the
+/// snapshot with the selected number.
 fn resolve(view: &View, name: &SnapshotRef) -> Result<Snapshot> {
     let document = image(view, &name.image)?;
     let all = snapshots(view, &name.image)?;
     let wanted = match &name.selector {
         Selector::Number(number) => Some(*number),
         Selector::Newest => newest(&all),
-        // Several failed snapshots can have had the label: one that did not fail is meant, if any.
+        // Several failed snapshots may have the label. A snapshot that has not failed comes first.
         Selector::Label(label) => {
             let named = all.iter().filter(|(_, one)| one.label.as_ref() == Some(label));
             named

@@ -1,9 +1,9 @@
 //! The mirrors that refer to images, and the lease that makes one of them an image's writer.
 //!
-//! A lease is live until it expires, unless its process is certainly dead. Every acquisition raises the
-//! image's fence, and every operation of a writer relies on the image still having its fence: a writer that was
-//! away for too long finds out before it changes anything. One whose lease has expired, and whose place nobody has
-//! taken, goes on.
+//! A lease is live until it expires, unless its process is seen to be dead. Every acquisition
+//! raises the image's fence, and every operation of a writer relies on the image having the
+//! writer's fence. So a writer that was replaced learns that before it changes anything. A writer
+//! whose lease has expired continues as long as no other mirror has acquired the lease.
 
 use super::Catalog;
 use super::attachments::Holder;
@@ -19,7 +19,7 @@ use crate::process::Process;
 use crate::snapshot::{MirrorOwner, MirrorRecord, Mode, Snapshot};
 use crate::tree::Root;
 
-/// How long a lease lasts without a renewal.
+/// How long a lease lasts without a renewal, in seconds.
 pub const LEASE_SECONDS: u64 = 60;
 
 impl Catalog {
@@ -48,17 +48,17 @@ impl Catalog {
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
     }
 
-    /// Drops the reference of a mirror that is gone, and its lease. Fails while the lease is live.
+    /// Removes a mirror, and its lease. Fails if the lease is live.
     pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
         let observer = Process::current()?;
         let unknown = || Error::NoMirror { id: id.to_string() };
         let MirrorRecord { image: name, .. } = self.mirror(id)?.ok_or_else(unknown)?;
-        let wanted = [
+        let queries = [
             Query::Key(mirror_key(id)),
             Query::Key(image_key(&name)),
             Query::Key(lease_key(&name)),
         ];
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             view.get::<MirrorDocument>(&mirror_key(id))?.ok_or_else(unknown)?;
             let lease = live_lease(view, &name, &observer)?;
             if let Some(lease) = lease.filter(|lease| lease.mirror == *id) {
@@ -70,7 +70,8 @@ impl Catalog {
         })
     }
 
-    /// Records the mirror, takes the lease if it is to write, and returns the mirror's parent.
+    /// Records the mirror, and acquires the lease if it may write. Returns the holder, and the
+    /// number and the content of the mirror's parent.
     pub(crate) fn attach(
         &self,
         owner: &MirrorOwner,
@@ -79,16 +80,18 @@ impl Catalog {
     ) -> Result<(Holder, u64, Root)> {
         let process = Process::on_this_host(owner.pid)?;
         if process.boot_id != owner.boot_id {
-            return Err(Error::BadArgument("a mirror is attached on the host it is on".into()));
+            return Err(Error::BadArgument(
+                "a mirror can only be attached by a process of its own host".into(),
+            ));
         }
         let name = &snapshot.image;
-        let wanted = [
+        let queries = [
             Query::Key(image_key(name)),
             Query::Key(snapshot_key(name, snapshot.number)),
             Query::Key(mirror_key(&owner.id)),
             Query::Key(lease_key(name)),
         ];
-        self.change(&wanted, |view| {
+        self.change(&queries, |view| {
             let mut document = image(view, name)?;
             if let Some(lease) = live_lease(view, name, &process)?
                 && (mode == Mode::ReadWrite || lease.mirror == owner.id)
@@ -96,7 +99,7 @@ impl Catalog {
             {
                 return Err(lease.conflict(name));
             }
-            let mirror = renewed(view, owner, snapshot, mode)?;
+            let mirror = attached_mirror(view, owner, snapshot, mode)?;
             let (parent, root) = (mirror.parent, Root(mirror.root));
             let mut change = Change::default().put(mirror_key(&owner.id), &mirror);
             let fence = match mode {
@@ -121,20 +124,21 @@ impl Catalog {
                 image_name: name.clone(),
                 fence,
             };
-            // In any case, so that who removes the image meanwhile begins again.
+            // The image is written in any case, so that a concurrent removal of the image
+            // conflicts.
             Ok((change.put(image_key(name), &document), (holder, parent, root)))
         })
     }
 }
 
-/// A mirror that is to lose its image.
+/// A mirror and the image that it may be the writer of.
 pub(super) struct Holding<'a> {
     pub(super) id: &'a MirrorId,
     pub(super) name: &'a crate::name::ImageName,
     pub(super) document: Option<ImageDocument>,
 }
 
-/// Adds to a change that a mirror is not the image's writer any more.
+/// Adds to a change that the mirror is no longer the image's writer, if it was.
 pub(super) fn without_writer(change: Change, holding: &Holding<'_>) -> Change {
     match &holding.document {
         Some(document) if document.writer == Some(*holding.id) => {
@@ -147,9 +151,9 @@ pub(super) fn without_writer(change: Change, holding: &Holding<'_>) -> Change {
     }
 }
 
-/// Makes or renews the mirror's record. A mirror that was attached before has its own parent: what it
-/// holds locally was derived from that, whatever is asked for.
-fn renewed(
+/// The mirror's document after it is attached. A mirror that was attached before keeps its parent,
+/// whatever snapshot is requested: its local data is derived from that parent.
+fn attached_mirror(
     view: &View,
     owner: &MirrorOwner,
     snapshot: &Snapshot,
@@ -163,8 +167,8 @@ fn renewed(
             )));
         }
         Some(known) => (known.parent, known.root, known.reserved),
-        // The snapshot may have been removed since it was looked up, and only what the catalog holds is
-        // safe from garbage collection.
+        // The snapshot may have been removed since it was looked up. Only content that the catalog
+        // refers to is safe from garbage collection.
         None => {
             let found = view
                 .get::<SnapshotDocument>(&snapshot_key(&snapshot.image, snapshot.number))?

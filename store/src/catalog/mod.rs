@@ -1,7 +1,20 @@
-//! The names: images, snapshots, mirrors and leases, as documents.
+//! The catalog: images, snapshots, mirrors and leases, as documents.
 //!
-//! Every change reads the documents that it depends on, decides, and is carried out only if they are still the
-//! same; else it begins again. So each is atomic, whoever else is at work and wherever the documents are.
+//! ```text
+//! operation ─► read the documents ─► decide ─► commit, if they are unchanged ─► done
+//!                     ▲                             │ a document has changed
+//!                     └─────────────────────────────┘
+//! ```
+//!
+//! So each operation is atomic, and the same code runs over SQLite, a served catalog and etcd.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `documents` | the documents, their fields and their keys |
+//! | `images` | creating, listing and removing images and snapshots |
+//! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
+//! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
+//! | `records` | records of snapshots, and rebuilding a lost catalog from them |
 
 mod attachments;
 mod documents;
@@ -24,10 +37,10 @@ pub(crate) use self::records::Record;
 use crate::documents::{Change, Documents, Query, View};
 use crate::error::{Error, Result};
 
-/// How long a change that others forestall is tried again.
+/// How long a change that conflicts with other changes is retried.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The longest pause between two tries.
+/// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Images, snapshots, mirrors and leases. It is reached through
@@ -41,26 +54,26 @@ impl Catalog {
         Self { documents }
     }
 
-    fn read(&self, wanted: &[Query]) -> Result<View> {
-        self.documents.read(wanted)
+    fn read(&self, queries: &[Query]) -> Result<View> {
+        self.documents.read(queries)
     }
 
-    /// Carries out what is decided on a view of these documents. It relies on those that are asked for by their
-    /// keys, not on those under prefixes.
+    /// Carries out the change that `decide` returns for a view of these documents. The change
+    /// relies on the documents that are queried by key, not on those that are queried by prefix.
     fn change<T>(
         &self,
-        wanted: &[Query],
+        queries: &[Query],
         decide: impl Fn(&View) -> Result<(Change, T)>,
     ) -> Result<T> {
         let begin = Instant::now();
         let mut pause = Duration::from_millis(1);
         loop {
-            let view = self.documents.read(wanted)?;
+            let view = self.documents.read(queries)?;
             let (mut change, value) = decide(&view)?;
             if change.puts.is_empty() && change.removes.is_empty() {
                 return Ok(value);
             }
-            change.relies_on.extend(wanted.iter().filter_map(|one| match one {
+            change.relies_on.extend(queries.iter().filter_map(|one| match one {
                 Query::Key(key) => Some((key.clone(), view.version(key))),
                 Query::Prefix(_) => None,
             }));

@@ -1,7 +1,8 @@
-//! A snapshot's record: what the catalog knows of it, as a blob beside its content.
+//! The record of a snapshot: a blob with the catalog's documents of the snapshot and its image.
 //!
-//! Records are immutable. One is stored before its snapshot is published, and one more when the snapshot or its
-//! image is removed. If the catalog is lost, the newest record of each snapshot gives its name back.
+//! Records are immutable. A record is stored before its snapshot is published. Another one is
+//! stored when a snapshot fails, or when a snapshot or its image is removed. If the catalog is
+//! lost, it is rebuilt from the newest record of each snapshot.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -17,14 +18,15 @@ use crate::id::{BlobId, MirrorId};
 use crate::name::ImageName;
 use crate::snapshot::SnapshotState;
 
-/// What every record begins with.
+/// The format name in every record.
 const FORMAT: &str = "cairn-snapshot-record";
 const VERSION: u32 = 1;
 
-/// Documents in one change, so that no engine finds it too large.
-const DOCUMENTS: usize = 50;
+/// The most snapshots that a rebuild restores with one change, so that no document store refuses
+/// the change as too large.
+const SNAPSHOTS_IN_CHANGE: usize = 50;
 
-/// What is recorded of an image.
+/// A record of a snapshot, of its failure or removal, or of the removal of an image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Record {
     format: String,
@@ -33,7 +35,7 @@ pub(crate) struct Record {
     image_name: ImageName,
     image: ImageDocument,
     number: u64,
-    /// Nothing if it was removed; of number 0, the image with all its snapshots.
+    /// `None` if the snapshot failed or was removed; with number 0, if the whole image was removed.
     snapshot: Option<SnapshotDocument>,
     /// When this was recorded: seconds since 1970.
     recorded: u64,
@@ -51,12 +53,12 @@ impl Record {
         Record { format, version, image_name, image, number, snapshot, recorded }
     }
 
-    /// How its image is kept safe.
+    /// The storage policy of the image.
     pub(crate) fn policy(&self) -> StoragePolicy {
         self.image.policy()
     }
 
-    /// The snapshot's state, unless this records its removal.
+    /// The snapshot's state; `None` if this is the record of a removal or a failure.
     pub(crate) fn state(&self) -> Option<SnapshotState> {
         self.snapshot.as_ref().map(|snapshot| snapshot.state)
     }
@@ -76,34 +78,35 @@ impl Record {
     }
 }
 
-/// What a rebuild did.
+/// The result of a rebuild of the catalog.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rebuilt {
-    /// Images that were made again.
+    /// The number of restored images.
     pub images: u64,
-    /// Their snapshots.
+    /// The number of their snapshots.
     pub snapshots: u64,
-    /// Images that were left alone, because the catalog has one of that name.
+    /// The names of images that were left alone, because the catalog has an image of that name.
     pub left: Vec<String>,
 }
 
 impl Catalog {
-    /// Makes the images again that these records tell of, unless the catalog has one of their name.
+    /// Restores the images of these records, except those whose names are in the catalog.
     pub(crate) fn rebuild(&self, records: Vec<(BlobId, Record)>) -> Result<Rebuilt> {
         let mut images: BTreeMap<MirrorId, Vec<Record>> = BTreeMap::new();
         for (id, mut record) in records {
-            // A record cannot hold its own name.
+            // A record cannot contain its own hash, so the document gets it here.
             record.snapshot.iter_mut().for_each(|snapshot| snapshot.record = Some(id));
             images.entry(record.image.id).or_default().push(record);
         }
         let mut rebuilt = Rebuilt::default();
-        // Of two images that had one name at different times the newer one has it.
+        // Of two images that had one name at different times, the image that was created later gets
+        // it.
         let mut images: Vec<_> = images.into_values().collect();
         images
             .sort_by_key(|records| std::cmp::Reverse(records.first().map(|one| one.image.created)));
         images.iter_mut().for_each(|records| {
-            // The newest of each number comes last. A removal counts whatever its time is: clocks of two hosts differ, and
-            // no number is used twice.
+            // The record that counts for a number comes last: the newest, or a removal whatever its
+            // time is. Clocks of two hosts differ, and no number is used twice.
             records.sort_by_key(|one| (one.snapshot.is_none(), one.recorded));
         });
         let mut taken = HashSet::new();
@@ -130,7 +133,7 @@ impl Catalog {
         Ok(rebuilt)
     }
 
-    /// Makes an image again. Returns whether there was none of that name.
+    /// Restores an image. Returns `false` if the catalog has an image of that name.
     fn restore(
         &self,
         record: &Record,
@@ -142,8 +145,8 @@ impl Catalog {
         if self.read(&[Query::key(&key)])?.version(&key) != 0 {
             return Ok(false);
         }
-        // Snapshots first: an image that is seen is whole.
-        for part in stored.chunks(DOCUMENTS) {
+        // Snapshots come first, so that a visible image is complete.
+        for part in stored.chunks(SNAPSHOTS_IN_CHANGE) {
             let change = part.iter().fold(Change::default(), |change, (number, one)| {
                 let change = change.put(snapshot_key(name, *number), one);
                 match &one.label {
@@ -175,7 +178,7 @@ mod tests {
     use crate::tree::Root;
 
     #[test]
-    fn what_was_removed_stays_so_and_no_number_comes_twice_whatever_the_clocks_say() {
+    fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_clocks_say() {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("catalog.db");
         SqliteDocuments::create(&path).unwrap();
@@ -202,7 +205,7 @@ mod tests {
         let records: Vec<(BlobId, Record)> = vec![
             of(1, 100, false, 2),
             of(2, 200, false, 70),
-            // By a host whose clock is late.
+            // Recorded by a host whose clock is late.
             of(2, 150, true, 70),
             of(3, 300, false, 4),
         ];

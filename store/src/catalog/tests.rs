@@ -1,4 +1,4 @@
-//! Changes of two who do not know of each other.
+//! Concurrent changes of the catalog.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,19 +15,19 @@ use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, MirrorOwner, Mode, NewSnapshot, SnapshotState};
 use crate::tree::Root;
 
-type Meanwhile = Box<dyn FnOnce() + Send>;
+type Hook = Box<dyn FnOnce() + Send>;
 
-/// Documents, where something happens between the first read and what comes of it.
-struct Between {
+/// Documents that call a hook after the first read.
+struct HookedDocuments {
     documents: Arc<SqliteDocuments>,
-    meanwhile: Mutex<Option<Meanwhile>>,
+    after_read: Mutex<Option<Hook>>,
 }
 
-impl Documents for Between {
-    fn read(&self, wanted: &[Query]) -> Result<View> {
-        let view = self.documents.read(wanted);
-        if let Some(meanwhile) = self.meanwhile.lock().unwrap().take() {
-            meanwhile();
+impl Documents for HookedDocuments {
+    fn read(&self, queries: &[Query]) -> Result<View> {
+        let view = self.documents.read(queries);
+        if let Some(hook) = self.after_read.lock().unwrap().take() {
+            hook();
         }
         view
     }
@@ -41,23 +41,25 @@ impl Documents for Between {
     }
 }
 
-struct Place {
+/// A catalog in a directory of its own, for one image.
+struct TestCatalog {
     _dir: TempDir,
     documents: Arc<SqliteDocuments>,
     catalog: Arc<Catalog>,
     image: ImageName,
 }
 
-impl Place {
-    fn new() -> Place {
+impl TestCatalog {
+    fn new() -> TestCatalog {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("catalog.db");
         SqliteDocuments::create(&path).unwrap();
         let documents = Arc::new(SqliteDocuments::open(&path).unwrap());
         let catalog = Arc::new(Catalog::new(documents.clone()));
-        Place { _dir: dir, documents, catalog, image: "a".parse().unwrap() }
+        TestCatalog { _dir: dir, documents, catalog, image: "a".parse().unwrap() }
     }
 
+    /// Creates the image. Its first snapshot has this state.
     fn create(&self, state: SnapshotState) {
         let first = FirstSnapshot {
             root: Root(None),
@@ -80,7 +82,7 @@ impl Place {
         all.into_iter().find(|one| one.number == number).map(|one| one.state)
     }
 
-    /// A writer that has announced a snapshot.
+    /// A writer that has announced a snapshot, and the snapshot's number.
     fn writer(&self) -> (Holder, u64) {
         let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
         let newest = self.catalog.resolve(&SnapshotRef::number(&self.image, 1)).unwrap();
@@ -112,71 +114,72 @@ fn published(state: SnapshotState) -> Published {
 }
 
 #[test]
-fn a_snapshot_that_is_published_while_it_is_removed_as_pending_is_decided_upon_again() {
-    let place = Place::new();
-    place.create(SnapshotState::Stable);
-    let (holder, number) = place.writer();
-    // Its lease has expired, and it goes on.
-    let expired = Change::default().remove(Query::Key(lease_key(&place.image)));
-    assert!(place.documents.commit(&expired).unwrap());
-    let catalog = place.catalog.clone();
-    let meanwhile = move || {
+fn a_removal_of_a_pending_snapshot_restarts_if_the_snapshot_is_published_meanwhile() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
+    // The writer's lease has expired, and the writer continues.
+    let expired = Change::default().remove(Query::Key(lease_key(&test.image)));
+    assert!(test.documents.commit(&expired).unwrap());
+    let catalog = test.catalog.clone();
+    let hook = move || {
         catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
     };
-    let meanwhile = Mutex::new(Some(Box::new(meanwhile) as Meanwhile));
-    let between = Catalog::new(Arc::new(Between { documents: place.documents.clone(), meanwhile }));
-    let (removed, _) = between.remove_snapshot(&SnapshotRef::number(&place.image, number)).unwrap();
-    assert_eq!(removed.state, SnapshotState::Stable, "as it was when it was removed");
-    assert_eq!(place.state(number), None);
+    let after_read = Mutex::new(Some(Box::new(hook) as Hook));
+    let documents = test.documents.clone();
+    let hooked = Catalog::new(Arc::new(HookedDocuments { documents, after_read }));
+    let (removed, _) = hooked.remove_snapshot(&SnapshotRef::number(&test.image, number)).unwrap();
+    assert_eq!(removed.state, SnapshotState::Stable, "the state when it was removed");
+    assert_eq!(test.state(number), None);
 }
 
 #[test]
-fn only_what_was_found_available_becomes_stable() {
-    let place = Place::new();
-    place.create(SnapshotState::Available);
-    let found = place.catalog.available().unwrap();
-    place.catalog.remove_image(&place.image, false).unwrap();
-    place.create(SnapshotState::Available);
+fn a_snapshot_that_changed_after_it_was_found_available_is_not_made_stable() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Available);
+    let found = test.catalog.available().unwrap();
+    test.catalog.remove_image(&test.image, false).unwrap();
+    test.create(SnapshotState::Available);
     for one in &found {
-        place.catalog.promote(one).unwrap();
+        test.catalog.promote(one).unwrap();
     }
-    assert_eq!(place.state(1), Some(SnapshotState::Available), "it is another one");
-    for one in &place.catalog.available().unwrap() {
-        place.catalog.promote(one).unwrap();
+    assert_eq!(test.state(1), Some(SnapshotState::Available), "it is another snapshot");
+    for one in &test.catalog.available().unwrap() {
+        test.catalog.promote(one).unwrap();
     }
-    assert_eq!(place.state(1), Some(SnapshotState::Stable));
-    assert!(place.catalog.available().unwrap().is_empty());
+    assert_eq!(test.state(1), Some(SnapshotState::Stable));
+    assert!(test.catalog.available().unwrap().is_empty());
 }
 
 #[test]
-fn who_is_derived_from_what_is_only_available_is_no_more_than_that() {
-    let place = Place::new();
-    place.create(SnapshotState::Available);
-    let (holder, number) = place.writer();
+fn a_snapshot_whose_parent_is_only_available_is_at_most_available() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Available);
+    let (holder, number) = test.writer();
     let stable = published(SnapshotState::Stable);
-    let publish = || place.catalog.publish(&holder, number, &stable).unwrap().state;
+    let publish = || test.catalog.publish(&holder, number, &stable).unwrap().state;
     assert_eq!(publish(), SnapshotState::Available);
-    assert_eq!(publish(), SnapshotState::Available, "nor is it the next time");
-    let record = place.catalog.record(&holder, number, &stable).unwrap();
+    assert_eq!(publish(), SnapshotState::Available, "also when it is published again");
+    let record = test.catalog.record(&holder, number, &stable).unwrap();
     assert_eq!(record.state(), Some(SnapshotState::Available));
-    let first = place.catalog.available().unwrap().remove(0);
-    place.catalog.promote(&first).unwrap();
+    let first = test.catalog.available().unwrap().remove(0);
+    test.catalog.promote(&first).unwrap();
     assert_eq!(publish(), SnapshotState::Stable);
 }
 
 #[test]
-fn a_writer_that_did_not_hear_of_its_publication_finds_it() {
-    let place = Place::new();
-    place.create(SnapshotState::Stable);
-    let (holder, number) = place.writer();
+fn a_writer_may_announce_and_publish_again_after_a_lost_answer() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
     for _ in 0..2 {
-        place.catalog.begin(&holder, &new(number)).unwrap();
+        test.catalog.begin(&holder, &new(number)).unwrap();
         let again =
-            place.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
+            test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
         assert_eq!((again.number, again.state), (number, SnapshotState::Stable));
     }
-    let failed = place.catalog.reserve(&holder, 1).unwrap().start;
-    place.catalog.begin(&holder, &new(failed)).unwrap();
-    place.catalog.fail(&holder, failed, "no").unwrap();
-    place.catalog.begin(&holder, &new(failed)).unwrap_err();
+    let failed = test.catalog.reserve(&holder, 1).unwrap().start;
+    test.catalog.begin(&holder, &new(failed)).unwrap();
+    test.catalog.fail(&holder, failed, "no").unwrap();
+    test.catalog.begin(&holder, &new(failed)).unwrap_err();
 }

@@ -1,6 +1,7 @@
-//! A thread that speaks to a catalog for callers who wait.
+//! The thread of a network client, and its retries.
 //!
-//! Who calls may be in a runtime of its own, so nothing here runs on the caller's thread.
+//! Calls block. The caller may be in an async runtime of its own or in none, so all I/O runs on
+//! this thread.
 
 use std::sync::mpsc;
 use std::thread;
@@ -12,10 +13,13 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The bounds of the time between two tries.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+/// The interval between the first two attempts. It doubles after each attempt.
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The thread. It ends, with all that it does, when this is dropped.
+/// The longest interval between two attempts.
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A thread with a runtime. Dropping this ends the thread and every task that runs on it.
 pub(super) struct Background {
     handle: Handle,
     _stop: oneshot::Sender<()>,
@@ -34,17 +38,17 @@ impl Background {
         Ok(Background { handle, _stop: stop })
     }
 
-    /// Does something there, and waits for it.
+    /// Runs `task` on the thread and waits for its result.
     pub(super) fn run<T: Send + 'static>(
         &self,
-        doing: impl Future<Output = T> + Send + 'static,
+        task: impl Future<Output = T> + Send + 'static,
     ) -> T {
         let (sender, done) = mpsc::sync_channel(1);
         self.handle.spawn(async move {
-            // It is always taken.
-            let _ = sender.send(doing.await);
+            // The receiver waits below, so this cannot fail.
+            let _ = sender.send(task.await);
         });
-        done.recv().expect("the thread lives as long as this, and nothing panics in it")
+        done.recv().expect("the thread lives as long as this value, and no task panics")
     }
 }
 
@@ -54,23 +58,28 @@ pub(super) fn unavailable(address: &str, reason: &str) -> Error {
     Error::Catalog { address: address.into(), kind, reason: reason.into() }
 }
 
-/// Why there is no answer.
+/// The reason of a call that got no random bytes for its token.
+pub(super) fn no_random(error: &std::io::Error) -> String {
+    format!("cannot read random bytes: {error}")
+}
+
+/// Why a request has no answer.
 #[derive(Debug)]
 pub(super) enum CallError {
-    /// It may pass.
+    /// A retry may succeed.
     Transient(String),
-    /// To try again does not help.
+    /// A retry cannot succeed.
     Permanent(ErrorKind, String),
 }
 
 impl CallError {
-    pub(super) fn late() -> CallError {
+    pub(super) fn timed_out() -> CallError {
         CallError::Transient("it does not answer in time".into())
     }
 }
 
-/// Tries again and again as long as the catalog is away, within a time. Who `waits` for long has that time from the
-/// first trouble on.
+/// Retries `attempt` while it fails with a transient error, for `retry_timeout`. The time starts
+/// with the call, or, if the request `waits` for a change, with the first error.
 pub(super) async fn retry<T, F: Future<Output = Result<T, CallError>>>(
     address: &str,
     retry_timeout: Duration,
@@ -78,12 +87,12 @@ pub(super) async fn retry<T, F: Future<Output = Result<T, CallError>>>(
     attempt: impl Fn() -> F,
 ) -> Result<T> {
     let mut end = (!waits).then(|| Instant::now() + retry_timeout);
-    let mut pause = PAUSE.0;
+    let mut pause = MIN_RETRY_INTERVAL;
     loop {
         let tried = match end.filter(|_| !waits) {
             None => attempt().await,
             Some(end) => {
-                timeout_at(end, attempt()).await.unwrap_or_else(|_| Err(CallError::late()))
+                timeout_at(end, attempt()).await.unwrap_or_else(|_| Err(CallError::timed_out()))
             }
         };
         let reason = match tried {
@@ -95,9 +104,9 @@ pub(super) async fn retry<T, F: Future<Output = Result<T, CallError>>>(
         };
         let end = *end.get_or_insert(Instant::now() + retry_timeout);
         if Instant::now() + pause >= end {
-            return Err(unavailable(address, &format!("it is away: {reason}")));
+            return Err(unavailable(address, &format!("it is unreachable: {reason}")));
         }
         sleep(pause).await;
-        pause = (pause * 2).min(PAUSE.1);
+        pause = (pause * 2).min(MAX_RETRY_INTERVAL);
     }
 }

@@ -1,12 +1,12 @@
-//! Documents in an etcd, which is there even if machines are lost.
+//! Documents in an etcd, which survives the loss of machines.
 //!
-//! ```text
-//! /cairn/documents/KEY   a document; its version is the key's mod_revision
-//! /cairn/tokens/TOKEN    the change with this token was carried out
-//! ```
+//! | key in etcd | is |
+//! |---|---|
+//! | `/cairn/documents/KEY` | a document; its version is the key's `mod_revision` |
+//! | `/cairn/tokens/TOKEN` | a mark that the change with this token was carried out |
 //!
-//! A change is one transaction. A document with a time to live hangs on a lease, which is granted anew with each
-//! write; a lease whose documents were all written again ends by itself.
+//! A change is one transaction. A document with a time to live is attached to an etcd lease. Each
+//! write gets a lease of its own. The lease of an overwritten document expires by itself.
 
 #[cfg(test)]
 pub(super) mod tests;
@@ -23,25 +23,28 @@ use etcd_client::{
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
-use super::background::{Background, CallError, retry, unavailable};
+use super::background::{Background, CallError, no_random, retry, unavailable};
 use super::{
     Change, Document, Documents, ETCD, LONGEST_WAIT, Put, Query, RETRY_TIMEOUT, View, new_token,
 };
 use crate::error::{ErrorKind, Result};
 use crate::net::identity::Security;
 
-/// Where everything is.
+/// The prefix of all keys in etcd.
 const BASE: &str = "/cairn/";
 
-/// The most questions in one transaction, of which etcd takes 128 if it is not told otherwise.
+/// The most reads in one transaction. By default, etcd allows 128 operations.
 const MAX_OPERATIONS: usize = 100;
 
-/// The longest answer.
+/// The longest answer, in bytes.
 const MAX_ANSWER: usize = 64 << 20;
 
-/// How long it is remembered that a change was carried out, and how long one lease is used for that. It lives
-/// for longer than anybody asks again.
-const REMEMBERED: (Duration, Duration) = (Duration::from_secs(900), Duration::from_secs(300));
+/// The time to live of the lease that tokens are attached to.
+const TOKEN_LEASE_TTL: Duration = Duration::from_secs(900);
+
+/// How long one lease gets further tokens. So each token lives for at least ten minutes, which is
+/// longer than any client retries.
+const TOKEN_LEASE_USE: Duration = Duration::from_secs(300);
 
 /// Documents in an etcd.
 pub struct EtcdDocuments {
@@ -55,18 +58,18 @@ struct Inner {
     kv: KvClient,
     leases: LeaseClient,
     watches: WatchClient,
-    /// The lease of tokens, and when it was granted.
-    tokens: Mutex<Option<(i64, Instant)>>,
+    /// The lease that tokens are attached to, and when it was granted.
+    token_lease: Mutex<Option<(i64, Instant)>>,
 }
 
 impl EtcdDocuments {
-    /// The etcd at `etcd://host:port`, where more members may follow behind commas. Nobody is asked yet.
+    /// The etcd at `etcd://host:port`, with further members after commas. No request is sent.
     pub fn new(address: &str, security: &Security) -> Result<EtcdDocuments> {
         EtcdDocuments::with_retry_timeout(address, security, RETRY_TIMEOUT)
     }
 
-    /// As [`EtcdDocuments::new`], for a caller who wants to hear of an etcd that is away after another time than ten
-    /// seconds.
+    /// The etcd at `address`, like [`EtcdDocuments::new`]. A call to an unreachable etcd fails
+    /// after `retry_timeout` instead of ten seconds.
     pub fn with_retry_timeout(
         address: &str,
         security: &Security,
@@ -94,24 +97,24 @@ impl EtcdDocuments {
             kv: client.kv_client().max_decoding_message_size(MAX_ANSWER),
             leases: client.lease_client(),
             watches: client.watch_client(),
-            tokens: Mutex::default(),
+            token_lease: Mutex::default(),
         };
         Ok(EtcdDocuments { background, inner: Arc::new(inner) })
     }
 }
 
 impl Documents for EtcdDocuments {
-    fn read(&self, wanted: &[Query]) -> Result<View> {
-        let (inner, wanted) = (self.inner.clone(), wanted.to_vec());
+    fn read(&self, queries: &[Query]) -> Result<View> {
+        let (inner, queries) = (self.inner.clone(), queries.to_vec());
         self.background.run(async move {
-            let read = || inner.in_time(inner.read(&wanted));
+            let read = || inner.in_time(inner.read(&queries));
             retry(&inner.address, inner.retry_timeout, false, read).await
         })
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
         let token = new_token(change)
-            .map_err(|error| unavailable(&self.inner.address, &format!("no random: {error}")))?;
+            .map_err(|error| unavailable(&self.inner.address, &no_random(&error)))?;
         let token = token.map(|token| format!("{BASE}tokens/{:032x}", u128::from_be_bytes(token)));
         let (inner, change) = (self.inner.clone(), change.clone());
         self.background.run(async move {
@@ -130,28 +133,28 @@ impl Documents for EtcdDocuments {
 }
 
 impl Inner {
-    /// Does something within the time of one try.
+    /// Runs `call` with the timeout of one attempt.
     async fn in_time<T>(
         &self,
-        doing: impl Future<Output = Result<T, CallError>>,
+        call: impl Future<Output = Result<T, CallError>>,
     ) -> Result<T, CallError> {
-        timeout(self.retry_timeout / 3, doing).await.unwrap_or_else(|_| Err(CallError::late()))
+        timeout(self.retry_timeout / 3, call).await.unwrap_or_else(|_| Err(CallError::timed_out()))
     }
 
-    async fn read(&self, wanted: &[Query]) -> Result<View, CallError> {
+    async fn read(&self, queries: &[Query]) -> Result<View, CallError> {
         let mut view = View::default();
-        // Who asks for nothing wants to know the revision.
-        let nothing = [Query::key("")];
-        let asked = if wanted.is_empty() { &nothing[..] } else { wanted };
+        // A read without queries asks for the revision. This key never exists.
+        let no_document = [Query::key("")];
+        let asked = if queries.is_empty() { &no_document[..] } else { queries };
         for some in asked.chunks(MAX_OPERATIONS) {
-            let get = |wanted: &Query| {
-                // What comes later is read as of the same moment.
+            let get = |query: &Query| {
+                // Later transactions read as of the revision of the first one.
                 let options = GetOptions::new().with_revision(view.revision as i64);
-                match wanted {
+                match query {
                     Query::Key(key) => TxnOp::get(document(key), Some(options)),
                     Query::Prefix(prefix) => {
                         let begin = document(prefix);
-                        let options = options.with_range(behind(&begin));
+                        let options = options.with_range(prefix_end(&begin));
                         TxnOp::get(begin, Some(options))
                     }
                 }
@@ -171,7 +174,7 @@ impl Inner {
                 }
             }
         }
-        if wanted.is_empty() {
+        if queries.is_empty() {
             view.documents.clear();
         }
         Ok(view)
@@ -180,11 +183,11 @@ impl Inner {
     async fn commit(&self, token: Option<&str>, change: &Change) -> Result<bool, CallError> {
         let mut compares = Vec::new();
         for (key, version) in &change.relies_on {
-            // No document has a higher one.
+            // Versions in etcd have 63 bits, so no document has this one.
             let Ok(version) = i64::try_from(*version) else { return Ok(false) };
             compares.push(Compare::mod_revision(document(key), CompareOp::Equal, version));
         }
-        // Of several for one key the last one counts.
+        // The last put of a key replaces the others.
         let puts: BTreeMap<String, &Put> =
             change.puts.iter().map(|put| (document(&put.key), put)).collect();
         let mut operations: Vec<TxnOp> = removes(change, &puts)
@@ -198,7 +201,7 @@ impl Inner {
         for (key, Put { value, seconds, .. }) in puts {
             let mut options = PutOptions::new();
             if let Some(seconds) = *seconds {
-                // Those of one change end at the same time.
+                // Documents of one change with the same time to live share a lease.
                 let lease = match leases.get(&seconds) {
                     Some(lease) => *lease,
                     None => self.grant(seconds.max(1).into()).await?,
@@ -219,13 +222,13 @@ impl Inner {
         let answer = match self.kv.clone().txn(txn).await {
             Ok(answer) => answer,
             Err(error) => {
-                if is_without_lease(&error) {
-                    self.tokens.lock().await.take();
+                if is_lease_expired(&error) {
+                    self.token_lease.lock().await.take();
                 }
                 return Err(error.into());
             }
         };
-        // If its token is there, an earlier try has carried it out.
+        // If the token exists, an earlier attempt carried the change out.
         let is_there = |response: &TxnOpResponse| matches!(response, TxnOpResponse::Get(found) if found.count() > 0);
         Ok(answer.succeeded() || answer.op_responses().iter().any(is_there))
     }
@@ -234,22 +237,23 @@ impl Inner {
         Ok(self.leases.clone().grant(seconds, None).await?.id())
     }
 
-    /// A lease that ends when nobody asks for a token any more.
+    /// A lease that expires when no client retries the change of its tokens any more.
     async fn token_lease(&self) -> Result<i64, CallError> {
-        let mut tokens = self.tokens.lock().await;
-        match *tokens {
-            Some((lease, since)) if since.elapsed() < REMEMBERED.1 => Ok(lease),
+        let mut current = self.token_lease.lock().await;
+        match *current {
+            Some((lease, since)) if since.elapsed() < TOKEN_LEASE_USE => Ok(lease),
             _ => {
                 let since = Instant::now();
-                let lease = self.grant(REMEMBERED.0.as_secs() as i64).await?;
-                *tokens = Some((lease, since));
+                let lease = self.grant(TOKEN_LEASE_TTL.as_secs() as i64).await?;
+                *current = Some((lease, since));
                 Ok(lease)
             }
         }
     }
 
     async fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<(), CallError> {
-        // The folder, and all behind its slash, and a few others, which do no harm.
+        // '0' follows '/'. The range contains the folder and some other keys, which only cause an
+        // early return.
         let (begin, end) = (document(folder), document(&format!("{folder}0")));
         let from = i64::try_from(revision).unwrap_or(i64::MAX).saturating_add(1);
         let options = WatchOptions::new().with_range(end).with_start_revision(from);
@@ -258,38 +262,38 @@ impl Inner {
         let mut watch = self.in_time(watch).await?;
         let changed = async {
             while let Some(message) = watch.message().await? {
-                // One that is cancelled begins in a past that is forgotten: much has changed since.
+                // etcd cancels a watch whose start revision is compacted: there were changes since.
                 if message.canceled() || !message.events().is_empty() {
                     return Ok(());
                 }
             }
-            Err(CallError::Transient("it has ended a watch".into()))
+            Err(CallError::Transient("it ended a watch".into()))
         };
         timeout(limit, changed).await.unwrap_or(Ok(()))
     }
 }
 
-/// The key of a document.
+/// The key of a document in etcd.
 fn document(key: &str) -> String {
     format!("{BASE}documents/{key}")
 }
 
-/// The first key that is behind all that begin with this one, which is not empty.
-fn behind(prefix: &str) -> Vec<u8> {
+/// The end of the range of keys that begin with `prefix`, which is not empty.
+fn prefix_end(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
-    // No byte of a text is 255.
+    // No byte of UTF-8 text is 255.
     if let Some(last) = end.last_mut() {
         *last += 1;
     }
     end
 }
 
-/// What is deleted: a key, or all from one key to another. What is put is left out, since a transaction may not
-/// touch a key twice.
+/// What a change deletes: each entry is one key, or a range from one key to another. The ranges
+/// leave out the keys that the change puts, because an etcd transaction may not touch a key twice.
 fn removes(change: &Change, puts: &BTreeMap<String, &Put>) -> Vec<(Vec<u8>, Option<Vec<u8>>)> {
     let mut all = Vec::new();
-    for wanted in &change.removes {
-        match wanted {
+    for query in &change.removes {
+        match query {
             Query::Key(key) if puts.contains_key(&document(key)) => {}
             Query::Key(key) => all.push((document(key).into_bytes(), None)),
             Query::Prefix(prefix) => {
@@ -301,22 +305,22 @@ fn removes(change: &Change, puts: &BTreeMap<String, &Put>) -> Vec<(Vec<u8>, Opti
                     if *begin < *kept {
                         all.push((begin, Some(kept.to_vec())));
                     }
-                    // The next key there is.
+                    // The key that follows `kept` directly.
                     begin = [kept, &[0]].concat();
                 }
-                all.push((begin, Some(behind(&prefix))));
+                all.push((begin, Some(prefix_end(&prefix))));
             }
         }
     }
     all
 }
 
-/// Whether a lease has ended before it was used.
-fn is_without_lease(error: &EtcdError) -> bool {
+/// Whether a lease expired before the transaction used it.
+fn is_lease_expired(error: &EtcdError) -> bool {
     matches!(error, EtcdError::GRpcStatus(status) if status.code() as i32 == NOT_FOUND)
 }
 
-// Codes of gRPC.
+// Status codes of gRPC.
 const INVALID_ARGUMENT: i32 = 3;
 const NOT_FOUND: i32 = 5;
 const PERMISSION_DENIED: i32 = 7;

@@ -1,15 +1,30 @@
-//! Small documents under names, with compare-and-swap over several of them.
+//! The document store: small JSON documents under keys, with compare-and-swap over several of them.
 //!
-//! The catalog, the peers' membership and the leases are kept in this form, whatever keeps it: a database in a
-//! directory of this host, a process that serves one over the network, or an existing consensus engine. All
-//! keep the same promises:
+//! Images, snapshots, mirrors, leases and members are documents.
+//!
+//! ```text
+//! Documents ─┬─ SqliteDocuments ── catalog.db
+//!            ├─ RemoteDocuments ═══ TLS ═══► server ── CatalogStore ── SqliteDocuments
+//!            └─ EtcdDocuments ═══ gRPC ═══► etcd
+//! ```
+//!
+//! | file | holds |
+//! |---|---|
+//! | `mod` | the trait [`Documents`], queries, changes, and locks that are documents |
+//! | `sqlite` | documents in a database of this host |
+//! | [`remote`] | documents that another process serves: client, server and wire format |
+//! | `etcd` | documents in an etcd |
+//! | `background` | the thread and the retries of both network clients |
+//!
+//! All implementations keep the same promises:
 //!
 //! - A read shows one moment.
-//! - A change is carried out as a whole or not at all, and only if every document that it relies on is still as
-//!   it was read. It is durable when it returns.
-//! - Each change has a number, the *revision*, higher than all before. A document's version is the revision of
-//!   its last change, so no version comes twice, not even after the document was removed and made again.
-//! - A document with a time to live is gone when nobody has written it for that long.
+//! - A change is carried out as a whole or not at all, and only if every document that it relies on
+//!   has the version that was read. It is durable when it returns, unless it is *relaxed*.
+//! - Each change has a number, the *revision*, which is higher than all before. A document's
+//!   version is the revision of its last change. So no version comes twice, even if the document
+//!   was removed and created again.
+//! - A document with a time to live expires when nobody has written it for that long.
 
 mod background;
 mod etcd;
@@ -42,50 +57,50 @@ pub struct Document {
     pub version: u64,
 }
 
-/// What a read asks for.
+/// Selects documents by their keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Query {
     /// The document with this key.
     Key(String),
-    /// All documents whose keys begin like this.
+    /// All documents whose keys begin with this prefix.
     Prefix(String),
 }
 
 impl Query {
-    /// The document with this key.
+    /// A query for the document with this key.
     pub fn key(key: impl Into<String>) -> Query {
         Query::Key(key.into())
     }
 
-    /// All documents whose keys begin like this.
+    /// A query for all documents whose keys begin with this prefix.
     pub fn prefix(prefix: impl Into<String>) -> Query {
         Query::Prefix(prefix.into())
     }
 }
 
-/// Documents at one moment, by their keys.
+/// Documents as of one moment, by their keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct View {
-    /// The revision that was the last one then.
+    /// The latest revision at that moment.
     pub revision: u64,
-    /// What was asked for, as far as it is there.
+    /// The documents that matched a query.
     pub documents: BTreeMap<String, Document>,
 }
 
 impl View {
-    /// The document with this key, if it was asked for and is there.
+    /// The document with this key, if a query matched it.
     pub fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
         self.documents.get(key).map(|document| decode(key, document)).transpose()
     }
 
-    /// All documents whose keys begin like this, with the rest of their keys.
+    /// All documents whose keys begin with `prefix`, each with the rest of its key.
     pub fn under<T: DeserializeOwned>(&self, prefix: &str) -> Result<Vec<(String, T)>> {
         let begin = self.documents.range(prefix.to_owned()..);
         let inside = begin.take_while(|(key, _)| key.starts_with(prefix));
         inside.map(|(key, one)| Ok((key[prefix.len()..].to_owned(), decode(key, one)?))).collect()
     }
 
-    /// The version of the document with this key; 0 if it is not there.
+    /// The version of the document with this key; 0 if the view does not have it.
     pub fn version(&self, key: &str) -> u64 {
         self.documents.get(key).map_or(0, |document| document.version)
     }
@@ -103,31 +118,32 @@ pub struct Put {
     pub key: String,
     /// Its content: JSON.
     pub value: Vec<u8>,
-    /// How long it stays if nobody writes it again; for good without.
+    /// The time to live: the document expires if nobody writes it again for this long. `None`: it
+    /// does not expire.
     pub seconds: Option<u32>,
 }
 
 /// A change of several documents.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// The versions that these documents must have; 0 for none.
+    /// The versions that these documents must have; 0 for a document that must not exist.
     pub relies_on: Vec<(String, u64)>,
-    /// What is removed, before anything is written.
+    /// The documents to remove, before any is written.
     pub removes: Vec<Query>,
-    /// What is written.
+    /// The documents to write.
     pub puts: Vec<Put>,
-    /// It may be lost with the power, if it is not in the way of anything: a heartbeat.
+    /// Whether a power cut may undo the change. Heartbeats and leases are relaxed.
     pub relaxed: bool,
 }
 
 impl Change {
-    /// Writes a document.
+    /// Adds a document to write.
     pub fn put(mut self, key: impl Into<String>, value: &impl Serialize) -> Change {
         self.puts.push(Put { key: key.into(), value: encode(value), seconds: None });
         self
     }
 
-    /// Writes a document that is gone when nobody has written it again for so long.
+    /// Adds a document to write, which expires if nobody writes it again for `seconds`.
     pub fn put_for(
         mut self,
         seconds: u32,
@@ -138,9 +154,9 @@ impl Change {
         self
     }
 
-    /// Removes documents.
-    pub fn remove(mut self, what: Query) -> Change {
-        self.removes.push(what);
+    /// Adds documents to remove.
+    pub fn remove(mut self, query: Query) -> Change {
+        self.removes.push(query);
         self
     }
 }
@@ -149,23 +165,25 @@ fn encode(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("documents are plain data")
 }
 
-/// A place for documents. Many threads, processes and hosts use one at once.
+/// A document store. Many threads, processes and hosts use one at once.
 pub trait Documents: Send + Sync {
-    /// The documents that are asked for, as of one moment.
-    fn read(&self, wanted: &[Query]) -> Result<View>;
+    /// Reads the documents that match a query, as of one moment.
+    fn read(&self, queries: &[Query]) -> Result<View>;
 
-    /// Carries out a change. Returns whether it was: not if a document is not as the change relies on.
+    /// Carries out a change. Returns `false`, and changes nothing, if a document does not have the
+    /// version that the change relies on.
     ///
-    /// After an error that is not [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) it may have been carried out
-    /// all the same.
+    /// After an error that is not [`ErrorKind::Invalid`](crate::ErrorKind::Invalid), the change may
+    /// have been carried out.
     fn commit(&self, change: &Change) -> Result<bool>;
 
-    /// Returns when a document whose key begins with `folder` and a slash has changed after `revision`, at the
-    /// latest after `limit`. Who returns early for no reason does no harm.
+    /// Waits until a document whose key begins with `folder` and a slash has changed after
+    /// `revision`, for at most `limit`. An implementation may return early.
     fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()>;
 }
 
-/// Takes or keeps a document that one at a time holds, for so many seconds. Returns whether it is ours.
+/// Acquires or renews the lock `key` for `seconds`. At most one `me` holds it at a time. Returns
+/// whether `me` holds it.
 pub(crate) fn try_lock(
     documents: &dyn Documents,
     key: &str,
@@ -176,7 +194,7 @@ pub(crate) fn try_lock(
     documents.commit(&change.put_for(seconds, key, &me))
 }
 
-/// Gives up what [`try_lock`] has taken, if it is still ours.
+/// Releases the lock `key`, which [`try_lock`] acquired, if `me` still holds it.
 pub(crate) fn unlock(documents: &dyn Documents, key: &str, me: &str) -> Result<()> {
     if let Some(change) = change_own(documents, key, me)? {
         documents.commit(&change.remove(Query::key(key)))?;
@@ -184,7 +202,8 @@ pub(crate) fn unlock(documents: &dyn Documents, key: &str, me: &str) -> Result<(
     Ok(())
 }
 
-/// A change that relies on a document as it is, unless somebody else holds it.
+/// A change that relies on the current version of the lock `key`; `None` if somebody other than
+/// `me` holds the lock.
 fn change_own(documents: &dyn Documents, key: &str, me: &str) -> Result<Option<Change>> {
     let view = documents.read(&[Query::key(key)])?;
     let holder: Option<String> = view.get(key)?;
@@ -195,14 +214,14 @@ fn change_own(documents: &dyn Documents, key: &str, me: &str) -> Result<Option<C
     Ok(Some(Change { relies_on, relaxed: true, ..Change::default() }))
 }
 
-/// How long a call goes on trying while the catalog is away.
+/// How long a call retries while the catalog is unreachable.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest wait at a stretch. To return early does no harm.
+/// The longest wait of one request. A [wait](Documents::wait) may return early.
 const LONGEST_WAIT: Duration = Duration::from_secs(25);
 
-/// The documents at an address: `host:port` of a catalog that is served, or `etcd://host:port` of an etcd, where
-/// more of its members may follow behind commas. Nobody is asked yet.
+/// The documents at an address: `host:port` of a served catalog, or `etcd://host:port` of an etcd,
+/// with further members after commas. No request is sent.
 pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Documents>> {
     check_address(address)?;
     Ok(match address.starts_with(ETCD) {
@@ -211,18 +230,18 @@ pub fn open(address: &str, security: &Security) -> Result<Arc<dyn Documents>> {
     })
 }
 
-/// What the address of an etcd begins with.
+/// The prefix of an etcd's address.
 const ETCD: &str = "etcd://";
 
-/// A random token, by which it is known whether a change was carried out when its answer is lost. A heartbeat has
-/// none: it may well be heard twice.
+/// A random token that is stored with a change. If the answer to the change is lost, a retry with
+/// the same token tells whether the change was carried out. A heartbeat has none: it may be carried
+/// out twice.
 fn new_token(change: &Change) -> io::Result<Option<[u8; 16]>> {
     let is_beat = change.relaxed && change.relies_on.is_empty();
     if is_beat { Ok(None) } else { sys::random().map(Some) }
 }
 
-/// Fails if no catalog can have this address: `host:port`, or `etcd://host:port`, where there may be more of them
-/// behind commas.
+/// Fails unless the address has the form `host:port` or `etcd://host:port[,host:port...]`.
 pub fn check_address(address: &str) -> Result<()> {
     let is_good = match address.strip_prefix(ETCD) {
         Some(all) => all.split(',').all(is_host_and_port),
@@ -242,7 +261,7 @@ fn is_host_and_port(address: &str) -> bool {
     })
 }
 
-/// The folder that a key is in: what comes before the first slash.
+/// The folder of a key: the part before the first slash.
 fn folder(key: &str) -> &str {
     key.split('/').next().unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Documents in a database of this host, which several processes use at once.
+//! Documents in an SQLite database of this host, which several processes use at once.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,14 +13,14 @@ use crate::clock::now_ms;
 use crate::durable::database;
 use crate::error::{Error, Result};
 
-/// The version of these tables.
+/// The version of the tables, kept as `user_version`.
 const VERSION: u64 = 2;
 
-/// How often somebody who waits looks.
+/// How often a wait polls the database.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long it is remembered that a change was carried out: longer than anybody asks again.
-const REMEMBERED_MS: i64 = 600_000;
+/// How long the token of a change is remembered: longer than any client retries.
+const TOKEN_LIFETIME_MS: i64 = 600_000;
 
 /// `docs/formats.md` explains every column.
 const TABLES: &str = "
@@ -53,27 +53,27 @@ CREATE TABLE tokens (
 CREATE INDEX expiring_tokens ON tokens (expires);
 ";
 
-/// Documents in one file.
+/// Documents in one database file.
 pub struct SqliteDocuments {
     writer: Mutex<Connection>,
-    /// Apart from the writer: to read must not wait for a sync.
+    /// A connection of its own, so that a read does not wait for the writer's sync.
     reader: Mutex<Connection>,
 }
 
 impl SqliteDocuments {
-    /// Makes the file, unless another process has made it.
+    /// Creates the file, unless it exists.
     pub fn create(path: &Path) -> Result<()> {
         database::make(path, VERSION, |transaction| Ok(transaction.execute_batch(TABLES)?))
     }
 
-    /// Opens a file that exists.
+    /// Opens an existing file.
     pub fn open(path: &Path) -> Result<SqliteDocuments> {
         let (writer, reader) = database::open(path, VERSION)?;
         Ok(SqliteDocuments { writer: Mutex::new(writer), reader: Mutex::new(reader) })
     }
 
-    /// Carries out a change like [`Documents::commit`], once: if a change with this token was carried out already, says
-    /// so and does nothing. A token counts for ten minutes.
+    /// Carries out a change like [`Documents::commit`], but once: if a change with this token was
+    /// carried out before, returns `true` and does nothing. A token is remembered for ten minutes.
     pub fn commit_once(&self, token: &[u8; 16], change: &Change) -> Result<bool> {
         self.commit_as(Some(token), change)
     }
@@ -105,23 +105,25 @@ impl SqliteDocuments {
 }
 
 impl Documents for SqliteDocuments {
-    fn read(&self, wanted: &[Query]) -> Result<View> {
+    fn read(&self, queries: &[Query]) -> Result<View> {
         let mut reader = self.reader();
         let tx = reader.transaction_with_behavior(TransactionBehavior::Deferred)?;
-        let mut view = View { revision: current(&tx)?, ..View::default() };
+        let mut view = View { revision: current_revision(&tx)?, ..View::default() };
         let now = now_ms();
-        let mut one = tx.prepare_cached(
+        let mut by_key = tx.prepare_cached(
             "SELECT key, value, version FROM documents
              WHERE key = ?1 AND (expires IS NULL OR expires > ?2)",
         )?;
-        let mut many = tx.prepare_cached(
+        let mut by_prefix = tx.prepare_cached(
             "SELECT key, value, version FROM documents
              WHERE key >= ?1 AND key < ?3 AND (expires IS NULL OR expires > ?2)",
         )?;
-        for wanted in wanted {
-            let mut rows = match wanted {
-                Query::Key(key) => one.query(params![key, now])?,
-                Query::Prefix(prefix) => many.query(params![prefix, now, after(prefix)])?,
+        for query in queries {
+            let mut rows = match query {
+                Query::Key(key) => by_key.query(params![key, now])?,
+                Query::Prefix(prefix) => {
+                    by_prefix.query(params![prefix, now, prefix_end(prefix)])?
+                }
             };
             while let Some(row) = rows.next()? {
                 let document = Document { value: row.get(1)?, version: row.get(2)? };
@@ -152,7 +154,7 @@ impl Documents for SqliteDocuments {
 }
 
 fn commit(connection: &mut Connection, token: Option<&[u8; 16]>, change: &Change) -> Result<bool> {
-    // It takes the write lock first, so what it compares is what it changes.
+    // The transaction begins with the write lock, so no version changes after it is compared.
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let now = now_ms();
     tx.prepare_cached("DELETE FROM documents WHERE expires <= ?1")?.execute([now])?;
@@ -162,7 +164,7 @@ fn commit(connection: &mut Connection, token: Option<&[u8; 16]>, change: &Change
             return Ok(true);
         }
         tx.prepare_cached("INSERT INTO tokens VALUES (?1, ?2)")?
-            .execute(params![token, now + REMEMBERED_MS])?;
+            .execute(params![token, now + TOKEN_LIFETIME_MS])?;
     }
     {
         let mut version = tx.prepare_cached("SELECT version FROM documents WHERE key = ?1")?;
@@ -173,19 +175,19 @@ fn commit(connection: &mut Connection, token: Option<&[u8; 16]>, change: &Change
             }
         }
     }
-    let revision = current(&tx)? + 1;
+    let revision = current_revision(&tx)? + 1;
     tx.prepare_cached("UPDATE revision SET current = ?1")?.execute([revision])?;
     {
         let mut touch = tx.prepare_cached("INSERT OR REPLACE INTO folders VALUES (?1, ?2)")?;
-        for wanted in &change.removes {
-            let key = match wanted {
+        for query in &change.removes {
+            let key = match query {
                 Query::Key(key) => {
                     tx.prepare_cached("DELETE FROM documents WHERE key = ?1")?.execute([key])?;
                     key
                 }
                 Query::Prefix(prefix) => {
                     tx.prepare_cached("DELETE FROM documents WHERE key >= ?1 AND key < ?2")?
-                        .execute(params![prefix, after(prefix)])?;
+                        .execute(params![prefix, prefix_end(prefix)])?;
                     prefix
                 }
             };
@@ -203,7 +205,8 @@ fn commit(connection: &mut Connection, token: Option<&[u8; 16]>, change: &Change
     Ok(true)
 }
 
-fn current(tx: &Transaction<'_>) -> Result<u64> {
+/// The revision of the last change.
+fn current_revision(tx: &Transaction<'_>) -> Result<u64> {
     let mut query = tx.prepare_cached("SELECT current FROM revision")?;
     query
         .query_row([], |row| row.get(0))
@@ -211,7 +214,7 @@ fn current(tx: &Transaction<'_>) -> Result<u64> {
         .ok_or_else(|| Error::corrupt("the catalog", "it has no revision"))
 }
 
-/// The first key that is behind all that begin with this prefix. No key has this character.
-fn after(prefix: &str) -> String {
+/// The end of the range of keys that begin with `prefix`. No key contains this character.
+fn prefix_end(prefix: &str) -> String {
     format!("{prefix}\u{10ffff}")
 }

@@ -1,4 +1,4 @@
-//! What every place for documents promises. Each test runs over each of them.
+//! The promises of [`Documents`]. Each test runs with each implementation.
 
 use std::sync::Arc;
 use std::thread;
@@ -11,12 +11,13 @@ use super::{Change, Documents, Query, SqliteDocuments, View, try_lock, unlock};
 use crate::documents::etcd::tests::Process;
 use crate::documents::remote::tests::Catalog;
 
-/// A place that is empty, and further ways to it, as other processes have them.
-trait Place {
+/// A document store that is empty at first.
+trait DocumentStore {
+    /// Opens the store once more, as another process would.
     fn open(&self) -> Arc<dyn Documents>;
 }
 
-impl Place for TempDir {
+impl DocumentStore for TempDir {
     fn open(&self) -> Arc<dyn Documents> {
         let path = self.path().join("catalog.db");
         SqliteDocuments::create(&path).unwrap();
@@ -24,48 +25,48 @@ impl Place for TempDir {
     }
 }
 
-impl Place for Catalog {
+impl DocumentStore for Catalog {
     fn open(&self) -> Arc<dyn Documents> {
         Arc::new(self.client())
     }
 }
 
-impl Place for Process {
+impl DocumentStore for Process {
     fn open(&self) -> Arc<dyn Documents> {
         Arc::new(self.client())
     }
 }
 
-/// Makes a module of tests for one kind of place.
+/// Declares a module with all tests for one kind of store.
 macro_rules! conformance {
-    ($kind:ident, $place:expr) => {
+    ($kind:ident, $store:expr) => {
         mod $kind {
             conformance!(
-                $place,
+                $store,
                 a_read_shows_what_was_written,
-                a_change_that_relies_on_something_else_is_not_carried_out,
-                a_change_is_whole_or_nothing,
+                a_change_that_relies_on_another_version_is_not_carried_out,
+                a_change_is_carried_out_as_a_whole_or_not_at_all,
                 no_version_comes_twice,
-                a_prefix_is_not_a_folder_and_a_folder_is_not_its_neighbour,
-                a_document_with_a_time_to_live_ends,
-                one_at_a_time_holds_a_document,
-                who_waits_is_told,
-                counters_of_many_threads_lose_nothing
+                a_prefix_matches_only_keys_that_begin_with_it,
+                a_document_with_a_time_to_live_expires,
+                one_process_at_a_time_holds_a_lock,
+                a_wait_returns_after_a_change,
+                concurrent_increments_are_not_lost
             );
         }
     };
-    ($place:expr, $($test:ident),+) => {
+    ($store:expr, $($test:ident),+) => {
         $(
             #[test]
             fn $test() {
-                super::$test(&$place);
+                super::$test(&$store);
             }
         )+
     };
 }
 
-conformance!(embedded, tempfile::TempDir::new().unwrap());
-conformance!(served, crate::documents::remote::tests::Catalog::start());
+conformance!(sqlite, tempfile::TempDir::new().unwrap());
+conformance!(remote, crate::documents::remote::tests::Catalog::start());
 conformance!(etcd, crate::documents::etcd::tests::Process::start());
 
 fn read(documents: &dyn Documents, key: &str) -> View {
@@ -80,11 +81,11 @@ fn put(documents: &dyn Documents, key: &str, value: u64) {
     assert!(documents.commit(&Change::default().put(key, &value)).unwrap());
 }
 
-fn a_read_shows_what_was_written(place: &dyn Place) {
-    let (one, other) = (place.open(), place.open());
+fn a_read_shows_what_was_written(store: &dyn DocumentStore) {
+    let (one, other) = (store.open(), store.open());
     assert_eq!(number(&*one, "a/x"), None);
     put(&*one, "a/x", 7);
-    assert_eq!(number(&*other, "a/x"), Some(7), "at once, for everybody");
+    assert_eq!(number(&*other, "a/x"), Some(7), "every client sees it at once");
     put(&*other, "a/y", 8);
     let view = one.read(&[Query::prefix("a/"), Query::key("b")]).unwrap();
     let found: Vec<(String, u64)> = view.under("a/").unwrap();
@@ -95,27 +96,27 @@ fn a_read_shows_what_was_written(place: &dyn Place) {
     assert_eq!(number(&*one, "a/y"), Some(8));
 }
 
-fn a_change_that_relies_on_something_else_is_not_carried_out(place: &dyn Place) {
-    let documents = place.open();
+fn a_change_that_relies_on_another_version_is_not_carried_out(store: &dyn DocumentStore) {
+    let documents = store.open();
     let rely = |key: &str, version| {
         let change = Change { relies_on: vec![(key.into(), version)], ..Change::default() };
         documents.commit(&change.put("result", &1)).unwrap()
     };
-    assert!(!rely("x", 1), "it is not there");
+    assert!(!rely("x", 1), "it does not exist");
     assert_eq!(number(&*documents, "result"), None);
-    assert!(rely("x", 0), "as it says");
+    assert!(rely("x", 0), "it does not exist, as expected");
     put(&*documents, "x", 1);
-    assert!(!rely("x", 0), "it is there");
+    assert!(!rely("x", 0), "it exists");
     let version = read(&*documents, "x").version("x");
     assert!(version > 0 && rely("x", version));
     put(&*documents, "x", 1);
     assert!(!rely("x", version), "the same content, written again");
     assert!(documents.commit(&Change::default().remove(Query::key("x"))).unwrap());
-    assert!(!rely("x", version) && rely("x", 0), "it is gone");
+    assert!(!rely("x", version) && rely("x", 0), "it was removed");
 }
 
-fn a_change_is_whole_or_nothing(place: &dyn Place) {
-    let documents = place.open();
+fn a_change_is_carried_out_as_a_whole_or_not_at_all(store: &dyn DocumentStore) {
+    let documents = store.open();
     for n in 0..5 {
         put(&*documents, &format!("old/{n}"), n);
     }
@@ -127,14 +128,14 @@ fn a_change_is_whole_or_nothing(place: &dyn Place) {
     assert!(documents.commit(&change).unwrap());
     let after = documents.read(&[Query::prefix("")]).unwrap();
     let keys: Vec<_> = after.documents.keys().collect();
-    assert_eq!(keys, ["new", "old/3"], "what it writes is there, what it removes is not");
+    assert_eq!(keys, ["new", "old/3"], "removals come before writes");
     assert_eq!(after.get::<u64>("old/3").unwrap(), Some(30));
     assert_eq!(after.version("new"), after.version("old/3"), "one change, one revision");
     assert!(after.revision > before.revision);
 }
 
-fn no_version_comes_twice(place: &dyn Place) {
-    let documents = place.open();
+fn no_version_comes_twice(store: &dyn DocumentStore) {
+    let documents = store.open();
     let mut last = 0;
     for round in 0..5 {
         put(&*documents, "x", 1);
@@ -145,8 +146,8 @@ fn no_version_comes_twice(place: &dyn Place) {
     }
 }
 
-fn a_prefix_is_not_a_folder_and_a_folder_is_not_its_neighbour(place: &dyn Place) {
-    let documents = place.open();
+fn a_prefix_matches_only_keys_that_begin_with_it(store: &dyn DocumentStore) {
+    let documents = store.open();
     for key in ["a", "a/", "a/b", "a0", "ab", "b", "a/\u{ff}", "a/ä"] {
         put(&*documents, key, 1);
     }
@@ -160,56 +161,56 @@ fn a_prefix_is_not_a_folder_and_a_folder_is_not_its_neighbour(place: &dyn Place)
     assert_eq!(keys("c").len(), 0);
 }
 
-fn a_document_with_a_time_to_live_ends(place: &dyn Place) {
-    let documents = place.open();
+fn a_document_with_a_time_to_live_expires(store: &dyn DocumentStore) {
+    let documents = store.open();
     let beat = || Change { relaxed: true, ..Change::default() }.put_for(3, "alive/x", &json!({}));
     assert!(documents.commit(&beat()).unwrap());
     let first = Instant::now();
     put(&*documents, "alive/y", 1);
-    let there = || documents.read(&[Query::prefix("alive/")]).unwrap().documents.len();
+    let count = || documents.read(&[Query::prefix("alive/")]).unwrap().documents.len();
     let mut last = Instant::now();
     while first.elapsed() < Duration::from_secs(4) {
-        // It stays as long as it is written.
+        // It does not expire while it is written.
         last = Instant::now();
         assert!(documents.commit(&beat()).unwrap());
-        let found = there();
+        let found = count();
         assert!(found == 2 || last.elapsed() > Duration::from_secs(2), "{:?}", first.elapsed());
         thread::sleep(Duration::from_millis(100));
     }
     let end = last + Duration::from_secs(60);
-    while there() == 2 {
-        assert!(Instant::now() < end, "it stays");
+    while count() == 2 {
+        assert!(Instant::now() < end, "it does not expire");
         thread::sleep(Duration::from_millis(50));
     }
-    assert!(last.elapsed() > Duration::from_secs(1), "it ends early");
+    assert!(last.elapsed() > Duration::from_secs(1), "it expires too early");
     let change = Change { relies_on: vec![("alive/x".into(), 0)], ..Change::default() };
-    assert!(documents.commit(&change.put("alive/x", &1)).unwrap(), "it is not there for anybody");
-    assert_eq!(there(), 2, "and one that is written without a time stays");
+    assert!(documents.commit(&change.put("alive/x", &1)).unwrap(), "it has no version");
+    assert_eq!(count(), 2, "a document without a time to live does not expire");
 }
 
-fn one_at_a_time_holds_a_document(place: &dyn Place) {
-    let [one, other] = [place.open(), place.open()];
-    let takes = |documents: &Arc<dyn Documents>, who: &str| {
-        try_lock(&**documents, "leader/x", who, 60).unwrap()
+fn one_process_at_a_time_holds_a_lock(store: &dyn DocumentStore) {
+    let [one, other] = [store.open(), store.open()];
+    let locks = |documents: &Arc<dyn Documents>, holder: &str| {
+        try_lock(&**documents, "leader/x", holder, 60).unwrap()
     };
-    assert!(takes(&one, "one"));
-    assert!(!takes(&other, "other"));
-    assert!(takes(&one, "one"), "it stays");
+    assert!(locks(&one, "one"));
+    assert!(!locks(&other, "other"));
+    assert!(locks(&one, "one"), "the holder can renew the lock");
     unlock(&*other, "leader/x", "other").unwrap();
-    assert!(!takes(&other, "other"), "it is not theirs to give up");
+    assert!(!locks(&other, "other"), "only the holder can unlock");
     unlock(&*one, "leader/x", "one").unwrap();
     unlock(&*one, "leader/x", "one").unwrap();
-    assert!(takes(&other, "other"));
-    assert!(!takes(&one, "one"));
+    assert!(locks(&other, "other"));
+    assert!(!locks(&one, "one"));
 }
 
-fn who_waits_is_told(place: &dyn Place) {
-    let documents = place.open();
+fn a_wait_returns_after_a_change(store: &dyn DocumentStore) {
+    let documents = store.open();
     put(&*documents, "a/x", 1);
     let revision = read(&*documents, "a/x").revision;
     let begin = Instant::now();
     documents.wait("a", revision, Duration::from_millis(200)).unwrap();
-    assert!(begin.elapsed() < Duration::from_secs(10), "it comes back when the time is over");
+    assert!(begin.elapsed() < Duration::from_secs(10), "it returns when the time is over");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let begin = Instant::now();
@@ -217,20 +218,20 @@ fn who_waits_is_told(place: &dyn Place) {
             begin.elapsed()
         });
         thread::sleep(Duration::from_millis(100));
-        put(&*place.open(), "a/y", 1);
-        assert!(waiting.join().unwrap() < Duration::from_secs(30), "it is told");
+        put(&*store.open(), "a/y", 1);
+        assert!(waiting.join().unwrap() < Duration::from_secs(30), "it returns after the change");
     });
     let begin = Instant::now();
     documents.wait("a", revision, Duration::from_secs(60)).unwrap();
-    assert!(begin.elapsed() < Duration::from_secs(30), "what was before the wait counts, too");
+    assert!(begin.elapsed() < Duration::from_secs(30), "a change before the wait counts, too");
 }
 
-fn counters_of_many_threads_lose_nothing(place: &dyn Place) {
+fn concurrent_increments_are_not_lost(store: &dyn DocumentStore) {
     const THREADS: u64 = 4;
     const ROUNDS: u64 = 25;
     thread::scope(|scope| {
         for _ in 0..THREADS {
-            let documents = place.open();
+            let documents = store.open();
             scope.spawn(move || {
                 for _ in 0..ROUNDS {
                     loop {
@@ -246,5 +247,5 @@ fn counters_of_many_threads_lose_nothing(place: &dyn Place) {
             });
         }
     });
-    assert_eq!(number(&*place.open(), "count"), Some(THREADS * ROUNDS));
+    assert_eq!(number(&*store.open(), "count"), Some(THREADS * ROUNDS));
 }

@@ -1,9 +1,9 @@
-//! The data directory of a server: one process at a time, and a marker that says what it is, and which one.
+//! The data directory of a server. One process uses it at a time. A marker names its format and id.
 //!
 //! ```text
-//! DIR/lock          held by the process that serves it
+//! DIR/lock          locked by the process that uses the directory
 //! DIR/NAME.json     the marker: format, version, and a random id
-//! DIR/…             what the server keeps
+//! DIR/…             the server's own files
 //! ```
 
 use std::fs::{self, File};
@@ -22,36 +22,37 @@ struct Marker {
     id: String,
 }
 
-/// What a directory is for.
+/// A kind of data directory.
 pub(crate) struct DataDirectory {
-    /// What keeps its data there, in a word.
+    /// What the server is, in a word: `peer` or `catalog`.
     pub(crate) server: &'static str,
-    /// The name of the marker.
+    /// The file name of the marker.
     pub(crate) marker: &'static str,
     pub(crate) format: &'static str,
     pub(crate) version: u64,
-    /// What the names of the server's own files begin with.
+    /// The prefixes of the names of the server's own files.
     pub(crate) parts: &'static [&'static str],
 }
 
 impl DataDirectory {
-    /// Takes a directory for this process. One that is empty, or not there, is made first: `make` makes what the
-    /// server needs. It is free again when the file is closed. Returns the server's id, too.
+    /// Locks a directory for this process. If it is empty or does not exist, creates it first;
+    /// `make` then creates the server's files. Returns the lock, which closing the file releases,
+    /// and the server's id.
     pub(crate) fn take(
         &self,
         directory: &Path,
         make: impl FnOnce() -> Result<()>,
     ) -> Result<(File, String)> {
-        fs::create_dir_all(directory).map_err(|error| Error::io("making", directory, error))?;
-        // Before the lock: nothing is put into a directory of something else.
+        fs::create_dir_all(directory).map_err(|error| Error::io("creating", directory, error))?;
+        // This comes before the lock, so that no file is created in a directory of another kind.
         if self.read_marker(directory)?.is_none() {
             self.check_unused(directory)?;
         }
         let lock = lock(directory)?;
-        // Another process may have made it meanwhile.
+        // Another process may have created the marker meanwhile.
         let id = match self.read_marker(directory)? {
             Some(id) => id,
-            // The marker comes last: without it, what is there is half made, and is made again.
+            // The marker is written last. Files without it are unfinished and are created again.
             None => {
                 make()?;
                 self.write_marker(directory)?
@@ -60,7 +61,7 @@ impl DataDirectory {
         Ok((lock, id))
     }
 
-    /// Whose directory it is; nothing if it is nobody's yet.
+    /// The id in the marker; `None` if there is no marker.
     fn read_marker(&self, directory: &Path) -> Result<Option<String>> {
         let path = directory.join(self.marker);
         let text = match fs::read(&path) {
@@ -83,32 +84,32 @@ impl DataDirectory {
         }
     }
 
-    /// Fails if there is anything else than the server's own files.
+    /// Fails if the directory holds anything but the server's own files.
     fn check_unused(&self, directory: &Path) -> Result<()> {
         let failed = |error| Error::io("reading", directory, error);
         for entry in fs::read_dir(directory).map_err(failed)? {
             let name = entry.map_err(failed)?.file_name();
             let name = name.to_string_lossy();
-            // Another process may be making it.
+            // Another process may be creating these files at the same time.
             let is_ours = name == "lock"
                 || name.starts_with(self.marker)
                 || self.parts.iter().any(|part| name.starts_with(part));
             if !is_ours {
-                let reason = format!("not a {}'s", self.server);
+                let reason = format!("is not a {}'s data directory", self.server);
                 return Err(Error::NotEmpty { path: directory.to_owned(), reason });
             }
         }
         Ok(())
     }
 
-    /// Writes a marker with a new id, whole or not at all.
+    /// Writes a marker with a random id, atomically. Returns the id.
     fn write_marker(&self, directory: &Path) -> Result<String> {
         let path = directory.join(self.marker);
         let failed = |error| Error::io("writing", &path, error);
         let random: [u8; 16] = sys::random().map_err(failed)?;
         let id: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
         let marker = Marker { format: self.format.into(), version: self.version, id: id.clone() };
-        let text = serde_json::to_string_pretty(&marker).expect("a marker is plain") + "\n";
+        let text = serde_json::to_string_pretty(&marker).expect("a marker is plain data") + "\n";
         let new = directory.join(format!("{}.new", self.marker));
         let mut file = File::create(&new).map_err(failed)?;
         file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)?;

@@ -1,5 +1,5 @@
-//! What the repository's databases have in common: several processes use each of them at once, with a
-//! write-ahead log, and a commit is durable when it returns.
+//! SQLite databases. Several processes use one at once, with a write-ahead log. A commit is durable
+//! when it returns.
 
 use std::fs::File;
 use std::io;
@@ -11,10 +11,10 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavio
 
 use crate::error::{Error, Result};
 
-/// How long to wait for another process's transaction.
+/// How long to wait for a transaction of another process.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Opens a database; `more` may ask to make it.
+/// Opens a database. `more` has additional flags, for example to create the file.
 pub(crate) fn connect(path: &Path, more: OpenFlags) -> Result<Connection> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX | more;
     let connection = Connection::open_with_flags(path, flags)?;
@@ -22,8 +22,8 @@ pub(crate) fn connect(path: &Path, more: OpenFlags) -> Result<Connection> {
     Ok(connection)
 }
 
-/// Opens a database whose tables have the version `supported`: a connection to write, and one to read, which
-/// need not wait for a sync.
+/// Opens a database whose tables have the version `supported`. Returns a connection for writing and
+/// one for reading, so that reads do not wait for a sync.
 pub(crate) fn open(path: &Path, supported: u64) -> Result<(Connection, Connection)> {
     let writer = connect(path, OpenFlags::empty())?;
     use_write_ahead_log(&writer)?;
@@ -36,8 +36,8 @@ pub(crate) fn open(path: &Path, supported: u64) -> Result<(Connection, Connectio
     Ok((writer, connect(path, OpenFlags::empty())?))
 }
 
-/// Makes a database with this version, unless it is there; `fill` makes its tables. Another process may do the
-/// same at the same time.
+/// Creates a database with the version `wanted`, unless it exists. `fill` creates the tables.
+/// Several processes may call this at the same time.
 pub(crate) fn make(
     path: &Path,
     wanted: u64,
@@ -61,9 +61,9 @@ pub(crate) fn version(connection: &Connection) -> Result<u64> {
     Ok(connection.pragma_query_value(None, "user_version", |row| row.get(0))?)
 }
 
-/// Switches to the write-ahead log, which readers and a writer can use at once, and to commits that are
-/// durable when they return. The database does not wait for its locks in this switch, so that is done
-/// here.
+/// Switches to the write-ahead log, which readers and a writer can use at once, and to commits that
+/// are durable when they return. SQLite does not wait for locks during this switch, so this
+/// function does.
 pub(crate) fn use_write_ahead_log(connection: &Connection) -> Result<()> {
     let start = Instant::now();
     loop {
@@ -87,11 +87,13 @@ pub(crate) fn use_write_ahead_log(connection: &Connection) -> Result<()> {
     Ok(connection.pragma_update(None, "synchronous", "FULL")?)
 }
 
-/// Makes durable what a connection has found in the write-ahead log when it first read the database.
+/// Makes the transactions durable that are in the write-ahead log. Every process calls this after
+/// it opened a database and before it relies on what it read.
 ///
-/// A process that was killed in the middle of a commit may have left all of it there, but in the kernel's
-/// hands only. Who opens the database next takes it for a commit, and the database itself does not sync it
-/// before the next one. The locks are on other files, so that to close this one releases none.
+/// A process that was killed during a commit may have left the whole transaction in the log, but
+/// only in the kernel's page cache. The next process that opens the database treats it as
+/// committed, and SQLite does not sync it before the next commit. SQLite's locks are on other
+/// files, so closing the log here releases none of them.
 pub(crate) fn sync_log(database: &Path) -> Result<()> {
     let mut path = database.as_os_str().to_owned();
     path.push("-wal");

@@ -1,4 +1,16 @@
-//! What all files on a local disk have in common: segments, data directories and databases.
+//! Files on a local disk.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `segment` | files that groups of blobs or fragments are appended to |
+//! | `data_directory` | the directory of a server: its lock, its marker, its id |
+//! | `database` | opening and creating SQLite databases that several processes share |
+//!
+//! ```text
+//! repository directory:  segments  + index.db     + catalog.db
+//! peer directory:        segments  + table        + marker and lock
+//! catalog directory:                 catalog.db   + marker and lock
+//! ```
 
 pub(crate) mod data_directory;
 pub(crate) mod database;

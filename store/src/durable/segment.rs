@@ -1,9 +1,14 @@
-//! A segment: a file that groups of contents are appended to, by one process at a time.
+//! A segment: a file that one process at a time appends groups of contents to.
 //!
-//! A group is a record, which tells what it holds, and the contents behind it. All begin at multiples of 4 KiB, so that
-//! they go to the disk without a copy in the page cache, and so that each can give its space back alone. The
-//! process that appends holds a lock on the file; when it is gone, another may continue where the content ends, which is
-//! known to an index beside the segments.
+//! ```text
+//! segment:  │ record │ content │ content │ … │ record │ content │ …   each at a multiple of 4 KiB
+//!           └──────────── group ─────────────┘
+//! ```
+//!
+//! The record of a group describes its contents. Because of the alignment, direct I/O writes
+//! contents without the page cache, and the space of each content can be punched out alone. The
+//! process that appends holds a lock on the file. When that process has ended, another may continue
+//! at the end of the content, which an index beside the segments knows.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,43 +20,46 @@ use std::sync::{Mutex, MutexGuard};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// What direct I/O needs of addresses and lengths, on any usual disk.
+/// The alignment of addresses and lengths that direct I/O needs on any usual disk, in bytes.
 pub(crate) const ALIGNMENT: usize = 4096;
 
-/// A segment that is this long is not continued.
+/// A segment with this many bytes or more is not continued.
 pub(crate) const SEGMENT_SIZE: u64 = 4 << 30;
 
-/// Space is allocated ahead: this part of what there is, within bounds. A process that ends without
-/// giving it back leaves it to the next one.
-const AHEAD: u64 = 8;
-const MIN_STEP: u64 = 1 << 20;
-const MAX_STEP: u64 = 64 << 20;
+/// Space is allocated ahead, in steps of the segment's length divided by this, within the bounds
+/// below. If a process dies and does not free the rest, the next process uses it.
+const ALLOCATION_DIVISOR: u64 = 8;
+/// The smallest step of allocation, in bytes.
+const MIN_ALLOCATION: u64 = 1 << 20;
+/// The largest step of allocation, in bytes.
+const MAX_ALLOCATION: u64 = 64 << 20;
 
 pub(crate) struct Segment {
     pub(crate) number: u64,
     path: PathBuf,
     file: File,
     tail: Mutex<Tail>,
-    /// The end of what the index may know.
+    /// The end of the content that the index may refer to.
     known: AtomicU64,
 }
 
-/// Where the next blob goes.
+/// Where the next group goes.
 struct Tail {
     end: u64,
+    /// The file has space up to here.
     allocated: u64,
 }
 
 impl Segment {
-    /// Opens a segment to append to it, and makes its file if there is none. Nothing if another process
-    /// has it.
+    /// Opens a segment for appending, and creates its file if it does not exist. Returns `None` if
+    /// another process holds the segment.
     pub(crate) fn lock(directory: &Path, number: u64) -> Result<Option<Segment>> {
         let path = path_of(directory, number);
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false);
         let direct = options.clone().custom_flags(libc::O_DIRECT).open(&path);
         let file = match direct {
-            // A file system without direct I/O.
+            // The file system has no direct I/O.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => options.open(&path),
             opened => opened,
         };
@@ -67,7 +75,7 @@ impl Segment {
         Ok(Some(Segment { number, path, file, tail, known: AtomicU64::new(0) }))
     }
 
-    /// Continues at `end`. What is behind it was never made known.
+    /// Continues at `end`. The index knows nothing behind it, so the bytes there are overwritten.
     pub(crate) fn continue_at(&self, end: u64) -> Result<()> {
         let metadata = self.file.metadata().map_err(|e| Error::io("examining", &self.path, e))?;
         self.known.store(end, Ordering::Relaxed);
@@ -75,13 +83,13 @@ impl Segment {
         Ok(())
     }
 
-    /// Whether the next blobs should go elsewhere.
+    /// Whether the next blobs should go to another segment.
     pub(crate) fn is_full(&self) -> bool {
         self.tail().end >= SEGMENT_SIZE
     }
 
-    /// Writes a group: its record, of this length, and the contents. The record is made when it is known where the group
-    /// starts, which this returns. Nothing is synced.
+    /// Writes a group: its record, which has `record_len` bytes, and the contents. `record` creates
+    /// the record from the group's start, which this function also returns. Nothing is synced.
     pub(crate) fn append(
         &self,
         record_len: usize,
@@ -102,7 +110,7 @@ impl Segment {
             None => content,
         }));
         self.write_at(&slices, start).map_err(|error| {
-            self.give_back(start, len);
+            self.unreserve(start, len);
             Error::io("writing", &self.path, error)
         })?;
         Ok(start)
@@ -110,7 +118,7 @@ impl Segment {
 
     fn write_at(&self, slices: &[&[u8]], start: u64) -> io::Result<()> {
         match sys::write_all_at(&self.file, slices, start) {
-            // The disk's own blocks may be larger than the alignment.
+            // The disk's blocks may be larger than the alignment.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 sys::end_direct_io(&self.file)?;
                 sys::write_all_at(&self.file, slices, start)
@@ -119,13 +127,14 @@ impl Segment {
         }
     }
 
-    /// Takes room at the end. Space that was allocated ahead makes writes of several threads
-    /// independent of each other.
+    /// Reserves `len` bytes at the end and returns their start. Space is allocated ahead, so that
+    /// writes of several threads do not wait for each other.
     fn reserve(&self, len: u64) -> Result<u64> {
         let mut tail = self.tail();
         let (start, end) = (tail.end, tail.end + len);
         if end > tail.allocated {
-            let step = (tail.allocated / AHEAD).clamp(MIN_STEP, MAX_STEP);
+            let step = tail.allocated / ALLOCATION_DIVISOR;
+            let step = step.clamp(MIN_ALLOCATION, MAX_ALLOCATION);
             let step = step.max(end - tail.allocated);
             let allocate = |to| sys::allocate(&self.file, tail.allocated..to).map(|()| to);
             let allocated = match allocate(tail.allocated + step) {
@@ -137,7 +146,7 @@ impl Segment {
                 {
                     allocate(end)
                 }
-                // Then it is allocated by writing.
+                // The file system allocates the space when it is written.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(end),
                 allocated => allocated,
             };
@@ -147,20 +156,20 @@ impl Segment {
         Ok(start)
     }
 
-    /// Gives room back that was taken last.
-    fn give_back(&self, start: u64, len: u64) {
+    /// Releases a range that was [reserved](Self::reserve), if it is the last one.
+    fn unreserve(&self, start: u64, len: u64) {
         let mut tail = self.tail();
         if tail.end == start + len {
             tail.end = start;
         }
     }
 
-    /// Returns when everything that was written is durable.
+    /// Makes everything durable that was written.
     pub(crate) fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|e| Error::io("syncing", &self.path, e))
     }
 
-    /// The index knows content up to here, or is about to.
+    /// Notes that the index refers to content up to `end`, or is about to.
     pub(crate) fn set_known(&self, end: u64) {
         self.known.fetch_max(end, Ordering::Relaxed);
     }
@@ -171,17 +180,18 @@ impl Segment {
 }
 
 impl Drop for Segment {
-    /// Gives back what was allocated ahead.
+    /// Frees the space that was allocated ahead.
     fn drop(&mut self) {
         if self.tail().allocated > 0
             && let Err(error) = self.file.set_len(self.known.load(Ordering::Relaxed))
         {
-            tracing::debug!(path = %self.path.display(), %error, "unused space stays");
+            let path = self.path.display();
+            tracing::debug!(%path, %error, "cannot free the unused space of a segment");
         }
     }
 }
 
-/// Where contents of these lengths are that lie one behind the other from `start` on, and where they end.
+/// The offsets of contents with these lengths, one after the other from `start`, and their end.
 pub(crate) fn place(start: u64, lens: impl Iterator<Item = usize>) -> (Vec<u64>, u64) {
     let mut end = start;
     let offsets = lens.map(|len| {
@@ -199,25 +209,26 @@ pub(crate) fn segments_in(directory: &Path) -> Result<Vec<u64>> {
     for entry in fs::read_dir(directory).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let number = name.to_str().and_then(|name| name.parse::<u64>().ok());
-        // Another spelling of a number is no segment's name.
+        // The name must be the canonical spelling of the number.
         numbers.extend(number.filter(|number| path_of(directory, *number).ends_with(&name)));
     }
     numbers.sort_unstable();
     Ok(numbers)
 }
 
-/// The file of a segment.
+/// The path of a segment's file.
 pub(crate) fn path_of(directory: &Path, number: u64) -> PathBuf {
     directory.join(format!("{number:08}"))
 }
 
-/// Reads as much as there is.
+/// Reads until the buffer is full or the file ends. Returns the number of bytes.
 pub(crate) fn fill(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let (filled, error) = fill_some(file, buf, offset);
     error.map_or(Ok(filled), Err)
 }
 
-/// Reads as much as can be read, and tells why it is not more.
+/// Reads until the buffer is full, the file ends or an error occurs. Returns the number of bytes
+/// and the error.
 pub(crate) fn fill_some(file: &File, buf: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
     let mut filled = 0;
     while filled < buf.len() {
@@ -231,12 +242,12 @@ pub(crate) fn fill_some(file: &File, buf: &mut [u8], offset: u64) -> (usize, Opt
     (filled, None)
 }
 
-/// Whether the content can go to the disk as it is.
+/// Whether direct I/O can write the content without a copy.
 fn is_aligned(content: &[u8]) -> bool {
     content.len().is_multiple_of(ALIGNMENT) && content.as_ptr().addr().is_multiple_of(ALIGNMENT)
 }
 
-/// A copy that direct I/O can use, padded with zeros.
+/// A copy that direct I/O can write, padded with zeros.
 struct Padded {
     memory: Vec<u8>,
     start: usize,

@@ -1,4 +1,4 @@
-//! Whether and how a blob is made smaller before it is cut into blocks.
+//! Compression of a blob's content before it is cut into blocks.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -8,13 +8,13 @@ use zstd::bulk::{Compressor, Decompressor};
 
 use crate::error::Error;
 
-/// How blobs are compressed.
+/// How the blobs of an image are compressed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Compression {
-    /// With zstd if a sample shrinks, else not.
+    /// With zstd if a sample shrinks by an eighth, otherwise not.
     #[default]
     Auto,
-    /// With zstd: smaller, and slower.
+    /// With zstd: smaller and slower than lz4.
     Zstd,
     /// With lz4.
     Lz4,
@@ -49,7 +49,7 @@ impl FromStr for Compression {
     }
 }
 
-/// How something was compressed.
+/// How the content of a blob was compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Codec {
     None,
@@ -58,7 +58,7 @@ pub(crate) enum Codec {
 }
 
 impl Codec {
-    /// As it is stored.
+    /// The number of the codec in a description.
     pub(crate) fn number(self) -> u8 {
         match self {
             Codec::None => 0,
@@ -67,64 +67,66 @@ impl Codec {
         }
     }
 
-    /// As it was stored, if this version knows it.
+    /// The codec with this number, if this version knows it.
     pub(crate) fn new(number: u8) -> Option<Codec> {
         [Codec::None, Codec::Zstd, Codec::Lz4].into_iter().find(|one| one.number() == number)
     }
 }
 
-/// The fastest one: what goes to peers is written once and seldom read.
-const LEVEL: i32 = 1;
+/// The compression level of zstd: the fastest. Blobs on peers are written once and rarely read.
+const ZSTD_LEVEL: i32 = 1;
 
-/// Pieces of a sample, and their length.
-const PIECES: usize = 3;
-const PIECE: usize = 4096;
+/// The pieces of a sample.
+const SAMPLE_PIECES: usize = 3;
+/// Bytes of each piece of a sample.
+const PIECE_BYTES: usize = 4096;
 
 thread_local! {
-    /// To make one takes longer than to use it.
+    /// Kept, because creating one takes longer than using it.
     static COMPRESSOR: RefCell<Option<Compressor<'static>>> = const { RefCell::new(None) };
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// Compresses content; nothing if that does not save at least an eighth.
+/// Compresses content. Returns `None` if that does not save at least an eighth.
 pub(crate) fn compress(content: &[u8], how: Compression) -> Option<(Codec, Vec<u8>)> {
     match how {
         Compression::None => None,
         Compression::Auto => {
-            let pays = sample(content).is_none_or(|sample| lz4(&sample).is_some());
-            pays.then(|| zstd(content)).flatten().map(|bytes| (Codec::Zstd, bytes))
+            let shrinks = sample(content).is_none_or(|sample| lz4(&sample).is_some());
+            shrinks.then(|| zstd(content)).flatten().map(|bytes| (Codec::Zstd, bytes))
         }
         Compression::Zstd => zstd(content).map(|bytes| (Codec::Zstd, bytes)),
         Compression::Lz4 => lz4(content).map(|bytes| (Codec::Lz4, bytes)),
     }
 }
 
-/// Pieces from the start, the middle and the end; nothing if they would be most of it.
+/// Pieces from the start, the middle and the end; `None` if they would be half of the content or
+/// more.
 fn sample(content: &[u8]) -> Option<Vec<u8>> {
-    if content.len() < 2 * PIECES * PIECE {
+    if content.len() < 2 * SAMPLE_PIECES * PIECE_BYTES {
         return None;
     }
-    let step = (content.len() - PIECE) / (PIECES - 1);
+    let step = (content.len() - PIECE_BYTES) / (SAMPLE_PIECES - 1);
     Some(
-        (0..PIECES)
-            .flat_map(|piece| &content[piece * step..piece * step + PIECE])
+        (0..SAMPLE_PIECES)
+            .flat_map(|piece| &content[piece * step..piece * step + PIECE_BYTES])
             .copied()
             .collect(),
     )
 }
 
-/// The longest that pays.
-fn worth(len: usize) -> usize {
+/// The longest compressed length that saves at least an eighth.
+fn max_compressed(len: usize) -> usize {
     len - len.div_ceil(8)
 }
 
 fn zstd(content: &[u8]) -> Option<Vec<u8>> {
     COMPRESSOR.with_borrow_mut(|compressor| {
         if compressor.is_none() {
-            *compressor = Compressor::new(LEVEL).ok();
+            *compressor = Compressor::new(ZSTD_LEVEL).ok();
         }
-        // It ends when the room ends.
-        let mut bytes = vec![0; worth(content.len())];
+        // Compression stops when the buffer is full.
+        let mut bytes = vec![0; max_compressed(content.len())];
         let len = compressor.as_mut()?.compress_to_buffer(content, &mut bytes[..]).ok()?;
         bytes.truncate(len);
         Some(bytes)
@@ -133,10 +135,11 @@ fn zstd(content: &[u8]) -> Option<Vec<u8>> {
 
 fn lz4(content: &[u8]) -> Option<Vec<u8>> {
     let bytes = lz4_flex::block::compress(content);
-    (bytes.len() <= worth(content.len())).then_some(bytes)
+    (bytes.len() <= max_compressed(content.len())).then_some(bytes)
 }
 
-/// Decompresses to exactly this length. What would be longer is refused, and takes no memory.
+/// Decompresses to exactly the length of `content`. Fails if the result would be shorter or longer,
+/// without allocating memory for it.
 pub(crate) fn decompress(codec: Codec, bytes: &[u8], content: &mut [u8]) -> Result<(), String> {
     let len = match codec {
         Codec::None => return Err("it is not compressed".into()),
@@ -144,7 +147,8 @@ pub(crate) fn decompress(codec: Codec, bytes: &[u8], content: &mut [u8]) -> Resu
             if decompressor.is_none() {
                 *decompressor = Decompressor::new().ok();
             }
-            let decompressor = decompressor.as_mut().ok_or("there is no memory")?;
+            let decompressor =
+                decompressor.as_mut().ok_or("there is not enough memory to decompress it")?;
             decompressor.decompress_to_buffer(bytes, content).map_err(|error| error.to_string())
         })?,
         Codec::Lz4 => {
@@ -162,7 +166,7 @@ mod tests {
     use super::{Codec, Compression, compress, decompress};
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn the_text_of_a_compression_parses_to_it() {
         for text in ["auto", "zstd", "lz4", "none"] {
             assert_eq!(text.parse::<Compression>().unwrap().to_string(), text);
         }
@@ -172,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_skips_what_does_not_shrink() {
+    fn content_that_does_not_shrink_is_not_compressed() {
         let mut noise = vec![0; 256 << 10];
         blake3::Hasher::new().update(b"noise").finalize_xof().fill(&mut noise);
         for how in [Compression::Auto, Compression::Zstd, Compression::Lz4, Compression::None] {
@@ -187,7 +191,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_length_is_exact_or_it_is_refused(
+        fn a_buffer_of_another_length_is_refused(
             pattern in vec(any::<u8>(), 1..50),
             repeat in 20usize..2000,
             wrong in -50isize..50,
@@ -203,7 +207,7 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_refused_or_fills_the_buffer_and_no_more(
+        fn random_bytes_do_not_overrun_the_buffer(
             bytes in vec(any::<u8>(), 0..200),
             len in 0usize..5000,
         ) {

@@ -1,30 +1,33 @@
-//! A blob in parts: what peers store of it.
+//! Fragments: the parts of a blob that peers store.
 //!
 //! ```text
-//! content ──► encoded (compressed, where that pays) ──► cut into k blocks ──► m parity blocks
-//!                                                            └──────┬───────────────┘
-//!                        description: k, m, lengths, the content's name, the checksum of each block
+//! content ─► compressed, if that saves at least an eighth ─► cut into k blocks ─► m parity blocks
+//!                                                                 └──────┬───────────┘
+//!                         description: k, m, lengths, the blob's name, the checksum of each block
 //! ```
 //!
-//! Each fragment carries the whole description. So whoever has one knows what belongs to it, can tell a damaged
-//! block by its checksum, and never mixes the blocks of two encodings of one blob: their descriptions have different
-//! names. That all blocks together are the content is for the reader to verify, by the content's name: a checksum
-//! is no proof against who forges a block, a name is. A checksum costs a tenth of what a name costs, and blocks are
-//! checked by everybody they pass.
+//! A fragment is one block and the description of the whole encoding:
+//!
+//! - A process that has a fragment can tell a damaged block from a good one by its checksum.
+//! - Blocks of two encodings of one blob never mix, because their descriptions have different
+//!   hashes.
+//! - A checksum does not protect against forgery; the blob's name does. So the reader compares the
+//!   decoded content with the blob's name.
+//! - A checksum costs a tenth of a BLAKE3 hash, and every process that a block passes verifies it.
 //!
 //! ```text
-//! 0        4         5       6   7   8           12              16             48
-//! ┌────────┬─────────┬───────┬───┬───┬───────────┬───────────────┬──────────────┬──────────────────────┐
-//! │ "CRNF" │ version │ form  │ k │ m │ length    │ encoded length│ blob's name  │ k + m checksums of 8 │
-//! └────────┴─────────┴───────┴───┴───┴───────────┴───────────────┴──────────────┴──────────────────────┘
+//! 0        4         5      6   7   8        12               16            48
+//! ┌────────┬─────────┬──────┬───┬───┬────────┬────────────────┬─────────────┬─────────────────┐
+//! │ "CRNF" │ version │ form │ k │ m │ length │ encoded length │ blob's name │ k + m checksums │
+//! └────────┴─────────┴──────┴───┴───┴────────┴────────────────┴─────────────┴─────────────────┘
 //! ```
 //!
-//! A checksum is the 64 bits of XXH3 without a seed.
+//! A checksum is XXH3 with 64 bits (8 bytes), without a seed.
 //!
-//! The form is the codec in the low four bits (0 none, 1 zstd, 2 lz4), and the [`Kind`] in the high ones (0 content,
-//! 1 record).
+//! The form has the codec in its low four bits (0 none, 1 zstd, 2 lz4) and the [`Kind`] in its high
+//! four bits (0 content, 1 record).
 //!
-//! A copy is the one block of k = 1 and m = 0, however many peers have it.
+//! A copy is the only block of an encoding with k = 1 and m = 0, whatever number of peers has it.
 
 use std::sync::Arc;
 
@@ -44,55 +47,55 @@ const VERSION: u8 = 2;
 const HEADER: usize = 48;
 const CHECKSUM: usize = 8;
 
-/// The longest content of a blob.
+/// The longest content of a blob, in bytes.
 pub const MAX_CONTENT: usize = 4 << 20;
 
-/// What a blob is for. It is said by whoever stores it, beside its content: a guest that writes what looks like
-/// a record has stored content.
+/// What a blob is used for. The kind is stored beside the content and not derived from it: a guest
+/// that writes bytes that look like a record has stored content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A chunk, or a node of a tree.
     Content,
-    /// The record of a snapshot: names are restored from these.
+    /// The record of a snapshot. A lost catalog is rebuilt from records.
     Record,
 }
 
-/// What the blocks of one encoding of a blob are.
+/// Describes one encoding of a blob and its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {
     /// The blob's name: the hash of its plain content.
     pub blob: BlobId,
     /// Bytes of the plain content.
     pub len: u32,
-    /// Bytes of what was cut into blocks.
+    /// Bytes of the content after compression, which is cut into blocks.
     encoded_len: u32,
     kind: Kind,
     codec: Codec,
     data: u8,
     parity: u8,
-    /// Shared: a description is cloned for each of its fragments, more than once.
+    /// Shared, because a description is cloned several times for each of its fragments.
     checksums: Arc<[[u8; CHECKSUM]]>,
 }
 
-/// What a peer holds of a blob: one block, and the description of all.
+/// What a peer stores of a blob: one block, and the description of the whole encoding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fragment {
-    /// What the block belongs to.
+    /// The encoding that the block belongs to.
     pub description: Description,
-    /// Which one it is.
+    /// The index of the block.
     pub index: u8,
-    /// Its content.
+    /// The bytes of the block.
     pub block: Bytes,
 }
 
 impl Fragment {
-    /// Whether it is one of this blob, with the block that its description names.
+    /// Whether this is a fragment of `blob` whose block matches its description.
     pub fn is_of(&self, blob: &BlobId) -> bool {
         self.description.blob == *blob && self.description.matches(self.index.into(), &self.block)
     }
 }
 
-/// A blob's content, copied once to where its first blocks can be cut from it.
+/// A blob's content, copied once and padded, so that its data blocks are slices of it.
 #[derive(Clone)]
 pub(crate) struct Plain {
     /// Padded with zeros to whole blocks.
@@ -101,6 +104,8 @@ pub(crate) struct Plain {
 }
 
 impl Plain {
+    /// Copies the content, padded for this redundancy.
+    ///
     /// # Panics
     ///
     /// If the content is empty or longer than [`MAX_CONTENT`].
@@ -119,10 +124,10 @@ impl Plain {
     }
 }
 
-/// The blocks of a blob: those that it was cut into, and those that were computed.
+/// The blocks of a blob: data blocks and parity blocks.
 #[derive(Clone)]
 pub struct Blocks {
-    cut: Bytes,
+    data: Bytes,
     parity: Bytes,
     len: usize,
 }
@@ -130,20 +135,21 @@ pub struct Blocks {
 impl Blocks {
     /// The block with this index.
     pub fn get(&self, index: usize) -> &[u8] {
-        let (part, at) = self.place(index);
+        let (part, at) = self.locate(index);
         &part[at..at + self.len]
     }
 
-    /// The same, shared.
+    /// The block with this index, shared instead of borrowed.
     pub fn share(&self, index: usize) -> Bytes {
-        let (part, at) = self.place(index);
+        let (part, at) = self.locate(index);
         part.slice(at..at + self.len)
     }
 
-    fn place(&self, index: usize) -> (&Bytes, usize) {
+    /// The buffer that holds a block, and the block's offset in it.
+    fn locate(&self, index: usize) -> (&Bytes, usize) {
         let at = index * self.len;
-        match at.checked_sub(self.cut.len()) {
-            None => (&self.cut, at),
+        match at.checked_sub(self.data.len()) {
+            None => (&self.data, at),
             Some(at) => (&self.parity, at),
         }
     }
@@ -163,7 +169,7 @@ pub fn encode(
     cut(Kind::Content, blob, &Plain::new(content, policy.redundancy), &policy)
 }
 
-/// As [`encode`], for the record of a snapshot.
+/// Encodes the record of a snapshot, like [`encode`].
 pub fn encode_record(
     blob: &BlobId,
     content: &[u8],
@@ -173,7 +179,7 @@ pub fn encode_record(
     cut(Kind::Record, blob, &Plain::new(content, policy.redundancy), &policy)
 }
 
-/// The same for content that was copied for this redundancy.
+/// Encodes content that was copied for the policy's redundancy.
 pub(crate) fn cut(
     kind: Kind,
     blob: &BlobId,
@@ -188,15 +194,15 @@ pub(crate) fn cut(
     let (codec, plain_len) = (compressed.as_ref().map_or(Codec::None, |one| one.0), plain.len);
     let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, policy.redundancy));
     let plain = smaller.as_ref().unwrap_or(plain);
-    let cut = plain.bytes.clone();
-    let len = cut.len() / usize::from(data);
+    let padded = plain.bytes.clone();
+    let len = padded.len() / usize::from(data);
     let mut computed = Buffer::new(len * usize::from(parity), 0);
     if parity > 0 {
-        let cut: Vec<_> = cut.chunks(len).collect();
+        let padded: Vec<_> = padded.chunks(len).collect();
         let mut computed: Vec<_> = computed.chunks_mut(len).collect();
-        reed_solomon::encode(&reed_solomon::code(data, parity), &cut, &mut computed);
+        reed_solomon::encode(&reed_solomon::code(data, parity), &padded, &mut computed);
     }
-    let blocks = Blocks { cut, parity: computed.share(), len };
+    let blocks = Blocks { data: padded, parity: computed.share(), len };
     let width = usize::from(data) + usize::from(parity);
     let checksums = (0..width).map(|index| checksum(blocks.get(index))).collect();
     let description = Description {
@@ -217,20 +223,20 @@ fn checksum(block: &[u8]) -> [u8; CHECKSUM] {
 }
 
 impl Description {
-    /// Bytes of the longest one.
+    /// Bytes of the longest description.
     pub(crate) const LONGEST: usize = HEADER + MAX_WIDTH * CHECKSUM;
 
-    /// What the blob is for.
+    /// What the blob is used for.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// How many blocks there are.
+    /// The number of blocks.
     pub fn width(&self) -> usize {
         self.checksums.len()
     }
 
-    /// How many are enough.
+    /// The number of blocks that are enough to decode the blob.
     pub fn needed(&self) -> usize {
         self.data.into()
     }
@@ -240,25 +246,25 @@ impl Description {
         (self.encoded_len as usize).div_ceil(self.data.into())
     }
 
-    /// Whether these are the bytes of a block.
+    /// Whether `block` has the length and the checksum of the block with this index.
     pub fn matches(&self, index: usize, block: &[u8]) -> bool {
         block.len() == self.block_len()
             && self.checksums.get(index).is_some_and(|wanted| checksum(block) == *wanted)
     }
 
-    /// The description's own name: equal for fragments that belong together.
+    /// The hash of the description. Fragments of one encoding have the same.
     pub fn id(&self) -> BlobId {
         BlobId::of(&self.to_bytes())
     }
 
-    /// As it is sent and stored.
+    /// The bytes of the description, as they are sent and stored.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER + self.checksums.len() * CHECKSUM);
         self.write(&mut bytes);
         bytes
     }
 
-    /// The same, behind what is there.
+    /// Appends the bytes of the description.
     pub(crate) fn write(&self, bytes: &mut Vec<u8>) {
         bytes.reserve_exact(HEADER + self.checksums.len() * CHECKSUM);
         bytes.extend_from_slice(MAGIC);
@@ -270,13 +276,13 @@ impl Description {
         bytes.extend_from_slice(self.checksums.as_flattened());
     }
 
-    /// Reads the description at the start of `bytes`, and returns what is behind it.
+    /// Decodes the description at the start of `bytes`. Also returns the bytes after it.
     pub fn from_bytes(bytes: &[u8]) -> Result<(Description, &[u8])> {
         let wrong = |reason: &str| Error::corrupt("a fragment's description", reason);
         let (header, rest) =
             bytes.split_at_checked(HEADER).ok_or_else(|| wrong("it is too short"))?;
         if &header[..4] != MAGIC {
-            return Err(wrong("it does not begin like one"));
+            return Err(wrong("it has another magic"));
         }
         let kind = match header[5] >> 4 {
             0 => Some(Kind::Content),
@@ -285,7 +291,7 @@ impl Description {
         };
         let (Some(kind), Some(codec), VERSION) = (kind, Codec::new(header[5] & 15), header[4])
         else {
-            return Err(wrong("it is of a kind that this version does not know"));
+            return Err(wrong("it has an unknown version, kind or codec"));
         };
         let (data, parity) = (header[6], header[7]);
         let word =
@@ -294,13 +300,13 @@ impl Description {
         let width = usize::from(data) + usize::from(parity);
         let is_code =
             if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= MAX_WIDTH };
-        // Compressed is what became shorter.
+        // Compressed content is always shorter.
         let is_encoded = match codec {
             Codec::None => encoded_len == len,
             _ => (1..len).contains(&encoded_len),
         };
         if !is_code || len == 0 || len as usize > MAX_CONTENT || !is_encoded {
-            return Err(wrong("its numbers make no sense"));
+            return Err(wrong("its numbers are invalid"));
         }
         let (checksums, rest) =
             rest.split_at_checked(width * CHECKSUM).ok_or_else(|| wrong("it is too short"))?;
@@ -309,31 +315,31 @@ impl Description {
         Ok((Description { blob, len, encoded_len, kind, codec, data, parity, checksums }, rest))
     }
 
-    /// Puts the content together from enough blocks, each at its index, and verifies it by its name. It fails if one of
-    /// the blocks that it takes, which are the first ones that are enough, is another than it was.
+    /// Decodes the content from enough blocks, each at its index, and compares it with the blob's
+    /// name. It uses the first blocks that are enough, and fails if one of these is wrong.
     pub fn decode<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], content: &mut [u8]) -> Result<()> {
         let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
         let data = usize::from(self.data);
         if blocks.len() != self.width() || content.len() != self.len as usize {
-            return Err(wrong("the blocks are not those of this blob"));
+            return Err(wrong("the blocks do not fit its description"));
         }
         let computed;
-        let cut: Vec<&[u8]> = if blocks[..data].iter().all(Option::is_some) {
+        let data_blocks: Vec<&[u8]> = if blocks[..data].iter().all(Option::is_some) {
             blocks[..data].iter().flatten().map(AsRef::as_ref).collect()
         } else {
             computed = self.reconstruct(blocks, true)?;
             computed[..data].iter().flatten().map(AsRef::as_ref).collect()
         };
         let join = |mut to: &mut [u8]| -> Result<()> {
-            for block in cut {
+            for block in data_blocks {
                 let (here, behind) = to.split_at_mut(to.len().min(self.block_len()));
                 let (block, padding) = block
                     .split_at_checked(here.len())
                     .ok_or_else(|| wrong("a block is too short"))?;
                 here.copy_from_slice(block);
-                // A wrong parity block may spoil nothing else.
+                // A wrong parity block may change nothing but the padding.
                 if padding.iter().any(|byte| *byte != 0) {
-                    return Err(wrong("there is something behind its end"));
+                    return Err(wrong("its padding is not zero"));
                 }
                 to = behind;
             }
@@ -348,15 +354,15 @@ impl Description {
         }
         match BlobId::of(content) == self.blob {
             true => Ok(()),
-            false => Err(wrong("the blocks are right, but together they are something else")),
+            false => Err(wrong("the decoded content has another hash")),
         }
     }
 
-    /// Computes a block that is lost from enough others.
+    /// Computes a lost block from enough others.
     pub fn rebuild<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], index: usize) -> Result<Vec<u8>> {
         let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
         if blocks.len() != self.width() || index >= blocks.len() {
-            return Err(wrong("the blocks are not those of this blob"));
+            return Err(wrong("the blocks do not fit its description"));
         }
         let block = match &blocks[index] {
             Some(block) => block.as_ref().to_vec(),
@@ -371,7 +377,7 @@ impl Description {
         }
     }
 
-    /// All blocks, or all but parity, from enough of them.
+    /// Computes all blocks, or only the data blocks, from enough of them.
     fn reconstruct<B: AsRef<[u8]>>(
         &self,
         blocks: &[Option<B>],
@@ -381,7 +387,7 @@ impl Description {
         if self.parity == 0 {
             return Err(wrong("its only block is missing".into()));
         }
-        // More than are needed would be copied in vain.
+        // Only as many blocks as are needed are copied.
         let mut left = self.needed();
         let mut all: Vec<_> = blocks
             .iter()
@@ -394,7 +400,7 @@ impl Description {
         let code = reed_solomon::code(self.data, self.parity);
         let done =
             if only_data { code.reconstruct_data(&mut all) } else { code.reconstruct(&mut all) };
-        done.map_err(|error| wrong(format!("it cannot be put together: {error}")))?;
+        done.map_err(|error| wrong(format!("it cannot be decoded: {error}")))?;
         Ok(all)
     }
 }
@@ -414,11 +420,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_k_blocks_are_enough(
+        fn any_k_blocks_decode_the_content(
             content in vec(any::<u8>(), 1..5000),
             which in 0usize..6,
             order in subsequence((0..12).collect::<Vec<usize>>(), 12),
-            turn in 0usize..12,
+            rotation in 0usize..12,
         ) {
             let redundancy = redundancies()[which];
             let blob = BlobId::of(&content);
@@ -426,7 +432,7 @@ mod tests {
             prop_assert_eq!(description.needed(), redundancy.needed());
             let width = description.width();
             let mut kept = vec![None; width];
-            for index in (0..width).map(|n| order[(n + turn) % width] % width).take(width) {
+            for index in (0..width).map(|n| order[(n + rotation) % width] % width).take(width) {
                 if kept.iter().flatten().count() < description.needed() {
                     kept[index] = Some(blocks.get(index).to_vec());
                 }
@@ -447,7 +453,7 @@ mod tests {
         }
 
         #[test]
-        fn what_shrinks_is_compressed_and_comes_back(
+        fn compressed_content_decodes_to_the_original(
             pattern in vec(any::<u8>(), 1..9000),
             repeat in 1usize..20,
             which in 0usize..6,
@@ -465,12 +471,12 @@ mod tests {
             prop_assert_eq!(&found, &content);
             prop_assert!(description.encoded_len <= description.len);
             let shrinks = pattern.len() > 100 && repeat > 3 && how != 3 && pattern.len() < 4000;
-            prop_assert!(!shrinks || description.encoded_len < description.len, "it does shrink");
+            prop_assert!(!shrinks || description.encoded_len < description.len, "it is compressed");
             prop_assert_eq!(description.matches(0, blocks.get(0)), true);
         }
 
         #[test]
-        fn a_description_is_read_back_or_refused(
+        fn a_damaged_description_is_refused_or_differs(
             content in vec(any::<u8>(), 1..100),
             which in 0usize..6,
             record in any::<bool>(),
@@ -497,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_are_something_else_together_are_refused() {
+    fn content_with_another_hash_is_refused() {
         let code = Redundancy::ReedSolomon { data: 2, parity: 1 };
         let (description, blocks) = encode(&BlobId::of(b"another"), b"content!", code);
         let all: Vec<_> = (0..3).map(|index| Some(blocks.share(index))).collect();

@@ -1,4 +1,4 @@
-//! How a blob is kept safe from the loss of peers.
+//! How a blob is protected from the loss of peers.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::compression::Compression;
 use crate::error::Error;
 
-/// The most fragments of a blob: no cluster here has more failure domains to put them into.
+/// The most fragments of a blob. Few clusters have more failure domains than this.
 pub(crate) const MAX_WIDTH: usize = 32;
 
 /// How a blob is spread over peers.
@@ -14,20 +14,21 @@ pub(crate) const MAX_WIDTH: usize = 32;
 pub enum Redundancy {
     /// Whole copies, each on a peer of its own.
     Replicas(u8),
-    /// Cut into `data` blocks, with `parity` blocks computed from them: any `data` of them all are enough.
+    /// Data blocks, and parity blocks that are computed from them. Any `data` of all blocks are
+    /// enough to read the blob.
     ReedSolomon {
         /// Blocks that the content is cut into.
         data: u8,
-        /// Blocks beside them, and the losses that are survived.
+        /// Parity blocks, which is also the number of losses that a blob survives.
         parity: u8,
     },
 }
 
 impl Redundancy {
-    /// One copy: the loss of its peer is the loss of the blob.
+    /// One copy. The loss of its peer loses the blob.
     pub const NONE: Redundancy = Redundancy::Replicas(1);
 
-    /// What a new image has if nobody says otherwise, with so many peers.
+    /// The default for an image that is created in a cluster of this many peers.
     pub fn for_peers(peers: usize) -> Redundancy {
         match peers {
             8.. => Redundancy::ReedSolomon { data: 4, parity: 4 },
@@ -37,7 +38,7 @@ impl Redundancy {
         }
     }
 
-    /// Peers that hold a part of a blob.
+    /// The number of peers that hold a part of a blob.
     pub fn width(self) -> usize {
         match self {
             Redundancy::Replicas(copies) => copies.into(),
@@ -45,7 +46,7 @@ impl Redundancy {
         }
     }
 
-    /// Peers that are enough to read it.
+    /// The number of peers that are enough to read a blob.
     pub fn needed(self) -> usize {
         match self {
             Redundancy::Replicas(_) => 1,
@@ -53,43 +54,43 @@ impl Redundancy {
         }
     }
 
-    /// Peers whose loss is survived.
+    /// The number of peers whose loss a blob survives.
     pub fn survives(self) -> usize {
         self.width() - self.needed()
     }
 
-    /// For tree nodes and records, which are small and read one after the other: whole copies that survive
-    /// as much.
+    /// The redundancy of tree nodes and records. These are small and are read one after the other,
+    /// so they are stored as copies, which survive as many losses.
     pub fn of_small_blobs(self) -> Redundancy {
         Redundancy::Replicas(self.survives() as u8 + 1)
     }
 }
 
-/// How a blob is kept on peers.
+/// How the blobs of an image are stored on peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StoragePolicy {
-    /// How it is spread.
+    /// How a blob is spread over peers.
     pub redundancy: Redundancy,
-    /// Whether it is made smaller before.
+    /// How a blob is compressed before that.
     pub compression: Compression,
 }
 
 impl StoragePolicy {
-    /// For tree nodes and records: see [`Redundancy::of_small_blobs`].
+    /// The policy for tree nodes and records: see [`Redundancy::of_small_blobs`].
     pub fn of_small_blobs(&self) -> StoragePolicy {
         StoragePolicy { redundancy: self.redundancy.of_small_blobs(), ..*self }
     }
 }
 
 impl Default for StoragePolicy {
-    /// One copy, compressed if that pays.
+    /// One copy, compressed if a sample shrinks.
     fn default() -> StoragePolicy {
         StoragePolicy { redundancy: Redundancy::NONE, compression: Compression::Auto }
     }
 }
 
 impl From<Redundancy> for StoragePolicy {
-    /// Spread like this, and not compressed.
+    /// This redundancy, without compression.
     fn from(redundancy: Redundancy) -> StoragePolicy {
         StoragePolicy { redundancy, compression: Compression::None }
     }
@@ -115,7 +116,7 @@ impl FromStr for Redundancy {
             Some(("replicas", copies)) => number(copies).map(Redundancy::Replicas),
             Some(("rs", blocks)) => blocks.split_once('+').and_then(|(data, parity)| {
                 let (data, parity) = (number(data)?, number(parity)?);
-                // With one block of data, parity is a copy.
+                // With one data block, each parity block would be a copy.
                 (data >= 2).then_some(Redundancy::ReedSolomon { data, parity })
             }),
             _ => None,
@@ -133,7 +134,7 @@ mod tests {
     use super::Redundancy;
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn the_text_of_a_redundancy_parses_to_it() {
         for text in ["none", "replicas=2", "replicas=32", "rs=4+4", "rs=2+1", "rs=16+16"] {
             assert_eq!(text.parse::<Redundancy>().unwrap().to_string(), text);
         }
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_survive_what_chunks_survive() {
+    fn tree_nodes_survive_as_many_losses_as_chunks() {
         for text in ["none", "replicas=3", "rs=4+4", "rs=8+2"] {
             let redundancy: Redundancy = text.parse().unwrap();
             assert_eq!(redundancy.of_small_blobs().survives(), redundancy.survives(), "{text}");
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_needs_no_more_peers_than_there_are() {
+    fn the_default_needs_no_more_peers_than_the_cluster_has() {
         for peers in 1..20 {
             assert!(Redundancy::for_peers(peers).width() <= peers);
         }

@@ -1,7 +1,7 @@
-//! Reading from a socket what is known to come.
+//! Reading a socket with fewer wake-ups.
 //!
-//! A block comes in many packets. To be woken for each of them costs more than to receive it, so whoever waits for
-//! much is woken when there is much.
+//! A block arrives in many packets. A wake-up for each packet costs more than receiving the data.
+//! So a receiver that expects much data is woken only when much data is there (`SO_RCVLOWAT`).
 
 use std::io;
 use std::os::fd::AsFd;
@@ -13,16 +13,17 @@ use tokio::net::tcp::OwnedReadHalf;
 
 use crate::sys::set_least_to_read;
 
-/// Of what is less than this, every byte counts.
+/// A receiver that expects less than this is woken as soon as any byte arrives.
 const UNBATCHED_BYTES: usize = 16 << 10;
 
-/// More is not waited for: the sender must not wait for the receiver, and who sends slowly must be seen to send.
+/// The most bytes to wait for. With more, the sender could have to wait for the receiver, and a
+/// slow sender would look like a silent one.
 const MAX_BATCH_BYTES: usize = 64 << 10;
 
-/// The receiving half of a connection, that waits for as much as is wanted of it.
+/// The receiving half of a connection. It waits for as many bytes as the caller wants to read.
 pub(crate) struct BatchedReader {
     socket: OwnedReadHalf,
-    /// It is woken for so many bytes.
+    /// The number of bytes that wake the receiver.
     wake_bytes: usize,
 }
 
@@ -44,7 +45,8 @@ impl AsyncRead for BatchedReader {
         } else {
             buf.remaining().min(MAX_BATCH_BYTES)
         };
-        // There is nothing, or was nothing a moment ago: if there is enough by now, the kernel says so when this is set.
+        // No data was there a moment ago. If enough has arrived meanwhile, the kernel wakes the
+        // task when the option is set.
         if read.is_pending() && wake_bytes != self.wake_bytes {
             set_least_to_read(self.socket.as_ref().as_fd(), wake_bytes as i32)?;
             self.wake_bytes = wake_bytes;

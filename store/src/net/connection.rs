@@ -17,7 +17,7 @@ use super::handshake::{HandshakeError, Protocol, introduce};
 use super::identity::{Reader, Role, Security, Writer};
 use crate::error::Result;
 
-/// Requests that wait to be sent.
+/// The most requests that wait to be sent.
 const QUEUED_REQUESTS: usize = 16;
 
 /// The kind and the body of an answer.
@@ -27,7 +27,7 @@ pub(crate) type RawAnswer = (u16, Bytes);
 #[derive(Debug)]
 pub(crate) struct ConnectionLost;
 
-/// The requests that wait for their answers, by number. `None` once the connection is lost.
+/// The requests that wait for their answers, by number. `None` when the connection is lost.
 type Waiting = Mutex<Option<HashMap<u64, oneshot::Sender<RawAnswer>>>>;
 
 /// A connection. When it is lost, every request fails, including those in flight.
@@ -50,7 +50,7 @@ impl Shared {
         self.waiting.lock().expect("no code panics with this lock held")
     }
 
-    /// Fails every request that waits.
+    /// Marks the connection as lost. Every waiting request fails.
     fn lose(&self) {
         self.waiting().take();
     }
@@ -63,8 +63,8 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    /// Connects to the server of this role at `address`, whose answers have at most `max_answer`
-    /// bytes.
+    /// Connects to the server at `address`, which must have this role. Its answers have at most
+    /// `max_answer` bytes.
     pub(crate) async fn open(
         address: &str,
         security: &Security,
@@ -127,7 +127,7 @@ impl Connection {
 async fn connect_tcp(address: &str) -> io::Result<TcpStream> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
-    // Where nothing listens, the kernel may have joined the two ends of this very socket.
+    // If nothing listens on a local port, the kernel may connect the socket to itself.
     if stream.local_addr()? == stream.peer_addr()? {
         return Err(io::Error::new(io::ErrorKind::ConnectionRefused, "nothing listens there"));
     }
@@ -166,7 +166,7 @@ async fn send(
     }
 }
 
-/// Hands out answers until the connection ends.
+/// Receives answers and passes them to their callers until the connection ends.
 async fn receive(mut reader: BufReader<Reader>, max_answer: usize, shared: &Shared) {
     const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
     while let Ok(Some(Ok(header))) = read_header(&mut reader, FOREVER, max_answer).await {

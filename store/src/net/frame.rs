@@ -1,4 +1,4 @@
-//! Frames over a stream, with time limits.
+//! Frames on a stream, with timeouts.
 //!
 //! ```text
 //! 0            4      6      8                16
@@ -21,27 +21,27 @@ use super::message::malformed;
 use crate::buffers::Buffer;
 use crate::error::Result;
 
-/// Bytes before a body.
+/// Bytes of a header.
 pub(crate) const HEADER: usize = 16;
 
 /// How long a body may take to arrive, and a batch of frames to be sent.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The size of a read buffer: the frames of small messages fit. Longer bodies bypass it.
+/// The size of a read buffer. The frames of small messages fit; longer bodies bypass it.
 pub(crate) const READ_AHEAD_BYTES: usize = 1024;
 
-/// Frames are sent when they have this many bytes, even if more wait.
+/// Frames are sent as soon as they have this many bytes, even if more messages wait.
 const SEND_BATCH_BYTES: usize = 256 << 10;
 
-/// The kind of a message, and its body in parts that are sent without being joined.
+/// The kind of a message, and its body in parts. The parts are sent without being copied together.
 pub(crate) type Message = (u16, Vec<Bytes>);
 
-/// What precedes a body.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// What the body is.
+    /// The kind of the message.
     pub(crate) kind: u16,
-    /// The request that this frame is, or answers.
+    /// The number of the request. An answer has the number of its request.
     pub(crate) number: u64,
     /// Bytes of the body.
     pub(crate) len: usize,
@@ -56,7 +56,7 @@ impl Header {
         bytes
     }
 
-    /// The header in these bytes, of a body with at most `max_body` bytes.
+    /// Decodes a header. Fails if the body would have more than `max_body` bytes.
     pub(crate) fn from_bytes(bytes: &[u8; HEADER], max_body: usize) -> Result<Header> {
         let [a, b, c, d, e, f, zero @ .., _, _, _, _, _, _, _, _] = *bytes;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
@@ -69,7 +69,7 @@ impl Header {
 }
 
 /// Reads the next header. Returns `None` if the other side has closed the connection, or is silent
-/// for longer than `idle`.
+/// for longer than `idle`. The inner error is a header that breaks the protocol.
 pub(crate) async fn read_header(
     reader: &mut (impl AsyncRead + Unpin),
     idle: Duration,
@@ -92,9 +92,9 @@ pub(crate) async fn read_body(
     read_aligned_body::<0>(reader, header, |_| 0).await
 }
 
-/// Reads the body that follows a header, which has at least `N` bytes. From the first `N` bytes,
-/// `aligned_at` tells which offset of the body is to be at the start of a page in memory: direct
-/// I/O then takes what is there without a copy.
+/// Reads the body that follows a header. The body has at least `N` bytes. From its first `N` bytes,
+/// `aligned_at` computes the offset in the body that is placed at the start of a page in memory, so
+/// that direct I/O can write the bytes from there without a copy.
 pub(crate) async fn read_aligned_body<const N: usize>(
     reader: &mut (impl AsyncRead + Unpin),
     header: &Header,
@@ -112,7 +112,7 @@ pub(crate) async fn read_aligned_body<const N: usize>(
     timeout(TRANSFER_TIMEOUT, read).await?
 }
 
-/// Frames that wait to be sent, in parts that are not joined.
+/// Frames that wait to be sent. Their parts are sent with vectored writes, without a copy.
 #[derive(Default)]
 pub(crate) struct OutgoingFrames {
     parts: VecDeque<Bytes>,
@@ -128,12 +128,12 @@ impl OutgoingFrames {
         self.parts.extend(parts.into_iter().filter(|part| !part.is_empty()));
     }
 
-    /// Whether they should be sent before more are appended.
+    /// Whether the frames should be sent before more are appended.
     pub(crate) fn is_full(&self) -> bool {
         self.bytes >= SEND_BATCH_BYTES
     }
 
-    /// Sends them all.
+    /// Sends all frames.
     pub(crate) async fn send(&mut self, writer: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         timeout(TRANSFER_TIMEOUT, async {
             writer.write_all_buf(self).await?;
@@ -179,7 +179,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_out_is_what_was_added_however_it_is_taken(
+        fn frames_are_sent_unchanged_however_the_writes_are_split(
             frames in vec(vec(vec(any::<u8>(), 0..40), 0..4), 0..6),
             steps in vec(1usize..60, 1..40),
         ) {

@@ -1,8 +1,8 @@
-//! The first two frames of a connection: which protocol it carries, and in which version.
+//! The first two frames of a connection: they agree on the protocol and its version.
 //!
 //! ```text
 //! client ── hello: magic of the protocol, oldest and newest version ──► server
-//!        ◄── welcome: the version that both know, the server's id ────
+//!        ◄── welcome: the version to use, the server's id ────────────
 //!        ◄── or a failure, which says what to do ─────────────────────
 //! ```
 
@@ -23,22 +23,22 @@ pub(crate) const WELCOME: u16 = 101;
 /// How long each side may take for its part of the handshake.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest body of a handshake: a failure with its reason.
+/// The longest body in a handshake, in bytes. A failure with its reason fits.
 const MAX_HANDSHAKE: usize = 8192;
 
 /// A protocol that connections carry.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Protocol {
-    /// The server that speaks it, in a word.
+    /// What the server is, in a word: `peer` or `catalog`.
     pub(crate) server: &'static str,
     pub(crate) magic: [u8; 4],
-    /// The oldest version that is understood.
+    /// The oldest version that this program knows.
     pub(crate) oldest: u16,
-    /// The version that is spoken if both sides know it.
+    /// The newest version that this program knows. Both sides use the newest that both know.
     pub(crate) newest: u16,
 }
 
-/// All protocols. A client that reaches a server of the other one is told so.
+/// All protocols. A server recognises the hello of another protocol and says so in its refusal.
 const PROTOCOLS: [&Protocol; 2] = [&PEER_PROTOCOL, &CATALOG_PROTOCOL];
 
 /// The protocol of peers. Versions 1 and 2 were never released.
@@ -49,7 +49,7 @@ pub(crate) const PEER_PROTOCOL: Protocol =
 pub(crate) const CATALOG_PROTOCOL: Protocol =
     Protocol { server: "catalog", magic: *b"CRNC", oldest: 2, newest: 2 };
 
-/// Why a server and this client do not understand each other.
+/// Why a handshake failed.
 #[derive(Debug)]
 pub(crate) enum HandshakeError {
     /// The connection failed.
@@ -62,13 +62,13 @@ pub(crate) enum HandshakeError {
     OtherProtocol,
 }
 
-/// The hello of a client that knows these versions.
+/// The hello of a client that knows the versions from `oldest` to `newest`.
 pub(crate) fn hello(protocol: &Protocol, oldest: u16, newest: u16) -> Message {
     let body = [&protocol.magic[..], &oldest.to_le_bytes(), &newest.to_le_bytes()].concat();
     (HELLO, vec![body.into()])
 }
 
-/// Opens a connection as the client. Returns the id of the server.
+/// Performs the client's part of the handshake. Returns the id of the server.
 pub(crate) async fn introduce(
     reader: &mut (impl AsyncRead + Unpin),
     writer: &mut (impl AsyncWrite + Unpin),
@@ -102,7 +102,8 @@ pub(crate) async fn introduce(
     }
 }
 
-/// Opens a connection as the server with this id. Returns whether the client is welcome.
+/// Performs the server's part of the handshake; `id` is the server's. Returns whether the client
+/// was accepted.
 pub(crate) async fn greet(
     reader: &mut (impl AsyncRead + Unpin),
     writer: &mut (impl AsyncWrite + Unpin),
@@ -127,7 +128,7 @@ pub(crate) async fn greet(
     Ok(version.is_ok())
 }
 
-/// The version to speak with a client that said this hello, or why there is none.
+/// The version to use with a client that sent this hello, or why the client is refused.
 fn choose_version(protocol: &Protocol, hello: &Bytes) -> Result<u16, (ErrorKind, String)> {
     let (magic, oldest, newest) =
         read_hello(hello).map_err(|error| (error.kind(), reason_of(&error)))?;
@@ -141,8 +142,8 @@ fn choose_version(protocol: &Protocol, hello: &Bytes) -> Result<u16, (ErrorKind,
         }
         Some(_) if oldest <= *own_newest && newest >= *own_oldest => Ok(newest.min(*own_newest)),
         Some(_) => refuse(format!(
-            "the {server} speaks versions {own_oldest} to {own_newest} of its protocol, the client \
-             {oldest} to {newest}; update the older one"
+            "the {server} knows versions {own_oldest} to {own_newest} of its protocol, the client \
+             {oldest} to {newest}; update the older program"
         )),
     }
 }
@@ -156,7 +157,7 @@ fn read_hello(body: &Bytes) -> Result<([u8; 4], u16, u16)> {
     body.end().map(|()| hello)
 }
 
-/// What tests say and hear on a raw connection.
+/// Helpers for tests that use a raw connection.
 #[cfg(test)]
 pub(crate) mod testing {
     use bytes::Bytes;
@@ -169,14 +170,14 @@ pub(crate) mod testing {
     /// A frame that a server sent.
     #[derive(Debug)]
     pub(crate) enum Heard {
-        /// With the version.
+        /// A welcome with this version.
         Welcome(u16),
         Failed(ErrorKind, String),
         /// Another answer.
         Answer,
     }
 
-    /// The frames in these bytes, which may be cut off after any frame.
+    /// Decodes the frames in these bytes, which end after a frame.
     pub(crate) fn frames_in(mut bytes: &[u8]) -> Vec<Heard> {
         let mut heard = Vec::new();
         while let Some((head, rest)) = bytes.split_first_chunk::<HEADER>() {
@@ -216,7 +217,7 @@ mod tests {
     };
 
     #[tokio::test]
-    async fn a_client_that_reaches_the_wrong_server_is_told_so() {
+    async fn a_client_that_reaches_another_kind_of_server_gets_a_clear_refusal() {
         for (ours, theirs) in [
             (&PEER_PROTOCOL, &PEER_PROTOCOL),
             (&PEER_PROTOCOL, &CATALOG_PROTOCOL),
@@ -248,7 +249,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn only_a_hello_with_a_common_version_is_welcome(
+        fn only_a_hello_with_a_common_version_is_accepted(
             oldest in 0u16..6,
             newest in 0u16..6,
             noise in vec(any::<u8>(), 0..20),

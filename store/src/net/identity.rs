@@ -1,16 +1,19 @@
-//! Who is who in a cluster: TLS 1.3 with certificates on both sides, from a private authority.
+//! Identity in a cluster: TLS 1.3 with certificates on both sides, from a private authority.
 //!
-//! ```text
-//! ca.pem, ca.key            the authority: ca.key stays with the operator
-//! peer.pem, peer.key        for the machines of a role: ca.pem and these two
-//! catalog.pem, catalog.key
-//! client.pem, client.key
-//! etcd-ca.pem, etcd.pem, etcd.key   if the catalog is in an etcd: its authority, and a client's keys there
-//! ```
+//! | file | is |
+//! |---|---|
+//! | `ca.pem` | the authority's certificate, on every machine |
+//! | `ca.key` | the authority's key, which stays with the operator |
+//! | `peer.pem`, `peer.key` | certificate and key of peers |
+//! | `catalog.pem`, `catalog.key` | certificate and key of catalogs |
+//! | `client.pem`, `client.key` | certificate and key of clients |
+//! | `etcd-ca.pem` | the authority of the etcd, if the catalog is in an etcd |
+//! | `etcd.pem`, `etcd.key` | certificate and key of a client of that etcd |
 //!
-//! A certificate names its role as a host, `peer.cairn` and so on. A client that connects to a peer accepts nobody
-//! else there, and a server looks at the name of who connects. Addresses are not in the certificates: machines come and
-//! go, and whoever has a role's key has that role.
+//! A certificate names its role as a host name, for example `peer.cairn`. A client that connects to
+//! a peer accepts only a peer there. A server checks the role of each client. Addresses are not in
+//! the certificates, because machines come and go: a process that has the key of a role has that
+//! role.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -35,17 +38,17 @@ use super::batched_reader::BatchedReader;
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// How long two sides may take to make themselves known.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a TLS handshake may take.
+const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What a process is in a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Holds fragments.
+    /// Stores fragments.
     Peer,
-    /// Holds the names.
+    /// Stores documents.
     Catalog,
-    /// Uses both.
+    /// Uses peers and the catalog.
     Client,
 }
 
@@ -53,7 +56,7 @@ impl Role {
     /// All roles.
     pub const ALL: [Role; 3] = [Role::Peer, Role::Catalog, Role::Client];
 
-    /// The role in a word, as its files are called.
+    /// The role in a word, which is also the name of its key files.
     pub fn name(self) -> &'static str {
         match self {
             Role::Peer => "peer",
@@ -62,21 +65,22 @@ impl Role {
         }
     }
 
-    /// The role as certificates name it.
+    /// The host name that certificates of the role have.
     fn host(self) -> String {
         format!("{}.cairn", self.name())
     }
 }
 
-/// Makes an authority and a certificate for each role, in a directory that is new or empty.
+/// Creates an authority and a certificate for each role, in a directory that does not exist or is
+/// empty.
 pub fn init(directory: &Path) -> Result<()> {
-    fs::create_dir_all(directory).map_err(|error| Error::io("making", directory, error))?;
+    fs::create_dir_all(directory).map_err(|error| Error::io("creating", directory, error))?;
     let mut found = fs::read_dir(directory).map_err(|e| Error::io("reading", directory, e))?;
     if found.next().is_some() {
-        let (path, reason) = (directory.to_owned(), "no key may be replaced".into());
+        let (path, reason) = (directory.to_owned(), "keys are never replaced".into());
         return Err(Error::NotEmpty { path, reason });
     }
-    let failed = |error: rcgen::Error| Error::BadKeys(format!("cannot make keys: {error}"));
+    let failed = |error: rcgen::Error| Error::BadKeys(format!("cannot create keys: {error}"));
     let authority = KeyPair::generate().map_err(failed)?;
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -105,12 +109,12 @@ fn write(directory: &Path, name: &str, text: &str, mode: u32) -> Result<()> {
         .map_err(|error| Error::io("writing", &path, error))
 }
 
-/// One direction of a connection.
+/// The receiving direction of a connection.
 pub(crate) type Reader = Box<dyn AsyncRead + Send + Unpin>;
-/// The other.
+/// The sending direction of a connection.
 pub(crate) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// What a user says about keys.
+/// The user's choice of keys, or of none.
 #[derive(Clone, Copy, Debug)]
 pub struct Access<'a> {
     keys: Option<&'a Path>,
@@ -118,26 +122,26 @@ pub struct Access<'a> {
 }
 
 impl<'a> Access<'a> {
-    /// With the keys in a directory, or explicitly with none.
+    /// Access with the keys in a directory, or explicitly `insecure`.
     pub fn new(keys: Option<&'a Path>, insecure: bool) -> Access<'a> {
         Access { keys, insecure }
     }
 
-    /// How a process of this role keeps its connections safe. Nobody is insecure by accident.
+    /// How a process of this role secures its connections. Plain TCP is never chosen by default.
     pub fn security(&self, role: Role) -> Result<Security> {
         match self.keys {
             Some(keys) => Security::load(keys, role),
             None if self.insecure => Ok(Security::INSECURE),
             None => Err(Error::BadKeys(
-                "no keys are named; use --keys DIR (`cairn keys init` makes them), or --insecure for plain TCP, \
-                 which anybody in the network can read and write"
+                "no keys are named; use --keys DIR (`cairn keys init` creates keys), or --insecure \
+                 for plain TCP, which anybody in the network can read and change"
                     .into(),
             )),
         }
     }
 }
 
-/// How connections are kept safe.
+/// How connections are secured: with TLS, or not at all.
 #[derive(Clone)]
 pub struct Security(Option<Tls>);
 
@@ -148,7 +152,7 @@ struct Tls {
     etcd: Option<Arc<EtcdKeys>>,
 }
 
-/// What makes connections to an etcd safe. It has an authority of its own.
+/// The keys for connections to an etcd, which has an authority of its own. All in PEM format.
 pub(crate) struct EtcdKeys {
     pub(crate) authority: Vec<u8>,
     pub(crate) certificate: Vec<u8>,
@@ -156,10 +160,10 @@ pub(crate) struct EtcdKeys {
 }
 
 impl Security {
-    /// Not at all: plain TCP.
+    /// No security: plain TCP.
     pub const INSECURE: Security = Security(None);
 
-    /// With the keys of this role in `directory`, and the authority's certificate.
+    /// TLS with the keys of this role and the authority's certificate, both in `directory`.
     pub fn load(directory: &Path, role: Role) -> Result<Security> {
         let read = |name: String| {
             let path = directory.join(name);
@@ -183,19 +187,21 @@ impl Security {
         Ok(Security(Some(Tls { etcd, ..tls })))
     }
 
-    /// The keys for an etcd, if there are any; fails unless plain connections are allowed instead.
+    /// The keys for an etcd; `None` for plain connections. Fails if connections are to be secure
+    /// and there are no keys for etcd.
     pub(crate) fn etcd(&self) -> Result<Option<Arc<EtcdKeys>>> {
         match &self.0 {
             None => Ok(None),
             Some(Tls { etcd: Some(keys), .. }) => Ok(Some(keys.clone())),
             Some(_) => {
-                let why = "there are no keys for etcd; put etcd-ca.pem, etcd.pem and etcd.key beside the others";
-                Err(Error::BadKeys(why.into()))
+                let reason = "there are no keys for etcd; put etcd-ca.pem, etcd.pem and etcd.key \
+                              beside the other keys";
+                Err(Error::BadKeys(reason.into()))
             }
         }
     }
 
-    /// Makes a connection safe, to a server that must have this role.
+    /// Secures a connection to a server, which must have this role.
     pub(crate) async fn connect(
         &self,
         stream: TcpStream,
@@ -203,13 +209,13 @@ impl Security {
     ) -> io::Result<(Reader, Writer)> {
         let Some(tls) = &self.0 else { return Ok(plain(stream)) };
         let name = ServerName::try_from(role.host()).map_err(io::Error::other)?;
-        let stream = timeout(HANDSHAKE, tls.connector.connect(name, stream)).await??;
+        let stream = timeout(TLS_HANDSHAKE_TIMEOUT, tls.connector.connect(name, stream)).await??;
         let (reader, writer) = tokio::io::split(stream);
         Ok((Box::new(reader), Box::new(writer)))
     }
 
-    /// Makes a connection safe that a client has made, which must have one of these roles. Returns which; nothing
-    /// if nobody has to prove one.
+    /// Secures a connection from a client, which must have one of these roles. Returns the client's
+    /// role; `None` on plain TCP.
     pub(crate) async fn accept(
         &self,
         stream: TcpStream,
@@ -219,7 +225,7 @@ impl Security {
             let (reader, writer) = plain(stream);
             return Ok((reader, writer, None));
         };
-        let stream = timeout(HANDSHAKE, tls.acceptor.accept(stream)).await??;
+        let stream = timeout(TLS_HANDSHAKE_TIMEOUT, tls.acceptor.accept(stream)).await??;
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let certificate = certificate.map(ParsedCertificate::try_from).transpose();
         let certificate = certificate.map_err(io::Error::other)?;
@@ -230,7 +236,7 @@ impl Security {
             })
         };
         let Some(role) = roles.iter().find(|role| has(role)) else {
-            return Err(io::Error::other("a certificate of another role"));
+            return Err(io::Error::other("the client's certificate is of another role"));
         };
         let (reader, writer) = tokio::io::split(stream);
         Ok((Box::new(reader), Box::new(writer), Some(*role)))
@@ -285,8 +291,8 @@ mod tests {
         dir
     }
 
-    /// Whether a client and a server come together, and can talk.
-    async fn meet(
+    /// Whether a client and a server can connect and exchange a byte.
+    async fn can_connect(
         client: Security,
         wanted: Role,
         server: Security,
@@ -316,25 +322,40 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_members_of_a_cluster_come_together_each_in_its_role() {
+    async fn only_processes_of_one_cluster_connect_each_in_its_role() {
         let (ours, theirs) = (keys(), keys());
         let load = |dir: &TempDir, role| Security::load(dir.path(), role).unwrap();
         let ours = |role| load(&ours, role);
         let theirs = |role| load(&theirs, role);
         const ALL: &[Role] = &Role::ALL;
-        assert!(meet(ours(Role::Client), Role::Peer, ours(Role::Peer), ALL).await);
-        assert!(meet(ours(Role::Peer), Role::Catalog, ours(Role::Catalog), ALL).await);
-        assert!(!meet(ours(Role::Client), Role::Peer, ours(Role::Client), ALL).await, "no peer");
+        assert!(can_connect(ours(Role::Client), Role::Peer, ours(Role::Peer), ALL).await);
+        assert!(can_connect(ours(Role::Peer), Role::Catalog, ours(Role::Catalog), ALL).await);
         assert!(
-            !meet(ours(Role::Client), Role::Catalog, ours(Role::Peer), ALL).await,
-            "no catalog"
+            !can_connect(ours(Role::Client), Role::Peer, ours(Role::Client), ALL).await,
+            "not a peer"
         );
-        assert!(!meet(theirs(Role::Client), Role::Peer, ours(Role::Peer), ALL).await, "a stranger");
-        assert!(!meet(ours(Role::Client), Role::Peer, theirs(Role::Peer), ALL).await, "a stranger");
+        assert!(
+            !can_connect(ours(Role::Client), Role::Catalog, ours(Role::Peer), ALL).await,
+            "not a catalog"
+        );
+        assert!(
+            !can_connect(theirs(Role::Client), Role::Peer, ours(Role::Peer), ALL).await,
+            "another cluster"
+        );
+        assert!(
+            !can_connect(ours(Role::Client), Role::Peer, theirs(Role::Peer), ALL).await,
+            "another cluster"
+        );
         let only = &[Role::Client];
-        assert!(!meet(ours(Role::Peer), Role::Catalog, ours(Role::Catalog), only).await, "a peer");
-        assert!(!meet(Security::INSECURE, Role::Peer, ours(Role::Peer), ALL).await, "in the open");
-        assert!(meet(Security::INSECURE, Role::Peer, Security::INSECURE, ALL).await);
+        assert!(
+            !can_connect(ours(Role::Peer), Role::Catalog, ours(Role::Catalog), only).await,
+            "a peer"
+        );
+        assert!(
+            !can_connect(Security::INSECURE, Role::Peer, ours(Role::Peer), ALL).await,
+            "plain TCP"
+        );
+        assert!(can_connect(Security::INSECURE, Role::Peer, Security::INSECURE, ALL).await);
     }
 
     #[test]

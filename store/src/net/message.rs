@@ -1,7 +1,7 @@
 //! The parts that message bodies are made of. All numbers are little endian.
 //!
-//! Bytes come from outside: every length is checked against the bytes that are there before memory
-//! is taken for it, and a message has exactly one encoding.
+//! Bytes from the network are not trusted: every length is checked against the bytes that are there
+//! before memory is allocated for it. A message has exactly one encoding.
 
 use bytes::Bytes;
 
@@ -13,7 +13,7 @@ pub(crate) const FAILED: u16 = 106;
 /// The longest reason of a failure, in bytes.
 const MAX_REASON_BYTES: usize = 4096;
 
-/// The kinds of failures. The position in this table is the number that is sent.
+/// The kinds of failures. The position in this table is the number on the wire.
 pub(crate) const FAILURE_KINDS: [ErrorKind; 5] = [
     ErrorKind::Invalid,
     ErrorKind::NotFound,
@@ -39,7 +39,7 @@ pub(crate) fn failure_body(kind: ErrorKind, reason: &str) -> Vec<u8> {
 
 /// The number under which a kind of failure is sent.
 pub(crate) fn failure_number(kind: ErrorKind) -> u8 {
-    FAILURE_KINDS.iter().position(|one| *one == kind).expect("all are listed") as u8
+    FAILURE_KINDS.iter().position(|one| *one == kind).expect("the table has every kind") as u8
 }
 
 /// The kind of failure with this number.

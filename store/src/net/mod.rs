@@ -1,11 +1,14 @@
-//! Connections between machines. Both protocols, the peers' and the catalog's, are built on this.
+//! Connections between machines. The protocols of peers and of catalogs are both built on this
+//! module.
 //!
 //! ```text
-//! identity    TCP or TLS 1.3, roles          who is at the other end
-//! handshake   hello ──► welcome or refusal   which protocol, which version
-//! frame       header and body                where a message begins and ends
-//! message     numbers, texts, failures       what a body is made of
-//! connection  many requests at once          which answer belongs to which request
+//! connection   one connection, many requests     which answer belongs to which request
+//!     │
+//! message      numbers, texts, failures          what a body consists of
+//! frame        header and body                   where a message begins and ends
+//! handshake    hello ──► welcome or refusal      which protocol, which version
+//! identity     TLS 1.3 with roles, or plain TCP  which process is at the other end
+//! batched_reader                                 fewer wake-ups on plain TCP
 //! ```
 
 mod batched_reader;

@@ -1,4 +1,4 @@
-//! Decoded nodes, within a bound.
+//! A cache of decoded nodes, in bounded memory.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 use super::node::Node;
 use crate::id::NodeId;
 
-/// A cache of two generations: what is used moves to the young one; when that is full, it becomes the
-/// old one, and what was old and unused goes. That is nearly least-recently-used, in constant time.
+/// A cache of two generations. A node that is used moves to the young generation. When the young
+/// generation is full, it becomes the old one, and the previous old one is dropped. This
+/// approximates least-recently-used eviction in constant time.
 pub(crate) struct NodeCache {
     generations: Mutex<Generations>,
     /// The most bytes of one generation.
@@ -22,7 +23,7 @@ struct Generations {
 }
 
 impl NodeCache {
-    /// A cache that holds at most `bytes`.
+    /// A cache of at most `bytes`.
     pub(crate) fn new(bytes: usize) -> Self {
         Self { generations: Mutex::default(), bound: bytes / 2 }
     }
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_stays_and_the_rest_goes() {
+    fn a_node_that_is_used_stays_and_others_are_evicted() {
         let cache = NodeCache::new(2048);
         cache.insert(id(0), node());
         for other in 1..=100 {
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bound_holds() {
+    fn the_cache_does_not_exceed_its_bound() {
         let cache = NodeCache::new(4096);
         (0..=255).for_each(|n| cache.insert(id(n), node()));
         let kept = (0..=255).filter(|n| cache.get(&id(*n)).is_some()).count();

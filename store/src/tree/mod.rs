@@ -1,9 +1,10 @@
 //! The Merkle tree over the chunks of a snapshot.
 //!
-//! Nodes of level 0 name chunks, nodes above name nodes; the height follows from the disk's
+//! A node of level 0 names chunks, a node above names nodes. The height follows from the disk's
 //! [`Geometry`] alone, and a node without children does not exist. So one content has one root,
-//! however it came about. Changing a chunk copies the path from the root to it (*shadowing*), and
-//! everything else is shared with the older tree; a *clone* is another name for a root.
+//! whatever changes led to it. Changing a chunk copies the path from the root to it (path copying,
+//! also called *shadowing*). Everything else is shared with the older tree. A *clone* refers to the
+//! same root.
 //!
 //! ```text
 //!            root of @1      root of @2
@@ -12,6 +13,13 @@
 //!            [0..256)   [256..)  [0..256)'
 //!             │ ... chunk 7       ... chunk 7'
 //! ```
+//!
+//! | file | holds |
+//! |---|---|
+//! | `mod` | [`Trees`]: looking up a chunk, committing changes |
+//! | `node` | a node and its canonical bytes |
+//! | `walk` | all chunks in order; all blobs that a tree refers to |
+//! | `cache` | decoded nodes, in bounded memory |
 
 mod cache;
 pub(crate) mod node;
@@ -33,7 +41,8 @@ use crate::id::{BlobId, ChunkId, NodeId};
 pub use self::walk::Chunks;
 pub(crate) use self::walk::Referred;
 
-/// The content of a whole disk: the name of its tree's top node, or nothing if every chunk is a hole.
+/// The content of a whole disk: the name of its tree's top node, or `None` if every chunk is a
+/// hole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Root(pub Option<NodeId>);
 
@@ -46,13 +55,13 @@ pub struct TreeUpdate {
     pub new_bytes: u64,
 }
 
-/// The trees in a place for blobs.
+/// The trees in a blob store.
 pub(crate) struct Trees {
     blobs: Arc<dyn Blobs>,
     cache: NodeCache,
 }
 
-/// A subtree's place: its level and the first chunk under it.
+/// The position of a node in a tree: its level and the first chunk that it covers.
 #[derive(Clone, Copy)]
 struct NodePosition {
     level: u8,
@@ -88,12 +97,12 @@ impl NodePosition {
 }
 
 impl Trees {
-    /// `cache` is the most bytes of decoded nodes to keep.
+    /// The trees in `blobs`. At most `cache` bytes of decoded nodes are kept in memory.
     pub(crate) fn new(blobs: Arc<dyn Blobs>, cache: usize) -> Self {
         Self { blobs, cache: NodeCache::new(cache) }
     }
 
-    /// The chunk at `index`, or nothing for a hole.
+    /// The chunk at `index`; `None` for a hole.
     pub(crate) fn chunk_at(
         &self,
         root: &Root,
@@ -115,7 +124,7 @@ impl Trees {
         Ok(None)
     }
 
-    /// The tree that differs from `base` by these chunks.
+    /// Stores the tree that differs from `base` by these chunks.
     pub(crate) fn commit(
         &self,
         base: &Root,
@@ -150,11 +159,11 @@ impl Trees {
                 node
             }
         };
-        node.check_place(position.level, position.slots(geometry)).map_err(corrupt)?;
+        node.check_position(position.level, position.slots(geometry)).map_err(corrupt)?;
         Ok(node)
     }
 
-    /// Stores a node and returns its name and the bytes that this adds.
+    /// Stores a node. Returns its name and the bytes that the repository did not have.
     fn store(&self, node: Node, policy: &StoragePolicy) -> Result<(NodeId, u64)> {
         let bytes = node.encode();
         let blob = BlobId::of(&bytes);
@@ -165,7 +174,7 @@ impl Trees {
     }
 }
 
-/// One run of changes over a tree. It holds one path of nodes at a time.
+/// The application of changes to a tree. It holds one path of nodes at a time.
 struct Edit<'a> {
     trees: &'a Trees,
     geometry: Geometry,
@@ -175,7 +184,7 @@ struct Edit<'a> {
 }
 
 impl Edit<'_> {
-    /// The subtree at `position` with the changes under it.
+    /// Applies the changes under `position` to the subtree `old`. Returns the resulting subtree.
     fn apply(&mut self, old: Option<NodeId>, position: NodePosition) -> Result<Option<NodeId>> {
         let before = match old {
             Some(id) => self.trees.load(id, self.geometry, position)?,

@@ -17,13 +17,13 @@ const BITMAP: usize = 8;
 const CHILDREN: usize = 40;
 const ID: usize = 32;
 
-/// The longest encoding.
+/// The longest encoding, in bytes.
 pub(crate) const MAX_NODE: usize = CHILDREN + FAN_OUT as usize * ID;
 
-/// The name of a child: of a chunk in a node of level 0, else of a node one level below.
+/// The name of a child: of a chunk in a node of level 0, otherwise of a node one level below.
 pub(crate) type Child = [u8; ID];
 
-/// A node. Only the children that are present take space.
+/// A tree node. Only present children take space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Node {
     level: u8,
@@ -59,7 +59,7 @@ impl Node {
         }
     }
 
-    /// Whether it has no children. Such a node is never stored.
+    /// Whether the node has no children. Such a node is never stored.
     pub(crate) fn is_empty(&self) -> bool {
         self.children.is_empty()
     }
@@ -77,7 +77,7 @@ impl Node {
         None
     }
 
-    /// The memory it takes.
+    /// Bytes of memory that the node takes.
     pub(crate) fn weight(&self) -> usize {
         size_of::<Self>() + self.children.capacity() * ID
     }
@@ -94,7 +94,7 @@ impl Node {
         bytes
     }
 
-    /// Reads canonical bytes. The error says what is wrong with them.
+    /// Decodes canonical bytes. The error says what is wrong with them.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
         if bytes.len() < CHILDREN {
             return Err("it is too short for a tree node");
@@ -123,8 +123,9 @@ impl Node {
         Ok(Self { level: bytes[5], present, children: children.to_vec() })
     }
 
-    /// Checks that the node can be at a place of this level where `slots` slots are inside the disk.
-    pub(crate) fn check_place(&self, level: u8, slots: u64) -> Result<(), &'static str> {
+    /// Fails unless the node has this level and no children beyond the first `slots` slots, which
+    /// are those inside the disk.
+    pub(crate) fn check_position(&self, level: u8, slots: u64) -> Result<(), &'static str> {
         if self.level != level {
             return Err("it is a tree node of another level");
         }
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_changes_does_not_show() {
+    fn nodes_with_equal_children_are_equal_whatever_changes_led_to_them() {
         let mut other = node(0, &[255, 77, 9, 0]);
         other.set(77, None);
         other.set(78, None);
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn full_and_single_nodes_read_back() {
+    fn a_node_decodes_to_what_was_encoded() {
         for slots in [(0..=255).collect::<Vec<u8>>(), vec![0], vec![255], vec![63, 64, 127, 128]] {
             let node = node(1, &slots);
             let bytes = node.encode();
@@ -197,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_not_canonical_is_refused() {
+    fn bytes_that_are_not_canonical_are_refused() {
         let good = node(0, &[1, 200]).encode();
         Node::decode(&good).unwrap();
         assert!(Node::decode(&node(0, &[]).encode()).is_err(), "empty");
@@ -213,11 +214,11 @@ mod tests {
     }
 
     #[test]
-    fn a_node_fits_only_its_own_place() {
+    fn a_node_fits_only_positions_of_its_level_and_width() {
         let node = node(1, &[1, 200]);
-        assert!(node.check_place(1, 256).is_ok());
-        assert!(node.check_place(1, 201).is_ok());
-        assert!(node.check_place(1, 200).is_err());
-        assert!(node.check_place(0, 256).is_err());
+        assert!(node.check_position(1, 256).is_ok());
+        assert!(node.check_position(1, 201).is_ok());
+        assert!(node.check_position(1, 200).is_err());
+        assert!(node.check_position(0, 256).is_err());
     }
 }

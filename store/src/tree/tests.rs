@@ -1,4 +1,4 @@
-//! Trees against a plain map, over blobs in memory.
+//! Trees compared with a plain map, with blobs in memory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
@@ -50,7 +50,7 @@ impl Blobs for MemoryBlobs {
 
 type Changes = BTreeMap<ChunkIndex, Option<ChunkId>>;
 
-/// With room for one node in the cache, nearly every step reads what is stored.
+/// Trees with a cache of one node, so that nearly every step reads stored bytes.
 fn trees() -> (Arc<MemoryBlobs>, Arc<Trees>) {
     let blobs = Arc::new(MemoryBlobs::default());
     (Arc::clone(&blobs), Arc::new(Trees::new(blobs, 0)))
@@ -80,7 +80,7 @@ fn runs_of_changes() -> impl Strategy<Value = (Geometry, Vec<Changes>)> {
         16_777_000..16_778_000_u64,
     ];
     sizes.prop_flat_map(|chunks| {
-        // Indexes gather at the edges of nodes and of the disk, where mistakes live.
+        // Most indexes are near the edges of nodes and of the disk, where mistakes are likely.
         let index = prop_oneof![
             0..chunks,
             (0..300_u64).prop_map(move |i| i.min(chunks - 1)),
@@ -141,7 +141,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_are_never_taken_for_another_node(
+    fn arbitrary_bytes_are_refused_or_are_the_one_encoding_of_a_node(
         bytes in vec(any::<u8>(), 0..200),
         bitmap in btree_map(0..32_usize, any::<u8>(), 0..4),
     ) {
@@ -154,7 +154,7 @@ proptest! {
 }
 
 #[test]
-fn a_changed_chunk_costs_one_path() {
+fn a_changed_chunk_adds_one_path_of_nodes() {
     let (blobs, trees) = trees();
     let geometry = disk(70_000);
     let full = (0..70_000).map(|index| (ChunkIndex(index), Some(chunk((index % 251) as u8))));
@@ -187,7 +187,7 @@ fn a_changed_chunk_costs_one_path() {
 }
 
 #[test]
-fn a_change_to_the_same_chunk_changes_nothing() {
+fn a_change_to_equal_content_adds_nothing() {
     let (blobs, trees) = trees();
     let base = trees
         .commit(&Root::default(), disk(300), &changes(&[(299, Some(1))]), &StoragePolicy::default())
@@ -239,9 +239,9 @@ fn chunks_beyond_the_disk_are_refused() {
 }
 
 #[test]
-fn a_tree_of_another_shape_is_corrupt_not_data() {
+fn a_tree_of_another_geometry_is_reported_as_corrupt() {
     let blobs: Arc<MemoryBlobs> = Arc::default();
-    // The cache is on: a node that was read for one place is checked again for another.
+    // The cache is large: a cached node is checked again for another position.
     let trees = Arc::new(Trees::new(blobs, 1 << 20));
     let wide = trees
         .commit(&Root::default(), disk(256), &changes(&[(255, Some(1))]), &StoragePolicy::default())
@@ -252,12 +252,12 @@ fn a_tree_of_another_shape_is_corrupt_not_data() {
         assert_eq!(error.kind(), ErrorKind::Corrupt);
         let mut chunks = trees.chunks(&wide, geometry);
         assert_eq!(chunks.next().unwrap().unwrap_err().kind(), ErrorKind::Corrupt);
-        assert!(chunks.next().is_none(), "nothing follows an error");
+        assert!(chunks.next().is_none(), "the walk ends after an error");
     }
 }
 
 #[test]
-fn a_missing_or_foreign_node_is_corrupt_not_a_hole() {
+fn a_missing_or_invalid_node_is_reported_as_corrupt_and_not_as_a_hole() {
     let (blobs, trees) = trees();
     let missing = Root(Some(NodeId::from_bytes([7; 32])));
     let error = trees.chunk_at(&missing, disk(10), ChunkIndex(0)).unwrap_err();

@@ -1,4 +1,4 @@
-//! Going through a tree from its first chunk to its last.
+//! Walks over a tree: its chunks in order, and all blobs that it refers to.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::id::{ChunkId, NodeId};
 pub struct Chunks {
     trees: Arc<Trees>,
     geometry: Geometry,
-    /// What is still to be visited: the top's first, for the root has not been read yet.
+    /// The root, until it is loaded.
     start: Option<NodeId>,
     path: Vec<Step>,
 }
@@ -22,7 +22,7 @@ pub struct Chunks {
 struct Step {
     position: NodePosition,
     node: Arc<Node>,
-    /// The next slot to look at; nothing when the node is done.
+    /// The next slot to visit; `None` when the node is done.
     slot: Option<u8>,
 }
 
@@ -67,14 +67,15 @@ pub(crate) enum Referred {
 }
 
 impl Trees {
-    /// Tells every blob that a tree refers to, but for the nodes in `seen` and what is below them; what is told
-    /// is seen from then on. Returns how many nodes cannot be read: what is below them is not told.
+    /// Calls `visit` for every blob that a tree refers to. Skips the nodes in `seen` and everything
+    /// below them, and adds the visited nodes to `seen`. Returns the number of nodes that cannot be
+    /// read; blobs below these are not visited.
     pub(crate) fn references(
         &self,
         root: &Root,
         geometry: Geometry,
         seen: &mut HashSet<NodeId>,
-        tell: &mut dyn FnMut(Referred),
+        visit: &mut dyn FnMut(Referred),
     ) -> u64 {
         let mut unreadable = 0;
         let mut left: Vec<_> =
@@ -83,11 +84,11 @@ impl Trees {
             if !seen.insert(id) {
                 continue;
             }
-            tell(Referred::Node(id));
+            visit(Referred::Node(id));
             let node = match self.load(id, geometry, position) {
                 Ok(node) => node,
                 Err(error) => {
-                    tracing::error!(%error, "a tree's node cannot be read");
+                    tracing::error!(%error, "cannot read a tree node");
                     unreadable += 1;
                     continue;
                 }
@@ -96,7 +97,7 @@ impl Trees {
             while let Some(slot) = next {
                 let child = *node.get(slot).expect("the slot is present");
                 match position.level {
-                    0 => tell(Referred::Chunk(ChunkId::from_bytes(child))),
+                    0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
                     _ => left.push((NodeId::from_bytes(child), position.child(slot))),
                 }
                 next = slot.checked_add(1).and_then(|from| node.next_present(from));

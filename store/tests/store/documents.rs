@@ -1,4 +1,4 @@
-//! What keeps the names of a repository: real servers, each with nothing in it.
+//! Servers for the documents of a repository. Each is a real one, and empty at first.
 
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
@@ -12,9 +12,9 @@ use cairn_store::net::identity::Security;
 use tempfile::TempDir;
 
 /// How long a server may take to start.
-const PATIENCE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A server of names. It ends with this.
+/// A server of documents. An etcd ends when this is dropped.
 pub(crate) struct DocumentServer {
     address: String,
     child: Option<Child>,
@@ -23,14 +23,14 @@ pub(crate) struct DocumentServer {
 
 impl DocumentServer {
     /// A catalog as `cairn serve --catalog` serves it.
-    pub(crate) fn served() -> DocumentServer {
+    pub(crate) fn catalog() -> DocumentServer {
         let dir = TempDir::new().unwrap();
         let store = Arc::new(CatalogStore::open(dir.path()).unwrap());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         listener.set_nonblocking(true).unwrap();
-        // It ends with the process.
+        // The thread ends with the process.
         thread::spawn(move || {
             runtime.block_on(async {
                 let listener = tokio::net::TcpListener::from_std(listener).unwrap();
@@ -48,18 +48,21 @@ impl DocumentServer {
             let [own, other] = [(), ()].map(|()| format!("127.0.0.1:{}", free_port()));
             let mut child = spawn_etcd(&dir, &format!("http://{own}"), &format!("http://{other}"));
             let begin = Instant::now();
-            // It ends if somebody else has one of its ports.
+            // etcd exits if one of its ports is in use.
             while child.try_wait().unwrap().is_none() {
                 if TcpStream::connect(&own).is_ok() {
                     let address = format!("etcd://{own}");
                     let server = DocumentServer { address, child: Some(child), _dir: dir };
-                    // It listens before it answers.
+                    // etcd listens before it answers.
                     while let Err(error) = server.documents().read(&[]) {
-                        assert!(begin.elapsed() < 3 * PATIENCE, "etcd does not answer: {error}");
+                        assert!(
+                            begin.elapsed() < 3 * START_TIMEOUT,
+                            "etcd does not answer: {error}"
+                        );
                     }
                     return server;
                 }
-                assert!(begin.elapsed() < PATIENCE, "etcd does not listen");
+                assert!(begin.elapsed() < START_TIMEOUT, "etcd does not listen");
                 thread::sleep(Duration::from_millis(20));
             }
         }
@@ -70,7 +73,7 @@ impl DocumentServer {
         &self.address
     }
 
-    /// One more way to them.
+    /// A client of the server.
     pub(crate) fn documents(&self) -> Arc<dyn Documents> {
         documents::open(&self.address, &Security::INSECURE).unwrap()
     }
@@ -85,7 +88,7 @@ impl Drop for DocumentServer {
     }
 }
 
-/// A port that nobody has, of those that the system gives to nobody by itself.
+/// A free port, below the range from which the system assigns ports.
 fn free_port() -> u16 {
     use std::hash::{BuildHasher, RandomState};
     let random = || 10_000 + (RandomState::new().hash_one(0) % 22_000) as u16;
@@ -107,20 +110,25 @@ fn spawn_etcd(dir: &TempDir, own: &str, other: &str) -> Child {
     spawned.expect("etcd cannot be started; `make setup` installs it")
 }
 
-/// Makes tests of functions that take a place, for each way to keep names.
+/// Declares a test for each of these functions with each document store.
 macro_rules! for_each_document_store {
     ($($test:ident),+ $(,)?) => {
-        mod embedded {
-            $(#[test] fn $test() { super::$test(&crate::support::Place::new()); })+
+        mod sqlite {
+            use crate::support::TestRepository;
+            $(#[test] fn $test() { super::$test(&TestRepository::new()); })+
         }
-        mod served {
+        mod remote {
+            use crate::documents::DocumentServer;
+            use crate::support::TestRepository;
             $(#[test] fn $test() {
-                super::$test(&crate::support::Place::with(crate::documents::DocumentServer::served()));
+                super::$test(&TestRepository::with(DocumentServer::catalog()));
             })+
         }
         mod etcd {
+            use crate::documents::DocumentServer;
+            use crate::support::TestRepository;
             $(#[test] fn $test() {
-                super::$test(&crate::support::Place::with(crate::documents::DocumentServer::etcd()));
+                super::$test(&TestRepository::with(DocumentServer::etcd()));
             })+
         }
     };

@@ -1,4 +1,4 @@
-//! A disk without space: nothing is lost, and all goes on when there is space again.
+//! A full disk: nothing is lost, and the repository continues when there is space again.
 
 use std::fs;
 use std::path::Path;
@@ -8,13 +8,13 @@ use crate::support::{assert_holds, content, disk, name, write};
 use cairn_store::{ErrorKind, Repository, Root};
 use tempfile::TempDir;
 
-/// A small file system of its own, unmounted in the end.
+/// A small file system, which is unmounted when this is dropped.
 struct SmallDisk {
     dir: TempDir,
 }
 
 impl SmallDisk {
-    /// Nothing if this user may not mount.
+    /// Mounts the file system; `None` if this user may not mount.
     fn mount() -> Option<Self> {
         let dir = TempDir::new().unwrap();
         let mounted = Command::new("mount")
@@ -37,7 +37,7 @@ impl Drop for SmallDisk {
 }
 
 #[test]
-fn a_full_disk_is_unavailable_and_works_again_with_space() {
+fn a_full_disk_is_reported_as_unavailable_and_works_again_when_space_is_free() {
     let Some(small) = SmallDisk::mount() else {
         eprintln!("skipped: mounting a small tmpfs needs root");
         return;
@@ -55,7 +55,7 @@ fn a_full_disk_is_unavailable_and_works_again_with_space() {
             Ok(_) => fitted += 1,
             Err(error) => break error,
         }
-        assert!(fitted < 1000, "the disk never fills");
+        assert!(fitted < 1000, "the disk does not fill up");
     };
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("no space left"), "{error}");

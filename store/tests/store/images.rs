@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use crate::documents::for_each_document_store;
-use crate::support::{CHUNK, Place, assert_holds, content, disk, name, new_snapshot, write};
+use crate::support::{
+    CHUNK, TestRepository, assert_holds, content, disk, name, new_snapshot, write,
+};
 use cairn_store::encoding::StoragePolicy;
 use cairn_store::{
     BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
@@ -16,11 +18,11 @@ use tempfile::TempDir;
 
 for_each_document_store!(
     an_image_begins_with_an_empty_stable_snapshot,
-    an_imported_image_reads_back,
-    what_does_not_exist_is_not_found,
-    a_clone_shares_content_and_goes_its_own_way,
-    snapshots_without_content_cannot_be_cloned_and_say_why,
-    the_last_snapshot_with_content_is_not_removed_alone,
+    an_imported_image_holds_what_was_written,
+    objects_that_do_not_exist_are_reported_as_not_found,
+    a_clone_shares_content_and_is_independent_of_its_source,
+    snapshots_without_content_cannot_be_cloned_and_the_error_says_why,
+    the_last_snapshot_with_content_cannot_be_removed,
 );
 
 fn at(text: &str) -> SnapshotRef {
@@ -31,45 +33,45 @@ fn kind<T>(result: Result<T>) -> ErrorKind {
     result.err().expect("it is refused").kind()
 }
 
-fn an_image_begins_with_an_empty_stable_snapshot(place: &Place) {
-    let first = place.image("vm1");
+fn an_image_begins_with_an_empty_stable_snapshot(test: &TestRepository) {
+    let first = test.image("vm1");
     assert_eq!(first.name().to_string(), "vm1@1");
     assert_eq!((first.root, first.state), (Root(None), SnapshotState::Stable));
-    assert_eq!(place.repository.catalog().resolve(&at("vm1")).unwrap(), first);
+    assert_eq!(test.repository.catalog().resolve(&at("vm1")).unwrap(), first);
     assert_eq!(
-        place.repository.chunk_at(&first.root, first.geometry, ChunkIndex(999)).unwrap(),
+        test.repository.chunk_at(&first.root, first.geometry, ChunkIndex(999)).unwrap(),
         None
     );
 
-    let image = place.repository.catalog().image(&name("vm1")).unwrap();
+    let image = test.repository.catalog().image(&name("vm1")).unwrap();
     assert_eq!((image.snapshots, image.newest, image.geometry), (1, Some(1), disk(1000)));
-    assert_eq!(kind(place.repository.create_image(&name("vm1"), disk(1))), ErrorKind::Conflict);
+    assert_eq!(kind(test.repository.create_image(&name("vm1"), disk(1))), ErrorKind::Conflict);
 }
 
-fn an_imported_image_reads_back(place: &Place) {
+fn an_imported_image_holds_what_was_written(test: &TestRepository) {
     let seeds = [(0, 7), (1, 8), (999, 7)];
-    let root = write(&place.repository, &Root::default(), &seeds);
-    let snapshot = place.repository.publish_image(&name("a"), disk(1000), &root, 10, 20).unwrap();
+    let root = write(&test.repository, &Root::default(), &seeds);
+    let snapshot = test.repository.publish_image(&name("a"), disk(1000), &root, 10, 20).unwrap();
     assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes), (10, 20));
-    assert_holds(&place.again(), &snapshot, &seeds);
+    assert_holds(&test.again(), &snapshot, &seeds);
 }
 
-fn what_does_not_exist_is_not_found(place: &Place) {
-    place.image("vm1");
+fn objects_that_do_not_exist_are_reported_as_not_found(test: &TestRepository) {
+    test.image("vm1");
     for missing in ["vm2", "vm1@2", "vm1@label"] {
         assert_eq!(
-            kind(place.repository.catalog().resolve(&at(missing))),
+            kind(test.repository.catalog().resolve(&at(missing))),
             ErrorKind::NotFound,
             "{missing}"
         );
     }
-    assert_eq!(kind(place.repository.catalog().image(&name("vm2"))), ErrorKind::NotFound);
-    assert_eq!(kind(place.repository.catalog().snapshots(&name("vm2"))), ErrorKind::NotFound);
-    assert_eq!(kind(place.repository.remove_image(&name("vm2"), true)), ErrorKind::NotFound);
+    assert_eq!(kind(test.repository.catalog().image(&name("vm2"))), ErrorKind::NotFound);
+    assert_eq!(kind(test.repository.catalog().snapshots(&name("vm2"))), ErrorKind::NotFound);
+    assert_eq!(kind(test.repository.remove_image(&name("vm2"), true)), ErrorKind::NotFound);
 }
 
-fn a_clone_shares_content_and_goes_its_own_way(place: &Place) {
-    let repository = &place.repository;
+fn a_clone_shares_content_and_is_independent_of_its_source(test: &TestRepository) {
+    let repository = &test.repository;
     let root = write(repository, &Root::default(), &[(3, 3)]);
     repository.publish_image(&name("a"), disk(1000), &root, 0, 0).unwrap();
     let clone = repository.clone_snapshot(&at("a"), &name("b")).unwrap();
@@ -81,43 +83,43 @@ fn a_clone_shares_content_and_goes_its_own_way(place: &Place) {
     assert_holds(repository, &clone, &[(3, 3)]);
 }
 
-fn snapshots_without_content_cannot_be_cloned_and_say_why(place: &Place) {
-    let attachment = place.attach(1, &place.image("a")).unwrap();
+fn snapshots_without_content_cannot_be_cloned_and_the_error_says_why(test: &TestRepository) {
+    let attachment = test.attach(1, &test.image("a")).unwrap();
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
-    assert_eq!(kind(place.repository.clone_snapshot(&at("a@2"), &name("b"))), ErrorKind::Conflict);
+    assert_eq!(kind(test.repository.clone_snapshot(&at("a@2"), &name("b"))), ErrorKind::Conflict);
     attachment.fail(number, "the disk was full").unwrap();
-    let error = place.repository.clone_snapshot(&at("a@2"), &name("b")).unwrap_err();
+    let error = test.repository.clone_snapshot(&at("a@2"), &name("b")).unwrap_err();
     assert!(error.to_string().contains("the disk was full"), "{error}");
     assert_eq!(
-        place.repository.catalog().resolve(&at("a")).unwrap().number,
+        test.repository.catalog().resolve(&at("a")).unwrap().number,
         1,
-        "the newest stable one"
+        "the newest stable snapshot"
     );
 }
 
-fn the_last_snapshot_with_content_is_not_removed_alone(place: &Place) {
-    let attachment = place.attach(1, &place.image("a")).unwrap();
-    assert!(matches!(place.repository.remove_snapshot(&at("a@1")), Err(Error::OnlyStable { .. })));
+fn the_last_snapshot_with_content_cannot_be_removed(test: &TestRepository) {
+    let attachment = test.attach(1, &test.image("a")).unwrap();
+    assert!(matches!(test.repository.remove_snapshot(&at("a@1")), Err(Error::OnlyStable { .. })));
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
-    assert_eq!(kind(place.repository.remove_snapshot(&at("a@2"))), ErrorKind::Conflict, "pending");
+    assert_eq!(kind(test.repository.remove_snapshot(&at("a@2"))), ErrorKind::Conflict, "pending");
     attachment.publish(number, &Root::default(), 0, 0).unwrap();
-    assert_eq!(place.repository.remove_snapshot(&at("a@1")).unwrap().number, 1);
-    assert_eq!(kind(place.repository.catalog().resolve(&at("a@1"))), ErrorKind::NotFound);
+    assert_eq!(test.repository.remove_snapshot(&at("a@1")).unwrap().number, 1);
+    assert_eq!(kind(test.repository.catalog().resolve(&at("a@1"))), ErrorKind::NotFound);
 }
 
 #[test]
-fn a_damaged_chunk_or_node_is_corrupt() {
-    let place = Place::new();
-    let root = write(&place.repository, &Root::default(), &[(5, 5)]);
-    place.repository.flush().unwrap();
+fn a_damaged_chunk_or_node_is_reported_as_corrupt() {
+    let test = TestRepository::new();
+    let root = write(&test.repository, &Root::default(), &[(5, 5)]);
+    test.repository.flush().unwrap();
     let geometry = disk(1000);
-    let id = place.repository.chunk_at(&root, geometry, ChunkIndex(5)).unwrap().unwrap();
-    let chunk = place.place_of(id.as_bytes());
-    let node = place.place_of(root.0.unwrap().as_bytes());
-    // Another handle has nothing in its cache.
-    let fresh = || Repository::open(&place.url()).unwrap();
+    let id = test.repository.chunk_at(&root, geometry, ChunkIndex(5)).unwrap().unwrap();
+    let chunk = test.locate(id.as_bytes());
+    let node = test.locate(root.0.unwrap().as_bytes());
+    // A fresh handle has an empty cache.
+    let fresh = || Repository::open(&test.url()).unwrap();
     let mut buf = vec![0; CHUNK];
 
     for ((file, part), damaged) in [(&chunk, false), (&node, true)] {
@@ -139,16 +141,16 @@ fn a_damaged_chunk_or_node_is_corrupt() {
 }
 
 #[test]
-fn a_chunk_of_another_length_is_corrupt() {
-    let place = Place::new();
-    let id = place.repository.put_chunk(&content(1)).unwrap().id;
+fn a_chunk_of_another_length_is_reported_as_corrupt() {
+    let test = TestRepository::new();
+    let id = test.repository.put_chunk(&content(1)).unwrap().id;
     for len in [CHUNK / 2, CHUNK * 2] {
-        assert_eq!(kind(place.repository.read_chunk(&id, &mut vec![0; len])), ErrorKind::Corrupt);
+        assert_eq!(kind(test.repository.read_chunk(&id, &mut vec![0; len])), ErrorKind::Corrupt);
     }
 }
 
 #[test]
-fn opening_what_is_no_repository_creates_nothing() {
+fn opening_a_path_without_a_repository_creates_nothing() {
     let dir = TempDir::new().unwrap();
     let open = |path: &str| Repository::open(&format!("dir:{}/{path}", dir.path().display()));
     let error = open("missing").err().unwrap();
@@ -158,12 +160,12 @@ fn opening_what_is_no_repository_creates_nothing() {
     fs::create_dir(dir.path().join("photos")).unwrap();
     fs::write(dir.path().join("photos/cat.jpg"), "meow").unwrap();
     assert_eq!(kind(open("photos")), ErrorKind::Invalid);
-    let made = Repository::open_or_create(&format!("dir:{}/photos", dir.path().display()));
-    assert_eq!(kind(made), ErrorKind::Invalid);
+    let created = Repository::open_or_create(&format!("dir:{}/photos", dir.path().display()));
+    assert_eq!(kind(created), ErrorKind::Invalid);
     assert_eq!(fs::read_dir(dir.path().join("photos")).unwrap().count(), 1);
-    for made in [Repository::open, Repository::open_or_create] {
-        let file = made(&format!("dir:{}/photos/cat.jpg", dir.path().display()));
-        assert_eq!(kind(file), ErrorKind::Invalid, "a file is no directory");
+    for open in [Repository::open, Repository::open_or_create] {
+        let file = open(&format!("dir:{}/photos/cat.jpg", dir.path().display()));
+        assert_eq!(kind(file), ErrorKind::Invalid, "a file is not a directory");
     }
     for bad in ["", "dir:", "/plain/path", "s3:bucket"] {
         assert_eq!(kind(Repository::open(bad)), ErrorKind::Invalid, "{bad}");
@@ -171,9 +173,9 @@ fn opening_what_is_no_repository_creates_nothing() {
 }
 
 #[test]
-fn a_creation_that_was_cut_short_is_finished() {
-    let place = Place::new();
-    let Place { dir, repository, .. } = place;
+fn an_unfinished_creation_is_finished() {
+    let test = TestRepository::new();
+    let TestRepository { dir, repository, .. } = test;
     drop(repository);
     fs::remove_file(dir.path().join("repository.json")).unwrap();
     fs::remove_dir_all(dir.path().join("segments")).unwrap();
@@ -183,33 +185,33 @@ fn a_creation_that_was_cut_short_is_finished() {
 }
 
 #[test]
-fn formats_of_the_future_and_of_the_past_are_refused() {
-    let place = Place::new();
-    let catalog = rusqlite::Connection::open(place.dir.path().join("catalog.db")).unwrap();
+fn newer_and_older_formats_are_refused() {
+    let test = TestRepository::new();
+    let catalog = rusqlite::Connection::open(test.dir.path().join("catalog.db")).unwrap();
     catalog.execute_batch("PRAGMA user_version = 99").unwrap();
-    let error = Repository::open(&place.url()).err().unwrap();
+    let error = Repository::open(&test.url()).err().unwrap();
     assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
 
-    let place = Place::new();
+    let test = TestRepository::new();
     let marker = r#"{"format":"cairn-repository","version":99}"#;
-    fs::write(place.dir.path().join("repository.json"), marker).unwrap();
-    let error = Repository::open(&place.url()).err().unwrap();
+    fs::write(test.dir.path().join("repository.json"), marker).unwrap();
+    let error = Repository::open(&test.url()).err().unwrap();
     assert!(matches!(error, Error::NewerFormat { found: 99, .. }), "{error}");
 
-    let place = Place::new();
+    let test = TestRepository::new();
     let marker = r#"{"format":"cairn-repository","version":1}"#;
-    fs::write(place.dir.path().join("repository.json"), marker).unwrap();
-    let error = Repository::open(&place.url()).err().unwrap();
+    fs::write(test.dir.path().join("repository.json"), marker).unwrap();
+    let error = Repository::open(&test.url()).err().unwrap();
     assert!(matches!(error, Error::OlderFormat { found: 1, .. }), "{error}");
 }
 
 #[test]
-fn a_damaged_marker_or_catalog_is_corrupt() {
-    let place = Place::new();
-    fs::write(place.dir.path().join("repository.json"), "{").unwrap();
-    assert_eq!(kind(Repository::open(&place.url())), ErrorKind::Corrupt);
+fn a_damaged_marker_or_catalog_is_reported_as_corrupt() {
+    let test = TestRepository::new();
+    fs::write(test.dir.path().join("repository.json"), "{").unwrap();
+    assert_eq!(kind(Repository::open(&test.url())), ErrorKind::Corrupt);
 
-    let Place { dir, repository, .. } = Place::new();
+    let TestRepository { dir, repository, .. } = TestRepository::new();
     drop(repository);
     fs::write(dir.path().join("catalog.db"), "x".repeat(8192)).unwrap();
     assert_eq!(kind(Repository::open(&crate::support::url(&dir))), ErrorKind::Corrupt);
@@ -231,13 +233,13 @@ fn many_threads_create_one_repository_at_once() {
     assert_eq!(Repository::open(&url).unwrap().catalog().images().unwrap().len(), 8);
 }
 
-/// Fails syncs on demand, as a dying disk does.
-struct Faulty {
+/// Blobs whose syncs fail on demand, as with a failing disk.
+struct FaultyBlobs {
     inner: Arc<dyn Blobs>,
     failing: Arc<AtomicBool>,
 }
 
-impl Blobs for Faulty {
+impl Blobs for FaultyBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
         self.inner.get(id, buf)
     }
@@ -255,13 +257,13 @@ impl Blobs for Faulty {
 }
 
 #[test]
-fn nothing_is_published_whose_content_is_not_durable() {
-    let place = Place::new();
-    let first = place.image("a");
+fn a_snapshot_is_published_only_if_its_content_is_durable() {
+    let test = TestRepository::new();
+    let first = test.image("a");
     let failing = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&failing);
-    let repository = Repository::open_with(&place.url(), |inner| {
-        Arc::new(Faulty { inner, failing: flag }) as Arc<dyn Blobs>
+    let repository = Repository::open_with(&test.url(), |inner| {
+        Arc::new(FaultyBlobs { inner, failing: flag }) as Arc<dyn Blobs>
     })
     .unwrap();
     let attachment =

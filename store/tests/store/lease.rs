@@ -1,9 +1,9 @@
-//! One writer of an image at a time, and what it may do.
+//! The lease of an image's writer, and the operations of the writer.
 
 use std::process::{Command, Stdio};
 
 use crate::documents::for_each_document_store;
-use crate::support::{Place, name, new_snapshot, owner, write};
+use crate::support::{TestRepository, name, new_snapshot, owner, write};
 use cairn_store::{
     Attachment, Error, ErrorKind, MAX_RESERVED, MirrorId, Mode, NewSnapshot, Result, Root,
     SnapshotRef, SnapshotState, boot_id,
@@ -12,22 +12,22 @@ use cairn_store::{
 for_each_document_store!(
     a_checkpoint_is_pending_then_stable_and_becomes_the_parent,
     the_parent_of_a_published_snapshot_is_the_one_published_before_it,
-    a_second_writer_is_refused_and_told_who_holds_the_image,
+    a_second_writer_is_refused_and_the_error_names_the_holder,
     readers_do_not_need_the_lease,
     a_fenced_writer_can_change_nothing,
-    an_expired_lease_that_nobody_took_can_be_renewed,
+    an_expired_lease_that_no_other_writer_acquired_can_be_renewed,
     the_lease_of_a_dead_process_of_this_boot_is_free_at_once,
     the_lease_of_another_host_holds_until_it_expires,
-    a_mirror_that_comes_back_keeps_its_own_parent,
-    an_orderly_stop_leaves_no_gap_in_the_numbers,
-    numbers_that_were_used_or_passed_are_not_given_back,
-    a_restarted_mirror_goes_on_with_the_numbers_that_it_has_not_used,
+    a_mirror_that_is_attached_again_keeps_its_parent,
+    a_clean_stop_leaves_no_gap_in_the_numbers,
+    numbers_that_were_used_or_skipped_are_not_returned,
+    a_restarted_mirror_continues_with_its_unused_numbers,
     a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy,
-    numbers_that_a_mirror_gave_back_or_that_are_of_another_image_are_not_taken_up,
+    numbers_that_were_returned_or_are_of_another_image_are_not_resumed,
     only_reserved_numbers_and_free_labels_can_be_announced,
-    what_a_writer_asks_for_is_bounded,
+    the_requests_of_a_writer_are_bounded,
     a_restarted_writer_may_repeat_its_last_steps,
-    an_image_in_use_is_not_removed,
+    an_image_in_use_cannot_be_removed,
     a_forgotten_mirror_frees_its_image,
     a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it,
     a_mirror_is_attached_by_a_process_of_this_boot,
@@ -43,30 +43,30 @@ fn publish(attachment: &Attachment, root: &Root) -> u64 {
     attachment.publish(number, root, 0, 0).unwrap().number
 }
 
-fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
+fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.parent(), (1, Root(None)));
     assert_eq!(attachment.reserve(4).unwrap(), 2..6);
 
     let label = Some("before-upgrade".to_owned());
     attachment.begin(&NewSnapshot { label, ..new_snapshot(2) }).unwrap();
     let at: SnapshotRef = "a@before-upgrade".parse().unwrap();
-    assert_eq!(place.repository.catalog().resolve(&at).unwrap().state, SnapshotState::Pending);
+    assert_eq!(test.repository.catalog().resolve(&at).unwrap().state, SnapshotState::Pending);
 
-    let root = write(&place.repository, &first.root, &[(1, 1)]);
+    let root = write(&test.repository, &first.root, &[(1, 1)]);
     let snapshot = attachment.publish(2, &root, 111, 222).unwrap();
-    assert_eq!(place.repository.catalog().resolve(&at).unwrap(), snapshot);
+    assert_eq!(test.repository.catalog().resolve(&at).unwrap(), snapshot);
     assert_eq!((snapshot.root, snapshot.parent), (root, Some(1)));
     assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes, snapshot.pause_us), (111, 222, 12));
     assert_eq!(snapshot.mirror, Some(owner(1).id));
     assert_eq!(attachment.parent(), (2, root));
-    let mirror = place.repository.catalog().mirror(&owner(1).id).unwrap().unwrap();
+    let mirror = test.repository.catalog().mirror(&owner(1).id).unwrap().unwrap();
     assert_eq!((mirror.parent, mirror.root, mirror.mode), (2, root, Mode::ReadWrite));
 }
 
-fn the_parent_of_a_published_snapshot_is_the_one_published_before_it(place: &Place) {
-    let attachment = place.attach(1, &place.image("a")).unwrap();
+fn the_parent_of_a_published_snapshot_is_the_one_published_before_it(test: &TestRepository) {
+    let attachment = test.attach(1, &test.image("a")).unwrap();
     attachment.reserve(2).unwrap();
     attachment.begin(&new_snapshot(2)).unwrap();
     attachment.begin(&new_snapshot(3)).unwrap();
@@ -74,13 +74,13 @@ fn the_parent_of_a_published_snapshot_is_the_one_published_before_it(place: &Pla
     assert_eq!(attachment.publish(3, &Root::default(), 0, 0).unwrap().parent, Some(2));
 }
 
-fn a_second_writer_is_refused_and_told_who_holds_the_image(place: &Place) {
-    let first = place.image("a");
-    let _holder = place.attach(1, &first).unwrap();
-    // The other mirror's process is another one, which lives.
+fn a_second_writer_is_refused_and_the_error_names_the_holder(test: &TestRepository) {
+    let first = test.image("a");
+    let _holder = test.attach(1, &first).unwrap();
+    // The process of the other mirror is another one, which is alive.
     let mut child = Command::new("sleep").arg("60").stdout(Stdio::null()).spawn().unwrap();
     let other = cairn_store::MirrorOwner { pid: child.id(), ..owner(2) };
-    let error = place.repository.attach(&other, &first, Mode::ReadWrite).err().unwrap();
+    let error = test.repository.attach(&other, &first, Mode::ReadWrite).err().unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(error.kind(), ErrorKind::Conflict);
@@ -90,25 +90,25 @@ fn a_second_writer_is_refused_and_told_who_holds_the_image(place: &Place) {
     }
 }
 
-fn readers_do_not_need_the_lease(place: &Place) {
-    let first = place.image("a");
-    let _writer = place.attach(1, &first).unwrap();
-    let reader = place.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
+fn readers_do_not_need_the_lease(test: &TestRepository) {
+    let first = test.image("a");
+    let _writer = test.attach(1, &first).unwrap();
+    let reader = test.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
     reader.renew().unwrap();
     reader.release(None).unwrap();
     assert_eq!(kind(reader.reserve(1)), ErrorKind::Invalid);
     assert_eq!(kind(reader.publish(2, &Root::default(), 0, 0)), ErrorKind::Invalid);
     reader.detach().unwrap();
-    assert!(place.repository.catalog().mirror(&owner(2).id).unwrap().is_none());
+    assert!(test.repository.catalog().mirror(&owner(2).id).unwrap().is_none());
 }
 
-fn a_fenced_writer_can_change_nothing(place: &Place) {
-    let first = place.image("a");
-    let old = place.attach(1, &first).unwrap();
+fn a_fenced_writer_can_change_nothing(test: &TestRepository) {
+    let first = test.image("a");
+    let old = test.attach(1, &first).unwrap();
     let number = old.reserve(2).unwrap().start;
     old.begin(&new_snapshot(number)).unwrap();
-    place.expire_lease();
-    let new = place.attach(2, &first).unwrap();
+    test.expire_lease();
+    let new = test.attach(2, &first).unwrap();
 
     let fenced = |result: Result<()>| {
         let error = result.unwrap_err();
@@ -125,145 +125,145 @@ fn a_fenced_writer_can_change_nothing(place: &Place) {
     assert_eq!(publish(&new, &Root::default()), 4);
 }
 
-fn an_expired_lease_that_nobody_took_can_be_renewed(place: &Place) {
-    let attachment = place.attach(1, &place.image("a")).unwrap();
-    place.expire_lease();
-    assert_eq!(place.repository.catalog().mirrors().unwrap()[0].writer, None);
+fn an_expired_lease_that_no_other_writer_acquired_can_be_renewed(test: &TestRepository) {
+    let attachment = test.attach(1, &test.image("a")).unwrap();
+    test.expire_lease();
+    assert_eq!(test.repository.catalog().mirrors().unwrap()[0].writer, None);
     attachment.renew().unwrap();
-    assert_eq!(place.repository.catalog().mirrors().unwrap()[0].writer, Some(std::process::id()));
+    assert_eq!(test.repository.catalog().mirrors().unwrap()[0].writer, Some(std::process::id()));
 }
 
-fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once(place: &Place) {
-    let first = place.image("a");
-    let old = place.attach(1, &first).unwrap();
-    place.end_holder(None);
-    let new = place.attach(2, &first).unwrap();
+fn the_lease_of_a_dead_process_of_this_boot_is_free_at_once(test: &TestRepository) {
+    let first = test.image("a");
+    let old = test.attach(1, &first).unwrap();
+    test.end_holder(None);
+    let new = test.attach(2, &first).unwrap();
     assert_eq!(kind(old.renew()), ErrorKind::Conflict);
     new.renew().unwrap();
 }
 
-fn the_lease_of_another_host_holds_until_it_expires(place: &Place) {
-    let first = place.image("a");
-    place.attach(1, &first).unwrap();
-    place.end_holder(Some("elsewhere"));
-    assert_eq!(kind(place.attach(2, &first)), ErrorKind::Conflict);
+fn the_lease_of_another_host_holds_until_it_expires(test: &TestRepository) {
+    let first = test.image("a");
+    test.attach(1, &first).unwrap();
+    test.end_holder(Some("elsewhere"));
+    assert_eq!(kind(test.attach(2, &first)), ErrorKind::Conflict);
     assert_eq!(
-        kind(place.attach(1, &first)),
+        kind(test.attach(1, &first)),
         ErrorKind::Conflict,
-        "its own mirror, seen from here"
+        "the same mirror, attached from this host"
     );
-    place.expire_lease();
-    place.attach(1, &first).unwrap();
+    test.expire_lease();
+    test.attach(1, &first).unwrap();
 }
 
-fn a_mirror_that_comes_back_keeps_its_own_parent(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
-    let root = write(&place.repository, &first.root, &[(1, 1)]);
+fn a_mirror_that_is_attached_again_keeps_its_parent(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
+    let root = write(&test.repository, &first.root, &[(1, 1)]);
     publish(&attachment, &root);
     attachment.release(None).unwrap();
 
-    let again = place.attach(1, &first).unwrap();
+    let again = test.attach(1, &first).unwrap();
     assert_eq!(again.parent(), (2, root));
-    place.image("b");
-    let other = place.repository.catalog().resolve(&"b".parse().unwrap()).unwrap();
-    assert_eq!(kind(place.attach(1, &other)), ErrorKind::Invalid, "a mirror has one image");
+    test.image("b");
+    let other = test.repository.catalog().resolve(&"b".parse().unwrap()).unwrap();
+    assert_eq!(kind(test.attach(1, &other)), ErrorKind::Invalid, "a mirror has one image");
 }
 
-fn an_orderly_stop_leaves_no_gap_in_the_numbers(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
+fn a_clean_stop_leaves_no_gap_in_the_numbers(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.reserve(16).unwrap(), 2..18);
     attachment.begin(&new_snapshot(2)).unwrap();
     attachment.publish(2, &Root::default(), 0, 0).unwrap();
     attachment.release(Some(3..18)).unwrap();
     assert_eq!(kind(attachment.renew()), ErrorKind::Conflict);
 
-    let other = place.attach(2, &first).unwrap();
+    let other = test.attach(2, &first).unwrap();
     assert_eq!(other.reserve(1).unwrap(), 3..4);
 }
 
-fn numbers_that_were_used_or_passed_are_not_given_back(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
+fn numbers_that_were_used_or_skipped_are_not_returned(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
     attachment.reserve(4).unwrap();
     attachment.begin(&new_snapshot(5)).unwrap();
     attachment.release(Some(3..6)).unwrap();
-    let attachment = place.attach(1, &first).unwrap();
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.reserve(4).unwrap(), 6..10);
     attachment.release(Some(6..8)).unwrap();
-    assert_eq!(place.attach(1, &first).unwrap().reserve(1).unwrap(), 10..11);
+    assert_eq!(test.attach(1, &first).unwrap().reserve(1).unwrap(), 10..11);
 }
 
-fn a_restarted_mirror_goes_on_with_the_numbers_that_it_has_not_used(place: &Place) {
-    let first = place.image("a");
-    assert_eq!(place.attach(1, &first).unwrap().reserve(4).unwrap(), 2..6);
-    let attachment = place.attach(1, &first).unwrap();
+fn a_restarted_mirror_continues_with_its_unused_numbers(test: &TestRepository) {
+    let first = test.image("a");
+    assert_eq!(test.attach(1, &first).unwrap().reserve(4).unwrap(), 2..6);
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.resume(&(3..6)).unwrap(), 3..6);
-    assert_eq!(attachment.reserve(2).unwrap(), 6..8, "behind them");
+    assert_eq!(attachment.reserve(2).unwrap(), 6..8, "they follow the unused numbers");
     attachment.begin(&new_snapshot(3)).unwrap();
-    let attachment = place.attach(1, &first).unwrap();
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.resume(&(4..8)).unwrap(), 4..8);
-    // Whatever the mirror says, what is announced is used.
+    // An announced number counts as used, whatever the mirror has recorded.
     assert_eq!(attachment.resume(&(2..8)).unwrap(), 4..8);
-    // A process may be killed after a reservation and before it has recorded that.
+    // A process may be killed after a reservation and before it has recorded the numbers.
     attachment.reserve(2).unwrap();
-    let attachment = place.attach(1, &first).unwrap();
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.resume(&(5..8)).unwrap(), 5..10);
     attachment.reserve(2).unwrap();
-    let attachment = place.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(10..10)).unwrap(), 10..12, "all that are recorded are used");
-    // Another mirror has taken a snapshot since.
+    let attachment = test.attach(1, &first).unwrap();
+    assert_eq!(attachment.resume(&(10..10)).unwrap(), 10..12, "all recorded numbers are used");
+    // Another mirror then takes a snapshot.
     attachment.release(None).unwrap();
-    let other = place.attach(2, &first).unwrap();
+    let other = test.attach(2, &first).unwrap();
     assert_eq!(publish(&other, &Root::default()), 12);
     other.release(None).unwrap();
-    assert_eq!(place.attach(1, &first).unwrap().resume(&(10..12)).unwrap(), 0..0);
+    assert_eq!(test.attach(1, &first).unwrap().resume(&(10..12)).unwrap(), 0..0);
 }
 
 /// A copy of the mirror's directory is used on another host, without the live directory. Then the
-/// first one is used again, with its live directory.
-fn a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy(place: &Place) {
-    let first = place.image("a");
-    let attach = || place.attach(1, &first).unwrap();
+/// original is used again, with its live directory.
+fn a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy(test: &TestRepository) {
+    let first = test.image("a");
+    let attach = || test.attach(1, &first).unwrap();
     let here = attach();
     assert_eq!(here.resume(&(0..0)).unwrap(), 0..0);
     assert_eq!(here.reserve(4).unwrap(), 2..6);
     let there = attach();
-    assert_eq!(there.resume(&(0..0)).unwrap(), 0..0, "nobody knows which of them were used");
+    assert_eq!(there.resume(&(0..0)).unwrap(), 0..0, "it is unknown which of them were used");
     assert_eq!(there.reserve(4).unwrap(), 6..10);
     let here = attach();
-    assert_eq!(here.resume(&(3..6)).unwrap(), 0..0, "those after them may have been used");
+    assert_eq!(here.resume(&(3..6)).unwrap(), 0..0, "later numbers may have been used");
     assert_eq!(here.reserve(4).unwrap(), 10..14);
     assert_eq!(attach().resume(&(7..10)).unwrap(), 0..0);
 }
 
-fn numbers_that_a_mirror_gave_back_or_that_are_of_another_image_are_not_taken_up(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
+fn numbers_that_were_returned_or_are_of_another_image_are_not_resumed(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.reserve(8).unwrap(), 2..10);
     attachment.release(Some(3..10)).unwrap();
-    let other = place.attach(2, &first).unwrap();
+    let other = test.attach(2, &first).unwrap();
     assert_eq!(other.reserve(8).unwrap(), 3..11);
     other.release(None).unwrap();
-    let attachment = place.attach(1, &first).unwrap();
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.resume(&(3..10)).unwrap(), 0..0);
     assert_eq!(attachment.reserve(1).unwrap(), 11..12);
 
     attachment.release(None).unwrap();
-    place.repository.remove_image(&name("a"), true).unwrap();
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
+    test.repository.remove_image(&name("a"), true).unwrap();
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
     attachment.reserve(32).unwrap();
     attachment.release(None).unwrap();
-    let attachment = place.attach(1, &first).unwrap();
+    let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.resume(&(3..10)).unwrap(), 0..0, "an image of the same name");
-    let reader = place.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
+    let reader = test.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
     assert_eq!(kind(reader.resume(&(3..10))), ErrorKind::Invalid);
 }
 
-fn only_reserved_numbers_and_free_labels_can_be_announced(place: &Place) {
-    let attachment = place.attach(1, &place.image("a")).unwrap();
+fn only_reserved_numbers_and_free_labels_can_be_announced(test: &TestRepository) {
+    let attachment = test.attach(1, &test.image("a")).unwrap();
     assert_eq!(kind(attachment.begin(&new_snapshot(2))), ErrorKind::Invalid);
     attachment.reserve(4).unwrap();
     let labelled =
@@ -274,38 +274,38 @@ fn only_reserved_numbers_and_free_labels_can_be_announced(place: &Place) {
     assert_eq!(kind(attachment.begin(&labelled(3, "x"))), ErrorKind::Conflict);
     attachment.fail(2, "no space").unwrap();
     attachment.begin(&labelled(3, "x")).unwrap();
-    let found = place.repository.catalog().resolve(&"a@x".parse().unwrap()).unwrap();
-    assert_eq!(found.number, 3, "a failed snapshot gives its label free");
+    let found = test.repository.catalog().resolve(&"a@x".parse().unwrap()).unwrap();
+    assert_eq!(found.number, 3, "a failed snapshot frees its label");
 }
 
-fn what_a_writer_asks_for_is_bounded(place: &Place) {
-    let attachment = place.attach(1, &place.image("a")).unwrap();
+fn the_requests_of_a_writer_are_bounded(test: &TestRepository) {
+    let attachment = test.attach(1, &test.image("a")).unwrap();
     for count in [0, MAX_RESERVED + 1, u64::MAX] {
         assert_eq!(kind(attachment.reserve(count)), ErrorKind::Invalid, "{count}");
     }
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
     attachment.fail(number, &"é".repeat(5000)).unwrap();
-    let failed = place.repository.catalog().resolve(&"a@2".parse().unwrap()).unwrap();
+    let failed = test.repository.catalog().resolve(&"a@2".parse().unwrap()).unwrap();
     assert_eq!(failed.reason.unwrap().chars().count(), 1000);
 }
 
-fn a_restarted_writer_may_repeat_its_last_steps(place: &Place) {
-    let first = place.image("a");
-    let root = write(&place.repository, &first.root, &[(1, 1)]);
-    let attachment = place.attach(1, &first).unwrap();
+fn a_restarted_writer_may_repeat_its_last_steps(test: &TestRepository) {
+    let first = test.image("a");
+    let root = write(&test.repository, &first.root, &[(1, 1)]);
+    let attachment = test.attach(1, &first).unwrap();
     attachment.reserve(3).unwrap();
     attachment.begin(&new_snapshot(2)).unwrap();
     drop(attachment);
 
-    let attachment = place.attach(1, &first).unwrap();
+    let attachment = test.attach(1, &first).unwrap();
     attachment.begin(&new_snapshot(2)).unwrap();
     let published = attachment.publish(2, &root, 0, 0).unwrap();
     assert_eq!(attachment.publish(2, &root, 0, 0).unwrap(), published);
     assert_eq!(kind(attachment.publish(2, &Root::default(), 0, 0)), ErrorKind::Conflict);
-    attachment.begin(&new_snapshot(2)).expect("it may not have heard that it is published");
+    attachment.begin(&new_snapshot(2)).expect("the answer to its publication may have been lost");
     assert_eq!(
-        place.repository.catalog().snapshots(&name("a")).unwrap()[1],
+        test.repository.catalog().snapshots(&name("a")).unwrap()[1],
         published,
         "nothing changes"
     );
@@ -313,45 +313,42 @@ fn a_restarted_writer_may_repeat_its_last_steps(place: &Place) {
     assert_eq!(kind(attachment.publish(3, &root, 0, 0)), ErrorKind::NotFound);
 }
 
-fn an_image_in_use_is_not_removed(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
-    let remove = |force| place.repository.remove_image(&name("a"), force);
+fn an_image_in_use_cannot_be_removed(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
+    let remove = |force| test.repository.remove_image(&name("a"), force);
     assert!(matches!(remove(true), Err(Error::Leased { .. })), "never under a live writer");
-    assert_eq!(kind(place.repository.catalog().forget_mirror(&owner(1).id)), ErrorKind::Conflict);
+    assert_eq!(kind(test.repository.catalog().forget_mirror(&owner(1).id)), ErrorKind::Conflict);
 
     attachment.release(None).unwrap();
     let error = remove(false).unwrap_err();
     assert!(matches!(error, Error::Referenced { .. }), "{error}");
     assert!(error.to_string().contains("/mirrors/1"), "{error}");
     remove(true).unwrap();
-    assert!(place.repository.catalog().mirrors().unwrap().is_empty());
+    assert!(test.repository.catalog().mirrors().unwrap().is_empty());
 }
 
-fn a_forgotten_mirror_frees_its_image(place: &Place) {
-    place.attach(1, &place.image("a")).unwrap().release(None).unwrap();
-    place.repository.catalog().forget_mirror(&owner(1).id).unwrap();
-    place.repository.remove_image(&name("a"), false).unwrap();
+fn a_forgotten_mirror_frees_its_image(test: &TestRepository) {
+    test.attach(1, &test.image("a")).unwrap().release(None).unwrap();
+    test.repository.catalog().forget_mirror(&owner(1).id).unwrap();
+    test.repository.remove_image(&name("a"), false).unwrap();
     let unknown = MirrorId::from_bytes([9; 16]);
-    assert_eq!(kind(place.repository.catalog().forget_mirror(&unknown)), ErrorKind::NotFound);
+    assert_eq!(kind(test.repository.catalog().forget_mirror(&unknown)), ErrorKind::NotFound);
 }
 
-fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it(place: &Place) {
-    let first = place.image("a");
-    let attachment = place.attach(1, &first).unwrap();
+fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
     publish(&attachment, &Root::default());
     attachment.release(None).unwrap();
-    place.repository.remove_snapshot(&first.name()).unwrap();
-    assert_eq!(kind(place.attach(2, &first)), ErrorKind::NotFound);
-    place.attach(1, &first).unwrap();
+    test.repository.remove_snapshot(&first.name()).unwrap();
+    assert_eq!(kind(test.attach(2, &first)), ErrorKind::NotFound);
+    test.attach(1, &first).unwrap();
 }
 
-fn a_mirror_is_attached_by_a_process_of_this_boot(place: &Place) {
-    let first = place.image("a");
-    let stranger = cairn_store::MirrorOwner { boot_id: "elsewhere".into(), ..owner(1) };
-    assert_eq!(
-        kind(place.repository.attach(&stranger, &first, Mode::ReadWrite)),
-        ErrorKind::Invalid
-    );
+fn a_mirror_is_attached_by_a_process_of_this_boot(test: &TestRepository) {
+    let first = test.image("a");
+    let foreign = cairn_store::MirrorOwner { boot_id: "elsewhere".into(), ..owner(1) };
+    assert_eq!(kind(test.repository.attach(&foreign, &first, Mode::ReadWrite)), ErrorKind::Invalid);
     assert_eq!(owner(1).boot_id, boot_id().unwrap());
 }

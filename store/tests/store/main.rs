@@ -1,4 +1,5 @@
-//! The repository as its users see it: threads, processes, damage, full disks and power cuts.
+//! Tests of the repository through its public interface: threads, processes, damage, full disks and
+//! power cuts.
 
 mod documents;
 mod full_disk;

@@ -1,8 +1,8 @@
-//! The power is cut while a peer stores and deletes fragments, and the peer is opened again.
+//! A power cut while a peer stores and deletes fragments. The peer is then opened again.
 //!
-//! `power_cut` has the words: a workload is recorded, and from each point on what a power cut could leave is
-//! checked. What a peer has said to be stored is there, what it has said to be deleted is not, and what it says to
-//! have can be read.
+//! `power_cut` describes the method: a workload is recorded, and for each of its points, the states
+//! that a power cut could leave are checked. Fragments that the peer reported as stored are there,
+//! those that it reported as deleted are not, and every fragment that it reports can be read.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -19,12 +19,12 @@ use cairn_store::{BlobId, Error};
 use crash_images::{Draw, cut_the_power, leave_out_syncs, mark, record, recorded_root};
 
 const PEER: &str = "peer";
-/// A sector of a disk.
+/// Bytes of a sector, which a disk writes as a whole or not at all.
 const ATOM: usize = 512;
 
 const FRAGMENTS: u64 = 12;
 
-/// A fragment of a blob. Every two of them have equal blocks.
+/// The fragment with this number. Fragments 2n and 2n + 1 have equal blocks.
 fn fragment(number: u64) -> Fragment {
     let random = |seed: u64| {
         let mut bytes = vec![0; 6000];
@@ -38,7 +38,8 @@ fn fragment(number: u64) -> Fragment {
     Fragment { description, index: 0, block }
 }
 
-/// Opens the peer. A process that another test has just forked has its lock, too, until it becomes another program.
+/// Opens the peer, with retries: a child process that another test has just forked holds a copy of
+/// the lock until it executes its program.
 fn open(root: &Path) -> PeerStore {
     let start = Instant::now();
     loop {
@@ -51,29 +52,29 @@ fn open(root: &Path) -> PeerStore {
     }
 }
 
-fn tell(word: &str, numbers: &[u64]) {
+fn mark_all(word: &str, numbers: &[u64]) {
     numbers.iter().for_each(|number| mark(&format!("{word} {number}")));
 }
 
 fn put(store: &PeerStore, numbers: &[u64]) {
-    tell("storing", numbers);
+    mark_all("storing", numbers);
     let all: Vec<_> = numbers.iter().map(|number| fragment(*number)).collect();
     store.put(&all).unwrap().into_iter().for_each(Result::unwrap);
     store.flush().unwrap();
-    tell("stored", numbers);
+    mark_all("stored", numbers);
 }
 
 fn delete(store: &PeerStore, numbers: &[u64]) {
-    tell("deleting", numbers);
+    mark_all("deleting", numbers);
     let id = |number: &u64| {
         let Fragment { description, index, .. } = fragment(*number);
         FragmentId { blob: description.blob, encoding: description.id(), index }
     };
     store.delete(&numbers.iter().map(id).collect::<Vec<_>>(), 0).unwrap();
-    tell("deleted", numbers);
+    mark_all("deleted", numbers);
 }
 
-/// What is recorded; when it is not, it does nothing.
+/// The recorded workload. It does nothing if it is not recorded.
 #[test]
 fn workload() {
     let Some(root) = recorded_root() else { return };
@@ -82,7 +83,7 @@ fn workload() {
         mark("created");
         put(&store, &[0, 1, 2]);
         put(&store, &[3, 4, 5, 6]);
-        // Where the peer appends.
+        // These are in the segment that the peer appends to.
         delete(&store, &[1, 2, 3]);
         put(&store, &[7, 2]);
     }
@@ -97,7 +98,7 @@ fn workload() {
         let store = open(&root);
         delete(&store, &[10]);
         put(&store, &[11]);
-        // Nothing is left.
+        // This deletes the last fragments.
         delete(&store, &[11, 0]);
     }
     put(&open(&root), &[0, 5]);
@@ -110,9 +111,10 @@ fn command() -> Command {
     command
 }
 
-/// Which fragments must be there, and which must not. In between, either is right.
-fn told(marks: &[String]) -> BTreeMap<u64, Option<bool>> {
-    let mut told: BTreeMap<_, _> = (0..FRAGMENTS).map(|number| (number, Some(false))).collect();
+/// Which fragments must exist (`true`) and which must not (`false`). During an operation, `None`:
+/// both are correct.
+fn expected(marks: &[String]) -> BTreeMap<u64, Option<bool>> {
+    let mut expected: BTreeMap<_, _> = (0..FRAGMENTS).map(|number| (number, Some(false))).collect();
     for mark in marks {
         let Some((word, number)) = mark.split_once(' ') else { continue };
         let state = match word {
@@ -120,21 +122,21 @@ fn told(marks: &[String]) -> BTreeMap<u64, Option<bool>> {
             "deleted" => Some(false),
             _ => None,
         };
-        told.insert(number.parse().unwrap(), state);
+        expected.insert(number.parse().unwrap(), state);
     }
-    told
+    expected
 }
 
 fn check(root: &Path, marks: &[String]) {
     let store = open(root);
-    for (number, told) in told(marks) {
+    for (number, expected) in expected(marks) {
         let wanted = fragment(number);
         let found = store.get(&wanted.description.blob).unwrap();
         let held = store.have(&[wanted.description.blob], false).unwrap().remove(0);
-        assert_eq!(held.len(), found.len(), "fragment {number} is known and cannot be read");
-        assert!(found.is_empty() || found == [wanted], "fragment {number} is something else");
-        if let Some(told) = told {
-            assert_eq!(!found.is_empty(), told, "whether fragment {number} is there");
+        assert_eq!(held.len(), found.len(), "fragment {number} is reported and cannot be read");
+        assert!(found.is_empty() || found == [wanted], "fragment {number} has other content");
+        if let Some(expected) = expected {
+            assert_eq!(!found.is_empty(), expected, "whether fragment {number} exists");
         }
     }
     let all: Vec<_> = (0..FRAGMENTS).map(fragment).collect();
@@ -149,12 +151,12 @@ fn check(root: &Path, marks: &[String]) {
 }
 
 #[test]
-fn a_power_cut_at_any_point_leaves_what_was_told() {
+fn a_power_cut_at_any_point_leaves_what_the_peer_reported() {
     cut_the_power(&record(&command()), 4, ATOM, check);
 }
 
 #[test]
-fn a_sync_that_is_left_out_is_found() {
+fn the_test_detects_a_missing_sync() {
     let recording = record(&command());
     for name in ["peer/segments", "peer/segments/00000001", "peer/fragments.db-wal"] {
         leave_out_syncs(&recording, name, Draw { seed: 1, images: 4, atom: ATOM }, check);

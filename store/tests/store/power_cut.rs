@@ -1,10 +1,11 @@
-//! The power is cut, at each point of a workload, and the repository is opened again.
+//! A power cut at each point of a workload. The repository is then opened again.
 //!
-//! The test program starts itself under a recorder. From what that saw, it makes the directories that a
-//! power cut could leave: at each point, what was synced, and any part of what was not (`crash_images` has
-//! the model). Every one of them must open, hold what its users were told, and be of use for more.
+//! The test program starts itself under a recorder. From the recording, it creates the directories
+//! that a power cut could leave: at each point, everything that was synced, and any part of what
+//! was not (`crash_images` has the model). Every one of these must open, hold what was reported to
+//! its users, and accept further work.
 //!
-//! `CAIRN_SEED` repeats a run, `CAIRN_SOAK_SECONDS` goes on with others for that long.
+//! `CAIRN_SEED` repeats a run. `CAIRN_SOAK_SECONDS` continues with other seeds for that long.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -22,19 +23,20 @@ use cairn_store::{
     Attachment, ChunkId, Error, Mode, Repository, Root, Snapshot, SnapshotRef, SnapshotState,
 };
 
-/// Where the repository is, below what is recorded: its own directory is made, too.
+/// The repository's directory below the recorded one. Its creation is recorded, too.
 const REPOSITORY: &str = "repository";
-/// A sector of a disk.
+/// Bytes of a sector, which a disk writes as a whole or not at all.
 const ATOM: usize = 512;
 
-/// Chunks that are stored and never published: the first is flushed, the others are not.
-const LOOSE: [u64; 3] = [901, 902, 903];
+/// Seeds of chunks that are stored and never published: the first is flushed, the others are not.
+const UNPUBLISHED: [u64; 3] = [901, 902, 903];
 
-/// The last snapshot of the workload that is published, and one that is only begun.
+/// The last published snapshot of the workload.
 const LAST: u64 = 6;
+/// A snapshot that is announced and not published.
 const PENDING: u64 = 7;
 
-/// What a snapshot holds: two chunks more than the one before it, in two leaves of the tree.
+/// The chunks of a snapshot: two more than the snapshot before it, in two leaves of the tree.
 fn chunks_of(number: u64) -> Vec<(u64, u64)> {
     (2..=number).flat_map(|n| [(n, 10 * n), (300 + n, 10 * n + 1)]).collect()
 }
@@ -51,7 +53,7 @@ fn checkpoint(repository: &Repository, attachment: &Attachment, number: u64) {
     store(repository, attachment, number);
 }
 
-/// Stores and publishes a snapshot that was begun.
+/// Stores and publishes an announced snapshot.
 fn store(repository: &Repository, attachment: &Attachment, number: u64) {
     let (_, base) = attachment.parent();
     let all = chunks_of(number);
@@ -60,7 +62,7 @@ fn store(repository: &Repository, attachment: &Attachment, number: u64) {
     mark(&format!("published {number}"));
 }
 
-/// What is recorded; when it is not, it does nothing.
+/// The recorded workload. It does nothing if it is not recorded.
 #[test]
 fn workload() {
     let Some(root) = recorded_root() else { return };
@@ -73,12 +75,12 @@ fn workload() {
         mark("published 1");
         let attachment = attach(&repository);
         checkpoint(&repository, &attachment, 2);
-        repository.put_chunk(&content(LOOSE[0])).unwrap();
+        repository.put_chunk(&content(UNPUBLISHED[0])).unwrap();
         repository.flush().unwrap();
-        mark(&format!("stored {}", LOOSE[0]));
+        mark(&format!("stored {}", UNPUBLISHED[0]));
         checkpoint(&repository, &attachment, 3);
-        // Room in the segment that is given back with the handle.
-        repository.put_chunk(&content(LOOSE[1])).unwrap();
+        // This takes space in the segment that is freed when the handle is dropped.
+        repository.put_chunk(&content(UNPUBLISHED[1])).unwrap();
     }
     {
         // The segment is continued, and the databases' logs begin again.
@@ -86,7 +88,8 @@ fn workload() {
         let attachment = attach(&repository);
         checkpoint(&repository, &attachment, 4);
         for database in ["index.db", "catalog.db"] {
-            // As it happens by itself after a thousand pages: from here on the log is overwritten.
+            // SQLite does this by itself after a thousand pages. From here on the log is
+            // overwritten.
             let connection = rusqlite::Connection::open(path.join(database)).unwrap();
             connection.query_row("PRAGMA wal_checkpoint(RESTART)", [], |_| Ok(())).unwrap();
         }
@@ -96,12 +99,12 @@ fn workload() {
         attachment.reserve(1).unwrap();
         attachment.begin(&new_snapshot(PENDING)).unwrap();
         mark(&format!("begun {PENDING}"));
-        repository.put_chunk(&content(LOOSE[2])).unwrap();
+        repository.put_chunk(&content(UNPUBLISHED[2])).unwrap();
     }
     mark("done");
 }
 
-/// What a killed process leaves is taken up: the snapshot that was begun last is stored once more.
+/// Continues after a killed process: stores the snapshot again that was announced last.
 #[test]
 fn next_workload() {
     let Some(root) = recorded_root() else { return };
@@ -120,40 +123,45 @@ fn command(workload: &str) -> Command {
     command
 }
 
-/// What the workload had been told before the power cut.
-struct Told<'a>(&'a [String]);
+/// What was reported to the workload before the power cut.
+struct Reported<'a>(&'a [String]);
 
-impl Told<'_> {
+impl Reported<'_> {
     fn has(&self, text: &str) -> bool {
         self.0.iter().any(|mark| mark == text)
     }
 
-    /// Numbers that were told with this word.
+    /// The numbers that were reported with this word.
     fn all(&self, word: &str) -> BTreeSet<u64> {
         let number = |mark: &String| mark.strip_prefix(word)?.strip_prefix(' ')?.parse().ok();
         self.0.iter().filter_map(number).collect()
     }
 }
 
-/// Opens an image, checks it, goes on with it and checks it again.
+/// Opens a crash image, checks it, continues to use it and checks it again.
 fn check(root: &Path, marks: &[String]) {
-    let told = Told(marks);
+    let reported = Reported(marks);
     let path = root.join(REPOSITORY);
     let url = url_of(&path);
     let open = || {
-        if told.has("created") { Repository::open(&url) } else { Repository::open_or_create(&url) }
+        if reported.has("created") {
+            Repository::open(&url)
+        } else {
+            Repository::open_or_create(&url)
+        }
     };
     let added = {
-        let repository = open().unwrap_or_else(|error| panic!("it does not open: {error}"));
-        check_content(&repository, &path, &told, None);
-        go_on(&repository)
+        let repository =
+            open().unwrap_or_else(|error| panic!("the repository does not open: {error}"));
+        check_content(&repository, &path, &reported, None);
+        take_snapshot(&repository)
     };
     let repository = Repository::open(&url).unwrap();
-    check_content(&repository, &path, &told, Some(&added));
+    check_content(&repository, &path, &reported, Some(&added));
 }
 
-/// Takes one more snapshot, as a mirror does that comes back.
-fn go_on(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
+/// Takes one more snapshot, as a restarted mirror does. Returns it with its chunks.
+fn take_snapshot(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
     if repository.catalog().images().unwrap().is_empty() {
         repository.create_image(&name("vm"), disk(1000)).unwrap();
     }
@@ -166,8 +174,8 @@ fn go_on(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
     let (parent, base) = attachment.parent();
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
-    // Chunks that are there already, that may be, and that are not.
-    let new = [(2, 20), (900, LOOSE[0]), (901, LOOSE[1]), (902, 1000)];
+    // Chunks that the repository has, may have, and does not have.
+    let new = [(2, 20), (900, UNPUBLISHED[0]), (901, UNPUBLISHED[1]), (902, 1000)];
     let root = write(repository, &base, &new);
     let snapshot = attachment.publish(number, &root, 0, 0).unwrap();
     let old = chunks_of(parent).into_iter().filter(|(index, _)| *index != 2);
@@ -177,7 +185,7 @@ fn go_on(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
 fn check_content(
     repository: &Repository,
     path: &Path,
-    told: &Told<'_>,
+    reported: &Reported<'_>,
     added: Option<&(Snapshot, Vec<(u64, u64)>)>,
 ) {
     let images = repository.catalog().images().unwrap();
@@ -186,12 +194,12 @@ fn check_content(
         false => repository.catalog().snapshots(&name("vm")).unwrap(),
     };
     let state_of = |number| snapshots.iter().find(|s| s.number == number).map(|s| s.state);
-    for number in told.all("published") {
+    for number in reported.all("published") {
         let state = state_of(number);
         assert_eq!(state, Some(SnapshotState::Stable), "snapshot {number}, which was published");
     }
-    for number in told.all("begun") {
-        assert!(state_of(number).is_some(), "snapshot {number} was begun and is gone");
+    for number in reported.all("begun") {
+        assert!(state_of(number).is_some(), "snapshot {number} was announced and is lost");
     }
     for snapshot in &snapshots {
         match (added, snapshot.state) {
@@ -208,51 +216,52 @@ fn check_content(
     if let Some(mirror) = repository.catalog().mirror(&owner(1).id).unwrap() {
         let stable = snapshots.iter().rfind(|s| s.state == SnapshotState::Stable);
         let newest = stable.map(|s| (s.number, s.root)).unwrap_or((0, Root::default()));
-        assert_eq!((mirror.parent, mirror.root), newest, "what the mirror is based on");
+        assert_eq!((mirror.parent, mirror.root), newest, "the mirror's parent and its content");
     }
-    check_chunks(repository, path, &told.all("stored"));
+    check_chunks(repository, path, &reported.all("stored"));
 }
 
-/// Every chunk is whole or unknown, and those that were stored are there.
+/// Checks that every chunk is complete or unknown, and that those in `stored` exist.
 fn check_chunks(repository: &Repository, path: &Path, stored: &BTreeSet<u64>) {
     let mut buf = content(0);
-    for seed in LOOSE.into_iter().chain(chunks_of(LAST).into_iter().map(|(_, seed)| seed)) {
+    for seed in UNPUBLISHED.into_iter().chain(chunks_of(LAST).into_iter().map(|(_, seed)| seed)) {
         match repository.read_chunk(&ChunkId::of(&content(seed)), &mut buf) {
-            Ok(()) => assert!(buf == content(seed), "chunk {seed} reads as another"),
+            Ok(()) => assert!(buf == content(seed), "chunk {seed} has other content"),
             Err(Error::MissingBlob { .. }) => {
-                assert!(!stored.contains(&seed), "chunk {seed} was flushed and is gone");
+                assert!(!stored.contains(&seed), "chunk {seed} was flushed and is lost");
             }
             Err(error) => panic!("chunk {seed}: {error}"),
         }
     }
-    // Tree nodes are among them, which are shorter; what there is of a blob has its name in any case.
+    // Some of the blobs are tree nodes, which are shorter. The content of each blob matches its
+    // name.
     for id in known_blobs(path) {
         match repository.read_chunk(&ChunkId::from_bytes(id), &mut buf) {
             Ok(()) => {}
             Err(error) if error.to_string().contains("are expected") => {}
-            Err(error) => panic!("a blob that the index knows: {error}"),
+            Err(error) => panic!("a blob in the index: {error}"),
         }
     }
 }
 
 #[test]
-fn a_power_cut_at_any_point_leaves_what_was_told() {
+fn a_power_cut_at_any_point_leaves_what_was_reported() {
     cut_the_power(&record(&command("workload")), 6, ATOM, check);
 }
 
-/// A process is killed in the middle of a publication, another one publishes the same, and then the power
-/// is cut: what the second one found was perhaps only in the kernel's hands.
+/// A process is killed during a publication, another process publishes the same snapshot, and then
+/// the power is cut. Data that the second process found may have been only in the page cache.
 #[test]
-fn a_power_cut_after_a_kill_leaves_what_the_next_process_was_told() {
+fn a_power_cut_after_a_kill_leaves_what_was_reported_to_the_next_process() {
     let recording = record(&command("workload"));
     let (during, draw) = (("begun 4", "published 4"), Draw { seed: 1, images: 1, atom: ATOM });
     kill_and_cut_the_power(&recording, during, &command("next_workload"), draw, check);
 }
 
 #[test]
-fn a_sync_that_is_left_out_is_found() {
+fn the_test_detects_a_missing_sync() {
     let recording = record(&command("workload"));
-    let documents = [
+    let names = [
         "",
         "repository",
         "repository/segments",
@@ -262,7 +271,7 @@ fn a_sync_that_is_left_out_is_found() {
         "repository/catalog.db-wal",
         "repository/catalog.db",
     ];
-    for name in documents {
+    for name in names {
         leave_out_syncs(&recording, name, Draw { seed: 1, images: 4, atom: ATOM }, check);
     }
 }

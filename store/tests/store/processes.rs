@@ -1,7 +1,7 @@
-//! Several processes on one repository, some of which are killed.
+//! Several processes use one repository. Some of them are killed.
 //!
-//! The test program starts itself again with a role in its environment; the role's work is in the test
-//! `role`, which does nothing without one.
+//! The test program starts itself again with a role in its environment. The test `role` does the
+//! work of the role, and nothing without one.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -10,17 +10,19 @@ use std::thread;
 use std::time::Duration;
 
 use crate::documents::for_each_document_store;
-use crate::support::{Place, assert_holds, content, disk, name, new_snapshot, open, owner, write};
+use crate::support::{
+    TestRepository, assert_holds, content, disk, name, new_snapshot, open, owner, write,
+};
 use cairn_store::{ChunkId, ErrorKind, Mode, Repository, Root, SnapshotState};
 
 const ROLE: &str = "CAIRN_TEST_ROLE";
 const STORE: &str = "CAIRN_TEST_STORE";
-/// Where the names are, if they are not in the directory.
-const NAMES: &str = "CAIRN_TEST_NAMES";
+/// The address of the documents, if they are not in the directory.
+const CATALOG: &str = "CAIRN_TEST_CATALOG";
 const SEED: &str = "CAIRN_TEST_SEED";
 
 for_each_document_store!(
-    processes_that_want_one_image_take_turns,
+    processes_that_want_one_image_write_one_after_the_other,
     a_kill_at_any_moment_leaves_every_published_snapshot_readable,
 );
 
@@ -31,7 +33,7 @@ fn start(role: &str, url: &str, seed: u64) -> Child {
 fn start_with(role: &str, url: &str, documents: Option<&str>, seed: u64) -> Child {
     let mut command = Command::new(env::current_exe().unwrap());
     if let Some(documents) = documents {
-        command.env(NAMES, documents);
+        command.env(CATALOG, documents);
     }
     command
         .args(["--exact", "processes::role", "--nocapture", "--test-threads=1"])
@@ -53,16 +55,16 @@ fn role() {
         "contend" => contend(&url, seed),
         "checkpoint" => checkpoint_forever(&url, seed),
         "append" => append_forever(&url, seed),
-        other => panic!("no role {other}"),
+        other => panic!("unknown role {other}"),
     }
 }
 
-/// The chunks of a filler's snapshot: some that all fillers have, some of its own.
+/// The chunks of a snapshot of the role `fill`: some that all processes have, and some of its own.
 fn chunks_of(seed: u64) -> Vec<(u64, u64)> {
     (0..20).map(|n| (n, n)).chain((20..40).map(|n| (n, 1000 * seed + n))).collect()
 }
 
-/// Makes an image of its own and two checkpoints of it, all at the same time as its siblings.
+/// Creates an image and two snapshots of it, at the same time as other processes of this role.
 fn fill(url: &str, seed: u64) {
     let repository = Repository::open_or_create(url).unwrap();
     let image = name(&format!("vm{seed}"));
@@ -73,7 +75,7 @@ fn fill(url: &str, seed: u64) {
     let (mut root, mut number) = (first.root, numbers.start);
     for part in chunks.chunks(20) {
         root = thread::scope(|scope| {
-            // The same chunks from two threads and from all processes.
+            // Two threads of each process store the same chunks.
             scope.spawn(|| {
                 part.iter().for_each(|(_, seed)| {
                     repository.put_chunk(&content(*seed)).unwrap();
@@ -93,9 +95,9 @@ fn fill(url: &str, seed: u64) {
 fn processes_that_fill_one_repository_do_not_disturb_each_other() {
     let dir = tempfile::TempDir::new().unwrap();
     let url = format!("dir:{}/repository", dir.path().display());
-    let fillers = (1..=4).map(|seed| start("fill", &url, seed)).collect::<Vec<_>>();
-    for filler in fillers {
-        assert!(filler.wait_with_output().unwrap().status.success());
+    let processes = (1..=4).map(|seed| start("fill", &url, seed)).collect::<Vec<_>>();
+    for process in processes {
+        assert!(process.wait_with_output().unwrap().status.success());
     }
     let repository = Repository::open(&url).unwrap();
     for seed in 1..=4 {
@@ -105,12 +107,12 @@ fn processes_that_fill_one_repository_do_not_disturb_each_other() {
         assert_holds(&repository, &snapshots[2], &chunks_of(seed));
     }
     let segments = std::fs::read_dir(dir.path().join("repository/segments")).unwrap().count();
-    assert!((1..=4).contains(&segments), "{segments}: one for each process at most");
+    assert!((1..=4).contains(&segments), "{segments}: at most one for each process");
 }
 
-/// Takes the image whenever it is free, publishes one snapshot, and lets it go.
+/// Attaches the image when it is free, publishes one snapshot and releases it, five times.
 fn contend(url: &str, seed: u64) {
-    let repository = open(url, env::var(NAMES).ok().as_deref());
+    let repository = open(url, env::var(CATALOG).ok().as_deref());
     let first = repository.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
     let mut published = 0;
     while published < 5 {
@@ -132,15 +134,15 @@ fn contend(url: &str, seed: u64) {
     }
 }
 
-fn processes_that_want_one_image_take_turns(place: &Place) {
-    place.image("vm");
+fn processes_that_want_one_image_write_one_after_the_other(test: &TestRepository) {
+    test.image("vm");
     let writers = (1..=4)
-        .map(|seed| start_with("contend", &place.url(), place.keeper_address(), seed))
+        .map(|seed| start_with("contend", &test.url(), test.catalog_address(), seed))
         .collect::<Vec<_>>();
     for writer in writers {
         assert!(writer.wait_with_output().unwrap().status.success());
     }
-    let snapshots = place.repository.catalog().snapshots(&name("vm")).unwrap();
+    let snapshots = test.repository.catalog().snapshots(&name("vm")).unwrap();
     assert_eq!(
         snapshots.iter().map(|s| s.number).collect::<Vec<_>>(),
         (1..=21).collect::<Vec<_>>()
@@ -150,7 +152,7 @@ fn processes_that_want_one_image_take_turns(place: &Place) {
         assert_eq!(own.len(), 5);
         let chunks = (0..5).map(|n| (n, 100 * u64::from(seed) + n)).collect::<Vec<_>>();
         for (count, snapshot) in own.iter().enumerate() {
-            assert_holds(&place.repository, snapshot, &chunks[..=count]);
+            assert_holds(&test.repository, snapshot, &chunks[..=count]);
         }
     }
 }
@@ -160,9 +162,9 @@ fn step(number: u64) -> (u64, u64) {
     (number % 1000, number)
 }
 
-/// Publishes snapshot after snapshot until it is killed, and tells each.
+/// Publishes one snapshot after the other until it is killed, and prints each number.
 fn checkpoint_forever(url: &str, seed: u64) {
-    let repository = open(url, env::var(NAMES).ok().as_deref());
+    let repository = open(url, env::var(CATALOG).ok().as_deref());
     let newest = repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner(seed as u8), &newest, Mode::ReadWrite).unwrap();
     let (_, mut root) = attachment.parent();
@@ -175,25 +177,26 @@ fn checkpoint_forever(url: &str, seed: u64) {
     }
 }
 
-fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) {
+fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(test: &TestRepository) {
     const ROUNDS: u64 = 20;
-    place.image("vm");
-    let mut told = Vec::new();
+    test.image("vm");
+    let mut reported = Vec::new();
     for round in 0..ROUNDS {
-        let mut writer = start_with("checkpoint", &place.url(), place.keeper_address(), 1);
+        let mut writer = start_with("checkpoint", &test.url(), test.catalog_address(), 1);
         let lines = BufReader::new(writer.stdout.take().unwrap()).lines();
-        // Killed after a few publications and a part of the next one that differs each round.
+        // The writer is killed after a few publications, at a point of the next one that differs in
+        // each round.
         let mut published = lines
             .map_while(Result::ok)
             .filter_map(|line| line.strip_prefix("published ")?.parse::<u64>().ok());
-        told.extend(published.by_ref().take(1 + round as usize % 3));
+        reported.extend(published.by_ref().take(1 + round as usize % 3));
         thread::sleep(Duration::from_micros(round * 700));
         writer.kill().unwrap();
-        told.extend(published);
+        reported.extend(published);
         writer.wait().unwrap();
     }
 
-    let repository = place.again();
+    let repository = test.again();
     let snapshots = repository.catalog().snapshots(&name("vm")).unwrap();
     let stable = snapshots.iter().filter(|s| s.state == SnapshotState::Stable).collect::<Vec<_>>();
     let mut chunks = Vec::new();
@@ -203,10 +206,10 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) 
         }
         assert_holds(&repository, snapshot, &chunks);
     }
-    for number in told {
+    for number in reported {
         assert!(
             stable.iter().any(|s| s.number == number),
-            "snapshot {number} was told and is lost"
+            "snapshot {number} was reported as published and is lost"
         );
     }
     assert!(stable.len() > ROUNDS as usize);
@@ -214,18 +217,18 @@ fn a_kill_at_any_moment_leaves_every_published_snapshot_readable(place: &Place) 
     assert_eq!(
         mirror.parent,
         stable.last().unwrap().number,
-        "reference and snapshot move together"
+        "the mirror's parent moves together with the snapshot"
     );
 
-    // The killed ones' segment is continued, and work goes on.
-    assert_eq!(std::fs::read_dir(place.dir.path().join("segments")).unwrap().count(), 1);
+    // The segment of the killed processes is continued, and the repository is usable.
+    assert_eq!(std::fs::read_dir(test.dir.path().join("segments")).unwrap().count(), 1);
     let newest = repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
     let attachment = repository.attach(&owner(1), &newest, Mode::ReadWrite).unwrap();
     assert_ne!(attachment.parent().1, Root::default());
 }
 
-/// Stores chunk after chunk until it is killed, some of them those of its siblings, and tells each
-/// when it is durable.
+/// Stores one chunk after the other until it is killed, some of them the same as other processes,
+/// and prints each when it is durable.
 fn append_forever(url: &str, seed: u64) {
     let repository = Repository::open(url).unwrap();
     for n in 0..10_000 {
@@ -239,16 +242,16 @@ fn append_forever(url: &str, seed: u64) {
 }
 
 #[test]
-fn kills_among_many_writers_leave_no_blob_that_is_known_and_not_there() {
+fn kills_among_many_writers_leave_no_blob_in_the_index_that_cannot_be_read() {
     const ROUNDS: u64 = 12;
     const WRITERS: u64 = 3;
-    let place = Place::new();
-    let mut told = Vec::new();
+    let test = TestRepository::new();
+    let mut reported = Vec::new();
     for round in 0..ROUNDS {
-        // One of them is killed earlier: the others live on with the index open, and may continue its
-        // segment.
+        // The writers are killed one after the other. Those that live longer have the index open,
+        // and may continue the segment of a killed one.
         let mut writers: Vec<_> = (1..=WRITERS)
-            .map(|writer| start("append", &place.url(), WRITERS * round + writer))
+            .map(|writer| start("append", &test.url(), WRITERS * round + writer))
             .collect();
         let mut outputs: Vec<_> = writers
             .iter_mut()
@@ -256,25 +259,25 @@ fn kills_among_many_writers_leave_no_blob_that_is_known_and_not_there() {
             .map(|lines| lines.map_while(Result::ok))
             .map(|lines| lines.filter_map(|l| l.strip_prefix("stored ")?.parse::<u64>().ok()))
             .collect();
-        told.extend(outputs[0].next());
+        reported.extend(outputs[0].next());
         thread::sleep(Duration::from_micros(700 * round));
         for writer in &mut writers {
             writer.kill().unwrap();
             thread::sleep(Duration::from_millis(5 * (round % 3)));
         }
-        told.extend(outputs.into_iter().flatten());
+        reported.extend(outputs.into_iter().flatten());
         for mut writer in writers {
             writer.wait().unwrap();
         }
     }
-    assert!(told.len() >= ROUNDS as usize, "a writer ended before it had stored anything");
-    let repository = Repository::open(&place.url()).unwrap();
+    assert!(reported.len() >= ROUNDS as usize, "a writer ended before it stored anything");
+    let repository = Repository::open(&test.url()).unwrap();
     let mut buf = content(0);
-    for seed in told {
+    for seed in reported {
         let id = ChunkId::of(&content(seed));
         repository.read_chunk(&id, &mut buf).unwrap_or_else(|error| panic!("{seed}: {error}"));
     }
-    for id in place.known_blobs() {
+    for id in test.known_blobs() {
         repository.read_chunk(&ChunkId::from_bytes(id), &mut buf).unwrap();
     }
 }

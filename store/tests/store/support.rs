@@ -1,4 +1,4 @@
-//! A repository in a directory of its own, with chunks that tell where they belong.
+//! A repository in a directory of its own, with chunks whose content follows from a seed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,34 +19,35 @@ use crate::documents::DocumentServer;
 
 pub(crate) const CHUNK: usize = MIN_CHUNK_SIZE as usize;
 
-pub(crate) struct Place {
+/// A repository in a directory of its own.
+pub(crate) struct TestRepository {
     pub(crate) dir: TempDir,
     pub(crate) repository: Repository,
-    /// What keeps the names; the directory does without.
+    /// The server of the documents; `None` if they are in the directory.
     server: Option<DocumentServer>,
 }
 
-impl Place {
+impl TestRepository {
     pub(crate) fn new() -> Self {
         let dir = TempDir::new().unwrap();
         let repository = Repository::open_or_create(&url(&dir)).unwrap();
         Self { dir, repository, server: None }
     }
 
-    /// A place whose names are kept by something else.
+    /// A repository whose documents are on a server.
     pub(crate) fn with(server: DocumentServer) -> Self {
-        let Place { dir, .. } = Place::new();
+        let TestRepository { dir, .. } = TestRepository::new();
         let repository = Repository::with_documents(&url(&dir), server.documents()).unwrap();
         Self { dir, repository, server: Some(server) }
     }
 
-    /// What another process opens.
+    /// Opens the repository again, as another process would.
     pub(crate) fn again(&self) -> Repository {
-        open(&self.url(), self.keeper_address())
+        open(&self.url(), self.catalog_address())
     }
 
-    /// Where the names are, if they are not in the directory.
-    pub(crate) fn keeper_address(&self) -> Option<&str> {
+    /// The address of the documents, if they are not in the directory.
+    pub(crate) fn catalog_address(&self) -> Option<&str> {
         self.server.as_ref().map(DocumentServer::address)
     }
 
@@ -80,7 +81,7 @@ impl Place {
         assert!(self.documents().commit(&change).unwrap());
     }
 
-    /// Makes the holder of the lease of image `a` a process that runs no more, of this host or of another.
+    /// Changes the holder of the lease of image `a` to a dead process, of this host or of another.
     pub(crate) fn end_holder(&self, boot_id: Option<&str>) {
         let documents = self.documents();
         let view = documents.read(&[Query::key("leases/a")]).unwrap();
@@ -92,13 +93,13 @@ impl Place {
         assert!(documents.commit(&Change::default().put_for(60, "leases/a", &lease)).unwrap());
     }
 
-    /// Everything that the index knows.
+    /// All blobs in the index.
     pub(crate) fn known_blobs(&self) -> Vec<[u8; 32]> {
         known_blobs(self.dir.path())
     }
 
-    /// The first segment's file, and where a blob is in it.
-    pub(crate) fn place_of(&self, blob: &[u8; 32]) -> (PathBuf, Range<usize>) {
+    /// The file of the first segment, and the range of a blob in it.
+    pub(crate) fn locate(&self, blob: &[u8; 32]) -> (PathBuf, Range<usize>) {
         let index = rusqlite::Connection::open(self.dir.path().join("index.db")).unwrap();
         let find = "SELECT segment, offset, length FROM blobs WHERE id = ?";
         let (segment, start, len): (u64, usize, usize) = index
@@ -109,7 +110,7 @@ impl Place {
     }
 }
 
-/// Everything that the index of a repository knows.
+/// All blobs in the index of a repository.
 pub(crate) fn known_blobs(repository: &Path) -> Vec<[u8; 32]> {
     let index = rusqlite::Connection::open(repository.join("index.db")).unwrap();
     let mut query = index.prepare("SELECT id FROM blobs").unwrap();
@@ -117,7 +118,7 @@ pub(crate) fn known_blobs(repository: &Path) -> Vec<[u8; 32]> {
     rows.map(Result::unwrap).collect()
 }
 
-/// A repository whose names are in its directory, or at this address.
+/// Opens a repository whose documents are in its directory or at this address.
 pub(crate) fn open(url: &str, documents: Option<&str>) -> Repository {
     match documents {
         Some(address) => {
@@ -149,12 +150,12 @@ pub(crate) fn owner(mirror: u8) -> MirrorOwner {
     MirrorOwner::this_process(id, format!("/mirrors/{mirror}")).unwrap()
 }
 
-/// A chunk whose bytes follow from its seed.
+/// The content of a chunk with this seed.
 pub(crate) fn content(seed: u64) -> Vec<u8> {
     (seed + 1).to_le_bytes().repeat(CHUNK / 8)
 }
 
-/// Stores chunks with these seeds over `base`.
+/// Stores chunks, given as index and seed, over `base`. Returns the root of the tree.
 pub(crate) fn write(repository: &Repository, base: &Root, seeds: &[(u64, u64)]) -> Root {
     let put = |seed: u64| repository.put_chunk(&content(seed)).unwrap().id;
     let changes = seeds.iter().map(|(index, seed)| (ChunkIndex(*index), Some(put(*seed))));
@@ -173,7 +174,7 @@ pub(crate) fn new_snapshot(number: u64) -> NewSnapshot {
     }
 }
 
-/// Checks that a snapshot holds exactly these chunks.
+/// Asserts that a snapshot has exactly these chunks, given as index and seed.
 pub(crate) fn assert_holds(repository: &Repository, snapshot: &Snapshot, seeds: &[(u64, u64)]) {
     snapshot.require_content().unwrap();
     let expected = seeds.iter().copied().collect::<BTreeMap<_, _>>();

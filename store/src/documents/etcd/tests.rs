@@ -1,4 +1,4 @@
-//! Documents in a real etcd: it is killed and returns, its answers are lost, its keys are checked.
+//! Documents in a real etcd: kills and restarts, lost answers, keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -48,7 +48,7 @@ impl Process {
         panic!("etcd does not start");
     }
 
-    /// Waits until it listens. Fails if it ends: its ports may be in use.
+    /// Waits until etcd listens. Returns `false` if it exits: its ports may be in use.
     fn is_ready(&mut self) -> bool {
         let begin = Instant::now();
         while TcpStream::connect(("127.0.0.1", self.port)).is_err() {
@@ -68,14 +68,14 @@ impl Process {
 
     fn restart(&mut self) {
         self.child = spawn(self.dir.path(), self.port, self.other_port, &self.more);
-        assert!(self.is_ready(), "etcd does not return");
+        assert!(self.is_ready(), "etcd does not start again");
     }
 
     fn address(&self) -> String {
         format!("etcd://127.0.0.1:{}", self.port)
     }
 
-    /// A client with more patience than usual: many of these processes run at once.
+    /// A client with a longer retry timeout than usual: many etcd processes run at once.
     pub(in crate::documents) fn client(&self) -> EtcdDocuments {
         let retry_timeout = Duration::from_secs(60);
         EtcdDocuments::with_retry_timeout(&self.address(), &Security::INSECURE, retry_timeout)
@@ -90,7 +90,7 @@ impl Drop for Process {
     }
 }
 
-/// A port that nobody has.
+/// A port that is free.
 fn free_port() -> u16 {
     own_port().local_addr().unwrap().port()
 }
@@ -117,7 +117,7 @@ fn count(documents: &dyn Documents) -> u64 {
     documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
-/// Adds one, if nobody else has meanwhile.
+/// Increments the counter, unless another client changes it meanwhile.
 fn try_increment(documents: &dyn Documents) -> bool {
     let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
@@ -127,7 +127,7 @@ fn try_increment(documents: &dyn Documents) -> bool {
 }
 
 #[test]
-fn an_etcd_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
+fn increments_are_not_lost_or_repeated_when_etcd_is_killed_and_restarted() {
     let mut process = Process::start();
     let (stop, carried_out) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
@@ -144,7 +144,7 @@ fn an_etcd_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
             let begin = Instant::now();
             let enough = carried_out.load(Ordering::Relaxed) + 1 + round * 5;
             while carried_out.load(Ordering::Relaxed) < enough {
-                assert!(begin.elapsed() < Duration::from_secs(60), "nothing goes on");
+                assert!(begin.elapsed() < Duration::from_secs(60), "no increment succeeds");
                 thread::sleep(Duration::from_millis(1));
             }
             process.kill();
@@ -155,9 +155,9 @@ fn an_etcd_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
     assert_eq!(count(&process.client()), carried_out.load(Ordering::Relaxed));
 }
 
-/// Stands before an etcd. When it is told to be `deaf`, it passes requests on and no answers, and cuts the
-/// connection at the first that comes.
-fn proxy(port: u16, deaf: Arc<AtomicBool>) -> u16 {
+/// Starts a proxy before an etcd. When `lose_answer` is set, the proxy forwards requests, and
+/// closes the connection in place of the next answer.
+fn proxy(port: u16, lose_answer: Arc<AtomicBool>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let own = listener.local_addr().unwrap().port();
     thread::spawn(move || {
@@ -168,12 +168,13 @@ fn proxy(port: u16, deaf: Arc<AtomicBool>) -> u16 {
                 (client.try_clone().unwrap(), server.try_clone().unwrap(), false),
                 (server, client, true),
             ] {
-                let deaf = deaf.clone();
+                let lose_answer = lose_answer.clone();
                 thread::spawn(move || {
                     let mut buffer = [0; 4096];
                     while let Ok(len @ 1..) = from.read(&mut buffer) {
-                        // HTTP/2 acknowledges a request before it answers; that is short.
-                        if is_answer && len > 40 && deaf.swap(false, Ordering::SeqCst) {
+                        // HTTP/2 acknowledges a request before it answers; acknowledgements are
+                        // short.
+                        if is_answer && len > 40 && lose_answer.swap(false, Ordering::SeqCst) {
                             break;
                         }
                         if into.write_all(&buffer[..len]).is_err() {
@@ -190,32 +191,32 @@ fn proxy(port: u16, deaf: Arc<AtomicBool>) -> u16 {
 }
 
 #[test]
-fn a_change_whose_answer_is_lost_is_carried_out_once_and_told_truly() {
+fn a_change_whose_answer_is_lost_is_carried_out_once_and_reported_as_done() {
     let process = Process::start();
-    let deaf = Arc::new(AtomicBool::new(false));
-    let address = format!("etcd://127.0.0.1:{}", proxy(process.port, deaf.clone()));
+    let lose_answer = Arc::new(AtomicBool::new(false));
+    let address = format!("etcd://127.0.0.1:{}", proxy(process.port, lose_answer.clone()));
     let retry_timeout = Duration::from_secs(60);
     let documents =
         EtcdDocuments::with_retry_timeout(&address, &Security::INSECURE, retry_timeout).unwrap();
-    assert!(try_increment(&documents), "it has a lease for its tokens");
+    assert!(try_increment(&documents), "this grants the lease for tokens");
     let direct = process.client();
     for round in 2..7 {
         let view = documents.read(&[Query::key("count")]).unwrap();
         let relies_on = vec![("count".into(), view.version("count"))];
         let change = Change { relies_on, ..Change::default() }.put("count", &round);
-        deaf.store(true, Ordering::SeqCst);
+        lose_answer.store(true, Ordering::SeqCst);
         assert!(
             documents.commit(&change).unwrap(),
-            "what was carried out is not told to be refused"
+            "a change that was carried out is reported as such"
         );
-        assert!(!deaf.load(Ordering::SeqCst), "an answer was lost");
+        assert!(!lose_answer.load(Ordering::SeqCst), "an answer was lost");
         assert_eq!(count(&direct), round);
-        assert!(!documents.commit(&change).unwrap(), "and the same again is another change");
+        assert!(!documents.commit(&change).unwrap(), "another commit has another token");
     }
 }
 
 #[test]
-fn an_etcd_that_is_away_is_named_in_time() {
+fn an_unreachable_etcd_is_reported_in_time() {
     let mut process = Process::start();
     let retry_timeout = Duration::from_secs(2);
     let documents =
@@ -238,7 +239,7 @@ fn an_etcd_that_is_away_is_named_in_time() {
 }
 
 #[test]
-fn more_documents_than_a_transaction_has_room_for_are_read_as_of_one_moment() {
+fn a_read_of_more_documents_than_fit_in_a_transaction_shows_one_moment() {
     let process = Process::start();
     let documents = process.client();
     for begin in [0, 100, 200] {
@@ -247,8 +248,8 @@ fn more_documents_than_a_transaction_has_room_for_are_read_as_of_one_moment() {
         });
         assert!(documents.commit(&change).unwrap());
     }
-    let wanted: Vec<_> = (0..300).map(|number| Query::key(format!("many/{number}"))).collect();
-    let view = documents.read(&wanted).unwrap();
+    let queries: Vec<_> = (0..300).map(|number| Query::key(format!("many/{number}"))).collect();
+    let view = documents.read(&queries).unwrap();
     assert_eq!(view.documents.len(), 300);
     assert_eq!(view.get("many/250").unwrap(), Some(250));
     assert_eq!(documents.read(&[]).unwrap().revision, view.revision);
@@ -256,19 +257,19 @@ fn more_documents_than_a_transaction_has_room_for_are_read_as_of_one_moment() {
         (0..300).fold(Change::default(), |change, number| change.put(format!("{number}"), &1));
     let error = documents.commit(&change).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
-    // Leases and tokens are no documents.
+    // Leases and tokens are not documents.
     let all = documents.read(&[Query::prefix("")]).unwrap();
     assert_eq!(all.documents.len(), 300);
 }
 
-/// A certificate and its key.
+/// Makes a certificate for `hosts`. Returns its parameters, its key and its text.
 fn certificate(
-    documents: &[&str],
+    hosts: &[&str],
     issuer: Option<&Issuer<'_, KeyPair>>,
 ) -> (CertificateParams, KeyPair, String) {
     let key = KeyPair::generate().unwrap();
-    let documents: Vec<String> = documents.iter().map(|name| (*name).to_owned()).collect();
-    let mut params = CertificateParams::new(documents).unwrap();
+    let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
+    let mut params = CertificateParams::new(hosts).unwrap();
     let text = match issuer {
         Some(issuer) => params.signed_by(&key, issuer).unwrap().pem(),
         None => {
@@ -280,7 +281,7 @@ fn certificate(
 }
 
 #[test]
-fn an_etcd_with_keys_is_reached_with_keys_only() {
+fn an_etcd_with_keys_accepts_only_clients_with_keys() {
     let keys = TempDir::new().unwrap();
     init(keys.path()).unwrap();
     let without = Security::load(keys.path(), Role::Client).unwrap();
@@ -316,9 +317,9 @@ fn an_etcd_with_keys_is_reached_with_keys_only() {
 }
 
 proptest! {
-    /// Whatever is put and removed in one change: what is deleted is what was to be removed and is not put.
+    /// For any change, the deleted keys are the removed keys without those that are put.
     #[test]
-    fn no_key_is_touched_twice(
+    fn a_key_that_is_put_is_not_deleted(
         there in btree_set("[ab]{0,4}", 0..12),
         put in btree_set("[ab]{0,4}", 0..6),
         removed in btree_set("[ab]{0,3}", 0..3),

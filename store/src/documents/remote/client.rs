@@ -1,4 +1,4 @@
-//! The client of a catalog that is served.
+//! The client of a served catalog.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -8,14 +8,15 @@ use tokio::time::timeout;
 
 use super::connection::Connection;
 use super::wire::{Answer, MAX_QUERIES, MAX_REQUEST, Request, check_key};
-use crate::documents::background::{Background, CallError, retry, unavailable};
+use crate::documents::background::{Background, CallError, no_random, retry, unavailable};
 use crate::documents::{Change, Documents, LONGEST_WAIT, Query, RETRY_TIMEOUT, View, new_token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CatalogId;
 use crate::net::frame::Message;
 use crate::net::identity::Security;
 
-/// Documents of a catalog elsewhere. It connects when it is first used, and again whenever that is needed.
+/// The documents of a served catalog. It connects at the first call, and again after a connection
+/// is lost.
 pub struct RemoteDocuments {
     background: Background,
     link: Arc<CatalogLink>,
@@ -25,19 +26,19 @@ struct CatalogLink {
     address: String,
     security: Security,
     retry_timeout: Duration,
-    /// Which catalog was found first. Another one at its address has other names.
+    /// The id of the first catalog at this address. Another catalog has other documents.
     catalog: OnceLock<CatalogId>,
     connection: Mutex<Option<Arc<Connection>>>,
 }
 
 impl RemoteDocuments {
-    /// The catalog at `host:port`. Nobody is asked yet.
+    /// The catalog at `host:port`. No request is sent.
     pub fn new(address: &str, security: &Security) -> Result<RemoteDocuments> {
         RemoteDocuments::with_retry_timeout(address, security, RETRY_TIMEOUT)
     }
 
-    /// As [`RemoteDocuments::new`], for a caller who wants to hear of a catalog that is away after another time than ten
-    /// seconds.
+    /// The catalog at `address`, like [`RemoteDocuments::new`]. A call to an unreachable catalog
+    /// fails after `retry_timeout` instead of ten seconds.
     pub fn with_retry_timeout(
         address: &str,
         security: &Security,
@@ -53,7 +54,8 @@ impl RemoteDocuments {
         Ok(RemoteDocuments { background: Background::start(address)?, link: Arc::new(link) })
     }
 
-    fn ask(&self, request: &Request, longer: Duration) -> Result<Answer> {
+    /// Sends a request, with retries. The server may take `wait` longer than usual to answer.
+    fn ask(&self, request: &Request, wait: Duration) -> Result<Answer> {
         let (kind, body) = request.to_body();
         let len = body.len();
         if len > MAX_REQUEST {
@@ -63,24 +65,24 @@ impl RemoteDocuments {
         let request: Message = (kind, vec![body.into()]);
         let link = self.link.clone();
         self.background.run(async move {
-            let ask = || link.ask(&request, longer);
-            retry(&link.address, link.retry_timeout, !longer.is_zero(), ask).await
+            let ask = || link.ask(&request, wait);
+            retry(&link.address, link.retry_timeout, !wait.is_zero(), ask).await
         })
     }
 
     fn unexpected(&self) -> Error {
-        unavailable(&self.link.address, "the answer is not one to the question")
+        unavailable(&self.link.address, "its answer does not match the request")
     }
 }
 
 impl Documents for RemoteDocuments {
-    fn read(&self, wanted: &[Query]) -> Result<View> {
-        if wanted.len() > MAX_QUERIES {
+    fn read(&self, queries: &[Query]) -> Result<View> {
+        if queries.len() > MAX_QUERIES {
             let what = "a read of the catalog, in keys and prefixes,";
-            return Err(Error::TooLarge { what, actual: wanted.len(), limit: MAX_QUERIES });
+            return Err(Error::TooLarge { what, actual: queries.len(), limit: MAX_QUERIES });
         }
-        wanted.iter().try_for_each(|(Query::Key(key) | Query::Prefix(key))| check_key(key))?;
-        match self.ask(&Request::Read(wanted.to_vec()), Duration::ZERO)? {
+        queries.iter().try_for_each(|(Query::Key(key) | Query::Prefix(key))| check_key(key))?;
+        match self.ask(&Request::Read(queries.to_vec()), Duration::ZERO)? {
             Answer::View(view) => Ok(view),
             _ => Err(self.unexpected()),
         }
@@ -92,7 +94,7 @@ impl Documents for RemoteDocuments {
         let relied_on = change.relies_on.iter().map(|(key, _)| key);
         removed.chain(put).chain(relied_on).try_for_each(|key| check_key(key))?;
         let token = new_token(change)
-            .map_err(|error| unavailable(&self.link.address, &format!("no random: {error}")))?;
+            .map_err(|error| unavailable(&self.link.address, &no_random(&error)))?;
         match self.ask(&Request::Commit(token, change.clone()), Duration::ZERO)? {
             Answer::Committed(carried_out) => Ok(carried_out),
             _ => Err(self.unexpected()),
@@ -110,23 +112,24 @@ impl Documents for RemoteDocuments {
 }
 
 impl CatalogLink {
-    /// Asks once. A third of the time is for each try, so that a connection which leads nowhere is tried anew.
-    async fn ask(&self, request: &Message, longer: Duration) -> Result<Answer, CallError> {
+    /// Sends a request once. Each attempt has a third of the time, so that a connection that does
+    /// not answer is replaced while time remains.
+    async fn ask(&self, request: &Message, wait: Duration) -> Result<Answer, CallError> {
         let connection = match timeout(self.retry_timeout / 3, self.connection()).await {
             Ok(connection) => connection?,
-            Err(_) => return Err(CallError::Transient("it cannot be reached in time".into())),
+            Err(_) => return Err(CallError::Transient("the connection timed out".into())),
         };
-        match timeout(self.retry_timeout / 3 + longer, connection.ask(request.clone())).await {
+        match timeout(self.retry_timeout / 3 + wait, connection.ask(request.clone())).await {
             Ok(answer) => answer,
             Err(_) => {
                 connection.close();
-                Err(CallError::late())
+                Err(CallError::timed_out())
             }
         }
     }
 
     async fn connection(&self) -> Result<Arc<Connection>, CallError> {
-        // One at a time: the others use what this one finds.
+        // One task connects at a time; the others wait for the lock and use its connection.
         let mut connection = self.connection.lock().await;
         if let Some(connection) = connection.as_ref().filter(|found| !found.is_lost()) {
             return Ok(connection.clone());
@@ -135,7 +138,7 @@ impl CatalogLink {
         let first = *self.catalog.get_or_init(|| opened.catalog());
         if opened.catalog() != first {
             let reason = format!(
-                "it is catalog {}, and was {first} before; start the one with the right directory",
+                "it is catalog {}, but was {first} before; start it with the right directory",
                 opened.catalog()
             );
             return Err(CallError::Permanent(ErrorKind::Unavailable, reason));

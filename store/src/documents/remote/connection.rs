@@ -22,7 +22,7 @@ impl From<io::Error> for CallError {
                 CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
             )) => "the server there is not a catalog; name the catalog's address".into(),
             Some(TlsError::InvalidMessage(_)) => {
-                "the server there does not speak TLS; is it started with --insecure?".into()
+                "the server there does not use TLS; was it started with --insecure?".into()
             }
             Some(error) => {
                 format!("{error}; use the keys that `cairn keys init` made for its cluster")
@@ -37,12 +37,12 @@ impl From<HandshakeError> for CallError {
         match error {
             HandshakeError::Io(error) => error.into(),
             HandshakeError::Closed => CallError::Transient(
-                "it closes the connection at once; does it expect TLS, or has it too many clients?"
+                "it closes the connection at once; it may expect TLS, or have too many clients"
                     .into(),
             ),
             HandshakeError::Refused(kind, reason) => CallError::Permanent(kind, reason),
             HandshakeError::OtherProtocol => {
-                CallError::Permanent(ErrorKind::Invalid, "it does not answer like a catalog".into())
+                CallError::Permanent(ErrorKind::Invalid, "it does not speak the protocol".into())
             }
         }
     }
@@ -52,7 +52,7 @@ impl From<HandshakeError> for CallError {
 pub(super) struct Connection(connection::Connection);
 
 impl Connection {
-    /// Connects to the catalog that listens at this address.
+    /// Connects to the catalog at this address.
     pub(super) async fn open(address: &str, security: &Security) -> Result<Connection, CallError> {
         let open = connection::Connection::open(
             address,
@@ -77,7 +77,7 @@ impl Connection {
         self.0.close();
     }
 
-    /// The answer to a request.
+    /// Sends a request and waits for its answer.
     pub(super) async fn ask(&self, request: Message) -> Result<Answer, CallError> {
         let lost = |_| CallError::Transient("the connection is lost".into());
         let (kind, body) = self.0.ask(request).await.map_err(lost)?;
@@ -85,7 +85,7 @@ impl Connection {
             Ok(Answer::Failed(kind, reason)) => Err(CallError::Permanent(kind, reason)),
             Ok(answer) => Ok(answer),
             Err(error) => {
-                // What follows on this connection cannot be trusted either.
+                // Later messages on this connection cannot be trusted either.
                 self.close();
                 Err(CallError::Transient(error.to_string()))
             }

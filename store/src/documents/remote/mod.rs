@@ -1,12 +1,21 @@
-//! Documents that one process serves to all over the network.
+//! Documents that one process serves over the network.
 //!
 //! ```text
-//! Served ──► Connection ═══ frames ═══► serve ──► CatalogStore: a database in a directory of its own
-//!   └─ asks again when a connection is lost          └─ knows by its token what was carried out before
+//! RemoteDocuments ─► Connection ═══ frames ═══► serve ─► CatalogStore ─► SqliteDocuments
+//!   └─ retries when a connection is lost          └─ recognises a retry by its token
 //! ```
 //!
-//! A change whose answer is lost may have been carried out. So each carries a random token, which is stored in the
-//! same transaction: who asks again with it is told the truth.
+//! | file | holds |
+//! |---|---|
+//! | `client` | [`RemoteDocuments`]: connects, retries, checks the catalog's id |
+//! | `connection` | one connection of a client, and what its errors mean |
+//! | [`wire`] | requests and answers as bytes |
+//! | `server` | [`serve`]: connections, limits, permissions of peers |
+//! | `store` | [`CatalogStore`]: the data directory of a catalog |
+//!
+//! A change whose answer is lost may have been carried out. So each change carries a random token,
+//! which is stored in the same transaction. A retry with a known token returns the result of the
+//! first attempt and does nothing.
 
 mod client;
 mod connection;

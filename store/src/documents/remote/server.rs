@@ -1,12 +1,12 @@
-//! Serving a catalog's documents.
+//! The server of a catalog's documents.
 //!
 //! ```text
 //! connection ──► read, commit ──► a few threads ──► answers, in any order
-//!            └─► wait ──► told by one task, which looks what has changed for all who wait
+//!            └─► wait ──► one task polls the database for all waiting requests
 //! ```
 //!
-//! What is held in memory is bounded for all connections together, and how many of them there are, above all of
-//! those who have not made themselves known.
+//! These are bounded: the memory of all connections together, the connections, and, more tightly,
+//! the connections that have not authenticated.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,48 +27,52 @@ use crate::net::frame::{OutgoingFrames, read_body, read_header};
 use crate::net::handshake::{CATALOG_PROTOCOL, greet};
 use crate::net::identity::{Role, Security};
 
-/// Memory for requests and answers, in units of a KiB.
-const MEMORY: usize = 256 << 10;
+/// Memory for requests and answers, in KiB.
+const MEMORY_KIB: usize = 256 << 10;
 
 /// Connections at a time.
 const MAX_CONNECTIONS: usize = 4096;
 
-/// Connections at a time whose clients have not made themselves known.
-const MAX_NEWCOMERS: usize = 64;
+/// Connections at a time that have not authenticated.
+const MAX_UNAUTHENTICATED: usize = 64;
 
 /// Requests of one connection at a time.
 const MAX_REQUESTS: usize = 256;
 
-/// Requests that are carried out at a time. An answer that finds no room waits as one of them.
+/// Requests that are carried out at a time. An answer that waits for memory counts as one of them.
 const WORKERS: usize = 4;
 
 /// How long a connection may be silent.
-const IDLE: Duration = Duration::from_secs(600);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The longest wait. A client that wants to wait longer asks again.
+/// The longest wait. A client that wants to wait longer sends another request.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 
-/// How often is looked for changes by other processes.
+/// How often the server looks for changes by other processes.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What a peer may change: what it is, and what it has found out. The names are not its own.
-const FOLDERS_OF_PEERS: [&str; 5] = ["members", "alive", "suspects", "leader", "health"];
+/// The folders that a peer may change: membership, and what peers observe. Images, snapshots and
+/// mirrors are not in them.
+const PEER_FOLDERS: [&str; 5] = ["members", "alive", "suspects", "leader", "health"];
 
 struct Server {
     store: Arc<CatalogStore>,
     security: Security,
+    /// Free memory, in KiB.
     memory: Arc<Semaphore>,
-    working: Semaphore,
-    newcomers: Arc<Semaphore>,
+    workers: Semaphore,
+    unauthenticated: Arc<Semaphore>,
+    /// The revision of the last change in each folder.
     folders: watch::Sender<HashMap<String, u64>>,
-    look: Notify,
+    /// Makes the polling task look for changes at once.
+    poll_now: Notify,
 }
 
-/// An answer, and what is free again when it is sent.
+/// An answer, and the permits that are released when it is sent.
 struct Outgoing {
     number: u64,
     body: (u16, Vec<u8>),
-    _room: Option<OwnedSemaphorePermit>,
+    _memory: Option<OwnedSemaphorePermit>,
     _slot: OwnedSemaphorePermit,
 }
 
@@ -82,15 +86,15 @@ pub async fn serve(
     let server = Arc::new(Server {
         store,
         security,
-        memory: Arc::new(Semaphore::new(MEMORY)),
-        working: Semaphore::new(WORKERS),
-        newcomers: Arc::new(Semaphore::new(MAX_NEWCOMERS)),
+        memory: Arc::new(Semaphore::new(MEMORY_KIB)),
+        workers: Semaphore::new(WORKERS),
+        unauthenticated: Arc::new(Semaphore::new(MAX_UNAUTHENTICATED)),
         folders: watch::Sender::new(HashMap::new()),
-        look: Notify::new(),
+        poll_now: Notify::new(),
     });
     let mut connections = JoinSet::new();
     let own = server.clone();
-    connections.spawn(async move { own.look_for_changes().await });
+    connections.spawn(async move { own.poll_for_changes().await });
     tokio::pin!(stop);
     loop {
         let accepted = tokio::select! {
@@ -100,22 +104,22 @@ pub async fn serve(
         };
         match accepted {
             Ok((stream, address)) => {
-                let newcomer = server.newcomers.clone().try_acquire_owned();
-                // Beyond the limits it is closed at once.
-                let Some(newcomer) = newcomer.ok().filter(|_| connections.len() <= MAX_CONNECTIONS)
+                let permit = server.unauthenticated.clone().try_acquire_owned();
+                // A connection beyond the limits is closed at once.
+                let Some(permit) = permit.ok().filter(|_| connections.len() <= MAX_CONNECTIONS)
                 else {
                     continue;
                 };
                 let server = server.clone();
                 connections.spawn(async move {
-                    if let Err(error) = server.connection(stream, newcomer).await {
-                        tracing::debug!(%address, %error, "a connection ends");
+                    if let Err(error) = server.connection(stream, permit).await {
+                        tracing::debug!(%address, %error, "connection closed");
                     }
                 });
             }
             Err(error) => {
-                // Out of descriptors, most likely: that may pass.
-                tracing::warn!(%error, "a connection could not be accepted");
+                // Most likely there are no free file descriptors, which may be temporary.
+                tracing::warn!(%error, "cannot accept a connection");
                 sleep(Duration::from_millis(100)).await;
             }
         }
@@ -125,11 +129,11 @@ pub async fn serve(
 }
 
 impl Server {
-    /// Tells those who wait what has changed.
-    async fn look_for_changes(self: &Arc<Server>) {
+    /// Polls the database and notifies the requests that wait for a change.
+    async fn poll_for_changes(self: &Arc<Server>) {
         loop {
             if self.folders.receiver_count() == 0 {
-                self.look.notified().await;
+                self.poll_now.notified().await;
             }
             let store = self.store.clone();
             match tokio::task::spawn_blocking(move || store.documents().folders()).await {
@@ -140,19 +144,19 @@ impl Server {
                         changed
                     });
                 }
-                Ok(Err(error)) => tracing::warn!(%error, "changes cannot be looked for"),
-                Err(error) => tracing::warn!(%error, "changes cannot be looked for"),
+                Ok(Err(error)) => tracing::warn!(%error, "cannot look for changes"),
+                Err(error) => tracing::warn!(%error, "cannot look for changes"),
             }
-            // A change that was made here is told at once.
-            let _ = timeout(POLL_INTERVAL, self.look.notified()).await;
+            // A change by a client of this server is found at once.
+            let _ = timeout(POLL_INTERVAL, self.poll_now.notified()).await;
         }
     }
 
-    /// Serves one client.
+    /// Serves one client. `unauthenticated` is released after the handshake.
     async fn connection(
         self: &Arc<Server>,
         stream: TcpStream,
-        newcomer: OwnedSemaphorePermit,
+        unauthenticated: OwnedSemaphorePermit,
     ) -> io::Result<()> {
         let _ = stream.set_nodelay(true);
         let (reader, writer, role) = self.security.accept(stream, &Role::ALL).await?;
@@ -161,85 +165,86 @@ impl Server {
         if !greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await? {
             return Ok(());
         }
-        drop(newcomer);
+        drop(unauthenticated);
         let slots = Arc::new(Semaphore::new(MAX_REQUESTS));
         let (answers, outgoing) = mpsc::unbounded_channel();
         let mut sending = JoinSet::new();
         sending.spawn(send(writer, outgoing));
-        // They end with the connection.
+        // The tasks in this set end with the connection.
         let mut answering = JoinSet::new();
         loop {
             let header = tokio::select! {
-                header = read_header(&mut reader, IDLE, MAX_REQUEST) => header?,
-                // The client takes no answers any more.
+                header = read_header(&mut reader, IDLE_TIMEOUT, MAX_REQUEST) => header?,
+                // Sending has failed: the client does not take answers any more.
                 _ = sending.join_next() => return Ok(()),
             };
             let Some(header) = header else { break };
             let header = header.map_err(io::Error::other)?;
             let slot = slots.clone().acquire_owned().await.map_err(io::Error::other)?;
-            let room = self.room(header.len).await?;
+            let memory = self.reserve_memory(header.len).await?;
             let body = read_body(&mut reader, &header).await?;
             let number = header.number;
             match Request::from_body(header.kind, &body) {
                 Ok(request) => {
                     let (server, answers) = (self.clone(), answers.clone());
                     answering.spawn(async move {
-                        let (body, _room) = server.answer(request, role, room).await;
-                        // The client may have gone.
-                        let _ = answers.send(Outgoing { number, body, _room, _slot: slot });
+                        let (body, _memory) = server.answer(request, role, memory).await;
+                        // This fails if the client has disconnected.
+                        let _ = answers.send(Outgoing { number, body, _memory, _slot: slot });
                     });
                 }
-                // Where the next frame starts is clear, but not what this client means by it.
+                // The next frame could be found, but this client does not speak the protocol.
                 Err(error) => {
                     let body = Answer::failed(&error).to_body();
-                    let _ = answers.send(Outgoing { number, body, _room: Some(room), _slot: slot });
+                    let _memory = Some(memory);
+                    let _ = answers.send(Outgoing { number, body, _memory, _slot: slot });
                     break;
                 }
             }
             while answering.try_join_next().is_some() {}
         }
         drop(answers);
-        // What was asked before is answered, as long as the client listens.
+        // Earlier requests are answered while the client reads.
         while answering.join_next().await.is_some() {}
         while sending.join_next().await.is_some() {}
         Ok(())
     }
 
-    /// Room in memory for so many bytes.
-    async fn room(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
+    /// Reserves memory for a message of this many bytes.
+    async fn reserve_memory(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
         let units = (bytes.div_ceil(1024) + 1) as u32;
         self.memory.clone().acquire_many_owned(units).await.map_err(io::Error::other)
     }
 
-    /// The answer to a request, and its room in memory. `room` is the request's.
+    /// The answer to a request, and the memory reserved for it. `memory` is that of the request.
     async fn answer(
         self: &Arc<Server>,
         request: Request,
         role: Option<Role>,
-        room: OwnedSemaphorePermit,
+        memory: OwnedSemaphorePermit,
     ) -> ((u16, Vec<u8>), Option<OwnedSemaphorePermit>) {
         if let Request::Wait(folder, revision, milliseconds) = &request {
             let limit = Duration::from_millis((*milliseconds).into());
             self.wait(folder, *revision, limit).await;
-            return (Answer::Waited.to_body(), Some(room));
+            return (Answer::Waited.to_body(), Some(memory));
         }
-        let _worker = self.working.acquire().await;
+        let _worker = self.workers.acquire().await;
         let server = self.clone();
         let work = move || server.work(request, role);
         let worked = tokio::task::spawn_blocking(work).await;
         let body = worked.unwrap_or_else(|_| {
-            Answer::Failed(ErrorKind::Unavailable, "it has panicked".into()).to_body()
+            Answer::Failed(ErrorKind::Unavailable, "the request panicked".into()).to_body()
         });
-        // First the one, then the other: who holds room must not wait for more.
-        drop(room);
-        let room = self.room(body.1.len()).await.ok();
-        (body, room)
+        // The request's memory is released first: a task that holds memory must not wait for more.
+        drop(memory);
+        let memory = self.reserve_memory(body.1.len()).await.ok();
+        (body, memory)
     }
 
-    /// Returns when something in this folder has changed after this revision, or after a time.
+    /// Returns when a document in `folder` has changed after `revision`, or after `limit`.
     async fn wait(&self, folder: &str, revision: u64, limit: Duration) {
         let mut folders = self.folders.subscribe();
-        self.look.notify_one();
+        self.poll_now.notify_one();
         let changed = folders.wait_for(|all| all.get(folder).is_some_and(|last| *last > revision));
         let _ = timeout(limit.min(MAX_WAIT), changed).await;
     }
@@ -247,7 +252,7 @@ impl Server {
     /// Carries out a request.
     fn work(&self, request: Request, role: Option<Role>) -> (u16, Vec<u8>) {
         let answer = match request {
-            Request::Read(wanted) => self.store.documents().read(&wanted).map(Answer::View),
+            Request::Read(queries) => self.store.documents().read(&queries).map(Answer::View),
             Request::Commit(token, change) => {
                 self.commit(token.as_ref(), &change, role).map(Answer::Committed)
             }
@@ -256,7 +261,9 @@ impl Server {
         let body = answer.unwrap_or_else(|error| Answer::failed(&error)).to_body();
         match body.1.len() {
             len if len > MAX_ANSWER => {
-                let reason = format!("the answer has {len} bytes, which is too much; ask for less");
+                let reason = format!(
+                    "the answer has {len} bytes, and may have {MAX_ANSWER}; read fewer documents"
+                );
                 Answer::Failed(ErrorKind::Invalid, reason).to_body()
             }
             _ => body,
@@ -273,18 +280,18 @@ impl Server {
             None => documents.commit(change),
         }?;
         if carried_out {
-            self.look.notify_one();
+            self.poll_now.notify_one();
         }
         Ok(carried_out)
     }
 }
 
-/// Fails if a change is not a peer's to make.
+/// Fails if a peer may not make this change.
 fn check_peer(change: &Change) -> Result<()> {
-    let own = |key: &str| FOLDERS_OF_PEERS.contains(&folder(key));
-    let removed = change.removes.iter().find(|wanted| match wanted {
+    let own = |key: &str| PEER_FOLDERS.contains(&folder(key));
+    let removed = change.removes.iter().find(|query| match query {
         Query::Key(key) => !own(key),
-        // Without a slash it would be of other folders, too.
+        // A prefix without a slash can match keys in other folders.
         Query::Prefix(prefix) => !own(prefix) || !prefix.contains('/'),
     });
     let removed = removed.map(|(Query::Key(key) | Query::Prefix(key))| key);
@@ -292,7 +299,7 @@ fn check_peer(change: &Change) -> Result<()> {
     match removed.or(put) {
         None => Ok(()),
         Some(key) => {
-            let folders = FOLDERS_OF_PEERS.join(", ");
+            let folders = PEER_FOLDERS.join(", ");
             let what = format!("a peer may not change '{key}', only the folders {folders}");
             Err(Error::NotPermitted { what })
         }
@@ -308,9 +315,9 @@ async fn send(
     let mut held = Vec::new();
     while let Some(first) = outgoing.recv().await {
         let mut next = Some(first);
-        while let Some(Outgoing { number, body: (kind, body), _room, _slot }) = next.take() {
+        while let Some(Outgoing { number, body: (kind, body), _memory, _slot }) = next.take() {
             frames.push(number, (kind, vec![body.into()]));
-            held.push((_room, _slot));
+            held.push((_memory, _slot));
             if !frames.is_full() {
                 next = outgoing.try_recv().ok();
             }
@@ -326,7 +333,7 @@ mod tests {
     use super::{Change, Query, check_peer};
 
     #[test]
-    fn a_peer_changes_what_is_its_own_and_no_names() {
+    fn a_peer_may_change_only_the_folders_of_peers() {
         let change = Change::default;
         for good in [
             change(),

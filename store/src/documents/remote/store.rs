@@ -1,9 +1,9 @@
-//! The data directory of a catalog that is served.
+//! The data directory of a served catalog.
 //!
 //! ```text
-//! DIR/catalog.json   the marker: which catalog this is
+//! DIR/catalog.json   the marker: format, version and the catalog's id
 //! DIR/catalog.db     the documents
-//! DIR/lock           one process serves it
+//! DIR/lock           locked by the process that serves the catalog
 //! ```
 
 use std::fs::File;
@@ -25,7 +25,7 @@ const DIRECTORY: DataDirectory = DataDirectory {
     parts: &[DATABASE],
 };
 
-/// A catalog's directory, in use by this process.
+/// A catalog's data directory, locked by this process.
 pub struct CatalogStore {
     id: CatalogId,
     documents: Arc<SqliteDocuments>,
@@ -33,7 +33,7 @@ pub struct CatalogStore {
 }
 
 impl CatalogStore {
-    /// Opens a data directory, and makes it first if it is empty or not there.
+    /// Opens a data directory. Creates it if it does not exist or is empty.
     pub fn open(directory: &Path) -> Result<CatalogStore> {
         let database = directory.join(DATABASE);
         let (lock, id) = DIRECTORY.take(directory, || SqliteDocuments::create(&database))?;
@@ -42,12 +42,12 @@ impl CatalogStore {
         Ok(CatalogStore { id, documents, _lock: lock })
     }
 
-    /// Which catalog this is.
+    /// The catalog's id.
     pub fn id(&self) -> CatalogId {
         self.id
     }
 
-    /// Its documents. Who changes them here is seen by all who are served.
+    /// The catalog's documents. All clients see changes that are made here.
     pub fn documents(&self) -> &Arc<SqliteDocuments> {
         &self.documents
     }
@@ -63,7 +63,8 @@ mod tests {
     use super::CatalogStore;
     use crate::cluster::peer::PeerStore;
 
-    /// A process that another test has just begun has the lock until it runs its program.
+    /// Opens the directory, with retries: a child process that another test has just forked holds a
+    /// copy of the lock until it executes its program.
     fn open_again(directory: &Path) -> CatalogStore {
         for _ in 0..600 {
             match CatalogStore::open(directory) {
@@ -73,11 +74,11 @@ mod tests {
                 opened => return opened.unwrap(),
             }
         }
-        panic!("its lock is not free");
+        panic!("the lock stays held");
     }
 
     #[test]
-    fn a_directory_is_never_taken_for_something_else() {
+    fn a_directory_of_another_kind_is_refused_and_left_unchanged() {
         let dir = TempDir::new().unwrap();
         let of = |name: &str| dir.path().join(name);
         let catalog = CatalogStore::open(&of("catalog")).unwrap();
@@ -86,17 +87,17 @@ mod tests {
         let id = catalog.id();
         drop(catalog);
         assert_eq!(open_again(&of("catalog")).id(), id);
-        assert!(PeerStore::open(&of("catalog"), None).is_err(), "no peer");
+        assert!(PeerStore::open(&of("catalog"), None).is_err(), "it is not a peer's");
 
         let peer = PeerStore::open(&of("peer"), None).unwrap();
         drop(peer);
         let before = fs::read_dir(of("peer")).unwrap().count();
-        assert!(CatalogStore::open(&of("peer")).is_err(), "no catalog");
-        assert_eq!(fs::read_dir(of("peer")).unwrap().count(), before, "nothing is left there");
+        assert!(CatalogStore::open(&of("peer")).is_err(), "it is not a catalog's");
+        assert_eq!(fs::read_dir(of("peer")).unwrap().count(), before, "no file was added");
     }
 
     #[test]
-    fn a_catalog_that_is_half_made_is_made_again() {
+    fn a_directory_without_its_marker_is_created_again() {
         let dir = TempDir::new().unwrap();
         let first = CatalogStore::open(dir.path()).unwrap().id();
         fs::remove_file(dir.path().join("catalog.json")).unwrap();

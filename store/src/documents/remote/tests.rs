@@ -1,4 +1,4 @@
-//! A catalog over a socket: what is said to it, well and badly, and what gets lost on the way.
+//! A catalog over a socket: valid and invalid messages, lost requests and lost answers.
 
 use std::collections::HashSet;
 use std::io::{self, Read, Write};
@@ -24,7 +24,7 @@ use crate::net::identity::{Role, Security, init};
 use crate::sys;
 use crate::testing::own_port;
 
-/// A catalog that is served by a thread of its own.
+/// A catalog that a thread of its own serves.
 pub(in crate::documents) struct Catalog {
     dir: TempDir,
     address: SocketAddr,
@@ -76,7 +76,7 @@ impl Drop for Catalog {
     }
 }
 
-/// Runs a server with a runtime of its own.
+/// Runs a server on a thread with a runtime of its own.
 fn in_background<F: Future<Output = io::Result<()>>>(
     listener: TcpListener,
     serve: impl FnOnce(tokio::net::TcpListener) -> F + Send + 'static,
@@ -94,7 +94,7 @@ fn count(documents: &dyn Documents) -> u64 {
     documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
-/// Adds one, if nobody else has meanwhile.
+/// Increments the counter, unless another client changes it meanwhile.
 fn try_increment(documents: &dyn Documents) -> bool {
     let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
@@ -103,17 +103,18 @@ fn try_increment(documents: &dyn Documents) -> bool {
     documents.commit(&change.put("count", &(count + 1))).unwrap()
 }
 
-/// What becomes of a request on its way.
+/// What the proxy does with a request.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
-    Arrives,
-    /// It is lost, and the connection with it.
-    IsLost,
-    /// It arrives, and its answer is lost with the connection.
-    IsNotAnswered,
+    /// The request and its answer pass.
+    Pass,
+    /// The request is lost, and the connection with it.
+    LoseRequest,
+    /// The request arrives. Its answer is lost, and the connection with it.
+    LoseAnswer,
 }
 
-/// Stands between a catalog and its clients, and decides about each commit.
+/// Starts a proxy between a catalog and its clients. `decide` is called for each commit.
 fn proxy(to: SocketAddr, decide: impl FnMut() -> Fate + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -127,11 +128,11 @@ fn proxy(to: SocketAddr, decide: impl FnMut() -> Fate + Send + 'static) -> Strin
             thread::spawn(move || {
                 relay(&mut from, &mut into, |header| {
                     let fate =
-                        if header.kind == 203 { (decide.lock().unwrap())() } else { Fate::Arrives };
-                    if fate == Fate::IsNotAnswered {
+                        if header.kind == 203 { (decide.lock().unwrap())() } else { Fate::Pass };
+                    if fate == Fate::LoseAnswer {
                         own.lock().unwrap().insert(header.number);
                     }
-                    fate != Fate::IsLost
+                    fate != Fate::LoseRequest
                 });
             });
             let (mut from, mut into) = (server, client);
@@ -145,7 +146,7 @@ fn proxy(to: SocketAddr, decide: impl FnMut() -> Fate + Send + 'static) -> Strin
     address.to_string()
 }
 
-/// Passes frames on until one may not pass, then ends both connections.
+/// Forwards frames until one may not pass, then closes both connections.
 fn relay(from: &mut TcpStream, into: &mut TcpStream, mut may_pass: impl FnMut(&Header) -> bool) {
     let mut pass = || -> io::Result<bool> {
         let mut head = [0; HEADER];
@@ -165,23 +166,23 @@ fn relay(from: &mut TcpStream, into: &mut TcpStream, mut may_pass: impl FnMut(&H
 }
 
 #[test]
-fn a_change_whose_answer_is_lost_is_carried_out_once_and_told_truly() {
+fn a_change_whose_answer_is_lost_is_carried_out_once_and_reported_as_done() {
     let catalog = Catalog::start();
-    for fate in [Fate::IsNotAnswered, Fate::IsLost] {
-        let mut fates = vec![fate, Fate::Arrives, fate];
-        let address = proxy(catalog.address, move || fates.pop().unwrap_or(Fate::Arrives));
+    for fate in [Fate::LoseAnswer, Fate::LoseRequest] {
+        let mut fates = vec![fate, Fate::Pass, fate];
+        let address = proxy(catalog.address, move || fates.pop().unwrap_or(Fate::Pass));
         let documents = RemoteDocuments::new(&address, &Security::INSECURE).unwrap();
         let before = count(&documents);
-        assert!(try_increment(&documents), "what was carried out is not told to be refused");
+        assert!(try_increment(&documents), "a change that was carried out is reported as such");
         assert!(try_increment(&documents));
         assert_eq!(count(&catalog.client()), before + 2);
         let change = Change { relies_on: vec![("count".into(), 1)], ..Change::default() };
-        assert!(!documents.commit(&change.put("count", &0)).unwrap(), "what was not, is");
+        assert!(!documents.commit(&change.put("count", &0)).unwrap(), "a refused one is not");
     }
 }
 
 #[test]
-fn counters_lose_nothing_over_a_bad_network() {
+fn increments_over_an_unreliable_network_are_not_lost_or_repeated() {
     let seed = u64::from_le_bytes(sys::random().unwrap());
     println!("seed {seed}");
     let catalog = Catalog::start();
@@ -191,9 +192,9 @@ fn counters_lose_nothing_over_a_bad_network() {
         state ^= state >> 7;
         state ^= state << 17;
         match state % 8 {
-            0 => Fate::IsLost,
-            1 | 2 => Fate::IsNotAnswered,
-            _ => Fate::Arrives,
+            0 => Fate::LoseRequest,
+            1 | 2 => Fate::LoseAnswer,
+            _ => Fate::Pass,
         }
     });
     let carried_out: usize = thread::scope(|scope| {
@@ -215,50 +216,50 @@ fn counters_lose_nothing_over_a_bad_network() {
     assert!(carried_out >= 25, "{carried_out}");
 }
 
-/// Somebody without patience succeeds in the end.
+/// Retries until `is_done`: a client with a short retry timeout may fail at first.
 fn retry(is_done: impl Fn() -> bool) {
     let begin = Instant::now();
     while !is_done() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "it does not succeed");
+        assert!(begin.elapsed() < Duration::from_secs(60), "it does not succeed in time");
     }
 }
 
 #[test]
-fn a_catalog_that_is_away_is_named_in_time_and_used_when_it_returns() {
+fn an_unreachable_catalog_is_reported_in_time_and_used_when_it_returns() {
     let mut catalog = Catalog::start();
     let retry_timeout = Duration::from_secs(1);
-    let hasty =
+    let short =
         RemoteDocuments::with_retry_timeout(&catalog.address(), &Security::INSECURE, retry_timeout)
             .unwrap();
-    let patient = catalog.client();
-    assert!(try_increment(&patient) && try_increment(&patient));
-    let is_used = || hasty.read(&[Query::key("count")]).is_ok();
-    retry(is_used);
+    let long = catalog.client();
+    assert!(try_increment(&long) && try_increment(&long));
+    let is_reached = || short.read(&[Query::key("count")]).is_ok();
+    retry(is_reached);
     catalog.stop();
     let begin = Instant::now();
-    let error = hasty.read(&[Query::key("count")]).unwrap_err();
+    let error = short.read(&[Query::key("count")]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains(&catalog.address()), "{error}");
-    assert!(hasty.wait("a", 0, Duration::from_secs(20)).is_err());
+    assert!(short.wait("a", 0, Duration::from_secs(20)).is_err());
     assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
     let address = catalog.address;
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| try_increment(&patient));
+        let waiting = scope.spawn(|| try_increment(&long));
         catalog.serve(TcpListener::bind(address).unwrap(), Security::INSECURE);
-        assert!(waiting.join().unwrap(), "who has patience does not notice");
+        assert!(waiting.join().unwrap(), "the call retries until the catalog is back");
     });
-    assert_eq!(count(&patient), 3);
-    retry(is_used);
-    // Another catalog at its address is not taken for it.
+    assert_eq!(count(&long), 3);
+    retry(is_reached);
+    // Another catalog at the same address is refused.
     catalog.stop();
     catalog.dir = TempDir::new().unwrap();
     catalog.serve(TcpListener::bind(address).unwrap(), Security::INSECURE);
-    let error = hasty.read(&[]).unwrap_err().to_string();
+    let error = short.read(&[]).unwrap_err().to_string();
     assert!(error.contains("right directory"), "{error}");
 }
 
 #[test]
-fn who_waits_does_not_stop_who_asks() {
+fn waiting_requests_do_not_delay_others() {
     let catalog = Catalog::start();
     let documents = Arc::new(catalog.client());
     let revision = documents.read(&[]).unwrap().revision;
@@ -293,17 +294,17 @@ fn large_documents_pass_and_too_large_ones_are_refused() {
         }
     }
     let error = documents.read(&[Query::prefix("large/")]).unwrap_err();
-    assert!(error.to_string().contains("ask for less"), "{error}");
+    assert!(error.to_string().contains("read fewer documents"), "{error}");
     assert_eq!(documents.read(&[Query::prefix("large/0")]).unwrap().documents.len(), 10);
     let long = Change::default().put("large", &"x".repeat(MAX_REQUEST));
     assert_eq!(documents.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
     let long = Change::default().put("x".repeat(2000), &1);
     assert_eq!(documents.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
-    assert!(try_increment(&documents), "it goes on");
+    assert!(try_increment(&documents), "the catalog still serves");
 }
 
-/// Says something, and returns all that is answered until the catalog closes.
-fn say(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
+/// Sends frames, and returns all answers until the catalog closes the connection.
+fn exchange(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     let mut stream = TcpStream::connect(catalog.address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     for (header, body) in frames {
@@ -312,7 +313,7 @@ fn say(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     stream.shutdown(Shutdown::Write).unwrap();
     let mut bytes = Vec::new();
     match stream.read_to_end(&mut bytes) {
-        // A reset is as good as an end.
+        // A reset ends the connection, too.
         Err(error) if error.kind() != io::ErrorKind::ConnectionReset => panic!("{error}"),
         _ => {}
     }
@@ -325,49 +326,49 @@ fn frame(request: &Request) -> (Header, Vec<u8>) {
 }
 
 #[test]
-fn who_does_not_speak_the_protocol_is_told_or_ignored() {
+fn a_client_that_breaks_the_protocol_gets_a_failure_or_is_disconnected() {
     let catalog = Catalog::start();
     let hello = |oldest, newest| hello_frame(&CATALOG_PROTOCOL, oldest, newest);
-    let future = say(&catalog, &[hello(3, 9)]);
+    let future = exchange(&catalog, &[hello(3, 9)]);
     assert!(
         matches!(&future[..], [Heard::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
     );
-    assert!(matches!(say(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(2)]));
-    let rude = say(&catalog, &[frame(&Request::Read(vec![]))]);
-    assert!(matches!(rude[..], [Heard::Failed(ErrorKind::Invalid, _)]));
-    let twice = say(&catalog, &[hello(2, 2), hello(2, 2)]);
+    assert!(matches!(exchange(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(2)]));
+    let without_hello = exchange(&catalog, &[frame(&Request::Read(vec![]))]);
+    assert!(matches!(without_hello[..], [Heard::Failed(ErrorKind::Invalid, _)]));
+    let twice = exchange(&catalog, &[hello(2, 2), hello(2, 2)]);
     assert!(matches!(twice[..], [Heard::Welcome(_), Heard::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 250, number: 1, len: 3 }, vec![1, 2, 3]);
-    let confused = say(&catalog, &[hello(2, 2), unknown]);
-    assert!(matches!(confused[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
+    let answers = exchange(&catalog, &[hello(2, 2), unknown]);
+    assert!(matches!(answers[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     let long = (Header { kind: 203, number: 1, len: MAX_REQUEST + 1 }, vec![0; 100]);
-    assert!(matches!(say(&catalog, &[hello(2, 2), long])[..], [Heard::Welcome(_)]));
+    assert!(matches!(exchange(&catalog, &[hello(2, 2), long])[..], [Heard::Welcome(_)]));
     let cut = (Header { kind: 203, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(say(&catalog, &[hello(2, 2), cut])[..], [Heard::Welcome(_)]));
-    assert!(try_increment(&catalog.client()), "it goes on");
+    assert!(matches!(exchange(&catalog, &[hello(2, 2), cut])[..], [Heard::Welcome(_)]));
+    assert!(try_increment(&catalog.client()), "the catalog still serves");
 }
 
 #[test]
-fn newcomers_who_say_nothing_are_bounded_and_do_not_hurt_those_who_are_known() {
+fn silent_connections_are_bounded_and_do_not_disturb_authenticated_clients() {
     let catalog = Catalog::start();
     let documents = catalog.client();
     assert!(try_increment(&documents));
     let begin = Instant::now();
     let mut silent: Vec<_> =
         (0..200).map(|_| TcpStream::connect(catalog.address).unwrap()).collect();
-    assert!(try_increment(&documents), "it has a connection");
-    // The first ones are given time for their first words. What is beyond the limit is closed at once.
+    assert!(try_increment(&documents), "it is connected already");
+    // The first ones get time for their first message. Those beyond the limit are closed at once.
     for stream in &mut silent[70..] {
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         assert!(!matches!(stream.read(&mut [0]), Ok(1..)));
     }
     assert!(begin.elapsed() < HANDSHAKE_TIMEOUT, "{:?}", begin.elapsed());
     drop(silent);
-    assert!(try_increment(&catalog.client()), "there is room again");
+    assert!(try_increment(&catalog.client()), "connections are accepted again");
 }
 
 #[test]
-fn a_peer_is_not_taken_for_a_catalog_nor_a_catalog_for_a_peer() {
+fn a_client_detects_a_peer_in_place_of_a_catalog_and_a_catalog_in_place_of_a_peer() {
     let keys = TempDir::new().unwrap();
     init(keys.path()).unwrap();
     let load = |role| Security::load(keys.path(), role).unwrap();
@@ -386,7 +387,7 @@ fn a_peer_is_not_taken_for_a_catalog_nor_a_catalog_for_a_peer() {
         let begin = Instant::now();
         let error = RemoteDocuments::new(&address, &as_client).unwrap().read(&[]).unwrap_err();
         assert!(error.to_string().contains("name the catalog's address"), "{error}");
-        assert!(begin.elapsed() < Duration::from_secs(8), "it does not try in vain");
+        assert!(begin.elapsed() < Duration::from_secs(8), "it does not retry");
         drop(stop);
         serving.join().unwrap().unwrap();
 
@@ -400,7 +401,7 @@ fn a_peer_is_not_taken_for_a_catalog_nor_a_catalog_for_a_peer() {
 }
 
 #[test]
-fn roles_decide_who_may_change_what() {
+fn the_role_of_a_client_decides_which_documents_it_may_change() {
     let (keys, others) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     init(keys.path()).unwrap();
     init(others.path()).unwrap();
@@ -422,13 +423,13 @@ fn roles_decide_who_may_change_what() {
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("a peer may not change 'images/vm1'"), "{error}");
     let view = peer.read(&[Query::prefix("")]).unwrap();
-    assert_eq!(view.get("alive/x").unwrap(), Some(1), "nothing of it was done");
-    let stranger = Security::load(others.path(), Role::Client).unwrap();
-    for stranger in [Security::INSECURE, stranger] {
-        assert!(by(&stranger, 2).read(&[Query::prefix("")]).is_err());
+    assert_eq!(view.get("alive/x").unwrap(), Some(1), "no part of the change was carried out");
+    let foreign = Security::load(others.path(), Role::Client).unwrap();
+    for foreign in [Security::INSECURE, foreign] {
+        assert!(by(&foreign, 2).read(&[Query::prefix("")]).is_err());
     }
     let open = Catalog::start();
     let client = RemoteDocuments::new(&open.address(), &load(Role::Client)).unwrap();
     let error = client.read(&[]).unwrap_err().to_string();
-    assert!(error.contains("--insecure") || error.contains("away"), "{error}");
+    assert!(error.contains("--insecure") || error.contains("unreachable"), "{error}");
 }

@@ -1,7 +1,7 @@
-//! What a catalog and its clients say to each other.
+//! The messages between a catalog and its clients.
 //!
-//! The kinds of messages are not those of the peers' protocol. Every count and length is checked
-//! against the bytes that are there before memory is taken for it, and each message has one form.
+//! Their kinds differ from those of the peers' protocol. Every count and length is checked against
+//! the bytes that are there before memory is allocated for it. Each message has one encoding.
 
 use std::collections::BTreeMap;
 
@@ -11,40 +11,41 @@ use crate::documents::{Change, Document, Put, Query, View};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason_of, utf8};
 
-/// The longest request.
+/// The longest request, in bytes.
 pub const MAX_REQUEST: usize = 1 << 20;
 
-/// The longest answer.
+/// The longest answer, in bytes.
 pub const MAX_ANSWER: usize = 64 << 20;
 
-/// The longest key, prefix or name of a folder.
+/// The longest key, prefix or folder name, in bytes.
 pub const MAX_KEY: usize = 1024;
 
-/// The most keys and prefixes in one question.
+/// The most keys and prefixes in one read.
 pub const MAX_QUERIES: usize = 4096;
 
-/// What makes a change one that is carried out once, however often it is sent.
+/// Identifies a change, so that it is carried out once even if it is sent several times.
 pub type Token = [u8; 16];
 
-/// What a client asks of a catalog.
+/// A request of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// What is there of this?
+    /// Read the documents that match a query.
     Read(Vec<Query>),
-    /// Carry this out, once if there is a token.
+    /// Carry out a change; at most once if there is a token.
     Commit(Option<Token>, Change),
-    /// Answer when something in this folder has changed after this revision, or after so many milliseconds.
+    /// Answer when a document in this folder has changed after this revision, or after this many
+    /// milliseconds.
     Wait(String, u64, u32),
 }
 
-/// What a catalog answers.
+/// An answer of a catalog.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// What was asked for.
+    /// The documents of a read.
     View(View),
     /// Whether the change was carried out.
     Committed(bool),
-    /// Something has changed, or the time is over.
+    /// A document has changed, or the time is over.
     Waited,
     /// The request was not carried out.
     Failed(ErrorKind, String),
@@ -58,12 +59,12 @@ const COMMITTED: u16 = 303;
 const WAITED: u16 = 304;
 
 impl Request {
-    /// Its kind and its body.
+    /// The kind and the body of the message.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         let mut body = Vec::new();
         let kind = match self {
-            Request::Read(wanted) => {
-                write_all(&mut body, wanted, write_wanted);
+            Request::Read(queries) => {
+                write_all(&mut body, queries, write_query);
                 READ
             }
             Request::Commit(token, change) => {
@@ -73,7 +74,7 @@ impl Request {
                     write_text(body, key);
                     body.extend_from_slice(&version.to_le_bytes());
                 });
-                write_all(&mut body, &change.removes, write_wanted);
+                write_all(&mut body, &change.removes, write_query);
                 write_all(&mut body, &change.puts, |body, Put { key, value, seconds }| {
                     write_text(body, key);
                     write_option(body, seconds.as_ref(), |body, seconds| {
@@ -93,22 +94,22 @@ impl Request {
         (kind, body)
     }
 
-    /// Reads it back.
+    /// Decodes a request of this kind.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Request> {
         let body = Bytes::copy_from_slice(body);
         let mut body = MessageReader::new(&body);
         let request = match kind {
-            READ => match body.all(MessageReader::wanted)? {
-                wanted if wanted.len() > MAX_QUERIES => {
-                    return Err(malformed("a question about too many documents"));
+            READ => match body.all(MessageReader::query)? {
+                queries if queries.len() > MAX_QUERIES => {
+                    return Err(malformed("a read with too many queries"));
                 }
-                wanted => Request::Read(wanted),
+                queries => Request::Read(queries),
             },
             COMMIT => {
                 let token = body.option(MessageReader::array)?;
                 let relaxed = body.flag()?;
                 let relies_on = body.all(|body| Ok((body.text()?, body.u64()?)))?;
-                let removes = body.all(MessageReader::wanted)?;
+                let removes = body.all(MessageReader::query)?;
                 let puts = body.all(|body| {
                     let (key, seconds) = (body.text()?, body.option(MessageReader::u32)?);
                     Ok(Put { key, value: body.bytes()?, seconds })
@@ -116,19 +117,19 @@ impl Request {
                 Request::Commit(token, Change { relies_on, removes, puts, relaxed })
             }
             WAIT => Request::Wait(body.text()?, body.u64()?, body.u32()?),
-            _ => return Err(malformed("a request of a kind that is not known here")),
+            _ => return Err(malformed("a request of an unknown kind")),
         };
         body.end().map(|()| request)
     }
 }
 
 impl Answer {
-    /// The answer that tells why a request failed.
+    /// The answer to a request that failed with `error`.
     pub fn failed(error: &Error) -> Answer {
         Answer::Failed(error.kind(), reason_of(error))
     }
 
-    /// Its kind and its body.
+    /// The kind and the body of the message.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         let mut body = Vec::new();
         let kind = match self {
@@ -155,7 +156,7 @@ impl Answer {
         (kind, body)
     }
 
-    /// Reads it back.
+    /// Decodes an answer of this kind.
     pub fn from_body(kind: u16, body: &[u8]) -> Result<Answer> {
         let body = Bytes::copy_from_slice(body);
         let mut body = MessageReader::new(&body);
@@ -179,13 +180,13 @@ impl Answer {
                 let (kind, reason) = body.failure()?;
                 Answer::Failed(kind, reason)
             }
-            _ => return Err(malformed("an answer of a kind that is not known here")),
+            _ => return Err(malformed("an answer of an unknown kind")),
         };
         body.end().map(|()| answer)
     }
 }
 
-/// Fails if a catalog would not take this key, prefix or folder.
+/// Fails if this key, prefix or folder is too long for a catalog.
 pub(super) fn check_key(key: &str) -> Result<()> {
     if key.len() > MAX_KEY {
         let what = "a key of the catalog, in bytes,";
@@ -194,7 +195,7 @@ pub(super) fn check_key(key: &str) -> Result<()> {
     Ok(())
 }
 
-/// Two bytes for the length. Keys are [checked](check_key) before.
+/// Appends a text with two bytes for its length. The caller has [checked](check_key) the length.
 fn write_text(body: &mut Vec<u8>, text: &str) {
     body.extend_from_slice(&(text.len() as u16).to_le_bytes());
     body.extend_from_slice(text.as_bytes());
@@ -205,8 +206,8 @@ fn write_bytes(body: &mut Vec<u8>, bytes: &[u8]) {
     body.extend_from_slice(bytes);
 }
 
-fn write_wanted(body: &mut Vec<u8>, wanted: &Query) {
-    let (tag, text) = match wanted {
+fn write_query(body: &mut Vec<u8>, query: &Query) {
+    let (tag, text) = match query {
         Query::Key(key) => (0, key),
         Query::Prefix(prefix) => (1, prefix),
     };
@@ -226,7 +227,7 @@ fn write_all<T>(body: &mut Vec<u8>, all: &[T], write: impl Fn(&mut Vec<u8>, &T))
     all.iter().for_each(|one| write(body, one));
 }
 
-/// The parts of messages that only this protocol has.
+/// Parts of messages that only this protocol has.
 impl MessageReader<'_> {
     fn text(&mut self) -> Result<String> {
         match self.u16()?.into() {
@@ -240,7 +241,7 @@ impl MessageReader<'_> {
         self.slice(len).map(<[u8]>::to_vec)
     }
 
-    fn wanted(&mut self) -> Result<Query> {
+    fn query(&mut self) -> Result<Query> {
         Ok(if self.flag()? { Query::Prefix(self.text()?) } else { Query::Key(self.text()?) })
     }
 
@@ -248,7 +249,7 @@ impl MessageReader<'_> {
         if self.flag()? { read(self).map(Some) } else { Ok(None) }
     }
 
-    /// As many as a count says. It takes memory as it finds them, not as the count says.
+    /// A count and that many elements. Memory grows with the elements found, not with the count.
     fn all<T>(&mut self, read: impl Fn(&mut Self) -> Result<T>) -> Result<Vec<T>> {
         let mut all = Vec::new();
         for _ in 0..self.u32()? {
@@ -267,7 +268,7 @@ mod tests {
     use super::{Answer, Change, Document, Put, Query, Request, View};
     use crate::net::message::FAILURE_KINDS;
 
-    fn wanted() -> impl Strategy<Value = Query> {
+    fn query() -> impl Strategy<Value = Query> {
         (any::<bool>(), ".{0,20}").prop_map(|(whole, text)| match whole {
             true => Query::Key(text),
             false => Query::Prefix(text),
@@ -278,14 +279,14 @@ mod tests {
         let put = (".{0,20}", vec(any::<u8>(), 0..50), option::of(any::<u32>()))
             .prop_map(|(key, value, seconds)| Put { key, value, seconds });
         let relies_on = vec((".{0,20}", any::<u64>()), 0..4);
-        (relies_on, vec(wanted(), 0..4), vec(put, 0..4), any::<bool>()).prop_map(
+        (relies_on, vec(query(), 0..4), vec(put, 0..4), any::<bool>()).prop_map(
             |(relies_on, removes, puts, relaxed)| Change { relies_on, removes, puts, relaxed },
         )
     }
 
     fn request() -> impl Strategy<Value = Request> {
         prop_oneof![
-            vec(wanted(), 0..5).prop_map(Request::Read),
+            vec(query(), 0..5).prop_map(Request::Read),
             (any::<Option<[u8; 16]>>(), change()).prop_map(|(t, c)| Request::Commit(t, c)),
             (".{0,20}", any::<(u64, u32)>())
                 .prop_map(|(folder, (revision, time))| Request::Wait(folder, revision, time)),
@@ -308,7 +309,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_message_is_read_back(request in request(), answer in answer()) {
+        fn a_message_decodes_to_what_was_encoded(request in request(), answer in answer()) {
             let (kind, body) = request.to_body();
             prop_assert_eq!(Request::from_body(kind, &body).unwrap(), request);
             let (kind, body) = answer.to_body();
@@ -316,7 +317,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_no_message_is_refused_or_has_one_form(
+        fn damaged_bytes_are_refused_or_are_the_one_encoding_of_a_message(
             request in request(),
             answer in answer(),
             flips in vec((any::<usize>(), any::<u8>()), 0..4),
