@@ -1,7 +1,7 @@
 //! Stores of immutable bytes that are named by the hash of their content.
 //!
-//! [`directory`] stores blobs on a local disk. [`ClusterBlobs`](crate::cluster::ClusterBlobs) stores
-//! them on the peers of a cluster.
+//! [`directory`] stores blobs on a local disk. [`ClusterBlobs`](crate::cluster::ClusterBlobs)
+//! stores them on the peers of a cluster.
 
 pub(crate) mod directory;
 

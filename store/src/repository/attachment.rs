@@ -38,8 +38,8 @@ pub struct Attachment {
 struct Announced {
     /// The catalog's count of lost peers.
     losses: u64,
-    /// The bytes that had gone to the peers. If several snapshots are announced at the same time, each
-    /// of them counts the bytes of all.
+    /// The bytes that had gone to the peers. If several snapshots are announced at the same time,
+    /// each of them counts the bytes of all.
     counters: Counters,
 }
 
@@ -70,8 +70,8 @@ impl Attachment {
 
     /// Takes over the snapshot numbers that a previous process of this mirror reserved.
     ///
-    /// `left` are the numbers that the previous process recorded as unused; it is empty if there is no
-    /// record. Returns the numbers that are still unused: they are reserved for this copy of the
+    /// `left` are the numbers that the previous process recorded as unused; it is empty if there is
+    /// no record. Returns the numbers that are still unused: they are reserved for this copy of the
     /// mirror, and above all snapshots of the image. All other numbers that the mirror had reserved
     /// are never used.
     ///
@@ -86,8 +86,8 @@ impl Attachment {
         if self.holder.may_write() { self.repository.catalog().renew(&self.holder) } else { Ok(()) }
     }
 
-    /// Announces a snapshot. A snapshot that has not failed may be announced again: its publication may
-    /// have been carried out even though the answer was lost.
+    /// Announces a snapshot. A snapshot that has not failed may be announced again: its publication
+    /// may have been carried out even though the answer was lost.
     pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
         let losses = self.repository.catalog().begin(&self.holder, new)?;
@@ -101,9 +101,11 @@ impl Attachment {
     /// Makes the content durable. Then, in one transaction, publishes the snapshot and moves the
     /// mirror's reference to it. The same content may be published again.
     ///
-    /// The published snapshot is only *available* in two cases, and the next repair makes it stable:
+    /// A snapshot that would become *stable* becomes only *available* in two cases. The next repair
+    /// makes it stable.
     ///
-    /// - A peer was lost since the snapshot was announced, and part of the content may be lost with it.
+    /// - A peer was lost since the snapshot was announced, and part of the content may be lost with
+    ///   it.
     /// - The parent of the snapshot is only *available*.
     pub fn publish(
         &self,
@@ -129,12 +131,13 @@ impl Attachment {
         Ok(snapshot)
     }
 
-    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a peer
-    /// was lost in the meantime, or if the parent is not stable, until a repair has checked the
-    /// snapshot.
+    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a
+    /// peer was lost in the meantime, or if the parent is not stable, until a repair has checked
+    /// the snapshot.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
-        // The caller may retry until a repair has run. So a record is stored only if it will be used.
+        // The caller may retry until a repair has run. So a record is stored only if it will be
+        // used.
         let mut completed = self.repository.catalog().resolve(&snapshot.name())?;
         let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = *snapshot;
         let state = SnapshotState::Stable;
@@ -196,8 +199,8 @@ impl Attachment {
         Ok(())
     }
 
-    /// Ends the lease and returns the reserved numbers that were not used, if they are still the last
-    /// numbers of the image. The reference to the parent stays.
+    /// Ends the lease and returns the reserved numbers that were not used, if they are still the
+    /// last numbers of the image. The reference to the parent stays.
     pub fn release(&self, unused: Option<Range<u64>>) -> Result<()> {
         if !self.holder.may_write() {
             return Ok(());
@@ -210,8 +213,8 @@ impl Attachment {
         self.repository.catalog().detach(&self.holder)
     }
 
-    /// Returns the counters of a snapshot's announcement. They are 0 if the snapshot was not announced
-    /// through this attachment.
+    /// Returns the counters of a snapshot's announcement. They are 0 if the snapshot was not
+    /// announced through this attachment.
     fn announced(&self, number: u64) -> Announced {
         self.all_announced().get(&number).copied().unwrap_or_default()
     }

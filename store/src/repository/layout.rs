@@ -125,13 +125,14 @@ pub(crate) fn create(path: &Path) -> Result<()> {
     missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)
 }
 
-/// Writes the marker atomically. It is written last, so a process that sees the marker sees a complete
-/// repository.
+/// Writes the marker atomically. It is written last, so a process that sees the marker sees a
+/// complete repository.
 fn write_marker(path: &Path) -> Result<()> {
     let marker = Marker { format: FORMAT.into(), version: VERSION };
     let mut text = serde_json::to_vec(&marker).expect("the marker is plain data");
     text.push(b'\n');
-    // Several processes and threads may write a marker at once, so each uses its own temporary file.
+    // Several processes and threads may write a marker at once, so each uses its own temporary
+    // file.
     let random = sys::random().map_err(|e| Error::io("reading", Path::new("/dev/urandom"), e))?;
     let temp = path.join(format!("{MARKER}.{:016x}", u64::from_le_bytes(random)));
     let written = File::create_new(&temp).and_then(|mut file| {

@@ -106,8 +106,8 @@ impl Repository {
         self.durability
     }
 
-    /// Returns the default redundancy of a new image. It depends on the number of peers that are up or
-    /// down: lost and draining peers do not count.
+    /// Returns the default redundancy of a new image. It depends on the number of peers that are up
+    /// or down: lost and draining peers do not count.
     pub fn default_redundancy(&self) -> Result<Redundancy> {
         match &self.inner.cluster {
             Some(_) => {
@@ -120,8 +120,8 @@ impl Repository {
         }
     }
 
-    /// Returns the cluster client and the documents that describe the members. Returns `None` if the
-    /// repository is in a directory.
+    /// Returns the cluster client and the documents that describe the members. Returns `None` if
+    /// the repository is in a directory.
     pub fn cluster(&self) -> Option<(&Cluster, &dyn Documents)> {
         let cluster = self.inner.cluster.as_ref()?;
         Some((cluster.watcher.cluster(), &*self.inner.documents))
@@ -136,9 +136,9 @@ impl Repository {
 
     /// Creates an image whose first snapshot has this content. Makes the content durable first.
     ///
-    /// `dirty_bytes` is the length of the image's content, and `stored_bytes` the part of it that was
-    /// not in the repository before. All bytes that were sent to the peers since the repository was
-    /// opened are attributed to the snapshot.
+    /// `dirty_bytes` is the length of the image's content, and `stored_bytes` the part of it that
+    /// was not in the repository before. All bytes that were sent to the peers since the repository
+    /// was opened are attributed to the snapshot.
     pub fn publish_image(
         &self,
         name: &ImageName,
@@ -190,14 +190,14 @@ impl Repository {
         self.inner.cluster.as_ref().map(reserve).transpose().map(ReservedSpace)
     }
 
-    /// Returns the bytes that went to the peers through this handle and its clones. In a directory all
-    /// counters are 0.
+    /// Returns the bytes that went to the peers through this handle and its clones. In a directory
+    /// all counters are 0.
     pub fn counters(&self) -> Counters {
         self.inner.cluster.as_ref().map(|cluster| cluster.blobs.counters()).unwrap_or_default()
     }
 
-    /// Returns the bytes that were sent and saved since `before`. In a directory, the sent bytes are
-    /// those that were stored, and the saved bytes are the rest of the dirty bytes.
+    /// Returns the bytes that were sent and saved since `before`. In a directory, the sent bytes
+    /// are those that were stored, and the saved bytes are the rest of the dirty bytes.
     pub(crate) fn traffic_since(&self, before: &Counters, stored: u64, dirty: u64) -> (u64, u64) {
         if self.inner.cluster.is_none() {
             return (stored, dirty.saturating_sub(stored));
@@ -207,7 +207,8 @@ impl Repository {
     }
 
     /// Takes the catalog's count of lost peers. If the count has grown, clears the cache of stored
-    /// blobs: a lost peer may have held blobs that no snapshot refers to, which repair does not restore.
+    /// blobs: a lost peer may have held blobs that no snapshot refers to, which repair does not
+    /// restore.
     pub(crate) fn note_losses(&self, losses: u64) {
         if let Some(cluster) = &self.inner.cluster
             && self.inner.forgotten_at.fetch_max(losses, Ordering::SeqCst) < losses
@@ -224,9 +225,9 @@ impl Repository {
         }
     }
 
-    /// Stores the record of a snapshot durably on the peers and returns the record's name. The record
-    /// of a stable snapshot has its full redundancy. A directory needs no records, because its catalog
-    /// is lost together with the blobs; the result is then `None`.
+    /// Stores the record of a snapshot durably on the peers and returns the record's name. The
+    /// record of a stable snapshot has its full redundancy. A directory needs no records, because
+    /// its catalog is lost together with the blobs; the result is then `None`.
     pub(crate) fn put_record(
         &self,
         record: &Record,
@@ -242,7 +243,10 @@ impl Repository {
     /// happened, so a failure is only logged.
     pub(crate) fn put_removal(&self, record: &Record) {
         if let Err(error) = self.put_record(record, SnapshotState::Available) {
-            tracing::warn!(%error, "cannot store a removal record: a rebuilt catalog may show the removed snapshot");
+            tracing::warn!(
+                %error,
+                "a removal record is not stored: a rebuilt catalog may undo the removal"
+            );
         }
     }
 
@@ -251,16 +255,17 @@ impl Repository {
         self.insert(&Draft::clone_of(&self.inner.catalog.resolve(source)?, name)?)
     }
 
-    /// Removes a snapshot from the catalog. Refuses to remove the last snapshot with content. The blobs
-    /// stay until garbage collection, and mirrors that are based on the snapshot keep their content.
+    /// Removes a snapshot from the catalog. Refuses to remove the last snapshot with content. The
+    /// blobs stay until garbage collection, and mirrors that are based on the snapshot keep their
+    /// content.
     pub fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
         let (snapshot, record) = self.inner.catalog.remove_snapshot(name)?;
         self.put_removal(&record);
         Ok(snapshot)
     }
 
-    /// Removes an image and all its snapshots from the catalog. Fails while mirrors refer to the image,
-    /// unless `force` is set. Always fails while a live writer holds the image's lease.
+    /// Removes an image and all its snapshots from the catalog. Fails while mirrors refer to the
+    /// image, unless `force` is set. Always fails while a live writer holds the image's lease.
     pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
         let record = self.inner.catalog.remove_image(name, force)?;
         self.put_removal(&record);
@@ -311,8 +316,8 @@ impl Repository {
     }
 
     /// Stores again a chunk of a previous process, which may have left the chunk without its full
-    /// redundancy. Only missing fragments are sent. `buf` must have the length of the image's chunks.
-    /// Does nothing in a directory, where a stored chunk is complete.
+    /// redundancy. Only missing fragments are sent. `buf` must have the length of the image's
+    /// chunks. Does nothing in a directory, where a stored chunk is complete.
     pub fn restore_redundancy(&self, chunk: &ChunkId, buf: &mut [u8]) -> Result<()> {
         if self.inner.cluster.is_some() {
             self.read_chunk(chunk, buf)?;
@@ -327,8 +332,8 @@ impl Repository {
         Ok(PutChunk { id, new_bytes: self.put_chunks(&[(id, content)])? })
     }
 
-    /// Stores the tree that differs from `base` by these chunks; `None` is a hole. Equal content has
-    /// the same root, whichever base it was derived from.
+    /// Stores the tree that differs from `base` by these chunks; `None` is a hole. Equal content
+    /// has the same root, whichever base it was derived from.
     pub fn commit_tree(
         &self,
         base: &Root,
@@ -338,8 +343,8 @@ impl Repository {
         self.inner.trees.commit(base, geometry, changes, &self.policy)
     }
 
-    /// Returns when everything that was put through this handle and its clones is stored, as defined by
-    /// this handle's durability. Every process can then read it.
+    /// Returns when everything that was put through this handle and its clones is stored, as
+    /// defined by this handle's durability. Every process can then read it.
     pub fn flush(&self) -> Result<()> {
         match self.durability {
             Durability::Pessimistic => self.inner.blobs.flush(),
@@ -365,9 +370,9 @@ impl Repository {
 
     /// Attaches a mirror to its image, for the first time or again.
     ///
-    /// A mirror that was attached before keeps its own parent (see [`Attachment::parent`]), regardless
-    /// of `snapshot`. [`Mode::ReadWrite`] takes the image's lease; if another writer holds it, the call
-    /// fails and the error names the holder.
+    /// A mirror that was attached before keeps its own parent (see [`Attachment::parent`]),
+    /// regardless of `snapshot`. [`Mode::ReadWrite`] takes the image's lease; if another writer
+    /// holds it, the call fails and the error names the holder.
     pub fn attach(
         &self,
         owner: &MirrorOwner,

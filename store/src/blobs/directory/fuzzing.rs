@@ -21,8 +21,8 @@ const MAX_GROUPS: u8 = 4;
 /// The input has these parts, in order:
 ///
 /// 1. one byte: the number of groups;
-/// 2. for each group, one byte for the number of its blobs, and for each blob one byte for its length
-///    and one for its content;
+/// 2. for each group, one byte for the number of its blobs, and for each blob one byte for its
+///    length and one for its content;
 /// 3. bit flips of three bytes each: the block, the position in the block, and the mask.
 pub(crate) fn segment(data: &[u8], file: &File) {
     let mut input = data.iter().copied();
@@ -88,7 +88,8 @@ fn append(bytes: &mut Vec<u8>, blobs: &[Vec<u8>]) -> Vec<(BlobId, Slot)> {
     entries
 }
 
-/// Returns the content of a blob. Some contents look like a group record, as a guest could write it.
+/// Returns the content of a blob. Some contents look like a group record, as a guest could write
+/// it.
 fn content(len: u8, seed: u8) -> Vec<u8> {
     let len = usize::from(len) * 64;
     if seed >= 0x80 {

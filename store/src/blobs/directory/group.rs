@@ -1,7 +1,7 @@
 //! A group of blobs that are written together, and the record that describes it.
 //!
-//! The record precedes the blobs in their segment, so that the index can be rebuilt from the segments
-//! alone.
+//! The record precedes the blobs in their segment, so that the index can be rebuilt from the
+//! segments alone.
 //!
 //! | offset | length | content |
 //! |---:|---:|---|
@@ -81,8 +81,8 @@ pub(super) fn encode(
     bytes
 }
 
-/// Decodes the record at the start of `bytes`, which begin at offset `start` of the segment. Returns
-/// the blobs that it names, or `None` if there is no valid record.
+/// Decodes the record at the start of `bytes`, which begin at offset `start` of the segment.
+/// Returns the blobs that it names, or `None` if there is no valid record.
 ///
 /// A guest can write bytes that look like a record. So the caller must verify the content of each
 /// blob.
@@ -107,7 +107,8 @@ pub(super) fn decode(segment: u64, start: u64, bytes: &[u8]) -> Option<Vec<(Blob
     };
     let blobs: Vec<_> =
         (0..count).map(|n| entry(HEADER_LEN + n * ENTRY_LEN)).collect::<Option<_>>()?;
-    // The slots must be those of a group that starts here, and no blob may exceed the largest length.
+    // The slots must be those of a group that starts here, and no blob may exceed the largest
+    // length.
     let lens: Vec<_> = blobs.iter().map(|(_, slot)| slot.len as usize).collect();
     let is_valid = lens.iter().all(|len| *len <= MAX_CHUNK_SIZE as usize)
         && place(segment, start, &lens).0.iter().eq(blobs.iter().map(|(_, slot)| slot));

@@ -108,9 +108,9 @@ impl Index {
     /// the segment's content.
     ///
     /// The change is necessary for correctness. The previous holder may have been killed during a
-    /// commit that no process has seen, but that the database would accept at its next recovery. The
-    /// index would then list blobs whose bytes this process has overwritten. A commit by this process
-    /// rules that out.
+    /// commit that no process has seen, but that the database would accept at its next recovery.
+    /// The index would then list blobs whose bytes this process has overwritten. A commit by this
+    /// process rules that out.
     pub(super) fn acquire(&self, segment: u64) -> Result<u64> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
@@ -131,7 +131,8 @@ impl Index {
     }
 
     /// Adds blobs that are durable, and updates the ends of their segments. If another process has
-    /// already added a blob, its row stays, except for the blobs in `damaged`, whose rows are replaced.
+    /// already added a blob, its row stays, except for the blobs in `damaged`, whose rows are
+    /// replaced.
     pub(super) fn insert(
         &self,
         entries: &[Entry],

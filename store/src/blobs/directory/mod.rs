@@ -7,14 +7,14 @@
 //!         put fails                                          └─► sync failed: poisoned
 //! ```
 //!
-//! - **Group commit.** One sync and one transaction make all staged blobs durable, whichever threads
-//!   put them.
+//! - **Group commit.** One sync and one transaction make all staged blobs durable, whichever
+//!   threads put them.
 //! - **Visibility.** Other handles see a blob when it is in the index. By then it is durable.
-//! - **Failed sync.** A failed sync may have lost blobs whose put has already returned, and the kernel
-//!   reports the failure only once. The handle is poisoned: it fails every later put and flush, so no
-//!   snapshot that relies on a lost blob is published.
-//! - **Crash.** A crash leaves bytes at the end of a segment that nothing refers to. The next process
-//!   that appends to the segment overwrites them.
+//! - **Failed sync.** A failed sync may have lost blobs whose put has already returned, and the
+//!   kernel reports the failure only once. The handle is poisoned: it fails every later put and
+//!   flush, so no snapshot that relies on a lost blob is published.
+//! - **Crash.** A crash leaves bytes at the end of a segment that nothing refers to. The next
+//!   process that appends to the segment overwrites them.
 
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;

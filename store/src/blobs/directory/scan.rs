@@ -43,7 +43,8 @@ pub(super) fn scan_file(
         let filled = match fill(file, &mut record, start) {
             Ok(filled) => filled,
             Err(error) => {
-                tracing::warn!(path = %path.display(), offset = start, %error, "cannot read a block: skipping it");
+                let path = path.display();
+                tracing::warn!(%path, offset = start, %error, "skipping an unreadable block");
                 continue;
             }
         };
