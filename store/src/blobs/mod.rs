@@ -1,7 +1,7 @@
-//! Places that keep immutable bytes under the name of their content.
+//! Stores of immutable bytes that are named by the hash of their content.
 //!
-//! [`directory`] is such a place on a local disk. [`ClusterBlobs`](crate::cluster::ClusterBlobs) is
-//! one on many machines.
+//! [`directory`] stores blobs on a local disk. [`ClusterBlobs`](crate::cluster::ClusterBlobs)
+//! stores them on the peers of a cluster.
 
 pub(crate) mod directory;
 
@@ -12,22 +12,23 @@ use crate::id::BlobId;
 /// A blob to be stored: its name and its content.
 pub type NewBlob<'a> = (BlobId, &'a [u8]);
 
-/// A place for blobs. Threads share one object, and several processes may use one place at once.
+/// A blob store. Threads share one object, and several processes may use one store at once.
 pub trait Blobs: Send + Sync {
     /// Reads a blob into the start of `buf` and returns its length.
     ///
-    /// The content has the name that was asked for; otherwise the call fails. A blob longer than
-    /// `buf` is corrupt: the caller knows the largest length.
+    /// The content is verified: its hash is `id`, or the call fails. The caller knows the largest
+    /// possible length, so a blob that is longer than `buf` is corrupt.
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize>;
 
-    /// Accepts blobs and returns how many bytes they add. A blob that is stored already adds none.
+    /// Accepts blobs and returns how many bytes they add. A blob that is already stored adds none.
     ///
-    /// This object can read them at once. After the next [`Blobs::flush`] they are durable, and
-    /// everybody can read them. After an error, any part of them may have been accepted. A place
-    /// that stores one copy of everything ignores `policy`. A place that learns later which blobs
-    /// exist counts all that it accepts.
+    /// - This object can read the blobs at once.
+    /// - After the next [`Blobs::flush`] the blobs are durable, and every process can read them.
+    /// - After an error, any part of the blobs may have been accepted.
+    /// - A store that keeps one copy of each blob ignores `policy`.
+    /// - A store that finds out later which blobs already exist counts every blob that it accepts.
     fn put(&self, blobs: &[NewBlob<'_>], policy: &StoragePolicy) -> Result<u64>;
 
-    /// Returns when everything that was put before this call is durable, with its full redundancy.
+    /// Returns when every blob that was put before this call is durable with its full redundancy.
     fn flush(&self) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! Clients and peers in one process, with something between them that lies.
+//! Tests with clients and peers in one process, and a proxy between them that corrupts answers.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -23,7 +23,7 @@ use crate::net::frame::{HEADER, Header};
 use crate::net::identity::Security;
 use crate::testing::own_port;
 
-/// A peer behind a socket.
+/// A peer that serves a TCP socket.
 pub(crate) struct Peer {
     pub(crate) id: PeerId,
     pub(crate) address: String,
@@ -51,7 +51,7 @@ impl Peer {
         peer
     }
 
-    /// Starts it again with what it had, at the same address.
+    /// Starts the peer again, with the same data directory and the same address.
     pub(crate) async fn restart(&mut self) {
         let store = Arc::new(PeerStore::open(self.dir.path(), self.capacity).unwrap());
         self.id = store.id();
@@ -76,9 +76,9 @@ impl Peer {
         }
     }
 
-    /// All that it has becomes older by so many seconds.
+    /// Makes all fragments of the peer `seconds` older.
     pub(crate) fn age(&self, seconds: u32) {
-        self.store.upgrade().expect("it runs").settle(false).unwrap();
+        self.store.upgrade().expect("the peer is running").settle(false).unwrap();
         let path = self.dir.path().join("fragments.db");
         let database = rusqlite::Connection::open(path).unwrap();
         database.busy_timeout(Duration::from_secs(10)).unwrap();
@@ -96,6 +96,7 @@ impl Peer {
     }
 }
 
+/// Starts `count` peers without a capacity.
 pub(crate) async fn start(count: usize) -> Vec<Peer> {
     let mut peers = Vec::new();
     for _ in 0..count {
@@ -108,6 +109,7 @@ pub(crate) fn members(peers: &[Peer]) -> Vec<Member> {
     peers.iter().map(Peer::member).collect()
 }
 
+/// Returns a blob of `len` pseudo-random bytes that depend on `number`.
 pub(crate) fn content(number: u64, len: usize) -> (BlobId, Vec<u8>) {
     let mut content = vec![0; len];
     blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut content);
@@ -118,40 +120,42 @@ pub(crate) fn policy(text: &str) -> StoragePolicy {
     text.parse::<crate::encoding::Redundancy>().unwrap().into()
 }
 
-/// What lies between a client and a peer: flips a bit in the last byte of answers with blocks while it is told to.
-struct Liar {
+/// A proxy between a client and a peer. While `corrupts` is set, it flips a bit in the last byte of
+/// each answer that has blocks.
+struct CorruptingProxy {
     address: String,
-    lies: Arc<AtomicBool>,
-    told: Arc<AtomicUsize>,
-    /// Fragments that it was given.
+    corrupts: Arc<AtomicBool>,
+    /// Answers that it has corrupted.
+    corrupted: Arc<AtomicUsize>,
+    /// `put` requests that it has forwarded.
     puts: Arc<AtomicUsize>,
 }
 
-impl Liar {
-    async fn before(peer: &Peer) -> Liar {
+impl CorruptingProxy {
+    async fn start(peer: &Peer) -> CorruptingProxy {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let lies = Arc::new(AtomicBool::new(true));
-        let (told, puts) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
-        let honest = peer.address.clone();
-        let (flag, count, given) = (lies.clone(), told.clone(), puts.clone());
+        let corrupts = Arc::new(AtomicBool::new(true));
+        let (corrupted, puts) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let peer_address = peer.address.clone();
+        let (flag, count, put_count) = (corrupts.clone(), corrupted.clone(), puts.clone());
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                let peer = TcpStream::connect(&honest).await.unwrap();
-                // A client does not wait for a peer that is slower than the others, and never sees
-                // its lies. With Nagle's algorithm, a small message waits for the acknowledgement
-                // of the one before it, which the kernel delays by 40 ms.
+                let peer = TcpStream::connect(&peer_address).await.unwrap();
+                // A client does not wait for a peer that is slower than the others, and would never
+                // see the corrupted answers. With Nagle's algorithm, a small message waits for the
+                // acknowledgement of the one before it, which the kernel delays by 40 ms.
                 client.set_nodelay(true).unwrap();
                 peer.set_nodelay(true).unwrap();
                 let (from_client, to_client) = client.into_split();
                 let (from_peer, to_peer) = peer.into_split();
-                let given = given.clone();
-                tokio::spawn(pass_on(from_client, to_peer, move |header, _| {
-                    given.fetch_add(usize::from(header.kind == PUT), Ordering::SeqCst);
+                let put_count = put_count.clone();
+                tokio::spawn(forward(from_client, to_peer, move |header, _| {
+                    put_count.fetch_add(usize::from(header.kind == PUT), Ordering::SeqCst);
                 }));
                 let (flag, count) = (flag.clone(), count.clone());
-                tokio::spawn(pass_on(from_peer, to_client, move |header, body| {
-                    // One without fragments has only their number.
+                tokio::spawn(forward(from_peer, to_client, move |header, body| {
+                    // An answer without fragments has only their number, in two bytes.
                     if header.kind == 103 && body.len() > 2 && flag.load(Ordering::SeqCst) {
                         *body.last_mut().unwrap() ^= 1;
                         count.fetch_add(1, Ordering::SeqCst);
@@ -159,11 +163,11 @@ impl Liar {
                 }));
             }
         });
-        Liar { address, lies, told, puts }
+        CorruptingProxy { address, corrupts, corrupted, puts }
     }
 }
 
-async fn pass_on(
+async fn forward(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     mut change: impl FnMut(Header, &mut Vec<u8>),
@@ -183,19 +187,21 @@ async fn pass_on(
 async fn a_peer_that_sends_wrong_blocks_is_named_and_every_read_is_right() {
     for text in ["rs=4+4", "replicas=2"] {
         let peers = start(8).await;
-        let liar = Liar::before(&peers[0]).await;
+        let proxy = CorruptingProxy::start(&peers[0]).await;
         let mut all = members(&peers);
-        all[0].address = liar.address.clone();
+        all[0].address = proxy.address.clone();
         let cluster = Cluster::new(all, Security::INSECURE);
         let mut blobs = Vec::new();
-        // So many that the liar comes first for some of them, wherever chance has put it.
+        // Enough blobs that the proxied peer ranks first for some of them, whatever its random id
+        // is.
         for number in 0..150 {
             let (blob, content) = content(number, 8 << 10);
             cluster.put(&blob, &content, &policy(text)).await.unwrap();
             blobs.push((blob, content));
         }
         let mut buf = vec![0; 8 << 10];
-        // A lie that comes late is not seen: others were asked meanwhile, and were faster.
+        // A corrupted answer that comes late is not seen: other peers were asked in the meantime
+        // and answered first.
         let begin = std::time::Instant::now();
         while cluster.suspects().is_empty() && begin.elapsed() < Duration::from_secs(30) {
             for (blob, content) in &blobs {
@@ -203,16 +209,17 @@ async fn a_peer_that_sends_wrong_blocks_is_named_and_every_read_is_right() {
                 assert!(&buf == content, "{text}");
             }
         }
-        let told = liar.told.load(Ordering::SeqCst);
-        assert!(told > 0, "{text}: nobody has lied");
+        let corrupted = proxy.corrupted.load(Ordering::SeqCst);
+        assert!(corrupted > 0, "{text}: no answer was corrupted");
         let suspects = cluster.suspects();
-        let is_liar = |(id, lies): &(_, u64)| *id == peers[0].id && *lies as usize <= told;
+        let is_proxied =
+            |(id, count): &(_, u64)| *id == peers[0].id && *count as usize <= corrupted;
         assert!(
-            suspects.len() == 1 && suspects.iter().all(is_liar),
-            "{text}: {suspects:?}; {} has lied {told} times",
+            suspects.len() == 1 && suspects.iter().all(is_proxied),
+            "{text}: {suspects:?}; {corrupted} answers of {} were corrupted",
             peers[0].id
         );
-        liar.lies.store(false, Ordering::SeqCst);
+        proxy.corrupts.store(false, Ordering::SeqCst);
         for (blob, _) in &blobs {
             cluster.get(blob, &mut buf).await.unwrap();
         }
@@ -222,27 +229,30 @@ async fn a_peer_that_sends_wrong_blocks_is_named_and_every_read_is_right() {
 #[tokio::test]
 async fn a_wrong_block_is_put_again() {
     let peers = start(3).await;
-    let liar = Liar::before(&peers[0]).await;
+    let proxy = CorruptingProxy::start(&peers[0]).await;
     let mut all = members(&peers);
-    all[0].address = liar.address.clone();
+    all[0].address = proxy.address.clone();
     let cluster = Cluster::new(all, Security::INSECURE);
     let mut buf = vec![0; 64 << 10];
-    // Two of the three are asked for each blob. No more lies than are replaced at a time.
+    // Two of the three peers are asked for each blob. The client replaces at most 8 wrong blocks at
+    // a time, so the test stops before it has more of them.
     let (mut stored, mut suspected) = (0, 0);
     while suspected < 4 && stored < 60 {
         let (blob, content) = content(stored as u64, 64 << 10);
         cluster.put(&blob, &content, &policy("rs=2+1")).await.unwrap();
         cluster.get(&blob, &mut buf).await.unwrap();
         stored += 1;
-        suspected = cluster.suspects().first().map_or(0, |(_, lies)| *lies as usize);
+        suspected = cluster.suspects().first().map_or(0, |(_, count)| *count as usize);
     }
     assert!(suspected > 0);
     let put_again = async {
-        while liar.puts.load(Ordering::SeqCst) < stored + suspected {
+        while proxy.puts.load(Ordering::SeqCst) < stored + suspected {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    timeout(Duration::from_secs(20), put_again).await.expect("the right blocks go to the liar");
+    timeout(Duration::from_secs(20), put_again)
+        .await
+        .expect("the right blocks are sent to the proxied peer");
 }
 
 #[tokio::test]
@@ -256,7 +266,7 @@ async fn members_come_and_go_and_what_is_down_is_passed_over() {
     let stored = cluster.put(&blob, &first, &policy("replicas=4")).await.unwrap();
     assert_eq!((stored.sent, stored.durable), (40_000, 4));
 
-    // One of them is gone, and said to be down: nobody waits for it.
+    // A peer stops and is marked as down: no request waits for it.
     peers[0].stop().await;
     let mut all = members(&peers);
     all[0].state = MemberState::Down;
@@ -267,16 +277,19 @@ async fn members_come_and_go_and_what_is_down_is_passed_over() {
         cluster.put(&blob, &content, &policy("replicas=3")).await.unwrap();
         assert_eq!(cluster.get(&blob, &mut buf).await.unwrap(), 10_000);
         assert_eq!(buf, content);
-        assert!(cluster.put(&blob, &content, &policy("rs=2+2")).await.is_err(), "one too few");
+        assert!(
+            cluster.put(&blob, &content, &policy("rs=2+2")).await.is_err(),
+            "there is one peer too few"
+        );
     }
-    // It returns, and is used at once.
+    // The peer comes back and is used at once.
     peers[0].restart().await;
     all[0].state = MemberState::Up;
     cluster.set_members(all.clone());
     let (blob, last) = content(99, 10_000);
     cluster.put(&blob, &last, &policy("rs=2+2")).await.unwrap();
 
-    // One that is drained gets nothing new.
+    // A draining peer gets no fragments.
     all[1].state = MemberState::Draining;
     cluster.set_members(all);
     let drained = Connection::open(&peers[1].address, &Security::INSECURE).await.unwrap();

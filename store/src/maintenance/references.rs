@@ -1,4 +1,4 @@
-//! The blobs that the catalog refers to.
+//! Lists the blobs that the catalog refers to.
 
 use std::collections::HashSet;
 
@@ -9,9 +9,9 @@ use crate::id::{BlobId, NodeId};
 use crate::repository::Repository;
 use crate::tree::Referred;
 
-/// Reports every blob that the catalog refers to, with the redundancy that it is to have. A blob may
-/// be reported several times. What is below an unreadable node is left out; returns the number of
-/// such nodes.
+/// Reports every blob that the catalog refers to, with the redundancy that it should have. A blob
+/// may be reported several times. Omits the blobs below unreadable tree nodes, and returns the
+/// number of such nodes.
 pub(super) fn all_references(
     repository: &Repository,
     mut report: impl FnMut(BlobId, Redundancy),
@@ -26,8 +26,8 @@ pub(super) fn all_references(
     Ok(unreadable)
 }
 
-/// Reports the blobs of one referrer, except the nodes in `seen` and what is below them. Returns the
-/// number of unreadable nodes.
+/// Reports the blobs of one referrer, except the tree nodes in `seen` and the blobs below them.
+/// Adds the visited nodes to `seen`. Returns the number of unreadable nodes.
 pub(super) fn references_of(
     repository: &Repository,
     referrer: &Referrer,
@@ -38,7 +38,7 @@ pub(super) fn references_of(
     let (chunks, small) = (policy.redundancy, policy.redundancy.of_small_blobs());
     let Referrer { geometry, root, record } = referrer;
     record.iter().for_each(|record| report(*record, small));
-    repository.trees().references(root, *geometry, seen, &mut |one| match one {
+    repository.trees().references(root, *geometry, seen, &mut |referred| match referred {
         Referred::Node(id) => report(id.into(), small),
         Referred::Chunk(id) => report(id.into(), chunks),
     })

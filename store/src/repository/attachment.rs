@@ -1,4 +1,4 @@
-//! A mirror's hold on its image.
+//! The attachment of a mirror to its image.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,32 +12,34 @@ use crate::name::{ImageName, check_label};
 use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
-/// The most numbers that are reserved at once.
+/// The most snapshot numbers that one call reserves.
 pub const MAX_RESERVED: u64 = 1 << 16;
 
-/// The longest reason of a failed snapshot, in characters; the rest is cut off.
-const MAX_REASON: usize = 1000;
+/// The longest reason of a failed snapshot, in characters. A longer reason is truncated.
+const MAX_REASON_CHARS: usize = 1000;
 
 /// A mirror that is attached to its image.
 ///
-/// Each checkpoint goes [`begin`](Self::begin) → [`publish`](Self::publish) or [`fail`](Self::fail), in
-/// the order of the numbers. Every operation fails with a conflict when another writer has taken the
-/// image over. Dropping the attachment changes nothing in the repository: the lease ends with the
-/// process, or with [`release`](Self::release).
+/// - Each checkpoint goes from [`begin`](Self::begin) to [`publish`](Self::publish) or
+///   [`fail`](Self::fail), in the order of the snapshot numbers.
+/// - Every operation fails with a conflict when another writer has taken over the image.
+/// - Dropping the attachment changes nothing in the repository: the lease ends with the process, or
+///   with [`release`](Self::release).
 pub struct Attachment {
     repository: Repository,
     holder: Holder,
     parent: Mutex<(u64, Root)>,
-    /// The snapshots that were announced and are not stable.
+    /// The announced snapshots that are not stable, by number.
     announced: Mutex<BTreeMap<u64, Announced>>,
 }
 
-/// How it was when a snapshot was announced first.
+/// The counters at the moment when a snapshot was first announced.
 #[derive(Clone, Copy, Default)]
 struct Announced {
-    /// How many peers had been lost.
+    /// The catalog's count of lost peers.
     losses: u64,
-    /// What had gone to the peers. If several are announced at once, all count what each of them sends.
+    /// The bytes that had gone to the peers. If several snapshots are announced at the same time,
+    /// each of them counts the bytes of all.
     counters: Counters,
 }
 
@@ -46,57 +48,65 @@ impl Attachment {
         Self { repository, holder, parent: Mutex::new((parent, root)), announced: Mutex::default() }
     }
 
-    /// The image.
+    /// Returns the name of the image.
     pub fn image(&self) -> &ImageName {
         self.holder.image_name()
     }
 
-    /// The number and content of the snapshot that the mirror's unchanged parts come from.
+    /// Returns the number and the root of the snapshot that holds the mirror's unchanged chunks.
     pub fn parent(&self) -> (u64, Root) {
         *self.lock()
     }
 
-    /// Takes the image's next snapshot numbers, at most [`MAX_RESERVED`] of them.
+    /// Reserves the image's next `count` snapshot numbers, at most [`MAX_RESERVED`].
     pub fn reserve(&self, count: u64) -> Result<Range<u64>> {
         if !(1..=MAX_RESERVED).contains(&count) {
-            return Err(Error::BadArgument(format!("{count} numbers cannot be reserved at once")));
+            return Err(Error::BadArgument(format!(
+                "{count} snapshot numbers cannot be reserved at once"
+            )));
         }
         self.repository.catalog().reserve(&self.holder, count)
     }
 
-    /// Takes up snapshot numbers that an earlier process of this mirror had reserved. `left` is
-    /// what that process has recorded as unused; it is empty if there is no record. Returns the
-    /// numbers that nobody has used: they are reserved for this copy of the mirror, and above all
-    /// snapshots of the image. All other numbers that the mirror had reserved are never used.
+    /// Takes over the snapshot numbers that a previous process of this mirror reserved.
+    ///
+    /// `left` are the numbers that the previous process recorded as unused; it is empty if there is
+    /// no record. Returns the numbers that are still unused: they are reserved for this copy of the
+    /// mirror, and above all snapshots of the image. All other numbers that the mirror had reserved
+    /// are never used.
     ///
     /// Every process calls this before its first [`reserve`](Self::reserve).
     pub fn resume(&self, left: &Range<u64>) -> Result<Range<u64>> {
         self.repository.catalog().resume(&self.holder, left)
     }
 
-    /// Keeps the lease alive. It must be called well within [`LEASE_SECONDS`](crate::LEASE_SECONDS); a
-    /// reader has no lease, and nothing to do.
+    /// Renews the lease. The interval between two calls must be well below
+    /// [`LEASE_SECONDS`](crate::LEASE_SECONDS). A reader has no lease, so the call does nothing.
     pub fn renew(&self) -> Result<()> {
         if self.holder.may_write() { self.repository.catalog().renew(&self.holder) } else { Ok(()) }
     }
 
-    /// Announces a snapshot. To announce one again that has not failed is fine: its publication may have been carried
-    /// out though nobody was told.
+    /// Announces a snapshot. A snapshot that has not failed may be announced again: its publication
+    /// may have been carried out even though the answer was lost.
     pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
         let losses = self.repository.catalog().begin(&self.holder, new)?;
-        // Before anything of it is put, or put again.
+        // Before any chunk of the snapshot is put, or put again.
         self.repository.note_losses(losses);
         let counters = self.repository.counters();
         self.all_announced().entry(new.number).or_insert(Announced { losses, counters });
         Ok(())
     }
 
-    /// Makes the content durable, and then, in one transaction, publishes the snapshot and moves the
-    /// mirror's reference to it. To publish the same content again is fine.
+    /// Makes the content durable. Then, in one transaction, publishes the snapshot and moves the
+    /// mirror's reference to it. The same content may be published again.
     ///
-    /// If a peer was lost since the snapshot was announced, a part of the content may have been lost with it. Then it is
-    /// only available, and the next repair makes it stable. So it is if its parent is only available.
+    /// A snapshot that would become *stable* becomes only *available* in two cases. The next repair
+    /// makes it stable.
+    ///
+    /// - A peer was lost since the snapshot was announced, and part of the content may be lost with
+    ///   it.
+    /// - The parent of the snapshot is only *available*.
     pub fn publish(
         &self,
         number: u64,
@@ -121,11 +131,13 @@ impl Attachment {
         Ok(snapshot)
     }
 
-    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a peer was lost meanwhile, or
-    /// its parent is not stable, as long as no repair has looked at it.
+    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a
+    /// peer was lost in the meantime, or if the parent is not stable, until a repair has checked
+    /// the snapshot.
     pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
         self.repository.flush_all()?;
-        // This is asked again and again, maybe until a repair was there: no record is stored that is of no use.
+        // The caller may retry until a repair has run. So a record is stored only if it will be
+        // used.
         let mut completed = self.repository.catalog().resolve(&snapshot.name())?;
         let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = *snapshot;
         let state = SnapshotState::Stable;
@@ -144,7 +156,7 @@ impl Attachment {
         Ok(completed)
     }
 
-    /// What is to be published of a snapshot whose content is stored.
+    /// Builds the publication of a snapshot whose content is stored.
     fn published(
         &self,
         state: SnapshotState,
@@ -171,24 +183,24 @@ impl Attachment {
         }
     }
 
-    /// Stores the record, as well as the content is, and publishes.
-    fn publish_with(&self, record: &Record, number: u64, what: Published) -> Result<Snapshot> {
-        let record = self.repository.put_record(record, what.state)?;
-        self.repository.catalog().publish(&self.holder, number, &Published { record, ..what })
+    /// Stores the record with the same durability as the content, and publishes the snapshot.
+    fn publish_with(&self, record: &Record, number: u64, published: Published) -> Result<Snapshot> {
+        let record = self.repository.put_record(record, published.state)?;
+        self.repository.catalog().publish(&self.holder, number, &Published { record, ..published })
     }
 
-    /// Gives up an announced snapshot.
+    /// Marks an announced snapshot as failed.
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
-        let reason = reason.chars().take(MAX_REASON).collect::<String>();
+        let reason = reason.chars().take(MAX_REASON_CHARS).collect::<String>();
         let record = self.repository.catalog().fail(&self.holder, number, &reason)?;
-        // One may have been stored for its publication.
+        // A record may have been stored for the publication, so the removal is recorded as well.
         self.repository.put_removal(&record);
         self.all_announced().remove(&number);
         Ok(())
     }
 
-    /// Ends the lease and gives back reserved numbers that were not used, if they are still the
-    /// image's last. The reference on the parent stays.
+    /// Ends the lease and returns the reserved numbers that were not used, if they are still the
+    /// last numbers of the image. The reference to the parent stays.
     pub fn release(&self, unused: Option<Range<u64>>) -> Result<()> {
         if !self.holder.may_write() {
             return Ok(());
@@ -196,21 +208,22 @@ impl Attachment {
         self.repository.catalog().release(&self.holder, unused)
     }
 
-    /// Ends the lease and drops the reference: the mirror is no more.
+    /// Ends the lease and removes the reference to the parent: the mirror no longer exists.
     pub fn detach(&self) -> Result<()> {
         self.repository.catalog().detach(&self.holder)
     }
 
-    /// How it was when this was announced. Of one that nobody announced here nothing is known.
+    /// Returns the counters of a snapshot's announcement. They are 0 if the snapshot was not
+    /// announced through this attachment.
     fn announced(&self, number: u64) -> Announced {
         self.all_announced().get(&number).copied().unwrap_or_default()
     }
 
     fn all_announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {
-        self.announced.lock().expect("no thread panics while it holds what was announced")
+        self.announced.lock().expect("no thread panics with the announcements locked")
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Root)> {
-        self.parent.lock().expect("no thread panics while it holds the parent")
+        self.parent.lock().expect("no thread panics with the parent locked")
     }
 }

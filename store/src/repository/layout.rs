@@ -1,16 +1,16 @@
-//! The directory of a repository: what makes it one, and how it comes to be.
+//! The layout of a repository in a directory: checking it and creating it.
 //!
 //! ```text
 //! PATH/repository.json   the marker, written last
-//! PATH/catalog.db        the names
+//! PATH/catalog.db        the catalog documents
 //! PATH/segments/         the blobs
-//! PATH/index.db          where each blob is
+//! PATH/index.db          the position of each blob
 //! ```
 //!
-//! Several processes may make the same repository at once: each step is fine with being done already.
+//! Several processes may create the same repository at once: each step is idempotent.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -24,13 +24,14 @@ const MARKER: &str = "repository.json";
 const FORMAT: &str = "cairn-repository";
 const VERSION: u64 = 3;
 
-/// What the names of a repository's parts begin with, but the marker's.
+/// Prefixes of the names of a repository's files, except the marker.
 const PARTS: [&str; 4] = ["segments", "catalog.db", "index.db", "repository.json."];
 
-/// File systems that cannot hold a catalog, for processes of several hosts could use it at once: their
-/// locks differ, and shared memory does not reach from one host to another. FUSE is among them because
-/// it does not tell what is behind it.
-const NETWORK: [(u64, &str); 16] = [
+/// File systems that cannot hold a catalog, by the magic number of `statfs`.
+///
+/// Processes on several hosts could use such a file system at once, but locks and shared memory do
+/// not work across hosts. FUSE is in the list because it does not reveal what is behind it.
+const NETWORK_FILE_SYSTEMS: [(u64, &str); 16] = [
     (0x6969, "NFS"),
     (0x517b, "SMB"),
     (0xff53_4d42, "CIFS"),
@@ -49,23 +50,24 @@ const NETWORK: [(u64, &str); 16] = [
     (0x786f_4256, "a shared folder of VirtualBox"),
 ];
 
+/// The content of the marker.
 #[derive(Serialize, Deserialize)]
 struct Marker {
     format: String,
     version: u64,
 }
 
-/// The directory that a repository's address names.
+/// Returns the directory that a repository's address names.
 pub(crate) fn directory_of(url: &str) -> Result<PathBuf> {
     match url.strip_prefix("dir:") {
         Some(path) if !path.is_empty() => {
-            std::path::absolute(path).map_err(|e| Error::io("finding", Path::new(path), e))
+            std::path::absolute(path).map_err(|e| Error::io("resolving", Path::new(path), e))
         }
         _ => Err(Error::BadUrl { url: url.into() }),
     }
 }
 
-/// The file with the names.
+/// Returns the file of the catalog.
 pub(crate) fn catalog(path: &Path) -> PathBuf {
     path.join("catalog.db")
 }
@@ -103,9 +105,10 @@ pub(crate) fn check(path: &Path) -> Result<()> {
     check_file_system(path)
 }
 
-/// Makes the directory a repository if it is none. A directory with other things in it is left alone.
+/// Creates a repository in the directory, unless it is one already. Fails if the directory holds
+/// other files.
 pub(crate) fn create(path: &Path) -> Result<()> {
-    // The directories that do not exist yet, the deepest first.
+    // The directories that do not exist, the deepest first.
     let missing = path.ancestors().take_while(|dir| !dir.exists()).collect::<Vec<_>>();
     match check(path) {
         Err(Error::NoRepository { .. }) => {
@@ -122,17 +125,15 @@ pub(crate) fn create(path: &Path) -> Result<()> {
     missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)
 }
 
-/// The marker comes last and whole, so that whoever sees it sees a finished repository.
+/// Writes the marker atomically. It is written last, so a process that sees the marker sees a
+/// complete repository.
 fn write_marker(path: &Path) -> Result<()> {
     let marker = Marker { format: FORMAT.into(), version: VERSION };
     let mut text = serde_json::to_vec(&marker).expect("the marker is plain data");
     text.push(b'\n');
-    // Several processes and threads may be here at once.
-    let mut random = [0; 8];
-    let urandom = Path::new("/dev/urandom");
-    File::open(urandom)
-        .and_then(|mut file| file.read_exact(&mut random))
-        .map_err(|e| Error::io("reading", urandom, e))?;
+    // Several processes and threads may write a marker at once, so each uses its own temporary
+    // file.
+    let random = sys::random().map_err(|e| Error::io("reading", Path::new("/dev/urandom"), e))?;
     let temp = path.join(format!("{MARKER}.{:016x}", u64::from_le_bytes(random)));
     let written = File::create_new(&temp).and_then(|mut file| {
         file.write_all(&text)?;
@@ -140,11 +141,11 @@ fn write_marker(path: &Path) -> Result<()> {
     });
     written.map_err(|e| Error::io("writing", &temp, e))?;
     let marker = path.join(MARKER);
-    fs::rename(&temp, &marker).map_err(|e| Error::io("naming", &marker, e))
+    fs::rename(&temp, &marker).map_err(|e| Error::io("renaming a file to", &marker, e))
 }
 
-/// Whether the directory is empty, or another process is making it or died while it did. The marker
-/// may appear in between.
+/// Returns whether the directory is empty or an incomplete repository: another process is creating
+/// it, or has died while it did. The marker may appear during the call.
 fn is_unfinished(path: &Path) -> Result<bool> {
     if !path.is_dir() {
         return Ok(false);
@@ -160,9 +161,10 @@ fn is_unfinished(path: &Path) -> Result<bool> {
     Ok(true)
 }
 
+/// Fails if the directory is on a network file system.
 fn check_file_system(path: &Path) -> Result<()> {
     let found = sys::file_system_type(path).map_err(|e| Error::io("examining", path, e))?;
-    match NETWORK.iter().find(|(magic, _)| *magic == found) {
+    match NETWORK_FILE_SYSTEMS.iter().find(|(magic, _)| *magic == found) {
         Some((_, file_system)) => {
             Err(Error::NetworkFileSystem { path: path.to_owned(), file_system })
         }

@@ -1,10 +1,10 @@
-//! The repository as one object: blobs, trees and the catalog.
+//! [`Repository`]: one handle on blobs, trees and the catalog.
 //!
-//! | file | has |
+//! | file | contains |
 //! |---|---|
 //! | `open` | the constructors: in a directory, or on peers |
-//! | `layout` | the directory of a repository |
-//! | `attachment` | a mirror's hold on its image: reserve, begin, publish, fail |
+//! | `layout` | the layout of a repository in a directory |
+//! | `attachment` | the attachment of a mirror to its image: reserve, begin, publish, fail |
 
 pub(crate) mod attachment;
 mod layout;
@@ -31,16 +31,17 @@ use crate::net::identity::Security;
 use crate::snapshot::{Consistency, MirrorOwner, Mode, Snapshot, SnapshotState};
 use crate::tree::{Chunks, Root, TreeUpdate, Trees};
 
-/// What [`Repository::put_chunk`] did.
+/// The result of [`Repository::put_chunk`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutChunk {
     /// The chunk's name.
     pub id: ChunkId,
-    /// Bytes that the repository did not have: 0 if it had the chunk.
+    /// The bytes that were added: 0 if the repository already had the chunk.
     pub new_bytes: u64,
 }
 
-/// Space on the peers that stays reserved until this is dropped. In a directory nothing is reserved.
+/// Space on the peers. The reservation ends when this is dropped. In a directory no space is
+/// reserved.
 pub struct ReservedSpace(Option<(Arc<ClusterBlobs>, Vec<(PeerId, u64)>)>);
 
 impl Drop for ReservedSpace {
@@ -51,13 +52,13 @@ impl Drop for ReservedSpace {
     }
 }
 
-/// When content counts as stored.
+/// The condition under which content counts as stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// When the content is durable with its full redundancy.
+    /// Content is stored when it is durable with its full redundancy.
     #[default]
     Pessimistic,
-    /// When enough is durable to read the content. The rest follows.
+    /// Content is stored when enough fragments are durable to read it. The other fragments follow.
     Optimistic,
 }
 
@@ -65,7 +66,7 @@ pub enum Durability {
 #[derive(Clone)]
 pub struct Repository {
     inner: Arc<Inner>,
-    /// How what is put through this handle is kept safe.
+    /// The redundancy and compression of blobs that are put through this handle.
     policy: StoragePolicy,
     durability: Durability,
 }
@@ -77,48 +78,50 @@ struct Inner {
     documents: Arc<dyn Documents>,
     /// `None` if the blobs are in a directory.
     cluster: Option<ClusterPart>,
-    /// How many peers had been lost when it was opened,
+    /// The catalog's count of lost peers when the repository was opened.
     losses: u64,
-    /// and when what is known of the blobs was last forgotten for that.
+    /// The count of lost peers for which the cache of stored blobs was last cleared.
     forgotten_at: AtomicU64,
 }
 
-/// What only a repository on peers has.
+/// The parts that only the repository of a cluster has.
 struct ClusterPart {
     blobs: Arc<ClusterBlobs>,
     watcher: MembershipWatcher,
 }
 
 impl Repository {
-    /// A handle that stores by this policy.
+    /// Returns a handle that stores blobs with this policy.
     pub fn with_policy(&self, policy: StoragePolicy) -> Self {
         Self { policy, ..self.clone() }
     }
 
-    /// A handle whose content counts as stored at this durability.
+    /// Returns a handle with this durability.
     pub fn with_durability(&self, durability: Durability) -> Self {
         Self { durability, ..self.clone() }
     }
 
-    /// When content that is put through this handle counts as stored.
+    /// Returns the durability of this handle.
     pub fn durability(&self) -> Durability {
         self.durability
     }
 
-    /// How a new image is kept if nobody says otherwise: by the peers that there are.
+    /// Returns the default redundancy of a new image. It depends on the number of peers that are up
+    /// or down: lost and draining peers do not count.
     pub fn default_redundancy(&self) -> Result<Redundancy> {
         match &self.inner.cluster {
             Some(_) => {
                 let (peers, _) = membership::peers(&*self.inner.documents)?;
-                let able =
+                let usable =
                     peers.iter().filter(|peer| matches!(peer.health, Health::Up | Health::Down));
-                Ok(Redundancy::for_peers(able.count()))
+                Ok(Redundancy::for_peers(usable.count()))
             }
             None => Ok(Redundancy::NONE),
         }
     }
 
-    /// The peers that hold the repository, and the documents that tell of them; nothing if it is in a directory.
+    /// Returns the cluster client and the documents that describe the members. Returns `None` if
+    /// the repository is in a directory.
     pub fn cluster(&self) -> Option<(&Cluster, &dyn Documents)> {
         let cluster = self.inner.cluster.as_ref()?;
         Some((cluster.watcher.cluster(), &*self.inner.documents))
@@ -126,15 +129,16 @@ impl Repository {
 
     // Images and snapshots.
 
-    /// Makes an image whose first snapshot is empty.
+    /// Creates an image whose first snapshot is empty.
     pub fn create_image(&self, name: &ImageName, geometry: Geometry) -> Result<Snapshot> {
         self.publish_image(name, geometry, &Root::default(), 0, 0)
     }
 
-    /// Makes an image whose first snapshot has this content, and makes the content durable before.
+    /// Creates an image whose first snapshot has this content. Makes the content durable first.
     ///
-    /// `stored_bytes` of the image's `dirty_bytes` were not in the repository before. All that went to the peers since the
-    /// repository was opened counts as sent for it.
+    /// `dirty_bytes` is the length of the image's content, and `stored_bytes` the part of it that
+    /// was not in the repository before. All bytes that were sent to the peers since the repository
+    /// was opened are attributed to the snapshot.
     pub fn publish_image(
         &self,
         name: &ImageName,
@@ -159,12 +163,15 @@ impl Repository {
         self.insert(&Draft::new(name, geometry, self.policy, &first)?.since(self.inner.losses))
     }
 
+    /// Stores the record of a draft and adds the image to the catalog.
     fn insert(&self, draft: &Draft) -> Result<Snapshot> {
-        // Before its record is stored: a catalog that is rebuilt must not take it for the image of this name.
+        // Before the record is stored: a rebuilt catalog must not mistake this draft for the image
+        // that has the name.
         self.inner.catalog.check_free(draft)?;
         let record = self.put_record(&draft.record(), self.published_state())?;
         let inserted = self.inner.catalog.insert(draft, record);
-        // Somebody else was faster. If the catalog was away, it may be there.
+        // Another process took the name, or the source is gone. After other errors, such as an
+        // unreachable catalog, the image may have been inserted, so its record must stay valid.
         if let Err(error) = &inserted
             && matches!(error, Error::ImageExists { .. } | Error::NoSnapshot { .. })
         {
@@ -173,8 +180,8 @@ impl Repository {
         inserted
     }
 
-    /// Reserves space on the peers for `bytes` of chunks that are put through this handle. Fails at
-    /// once if the peers do not have it.
+    /// Reserves space on the peers for `bytes` of chunks that are put through this handle. Fails if
+    /// the peers do not have enough free space.
     pub fn reserve_space(&self, bytes: u64) -> Result<ReservedSpace> {
         let reserve = |cluster: &ClusterPart| {
             let reserved = cluster.blobs.reserve(bytes, &self.policy)?;
@@ -183,13 +190,14 @@ impl Repository {
         self.inner.cluster.as_ref().map(reserve).transpose().map(ReservedSpace)
     }
 
-    /// Bytes that went to the peers through this handle and its clones. All are 0 in a directory.
+    /// Returns the bytes that went to the peers through this handle and its clones. In a directory
+    /// all counters are 0.
     pub fn counters(&self) -> Counters {
         self.inner.cluster.as_ref().map(|cluster| cluster.blobs.counters()).unwrap_or_default()
     }
 
-    /// Bytes that were sent and saved since `before`. In a directory, both follow from the bytes that
-    /// were stored of the changes.
+    /// Returns the bytes that were sent and saved since `before`. In a directory, the sent bytes
+    /// are those that were stored, and the saved bytes are the rest of the dirty bytes.
     pub(crate) fn traffic_since(&self, before: &Counters, stored: u64, dirty: u64) -> (u64, u64) {
         if self.inner.cluster.is_none() {
             return (stored, dirty.saturating_sub(stored));
@@ -198,7 +206,9 @@ impl Repository {
         (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
     }
 
-    /// So many peers have been lost. What was known to be stored may be gone with one, unless a name refers to it.
+    /// Takes the catalog's count of lost peers. If the count has grown, clears the cache of stored
+    /// blobs: a lost peer may have held blobs that no snapshot refers to, which repair does not
+    /// restore.
     pub(crate) fn note_losses(&self, losses: u64) {
         if let Some(cluster) = &self.inner.cluster
             && self.inner.forgotten_at.fetch_max(losses, Ordering::SeqCst) < losses
@@ -207,7 +217,7 @@ impl Repository {
         }
     }
 
-    /// The state of a snapshot whose content was flushed.
+    /// Returns the state of a snapshot whose content was flushed.
     pub(crate) fn published_state(&self) -> SnapshotState {
         match self.durability {
             Durability::Pessimistic => SnapshotState::Stable,
@@ -215,9 +225,9 @@ impl Repository {
         }
     }
 
-    /// Stores the record of a snapshot that is in this state on the peers, durably, and returns its
-    /// name. The record of a stable snapshot has its full redundancy. A directory needs no records: its
-    /// catalog is lost with the blobs.
+    /// Stores the record of a snapshot durably on the peers and returns the record's name. The
+    /// record of a stable snapshot has its full redundancy. A directory needs no records, because
+    /// its catalog is lost together with the blobs; the result is then `None`.
     pub(crate) fn put_record(
         &self,
         record: &Record,
@@ -229,29 +239,33 @@ impl Repository {
         cluster.blobs.put_record(&record.to_bytes(), &policy, lenient).map(Some)
     }
 
-    /// Records on the peers that a snapshot or an image was removed. The removal itself has happened,
-    /// so a failure is only logged.
+    /// Stores a record that a snapshot or an image was removed. The removal itself has already
+    /// happened, so a failure is only logged.
     pub(crate) fn put_removal(&self, record: &Record) {
         if let Err(error) = self.put_record(record, SnapshotState::Available) {
-            tracing::warn!(%error, "a rebuilt catalog may bring back a name that was removed");
+            tracing::warn!(
+                %error,
+                "a removal record is not stored: a rebuilt catalog may undo the removal"
+            );
         }
     }
 
-    /// Makes an image whose first snapshot is this one. Nothing is copied.
+    /// Creates an image whose first snapshot has the content of `source`. Copies no content.
     pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
         self.insert(&Draft::clone_of(&self.inner.catalog.resolve(source)?, name)?)
     }
 
-    /// Removes a snapshot's name, unless it is the last one with content. Its blobs stay until garbage
-    /// collection, and mirrors that are based on it keep their content.
+    /// Removes a snapshot from the catalog. Refuses to remove the last snapshot with content. The
+    /// blobs stay until garbage collection, and mirrors that are based on the snapshot keep their
+    /// content.
     pub fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
         let (snapshot, record) = self.inner.catalog.remove_snapshot(name)?;
         self.put_removal(&record);
         Ok(snapshot)
     }
 
-    /// Removes an image and the names of all its snapshots. It is refused while mirrors refer to the
-    /// image, unless `force`, and always while a live writer holds it.
+    /// Removes an image and all its snapshots from the catalog. Fails while mirrors refer to the
+    /// image, unless `force` is set. Always fails while a live writer holds the image's lease.
     pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
         let record = self.inner.catalog.remove_image(name, force)?;
         self.put_removal(&record);
@@ -260,7 +274,7 @@ impl Repository {
 
     // Content.
 
-    /// The chunk at `index`, or nothing for a hole.
+    /// Returns the name of the chunk at `index`, or `None` for a hole.
     pub fn chunk_at(
         &self,
         root: &Root,
@@ -270,8 +284,8 @@ impl Repository {
         self.inner.trees.chunk_at(root, geometry, index)
     }
 
-    /// Reads a chunk. `buf` has the length of the image's chunks; after an error its content is
-    /// undefined. What is read has the name that was asked for.
+    /// Reads a chunk and verifies that its hash is `id`. `buf` must have the length of the image's
+    /// chunks. After an error the content of `buf` is undefined.
     pub fn read_chunk(&self, id: &ChunkId, buf: &mut [u8]) -> Result<()> {
         let len = self.inner.blobs.get(&(*id).into(), buf)?;
         if len == buf.len() {
@@ -281,22 +295,29 @@ impl Repository {
         Err(Error::corrupt(format!("chunk {id}"), reason))
     }
 
-    /// Takes chunks of full length under their names, and returns how many bytes the repository did not
-    /// have. Chunks of zeros are holes and not stored (see [`is_zero`](crate::is_zero)). Chunks at
-    /// addresses that are multiples of 4096 are written without a copy in the page cache, where the file
-    /// system has direct I/O; many at once are written faster.
+    /// Stores chunks under their names and returns how many bytes the repository did not have.
+    ///
+    /// - Each chunk has the full length of the image's chunks.
+    /// - A chunk of zeros is a hole and must not be put (see [`is_zero`](crate::is_zero)).
+    /// - A chunk at an address that is a multiple of 4096 is written with direct I/O, if the file
+    ///   system supports it, and is not copied through the page cache.
+    /// - One call with many chunks is faster than many calls.
     pub fn put_chunks(&self, chunks: &[(ChunkId, &[u8])]) -> Result<u64> {
         for (id, content) in chunks {
             debug_assert!(!crate::is_zero(content), "a chunk of zeros is a hole");
-            debug_assert_eq!(ChunkId::of(content), *id, "a chunk has the name of its content");
+            debug_assert_eq!(
+                ChunkId::of(content),
+                *id,
+                "the name of a chunk is the hash of its content"
+            );
         }
         let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
         self.inner.blobs.put(&blobs, &self.policy)
     }
 
-    /// Stores again a chunk that an earlier process stored, which may have left it without its full
-    /// redundancy. Only missing fragments are sent. `buf` has the length of the image's chunks. In a
-    /// directory, where a stored chunk lacks nothing, this does nothing.
+    /// Stores again a chunk of a previous process, which may have left the chunk without its full
+    /// redundancy. Only missing fragments are sent. `buf` must have the length of the image's
+    /// chunks. Does nothing in a directory, where a stored chunk is complete.
     pub fn restore_redundancy(&self, chunk: &ChunkId, buf: &mut [u8]) -> Result<()> {
         if self.inner.cluster.is_some() {
             self.read_chunk(chunk, buf)?;
@@ -305,14 +326,14 @@ impl Repository {
         Ok(())
     }
 
-    /// Takes one chunk, and names it.
+    /// Stores one chunk and returns its name.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
         let id = ChunkId::of(content);
         Ok(PutChunk { id, new_bytes: self.put_chunks(&[(id, content)])? })
     }
 
-    /// The tree that differs from `base` by these chunks; nothing stands for a hole. Equal content
-    /// gives the same root, whatever it was derived from.
+    /// Stores the tree that differs from `base` by these chunks; `None` is a hole. Equal content
+    /// has the same root, whichever base it was derived from.
     pub fn commit_tree(
         &self,
         base: &Root,
@@ -322,8 +343,8 @@ impl Repository {
         self.inner.trees.commit(base, geometry, changes, &self.policy)
     }
 
-    /// Returns when everything that was put through this handle and its clones is stored, as this handle
-    /// understands it, and everybody can read it.
+    /// Returns when everything that was put through this handle and its clones is stored, as
+    /// defined by this handle's durability. Every process can then read it.
     pub fn flush(&self) -> Result<()> {
         match self.durability {
             Durability::Pessimistic => self.inner.blobs.flush(),
@@ -334,12 +355,13 @@ impl Repository {
         }
     }
 
-    /// Returns when everything that was put is durable with its full redundancy, whatever this handle says.
+    /// Returns when everything that was put is durable with its full redundancy, regardless of this
+    /// handle's durability.
     pub fn flush_all(&self) -> Result<()> {
         self.inner.blobs.flush()
     }
 
-    /// The chunks of a tree that are not holes, in order.
+    /// Iterates over the chunks of a tree in order, without the holes.
     pub fn chunks(&self, root: &Root, geometry: Geometry) -> Chunks {
         self.inner.trees.chunks(root, geometry)
     }
@@ -348,9 +370,9 @@ impl Repository {
 
     /// Attaches a mirror to its image, for the first time or again.
     ///
-    /// A mirror that was attached before keeps its own parent (see [`Attachment::parent`]), whatever
-    /// `snapshot` says. For [`Mode::ReadWrite`] it takes the image's lease, or fails and names the
-    /// holder.
+    /// A mirror that was attached before keeps its own parent (see [`Attachment::parent`]),
+    /// regardless of `snapshot`. [`Mode::ReadWrite`] takes the image's lease; if another writer
+    /// holds it, the call fails and the error names the holder.
     pub fn attach(
         &self,
         owner: &MirrorOwner,
@@ -361,11 +383,12 @@ impl Repository {
         Ok(Attachment::new(self.with_policy(snapshot.policy), holder, parent, root))
     }
 
+    /// Returns the keys of the cluster's connections; `None` in a directory.
     pub(crate) fn security(&self) -> Option<&Security> {
         self.inner.cluster.as_ref().map(|cluster| cluster.watcher.security())
     }
 
-    /// The records on the peers; `None` in a directory.
+    /// Reads the records on the peers; `None` in a directory.
     pub(crate) fn records(&self) -> Option<Vec<Vec<u8>>> {
         self.inner.cluster.as_ref().map(|cluster| cluster.blobs.records())
     }
@@ -374,7 +397,7 @@ impl Repository {
         &self.inner.trees
     }
 
-    /// The catalog: images, snapshots and mirrors.
+    /// Returns the catalog: images, snapshots and mirrors.
     pub fn catalog(&self) -> &Catalog {
         &self.inner.catalog
     }

@@ -1,4 +1,4 @@
-//! Segments whose index is lost.
+//! The fuzz target for the scan of a segment whose index is lost.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,70 +11,75 @@ use crate::durable::segment::ALIGNMENT;
 use crate::id::BlobId;
 
 /// The number of the segment.
-const NUMBER: u64 = 1;
+const SEGMENT: u64 = 1;
 
-/// The most groups.
-const GROUPS: u8 = 4;
+/// The most groups in the segment.
+const MAX_GROUPS: u8 = 4;
 
-/// The first byte is the number of groups. Each of these has a byte for the number of its blobs, and for
-/// each of them one for its length and one for its content. The rest are flips: two bytes that say where
-/// in which block, and one that says which bits.
+/// Builds a segment from the input, flips bits in it, scans it, and checks what the scan reports.
+///
+/// The input has these parts, in order:
+///
+/// 1. one byte: the number of groups;
+/// 2. for each group, one byte for the number of its blobs, and for each blob one byte for its
+///    length and one for its content;
+/// 3. bit flips of three bytes each: the block, the position in the block, and the mask.
 pub(crate) fn segment(data: &[u8], file: &File) {
     let mut input = data.iter().copied();
     let mut next = || input.next().unwrap_or(0);
     let mut bytes = Vec::new();
     let mut written = Vec::new();
-    for _ in 0..next() % (GROUPS + 1) {
+    for _ in 0..next() % (MAX_GROUPS + 1) {
         let blobs: Vec<Vec<u8>> = (0..next() % 4 + 1).map(|_| content(next(), next())).collect();
         written.extend(append(&mut bytes, &blobs));
     }
     let flips: Vec<u8> = input.collect();
     let len = bytes.len();
     for [block, at, mask] in flips.as_chunks().0.iter().filter(|_| len > 0) {
-        // Records are at the start of a block.
+        // A record starts at the start of a block, so a flip hits one of a block's first 256 bytes.
         let at = usize::from(*block) * ALIGNMENT + usize::from(*at);
         bytes[at % len] ^= mask;
     }
-    let is_whole = flips.len() < 3;
+    let is_undamaged = flips.len() < 3;
     file.write_all_at(&bytes, 0).expect("the file is in memory");
     let mut found: Vec<(BlobId, Slot)> = Vec::new();
     let mut segments = 0;
-    let tell = &mut |one| {
+    let report = &mut |one| {
         match one {
             Found::Segment { number, end } => {
-                assert_eq!((number, end), (NUMBER, bytes.len() as u64));
+                assert_eq!((number, end), (SEGMENT, bytes.len() as u64));
                 segments += 1;
             }
             Found::Blob { id, slot } => found.push((id, slot)),
         }
         Ok(())
     };
-    scan_file(file, Path::new("segment"), NUMBER, tell).expect("the file is in memory");
+    scan_file(file, Path::new("segment"), SEGMENT, report).expect("the file is in memory");
     assert_eq!(segments, 1);
     let mut end = 0;
     for (id, slot) in &found {
         let content = &bytes[slot.offset as usize..][..slot.len as usize];
-        assert_eq!(BlobId::of(content), *id, "a blob has the content that it is named after");
-        assert_eq!((slot.segment, slot.offset % ALIGNMENT as u64), (NUMBER, 0));
+        assert_eq!(BlobId::of(content), *id, "the name of a blob is the hash of its content");
+        assert_eq!((slot.segment, slot.offset % ALIGNMENT as u64), (SEGMENT, 0));
         assert!(slot.offset >= end, "no two blobs overlap");
         end = slot.end();
     }
-    assert!(!is_whole || found == written, "every blob of a whole segment is found");
-    // A record is read as it was written, wherever it is.
+    assert!(!is_undamaged || found == written, "every blob of an undamaged segment is found");
+    // A record that is decoded and encoded again decodes to the same blobs.
     for start in (0..bytes.len()).step_by(ALIGNMENT) {
-        let Some(blobs) = decode(NUMBER, start as u64, &bytes[start..]) else { continue };
-        let again = encode(NUMBER, blobs.iter().copied());
-        assert_eq!(decode(NUMBER, start as u64, &again), Some(blobs));
+        let Some(blobs) = decode(SEGMENT, start as u64, &bytes[start..]) else { continue };
+        let again = encode(SEGMENT, blobs.iter().copied());
+        assert_eq!(decode(SEGMENT, start as u64, &again), Some(blobs));
     }
 }
 
-/// Appends a group, and tells where its blobs are.
+/// Appends a group and returns the slots of its blobs.
 fn append(bytes: &mut Vec<u8>, blobs: &[Vec<u8>]) -> Vec<(BlobId, Slot)> {
     let lens: Vec<_> = blobs.iter().map(Vec::len).collect();
-    let (slots, end) = place(NUMBER, bytes.len() as u64, &lens);
+    let (slots, end) = place(SEGMENT, bytes.len() as u64, &lens);
     let ids = blobs.iter().map(|content| BlobId::of(content));
     let entries: Vec<_> = ids.zip(slots).collect();
-    bytes.extend(encode(NUMBER, entries.iter().copied()));
+    bytes.extend(encode(SEGMENT, entries.iter().copied()));
     for content in blobs {
         bytes.extend(content);
         bytes.resize(bytes.len().next_multiple_of(ALIGNMENT), 0);
@@ -83,14 +88,15 @@ fn append(bytes: &mut Vec<u8>, blobs: &[Vec<u8>]) -> Vec<(BlobId, Slot)> {
     entries
 }
 
-/// The content of a blob. Some look like the record of a group that the guest has written.
+/// Returns the content of a blob. Some contents look like a group record, as a guest could write
+/// it.
 fn content(len: u8, seed: u8) -> Vec<u8> {
     let len = usize::from(len) * 64;
     if seed >= 0x80 {
         let inner = vec![seed; 100];
         let start = u64::from(seed - 0x80) * ALIGNMENT as u64;
-        let (slots, _) = place(NUMBER, start, &[inner.len()]);
-        let mut bytes = encode(NUMBER, std::iter::once((BlobId::of(&inner), slots[0])));
+        let (slots, _) = place(SEGMENT, start, &[inner.len()]);
+        let mut bytes = encode(SEGMENT, std::iter::once((BlobId::of(&inner), slots[0])));
         bytes.extend(inner);
         bytes.truncate(len);
         return bytes;

@@ -1,16 +1,16 @@
-//! Blobs that are written together, and the record that a segment keeps of them.
+//! A group of blobs that are written together, and the record that describes it.
 //!
-//! The record comes before the blobs in their segment, so that the index can be made again from the
+//! The record precedes the blobs in their segment, so that the index can be rebuilt from the
 //! segments alone.
 //!
-//! | offset | length | is |
+//! | offset | length | content |
 //! |---:|---:|---|
 //! | 0 | 8 | `CRNGROUP` |
 //! | 8 | 4 | version, 1 |
-//! | 12 | 4 | *n* |
+//! | 12 | 4 | *n*, from 1 to 256 |
 //! | 16 | 8 | the segment's number |
 //! | 24 | 48 × *n* | name (32), offset (8), length (4), zero (4) of each blob |
-//! | 24 + 48 × *n* | 32 | BLAKE3 of all before |
+//! | 24 + 48 × *n* | 32 | BLAKE3 hash of all bytes before it |
 
 use std::sync::Arc;
 
@@ -22,22 +22,22 @@ use crate::id::BlobId;
 
 const MAGIC: &[u8; 8] = b"CRNGROUP";
 const VERSION: u32 = 1;
-const HEADER: usize = 24;
-const ENTRY: usize = 48;
-const CHECKSUM: usize = 32;
+const HEADER_LEN: usize = 24;
+const ENTRY_LEN: usize = 48;
+const CHECKSUM_LEN: usize = 32;
 
-/// The most blobs of a group, which bounds the record's length.
+/// The most blobs in a group. It bounds the record's length.
 pub(super) const MAX_BLOBS: usize = 256;
 
-/// The longest record.
-pub(super) const MAX_RECORD: usize = record_len(MAX_BLOBS);
+/// The length of the longest record, in bytes.
+pub(super) const MAX_RECORD_LEN: usize = record_len(MAX_BLOBS);
 
-/// The length of a record, in whole blocks.
+/// Returns the length of the record of this many blobs, in bytes, rounded up to whole blocks.
 pub(super) const fn record_len(blobs: usize) -> usize {
-    (HEADER + blobs * ENTRY + CHECKSUM).next_multiple_of(ALIGNMENT)
+    (HEADER_LEN + blobs * ENTRY_LEN + CHECKSUM_LEN).next_multiple_of(ALIGNMENT)
 }
 
-/// A blob that is written and not yet durable.
+/// A blob that is written but not yet durable.
 #[derive(Clone)]
 pub(super) struct Entry {
     pub(super) id: BlobId,
@@ -45,25 +45,25 @@ pub(super) struct Entry {
     pub(super) segment: Arc<Segment>,
 }
 
-/// Where the blobs of a group are: right behind its record, each at the start of a block. And where the
-/// group ends.
+/// Returns the slots of the blobs of a group and the end of the group. The blobs follow the record,
+/// each at the start of a block.
 pub(super) fn place(segment: u64, start: u64, lens: &[usize]) -> (Vec<Slot>, u64) {
     let first = start + record_len(lens.len()) as u64;
     let (offsets, end) = segment::place(first, lens.iter().copied());
     let slot = |(offset, len): (u64, &usize)| {
-        let len = u32::try_from(*len).expect("a blob is small");
+        let len = u32::try_from(*len).expect("the length of a blob fits into 32 bits");
         Slot { segment, offset, len }
     };
     (offsets.into_iter().zip(lens).map(slot).collect(), end)
 }
 
-/// The record of a group.
+/// Encodes the record of a group.
 pub(super) fn encode(
     segment: u64,
     blobs: impl ExactSizeIterator<Item = (BlobId, Slot)>,
 ) -> Vec<u8> {
     let len = record_len(blobs.len());
-    let count = u32::try_from(blobs.len()).expect("a group is small");
+    let count = u32::try_from(blobs.len()).expect("a group has at most MAX_BLOBS blobs");
     let mut bytes = Vec::with_capacity(len);
     bytes.extend_from_slice(MAGIC);
     bytes.extend_from_slice(&VERSION.to_le_bytes());
@@ -81,33 +81,36 @@ pub(super) fn encode(
     bytes
 }
 
-/// The blobs of a record at the start of `bytes`, which are at `start` of the segment, if a record is
-/// there.
+/// Decodes the record at the start of `bytes`, which begin at offset `start` of the segment.
+/// Returns the blobs that it names, or `None` if there is no valid record.
 ///
-/// A guest can write what looks like one. So whoever uses this checks each blob's content.
+/// A guest can write bytes that look like a record. So the caller must verify the content of each
+/// blob.
 pub(super) fn decode(segment: u64, start: u64, bytes: &[u8]) -> Option<Vec<(BlobId, Slot)>> {
-    let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
-    let wide = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
-    let count = number(12)? as usize;
+    let u32_at = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let u64_at = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+    let count = u32_at(12)? as usize;
     if !bytes.starts_with(MAGIC)
-        || number(8)? != VERSION
-        || wide(16)? != segment
+        || u32_at(8)? != VERSION
+        || u64_at(16)? != segment
         || !(1..=MAX_BLOBS).contains(&count)
     {
         return None;
     }
-    let end = HEADER + count * ENTRY;
-    if blake3::hash(bytes.get(..end)?).as_bytes() != bytes.get(end..end + CHECKSUM)? {
+    let end = HEADER_LEN + count * ENTRY_LEN;
+    if blake3::hash(bytes.get(..end)?).as_bytes() != bytes.get(end..end + CHECKSUM_LEN)? {
         return None;
     }
     let entry = |at: usize| {
         let id = BlobId::from_bytes(bytes.get(at..at + 32)?.try_into().ok()?);
-        Some((id, Slot { segment, offset: wide(at + 32)?, len: number(at + 40)? }))
+        Some((id, Slot { segment, offset: u64_at(at + 32)?, len: u32_at(at + 40)? }))
     };
-    let blobs: Vec<_> = (0..count).map(|n| entry(HEADER + n * ENTRY)).collect::<Option<_>>()?;
-    // They lie where a group's blobs lie, and are no longer than blobs are.
+    let blobs: Vec<_> =
+        (0..count).map(|n| entry(HEADER_LEN + n * ENTRY_LEN)).collect::<Option<_>>()?;
+    // The slots must be those of a group that starts here, and no blob may exceed the largest
+    // length.
     let lens: Vec<_> = blobs.iter().map(|(_, slot)| slot.len as usize).collect();
-    let placed = lens.iter().all(|len| *len <= MAX_CHUNK_SIZE as usize)
+    let is_valid = lens.iter().all(|len| *len <= MAX_CHUNK_SIZE as usize)
         && place(segment, start, &lens).0.iter().eq(blobs.iter().map(|(_, slot)| slot));
-    placed.then_some(blobs)
+    is_valid.then_some(blobs)
 }

@@ -1,8 +1,8 @@
-//! Where each blob is: a database beside the segments.
+//! The index: a database beside the segments that maps each blob to its position.
 //!
-//! A row is inserted when its blob is durable, and seen by others when it is durable itself, so
-//! whoever finds a blob here may rely on it. All of it can be made again from the segments, and is
-//! when the file is missing.
+//! A row is inserted when its blob is durable, and other handles see the row when it is durable
+//! itself. So a process that finds a blob in the index can rely on it. If the file is missing, the
+//! index is rebuilt from the segments.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -16,12 +16,13 @@ use crate::durable::segment::{ALIGNMENT, SEGMENT_SIZE};
 use crate::error::Result;
 use crate::id::BlobId;
 
-const FILE: &str = "index.db";
+/// The name of the database's file.
+const FILE_NAME: &str = "index.db";
 
-/// The version of the tables, kept in the database's `user_version`.
+/// The version of the tables, stored in the database's `user_version`.
 const VERSION: u64 = 1;
 
-/// `docs/formats.md` explains every column.
+/// The tables. `docs/formats.md` describes every column.
 const TABLES: &str = "
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -37,10 +38,10 @@ CREATE TABLE blobs (
 ) STRICT, WITHOUT ROWID;
 ";
 
-/// Segments to look at for one that can be continued.
-const CANDIDATES: u32 = 64;
+/// The most segments that are considered when a handle looks for one to continue.
+const MAX_CANDIDATES: u32 = 64;
 
-/// The place of a blob.
+/// The position of a blob.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slot {
     pub(super) segment: u64,
@@ -49,25 +50,26 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    /// The end of its last block.
+    /// Returns the end of the blob's last block.
     pub(super) fn end(&self) -> u64 {
         (self.offset + u64::from(self.len)).next_multiple_of(ALIGNMENT as u64)
     }
 }
 
+/// The connections to the database.
 pub(super) struct Index {
-    /// Apart from the writer: to find a blob must not wait for another's sync.
+    /// Separate from the writer, so that a lookup does not wait for another thread's sync.
     reader: Mutex<Connection>,
     writer: Mutex<Connection>,
 }
 
 impl Index {
-    /// Opens the index. If it does not exist it is made, with what `recover` finds in the segments.
+    /// Opens the index. If it does not exist, creates it with what `recover` finds in the segments.
     pub(super) fn open(
         repository: &Path,
         recover: impl FnOnce(&mut dyn FnMut(Found) -> Result<()>) -> Result<()>,
     ) -> Result<Self> {
-        let path = repository.join(FILE);
+        let path = repository.join(FILE_NAME);
         database::make(&path, VERSION, |transaction| {
             transaction.execute_batch(TABLES)?;
             recover(&mut |found| add_found(transaction, found))
@@ -76,39 +78,40 @@ impl Index {
         Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 
-    /// Where the blob is, if it is there.
+    /// Returns the slot of a blob, or `None` if the blob is not in the index.
     pub(super) fn find(&self, id: &BlobId) -> Result<Option<Slot>> {
         find(&lock(&self.reader), id)
     }
 
-    /// Where each of these blobs is.
+    /// Returns the slot of each blob, or `None` for a blob that is not in the index.
     pub(super) fn find_all<'a>(
         &self,
         ids: impl IntoIterator<Item = &'a BlobId>,
     ) -> Result<Vec<Option<Slot>>> {
         let mut reader = lock(&self.reader);
-        // One look for all of them.
+        // All lookups see the same state.
         let transaction = reader.transaction()?;
         ids.into_iter().map(|id| find(&transaction, id)).collect()
     }
 
-    /// Segments that have room, the oldest first.
-    pub(super) fn with_room(&self) -> Result<Vec<u64>> {
+    /// Returns the segments below the size limit, the oldest first.
+    pub(super) fn segments_with_room(&self) -> Result<Vec<u64>> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
             "SELECT number FROM segments WHERE length < ? ORDER BY number LIMIT ?",
         )?;
-        let rows = query.query_map((SEGMENT_SIZE, CANDIDATES), |row| row.get(0))?;
+        let rows = query.query_map((SEGMENT_SIZE, MAX_CANDIDATES), |row| row.get(0))?;
         Ok(rows.collect::<rusqlite::Result<_>>()?)
     }
 
-    /// Takes note that this process appends to a segment, which it has locked, and returns where the
-    /// content ends.
+    /// Records that this process appends to a segment, which it has locked, and returns the end of
+    /// the segment's content.
     ///
-    /// The change is more than a note. The last holder may have been killed in the middle of a commit
-    /// that nobody has seen, but that the database would find valid when it is next recovered: its blobs
-    /// would be known when others lie in their place. A commit of ours ends that.
-    pub(super) fn take(&self, segment: u64) -> Result<u64> {
+    /// The change is necessary for correctness. The previous holder may have been killed during a
+    /// commit that no process has seen, but that the database would accept at its next recovery.
+    /// The index would then list blobs whose bytes this process has overwritten. A commit by this
+    /// process rules that out.
+    pub(super) fn acquire(&self, segment: u64) -> Result<u64> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let end = transaction
@@ -120,15 +123,16 @@ impl Index {
         Ok(end)
     }
 
-    /// Announces an empty segment.
+    /// Adds an empty segment and returns its number.
     pub(super) fn new_segment(&self) -> Result<u64> {
         let writer = lock(&self.writer);
         writer.prepare_cached("INSERT INTO segments (length) VALUES (0)")?.execute([])?;
         Ok(writer.last_insert_rowid().unsigned_abs())
     }
 
-    /// Makes durable blobs known, and where their segments end now. If another process was faster with a
-    /// blob, its own counts, unless it is `damaged`.
+    /// Adds blobs that are durable, and updates the ends of their segments. If another process has
+    /// already added a blob, its row stays, except for the blobs in `damaged`, whose rows are
+    /// replaced.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
@@ -155,12 +159,13 @@ impl Index {
     }
 }
 
-/// Something that a segment holds.
+/// An item that the scan of a segment reports.
 pub(super) enum Found {
     Segment { number: u64, end: u64 },
     Blob { id: BlobId, slot: Slot },
 }
 
+/// Adds one item to the index that is being rebuilt.
 fn add_found(transaction: &Transaction<'_>, found: Found) -> Result<()> {
     match found {
         Found::Segment { number, end } => transaction
@@ -184,5 +189,5 @@ fn slot_of(row: &rusqlite::Row<'_>) -> rusqlite::Result<Slot> {
 }
 
 fn lock(connection: &Mutex<Connection>) -> MutexGuard<'_, Connection> {
-    connection.lock().expect("no thread panics while it uses the index")
+    connection.lock().expect("no thread panics with the index locked")
 }

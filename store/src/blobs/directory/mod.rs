@@ -1,4 +1,4 @@
-//! Blobs in a directory of this host: segments that are appended to, and an index.
+//! Blobs in a directory of this host: append-only segment files and an index.
 //!
 //! ```text
 //! put ──► written to a segment ──► staged ──(flush)──► segment synced ──► in the index
@@ -7,13 +7,14 @@
 //!         put fails                                          └─► sync failed: poisoned
 //! ```
 //!
-//! One sync and one transaction make everything durable that is staged, whatever threads put it. Others see a
-//! blob when it is in the index, and then it is durable. A failed sync may have lost blobs whose put has
-//! already returned, and the kernel tells only once: the handle is poisoned, and fails every put and
-//! flush from then on, so that nothing that relies on a lost blob is published.
-//!
-//! A crash leaves bytes at the end of a segment that nothing refers to; the next process that appends
-//! to the segment overwrites them.
+//! - **Group commit.** One sync and one transaction make all staged blobs durable, whichever
+//!   threads put them.
+//! - **Visibility.** Other handles see a blob when it is in the index. By then it is durable.
+//! - **Failed sync.** A failed sync may have lost blobs whose put has already returned, and the
+//!   kernel reports the failure only once. The handle is poisoned: it fails every later put and
+//!   flush, so no snapshot that relies on a lost blob is published.
+//! - **Crash.** A crash leaves bytes at the end of a segment that nothing refers to. The next
+//!   process that appends to the segment overwrites them.
 
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
@@ -41,14 +42,16 @@ use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::sys;
 
-/// What is staged is flushed when it has this many bytes,
+/// The staged blobs are flushed when they have this many bytes.
 const STAGED_BYTES: u64 = 64 << 20;
-/// or this many blobs.
+
+/// The staged blobs are flushed when there are this many of them.
 const STAGED_BLOBS: usize = 4096;
 
-/// Segments that are kept open for reading.
+/// The most segments that are kept open for reading.
 const OPEN_FILES: usize = 64;
 
+/// A handle on the blobs of a directory.
 pub(crate) struct DirectoryBlobs {
     directory: PathBuf,
     index: Index,
@@ -56,32 +59,32 @@ pub(crate) struct DirectoryBlobs {
     sync: SegmentSync,
     /// The segment that this handle appends to.
     current: Mutex<Option<Arc<Segment>>>,
-    /// Held by the one thread that makes a group durable.
+    /// Locked by the thread that makes a group durable.
     flushing: Mutex<()>,
-    /// Segments that are read.
+    /// Segments that are open for reading, by number.
     files: Mutex<HashMap<u64, Arc<File>>>,
-    /// Blobs that were found damaged: who puts one again replaces it.
+    /// Blobs that were found damaged. A put of such a blob replaces it.
     damaged: Mutex<HashSet<BlobId>>,
 }
 
 #[derive(Default)]
 struct WriterState {
-    /// What is written and not in the index.
+    /// Blobs that are written and not in the index.
     staged: HashMap<BlobId, Slot>,
-    /// Of that, what no thread flushes.
+    /// The staged blobs that no thread is flushing.
     waiting: Vec<Entry>,
     waiting_bytes: u64,
 }
 
 impl WriterState {
-    /// Whether as much waits as may wait.
+    /// Returns whether the waiting blobs have reached a limit.
     fn is_full(&self) -> bool {
         self.waiting_bytes >= STAGED_BYTES || self.waiting.len() >= STAGED_BLOBS
     }
 }
 
 impl DirectoryBlobs {
-    /// Makes the place. Another process may do the same at the same time.
+    /// Creates the directory and the index. Another process may do the same at the same time.
     pub(crate) fn create(repository: &Path) -> Result<()> {
         let directory = directory_in(repository);
         match fs::create_dir(&directory) {
@@ -93,12 +96,13 @@ impl DirectoryBlobs {
         Self::open(repository).map(|_| ())
     }
 
+    /// Opens the blobs of a repository. Rebuilds the index if it is missing.
     pub(crate) fn open(repository: &Path) -> Result<Self> {
         let directory = directory_in(repository);
-        let index = Index::open(repository, |tell| {
+        let index = Index::open(repository, |report| {
             segments_in(&directory)?.into_iter().try_for_each(|number| {
-                tracing::warn!(number, "the index is missing; reading a segment to make it again");
-                scan(&directory, number, tell)
+                tracing::warn!(number, "the index is missing: rebuilding it from a segment");
+                scan(&directory, number, report)
             })
         })?;
         let (state, current, flushing, files, damaged) = Default::default();
@@ -106,7 +110,7 @@ impl DirectoryBlobs {
         Ok(Self { directory, index, state, sync, current, flushing, files, damaged })
     }
 
-    /// The segment to append to.
+    /// Returns the segment to append to.
     fn current(&self) -> Result<Arc<Segment>> {
         let mut current = self.current.lock().expect("no thread panics with the segment locked");
         if let Some(segment) = &*current
@@ -119,37 +123,37 @@ impl DirectoryBlobs {
         Ok(segment)
     }
 
-    /// Continues a segment that nobody appends to, or begins one.
+    /// Continues a segment that no other handle appends to, or starts an empty one.
     fn take_segment(&self) -> Result<Segment> {
-        for number in self.index.with_room()? {
+        for number in self.index.segments_with_room()? {
             match self.lock_segment(number) {
                 Ok(Some(segment)) if !segment.is_full() => return Ok(segment),
                 Ok(_) => {}
-                Err(error) => tracing::warn!(number, %error, "a segment cannot be continued"),
+                Err(error) => tracing::warn!(number, %error, "cannot continue a segment"),
             }
         }
         loop {
-            // Another process may see it and be faster.
+            // Another process may see the segment and lock it first.
             if let Some(segment) = self.lock_segment(self.index.new_segment()?)? {
                 return Ok(segment);
             }
         }
     }
 
-    /// A segment to append to, unless somebody else does.
+    /// Locks a segment to append to it. Returns `None` if another handle holds the lock.
     fn lock_segment(&self, number: u64) -> Result<Option<Segment>> {
         let Some(segment) = Segment::lock(&self.directory, number)? else { return Ok(None) };
-        // Only now nobody else moves it.
-        let end = self.index.take(number)?;
+        // The end is stable only while the lock is held.
+        let end = self.index.acquire(number)?;
         if end == 0 {
-            // Its file may be new.
+            // The file may have just been created.
             sys::sync_dir(&self.directory)?;
         }
         segment.continue_at(end)?;
         Ok(Some(segment))
     }
 
-    /// The blobs that are not there, or damaged, each once.
+    /// Returns the blobs that are not stored or are damaged, without duplicates.
     fn missing<'a>(&self, blobs: &[NewBlob<'a>]) -> Result<Vec<NewBlob<'a>>> {
         let mut unstaged = Vec::with_capacity(blobs.len());
         {
@@ -163,28 +167,28 @@ impl DirectoryBlobs {
             }
         }
         let slots = self.index.find_all(unstaged.iter().map(|(id, _)| id))?;
-        let is_there = |(id, content): &NewBlob<'_>, slot| {
+        let is_stored = |(id, content): &NewBlob<'_>, slot| {
             let trusted = !self.damaged().contains(id);
             trusted || self.read(id, slot, &mut vec![0; content.len()]).is_ok()
         };
         let all = unstaged.into_iter().zip(slots);
-        let missing = all.filter(|(blob, slot)| !slot.is_some_and(|slot| is_there(blob, slot)));
+        let missing = all.filter(|(blob, slot)| !slot.is_some_and(|slot| is_stored(blob, slot)));
         Ok(missing.map(|(blob, _)| blob).collect())
     }
 
-    /// Makes blobs durable and known.
+    /// Makes blobs durable, then visible to other handles.
     fn commit(&self, entries: &[Entry]) -> Result<()> {
         let ends = self.sync.sync(entries.iter().map(|one| (&one.segment, one.slot.end())))?;
         let damaged = self.damaged().clone();
         self.index.insert(entries, &damaged, ends.into_iter())?;
-        let mut still = self.damaged();
+        let mut remaining = self.damaged();
         entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
-            still.remove(&entry.id);
+            remaining.remove(&entry.id);
         });
         Ok(())
     }
 
-    /// Reads from a slot.
+    /// Reads a blob from its slot and verifies its content.
     fn read(&self, id: &BlobId, slot: Slot, buf: &mut [u8]) -> Result<usize> {
         let path = path_of(&self.directory, slot.segment);
         let corrupt = |reason: String| {
@@ -213,7 +217,7 @@ impl DirectoryBlobs {
         Err(corrupt(reason.into()))
     }
 
-    /// A segment's file, through the page cache: neighbours are often read next.
+    /// Returns a segment's file. Reads use the page cache, because neighbours are often read next.
     fn file(&self, number: u64) -> io::Result<Arc<File>> {
         let mut files = self.files.lock().expect("no thread panics with the files locked");
         if let Some(file) = files.get(&number) {
@@ -232,13 +236,13 @@ impl DirectoryBlobs {
     }
 
     fn state(&self) -> MutexGuard<'_, WriterState> {
-        self.state.lock().expect("no thread panics while it holds the state")
+        self.state.lock().expect("no thread panics with the state locked")
     }
 }
 
 impl Blobs for DirectoryBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
-        // What is staged comes first: what is no more is in the index.
+        // First the staged blobs: a blob that leaves them is already in the index.
         let staged = self.state().staged.get(id).copied();
         let slot = match staged {
             Some(slot) => Some(slot),
@@ -246,7 +250,7 @@ impl Blobs for DirectoryBlobs {
         };
         let Some(slot) = slot else { return Err(Error::MissingBlob { id: *id }) };
         self.read(id, slot, buf).or_else(|error| match self.index.find(id)? {
-            // Another process has replaced it meanwhile.
+            // Another process has replaced the damaged blob in the meantime.
             Some(other) if other != slot => self.read(id, other, buf),
             _ => Err(error),
         })
@@ -255,7 +259,7 @@ impl Blobs for DirectoryBlobs {
     fn put(&self, blobs: &[NewBlob<'_>], _: &StoragePolicy) -> Result<u64> {
         let mut added = 0;
         if self.state().is_full() {
-            // The last flush has failed. Without another one there would be no bound.
+            // The last flush has failed. Without a retry the staged blobs would be unbounded.
             self.flush()?;
         }
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
@@ -265,7 +269,7 @@ impl Blobs for DirectoryBlobs {
             self.sync.check()?;
             for ((id, _), slot) in missing.iter().copied().zip(slots) {
                 if state.staged.contains_key(&id) {
-                    // Another thread was faster: nothing refers to these bytes.
+                    // Another thread staged the blob first. Nothing refers to these bytes.
                     continue;
                 }
                 state.staged.insert(id, slot);
@@ -283,8 +287,8 @@ impl Blobs for DirectoryBlobs {
     }
 
     fn flush(&self) -> Result<()> {
-        // Who waits here finds its blobs durable, or waiting again.
-        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        // A thread that waited for the lock finds its blobs durable, or waiting again.
+        let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         let entries = {
             let mut state = self.state();
             self.sync.check()?;
@@ -310,11 +314,12 @@ impl Blobs for DirectoryBlobs {
     }
 }
 
+/// Returns the directory of the segments.
 fn directory_in(repository: &Path) -> PathBuf {
     repository.join("segments")
 }
 
-/// Appends a group, and returns where its blobs are. Nothing is synced.
+/// Appends a group and returns the slots of its blobs. Syncs nothing.
 fn append(segment: &Segment, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
     let contents: Vec<_> = blobs.iter().map(|(_, content)| *content).collect();
     let lens: Vec<_> = contents.iter().map(|content| content.len()).collect();

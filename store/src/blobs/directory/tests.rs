@@ -12,12 +12,13 @@ use crate::encoding::StoragePolicy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 
-struct Place {
+/// A repository's blobs in a temporary directory.
+struct TestStore {
     dir: TempDir,
     blobs: DirectoryBlobs,
 }
 
-impl Place {
+impl TestStore {
     fn new() -> Self {
         let dir = TempDir::new().unwrap();
         DirectoryBlobs::create(dir.path()).unwrap();
@@ -25,12 +26,12 @@ impl Place {
         Self { dir, blobs }
     }
 
-    /// With one durable blob, and where it is.
+    /// Creates a store with one durable blob, and returns the blob's name.
     fn with_blob(content: &[u8]) -> (Self, BlobId) {
-        let place = Self::new();
-        let (id, _) = place.put(content);
-        place.blobs.flush().unwrap();
-        (place, id)
+        let store = Self::new();
+        let (id, _) = store.put(content);
+        store.blobs.flush().unwrap();
+        (store, id)
     }
 
     fn put(&self, content: &[u8]) -> (BlobId, u64) {
@@ -41,7 +42,8 @@ impl Place {
         get(&self.blobs, id)
     }
 
-    fn other(&self) -> DirectoryBlobs {
+    /// Opens a second handle on the same directory.
+    fn second_handle(&self) -> DirectoryBlobs {
         DirectoryBlobs::open(self.dir.path()).unwrap()
     }
 
@@ -49,8 +51,8 @@ impl Place {
         self.dir.path().join(format!("segments/{number:08}"))
     }
 
-    /// Changes a byte of the blob that [`Place::with_blob`] made.
-    fn spoil(&self) {
+    /// Changes a byte of the blob that [`TestStore::with_blob`] stored.
+    fn corrupt(&self) {
         let segment = File::options().write(true).open(self.segment(1)).unwrap();
         segment.write_all_at(b"f", 4096 + 5).unwrap();
     }
@@ -78,143 +80,143 @@ fn is_missing<T>(result: Result<T>) -> bool {
 
 #[test]
 fn a_blob_is_readable_at_once_and_by_others_after_a_flush() {
-    let place = Place::new();
-    let (id, new_bytes) = place.put(b"granite");
+    let store = TestStore::new();
+    let (id, new_bytes) = store.put(b"granite");
     assert_eq!(new_bytes, 7);
-    assert_eq!(place.get(&id).unwrap(), b"granite");
-    let other = place.other();
-    assert!(is_missing(get(&other, &id)), "what others see is durable");
+    assert_eq!(store.get(&id).unwrap(), b"granite");
+    let other = store.second_handle();
+    assert!(is_missing(get(&other, &id)), "other handles see only durable blobs");
 
-    place.blobs.flush().unwrap();
+    store.blobs.flush().unwrap();
     assert_eq!(get(&other, &id).unwrap(), b"granite");
-    assert_eq!(place.get(&id).unwrap(), b"granite");
+    assert_eq!(store.get(&id).unwrap(), b"granite");
 }
 
 #[test]
 fn content_of_any_length_and_alignment_reads_back() {
-    let place = Place::new();
+    let store = TestStore::new();
     let memory = (0..5 * 4096).map(|n| (n % 251) as u8).collect::<Vec<_>>();
     let aligned = memory.as_ptr().align_offset(4096);
     let parts = [(aligned, 8192), (aligned, 4096), (aligned, 4095), (aligned + 1, 8192), (0, 1)];
     let contents = parts.map(|(start, len)| &memory[start..start + len]);
     let blobs = contents.map(|content| (BlobId::of(content), content));
     let total: usize = contents.iter().map(|content| content.len()).sum();
-    assert_eq!(place.blobs.put(&blobs, &StoragePolicy::default()).unwrap(), total as u64);
+    assert_eq!(store.blobs.put(&blobs, &StoragePolicy::default()).unwrap(), total as u64);
     for _ in 0..2 {
         for (id, content) in blobs {
-            assert!(place.get(&id).unwrap() == content);
+            assert!(store.get(&id).unwrap() == content);
         }
-        place.blobs.flush().unwrap();
+        store.blobs.flush().unwrap();
     }
 }
 
 #[test]
 fn equal_content_is_stored_once() {
-    let place = Place::new();
-    let (id, _) = place.put(b"slate");
-    assert_eq!(place.put(b"slate").1, 0, "while it is staged");
-    place.blobs.flush().unwrap();
-    assert_eq!(place.put(b"slate").1, 0, "when it is known");
-    assert_eq!(put(&place.other(), b"slate").1, 0, "through another handle");
+    let store = TestStore::new();
+    let (id, _) = store.put(b"slate");
+    assert_eq!(store.put(b"slate").1, 0, "the blob is staged");
+    store.blobs.flush().unwrap();
+    assert_eq!(store.put(b"slate").1, 0, "the blob is in the index");
+    assert_eq!(put(&store.second_handle(), b"slate").1, 0, "through another handle");
     let twice =
         [(id, &b"slate"[..]), (BlobId::of(b"chalk"), b"chalk"), (BlobId::of(b"chalk"), b"chalk")];
-    assert_eq!(place.blobs.put(&twice, &StoragePolicy::default()).unwrap(), 5, "within one call");
+    assert_eq!(store.blobs.put(&twice, &StoragePolicy::default()).unwrap(), 5, "within one call");
 }
 
 #[test]
-fn two_handles_that_store_the_same_agree_on_one() {
-    let place = Place::new();
-    let other = place.other();
-    let (id, _) = place.put(b"gneiss");
-    assert_eq!(put(&other, b"gneiss").1, 6, "they do not know of each other");
-    place.blobs.flush().unwrap();
+fn two_handles_that_store_equal_content_agree_on_one_copy() {
+    let store = TestStore::new();
+    let other = store.second_handle();
+    let (id, _) = store.put(b"gneiss");
+    assert_eq!(put(&other, b"gneiss").1, 6, "neither handle sees what the other has staged");
+    store.blobs.flush().unwrap();
     other.flush().unwrap();
-    assert_eq!(place.get(&id).unwrap(), b"gneiss");
+    assert_eq!(store.get(&id).unwrap(), b"gneiss");
     assert_eq!(get(&other, &id).unwrap(), b"gneiss");
-    assert_eq!(place.segment_count(), 2, "nobody appends to a segment of another");
+    assert_eq!(store.segment_count(), 2, "no handle appends to a segment of another one");
 }
 
 #[test]
-fn a_segment_is_continued_when_its_process_is_gone() {
-    let place = Place::new();
+fn a_segment_is_continued_when_its_handle_is_gone() {
+    let store = TestStore::new();
     for n in 0..5_u8 {
-        let blobs = place.other();
+        let blobs = store.second_handle();
         put(&blobs, &[n; 5000]);
         blobs.flush().unwrap();
     }
-    assert_eq!(place.segment_count(), 1);
+    assert_eq!(store.segment_count(), 1);
     for n in 0..5_u8 {
-        assert_eq!(place.get(&BlobId::of(&[n; 5000])).unwrap(), [n; 5000]);
+        assert_eq!(store.get(&BlobId::of(&[n; 5000])).unwrap(), [n; 5000]);
     }
-    let index = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+    let index = rusqlite::Connection::open(store.dir.path().join("index.db")).unwrap();
     let taken: u64 = index.query_row("SELECT taken FROM segments", [], |row| row.get(0)).unwrap();
     assert_eq!(taken, 5, "each holder commits a change of its own before it appends");
-    // Five blobs of two blocks, each with a record; nothing that was allocated ahead is left.
-    assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), 5 * 3 * 4096);
+    // Five blobs of two blocks, each with a record of one. No preallocated space is left.
+    assert_eq!(fs::metadata(store.segment(1)).unwrap().len(), 5 * 3 * 4096);
 }
 
 #[test]
-fn what_was_not_flushed_is_gone_with_its_handle_and_its_room_is_used_again() {
-    let place = Place::new();
-    let blobs = place.other();
+fn unflushed_blobs_are_lost_with_their_handle_and_their_space_is_reused() {
+    let store = TestStore::new();
+    let blobs = store.second_handle();
     let (kept, _) = put(&blobs, b"kept");
     blobs.flush().unwrap();
     let (lost, _) = put(&blobs, b"lost");
     drop(blobs);
-    assert!(is_missing(place.get(&lost)));
-    let (next, _) = place.put(b"next");
-    place.blobs.flush().unwrap();
-    assert_eq!(place.get(&kept).unwrap(), b"kept");
-    assert_eq!(place.get(&next).unwrap(), b"next");
-    assert_eq!(place.segment_count(), 1);
+    assert!(is_missing(store.get(&lost)));
+    let (next, _) = store.put(b"next");
+    store.blobs.flush().unwrap();
+    assert_eq!(store.get(&kept).unwrap(), b"kept");
+    assert_eq!(store.get(&next).unwrap(), b"next");
+    assert_eq!(store.segment_count(), 1);
 }
 
 #[test]
 fn a_flipped_bit_is_corrupt_and_the_message_names_the_blob_and_the_file() {
-    let (place, id) = Place::with_blob(b"marble");
-    place.spoil();
-    let error = place.get(&id).unwrap_err();
+    let (store, id) = TestStore::with_blob(b"marble");
+    store.corrupt();
+    let error = store.get(&id).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     let text = error.to_string();
-    assert!(text.contains(place.segment(1).to_str().unwrap()), "{error}");
+    assert!(text.contains(store.segment(1).to_str().unwrap()), "{error}");
     assert!(text.contains(&id.to_string()), "{error}");
 }
 
 #[test]
-fn a_truncated_or_missing_segment_is_corrupt_not_data() {
+fn a_truncated_or_missing_segment_is_an_error_and_never_data() {
     for len in 4096..4096 + 6 {
-        let (place, id) = Place::with_blob(b"marble");
-        File::options().write(true).open(place.segment(1)).unwrap().set_len(len).unwrap();
-        assert_eq!(place.get(&id).unwrap_err().kind(), ErrorKind::Corrupt, "{len}");
+        let (store, id) = TestStore::with_blob(b"marble");
+        File::options().write(true).open(store.segment(1)).unwrap().set_len(len).unwrap();
+        assert_eq!(store.get(&id).unwrap_err().kind(), ErrorKind::Corrupt, "{len}");
     }
-    let (place, id) = Place::with_blob(b"marble");
-    fs::remove_file(place.segment(1)).unwrap();
-    assert_eq!(get(&place.other(), &id).unwrap_err().kind(), ErrorKind::Corrupt);
+    let (store, id) = TestStore::with_blob(b"marble");
+    fs::remove_file(store.segment(1)).unwrap();
+    assert_eq!(get(&store.second_handle(), &id).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[test]
 fn a_blob_longer_than_expected_is_corrupt() {
-    let place = Place::new();
-    let (id, _) = place.put(b"marble");
-    let error = place.blobs.get(&id, &mut [0; 5]).unwrap_err();
+    let store = TestStore::new();
+    let (id, _) = store.put(b"marble");
+    let error = store.blobs.get(&id, &mut [0; 5]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 }
 
 #[test]
-fn putting_the_content_again_heals_a_blob_that_was_found_damaged() {
-    let (place, id) = Place::with_blob(b"marble");
-    place.spoil();
-    place.get(&id).unwrap_err();
-    assert_eq!(place.put(b"marble").1, 6);
-    assert_eq!(place.get(&id).unwrap(), b"marble");
-    place.blobs.flush().unwrap();
-    assert_eq!(get(&place.other(), &id).unwrap(), b"marble");
-    assert_eq!(place.put(b"marble").1, 0);
+fn putting_the_content_again_replaces_a_blob_that_was_found_damaged() {
+    let (store, id) = TestStore::with_blob(b"marble");
+    store.corrupt();
+    store.get(&id).unwrap_err();
+    assert_eq!(store.put(b"marble").1, 6);
+    assert_eq!(store.get(&id).unwrap(), b"marble");
+    store.blobs.flush().unwrap();
+    assert_eq!(get(&store.second_handle(), &id).unwrap(), b"marble");
+    assert_eq!(store.put(b"marble").1, 0);
 }
 
 #[test]
-fn a_lost_index_is_made_again_from_the_segments() {
-    let Place { dir, blobs } = Place::new();
+fn a_lost_index_is_rebuilt_from_the_segments() {
+    let TestStore { dir, blobs } = TestStore::new();
     let content = |n: u32| n.to_le_bytes().repeat(1000 + n as usize);
     for first in (0..200).step_by(50) {
         let contents: Vec<_> = (first..first + 50).map(content).collect();
@@ -222,7 +224,8 @@ fn a_lost_index_is_made_again_from_the_segments() {
         blobs.put(&group, &StoragePolicy::default()).unwrap();
         blobs.flush().unwrap();
     }
-    // As a guest could write it: a record of this segment that names a blob with other content.
+    // A record as a guest could write it: it is valid in this segment and names a blob that has
+    // other content.
     let forged = {
         let mut record = fs::read(dir.path().join("segments/00000001")).unwrap();
         record.truncate(4096 * 3);
@@ -252,26 +255,26 @@ fn a_lost_index_is_made_again_from_the_segments() {
 }
 
 #[test]
-fn an_index_that_fails_keeps_the_group_for_the_next_flush() {
-    let place = Place::new();
-    let (id, _) = place.put(b"basalt");
-    let database = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+fn a_group_that_the_index_rejects_is_kept_for_the_next_flush() {
+    let store = TestStore::new();
+    let (id, _) = store.put(b"basalt");
+    let database = rusqlite::Connection::open(store.dir.path().join("index.db")).unwrap();
     database.execute_batch("ALTER TABLE blobs RENAME TO away").unwrap();
-    assert_eq!(place.blobs.flush().unwrap_err().kind(), ErrorKind::Unavailable);
+    assert_eq!(store.blobs.flush().unwrap_err().kind(), ErrorKind::Unavailable);
     database.execute_batch("ALTER TABLE away RENAME TO blobs").unwrap();
-    assert_eq!(place.get(&id).unwrap(), b"basalt");
-    place.blobs.flush().unwrap();
-    assert_eq!(get(&place.other(), &id).unwrap(), b"basalt");
+    assert_eq!(store.get(&id).unwrap(), b"basalt");
+    store.blobs.flush().unwrap();
+    assert_eq!(get(&store.second_handle(), &id).unwrap(), b"basalt");
 }
 
 #[test]
-fn a_large_group_is_flushed_without_being_asked() {
-    let place = Place::new();
+fn a_full_stage_is_flushed_without_a_call_to_flush() {
+    let store = TestStore::new();
     let content = |n: u8| vec![n; 4 << 20];
     for n in 0..17 {
-        place.put(&content(n));
+        store.put(&content(n));
     }
-    let other = place.other();
+    let other = store.second_handle();
     assert_eq!(get(&other, &BlobId::of(&content(0))).unwrap(), content(0));
     assert!(is_missing(get(&other, &BlobId::of(&content(16)))));
 }
@@ -280,24 +283,24 @@ fn a_large_group_is_flushed_without_being_asked() {
 fn many_threads_put_the_same_and_different_blobs() {
     const THREADS: u32 = 4;
     const BLOBS: u32 = 100;
-    let place = Place::new();
+    let store = TestStore::new();
     let start = Barrier::new(THREADS as usize);
     let content = |n: u32| n.to_le_bytes().repeat(50);
     let new_bytes = thread::scope(|scope| {
         let threads = (0..THREADS).map(|thread| {
-            let (place, start) = (&place, &start);
+            let (store, start) = (&store, &start);
             scope.spawn(move || {
-                let other = place.other();
+                let other = store.second_handle();
                 start.wait();
                 let mut new_bytes = 0;
                 for n in 0..BLOBS {
-                    new_bytes += place.put(&content(n)).1;
-                    new_bytes += place.put(&content(1000 * (thread + 1) + n)).1;
+                    new_bytes += store.put(&content(n)).1;
+                    new_bytes += store.put(&content(1000 * (thread + 1) + n)).1;
                     if n == 10 * thread {
-                        place.blobs.flush().unwrap();
+                        store.blobs.flush().unwrap();
                     }
                 }
-                place.blobs.flush().unwrap();
+                store.blobs.flush().unwrap();
                 for n in 0..BLOBS {
                     assert_eq!(get(&other, &BlobId::of(&content(n))).unwrap(), content(n));
                 }
@@ -308,27 +311,32 @@ fn many_threads_put_the_same_and_different_blobs() {
         threads.into_iter().map(|thread| thread.join().unwrap()).sum::<u64>()
     });
     assert!(new_bytes >= u64::from((THREADS + 1) * BLOBS * 200));
-    assert_eq!(place.segment_count(), 1);
+    assert_eq!(store.segment_count(), 1);
 }
 
 #[test]
-fn an_index_that_keeps_failing_does_not_let_more_and_more_be_written() {
-    let place = Place::new();
-    let database = rusqlite::Connection::open(place.dir.path().join("index.db")).unwrap();
+fn an_index_that_keeps_failing_bounds_what_is_written() {
+    let store = TestStore::new();
+    let database = rusqlite::Connection::open(store.dir.path().join("index.db")).unwrap();
     let fail = "CREATE TRIGGER full BEFORE INSERT ON blobs BEGIN SELECT RAISE(FAIL, 'no'); END";
     database.execute_batch(fail).unwrap();
     let all: Vec<_> = (0..18u8).map(|seed| vec![seed; 4 << 20]).collect();
-    let give = |one: &[u8]| place.blobs.put(&[(BlobId::of(one), one)], &StoragePolicy::default());
-    assert_eq!(all.iter().position(|one| give(one).is_err()), Some(15), "when 64 MiB wait");
-    let written = fs::metadata(place.segment(1)).unwrap().len();
+    let put_one =
+        |one: &[u8]| store.blobs.put(&[(BlobId::of(one), one)], &StoragePolicy::default());
+    assert_eq!(
+        all.iter().position(|one| put_one(one).is_err()),
+        Some(15),
+        "puts fail once 64 MiB are staged"
+    );
+    let written = fs::metadata(store.segment(1)).unwrap().len();
     for _ in 0..3 {
-        give(&all[17]).unwrap_err();
+        put_one(&all[17]).unwrap_err();
     }
-    assert_eq!(fs::metadata(place.segment(1)).unwrap().len(), written);
+    assert_eq!(fs::metadata(store.segment(1)).unwrap().len(), written);
     database.execute_batch("DROP TRIGGER full").unwrap();
-    give(&all[17]).unwrap();
-    place.blobs.flush().unwrap();
-    let (other, mut buf) = (place.other(), vec![0; 4 << 20]);
+    put_one(&all[17]).unwrap();
+    store.blobs.flush().unwrap();
+    let (other, mut buf) = (store.second_handle(), vec![0; 4 << 20]);
     for one in all[..16].iter().chain(&all[17..]) {
         assert_eq!(other.get(&BlobId::of(one), &mut buf).unwrap(), one.len());
     }

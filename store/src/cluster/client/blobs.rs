@@ -1,19 +1,32 @@
-//! The peers as a place for blobs that threads use: a sliding window.
+//! [`ClusterBlobs`]: blobs on the peers of a cluster, for blocking threads.
+//!
+//! Blobs on their way to the peers are in a *window* of bounded size:
 //!
 //! ```text
-//! put ──► window ──► known to the peers? ──► cut, parity, hashes ──► to many peers at once ──► durable: out of the window
-//!           ▲                │ yes: out of the window                        │
-//!           │                                                                └─► failed: stays
-//!           └────────────────────────── flush tries again ◄──────────────────────────┘
+//! put ─► window ─► known to the peers? ─► encode ─► to many peers at once ─► durable: leaves it
+//!          ▲               │ yes: leaves the window                │
+//!          │                                                       └─► failed: stays
+//!          └─────────────────────── flush tries again ◄────────────────────┘
 //! ```
 //!
-//! A put copies into the window and returns; when the window is full it waits for room. Blobs of the window
-//! can be read. A flush returns when every blob that was put before it is durable with its full redundancy, and fails
-//! if one cannot be: that one stays, and the next flush tries it again. Only if the window is full of blobs that
-//! failed, those leave it that can be read already; the next flush reads them again and sends what is missing.
+//! What the window promises:
 //!
-//! All connections belong to one thread of this object. Cutting and hashing have threads of their own, as many as
-//! there are processors. No thread waits for another with a lock held, and the window moves without its users.
+//! - **Put** copies a blob into the window and returns. It waits when the window is full.
+//! - **Get** can read every blob that is in the window.
+//! - **Flush** returns when every blob that was put before it is durable with its full redundancy.
+//!   It fails if a blob cannot be stored. That blob stays in the window, and the next flush tries
+//!   again.
+//! - **Eviction.** If the window is full of failed blobs, the blobs that can already be read from
+//!   the peers leave it. The next flush reads them from the peers and sends their missing
+//!   fragments.
+//!
+//! How threads share the work:
+//!
+//! - One thread of this object owns all connections.
+//! - Other threads, one for each processor, encode: they cut blobs into blocks and compute parity
+//!   and checksums.
+//! - No thread waits for another thread while it holds a lock.
+//! - The window makes progress without further calls of its users.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,39 +46,43 @@ use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 
-/// Bytes of blocks in the window.
+/// The most bytes of blocks in the window.
 const WINDOW_BYTES: usize = 64 << 20;
 
-/// Blobs in one question, and questions at a time.
+/// The most blobs in one query to the peers.
 const QUERY_BATCH: usize = 256;
+
+/// The most queries at a time.
 const PARALLEL_QUERIES: usize = 4;
 
-/// Blobs that are cut by one thread, and then sent, together: a peer gets several of their blocks with one call.
+/// The most blobs that one thread encodes and that are then sent together. A peer gets its
+/// fragments of all of them with one request.
 const SEND_BATCH: usize = 16;
 
-/// The part of the window that has to be free before those are woken who wait for room.
+/// Threads that wait for room are woken when one part in this many of the window is free.
 const WAKE_FRACTION: usize = 8;
 
-/// How long it is remembered what is stored. Then the peers are asked again, which renews its age: what nothing refers
-/// to is deleted when nobody has asked for it for longer.
+/// How long the names of stored blobs are remembered. Afterwards the peers are asked again, which
+/// resets the idle timers of the fragments. A fragment that nothing refers to is deleted only after
+/// a longer idle time.
 const KNOWN_TTL: Duration = Duration::from_secs(600);
 
-/// Bytes that went through a [`ClusterBlobs`].
+/// Byte counters of a [`ClusterBlobs`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Content that was put.
+    /// Bytes of content that were put.
     pub dirty: u64,
-    /// Blocks that were sent: with the redundancy.
+    /// Bytes of blocks that were sent, including redundancy.
     pub sent: u64,
-    /// Content that the peers had already.
+    /// Bytes of content that were not sent because the peers already had them.
     pub saved: u64,
 }
 
-/// The peers of a cluster as a place for blobs. It must not be used by asynchronous code, which it would block.
+/// A blob store on the peers of a cluster. Its calls block, so asynchronous code must not use it.
 pub struct ClusterBlobs {
     shared: Arc<Shared>,
     runtime: Handle,
-    /// Numbers of blobs of the window that are to be stored.
+    /// Sends the numbers of blobs in the window that are to be stored.
     queue: Option<mpsc::UnboundedSender<Vec<u64>>>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
@@ -75,32 +92,34 @@ struct Shared {
     cluster: Cluster,
     limit: usize,
     window: Mutex<Window>,
-    /// Something has left the window, or failed.
+    /// Signals that a blob was copied into the window, left it, failed, or became available.
     changed: Condvar,
     known: Mutex<KnownBlobs>,
-    /// As many cut and hash at a time.
-    cutters: Semaphore,
+    /// Limits the number of threads that encode at a time.
+    encoders: Semaphore,
     dirty: AtomicU64,
     sent: AtomicU64,
     saved: AtomicU64,
 }
 
-/// Blobs that are stored, as far as anybody remembers. All is forgotten when a peer goes away: some of
-/// them have less than their redundancy then.
+/// A cache of the blobs that are stored with their full redundancy. It is cleared when a peer goes
+/// away, because some of the blobs may then lack redundancy, and after [`KNOWN_TTL`].
 struct KnownBlobs {
     blobs: RecentSet<(BlobId, Redundancy)>,
-    /// See [`Cluster::losses`].
+    /// The value of [`Cluster::losses`] when the cache was last cleared.
     losses: u64,
+    /// The time when the cache was last cleared.
     since: Instant,
 }
 
 impl ClusterBlobs {
-    /// A place on these peers.
+    /// Creates a blob store on the peers of a cluster, with the default window.
     pub fn new(cluster: Cluster) -> Result<ClusterBlobs> {
         ClusterBlobs::with_window(cluster, WINDOW_BYTES)
     }
 
-    /// The same, with so many bytes on their way at most: a blob that is longer goes alone.
+    /// Creates a blob store whose window holds at most `limit` bytes of blocks. A blob that is
+    /// larger enters only an empty window.
     pub fn with_window(cluster: Cluster, limit: usize) -> Result<ClusterBlobs> {
         let failed = |error| Error::io("starting a thread for", "the cluster".as_ref(), error);
         let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
@@ -115,7 +134,7 @@ impl ClusterBlobs {
                 losses: 0,
                 since: Instant::now(),
             }),
-            cutters: Semaphore::new(processors),
+            encoders: Semaphore::new(processors),
             dirty: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             saved: AtomicU64::new(0),
@@ -123,10 +142,10 @@ impl ClusterBlobs {
         let handle = runtime.handle().clone();
         let (queue, waiting) = mpsc::unbounded_channel();
         let (stop, stopped) = oneshot::channel::<()>();
-        let own = shared.clone();
+        let thread_shared = shared.clone();
         let run = move || {
-            runtime.spawn(drive(own, waiting));
-            // It ends with an error: whoever holds the other end drops it.
+            runtime.spawn(drive(thread_shared, waiting));
+            // The result is always an error: `ClusterBlobs` drops the sender and never sends.
             let _ = runtime.block_on(stopped);
             runtime.shutdown_background();
         };
@@ -135,25 +154,25 @@ impl ClusterBlobs {
         Ok(ClusterBlobs { shared, runtime: handle, queue, stop, thread })
     }
 
-    /// The cluster behind it.
+    /// Returns the client of the cluster.
     pub fn cluster(&self) -> &Cluster {
         &self.shared.cluster
     }
 
-    /// Where the cluster's connections live: for other work with it.
+    /// Returns the runtime that owns the cluster's connections, for other requests to the peers.
     pub fn runtime(&self) -> &Handle {
         &self.runtime
     }
 
-    /// What went through since this object was made.
+    /// Returns the byte counts since this object was created.
     pub fn counters(&self) -> Counters {
         let Shared { dirty, sent, saved, .. } = &*self.shared;
         let [dirty, sent, saved] = [dirty, sent, saved].map(|one| one.load(Ordering::Relaxed));
         Counters { dirty, sent, saved }
     }
 
-    /// Tries again what failed.
-    fn try_again(&self, window: &mut Window, before: u64) {
+    /// Sends again the failed blobs whose numbers are below `before`.
+    fn retry_failed(&self, window: &mut Window, before: u64) {
         let mut again = Vec::new();
         for (number, entry) in window.entries.range_mut(..before) {
             if let Some(entry) = entry
@@ -167,9 +186,10 @@ impl ClusterBlobs {
         self.send(&mut again);
     }
 
-    /// Has blobs of the window stored: with one word for many, since that wakes a thread.
+    /// Queues blobs of the window to be stored. One message carries many numbers, because each
+    /// message wakes a thread.
     fn send(&self, numbers: &mut Vec<u64>) {
-        // The other end lives as long as the thread does, which ends after this object.
+        // The receiver lives as long as the thread, which outlives the queue. So the send succeeds.
         if let Some(queue) = &self.queue
             && !numbers.is_empty()
         {
@@ -177,8 +197,8 @@ impl ClusterBlobs {
         }
     }
 
-    /// Takes room in the window. Returns its number; nothing if the same blob is in the window already. Before it waits,
-    /// those are sent that are not yet.
+    /// Reserves room in the window for a blob and returns the number of its entry. Returns `None`
+    /// if the blob is already in the window. Sends the `unsent` blobs before it waits.
     fn enter_window(
         &self,
         name: (BlobId, Redundancy),
@@ -192,7 +212,8 @@ impl ClusterBlobs {
                 if matches!(window.entries.get(number), Some(Some(_))) {
                     return Ok(None);
                 }
-                // Another thread is just copying it. Who was told that it is taken may read it.
+                // Another thread is copying the blob into the window. A put must not return before
+                // that is done, because its caller may read the blob at once.
                 self.send(unsent);
                 window.copying += 1;
                 window = self.shared.wait(window);
@@ -210,10 +231,11 @@ impl ClusterBlobs {
                         return Err(failure);
                     }
                 }
-                // Only what has failed is in the way: the peers may be back.
+                // Only failed blobs occupy the window. The peers may be back, so they are sent
+                // again.
                 Some(_) => {
                     tried = true;
-                    self.try_again(&mut window, next);
+                    self.retry_failed(&mut window, next);
                 }
                 None => window = self.shared.wait(window),
             }
@@ -226,11 +248,12 @@ impl ClusterBlobs {
         Ok(Some(number))
     }
 
-    /// Waits until all that was put before is durable: of each blob, that is, which still counts.
+    /// Waits for every blob that was put before this call and for which `counts` is true: until it
+    /// is durable or no longer counts. Fails if such a blob has failed and none is in flight.
     fn flush_while(&self, counts: impl Fn(&Entry) -> bool) -> Result<()> {
         let mut window = self.shared.window();
         let before = window.next;
-        self.try_again(&mut window, before);
+        self.retry_failed(&mut window, before);
         window.flushing += 1;
         let flushed = loop {
             match window.failure(before, &counts) {
@@ -244,14 +267,15 @@ impl ClusterBlobs {
 }
 
 impl ClusterBlobs {
-    /// Puts a blob that the peers have.
+    /// Reads a blob from the peers and puts it again.
     fn put_again(&self, blob: BlobId, policy: &StoragePolicy, buf: &mut [u8]) -> Result<()> {
         let len = self.runtime.block_on(self.shared.cluster.get(&blob, buf))?;
         self.shared.known().blobs.clear();
         self.put(&[(blob, &buf[..len])], policy).map(drop)
     }
 
-    /// Gives what left the window with less than its redundancy the rest of it, unless a repair has seen to that.
+    /// Completes the redundancy of the blobs that left the window without it, unless a repair
+    /// already has.
     fn complete_degraded(&self) -> Result<()> {
         let mut groups: HashMap<StoragePolicy, Vec<BlobId>> = HashMap::new();
         for (blob, policy) in &self.shared.window().degraded {
@@ -264,7 +288,7 @@ impl ClusterBlobs {
         for (policy, blobs) in groups {
             let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &policy));
             for (blob, is_known) in blobs.into_iter().zip(known) {
-                // Before it is put: if it has to leave the window again, it comes back here.
+                // Before the put: if the blob must leave the window again, it is added here again.
                 self.shared.window().degraded.remove(&(blob, policy));
                 if !is_known {
                     self.put_again(blob, &policy, &mut buf).inspect_err(|_| {
@@ -277,14 +301,14 @@ impl ClusterBlobs {
         match self.shared.window().degraded.len() {
             0 => Ok(()),
             blobs => {
-                let reason = "they can be read, and have less than their redundancy".into();
+                let reason = "they can be read but lack redundancy".into();
                 Err(Error::NotStored { blobs, reason })
             }
         }
     }
 }
 
-/// Blobs of the window that wait to be sent together. However the put ends, they are.
+/// Blobs of the window that wait to be sent together. They are sent on drop, however the put ends.
 struct Unsent<'a> {
     blobs: &'a ClusterBlobs,
     numbers: Vec<u64>,
@@ -319,7 +343,7 @@ impl Blobs for ClusterBlobs {
     }
 
     fn put(&self, blobs: &[NewBlob<'_>], policy: &StoragePolicy) -> Result<u64> {
-        let (mut taken, mut unsent) = (0, Unsent { blobs: self, numbers: Vec::new() });
+        let (mut accepted, mut unsent) = (0, Unsent { blobs: self, numbers: Vec::new() });
         for (blob, content) in blobs {
             let len = content.len() as u64;
             if content.is_empty() || content.len() > MAX_CONTENT {
@@ -353,9 +377,9 @@ impl Blobs for ClusterBlobs {
                 }
             }
             unsent.numbers.push(number);
-            taken += len;
+            accepted += len;
         }
-        Ok(taken)
+        Ok(accepted)
     }
 
     fn flush(&self) -> Result<()> {
@@ -365,8 +389,8 @@ impl Blobs for ClusterBlobs {
 }
 
 impl ClusterBlobs {
-    /// Returns when everything that was put before this call can be read by everybody, though it may
-    /// not have its full redundancy.
+    /// Returns when every process can read every blob that was put before this call. Blobs may
+    /// still lack redundancy.
     pub fn flush_available(&self) -> Result<()> {
         self.shared.window().availability_waiters += 1;
         let flushed = self.flush_while(|entry| !entry.available);
@@ -374,25 +398,25 @@ impl ClusterBlobs {
         flushed
     }
 
-    /// Stores a snapshot's record, durably, and returns its name. A `lenient` record may have less
-    /// than its redundancy.
+    /// Stores a snapshot's record durably and returns its name. With `lenient`, the record may have
+    /// fewer copies than the policy asks for.
     pub(crate) fn put_record(
         &self,
         record: &[u8],
         policy: &StoragePolicy,
         lenient: bool,
     ) -> Result<BlobId> {
-        // At once, outside the window: a publication waits for its one record.
+        // The record bypasses the window, because the publication waits for this one blob.
         self.runtime.block_on(self.shared.cluster.put_record(record, policy, lenient))
     }
 
-    /// All records that the peers have.
+    /// Reads all records that the peers have.
     pub(crate) fn records(&self) -> Vec<Vec<u8>> {
         self.runtime.block_on(self.shared.cluster.records())
     }
 
-    /// Reserves space for `bytes` of content that is stored by this policy. Returns how much each
-    /// peer keeps free. Fails if the peers do not have it.
+    /// Reserves space for `bytes` of content that is stored with this policy. Returns how much each
+    /// peer reserves. Fails if the peers do not have enough free space.
     pub(crate) fn reserve(&self, bytes: u64, policy: &StoragePolicy) -> Result<Vec<(PeerId, u64)>> {
         let (width, needed) = (policy.redundancy.width() as u64, policy.redundancy.needed() as u64);
         let bytes = bytes.saturating_mul(width).div_ceil(needed.max(1));
@@ -404,8 +428,8 @@ impl ClusterBlobs {
         self.runtime.block_on(self.shared.cluster.release(reserved));
     }
 
-    /// Forgets which blobs the peers are known to have. After the loss of a peer, blobs that no
-    /// snapshot refers to may be gone.
+    /// Clears the cache of stored blobs. After the loss of a peer, blobs that no snapshot refers to
+    /// may be gone.
     pub(crate) fn forget_known(&self) {
         self.shared.known().blobs.clear();
     }
@@ -416,6 +440,8 @@ impl Shared {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Locks the cache of stored blobs. Clears it first if a peer went away or the cache is too
+    /// old.
     fn known(&self) -> MutexGuard<'_, KnownBlobs> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let losses = self.cluster.losses();
@@ -429,15 +455,15 @@ impl Shared {
         self.changed.wait(window).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What came of blobs.
-    fn end(&self, all: impl IntoIterator<Item = (u64, Result<(), String>)>) {
+    /// Records the results of blobs, and wakes the threads that wait for them.
+    fn record_results(&self, all: impl IntoIterator<Item = (u64, Result<(), String>)>) {
         let mut window = self.window();
         for (number, result) in all {
             match result {
                 Ok(()) => {
                     if let Some(entry) = window.remove(number) {
                         let name = (entry.blob, entry.policy.redundancy);
-                        // If a peer went away meanwhile, nobody knows whether it was one that has it.
+                        // If a peer went away in the meantime, it may be one that holds the blob.
                         let mut known = self.known();
                         if known.losses == entry.losses {
                             known.blobs.insert(name);
@@ -451,17 +477,18 @@ impl Shared {
                 }
             }
         }
-        // Who waits for room is woken when there is some worth it: to wake a thread costs as much as to copy a chunk. What
-        // has failed keeps its room, and then there may never be that much.
-        let is_room = window.bytes <= self.limit - self.limit / WAKE_FRACTION;
-        let worth = is_room || window.flushing > 0 || window.has_failed();
+        // Waking a thread costs as much as copying a chunk, so threads that wait for room are woken
+        // only when enough is free. Failed blobs keep their room, and then that may never be the
+        // case.
+        let has_room = window.bytes <= self.limit - self.limit / WAKE_FRACTION;
+        let should_wake = has_room || window.flushing > 0 || window.has_failed();
         drop(window);
-        if worth {
+        if should_wake {
             self.changed.notify_all();
         }
     }
 
-    /// These can be read already.
+    /// Marks blobs as available: they can be read from the peers.
     fn set_available(&self, numbers: impl Iterator<Item = u64>) {
         let mut window = self.window();
         for number in numbers {
@@ -475,58 +502,59 @@ impl Shared {
     }
 }
 
-/// A blob under way. However that ends, those who wait for it learn of it.
-struct UnderWay {
+/// A blob that is being stored. If this is dropped without a result, the blob is recorded as
+/// failed, so that no thread waits for it forever.
+struct InFlight {
     shared: Arc<Shared>,
     number: u64,
     done: bool,
 }
 
-impl UnderWay {
-    fn end_all(shared: &Shared, all: Vec<(UnderWay, Result<(), String>)>) {
-        shared.end(all.into_iter().map(|(mut one, result)| {
+impl InFlight {
+    fn end_all(shared: &Shared, all: Vec<(InFlight, Result<(), String>)>) {
+        shared.record_results(all.into_iter().map(|(mut one, result)| {
             one.done = true;
             (one.number, result)
         }));
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for InFlight {
     fn drop(&mut self) {
         if !self.done {
-            self.shared.end([(self.number, Err("the work on it was given up".into()))]);
+            self.shared.record_results([(self.number, Err("its transfer was aborted".into()))]);
         }
     }
 }
 
-/// Takes what is put, asks the peers about it, and sends what they do not have.
+/// Receives the numbers of blobs to store, and starts a query to the peers for each batch of them.
 async fn drive(shared: Arc<Shared>, mut queue: mpsc::UnboundedReceiver<Vec<u64>>) {
-    let questions = Arc::new(Semaphore::new(PARALLEL_QUERIES));
+    let query_permits = Arc::new(Semaphore::new(PARALLEL_QUERIES));
     let mut waiting = Vec::new();
     while let Some(first) = queue.recv().await {
         waiting.extend(first);
         while !waiting.is_empty() {
-            let permit = questions.clone().acquire_owned().await;
-            // What came while the peers were asked about the last ones.
+            let permit = query_permits.clone().acquire_owned().await;
+            // Add the blobs that arrived while the previous queries ran.
             while waiting.len() < QUERY_BATCH
                 && let Ok(more) = queue.try_recv()
             {
                 waiting.extend(more);
             }
-            let begin = |number| UnderWay { shared: shared.clone(), number, done: false };
+            let begin = |number| InFlight { shared: shared.clone(), number, done: false };
             let batch = waiting.drain(..waiting.len().min(QUERY_BATCH)).map(begin).collect();
             let shared = shared.clone();
             tokio::spawn(async move {
                 let _permit = permit;
-                ask(&shared, batch).await;
+                query_and_store(&shared, batch).await;
             });
         }
     }
 }
 
-/// Asks about blobs, and sends those that are not known.
-async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
-    let mut groups: HashMap<StoragePolicy, Vec<(BlobId, Content, UnderWay)>> = HashMap::new();
+/// Asks the peers which blobs of a batch they have, and starts to store the others.
+async fn query_and_store(shared: &Arc<Shared>, batch: Vec<InFlight>) {
+    let mut groups: HashMap<StoragePolicy, Vec<(BlobId, Content, InFlight)>> = HashMap::new();
     {
         let window = shared.window();
         for one in batch {
@@ -548,60 +576,60 @@ async fn ask(shared: &Arc<Shared>, batch: Vec<UnderWay>) {
                 unknown.push((blob, content, one));
             }
         }
-        UnderWay::end_all(shared, ended);
+        InFlight::end_all(shared, ended);
         while !unknown.is_empty() {
             let rest = unknown.split_off(unknown.len().min(SEND_BATCH));
-            tokio::spawn(cut_and_store(shared.clone(), policy, unknown));
+            tokio::spawn(encode_and_store(shared.clone(), policy, unknown));
             unknown = rest;
         }
     }
 }
 
-/// Cuts blobs, and sends them to their peers.
-async fn cut_and_store(
+/// Encodes blobs and sends the fragments to their peers.
+async fn encode_and_store(
     shared: Arc<Shared>,
     policy: StoragePolicy,
-    blobs: Vec<(BlobId, Content, UnderWay)>,
+    blobs: Vec<(BlobId, Content, InFlight)>,
 ) {
-    let permit = shared.cutters.acquire().await;
-    let cutting = tokio::task::spawn_blocking(move || {
+    let permit = shared.encoders.acquire().await;
+    let encoding = tokio::task::spawn_blocking(move || {
         let cut = |(blob, content, one)| match content {
-            Content::Cut(whole) => (whole, one),
+            Content::Cut(encoded) => (encoded, one),
             Content::Plain(plain) => (Arc::new(cut(Kind::Content, &blob, &plain, &policy)), one),
         };
         blobs.into_iter().map(cut).collect::<Vec<_>>()
     });
-    // If it panics or is given up, so are they.
-    let Ok(all) = cutting.await else { return };
+    // If the task panics or is cancelled, the blobs have been dropped and are recorded as failed.
+    let Ok(all) = encoding.await else { return };
     drop(permit);
-    let (mut wholes, mut under_way) = (Vec::new(), Vec::new());
+    let (mut encoded_blobs, mut in_flight) = (Vec::new(), Vec::new());
     {
         let mut window = shared.window();
-        for (whole, one) in all {
+        for (encoded, one) in all {
             if let Some(Some(entry)) = window.entries.get_mut(&one.number) {
-                entry.content = Content::Cut(whole.clone());
+                entry.content = Content::Cut(encoded.clone());
             }
-            wholes.push(whole);
-            under_way.push(Some(one));
+            encoded_blobs.push(encoded);
+            in_flight.push(Some(one));
         }
     }
-    let tell = |news: Vec<(usize, Progress)>| {
+    let on_progress = |updates: Vec<(usize, Progress)>| {
         let (mut available, mut ended) = (Vec::new(), Vec::new());
-        for (blob, progress) in news {
+        for (blob, progress) in updates {
             match progress {
                 Progress::Available => {
-                    available.extend(under_way[blob].as_ref().map(|one| one.number));
+                    available.extend(in_flight[blob].as_ref().map(|one| one.number));
                 }
                 Progress::Ended(stored) => {
                     let sent = stored.as_ref().map_or(0, |stored| stored.sent);
                     shared.sent.fetch_add(sent, Ordering::Relaxed);
                     let result = stored.map(drop).map_err(|error| error.to_string());
-                    ended.extend(under_way[blob].take().map(|one| (one, result)));
+                    ended.extend(in_flight[blob].take().map(|one| (one, result)));
                 }
             }
         }
         shared.set_available(available.into_iter());
-        UnderWay::end_all(&shared, ended);
+        InFlight::end_all(&shared, ended);
     };
-    shared.cluster.store(wholes, policy.redundancy, tell).await;
+    shared.cluster.store(encoded_blobs, policy.redundancy, on_progress).await;
 }

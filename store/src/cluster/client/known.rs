@@ -1,4 +1,4 @@
-//! What the peers have already, so that it is not sent again.
+//! Asks the peers which blobs they already have, so that these blobs are not sent again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,18 +13,19 @@ use crate::cluster::protocol::Held;
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::id::BlobId;
 
-/// Blobs in one question: the answer must fit into a message.
+/// The most blobs in one query. The answer must fit into a message.
 const QUERY_BATCH: usize = 1024;
 
-/// For each member, the places of the blobs that it is asked about.
-type Questions = BTreeMap<usize, Vec<usize>>;
+/// For each member, by index, the indexes of the blobs that it is asked about.
+type Queries = BTreeMap<usize, Vec<usize>>;
 
 impl Cluster {
-    /// For each blob, whether it is stored already with this redundancy. The peers that would get its fragments are
-    /// asked, and to ask renews the age of what they have.
+    /// Returns, for each blob, whether it is already stored with the policy's redundancy. Asks the
+    /// peers that would get the fragments, and resets the idle timers of the fragments that they
+    /// have.
     ///
-    /// A yes means that all fragments of one encoding are durable, each on a peer of its own that has just
-    /// answered. A no may be wrong: a fragment can be elsewhere.
+    /// `true` means that all fragments of one encoding are durable, each on a different peer that
+    /// has just answered. `false` may be wrong: a fragment can be on a peer that was not asked.
     pub async fn known(&self, blobs: &[BlobId], policy: &StoragePolicy) -> Vec<bool> {
         let members = self.inner.members();
         let width = policy.redundancy.width();
@@ -39,35 +40,38 @@ impl Cluster {
                 live.map(|place| places.member(place)).collect()
             })
             .collect();
-        // Most blobs are unknown, and then one peer knows that as well as all of them.
-        let mut questions = Questions::new();
+        // Most blobs are unknown to all peers. So first one peer is asked for each blob, without
+        // renewal, and then all peers of the blobs of which that peer has a fragment.
+        let mut queries = Queries::new();
         for (number, places) in places.iter().enumerate() {
-            places.iter().take(1).for_each(|at| questions.entry(*at).or_default().push(number));
+            places.iter().take(1).for_each(|at| queries.entry(*at).or_default().push(number));
         }
-        let first = self.held(&members, blobs, questions, false).await;
-        let mut questions = Questions::new();
+        let first = self.held(&members, blobs, queries, false).await;
+        let mut queries = Queries::new();
         for (number, places) in places.iter().enumerate().filter(|(n, _)| !first[*n].is_empty()) {
-            places.iter().for_each(|at| questions.entry(*at).or_default().push(number));
+            places.iter().for_each(|at| queries.entry(*at).or_default().push(number));
         }
-        let held = self.held(&members, blobs, questions, true).await;
+        let held = self.held(&members, blobs, queries, true).await;
         held.iter().map(|held| is_whole(held, policy.redundancy)).collect()
     }
 
-    /// For each blob, which members hold what of it, as far as they are asked. With `renew` that is to stay.
+    /// Returns, for each blob, the fragments that the queried members hold, with the index of the
+    /// member. With `renew`, the members reset the idle timers of these fragments. A member that
+    /// fails counts as one that holds nothing.
     async fn held(
         &self,
         members: &Arc<RankedMembers>,
         blobs: &[BlobId],
-        questions: Questions,
+        queries: Queries,
         renew: bool,
     ) -> Vec<Vec<(usize, Held)>> {
-        let mut asked = JoinSet::new();
-        for (at, numbers) in questions {
+        let mut tasks = JoinSet::new();
+        for (at, numbers) in queries {
             for numbers in numbers.chunks(QUERY_BATCH) {
                 let names: Arc<[BlobId]> = numbers.iter().map(|number| blobs[*number]).collect();
                 let (inner, members, numbers) =
                     (self.inner.clone(), members.clone(), numbers.to_vec());
-                asked.spawn(async move {
+                tasks.spawn(async move {
                     let have = |connection: Arc<Connection>| {
                         let names = names.clone();
                         async move { connection.have(&names, renew).await }
@@ -77,7 +81,7 @@ impl Cluster {
             }
         }
         let mut held = vec![Vec::new(); blobs.len()];
-        while let Some(answer) = asked.join_next().await {
+        while let Some(answer) = tasks.join_next().await {
             match answer {
                 Ok((at, numbers, Ok(answer))) => {
                     for (number, fragments) in numbers.into_iter().zip(answer) {
@@ -85,16 +89,17 @@ impl Cluster {
                     }
                 }
                 Ok((_, _, Err(error))) => {
-                    tracing::debug!(%error, "a peer does not tell what it has")
+                    tracing::debug!(%error, "a peer did not report which fragments it has")
                 }
-                Err(error) => tracing::warn!(%error, "a question ends without an answer"),
+                Err(error) => tracing::warn!(%error, "a query ended without an answer"),
             }
         }
         held
     }
 }
 
-/// Whether there is one encoding with this redundancy of which all is there, on as many peers.
+/// Returns whether one encoding with this redundancy is complete, with each fragment on a different
+/// peer.
 fn is_whole(held: &[(usize, Held)], redundancy: Redundancy) -> bool {
     let (data, parity) = match redundancy {
         Redundancy::Replicas(_) => (1, 0),
@@ -115,10 +120,10 @@ fn is_whole(held: &[(usize, Held)], redundancy: Redundancy) -> bool {
     })
 }
 
-/// Whether each index below `width` can be had from a peer of its own.
+/// Returns whether each index below `width` can be assigned a different peer that holds it.
 fn is_spread(held: &[(usize, u8)], width: u8) -> bool {
     let mut peers: BTreeMap<usize, u32> = BTreeMap::new();
-    // A peer may send any index.
+    // The indexes come from the peers and may be out of range.
     for (peer, index) in held.iter().filter(|(_, index)| *index < width) {
         *peers.entry(*peer).or_default() |= 1 << index;
     }
@@ -146,7 +151,7 @@ mod tests {
         assert!(!is_whole(&all, Redundancy::ReedSolomon { data: 2, parity: 2 }));
         assert!(!is_whole(&all, Redundancy::Replicas(2)));
         all[1].1.encoding = BlobId::of(b"other");
-        assert!(!is_whole(&all, code), "two encodings do not make one");
+        assert!(!is_whole(&all, code), "fragments of two encodings do not add up");
         let copies = [(0, held(b"c", 1, 0, 0)), (0, held(b"c", 1, 0, 0)), (4, held(b"c", 1, 0, 0))];
         assert!(is_whole(&copies, Redundancy::Replicas(2)));
         assert!(!is_whole(&copies, Redundancy::Replicas(3)), "a peer counts once");

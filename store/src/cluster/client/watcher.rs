@@ -1,11 +1,10 @@
-//! Keeps a client's view of the members up to date.
+//! [`MembershipWatcher`]: keeps a client's view of the members up to date.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
-
-use std::collections::HashMap;
 
 use super::ClusterBlobs;
 use super::cluster::Cluster;
@@ -16,10 +15,11 @@ use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::net::identity::Security;
 
-/// How often the members are looked at, if nothing tells of a change.
+/// The longest wait for a change of the members before they are read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// A thread that tells a cluster who its members are, and the catalog whom it suspects. It ends with this.
+/// A thread that updates the members of a [`Cluster`] and reports suspect peers to the catalog. The
+/// thread stops when this is dropped.
 pub(crate) struct MembershipWatcher {
     cluster: Cluster,
     security: Security,
@@ -28,15 +28,16 @@ pub(crate) struct MembershipWatcher {
     stop: Arc<AtomicBool>,
 }
 
-/// How often each peer was wrong, as far as the catalog was told.
+/// For each peer, the number of wrong blocks that were reported to the catalog.
 type ReportedSuspects = Mutex<HashMap<PeerId, u64>>;
 
 impl MembershipWatcher {
+    /// Returns the client of the cluster.
     pub(crate) fn cluster(&self) -> &Cluster {
         &self.cluster
     }
 
-    /// How its connections are kept safe.
+    /// Returns the keys of the cluster's connections.
     pub(crate) fn security(&self) -> &Security {
         &self.security
     }
@@ -45,14 +46,14 @@ impl MembershipWatcher {
 impl Drop for MembershipWatcher {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // A program that exports one disk ends before the thread looks.
+        // A short-lived program, such as an export, ends before the thread reports.
         if let Err(error) = report_suspects(&*self.documents, &self.cluster, &self.reported) {
-            tracing::debug!(%error, "the catalog does not learn who was wrong");
+            tracing::debug!(%error, "cannot report suspect peers to the catalog");
         }
     }
 }
 
-/// Makes a place for blobs of the peers that are members, and follows them.
+/// Creates a blob store on the current members, and starts a thread that follows changes of them.
 pub(crate) fn watch_members(
     documents: &Arc<dyn Documents>,
     security: &Security,
@@ -62,17 +63,18 @@ pub(crate) fn watch_members(
     let cluster = Cluster::new(members, security.clone());
     let blobs = Arc::new(ClusterBlobs::new(cluster.clone())?);
     let stop = Arc::new(AtomicBool::new(false));
-    let (stopped, cluster_, weak) = (stop.clone(), cluster.clone(), Arc::downgrade(documents));
+    let (stopped, thread_cluster, weak) =
+        (stop.clone(), cluster.clone(), Arc::downgrade(documents));
     let reported = Arc::new(ReportedSuspects::default());
-    let reported_ = reported.clone();
+    let thread_reported = reported.clone();
     let run = move || {
         while !stopped.load(Ordering::Relaxed)
             && let Some(documents) = Weak::upgrade(&weak)
         {
-            match step(&*documents, &cluster_, &reported_, &mut revision) {
+            match step(&*documents, &thread_cluster, &thread_reported, &mut revision) {
                 Ok(()) => {}
                 Err(error) => {
-                    tracing::debug!(%error, "the members are not known at the moment");
+                    tracing::debug!(%error, "cannot read the members; retrying");
                     thread::sleep(POLL_INTERVAL);
                 }
             }
@@ -81,11 +83,12 @@ pub(crate) fn watch_members(
     thread::Builder::new()
         .name("members".into())
         .spawn(run)
-        .map_err(|error| Error::io("starting", "a thread".as_ref(), error))?;
+        .map_err(|error| Error::io("starting", "the members thread".as_ref(), error))?;
     let (security, documents) = (security.clone(), documents.clone());
     Ok((blobs, MembershipWatcher { cluster, security, documents, reported, stop }))
 }
 
+/// Waits for a change of the members, updates the cluster, and reports suspect peers.
 fn step(
     documents: &dyn Documents,
     cluster: &Cluster,
@@ -99,7 +102,7 @@ fn step(
     report_suspects(documents, cluster, reported)
 }
 
-/// Tells the catalog who was wrong since it was told the last time.
+/// Reports to the catalog the wrong blocks that each peer sent since the last report.
 fn report_suspects(
     documents: &dyn Documents,
     cluster: &Cluster,

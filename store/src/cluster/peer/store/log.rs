@@ -1,4 +1,4 @@
-//! A peer's log: segments that fragments are appended to.
+//! The log of a peer: the segments that fragments are appended to.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -16,21 +16,21 @@ use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::sys;
 
-/// Segments that are kept open for reading.
+/// The most segments that are kept open for reading.
 const OPEN_FILES: usize = 64;
 
-/// Makes the place for the segments, unless it is there.
+/// Creates the directory of the segments, unless it exists.
 pub(super) fn make(directory: &Path) -> Result<()> {
     let segments = directory.join("segments");
     match fs::create_dir(&segments) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            Err(Error::io("making", &segments, error))
+            Err(Error::io("creating", &segments, error))
         }
         _ => Ok(()),
     }
 }
 
-/// The end of the log, to which one appends.
+/// The end of the log, where fragments are appended.
 pub(super) struct Log {
     directory: PathBuf,
     key: Key,
@@ -38,8 +38,8 @@ pub(super) struct Log {
 }
 
 impl Log {
-    /// Opens the log of a peer. Fragments that the table does not know yet, since the process ended before it was told,
-    /// are made known to it.
+    /// Opens the log of a peer. Adds to the table the fragments that were still pending when the
+    /// previous process ended.
     pub(super) fn open(directory: &Path, peer: &PeerId, table: &Table) -> Result<Log> {
         let (directory, key) = (directory.join("segments"), Key::of(peer));
         let mut last = None;
@@ -48,24 +48,28 @@ impl Log {
             let (found, end) = scan(&directory, &key, number, from)?;
             if !found.is_empty() {
                 let fragments = found.len();
-                tracing::info!(number, fragments, "a segment's end was not in the table");
+                tracing::info!(
+                    number,
+                    fragments,
+                    "recovered fragments at the end of a segment that were not in the table"
+                );
             }
             table.recover(&found, number, end)?;
             last = Some((number, end));
         }
         let mut log = Log { directory, key, current: None };
         if let Some((number, end)) = last {
-            log.current = Some(log.take(number, end)?);
+            log.current = Some(log.open_segment(number, end)?);
         }
         Ok(log)
     }
 
-    /// The segment that is appended to.
+    /// Returns the number of the segment that is appended to.
     pub(super) fn current(&self) -> Option<u64> {
         self.current.as_ref().map(|segment| segment.number)
     }
 
-    /// Appends a group. Returns the segment, and where each block is. Nothing is synced.
+    /// Appends a group. Returns the segment and the position of each block. Syncs nothing.
     pub(super) fn append(
         &mut self,
         table: &Table,
@@ -73,7 +77,7 @@ impl Log {
     ) -> Result<(Arc<Segment>, Vec<KnownFragment>)> {
         let segment = match self.current.take().filter(|segment| !segment.is_full()) {
             Some(segment) => segment,
-            None => self.take(table.new_segment()?, 0)?,
+            None => self.open_segment(table.new_segment()?, 0)?,
         };
         self.current = Some(segment.clone());
         let entries = Entries::new(fragments.iter().map(|one| (&one.description, one.index)));
@@ -92,12 +96,12 @@ impl Log {
         Ok((segment, known.collect()))
     }
 
-    /// A segment to append to from here on.
-    fn take(&self, number: u64, end: u64) -> Result<Arc<Segment>> {
+    /// Opens a segment to append to it from offset `end` on.
+    fn open_segment(&self, number: u64, end: u64) -> Result<Arc<Segment>> {
         let segment = Segment::lock(&self.directory, number)?
             .ok_or_else(|| Error::InUse { path: path_of(&self.directory, number) })?;
         if end == 0 {
-            // Its file may be new.
+            // The file may have just been created.
             sys::sync_dir(&self.directory)?;
         }
         segment.continue_at(end)?;
@@ -105,9 +109,11 @@ impl Log {
     }
 }
 
-/// The fragments of a segment behind `from`, by their records, and where the next group goes. They are durable. What
-/// has been damaged, or was not whole when the process ended, is left out, and its place is not used again: its record
-/// would take what is there then for its own.
+/// Scans a segment from offset `from` on. Returns the fragments that its records name, which are
+/// durable, and the offset of the next group.
+///
+/// Skips fragments that are damaged or were not completely written when the process ended. Their
+/// space is not used again: their record would claim whatever is written there.
 fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<KnownFragment>, u64)> {
     let path = path_of(directory, number);
     let file = File::open(&path).map_err(|error| Error::io("reading", &path, error))?;
@@ -118,8 +124,8 @@ fn scan(directory: &Path, key: &Key, number: u64, from: u64) -> Result<(Vec<Know
     scan_file(&file, key, number, from).map_err(|error| Error::io("reading", &path, error))
 }
 
-/// As [`scan`], for what can be read of the file alone. What cannot be is not written over, either: it may be read at
-/// another time.
+/// Does the work of [`scan`] on an open file, without the sync. Pages that cannot be read are
+/// skipped and not overwritten either, because a later attempt may be able to read them.
 pub(super) fn scan_file(
     file: &File,
     key: &Key,
@@ -129,7 +135,7 @@ pub(super) fn scan_file(
     let mut record = vec![0; MAX_RECORD];
     let mut block = Vec::new();
     let (mut found, mut end, mut at) = (Vec::new(), from, from);
-    // Space that was allocated ahead, or given back, holds nothing.
+    // Holes hold nothing: they are preallocated or reclaimed space.
     while let Some(data) = sys::next_data(file, at)? {
         at = at.max(data.start - data.start % ALIGNMENT as u64);
         while at < data.end {
@@ -138,16 +144,16 @@ pub(super) fn scan_file(
             let (filled, error) = fill_some(file, &mut record, place.offset);
             if let Some(error) = error {
                 let offset = place.offset + filled as u64;
-                tracing::warn!(number, offset, %error, "a page is lost");
+                tracing::warn!(number, offset, %error, "skipping an unreadable page");
                 end = end.max(data.end.next_multiple_of(ALIGNMENT as u64));
             }
             let Some((_, known)) = decode(key, place, &record[..filled]) else { continue };
             end = known.iter().map(KnownFragment::end).fold(end, u64::max);
             for one in known {
                 block.resize(one.description.block_len(), 0);
-                let whole = file.read_exact_at(&mut block, one.place.offset).is_ok();
-                if whole && one.description.matches(one.index.into(), &block) {
-                    // What is whole holds no records.
+                let is_read = file.read_exact_at(&mut block, one.place.offset).is_ok();
+                if is_read && one.description.matches(one.index.into(), &block) {
+                    // A valid block contains no records.
                     at = at.max(one.end());
                     found.push(one);
                 }
@@ -157,7 +163,7 @@ pub(super) fn scan_file(
     Ok((found, end))
 }
 
-/// The segments, to read from them.
+/// The segment files, for reading and deletion.
 pub(super) struct Files {
     directory: PathBuf,
     open: Mutex<HashMap<u64, Arc<File>>>,
@@ -168,7 +174,8 @@ impl Files {
         Files { directory: directory.join("segments"), open: Mutex::default() }
     }
 
-    /// Reads a block. Whether it is what its description says: what the disk has lost is not. Other failures may pass.
+    /// Reads a block and returns whether it matches its description. A block that the disk has lost
+    /// does not match. Any other read error is returned: it may be transient.
     pub(super) fn read(&self, known: &KnownFragment, block: &mut [u8]) -> io::Result<bool> {
         let file = self.file(known.place.segment);
         match file.and_then(|file| file.read_exact_at(block, known.place.offset)) {
@@ -179,32 +186,33 @@ impl Files {
                     io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof
                 ) || error.raw_os_error() == Some(libc::EIO) =>
             {
-                tracing::error!(place = ?known.place, %error, "a block cannot be read");
+                tracing::error!(place = ?known.place, %error, "cannot read a block");
                 Ok(false)
             }
             Err(error) => Err(error),
         }
     }
 
+    /// Returns the path of a segment's file.
     pub(super) fn path(&self, number: u64) -> PathBuf {
         path_of(&self.directory, number)
     }
 
-    /// The file of a segment that is to be changed.
+    /// Opens a segment's file for writing.
     pub(super) fn to_write(&self, number: u64) -> Result<File> {
         let path = self.path(number);
         let opened = File::options().read(true).write(true).open(&path);
         opened.map_err(|error| Error::io("opening", &path, error))
     }
 
-    /// Removes a segment.
+    /// Removes a segment's file.
     pub(super) fn remove(&self, number: u64) -> Result<()> {
         self.files().remove(&number);
         let path = self.path(number);
         fs::remove_file(&path).map_err(|error| Error::io("removing", &path, error))
     }
 
-    /// Through the page cache: neighbours are often read next.
+    /// Returns a segment's file. Reads use the page cache, because neighbours are often read next.
     fn file(&self, number: u64) -> io::Result<Arc<File>> {
         let mut files = self.files();
         if let Some(file) = files.get(&number) {

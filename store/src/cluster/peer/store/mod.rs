@@ -1,25 +1,26 @@
-//! What a peer keeps, in its data directory.
+//! [`PeerStore`]: the fragments of a peer, in its data directory.
 //!
 //! ```text
-//! DIR/peer.json      the marker: who this peer is
-//! DIR/segments/      fragments, appended to a log
-//! DIR/fragments.db   which fragments there are, and where
+//! DIR/peer.json      the marker, with the peer's id
+//! DIR/segments/      the log that fragments are appended to
+//! DIR/fragments.db   the table of fragments and their positions
 //! ```
 //!
 //! ```text
-//! put ──► verified, appended to the log ──► staged ──(flush: one sync)──► pending ──(many at once)──► in the table
-//!                                              │                            │ durable and known
-//!                                              └─► sync failed: poisoned    └─► found again in the log after a crash
+//! put ─► verified, appended to log ─► staged ─(flush: one sync)─► pending ─(many)─► in the table
+//!                                       │                           │ durable and known
+//!                                       └─► sync failed: poisoned   └─► in the log after a crash
 //! ```
 //!
-//! A fragment is known when it is durable in the log; until the table knows it, it is *pending*, in memory. A
-//! failed sync may have lost fragments whose put has returned, and the kernel tells only once: the store is poisoned, and
-//! fails every put and flush from then on.
-//!
-//! A deletion is the other way round: the row goes, durably, then the block. What a crash leaves in between takes space,
-//! and no more. A fragment that a put relies on, since it was there, is not deleted before that put has ended.
-//!
-//! Locks are taken in the order `flushing`, `log`, `settling`, `state`.
+//! - **Known.** A fragment is *known* when it is durable in the log. It is *pending*, in memory,
+//!   until it is written to the table. After a crash, pending fragments are read from the log.
+//! - **Failed sync.** A failed sync may have lost fragments whose put has returned, and the kernel
+//!   reports the failure only once. The store is poisoned: it fails every later put and flush.
+//! - **Deletion** runs in the opposite order: the row is removed durably, then the block. A crash
+//!   between the two leaves unused space and nothing else.
+//! - **Busy.** A put may rely on a fragment that is already stored. Such a fragment is not deleted
+//!   before the put has ended.
+//! - **Lock order:** `flushing`, `log`, `settling`, `state`.
 
 #[cfg(test)]
 mod delete_tests;
@@ -57,7 +58,7 @@ use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::sys;
 
-/// Versions 1 and 2 were never released.
+/// The format of the data directory. Versions 1 and 2 were never released.
 const DIRECTORY: DataDirectory = DataDirectory {
     server: "peer",
     marker: "peer.json",
@@ -66,47 +67,55 @@ const DIRECTORY: DataDirectory = DataDirectory {
     parts: &["segments", DATABASE],
 };
 
-/// The most fragments of one blob: of all ways to encode it that anybody may try.
+/// The most fragments of one blob, over all its encodings.
 const MAX_FRAGMENTS: usize = 64;
 
-/// The table is told when so many fragments are pending, or so many bytes of them.
-const MANY: (usize, u64) = (1024, 256 << 20);
+/// Pending fragments are written to the table when there are this many of them.
+const PENDING_LIMIT: usize = 1024;
 
-/// Without that, no more than so many times as much is taken.
-const BOUND: usize = 16;
+/// Pending fragments are written to the table when their blocks have this many bytes.
+const PENDING_LIMIT_BYTES: u64 = 256 << 20;
 
-/// Names that are read from the table at a time, for the filter. Tests have few, and must see more than one step.
-const NAMES: usize = if cfg!(test) { 3 } else { 1 << 14 };
+/// If the table cannot be written, puts fail when the pending fragments reach this many times a
+/// limit.
+const MAX_PENDING_FACTOR: usize = 16;
+
+/// The number of blob names that one step reads from the table into the Bloom filter. Tests have
+/// few names and must cover several steps.
+const NAMES_PER_STEP: usize = if cfg!(test) { 3 } else { 1 << 14 };
 
 /// A fragment whose put has not ended.
 struct Staged {
     id: FragmentId,
     known: KnownFragment,
-    how: Staging,
+    staging: Staging,
 }
 
+/// What a flush does with a staged fragment.
 enum Staging {
-    /// It is new, and takes so much space.
+    /// The fragment is new and takes this many bytes of space.
     New(u64, Arc<Segment>),
-    /// It replaces one that is damaged.
-    Instead(KnownFragment, Arc<Segment>),
-    /// It was there: its age begins again.
-    Again,
+    /// The fragment replaces this damaged one.
+    Replacement(KnownFragment, Arc<Segment>),
+    /// The fragment was already stored. Its idle timer is reset.
+    Present,
 }
 
+/// The part of a [`PeerStore`] that is in memory.
 #[derive(Default)]
 pub(super) struct StoreState {
     staged: Vec<Staged>,
-    /// Fragments whose put has not ended, those included that are just flushed.
+    /// Fragments whose put has not ended, including those that are being flushed.
     busy: HashSet<FragmentId>,
     pending: Pending,
     filter: Filter,
-    /// Space of fragments that are known, and that was taken for those that are not yet.
+    /// Bytes of space of the known fragments.
     used: u64,
-    taken: u64,
-    /// Space that clients have reserved and not used.
+    /// Bytes of space of the fragments that are staged or being appended.
+    staged_bytes: u64,
+    /// Bytes of space that clients have reserved and not used.
     reserved: u64,
-    /// Fragments that are known.
+    /// The number of known fragments.
     fragments: u64,
 }
 
@@ -115,40 +124,41 @@ pub struct PeerStore {
     id: PeerId,
     capacity: Option<u64>,
     directory: PathBuf,
-    /// It may be used by one process only.
+    /// Locks the directory, which only one process may use.
     _lock: File,
     table: Table,
     files: Files,
     key: Key,
     sync: SegmentSync,
-    /// Held by the one thread that makes fragments durable.
+    /// Locked by the thread that makes fragments durable.
     flushing: Mutex<()>,
-    /// Held by who puts fragments, and by who deletes some.
+    /// Locked by a thread that puts or deletes fragments.
     log: Mutex<Log>,
-    /// Held by the one thread that tells the table.
+    /// Locked by the thread that writes pending fragments to the table or loads the filter.
     settling: Mutex<()>,
     state: Mutex<StoreState>,
 }
 
-/// Room on a peer that one client has reserved. What is left of it is free again when this is dropped.
+/// The space that one client has reserved on a peer. The unused rest is released when this is
+/// dropped.
 pub struct Room {
     store: Arc<PeerStore>,
     left: Mutex<u64>,
 }
 
 impl Room {
-    /// Nothing yet.
+    /// Creates an empty reservation.
     pub fn new(store: Arc<PeerStore>) -> Room {
         Room { store, left: Mutex::new(0) }
     }
 
-    /// Reserves so much, instead of what was reserved before. Fails if there is not that much, and then what was
-    /// reserved before stays.
+    /// Sets the reservation to `bytes`. Fails if the peer does not have enough free space; the
+    /// previous reservation then stays.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         let capacity = self.store.usage()?.capacity;
         let mut state = self.store.state();
         let mut left = self.left();
-        let others = state.used + state.taken + state.reserved - *left;
+        let others = state.used + state.staged_bytes + state.reserved - *left;
         if others.checked_add(bytes).is_none_or(|all| all > capacity) && bytes > *left {
             return Err(Error::PeerFull { path: self.store.directory.clone(), capacity });
         }
@@ -158,7 +168,7 @@ impl Room {
     }
 
     fn left(&self) -> MutexGuard<'_, u64> {
-        self.left.lock().expect("no thread panics while it counts")
+        self.left.lock().expect("no thread panics with the reservation locked")
     }
 }
 
@@ -169,26 +179,27 @@ impl Drop for Room {
     }
 }
 
-/// What comes of a fragment that is put.
-enum Admitted {
-    /// It is new, and space was taken for it.
+/// The decision about a fragment that is put.
+enum Admission {
+    /// The fragment is new. This many bytes of space were allotted to it.
     New(u64),
-    /// It is there, but damaged.
+    /// The fragment is stored, but this copy is damaged.
     Damaged(KnownFragment),
-    /// It is there.
-    There(KnownFragment),
-    /// Another put of it has not ended.
+    /// The fragment is stored and valid.
+    Present(KnownFragment),
+    /// Another put of the same fragment has not ended.
     Busy,
 }
 
 impl PeerStore {
-    /// Opens a data directory, and makes it first if it is empty or not there. Without a capacity the file system
-    /// is the limit.
+    /// Opens a data directory, and creates it first if it is empty or missing. Without a `capacity`
+    /// the free space of the file system is the limit.
     pub fn open(directory: &Path, capacity: Option<u64>) -> Result<PeerStore> {
         let make = || log::make(directory).and_then(|()| table::make(directory));
         let (lock, id) = DIRECTORY.take(directory, make)?;
         let id = id.parse()?;
-        // A table that is lost is made again from the log.
+        // If the table is missing, this creates an empty one, and `Log::open` fills it from the
+        // log.
         make()?;
         let table = Table::open(directory)?;
         let log = Log::open(directory, &id, &table)?;
@@ -211,18 +222,21 @@ impl PeerStore {
         Ok(store)
     }
 
-    /// Who this peer is.
+    /// Returns the id of this peer.
     pub fn id(&self) -> PeerId {
         self.id
     }
 
-    /// Takes fragments: many at once take less space and time. They are durable, and others find them, after the
-    /// next [`PeerStore::flush`]. Tells for each whether it was taken; fails if the disk does.
+    /// Accepts fragments. One call with many fragments takes less space and time than many calls.
+    /// After the next [`PeerStore::flush`] the fragments are durable and can be found.
+    ///
+    /// Returns, for each fragment, whether it was accepted. Fails if the disk fails.
     pub fn put(&self, fragments: &[Fragment]) -> Result<Vec<Result<()>>> {
         self.put_in(fragments, |_| None)
     }
 
-    /// As [`PeerStore::put`], into the room that was reserved for each, as long as there is some.
+    /// Accepts fragments like [`PeerStore::put`], and takes their space from reservations first.
+    /// `room` returns the reservation for the fragment with an index.
     pub fn put_in<'a>(
         &self,
         fragments: &[Fragment],
@@ -230,20 +244,22 @@ impl PeerStore {
     ) -> Result<Vec<Result<()>>> {
         let mut log = self.log();
         self.sync.check()?;
-        if self.is_pending(BOUND) {
-            // The table could not be told. Without another try there would be no bound.
+        if self.has_pending(MAX_PENDING_FACTOR) {
+            // The table could not be written. Without a retry the pending fragments would be
+            // unbounded.
             self.settle(false)?;
         }
         let capacity = self.usage()?.capacity;
         let ids: Vec<_> = fragments.iter().map(id).collect();
-        // Before what is known: what is no more on its way is.
+        // The busy fragments are read before the known ones: a fragment that is no longer busy is
+        // known.
         let (mut busy, mut coming) = {
             let state = self.state();
             let busy: HashSet<_> =
                 ids.iter().filter(|id| state.busy.contains(id)).copied().collect();
-            // Fragments of each blob that will be known.
+            // For each blob, the number of staged fragments that will become known.
             let mut coming = HashMap::<BlobId, usize>::new();
-            for one in state.staged.iter().filter(|one| matches!(one.how, Staging::New(..))) {
+            for one in state.staged.iter().filter(|one| matches!(one.staging, Staging::New(..))) {
                 *coming.entry(one.id.blob).or_default() += 1;
             }
             (busy, coming)
@@ -261,17 +277,17 @@ impl PeerStore {
                 busy.insert(id);
             }
             results.push(match admitted {
-                Ok(Admitted::Busy) => Ok(()),
-                Ok(Admitted::There(known)) => {
-                    again.push(Staged { id, known, how: Staging::Again });
+                Ok(Admission::Busy) => Ok(()),
+                Ok(Admission::Present(known)) => {
+                    again.push(Staged { id, known, staging: Staging::Present });
                     Ok(())
                 }
-                Ok(Admitted::New(bytes)) => {
+                Ok(Admission::New(bytes)) => {
                     *coming += 1;
                     new.push((fragment, id, None, bytes));
                     Ok(())
                 }
-                Ok(Admitted::Damaged(old)) => {
+                Ok(Admission::Damaged(old)) => {
                     new.push((fragment, id, Some(old), 0));
                     Ok(())
                 }
@@ -283,16 +299,16 @@ impl PeerStore {
         for group in new.chunks_mut(MAX_GROUP) {
             let fragments: Vec<_> = group.iter().map(|(fragment, ..)| *fragment).collect();
             let (segment, all) = log.append(&self.table, &fragments).inspect_err(|_| {
-                // What was appended before, nothing refers to.
-                self.state().taken -= bytes;
+                // Nothing refers to the groups that were already appended.
+                self.state().staged_bytes -= bytes;
             })?;
             for ((_, id, old, bytes), known) in group.iter_mut().zip(all) {
                 let segment = segment.clone();
-                let how = match old.take() {
-                    Some(old) => Staging::Instead(old, segment),
+                let staging = match old.take() {
+                    Some(old) => Staging::Replacement(old, segment),
                     None => Staging::New(*bytes, segment),
                 };
-                staged.push(Staged { id: *id, known, how });
+                staged.push(Staged { id: *id, known, staging });
             }
         }
         let mut state = self.state();
@@ -301,7 +317,7 @@ impl PeerStore {
         Ok(results)
     }
 
-    /// Verifies a fragment and takes space for it, if it is new.
+    /// Verifies a fragment, and allots space to it if it is new.
     fn admit(
         &self,
         fragment: &Fragment,
@@ -310,14 +326,14 @@ impl PeerStore {
         capacity: u64,
         room: Option<&Room>,
         is_busy: bool,
-    ) -> Result<Admitted> {
+    ) -> Result<Admission> {
         let Fragment { description, index, block } = fragment;
         if !description.matches((*index).into(), block) {
-            let reason = "it is not the block that its description names";
+            let reason = "the block does not match its description";
             return Err(Error::corrupt(format!("a fragment of {}", description.blob), reason));
         }
         if is_busy {
-            return Ok(Admitted::Busy);
+            return Ok(Admission::Busy);
         }
         let count = known.len() + coming;
         let is_it = |one: &KnownFragment| one.index == *index && one.description == *description;
@@ -326,71 +342,80 @@ impl PeerStore {
             let read = self.files.read(&known, &mut there);
             let path = self.files.path(known.place.segment);
             let is_whole = read.map_err(|error| Error::io("reading", &path, error))?;
-            return Ok(if is_whole { Admitted::There(known) } else { Admitted::Damaged(known) });
+            return Ok(if is_whole {
+                Admission::Present(known)
+            } else {
+                Admission::Damaged(known)
+            });
         }
         if count >= MAX_FRAGMENTS {
-            let reason = "there are too many encodings of it";
+            let reason = "the peer has too many fragments of it";
             return Err(Error::corrupt(format!("blob {}", description.blob), reason));
         }
         let bytes = block.len().next_multiple_of(ALIGNMENT) as u64;
         let mut state = self.state();
         let mut left = room.map(Room::left);
         let drawn = left.as_ref().map_or(0, |left| bytes.min(**left));
-        if state.used + state.taken + state.reserved - drawn + bytes > capacity {
+        if state.used + state.staged_bytes + state.reserved - drawn + bytes > capacity {
             return Err(Error::PeerFull { path: self.directory.clone(), capacity });
         }
         if let Some(left) = &mut left {
             **left -= drawn;
         }
         state.reserved -= drawn;
-        state.taken += bytes;
-        Ok(Admitted::New(bytes))
+        state.staged_bytes += bytes;
+        Ok(Admission::New(bytes))
     }
 
-    /// Returns when everything put before this call is durable.
+    /// Returns when every fragment that was put before this call is durable.
     pub fn flush(&self) -> Result<()> {
-        // Who waits here finds its fragments durable, or the store poisoned.
-        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        // A thread that waited for the lock finds its fragments durable, or the store poisoned.
+        let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         self.sync.check()?;
         let staged = std::mem::take(&mut self.state().staged);
-        self.sync.sync(staged.iter().filter_map(|Staged { known, how, .. }| match how {
-            Staging::New(_, segment) | Staging::Instead(_, segment) => Some((segment, known.end())),
-            Staging::Again => None,
-        }))?;
-        let again = staged.iter().filter(|one| matches!(one.how, Staging::Again));
+        self.sync.sync(staged.iter().filter_map(
+            |Staged { known, staging, .. }| match staging {
+                Staging::New(_, segment) | Staging::Replacement(_, segment) => {
+                    Some((segment, known.end()))
+                }
+                Staging::Present => None,
+            },
+        ))?;
+        let again = staged.iter().filter(|one| matches!(one.staging, Staging::Present));
         let again: Vec<_> = again.map(|one| one.known.place).collect();
         let touched = if again.is_empty() { Ok(()) } else { self.table.touch(&again) };
         let mut state = self.state();
-        for Staged { id, known, how } in staged {
+        for Staged { id, known, staging } in staged {
             state.busy.remove(&id);
-            match how {
+            match staging {
                 Staging::New(bytes, _) => {
                     state.filter.insert(&id.blob);
-                    state.taken -= bytes;
+                    state.staged_bytes -= bytes;
                     state.used += bytes;
                     state.fragments += 1;
                     state.pending.push(known, None);
                 }
-                Staging::Instead(old, _) => state.pending.push(known, Some(old)),
-                Staging::Again => {}
+                Staging::Replacement(old, _) => state.pending.push(known, Some(old)),
+                Staging::Present => {}
             }
         }
         touched
     }
 
-    /// Whether so many times as much is pending as should be.
-    fn is_pending(&self, times: usize) -> bool {
+    /// Returns whether the pending fragments have reached `factor` times a limit.
+    fn has_pending(&self, factor: usize) -> bool {
         let pending = &self.state().pending;
-        pending.len() >= MANY.0 * times || pending.bytes() >= MANY.1 * times as u64
+        pending.len() >= PENDING_LIMIT * factor
+            || pending.bytes() >= PENDING_LIMIT_BYTES * factor as u64
     }
 
-    /// Tells the table what is pending, if it is `much`, or however much it is. It is for who has time: nobody need wait
-    /// for it.
-    pub fn settle(&self, much: bool) -> Result<()> {
-        if much && !self.is_pending(1) {
+    /// Writes the pending fragments to the table. With `only_at_limit`, does so only if they have
+    /// reached a limit. It is meant for an idle thread: no put has to wait for it.
+    pub fn settle(&self, only_at_limit: bool) -> Result<()> {
+        if only_at_limit && !self.has_pending(1) {
             return Ok(());
         }
-        let _settling = self.settling.lock().expect("no thread panics while it tells the table");
+        let _settling = self.settling.lock().expect("no thread panics while it writes the table");
         let batch = self.state().pending.batch();
         if batch.all.is_empty() {
             return Ok(());
@@ -401,34 +426,35 @@ impl PeerStore {
             let old: Vec<_> = batch.replaced.iter().map(|one| KnownFragment::clone(one)).collect();
             reclaim(&self.files, &self.key, &self.table, &old, false);
         }
-        self.read_some_names().map(drop)
+        self.read_names_step().map(drop)
     }
 
-    /// Has more of the names read by which it is known of what there is nothing, if they are not all read yet. Returns
-    /// whether there are more. It is for who has time.
+    /// Loads the next batch of blob names into the Bloom filter, if it needs any. Returns whether
+    /// more remain. It is meant for an idle thread.
     pub fn read_names(&self) -> Result<bool> {
-        let _settling = self.settling.lock().expect("no thread panics while it tells the table");
-        self.read_some_names()
+        let _settling = self.settling.lock().expect("no thread panics while it writes the table");
+        self.read_names_step()
     }
 
-    /// The same, by who is the only one.
-    fn read_some_names(&self) -> Result<bool> {
+    /// Loads the next batch of names. The caller holds `settling`.
+    fn read_names_step(&self) -> Result<bool> {
         let after = {
             let StoreState { filter, fragments, pending, .. } = &mut *self.state();
             filter.wants(*fragments, pending.names())
         };
         let Some(after) = after else { return Ok(false) };
-        let names = self.table.names(&after, NAMES)?;
-        let is_end = names.len() < NAMES;
+        let names = self.table.names(&after, NAMES_PER_STEP)?;
+        let is_end = names.len() < NAMES_PER_STEP;
         self.state().filter.extend(&names, is_end);
         Ok(!is_end)
     }
 
-    /// Deletes fragments that nobody has stored or asked for (with renewal) within so many seconds; the others
-    /// stay. Returns the bytes that the disk has again. That is durable when this returns.
+    /// Deletes those of the fragments that were neither stored nor asked for with renewal in the
+    /// last `idle` seconds. Returns the bytes that were freed on the disk. The deletion is durable
+    /// when this returns.
     pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        // Nothing becomes known meanwhile, and nobody begins to rely on anything.
-        let _flushing = self.flushing.lock().expect("no thread panics while it flushes");
+        // With both locks held, no fragment becomes known and no put starts to rely on one.
+        let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         let log = self.log();
         self.settle(false)?;
         let (unused, used, quiet) = {
@@ -453,7 +479,7 @@ impl PeerStore {
         let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
         for number in segments.difference(&used) {
             if self.table.is_empty(*number)? {
-                // Without a row, what is left of its file would be read again.
+                // The file goes first: a file without a row would be scanned at the next start.
                 self.files.remove(*number)?;
                 self.table.forget_segment(*number)?;
             }
@@ -461,11 +487,11 @@ impl PeerStore {
         Ok(freed)
     }
 
-    /// How much there is.
+    /// Returns the capacity, the used and reserved space, and the number of fragments.
     pub fn usage(&self) -> Result<Usage> {
         let (used, reserved, fragments) = {
             let state = self.state();
-            (state.used + state.taken, state.reserved, state.fragments)
+            (state.used + state.staged_bytes, state.reserved, state.fragments)
         };
         let capacity = match self.capacity {
             Some(capacity) => capacity,
@@ -475,23 +501,24 @@ impl PeerStore {
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {
-        self.log.lock().expect("no thread panics while it puts")
+        self.log.lock().expect("no thread panics with the log locked")
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, StoreState> {
-        self.state.lock().expect("no thread panics while it holds the state")
+        self.state.lock().expect("no thread panics with the state locked")
     }
 }
 
 impl Drop for PeerStore {
-    /// The next start has less to read then.
+    /// Writes the pending fragments to the table, so that the next start has less to scan.
     fn drop(&mut self) {
         if let Err(error) = self.settle(false) {
-            tracing::warn!(%error, "the table could not be told; the log is read again at the next start");
+            tracing::warn!(%error, "cannot write the table; the log is scanned at the next start");
         }
     }
 }
 
+/// Returns the id of a fragment.
 fn id(fragment: &Fragment) -> FragmentId {
     let Fragment { description, index, .. } = fragment;
     FragmentId { blob: description.blob, encoding: description.id(), index: *index }
