@@ -1,7 +1,7 @@
 //! Errors: what went wrong, and what the caller can do about it.
 
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{cmp, io};
 
 use crate::id::{BlobId, InvalidId};
 
@@ -448,6 +448,16 @@ impl Error {
                 Error::Full { doing, path }
             }
             _ => Error::Io { doing, path, source },
+        }
+    }
+
+    /// Fails unless the format version of `object` is the one that this program supports.
+    pub(crate) fn check_format(object: &Path, found: u64, supported: u64) -> Result<()> {
+        let object = object.display().to_string();
+        match found.cmp(&supported) {
+            cmp::Ordering::Less => Err(Error::OlderFormat { object, found, supported }),
+            cmp::Ordering::Equal => Ok(()),
+            cmp::Ordering::Greater => Err(Error::NewerFormat { object, found, supported }),
         }
     }
 

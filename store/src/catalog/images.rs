@@ -225,7 +225,7 @@ impl Catalog {
         all.map(|(number, one)| one.snapshot(name, &document, number)).collect()
     }
 
-    /// The snapshot with this name. Without a selector it is the newest stable one. A snapshot that is
+    /// The snapshot with this name. Without a selector it is the newest one with content. A snapshot that is
     /// named may be pending or failed, so callers that need content ask
     /// [`Snapshot::require_content`].
     pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {

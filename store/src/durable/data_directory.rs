@@ -75,13 +75,8 @@ impl DataDirectory {
         if marker.format != self.format {
             return Err(corrupt(format!("it is not the marker of a {}", self.server)));
         }
-        let (object, found) = (path.display().to_string(), marker.version);
-        let supported = self.version;
-        match found {
-            _ if found < supported => Err(Error::OlderFormat { object, found, supported }),
-            _ if found > supported => Err(Error::NewerFormat { object, found, supported }),
-            _ => Ok(Some(marker.id)),
-        }
+        Error::check_format(&path, marker.version, self.version)?;
+        Ok(Some(marker.id))
     }
 
     /// Fails if the directory holds anything but the server's own files.

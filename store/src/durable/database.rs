@@ -27,11 +27,7 @@ pub(crate) fn connect(path: &Path, more: OpenFlags) -> Result<Connection> {
 pub(crate) fn open(path: &Path, supported: u64) -> Result<(Connection, Connection)> {
     let writer = connect(path, OpenFlags::empty())?;
     use_write_ahead_log(&writer)?;
-    let found = version(&writer)?;
-    if found != supported {
-        let object = path.display().to_string();
-        return Err(Error::NewerFormat { object, found, supported });
-    }
+    Error::check_format(path, version(&writer)?, supported)?;
     sync_log(path)?;
     Ok((writer, connect(path, OpenFlags::empty())?))
 }

@@ -94,14 +94,7 @@ pub(crate) fn check(path: &Path) -> Result<()> {
     if marker.format != FORMAT {
         return Err(Error::NotARepository { path: path.to_owned() });
     }
-    if marker.version > VERSION {
-        let (object, found) = (file.display().to_string(), marker.version);
-        return Err(Error::NewerFormat { object, found, supported: VERSION });
-    }
-    if marker.version < VERSION {
-        let (object, found) = (file.display().to_string(), marker.version);
-        return Err(Error::OlderFormat { object, found, supported: VERSION });
-    }
+    Error::check_format(&file, marker.version, VERSION)?;
     check_file_system(path)
 }
 

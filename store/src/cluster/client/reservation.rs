@@ -112,6 +112,7 @@ impl Cluster {
             }
         }
         if left > 0 && !is_refused {
+            self.release(&taken).await;
             return Err(Error::TooFewPeers { peers: able.len() });
         }
         if left > 0 {
