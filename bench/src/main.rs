@@ -27,7 +27,6 @@ mod proc;
 mod rebuild;
 mod redundancy;
 mod report;
-mod rng;
 mod server;
 mod site;
 mod stats;

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
+use seeded_rng::Rng;
 
 /// An empty disk of `size` bytes.
 pub fn blank(path: &Path, size: u64) -> Result<()> {
@@ -35,14 +36,8 @@ pub fn fill(directory: &Path, count: u64) -> Result<()> {
     let data = directory.join("data");
     fs::create_dir_all(&data)?;
     for index in 0..count {
-        let mut state = 0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(index + 1);
-        let words = std::iter::repeat_with(|| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state.to_le_bytes()
-        });
-        let content: Vec<u8> = words.flatten().take(MIB).collect();
+        let mut content = vec![0; MIB];
+        Rng::new(index).fill(&mut content);
         fs::write(data.join(format!("{index:02}")), content)?;
     }
     Ok(())

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use crate::rng::Rng;
 use crate::site::Site;
 use crate::sys::{self, Aligned};
+use seeded_rng::Rng;
 
 /// Seconds for `len` bytes.
 pub(super) fn write(site: &Site, len: u64) -> Result<f64> {

@@ -1,6 +1,6 @@
 //! What is persisted: chunks that do not shrink, all of them different.
 
-use crate::rng::Rng;
+use seeded_rng::Rng;
 
 pub(crate) const CHUNK: usize = 256 << 10;
 

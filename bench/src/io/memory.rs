@@ -5,8 +5,8 @@ use std::os::fd::AsRawFd;
 use anyhow::{Context, Result};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
-use crate::rng::Rng;
 use crate::sys;
+use seeded_rng::Rng;
 
 /// The unit that a stamp makes unique.
 const STAMPED: usize = 4096;

@@ -1,7 +1,7 @@
 //! Which requests a load makes, in which order.
 
 use crate::io::Op;
-use crate::rng::Rng;
+use seeded_rng::Rng;
 
 /// Bytes of a disk.
 #[derive(Clone, Copy, Debug)]

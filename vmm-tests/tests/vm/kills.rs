@@ -4,7 +4,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use verifier::{Writer, mix};
+use seeded_rng::mix;
+use verifier::Writer;
 use vmm_tests::{Backend, Disk, Guest, in_lab};
 
 use crate::MIB;

@@ -5,6 +5,8 @@
 //! state of the disk in which a writer's newest number is n must hold all its writes up to n, and no
 //! other: anything else was lost, torn, or came back.
 
+use seeded_rng::mix;
+
 /// Bytes of a block.
 pub const BLOCK: usize = 4096;
 
@@ -73,14 +75,6 @@ impl Writer {
         }
         Ok(newest)
     }
-}
-
-/// A number that looks random.
-pub fn mix(seed: u64) -> u64 {
-    let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

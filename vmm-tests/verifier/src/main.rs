@@ -11,7 +11,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use verifier::{BLOCK, Writer, mix};
+use seeded_rng::mix;
+use verifier::{BLOCK, Writer};
 
 /// Memory that direct I/O takes.
 #[repr(C, align(4096))]

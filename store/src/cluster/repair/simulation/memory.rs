@@ -7,9 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use seeded_rng::Rng;
 use tokio::sync::{Notify, mpsc};
 
-use super::{Rng, number};
+use super::number;
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::repair::matching::size;
@@ -74,7 +75,7 @@ impl World {
             questions: 0,
             plant,
             violation: None,
-            rng: Rng(rng.below(u64::MAX)),
+            rng: Rng::new(rng.below(u64::MAX)),
         };
         (0..9).for_each(|_| world.join());
         let codes = ["replicas=2", "replicas=3", "rs=2+2", "rs=3+2"];
@@ -391,7 +392,7 @@ async fn bury(memory: &Memory) {
 }
 
 async fn run(seed: u64, plant: bool) -> (Report, u64, u64) {
-    let world = World::new(Rng(seed), plant);
+    let world = World::new(Rng::new(seed), plant);
     let memory = Arc::new(Memory { world: Mutex::new(world), dead: Notify::new() });
     let (mut all, mut deaths) = (Report::default(), 0);
     for _ in 0..REPAIRS {

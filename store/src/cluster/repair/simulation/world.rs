@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Counts, Rng};
+use seeded_rng::Rng;
+
+use super::Counts;
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::repair::matching::size;
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
