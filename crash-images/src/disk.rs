@@ -9,7 +9,9 @@ use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::recording::Operation;
+use seeded_rng::Rng;
+
+use crate::operation::Operation;
 use crate::sparse::Sparse;
 
 const ROOT: usize = 0;
@@ -349,27 +351,5 @@ impl Image {
             }
         }
         Ok(())
-    }
-}
-
-/// splitmix64: randomness that a seed reproduces.
-pub(crate) struct Rng(u64);
-
-impl Rng {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// True in `percent` of 100 cases.
-    fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-
-    /// A number in `0..limit`.
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
     }
 }

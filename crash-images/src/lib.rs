@@ -34,6 +34,7 @@
 mod disk;
 mod fuse;
 mod memory;
+mod operation;
 mod recording;
 mod sparse;
 mod trace;
@@ -54,12 +55,13 @@ use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use seeded_rng::Rng;
 use tempfile::TempDir;
 
-use self::disk::{Disk, Image, Losses, Rng};
+use self::disk::{Disk, Image, Losses};
 pub use self::fuse::Mounted;
-pub use self::recording::Recording;
-pub use self::trace::{mark, record, recorded_root};
+pub use self::recording::{Recording, record};
+pub use self::trace::{mark, recorded_root};
 
 /// How images are made.
 #[derive(Clone, Copy, Debug)]

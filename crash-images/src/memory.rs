@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use fuser::Errno;
 
-use crate::recording::Operation;
+use crate::operation::Operation;
 use crate::sparse::Sparse;
 
 /// The number of the root.

@@ -1,87 +1,25 @@
 //! What was asked of a directory, step by step.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 
-use crate::disk::{Disk, Losses, Rng};
+use seeded_rng::Rng;
+
+use crate::disk::{Disk, Losses};
+use crate::operation::Operation;
 use crate::trace::trace;
 
-/// One step of a workload. Paths are below the recorded directory.
-#[derive(Clone, Debug)]
-pub(crate) enum Operation {
-    Create(PathBuf),
-    MakeDirectory(PathBuf),
-    /// A symbolic one.
-    Link {
-        path: PathBuf,
-        target: PathBuf,
-    },
-    Rename {
-        from: PathBuf,
-        to: PathBuf,
-    },
-    Remove(PathBuf),
-    Write {
-        path: PathBuf,
-        offset: usize,
-        data: Arc<[u8]>,
-    },
-    SetLen {
-        path: PathBuf,
-        len: usize,
-    },
-    /// To at least this length.
-    Extend {
-        path: PathBuf,
-        len: usize,
-    },
-    /// Zeros instead of what is there; the length stays.
-    Punch {
-        path: PathBuf,
-        offset: usize,
-        len: usize,
-    },
-    /// Of a file or a directory.
-    Sync(PathBuf),
-    /// The last write to the file is durable.
-    SyncWrite(PathBuf),
-    Mark(String),
-}
-
-impl Operation {
-    pub(crate) fn is_mark(&self) -> bool {
-        matches!(self, Operation::Mark(_))
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Operation::Create(path) => write!(f, "creating {}", path.display()),
-            Operation::MakeDirectory(path) => write!(f, "making directory {}", path.display()),
-            Operation::Link { path, target } => {
-                write!(f, "linking {} to {}", path.display(), target.display())
-            }
-            Operation::Rename { from, to } => {
-                write!(f, "renaming {} to {}", from.display(), to.display())
-            }
-            Operation::Remove(path) => write!(f, "removing {}", path.display()),
-            Operation::Write { path, offset, data } => {
-                write!(f, "writing {} bytes at {offset} of {}", data.len(), path.display())
-            }
-            Operation::SetLen { path, len } | Operation::Extend { path, len } => {
-                write!(f, "giving {} a length of {len}", path.display())
-            }
-            Operation::Punch { path, offset, len } => {
-                write!(f, "punching {len} bytes at {offset} of {}", path.display())
-            }
-            Operation::Sync(path) => write!(f, "syncing '{}'", path.display()),
-            Operation::SyncWrite(path) => write!(f, "a durable write to {}", path.display()),
-            Operation::Mark(text) => write!(f, "'{text}'"),
-        }
-    }
+/// Runs a workload and records what it does below its [`recorded_root`], an
+/// empty directory. Its last mark is `done`.
+///
+/// # Panics
+///
+/// If there is no `strace` or it may not trace, if the workload fails, and if it does what the recorder
+/// cannot follow.
+pub fn record(workload: &Command) -> Recording {
+    let root = tempfile::tempdir().expect("a directory to record");
+    Recording::new(trace(root.path(), BTreeSet::new(), workload))
 }
 
 /// What a workload did to a directory.

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::recording::{Operation, Recording};
+use crate::operation::Operation;
 
 /// Where marks go: seen by the recorder, and by nobody else.
 const MARKS: &str = "/dev/null";
@@ -32,18 +32,6 @@ const CALLS: &str = "openat,open,creat,lseek,read,write,pwrite64,writev,pwritev,
 pub fn mark(text: &str) {
     let mut marks = fs::OpenOptions::new().write(true).open(MARKS).expect("opening the marks");
     marks.write_all(text.as_bytes()).expect("writing a mark");
-}
-
-/// Runs a workload and records what it does below its [`recorded_root`], an
-/// empty directory. Its last mark is `done`.
-///
-/// # Panics
-///
-/// If there is no `strace` or it may not trace, if the workload fails, and if it does what the recorder
-/// cannot follow.
-pub fn record(workload: &Command) -> Recording {
-    let root = tempfile::tempdir().expect("a directory to record");
-    Recording::new(trace(root.path(), BTreeSet::new(), workload))
 }
 
 /// Runs a workload on a directory that has these paths already.
