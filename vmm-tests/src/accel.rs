@@ -10,44 +10,28 @@ use anyhow::{Result, bail};
 
 use crate::console::Console;
 use crate::process::Process;
-use crate::qemu::{self, Machine, Version};
+use crate::qemu::{self, Accel, Machine, Version};
 use crate::tools::Tools;
-
-/// How QEMU runs the guest's code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Accel {
-    Kvm,
-    Tcg,
-}
 
 /// A guest that KVM really runs is up in a second or two.
 const PROBE_LIMIT: Duration = Duration::from_secs(8);
 
-impl Accel {
-    /// What works here: `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the outcome of a probe.
-    ///
-    /// That `/dev/kvm` exists does not say that a guest runs on it: in nested virtualisation it may
-    /// hang at its first instruction. So one is booted, and the outcome is kept beside the kernel.
-    pub(crate) fn choose(tools: &Tools) -> Result<Accel> {
-        static CHOSEN: OnceLock<Accel> = OnceLock::new();
-        if let Some(accel) = CHOSEN.get() {
-            return Ok(*accel);
-        }
-        let accel = match env::var("CAIRN_VMM_ACCEL").as_deref() {
-            Ok("kvm") => Accel::Kvm,
-            Ok("tcg") => Accel::Tcg,
-            Ok(other) => bail!("CAIRN_VMM_ACCEL is {other:?}: say kvm or tcg"),
-            Err(_) => remembered_or_probed(tools)?,
-        };
-        Ok(*CHOSEN.get_or_init(|| accel))
+/// What works here: `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the outcome of a probe.
+///
+/// That `/dev/kvm` exists does not say that a guest runs on it: in nested virtualisation it may
+/// hang at its first instruction. So one is booted, and the outcome is kept beside the kernel.
+pub(crate) fn choose(tools: &Tools) -> Result<Accel> {
+    static CHOSEN: OnceLock<Accel> = OnceLock::new();
+    if let Some(accel) = CHOSEN.get() {
+        return Ok(*accel);
     }
-
-    pub(crate) fn qemu_option(self) -> &'static str {
-        match self {
-            Accel::Kvm => "kvm",
-            Accel::Tcg => "tcg,thread=multi",
-        }
-    }
+    let accel = match env::var("CAIRN_VMM_ACCEL").as_deref() {
+        Ok("kvm") => Accel::Kvm,
+        Ok("tcg") => Accel::Tcg,
+        Ok(other) => bail!("CAIRN_VMM_ACCEL is {other:?}: say kvm or tcg"),
+        Err(_) => remembered_or_probed(tools)?,
+    };
+    Ok(*CHOSEN.get_or_init(|| accel))
 }
 
 fn remembered_or_probed(tools: &Tools) -> Result<Accel> {

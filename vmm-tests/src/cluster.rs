@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::lab::{Lab, Store};
+use crate::lab::{Lab, Store, run_test};
 use crate::process::Process;
 
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -42,9 +42,17 @@ struct Peer {
 }
 
 impl Cluster {
+    /// Makes a lab whose repository is a cluster of `peers` peers.
+    pub fn with_lab(name: &str, peers: usize) -> Result<(Lab, Cluster)> {
+        let mut lab = Lab::new(name)?;
+        let cluster = Cluster::start(&lab, peers)?;
+        lab.set_store(cluster.store());
+        Ok((lab, cluster))
+    }
+
     /// Makes keys, starts a catalog and so many peers, each in a failure domain of its own, and waits until
     /// all are members.
-    pub(crate) fn start(lab: &Lab, peers: usize) -> Result<Cluster> {
+    fn start(lab: &Lab, peers: usize) -> Result<Cluster> {
         let keys = lab.path("keys");
         lab.cairn(&["keys", "init", &keys.display().to_string()])?;
         let arguments = ["--catalog", "--listen", "127.0.0.1:0", "--data"].map(str::to_owned);
@@ -57,7 +65,7 @@ impl Cluster {
     }
 
     /// The repository, as the programs take it.
-    pub(crate) fn store(&self) -> Store {
+    fn store(&self) -> Store {
         Store::Cluster { catalog: self.address.clone(), keys: self.keys.clone() }
     }
 
@@ -141,6 +149,14 @@ impl Cluster {
             thread::sleep(POLL);
         }
     }
+}
+
+/// Runs a test in a lab of its own whose repository is a cluster of `peers` peers. The lab is kept when
+/// the test fails.
+pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster) -> Result<()>) {
+    let made = Cluster::with_lab(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
+    let (lab, mut cluster) = made;
+    run_test(name, lab, |lab| test(lab, &mut cluster));
 }
 
 /// Starts a `cairn serve`, and waits until it listens; returns its id and its address, too.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
-use crate::accel::Accel;
+use crate::accel;
 use crate::console::{Console, Output};
 use crate::lab::Lab;
 use crate::monitor::Monitor;
@@ -60,7 +60,7 @@ impl Guest {
     /// Starts QEMU, and does not wait for what is to run in it.
     fn start(lab: &Lab, name: &str, machine: &Machine, vsock: Option<Process>) -> Result<Guest> {
         let tools = lab.tools();
-        let accel = Accel::choose(tools)?;
+        let accel = accel::choose(tools)?;
         lab.remove(&machine.shell)?;
         lab.remove(&machine.monitor)?;
         let begin = Instant::now();

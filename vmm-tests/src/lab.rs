@@ -10,7 +10,6 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use crate::cluster::Cluster;
 use crate::image;
 use crate::tools::Tools;
 
@@ -53,12 +52,9 @@ impl Lab {
         Ok(Lab { directory, tools, store })
     }
 
-    /// A lab whose repository is on so many peers.
-    pub fn with_cluster(name: &str, peers: usize) -> Result<(Lab, Cluster)> {
-        let mut lab = Lab::new(name)?;
-        let cluster = Cluster::start(&lab, peers)?;
-        lab.store = cluster.store();
-        Ok((lab, cluster))
+    /// Makes all further commands use another repository.
+    pub(crate) fn set_store(&mut self, store: Store) {
+        self.store = store;
     }
 
     /// A file of this lab.
@@ -154,17 +150,11 @@ impl Lab {
 /// Runs a test in a lab of its own, which is kept, logs and all, when the test fails.
 pub fn in_lab(name: &str, test: impl FnOnce(&Lab) -> Result<()>) {
     let lab = Lab::new(name).unwrap_or_else(|e| panic!("{e:#}"));
-    play(name, lab, test);
+    run_test(name, lab, test);
 }
 
-/// The same with a repository on so many peers.
-pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster) -> Result<()>) {
-    let made = Lab::with_cluster(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
-    let (lab, mut cluster) = made;
-    play(name, lab, |lab| test(lab, &mut cluster));
-}
-
-fn play(name: &str, lab: Lab, test: impl FnOnce(&Lab) -> Result<()>) {
+/// Runs a test in `lab`, which is kept when the test fails.
+pub(crate) fn run_test(name: &str, lab: Lab, test: impl FnOnce(&Lab) -> Result<()>) {
     let outcome = panic::catch_unwind(AssertUnwindSafe(|| test(&lab)));
     if !matches!(outcome, Ok(Ok(()))) {
         eprintln!("{name}: logs, images and the repository are in {}", lab.keep().display());

@@ -31,10 +31,10 @@ mod qemu;
 mod tools;
 
 pub use backend::{Backend, Disk};
-pub use cluster::Cluster;
+pub use cluster::{Cluster, in_cluster};
 pub use console::Output;
 pub use guest::Guest;
-pub use lab::{Lab, in_cluster, in_lab};
+pub use lab::{Lab, in_lab};
 pub use migration::Migration;
 pub use process::Process;
 pub use tools::Tools;

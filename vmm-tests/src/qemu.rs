@@ -5,7 +5,6 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::accel::Accel;
 use crate::tools::Tools;
 
 pub(crate) const PROGRAM: &str = "qemu-system-x86_64";
@@ -13,6 +12,22 @@ pub(crate) const PROGRAM: &str = "qemu-system-x86_64";
 /// 512 MiB and two pages. An emulated guest would lose changes while it migrates if it were a multiple
 /// of 64 pages: QEMU before 9.0 takes a short way then, on which it forgets what its processors cache.
 const MEMORY: &str = "524296K";
+
+/// How QEMU runs the guest's code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Accel {
+    Kvm,
+    Tcg,
+}
+
+impl Accel {
+    fn qemu_option(self) -> &'static str {
+        match self {
+            Accel::Kvm => "kvm",
+            Accel::Tcg => "tcg,thread=multi",
+        }
+    }
+}
 
 /// What a guest is made of, beyond what all of them share.
 #[derive(Debug, Default)]

@@ -48,7 +48,7 @@ fn main() -> ExitCode {
             let stage = Stage::open(title, &checks);
             perform(stage, |stage| {
                 let text = "make keys, start a catalog and eight peers that speak TLS";
-                let start = || Lab::with_cluster("demo", PEERS);
+                let start = || Cluster::with_lab("demo", PEERS);
                 stage.step(text, start).map(|(lab, cluster)| (lab, Some(cluster)))
             })
         }
