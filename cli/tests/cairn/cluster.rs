@@ -105,6 +105,26 @@ fn a_peer_is_emptied_in_good_order() {
 }
 
 #[test]
+fn a_drained_peer_that_was_stopped_is_declared_lost_and_then_forgotten() {
+    let mut lab = Lab::new(4);
+    lab.random_disk("disk.raw", 1, MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=2"]);
+    let id = lab.peers[2].as_ref().unwrap().id.clone();
+    lab.ok(&["peers", "drain", &id]);
+    wait_until("it is empty", || lab.peer(&id)["fragments"] == 0);
+    lab.stop(2);
+    assert_eq!(lab.peer(&id)["state"], "down");
+    let refused = lab.run(&["peers", "forget", &id]);
+    assert_eq!(refused.code, 4, "{}", refused.stderr);
+    assert!(!refused.stderr.contains("holds"), "it is empty: {}", refused.stderr);
+    let command = format!("cairn peers lose {}", &id[..8]);
+    assert!(refused.stderr.contains(&command), "{}", refused.stderr);
+    lab.ok(&["peers", "lose", &id]);
+    lab.ok(&["peers", "forget", &id]);
+    assert_eq!(lab.peer(&id), serde_json::Value::Null, "it is not listed");
+}
+
+#[test]
 fn the_names_are_restored_from_the_peers() {
     let mut lab = Lab::new(4);
     let disk = lab.random_disk("disk.raw", 1, 3 * MIB);

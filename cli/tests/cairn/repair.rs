@@ -51,6 +51,27 @@ fn after_two_lost_peers_and_a_repair_any_four_others_may_die() {
 }
 
 #[test]
+fn a_repair_reports_that_it_waits_for_a_peer_that_is_down() {
+    let mut lab = Lab::new(3);
+    lab.random_disk("disk.raw", 1, MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=3"]);
+    let id = lab.peers[1].as_ref().unwrap().id.clone();
+    lab.stop(1);
+    assert_eq!(lab.peer(&id)["state"], "down");
+    let report = std::cell::RefCell::new(String::new());
+    // The catalog may be repairing at the same time.
+    wait_until("the repair has its turn", || {
+        let run = lab.run(&["repair"]);
+        *report.borrow_mut() = String::from_utf8(run.stdout).unwrap();
+        run.code == 0
+    });
+    let report = report.into_inner();
+    assert!(report.contains("0 fragments rebuilt"), "{report}");
+    assert!(report.contains("for peers that are down"), "{report}");
+    assert!(report.contains("cairn peers lose"), "{report}");
+}
+
+#[test]
 fn a_repair_that_is_killed_does_not_keep_the_catalog_from_it_for_long() {
     let mut lab = Lab::new(5);
     let disk = lab.random_disk("disk.raw", 1, 8 * MIB);
