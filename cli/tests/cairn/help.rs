@@ -45,6 +45,20 @@ fn help_shows_just_the_global_options_that_a_command_uses() {
     assert_eq!(shown(&place, &[]), GLOBAL);
 }
 
+#[test]
+fn help_and_the_error_without_a_repository_name_all_kinds_of_repositories() {
+    let place = Place::new();
+    let mut command = place.command(&["ls"]);
+    let output = command.env_remove("CAIRN_STORE").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let error = String::from_utf8(output.stderr).unwrap();
+    for text in [place.ok(&["--help"]), error] {
+        for kind in ["dir:PATH", "cairn://HOST:PORT", "etcd://HOST:PORT"] {
+            assert!(text.contains(kind), "{kind} is not in: {text}");
+        }
+    }
+}
+
 /// A wrapper passes the same options to every command.
 #[test]
 fn a_global_option_that_a_command_does_not_use_is_accepted_anywhere() {
