@@ -100,7 +100,7 @@ fn answers_that_make_no_sense_are_failures() {
     for line in ["", "hello", "{}", r#"{"event":"party"}"#, STABLE, &"x".repeat(100_000)] {
         let (_, run) = exchange(&[line], &["status"]);
         assert_eq!(run.code, 1, "{line:.20}: {}", run.stderr);
-        assert!(run.stderr.contains("not one to this request"), "{}", run.stderr);
+        assert!(run.stderr.contains("does not match the request"), "{}", run.stderr);
     }
 }
 
