@@ -4,12 +4,12 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// One step of a workload. Paths are below the recorded directory.
+/// One operation of a workload. Paths are relative to the recorded directory.
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
     Create(PathBuf),
     MakeDirectory(PathBuf),
-    /// A symbolic one.
+    /// Creates a symbolic link.
     Link {
         path: PathBuf,
         target: PathBuf,
@@ -28,21 +28,22 @@ pub(crate) enum Operation {
         path: PathBuf,
         len: usize,
     },
-    /// To at least this length.
+    /// Extends the file to at least this length.
     Extend {
         path: PathBuf,
         len: usize,
     },
-    /// Zeros instead of what is there; the length stays.
+    /// Replaces a range by zeros. The length does not change.
     Punch {
         path: PathBuf,
         offset: usize,
         len: usize,
     },
-    /// Of a file or a directory.
+    /// Syncs a file or a directory.
     Sync(PathBuf),
-    /// The last write to the file is durable.
+    /// Makes the last write to the file durable.
     SyncWrite(PathBuf),
+    /// Marks a point that the workload has reached.
     Mark(String),
 }
 
@@ -56,7 +57,7 @@ impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Operation::Create(path) => write!(f, "creating {}", path.display()),
-            Operation::MakeDirectory(path) => write!(f, "making directory {}", path.display()),
+            Operation::MakeDirectory(path) => write!(f, "creating directory {}", path.display()),
             Operation::Link { path, target } => {
                 write!(f, "linking {} to {}", path.display(), target.display())
             }
@@ -68,7 +69,7 @@ impl fmt::Display for Operation {
                 write!(f, "writing {} bytes at {offset} of {}", data.len(), path.display())
             }
             Operation::SetLen { path, len } | Operation::Extend { path, len } => {
-                write!(f, "giving {} a length of {len}", path.display())
+                write!(f, "setting the length of {} to {len}", path.display())
             }
             Operation::Punch { path, offset, len } => {
                 write!(f, "punching {len} bytes at {offset} of {}", path.display())
