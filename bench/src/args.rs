@@ -32,7 +32,7 @@ pub(crate) struct Args {
     pub(crate) scratch: Option<PathBuf>,
 
     /// Only measure what has this in its name: a workload of `disk`, a contender of `checkpoint` or
-    /// `redundancy`. For work on one figure; bars that lack a contender are left out.
+    /// `redundancy`. For work on one figure; goals that lack a contender are left out.
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
 

@@ -8,10 +8,10 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::args::Args;
-use crate::cluster::Bed;
+use crate::cluster::Testbed;
 use crate::cluster::data::Data;
 use crate::cluster::persist::persist;
-use crate::report::bars::Bar;
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::site::Site;
 use crate::stats::median;
@@ -47,18 +47,18 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let mut table = Table::new("rs=4+4, chunks of 256 KiB", &["clients", "MiB/s", "least of fair"]);
     table.row(["1".into(), format!("{one:.0}"), "-".into()]);
     table.row([CLIENTS.to_string(), format!("{many:.0}"), format!("{least:.2} x")]);
-    let bars = vec![
-        Bar::at_least("eight clients of one, rate together", many / one, 0.9),
-        Bar::at_least("the slowest client of its fair share", least, 0.5),
+    let goals = vec![
+        Goal::at_least("eight clients of one, rate together", many / one, 0.9),
+        Goal::at_least("the slowest client of its fair share", least, 0.5),
     ];
     let data = json!({ "rounds": rounds });
-    Ok(Report { tables: vec![table], bars, data, charts: Vec::new() })
+    Ok(Report { tables: vec![table], goals, data, charts: Vec::new() })
 }
 
 fn measure(site: &Site, data: &Data, clients: usize) -> Result<Figure> {
-    let bed = Bed::start(site, None, false)?;
+    let testbed = Testbed::start(site, None, false)?;
     let policy: StoragePolicy = REDUNDANCY.into();
-    let handles = (0..clients).map(|_| bed.client()).collect::<Result<Vec<_>>>()?;
+    let handles = (0..clients).map(|_| testbed.client()).collect::<Result<Vec<_>>>()?;
     let seconds: Vec<f64> = thread::scope(|scope| {
         let running: Vec<_> = handles
             .iter()

@@ -10,8 +10,8 @@ use crate::args::Args;
 use crate::io::{Connection, Shape};
 use crate::load::{Span, write_once};
 use crate::proc;
-use crate::report::bars::Bar;
 use crate::report::chart::{self, Series};
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::server::cairn::Cairn;
 use crate::site::Site;
@@ -60,7 +60,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     Ok(Report {
         tables: vec![table(&rounds)],
-        bars: bars(&rounds),
+        goals: goals(&rounds),
         data: json!({ "images": NAMES, "rounds": rounds }),
         charts: vec![("size".into(), chart(&rounds))],
     })
@@ -131,22 +131,22 @@ fn table(rounds: &[Vec<Figure>]) -> Table {
     table
 }
 
-fn bars(rounds: &[Vec<Figure>]) -> Vec<Bar> {
+fn goals(rounds: &[Vec<Figure>]) -> Vec<Goal> {
     let spread = |value: fn(&[Figure]) -> f64| {
         let values: Vec<f64> = rounds.iter().map(|figures| value(figures)).collect();
         largest(values.iter().copied()) / values.iter().copied().fold(f64::MAX, f64::min).max(1e-9)
     };
-    let mut bars = vec![
-        Bar::at_most("pause, largest of smallest over the sizes", spread(pause), FLAT),
-        Bar::at_most("time to stable, largest of smallest", spread(stable), FLAT),
+    let mut goals = vec![
+        Goal::at_most("pause, largest of smallest over the sizes", spread(pause), FLAT),
+        Goal::at_most("time to stable, largest of smallest", spread(stable), FLAT),
     ];
     for ((size, name), figures) in SIZES.iter().zip(NAMES).zip(rounds) {
         let allowed = POOLS as f64 + PER_TIB as f64 * *size as f64 / TIB as f64;
         let peak = mib(figures, |figure| figure.peak);
         let what = format!("{name}: memory, of 64 MiB for each TiB and pools of 160 MiB");
-        bars.push(Bar::limit(what, peak, allowed / MIB as f64, "MiB"));
+        goals.push(Goal::limit(what, peak, allowed / MIB as f64, "MiB"));
     }
-    bars
+    goals
 }
 
 fn chart(rounds: &[Vec<Figure>]) -> String {

@@ -9,7 +9,7 @@
 //!           rebuild ────┤
 //!             │         │
 //!             ▼         ▼
-//!           report: tables, JSON, Markdown, charts, bars
+//!           report: tables, JSON, Markdown, charts, goals
 //! ```
 //!
 //! Each case measures all contenders in turn, round after round, so that a slow minute of the machine
@@ -59,7 +59,7 @@ fn main() -> Result<()> {
         passed &= finish(&args, *case, &report)?;
     }
     if !passed {
-        println!("Some bars were missed: see above.");
+        println!("Some goals were missed: see above.");
     }
     Ok(())
 }

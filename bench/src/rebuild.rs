@@ -18,8 +18,8 @@ use crate::args::Args;
 use crate::cluster::data::{CHUNK, Data};
 use crate::cluster::link::{Link, RATE};
 use crate::cluster::persist::persist;
-use crate::cluster::{Bed, PEERS};
-use crate::report::bars::Bar;
+use crate::cluster::{PEERS, Testbed};
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::site::Site;
 use crate::stats::median;
@@ -67,7 +67,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     let head = ["stored as", "rebuilt MiB", "MiB/s", "received MiB", "sent MiB", "link busy"];
     let mut table = Table::new("One of nine peers is lost; 1 Gbit/s both ways", &head);
-    let mut bars = Vec::new();
+    let mut goals = Vec::new();
     for (name, figures) in ALL.into_iter().zip(&rounds) {
         let of = |value: fn(&Figure) -> f64| median(figures.iter().map(value));
         table.row([
@@ -78,23 +78,23 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
             format!("{:.0}", of(|one| one.sent / MIB)),
             format!("{:.1} %", 100.0 * of(Figure::busy)),
         ]);
-        bars.push(Bar::at_least(format!("{name}: the link is busy"), of(Figure::busy), 0.8));
+        goals.push(Goal::at_least(format!("{name}: the link is busy"), of(Figure::busy), 0.8));
     }
     let data = json!({ "rounds": rounds });
-    Ok(Report { tables: vec![table], bars, data, charts: Vec::new() })
+    Ok(Report { tables: vec![table], goals, data, charts: Vec::new() })
 }
 
 fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> {
-    let mut bed = Bed::with_peers(PEERS + 1, site, Some(link), false)?;
+    let mut testbed = Testbed::with_peers(PEERS + 1, site, Some(link), false)?;
     let redundancy: Redundancy = name.parse()?;
     let policy: StoragePolicy = redundancy.into();
-    let client = bed.client()?;
+    let client = testbed.client()?;
     persist(&client, data.bytes(), &policy)?;
-    let (lost, left) = bed.lose();
+    let (lost, left) = testbed.lose();
     let nodes = left.iter().map(RepairPeer::from);
     let gone = RepairPeer { state: PeerState::Lost, ..RepairPeer::from(&lost) };
     let nodes = RepairMembers::new(nodes.chain([gone]));
-    let connected = Arc::new(ConnectedPeers::new(left, bed.security().clone()));
+    let connected = Arc::new(ConnectedPeers::new(left, testbed.security().clone()));
     let documents: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {

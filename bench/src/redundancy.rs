@@ -6,12 +6,12 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::args::Args;
-use crate::cluster::Bed;
+use crate::cluster::Testbed;
 use crate::cluster::copy::copy;
 use crate::cluster::data::Data;
 use crate::cluster::link::{Link, RATE};
 use crate::cluster::persist::persist;
-use crate::report::bars::Bar;
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::site::Site;
 use crate::stats::median;
@@ -124,8 +124,8 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
         }
         rounds.push(figures);
     }
-    let (tables, bars) = (vec![table(&rounds)], bars(&rounds));
-    Ok(Report { tables, bars, data: json!({ "rounds": rounds }), charts: Vec::new() })
+    let (tables, goals) = (vec![table(&rounds)], goals(&rounds));
+    Ok(Report { tables, goals, data: json!({ "rounds": rounds }), charts: Vec::new() })
 }
 
 /// What a round measures; nothing stands for the copy. Without a limit the machine's own moods decide, which last for
@@ -147,15 +147,15 @@ fn order(args: &Args) -> Vec<Option<&'static Contender>> {
 }
 
 fn measure(site: &Site, one: &Contender, data: &Data, link: &Link) -> Result<Figure> {
-    let bed = Bed::start(site, one.limited.then_some(link), one.tls)?;
+    let testbed = Testbed::start(site, one.limited.then_some(link), one.tls)?;
     let policy: StoragePolicy = one.redundancy.parse::<Redundancy>()?.into();
-    let client = bed.client()?;
-    let (before, cpu) = (link.traffic()?, bed.cpu_time()?);
+    let client = testbed.client()?;
+    let (before, cpu) = (link.traffic()?, testbed.cpu_time()?);
     let seconds = persist(&client, data.bytes(), &policy)?;
-    let (after, cpu_after) = (link.traffic()?, bed.cpu_time()?);
-    let space = bed.used(&client)? as f64;
+    let (after, cpu_after) = (link.traffic()?, testbed.cpu_time()?);
+    let space = testbed.used(&client)? as f64;
     // One that remembers nothing asks for everything.
-    let other = bed.client()?;
+    let other = testbed.client()?;
     let asked = link.traffic()?;
     let known_seconds = persist(&other, data.bytes(), &policy)?;
     let answered = link.traffic()?;
@@ -220,13 +220,13 @@ fn table(rounds: &[Vec<(String, Figure)>]) -> Table {
     table
 }
 
-fn bars(rounds: &[Vec<(String, Figure)>]) -> Vec<Bar> {
-    let mut bars = Vec::new();
+fn goals(rounds: &[Vec<(String, Figure)>]) -> Vec<Goal> {
+    let mut goals = Vec::new();
     let mut ratio = |what: &str, one: Option<f64>, other: Option<f64>, least, most| {
         let Some(ratio) = one.zip(other).map(|(one, other)| one / other) else { return };
         let (least, most): (Option<f64>, Option<f64>) = (least, most);
-        bars.extend(least.map(|least| Bar::at_least(what, ratio, least)));
-        bars.extend(most.map(|most| Bar::at_most(what, ratio, most)));
+        goals.extend(least.map(|least| Goal::at_least(what, ratio, least)));
+        goals.extend(most.map(|most| Goal::at_most(what, ratio, most)));
     };
     let rate = |name| of(rounds, name, Figure::rate);
     let [copies, two, code, tls, slow_copies, slow_two, slow_code] = ALL.map(|one| one.name);
@@ -248,5 +248,5 @@ fn bars(rounds: &[Vec<(String, Figure)>]) -> Vec<Bar> {
     let asked = of(rounds, slow_code, |one| one.known_traffic / one.bytes);
     ratio("1 Gbit/s: known chunks, traffic of the data", asked, one, None, Some(0.01));
     let _ = (two, tls);
-    bars
+    goals
 }

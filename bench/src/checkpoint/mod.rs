@@ -1,8 +1,8 @@
 //! `checkpoint`: guest writes while a checkpoint is taken, beside QEMU's incremental backup and the other
 //! strategies of the BlobCR paper (its figures 4 and 5).
 
-mod bars;
 mod cairn;
+mod goals;
 mod persist;
 mod plain;
 mod qemu;
@@ -84,7 +84,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     Ok(Report {
         tables: tables::tables(&sizes),
-        bars: bars::bars(&sizes),
+        goals: goals::goals(&sizes),
         data: json!({ "sizes": sizes }),
         charts: tables::charts(&sizes),
     })

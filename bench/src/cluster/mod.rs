@@ -21,17 +21,17 @@ use link::Link;
 pub(crate) const PEERS: usize = 8;
 
 /// Eight empty peers.
-pub(crate) struct Bed {
+pub(crate) struct Testbed {
     peers: Vec<Peer>,
     security: Security,
     // After the servers.
     _area: Area,
 }
 
-impl Bed {
+impl Testbed {
     /// On loopback, or behind a link; with TLS or without.
-    pub(crate) fn start(site: &Site, link: Option<&Link>, tls: bool) -> Result<Bed> {
-        Bed::with_peers(PEERS, site, link, tls)
+    pub(crate) fn start(site: &Site, link: Option<&Link>, tls: bool) -> Result<Testbed> {
+        Testbed::with_peers(PEERS, site, link, tls)
     }
 
     /// The same with another number of peers.
@@ -40,7 +40,7 @@ impl Bed {
         site: &Site,
         link: Option<&Link>,
         tls: bool,
-    ) -> Result<Bed> {
+    ) -> Result<Testbed> {
         let area = site.area()?;
         let keys = area.path("keys");
         let keys = tls.then_some(&*keys);
@@ -54,7 +54,7 @@ impl Bed {
             Some(keys) => Security::load(keys, Role::Client).context("read the client's keys")?,
             None => Security::INSECURE,
         };
-        Ok(Bed { peers, security, _area: area })
+        Ok(Testbed { peers, security, _area: area })
     }
 
     /// A client of its own connections.

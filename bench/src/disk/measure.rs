@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::bed::{Bed, Contender};
+use super::testbed::{Contender, Testbed};
 use super::workload::Workload;
 use crate::io::Shape;
 use crate::load::{Sample, Watch, drive};
@@ -46,7 +46,7 @@ impl Figure {
 }
 
 pub(super) fn measure(
-    bed: &mut Bed,
+    testbed: &mut Testbed,
     contender: Contender,
     workload: Workload,
     queues: usize,
@@ -54,8 +54,8 @@ pub(super) fn measure(
     window: &Window,
 ) -> Result<Figure> {
     let shape = Shape { queues, depth: workload.depth, longest: workload.len };
-    let mut connection = bed.connect(contender, shape)?;
-    let (areas, pid) = (bed.areas, bed.pid(contender));
+    let mut connection = testbed.connect(contender, shape)?;
+    let (areas, pid) = (testbed.areas, testbed.pid(contender));
     let watch = Watch::default();
     thread::scope(|scope| {
         let watch = &watch;

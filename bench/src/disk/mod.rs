@@ -1,16 +1,16 @@
 //! `disk`: guest I/O beside a raw file and qemu-storage-daemon, no checkpoint under way.
 
-mod bars;
-mod bed;
+mod goals;
 mod measure;
+mod testbed;
 mod workload;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
 
-use self::bed::{Bed, Contender};
 use self::measure::{Figure, Window, measure};
+use self::testbed::{Contender, Testbed};
 use self::workload::{Areas, WORKLOADS, Workload};
 use crate::args::Args;
 use crate::report::chart::{self, Series};
@@ -48,7 +48,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let prefilled = if args.quick { 512 << 20 } else { 1 << 30 };
     // Two contenders share a disk and must not share what is fresh.
     let slices = rounds * rows.len() as u64 * 2;
-    let mut bed = Bed::new(site, Areas::new(prefilled, slices))?;
+    let mut testbed = Testbed::new(site, Areas::new(prefilled, slices))?;
     let window = Window::new(args.quick);
     for round in 0..rounds {
         let count = rows.len() as u64;
@@ -58,7 +58,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
                 // Nobody is always first.
                 let contender = Contender::ALL[(turn + round as usize) % Contender::ALL.len()];
                 let slice = (round * count + at as u64) * 2 + u64::from(contender.is_quiet());
-                let figure = measure(&mut bed, contender, row.spec, row.queues, slice, &window)
+                let figure = measure(&mut testbed, contender, row.spec, row.queues, slice, &window)
                     .with_context(|| format!("{}: {}", contender.name(), row.name()))?;
                 row.rounds[contender as usize].push(figure);
             }
@@ -66,7 +66,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     Ok(Report {
         tables: vec![speed(&rows), latency(&rows), cpu(&rows)],
-        bars: bars::bars(&rows),
+        goals: goals::goals(&rows),
         data: json!({ "contenders": Contender::ALL.map(Contender::name), "rows": rows }),
         charts: vec![("speed".into(), relative_speed(&rows))],
     })

@@ -10,7 +10,7 @@ use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 use super::{Connection, Memory, Op, Queue, Shape};
 
 /// A request that takes longer is lost.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Completions that are taken at once.
 const BATCH: usize = 64;
@@ -74,7 +74,7 @@ impl Queue for VhostQueue {
     #[allow(unsafe_code)]
     fn reap(&mut self, min: usize, done: &mut Vec<usize>) -> Result<()> {
         let mut ended = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
-        let mut timeout = PATIENCE;
+        let mut timeout = TIMEOUT;
         let min = min.min(self.in_flight);
         let count = self
             .queue

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use cairn_agent::{Accepted, Checkpoint, Event, Request, Stable, Status, Wait};
 
 /// The largest checkpoint is stable before that.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) struct Control {
     reader: BufReader<UnixStream>,
@@ -19,7 +19,7 @@ impl Control {
     pub(crate) fn connect(path: &Path) -> Result<Control> {
         let stream =
             UnixStream::connect(path).with_context(|| format!("connect to {}", path.display()))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         Ok(Control { reader: BufReader::new(stream) })
     }
 

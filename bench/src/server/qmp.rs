@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) struct Qmp {
     reader: BufReader<UnixStream>,
@@ -21,7 +21,7 @@ impl Qmp {
     pub(crate) fn connect(path: &Path) -> Result<Qmp> {
         let stream =
             UnixStream::connect(path).with_context(|| format!("connect to {}", path.display()))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         let mut qmp = Qmp { reader: BufReader::new(stream), events: VecDeque::new() };
         qmp.receive().context("read the monitor's greeting")?;
         qmp.execute("qmp_capabilities", json!({}))?;

@@ -48,7 +48,7 @@ impl Contender {
     }
 }
 
-pub(super) struct Bed {
+pub(super) struct Testbed {
     pub(super) areas: Areas,
     raw: File,
     qemu: StorageDaemon,
@@ -58,9 +58,9 @@ pub(super) struct Bed {
     _areas: [Area; 2],
 }
 
-impl Bed {
+impl Testbed {
     /// Makes the disks and writes their first part, each through its own server.
-    pub(super) fn new(site: &Site, areas: Areas) -> Result<Bed> {
+    pub(super) fn new(site: &Site, areas: Areas) -> Result<Testbed> {
         eprintln!("preparing the disks");
         let area = site.area()?;
         let raw = sys::direct_file(&area.path("raw"), areas.size())?;
@@ -70,14 +70,14 @@ impl Bed {
         let cairn = Cairn::start(site, &area, areas.size(), &[])?;
         let other = site.area()?;
         let quiet_cairn = Cairn::start(site, &other, areas.size(), &["--poll-us", "0"])?;
-        let mut bed = Bed { areas, raw, qemu, cairn, quiet_cairn, _areas: [area, other] };
+        let mut testbed = Testbed { areas, raw, qemu, cairn, quiet_cairn, _areas: [area, other] };
         for contender in [Contender::Raw, Contender::Qemu, Contender::Cairn, Contender::CairnQuiet]
         {
             let shape = Shape { queues: 1, depth: 8, longest: 256 << 10 };
-            write_once(bed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
+            write_once(testbed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
         }
         sys::settle();
-        Ok(bed)
+        Ok(testbed)
     }
 
     pub(super) fn connect(

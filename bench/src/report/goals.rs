@@ -1,21 +1,21 @@
-//! The bars: what must be reached, what was, and whether that is enough.
+//! The goals: what must be reached, what was, and whether that is enough.
 
 use serde::Serialize;
 
 use super::table::Table;
 
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Bar {
+pub(crate) struct Goal {
     pub(crate) what: String,
     pub(crate) measured: String,
     pub(crate) wanted: String,
     pub(crate) passed: bool,
 }
 
-impl Bar {
+impl Goal {
     /// A ratio that must not be smaller.
-    pub(crate) fn at_least(what: impl Into<String>, ratio: f64, wanted: f64) -> Bar {
-        Bar {
+    pub(crate) fn at_least(what: impl Into<String>, ratio: f64, wanted: f64) -> Goal {
+        Goal {
             what: what.into(),
             measured: format!("{ratio:.3} x"),
             wanted: format!(">= {wanted:.3} x"),
@@ -24,8 +24,8 @@ impl Bar {
     }
 
     /// A ratio that must not be larger.
-    pub(crate) fn at_most(what: impl Into<String>, ratio: f64, wanted: f64) -> Bar {
-        Bar {
+    pub(crate) fn at_most(what: impl Into<String>, ratio: f64, wanted: f64) -> Goal {
+        Goal {
             what: what.into(),
             measured: format!("{ratio:.3} x"),
             wanted: format!("<= {wanted:.3} x"),
@@ -34,8 +34,8 @@ impl Bar {
     }
 
     /// A value with its unit that must not be larger.
-    pub(crate) fn limit(what: impl Into<String>, value: f64, limit: f64, unit: &str) -> Bar {
-        Bar {
+    pub(crate) fn limit(what: impl Into<String>, value: f64, limit: f64, unit: &str) -> Goal {
+        Goal {
             what: what.into(),
             measured: format!("{value:.0} {unit}"),
             wanted: format!("<= {limit:.0} {unit}"),
@@ -44,11 +44,11 @@ impl Bar {
     }
 }
 
-pub(crate) fn table(bars: &[Bar]) -> Table {
-    let mut table = Table::new("Bars", &["bar", "measured", "wanted", ""]);
-    for bar in bars {
-        let verdict = if bar.passed { "PASS" } else { "MISS" };
-        table.row([&bar.what, &bar.measured, &bar.wanted, verdict].map(String::from));
+pub(crate) fn table(goals: &[Goal]) -> Table {
+    let mut table = Table::new("Goals", &["goal", "measured", "wanted", ""]);
+    for goal in goals {
+        let verdict = if goal.passed { "PASS" } else { "MISS" };
+        table.row([&goal.what, &goal.measured, &goal.wanted, verdict].map(String::from));
     }
     table
 }
