@@ -1,4 +1,4 @@
-//! `clients`: eight clients that persist at once, beside one.
+//! `clients`: eight clients that store data at the same time, compared with one.
 
 use std::thread;
 
@@ -22,23 +22,23 @@ const REDUNDANCY: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
 
 #[derive(Clone, Debug, Serialize)]
 struct Figure {
-    /// MiB in a second, together.
+    /// The rate of all clients together, in MiB/s.
     rate: f64,
-    /// The slowest client's share of what would be fair.
+    /// The rate of the slowest client, relative to the mean rate.
     least: f64,
 }
 
 pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let mut data = Data::new(if args.quick { 256 << 20 } else { 1 << 30 });
     let mut rounds: [Vec<Figure>; 2] = Default::default();
-    let mut turn = 0;
+    let mut measurement = 0;
     for round in 0..args.rounds() {
         for (clients, figures) in [1, CLIENTS].into_iter().zip(&mut rounds) {
             eprintln!("round {}: {clients} clients", round + 1);
-            turn += 1;
-            data.turn(turn);
+            measurement += 1;
+            data.make_unique(measurement);
             let figure = measure(site, &data, clients)?;
-            eprintln!("  {:.0} MiB/s, the least {:.2}", figure.rate, figure.least);
+            eprintln!("  {:.0} MiB/s, slowest client {:.2} of the mean", figure.rate, figure.least);
             figures.push(figure);
         }
     }
@@ -66,15 +66,15 @@ fn measure(site: &Site, data: &Data, clients: usize) -> Result<Figure> {
             .map(|(client, part)| scope.spawn(move || persist(client, part, &policy)))
             .collect();
         let join = |one: thread::ScopedJoinHandle<'_, Result<f64>>| {
-            one.join().map_err(|_| anyhow!("a client has panicked")).and_then(|result| result)
+            one.join().map_err(|_| anyhow!("a client panicked")).and_then(|result| result)
         };
         running.into_iter().map(join).collect::<Result<_>>()
     })
     .with_context(|| format!("{clients} clients"))?;
-    // All have the same to do: the last one's time is that of all.
+    // All clients store the same amount, so the time of the slowest one is the time of all.
     let longest = seconds.iter().copied().fold(0.0, f64::max);
     let rate = data.bytes().len() as f64 / MIB / longest;
-    // What the slowest one got, of the mean of what all got.
+    // The rate of the slowest client, relative to the mean rate.
     let rates: Vec<f64> = seconds.iter().map(|seconds| 1.0 / seconds).collect();
     let mean = rates.iter().sum::<f64>() / rates.len() as f64;
     let least = rates.iter().copied().fold(f64::MAX, f64::min) / mean;

@@ -1,4 +1,4 @@
-//! `cost`: what a checkpoint of the same changes costs on images of different sizes.
+//! `cost`: the cost of a checkpoint of the same changes for images of different sizes.
 
 use std::time::Instant;
 
@@ -26,27 +26,30 @@ const SIZES: [u64; 4] = [GIB, 64 * GIB, TIB, 8 * TIB];
 const NAMES: [&str; 4] = ["1 GiB", "64 GiB", "1 TiB", "8 TiB"];
 
 const DIRTY: u64 = 256 * MIB;
-/// The changes are spread over the whole image in so many places.
+/// The number of places in the image at which the changes are.
 const PLACES: u64 = 16;
-/// In each round; the first is of an empty image, all of the same changes.
+/// Checkpoints in each round. All have the same changes; the first one is of an empty image.
 const CHECKPOINTS: usize = 3;
 
-/// Most changes between sizes that count as none.
+/// The largest ratio between the sizes that counts as no difference.
 const FLAT: f64 = 1.5;
-/// Memory that does not depend on the size: buffers of persist, arena, caches, stacks.
+/// Memory that does not depend on the size, in bytes: buffers, memory for copies, caches, stacks.
 const POOLS: u64 = 160 * MIB;
+/// Memory for each TiB of the image, in bytes.
 const PER_TIB: u64 = 64 * MIB;
 
 #[derive(Clone, Debug, Serialize)]
 struct Figure {
-    /// What the server says about the pause, in microseconds.
+    /// The pause that the server reports, in microseconds.
     pause_us: Vec<f64>,
-    /// From asking to stable, in seconds.
+    /// The time from the request to stable, in seconds.
     stable_s: Vec<f64>,
     start_s: f64,
-    /// Bytes, before the first write and at most.
+    /// Resident memory before the first write, in bytes.
     resident_before: u64,
+    /// Resident memory at the end, in bytes.
     resident: u64,
+    /// The most resident memory, in bytes.
     peak: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What Cairn has to reach beside the others.
+//! The goals of the case `checkpoint`.
 
 use super::strategy::Strategy;
 use super::subject::Contender;
@@ -6,11 +6,11 @@ use super::{MIB, Rounds, Size};
 use crate::report::goals::Goal;
 use crate::stats::{largest, median};
 
-/// Pauses that differ by less are equal, in microseconds.
-const PAUSE_NOISE: f64 = 200.0;
+/// A smaller difference between pauses counts as equal, in microseconds.
+const PAUSE_NOISE_US: f64 = 200.0;
 
 pub(super) fn goals(sizes: &[Size]) -> Vec<Goal> {
-    // The goals are for 1 GiB; a quick run has less.
+    // The goals are for 1 GiB. A quick run uses its largest size.
     let Some(size) = sizes.iter().rfind(|size| size.plan.dirty <= 1024 * MIB) else {
         return Vec::new();
     };
@@ -29,7 +29,7 @@ fn pauses(sizes: &[Size], cairn: &Rounds, name: &str) -> Vec<Goal> {
     let all = |rounds: &Rounds| -> Vec<f64> {
         rounds.rounds.iter().flat_map(|outcome| outcome.pauses_us.clone()).collect()
     };
-    // Of some dozens, the largest is the 99th percentile.
+    // There are some dozens of pauses, so the largest one is the 99th percentile.
     let worst = largest(all(cairn));
     let of_size = sizes.iter().filter_map(|size| size.of(Contender::Cairn));
     let medians: Vec<f64> =
@@ -38,7 +38,7 @@ fn pauses(sizes: &[Size], cairn: &Rounds, name: &str) -> Vec<Goal> {
         largest(medians.iter().copied()) - medians.iter().copied().reduce(f64::min).unwrap_or(0.0);
     vec![
         Goal::limit(format!("{name}: pause, p99"), worst, 1000.0, "us"),
-        Goal::limit("pause: difference between the sizes", spread, PAUSE_NOISE, "us"),
+        Goal::limit("pause: difference between the sizes", spread, PAUSE_NOISE_US, "us"),
     ]
 }
 

@@ -1,4 +1,4 @@
-//! What Cairn has to reach beside the others.
+//! The goals of the case `disk`.
 
 use super::Row;
 use super::testbed::Contender;
@@ -6,9 +6,9 @@ use super::workload::{RANDOM_READ_1, RANDOM_READ_32};
 use crate::report::goals::Goal;
 use crate::stats::geometric_mean;
 
-/// Less than this below another is noise.
+/// A ratio from here on counts as equal; a smaller difference is noise.
 const EQUAL: f64 = 0.97;
-/// A flush of Cairn may have to sync two files.
+/// The goal for workloads with flushes. A flush of Cairn may have to sync two files.
 const FLUSH: f64 = 0.8;
 
 pub(super) fn goals(rows: &[Row]) -> Vec<Goal> {
@@ -20,7 +20,7 @@ pub(super) fn goals(rows: &[Row]) -> Vec<Goal> {
         let wanted = if row.spec.flushes() { FLUSH } else { EQUAL };
         goals.push(Goal::at_least(format!("{name}: of qemu"), cairn / qemu, wanted));
         if [RANDOM_READ_1, RANDOM_READ_32].contains(&row.workload) {
-            // The smaller of the two, both as a ratio of qemu-storage-daemon.
+            // The smaller one of 1.25 times qemu-storage-daemon and 0.95 times the raw file.
             let wanted = f64::min(1.25, 0.95 * raw / qemu);
             goals.push(Goal::at_least(format!("{name}: ahead of qemu"), cairn / qemu, wanted));
         }
@@ -32,7 +32,8 @@ pub(super) fn goals(rows: &[Row]) -> Vec<Goal> {
     goals
 }
 
-/// The price of a request must not be higher in any workload.
+/// The goal for CPU time: a request must not cost more than with qemu-storage-daemon, in any
+/// workload.
 fn cpu(rows: &[Row]) -> Goal {
     let ratio = |row: &Row| {
         row.of(Contender::CairnQuiet).cpu_us / row.of(Contender::QemuQuiet).cpu_us.max(0.01)

@@ -1,4 +1,4 @@
-//! `disk`: guest I/O beside a raw file and qemu-storage-daemon, no checkpoint under way.
+//! `disk`: guest I/O without a checkpoint, compared with a raw file and qemu-storage-daemon.
 
 mod goals;
 mod measure;
@@ -20,14 +20,14 @@ use crate::site::Site;
 /// The numbers of queues that a guest uses.
 const QUEUES: [usize; 2] = [1, 2];
 
-/// All rounds of one workload with so many queues.
+/// All rounds of one workload with a number of queues.
 #[derive(Serialize)]
 struct Row {
     workload: &'static str,
     queues: usize,
     #[serde(skip)]
     spec: Workload,
-    /// In the order of [`Contender::ALL`].
+    /// The rounds of each contender, in the order of [`Contender::ALL`].
     rounds: [Vec<Figure>; Contender::ALL.len()],
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let mut rows = rows(args);
     let rounds = u64::from(args.rounds());
     let prefilled = if args.quick { 512 << 20 } else { 1 << 30 };
-    // Two contenders share a disk and must not share what is fresh.
+    // Two contenders share a disk. Each one needs its own fresh slices.
     let slices = rounds * rows.len() as u64 * 2;
     let mut testbed = Testbed::new(site, Areas::new(prefilled, slices))?;
     let window = Window::new(args.quick);
@@ -54,9 +54,9 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
         let count = rows.len() as u64;
         for (at, row) in rows.iter_mut().enumerate() {
             eprintln!("round {} of {rounds}: {}", round + 1, row.name());
-            for turn in 0..Contender::ALL.len() {
-                // Nobody is always first.
-                let contender = Contender::ALL[(turn + round as usize) % Contender::ALL.len()];
+            for position in 0..Contender::ALL.len() {
+                // The order rotates, so that no contender is always the first.
+                let contender = Contender::ALL[(position + round as usize) % Contender::ALL.len()];
                 let slice = (round * count + at as u64) * 2 + u64::from(contender.is_quiet());
                 let figure = measure(&mut testbed, contender, row.spec, row.queues, slice, &window)
                     .with_context(|| format!("{}: {}", contender.name(), row.name()))?;

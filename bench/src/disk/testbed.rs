@@ -1,4 +1,4 @@
-//! The disks that are compared, all of them there for the whole run.
+//! The disks that are compared. All of them exist for the whole run.
 
 use std::fs::File;
 
@@ -14,13 +14,14 @@ use crate::sys;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contender {
     Raw,
-    /// As QEMU's defaults have it: its I/O thread polls for a while before it sleeps.
+    /// qemu-storage-daemon with its defaults: the I/O thread polls for a while before it sleeps.
     Qemu,
-    /// Without polling, for the price in CPU time.
+    /// qemu-storage-daemon without polling, to measure CPU time.
     QemuQuiet,
-    /// As its defaults have it: a worker looks for a while before it sleeps if a processor is spare.
+    /// Cairn with its defaults: a worker polls for a while before it sleeps, if a processor is
+    /// idle.
     Cairn,
-    /// Without that, for the price in CPU time.
+    /// Cairn without polling, to measure CPU time.
     CairnQuiet,
 }
 
@@ -54,12 +55,12 @@ pub(super) struct Testbed {
     qemu: StorageDaemon,
     cairn: Cairn,
     quiet_cairn: Cairn,
-    // After the servers.
+    // Dropped after the servers.
     _areas: [Area; 2],
 }
 
 impl Testbed {
-    /// Makes the disks and writes their first part, each through its own server.
+    /// Creates the disks and writes their first part, each through its own server.
     pub(super) fn new(site: &Site, areas: Areas) -> Result<Testbed> {
         eprintln!("preparing the disks");
         let area = site.area()?;
@@ -96,7 +97,7 @@ impl Testbed {
         })
     }
 
-    /// The process that does the work. For the raw file it is this one, the load included.
+    /// The process that serves the disk. For the raw file it is this process, including the load.
     pub(super) fn pid(&self, contender: Contender) -> u32 {
         match contender {
             Contender::Raw => std::process::id(),

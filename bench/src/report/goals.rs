@@ -1,4 +1,4 @@
-//! The goals: what must be reached, what was, and whether that is enough.
+//! Goals: the value to reach, the measured value, and whether it is enough.
 
 use serde::Serialize;
 
@@ -13,7 +13,7 @@ pub(crate) struct Goal {
 }
 
 impl Goal {
-    /// A ratio that must not be smaller.
+    /// A goal for a ratio that must be at least `wanted`.
     pub(crate) fn at_least(what: impl Into<String>, ratio: f64, wanted: f64) -> Goal {
         Goal {
             what: what.into(),
@@ -23,7 +23,7 @@ impl Goal {
         }
     }
 
-    /// A ratio that must not be larger.
+    /// A goal for a ratio that must be at most `wanted`.
     pub(crate) fn at_most(what: impl Into<String>, ratio: f64, wanted: f64) -> Goal {
         Goal {
             what: what.into(),
@@ -33,7 +33,7 @@ impl Goal {
         }
     }
 
-    /// A value with its unit that must not be larger.
+    /// A goal for a value in `unit` that must be at most `limit`.
     pub(crate) fn limit(what: impl Into<String>, value: f64, limit: f64, unit: &str) -> Goal {
         Goal {
             what: what.into(),
@@ -47,8 +47,8 @@ impl Goal {
 pub(crate) fn table(goals: &[Goal]) -> Table {
     let mut table = Table::new("Goals", &["goal", "measured", "wanted", ""]);
     for goal in goals {
-        let verdict = if goal.passed { "PASS" } else { "MISS" };
-        table.row([&goal.what, &goal.measured, &goal.wanted, verdict].map(String::from));
+        let result = if goal.passed { "PASS" } else { "MISS" };
+        table.row([&goal.what, &goal.measured, &goal.wanted, result].map(String::from));
     }
     table
 }

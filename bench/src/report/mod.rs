@@ -1,4 +1,4 @@
-//! What a case found: tables, goals, charts, and all of it as JSON.
+//! The results of a case: tables, goals, charts, and all data as JSON.
 
 pub(crate) mod chart;
 pub(crate) mod goals;
@@ -19,9 +19,9 @@ use self::table::Table;
 pub(crate) struct Report {
     pub(crate) tables: Vec<Table>,
     pub(crate) goals: Vec<Goal>,
-    /// Everything that was measured, round by round.
+    /// All measured values, round by round.
     pub(crate) data: Value,
-    /// Name and SVG.
+    /// The charts: name and SVG.
     pub(crate) charts: Vec<(String, String)>,
 }
 
@@ -30,7 +30,7 @@ impl Report {
         self.goals.iter().all(|goal| goal.passed)
     }
 
-    /// For a terminal.
+    /// The tables as text for a terminal.
     pub(crate) fn text(&self) -> String {
         let mut text = String::new();
         for table in &self.tables {
@@ -52,10 +52,10 @@ impl Report {
     /// Writes `CASE.json`, `CASE.md` and the charts.
     pub(crate) fn save(&self, directory: &Path, case: &str) -> Result<()> {
         fs::create_dir_all(directory)
-            .with_context(|| format!("make the directory {}", directory.display()))?;
+            .with_context(|| format!("creating the directory {}", directory.display()))?;
         let write = |name: String, content: String| {
             let path = directory.join(name);
-            fs::write(&path, content).with_context(|| format!("write {}", path.display()))
+            fs::write(&path, content).with_context(|| format!("writing {}", path.display()))
         };
         let all = json!({ "case": case, "goals": self.goals, "measured": self.data });
         write(format!("{case}.json"), serde_json::to_string_pretty(&all)?)?;
