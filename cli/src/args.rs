@@ -249,8 +249,8 @@ pub(crate) struct Serve {
     /// The ADDRESS:PORT to listen at; port 0 selects a free port
     #[arg(long, value_name = "ADDR")]
     pub(crate) listen: String,
-    /// Without a value: run the catalog server. With a value: run a peer of the catalog at HOST:PORT
-    /// or etcd://HOST:PORT[,HOST:PORT...]
+    /// Without a value: run the catalog server. With a value: run a peer of the catalog at
+    /// HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]
     #[arg(long, value_name = "ADDR", num_args = 0..=1)]
     pub(crate) catalog: Option<Option<String>>,
     /// Store at most this many bytes [default: all free space of its file system]
@@ -327,8 +327,8 @@ pub(crate) struct ImageOptions {
     /// The chunk size, a power of two from 64K to 4M
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub(crate) chunk_size: u64,
-    /// The redundancy of its chunks in a cluster: none, replicas=N or rs=K+M [default: depends on the
-    /// number of peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
+    /// The redundancy of its chunks in a cluster: none, replicas=N or rs=K+M [default: depends on
+    /// the number of peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
     #[arg(long, value_name = "HOW")]
     pub(crate) redundancy: Option<Redundancy>,
     /// The compression of its chunks in a cluster: auto, zstd, lz4 or none

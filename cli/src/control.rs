@@ -185,8 +185,9 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
         Ok(Self { socket, stream: BufReader::new(stream), deadline, timeout, doing })
     }
 
-    /// Sends a request and returns the event that ends the exchange. If the connection ends after a checkpoint
-    /// was accepted, the client connects again and follows it: the next cairn-blk continues to store it.
+    /// Sends a request and returns the event that ends the exchange. If the connection ends after a
+    /// checkpoint was accepted, the client connects again and follows it: the next cairn-blk
+    /// continues to store it.
     fn ask(&mut self, request: &Request, wait: Wait) -> Outcome<Event> {
         self.send(request)?;
         let mut accepted: Option<Accepted> = None;
@@ -250,8 +251,8 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
         }
     }
 
-    /// Reads an event, or `None` if the connection has ended. The deadline is checked between reads, so that a
-    /// server that sends single bytes cannot extend it.
+    /// Reads an event, or `None` if the connection has ended. The deadline is checked between
+    /// reads, so that a server that sends single bytes cannot extend it.
     fn next(&mut self) -> Outcome<Option<Event>> {
         let mut line = Vec::new();
         while line.last() != Some(&b'\n') {

@@ -159,8 +159,8 @@ impl TempFile {
         Ok(Self { file, path })
     }
 
-    /// Gives the file the name of the target. Without `force` it does not replace a file that has appeared in the
-    /// meantime.
+    /// Gives the file the name of the target. Without `force` it does not replace a file that has
+    /// appeared in the meantime.
     fn place(&self, target: &Path, force: bool) -> io::Result<()> {
         if force {
             return fs::rename(&self.path, target);

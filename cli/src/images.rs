@@ -16,7 +16,8 @@ pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
     Geometry::new(size, chunk_size).doing(|| "checking the sizes".into())
 }
 
-/// The repository with the storage policy of a new image. Prints the redundancy if it was chosen by default.
+/// The repository with the storage policy of a new image. Prints the redundancy if it was chosen by
+/// default.
 pub(crate) fn config(
     repository: Repository,
     options: &ImageOptions,
@@ -26,7 +27,8 @@ pub(crate) fn config(
     let is_cluster = repository.cluster().is_some();
     let redundancy = match options.redundancy {
         Some(redundancy) if !is_cluster && redundancy != Redundancy::NONE => {
-            let why = "a repository in a directory stores one copy of everything; --redundancy is for clusters";
+            let why = "a repository in a directory stores one copy of everything; --redundancy is \
+                       for clusters";
             return Err(Failure::new(Exit::Usage, doing(), why));
         }
         Some(redundancy) => redundancy,

@@ -1,8 +1,8 @@
 //! `import`: creates an image from a raw disk.
 //!
-//! One thread reads the file and hands out chunks. Several threads hash and store them. The main thread
-//! builds the tree from their results. The image is published last, so an interrupted import leaves no
-//! image.
+//! One thread reads the file and hands out chunks. Several threads hash and store them. The main
+//! thread builds the tree from their results. The image is published last, so an interrupted import
+//! leaves no image.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -56,7 +56,8 @@ pub(crate) fn import(
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error).doing(doing),
     }
-    // Whether the chunk size is valid does not depend on the size of the disk, which a stream tells last.
+    // Whether the chunk size is valid does not depend on the size of the disk, which a stream tells
+    // last.
     geometry(SECTOR_SIZE, chunk_size)?;
 
     let mut import = Import { repository, chunk_size, doing: &doing, tree: Tree::default() };
@@ -86,8 +87,8 @@ pub(crate) fn import(
     if snapshot.state == SnapshotState::Available {
         let name = snapshot.name();
         eprintln!(
-            "warning: {name} can be read but has less than its redundancy, because a peer was lost during the import; the \
-             next repair completes it"
+            "warning: {name} can be read but has less than its redundancy, because a peer was lost \
+             during the import; the next repair completes it"
         );
     }
     print_name(&snapshot, style)
@@ -137,8 +138,9 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         Ok(geometry)
     }
 
-    /// Reserves space for everything that the file may need. The import needs less if the repository already has
-    /// some of the data. So it continues without a reservation too, and may then fail late.
+    /// Reserves space for everything that the file may need. The import needs less if the
+    /// repository already has some of the data. So it continues without a reservation too, and may
+    /// then fail late.
     fn reserve(&self, file: &File, len: u64, geometry: Geometry) -> Outcome<Option<Space>> {
         let (mut next, mut chunks) = (ChunkIndex(0), 0);
         while let Some(found) = next_chunks(file, len, geometry, next).doing(self.doing)? {
@@ -149,7 +151,8 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
             Ok(space) => Ok(Some(space)),
             Err(error @ StoreError::NoRoom { .. }) => {
                 eprintln!(
-                    "warning: {error}; continuing, because the repository may already have much of the data"
+                    "warning: {error}; continuing, because the repository may already have much \
+                     of the data"
                 );
                 Ok(None)
             }
@@ -189,16 +192,16 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         geometry(len.next_multiple_of(SECTOR_SIZE), self.chunk_size)
     }
 
-    /// Stores the chunks that `feed` sends, on all cores. If the geometry is known, the tree grows in the
-    /// meantime.
+    /// Stores the chunks that `feed` sends, on all cores. If the geometry is known, the tree grows
+    /// in the meantime.
     fn store(
         &mut self,
         file: Option<(&File, u64)>,
         geometry: Option<Geometry>,
         feed: impl FnOnce(SyncSender<Job>) -> Outcome + Send,
     ) -> Outcome {
-        // More workers than cores: a worker waits for the disk about as long as it hashes, and longer while a
-        // group of chunks is synced.
+        // More workers than cores: a worker waits for the disk about as long as it hashes, and
+        // longer while a group of chunks is synced.
         let workers = 4 * thread::available_parallelism().map_or(1, usize::from);
         let (repository, chunk_size, doing) =
             (self.repository, self.chunk_size as usize, self.doing);
@@ -227,7 +230,8 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         })
     }
 
-    /// Receives the results of the workers. If it returns early, the workers find their channel closed and end.
+    /// Receives the results of the workers. If it returns early, the workers find their channel
+    /// closed and end.
     fn collect(&mut self, stored: Receiver<Stored>, geometry: Option<Geometry>) -> Outcome {
         for report in stored {
             let Some((index, put)) = report? else { continue };

@@ -1,5 +1,5 @@
-//! `cairn`, the operator's command line. It parses arguments, calls the repository or a running disk, and
-//! prints the result.
+//! `cairn`, the operator's command line. It parses arguments, calls the repository or a running
+//! disk, and prints the result.
 //!
 //! ```text
 //! args ──► images, mirrors, import, export ──► cairn-store
@@ -96,8 +96,8 @@ fn run(cli: Cli) -> Outcome {
     }
 }
 
-/// Prints the help, the version, or an error in the command line. The command line could not be parsed, so
-/// the function searches it for `--json`.
+/// Prints the help, the version, or an error in the command line. The command line could not be
+/// parsed, so the function searches it for `--json`.
 fn usage(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() || !std::env::args().any(|arg| arg == "--json") {
         error.exit();

@@ -54,8 +54,9 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     ))
 }
 
-/// The mirrors in whose directory another mirror was attached later. The path does not prove that the older
-/// mirror is gone: another file system may be mounted there, or two hosts may have the same name.
+/// The mirrors in whose directory another mirror was attached later. The path does not prove that
+/// the older mirror is gone: another file system may be mounted there, or two hosts may have the
+/// same name.
 fn maybe_stale(mirrors: &[MirrorRecord]) -> impl Iterator<Item = MirrorId> {
     let mut newest: HashMap<(&str, &str), u64> = HashMap::new();
     for mirror in mirrors {

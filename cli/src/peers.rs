@@ -16,8 +16,8 @@ use crate::time::utc;
 /// The documents of the cluster. Fails if the repository is in a directory.
 fn documents(repository: &Repository) -> Outcome<&dyn Documents> {
     repository.cluster().map(|(_, documents)| documents).ok_or_else(|| {
-        let why = "this repository is in a directory; name a cluster with --store cairn://HOST:PORT or \
-                   etcd://HOST:PORT";
+        let why = "this repository is in a directory; name a cluster with --store \
+                   cairn://HOST:PORT or etcd://HOST:PORT";
         Failure::new(Exit::Usage, "looking for peers", why)
     })
 }
@@ -126,7 +126,8 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
         }
         Peers::Lose { .. } => {
             membership::lose(documents, &found.id).doing(doing)?;
-            "is lost; repair rebuilds its fragments on other peers. If it runs or starts again, it is a member again"
+            "is lost; repair rebuilds its fragments on other peers. If it runs or starts again, it \
+             is a member again"
         }
         Peers::Forget { .. } => {
             if let Some(why) = why_not_forget(&found) {
@@ -148,10 +149,11 @@ fn why_not_forget(peer: &Peer) -> Option<String> {
     let id = &id[..8];
     match (peer.health, peer.stats) {
         (Health::Lost, _) => None,
-        // Only a heartbeat tells how many fragments a peer holds, and a peer that is down sends none.
+        // Only a heartbeat tells how many fragments a peer holds, and a peer that is down sends
+        // none.
         (_, None) => Some(format!(
-            "it is down, so it is not known whether it is empty; if it was drained, or if it will not return, \
-             run `cairn peers lose {id}` first"
+            "it is down, so it is not known whether it is empty; if it was drained, or if it will \
+             not return, run `cairn peers lose {id}` first"
         )),
         (_, Some(stats)) if stats.fragments == 0 => None,
         (_, Some(stats)) => Some(format!(
@@ -219,7 +221,8 @@ pub(crate) fn repair(repository: &Repository, rate: Option<u64>, style: Style) -
 /// What a repair found and did.
 fn report_text(report: &Report, style: Style) -> String {
     let mut text = format!(
-        "{} checked, {} with less than the full redundancy: {} rebuilt, {} moved, {} dropped, {} transferred\n",
+        "{} checked, {} with less than the full redundancy: {} rebuilt, {} moved, {} dropped, {} \
+         transferred\n",
         count(report.blobs, "blob"),
         report.under,
         count(report.rebuilt, "fragment"),
@@ -229,8 +232,8 @@ fn report_text(report: &Report, style: Style) -> String {
     );
     if report.waiting > 0 {
         text += &format!(
-            "{} for peers that are down, because most peers return; to rebuild the fragments of a peer \
-             that will not, run `cairn peers lose PEER`\n",
+            "{} for peers that are down, because most peers return; to rebuild the fragments of a \
+             peer that will not, run `cairn peers lose PEER`\n",
             match report.waiting {
                 1 => "1 blob waits".into(),
                 waiting => format!("{waiting} blobs wait"),

@@ -31,7 +31,8 @@ pub(crate) fn init_keys(directory: &Path, style: Style) -> Outcome {
         true => print_json(&json!({ "keys": directory })),
         false => print(&format!(
             "{0}: a certificate authority, and keys for each role\n\
-             Copy ca.pem and the two files of a role to the machines with that role. Keep ca.key private.\n",
+             Copy ca.pem and the two files of a role to the machines with that role. Keep ca.key \
+             private.\n",
             directory.display()
         )),
     }
@@ -135,7 +136,8 @@ fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome
     let address = match &args.advertise {
         Some(address) => address.clone(),
         None if listens.ip().is_unspecified() => {
-            let why = "it listens at all addresses; name one that others can reach with --advertise HOST:PORT";
+            let why = "it listens at all addresses; name one that others can reach with \
+                       --advertise HOST:PORT";
             return Err(wrong_usage(Role::Peer, why));
         }
         None => listens.to_string(),
@@ -199,8 +201,8 @@ async fn bind(listen: &str) -> Outcome<(TcpListener, SocketAddr)> {
     Ok((listener, address))
 }
 
-/// A future that ends when a signal asks the process to stop. Signals are caught as soon as this function
-/// returns, before the future is polled.
+/// A future that ends when a signal asks the process to stop. Signals are caught as soon as this
+/// function returns, before the future is polled.
 fn signals() -> impl Future<Output = ()> {
     let mut ends = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
     async move {

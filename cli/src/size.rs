@@ -19,7 +19,8 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
 /// Formats a size with at most one decimal, such as `20 GiB`, `1.5 MiB` or `512 B`.
 pub(crate) fn human_size(bytes: u64) -> String {
     for (suffix, shift) in SUFFIXES.iter().rev() {
-        // 1023.95 of the smaller unit would be rounded to 1024, so the larger unit is used from there.
+        // 1023.95 of the smaller unit would be rounded to 1024, so the larger unit is used from
+        // there.
         if bytes as f64 >= (1_u64 << shift) as f64 - (1_u64 << (shift - 10)) as f64 * 0.05 {
             let tenths = (bytes as f64 * 10.0 / (1_u64 << shift) as f64).round() as u64;
             return match tenths % 10 {

@@ -7,8 +7,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// The first range of data in `file` at or after `from` and before `end`. If the file system does not
-/// support holes, the whole rest counts as data.
+/// The first range of data in `file` at or after `from` and before `end`. If the file system does
+/// not support holes, the whole rest counts as data.
 pub(crate) fn next_data(file: &File, from: u64, end: u64) -> io::Result<Option<Range<u64>>> {
     if from >= end {
         return Ok(None);

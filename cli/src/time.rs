@@ -10,8 +10,8 @@ pub(crate) fn utc(seconds: u64) -> String {
 
 /// The year, month and day of a number of days since 1970-01-01.
 ///
-/// Years start in March, so that the leap day is their last day. They are counted in cycles of 400 years,
-/// which all have the same number of days.
+/// Years start in March, so that the leap day is their last day. They are counted in cycles of 400
+/// years, which all have the same number of days.
 fn date(days: u64) -> (u64, u64, u64) {
     const CYCLE: u64 = 146_097;
     /// Days from 0000-03-01 to 1970-01-01.

@@ -236,7 +236,8 @@ impl Change {
     }
 }
 
-/// Writes the atoms of `data` for which `keep` returns true. The length may survive without the data.
+/// Writes the atoms of `data` for which `keep` returns true. The length may survive without the
+/// data.
 fn write_atoms(
     bytes: &mut Sparse,
     offset: usize,
@@ -344,7 +345,8 @@ impl Image {
     pub(crate) fn write_to(&self, root: &Path) -> io::Result<()> {
         // In the order of paths, a directory comes before its entries.
         for (path, entry) in &self.0 {
-            // The root has an empty path. Joining it would append a slash, which requires an existing directory.
+            // The root has an empty path. Joining it would append a slash, which requires an
+            // existing directory.
             let path = if path.as_os_str().is_empty() { root.into() } else { root.join(path) };
             match entry {
                 Entry::File(bytes) => {

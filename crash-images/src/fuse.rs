@@ -1,13 +1,14 @@
 //! Records the operations on a directory with a mounted file system.
 //!
-//! In contrast to a trace of system calls, it sees operations of io_uring, and it survives the death of the
-//! programs that use it, because the kernel owns their open files and locks.
+//! In contrast to a trace of system calls, it sees operations of io_uring, and it survives the
+//! death of the programs that use it, because the kernel owns their open files and locks.
 //!
-//! The kernel caches nothing (`FOPEN_DIRECT_IO`), so every write arrives as the program made it. Operations are
-//! executed one after the other, and the recording has the order of their execution. So an operation that was
-//! answered before another one was requested comes before it. An operation that was never answered may be the
-//! last one of the recording, or may be missing. A sync takes some time, as on a disk: it covers writes before
-//! the request, and not those between the request and its answer.
+//! The kernel caches nothing (`FOPEN_DIRECT_IO`), so every write arrives as the program made it.
+//! Operations are executed one after the other, and the recording has the order of their execution.
+//! So an operation that was answered before another one was requested comes before it. An operation
+//! that was never answered may be the last one of the recording, or may be missing. A sync takes
+//! some time, as on a disk: it covers writes before the request, and not those between the request
+//! and its answer.
 
 use std::ffi::OsStr;
 use std::path::Path;

@@ -9,27 +9,28 @@
 //!
 //! # The model of a power cut
 //!
-//! - The data and the length of a file are durable after `fsync` or `fdatasync` of the file has returned. A
-//!   single write through a descriptor with `O_DSYNC` is durable after it has returned.
-//! - Changes that are not durable may survive in part. Each write survives, is lost, or survives by *atoms*:
-//!   aligned pieces of a given size. The length that it gave the file survives or not. If a write is lost and
-//!   a later one survives, the range of the lost write reads as zeros or as its earlier content.
-//! - The creation, change or removal of a name is durable after `fsync` of its directory has returned. A sync
-//!   of the file is not enough. Until then each such change survives or not, independent of the others. A
-//!   rename never survives by half.
+//! - The data and the length of a file are durable after `fsync` or `fdatasync` of the file has
+//!   returned. A single write through a descriptor with `O_DSYNC` is durable after it has returned.
+//! - Changes that are not durable may survive in part. Each write survives, is lost, or survives by
+//!   *atoms*: aligned pieces of a given size. The length that it gave the file survives or not. If
+//!   a write is lost and a later one survives, the range of the lost write reads as zeros or as its
+//!   earlier content.
+//! - The creation, change or removal of a name is durable after `fsync` of its directory has
+//!   returned. A sync of the file is not enough. Until then each such change survives or not,
+//!   independent of the others. A rename never survives by half.
 //!
-//! This is weaker than the guarantees of journaling file systems. Durable data stays as it was written:
-//! the images contain no bit errors.
+//! This is weaker than the guarantees of journaling file systems. Durable data stays as it was
+//! written: the images contain no bit errors.
 //!
 //! # Two recorders
 //!
-//! [`record`] runs a workload under `strace`, on any file system. The workload must use one thread and system
-//! calls that `strace` shows: no shared mappings and no io_uring. The `-shm` file of an SQLite database is an
-//! exception. It holds no persistent data and is not part of the images.
+//! [`record`] runs a workload under `strace`, on any file system. The workload must use one thread
+//! and system calls that `strace` shows: no shared mappings and no io_uring. The `-shm` file of an
+//! SQLite database is an exception. It holds no persistent data and is not part of the images.
 //!
-//! [`Mounted`] is a file system that records. Any number of processes and threads may use it, with io_uring and
-//! direct I/O too. They may be killed and started again during the recording. Only shared mappings are refused.
-//! It needs `/dev/fuse`.
+//! [`Mounted`] is a file system that records. Any number of processes and threads may use it, with
+//! io_uring and direct I/O too. They may be killed and started again during the recording. Only
+//! shared mappings are refused. It needs `/dev/fuse`.
 
 mod disk;
 mod fuse;
@@ -68,15 +69,16 @@ pub use self::trace::{mark, recorded_root};
 pub struct Draw {
     /// The seed of the random choices.
     pub seed: u64,
-    /// The number of random images for each point. Two more images keep and lose all changes that are not
-    /// durable.
+    /// The number of random images for each point. Two more images keep and lose all changes that
+    /// are not durable.
     pub images: u32,
     /// The number of bytes that are written completely or not at all.
     pub atom: usize,
 }
 
-/// Checks the images of a power cut at each point of a recording. `CAIRN_SEED` repeats the random choices of a
-/// run. With `CAIRN_SOAK_SECONDS` the check is repeated with other seeds for that long.
+/// Checks the images of a power cut at each point of a recording. `CAIRN_SEED` repeats the random
+/// choices of a run. With `CAIRN_SOAK_SECONDS` the check is repeated with other seeds for that
+/// long.
 ///
 /// # Panics
 ///
@@ -102,8 +104,8 @@ pub fn cut_the_power(
     }
 }
 
-/// For each sync between two marks: kills the recorded process before the sync, runs `next` on the files that it
-/// left, and checks the images of a power cut at each point of `next`.
+/// For each sync between two marks: kills the recorded process before the sync, runs `next` on the
+/// files that it left, and checks the images of a power cut at each point of `next`.
 ///
 /// # Panics
 ///
@@ -124,8 +126,8 @@ pub fn kill_and_cut_the_power(
     }
 }
 
-/// Checks that `check` finds a planted mistake: the syncs of the file `name` are left out. A check that never
-/// refuses an image proves nothing.
+/// Checks that `check` finds a planted mistake: the syncs of the file `name` are left out. A check
+/// that never refuses an image proves nothing.
 ///
 /// # Panics
 ///
@@ -174,8 +176,9 @@ struct Case {
 
 /// Checks the images of every point. Returns the number of different images.
 ///
-/// `check` gets the directory of an image, which it may change, and the marks before the power cut. It refuses
-/// the image with a panic, for example of a failed assertion. A panic of the code under test counts too.
+/// `check` gets the directory of an image, which it may change, and the marks before the power cut.
+/// It refuses the image with a panic, for example of a failed assertion. A panic of the code under
+/// test counts too.
 pub fn check_all(
     recording: &Recording,
     draw: Draw,
@@ -237,7 +240,8 @@ fn cases(recording: &Recording, draw: Draw) -> impl Iterator<Item = Case> {
         marks += usize::from(operation.is_mark());
         disk.apply(operation);
         let draws = if is_selected { draw.images + 2 } else { 0 };
-        // The kinds of losses depend on the point, so that all of them occur even with few images for each point.
+        // The kinds of losses depend on the point, so that all of them occur even with few images
+        // for each point.
         let random = (point..).take(draw.images as usize).map(|n| {
             let share = [20, 50, 80, 95][n / 2 % 4];
             if n % 2 == 0 { Losses::Torn(share) } else { Losses::Whole(share) }

@@ -13,7 +13,8 @@ use crate::sparse::Sparse;
 const ROOT: u64 = 1;
 
 pub(crate) struct Memory {
-    /// The inodes by number, from [`ROOT`] on. Removed ones stay, because a process may have them open.
+    /// The inodes by number, from [`ROOT`] on. Removed ones stay, because a process may have them
+    /// open.
     nodes: Vec<Node>,
     operations: Vec<Operation>,
 }
@@ -155,7 +156,8 @@ impl Memory {
     }
 
     fn record(&mut self, number: u64, operation: impl FnOnce(PathBuf) -> Operation) {
-        // A file without a name cannot be found after a power cut, so its operations are not recorded.
+        // A file without a name cannot be found after a power cut, so its operations are not
+        // recorded.
         let path = self.path(number).map(Path::to_owned);
         self.operations.extend(path.map(operation));
     }

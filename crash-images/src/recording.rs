@@ -10,13 +10,13 @@ use crate::disk::{Disk, Losses};
 use crate::operation::Operation;
 use crate::trace::trace;
 
-/// Runs a workload and records its operations below its [`recorded_root`](crate::recorded_root), an empty
-/// directory. The last mark of the workload must be `done`.
+/// Runs a workload and records its operations below its [`recorded_root`](crate::recorded_root), an
+/// empty directory. The last mark of the workload must be `done`.
 ///
 /// # Panics
 ///
-/// If `strace` is missing or may not trace, if the workload fails, or if it makes a call that the recorder
-/// does not support.
+/// If `strace` is missing or may not trace, if the workload fails, or if it makes a call that the
+/// recorder does not support.
 pub fn record(workload: &Command) -> Recording {
     let root = tempfile::tempdir().expect("creating a directory to record");
     Recording::new(trace(root.path(), BTreeSet::new(), workload))
@@ -59,9 +59,9 @@ impl Recording {
         Recording { sample: Some(points), ..self }
     }
 
-    /// Selects the points of power cuts: for each operation, whether the power is cut after it. A sample always
-    /// contains the last operation. Half of it are syncs, because later operations rely on them. Marks are not
-    /// selected, because they change nothing.
+    /// Selects the points of power cuts: for each operation, whether the power is cut after it. A
+    /// sample always contains the last operation. Half of it are syncs, because later operations
+    /// rely on them. Marks are not selected, because they change nothing.
     pub(crate) fn select_points(&self, rng: &mut Rng) -> Vec<bool> {
         let all = 0..self.operations.len();
         let Some(wanted) = self.sample else {
@@ -84,7 +84,8 @@ impl Recording {
         selected
     }
 
-    /// The points directly before each sync between two marks. At these points the most data is not durable.
+    /// The points directly before each sync between two marks. At these points the most data is not
+    /// durable.
     pub fn before_syncs(&self, from: &str, to: &str) -> Vec<usize> {
         let is_sync = |point: &usize| matches!(self.operations[*point], Operation::Sync(_));
         (self.position(from)..self.position(to)).filter(is_sync).collect()
@@ -96,8 +97,8 @@ impl Recording {
         self.operations.iter().position(is_mark).expect("the recording has this mark")
     }
 
-    /// The recording of a program that is killed at `point`, followed by `next`. A kill loses no operation. The
-    /// power is cut only after the kill.
+    /// The recording of a program that is killed at `point`, followed by `next`. A kill loses no
+    /// operation. The power is cut only after the kill.
     ///
     /// # Panics
     ///
@@ -127,8 +128,8 @@ impl Recording {
         self
     }
 
-    /// Removes the syncs of files and directories that `of` selects, from the first point on. This plants a mistake
-    /// that a check has to find.
+    /// Removes the syncs of files and directories that `of` selects, from the first point on. This
+    /// plants a mistake that a check has to find.
     pub fn without_syncs(&self, of: impl Fn(&Path) -> bool) -> Recording {
         let keep = |(point, operation): &(usize, &Operation)| match operation {
             Operation::Sync(path) | Operation::SyncWrite(path) => *point < self.first || !of(path),

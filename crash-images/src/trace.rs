@@ -241,7 +241,8 @@ impl Parser {
         self.below(path_of(directory).join(strings(field).pop()?))
     }
 
-    /// The path relative to the root, or `None` if it is outside or the file holds no persistent data.
+    /// The path relative to the root, or `None` if it is outside or the file holds no persistent
+    /// data.
     fn below(&self, path: PathBuf) -> Option<PathBuf> {
         let path = path.strip_prefix(&self.root).ok()?;
         (!path.to_string_lossy().ends_with("-shm")).then(|| path.to_owned())

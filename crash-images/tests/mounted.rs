@@ -1,4 +1,5 @@
-//! The recording directory behaves like an ordinary one, and its images lose only changes that are not durable.
+//! The recording directory behaves like an ordinary one, and its images lose only changes that are
+//! not durable.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt, symlink};

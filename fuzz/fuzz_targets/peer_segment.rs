@@ -1,4 +1,5 @@
-//! In any segment of a peer, the fragments that are found are those that were written, and none overlap.
+//! In any segment of a peer, the fragments that are found are those that were written, and none
+//! overlap.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

@@ -31,7 +31,8 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct CheckpointOptions {
-    /// Freeze the file system at MOUNT until the checkpoint is accepted; repeatable, frozen in this order
+    /// Freeze the file system at MOUNT until the checkpoint is accepted; repeatable, frozen in this
+    /// order
     #[arg(long, value_name = "MOUNT")]
     pub(crate) freeze: Vec<PathBuf>,
 

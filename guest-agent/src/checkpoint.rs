@@ -62,8 +62,8 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
 
 /// Sends `request` to all disks, then receives one answer from each.
 ///
-/// All requests are sent before the first answer is read. So the disks take their checkpoints in parallel,
-/// and the freeze lasts only as long as the slowest one.
+/// All requests are sent before the first answer is read. So the disks take their checkpoints in
+/// parallel, and the freeze lasts only as long as the slowest one.
 fn request_all(
     connections: &mut [Connection],
     request: &Request,
@@ -86,9 +86,9 @@ const RESTART_LIMIT: Duration = Duration::from_secs(60);
 /// The pause between two attempts to connect.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Waits until the snapshot is stable. There is no time limit, because the guest does not wait for it. If the
-/// connection ends, the function follows the checkpoint on a new connection: the next process continues to
-/// store it.
+/// Waits until the snapshot is stable. There is no time limit, because the guest does not wait for
+/// it. If the connection ends, the function follows the checkpoint on a new connection: the next
+/// process continues to store it.
 fn await_stable(connection: &mut Connection, accepted: &Accepted) -> Result<Stable, Error> {
     let mut deadline = Instant::now() + RESTART_LIMIT;
     loop {
@@ -99,8 +99,8 @@ fn await_stable(connection: &mut Connection, accepted: &Accepted) -> Result<Stab
             Err(error @ (Error::Closed(_) | Error::Transport { .. })) => error,
             Err(error) => return Err(error),
         };
-        // A hypervisor may accept a connection although no process serves the disk. Such a connection ends
-        // at once and does not extend the deadline.
+        // A hypervisor may accept a connection although no process serves the disk. Such a
+        // connection ends at once and does not extend the deadline.
         if begin.elapsed() > 10 * RECONNECT_INTERVAL {
             deadline = Instant::now() + RESTART_LIMIT;
         }
@@ -126,7 +126,8 @@ fn follow(endpoint: &Endpoint, number: u64, deadline: Instant) -> Result<Connect
     }
 }
 
-/// The first of several errors. It determines the exit code; the others are printed when they occur.
+/// The first of several errors. It determines the exit code; the others are printed when they
+/// occur.
 #[derive(Default)]
 struct FirstError(Option<Error>);
 

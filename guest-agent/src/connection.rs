@@ -1,4 +1,5 @@
-//! A connection to the process that serves a disk. Sends requests and receives events, within a deadline.
+//! A connection to the process that serves a disk. Sends requests and receives events, within a
+//! deadline.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -11,10 +11,11 @@ use crate::error::Error;
 use crate::sys;
 use crate::watchdog::Watchdog;
 
-/// The file systems of one checkpoint. They are opened, and the watchdog runs, before the first freeze.
+/// The file systems of one checkpoint. They are opened, and the watchdog runs, before the first
+/// freeze.
 ///
-/// Between [`freeze`](Freezer::freeze) and [`thaw`](Freezer::thaw) the caller must not print or open
-/// anything: the file could be on a frozen file system.
+/// Between [`freeze`](Freezer::freeze) and [`thaw`](Freezer::thaw) the caller must not print or
+/// open anything: the file could be on a frozen file system.
 #[derive(Debug)]
 pub(crate) struct Freezer {
     paths: Vec<PathBuf>,
@@ -50,8 +51,8 @@ impl Freezer {
     pub(crate) fn freeze(&mut self) -> Result<(), Error> {
         let outcome = self.freeze_each();
         if outcome.is_err() {
-            // The reason of the failed freeze is more useful than a failure to undo it. The watchdog
-            // thaws what this call cannot.
+            // The reason of the failed freeze is more useful than a failure to undo it. The
+            // watchdog thaws what this call cannot.
             let _ = self.thaw();
         }
         outcome

@@ -1,8 +1,8 @@
 //! The messages between `cairn-blk` and its clients, `cairn-agent` and `cairn`.
 //!
 //! Each message is one JSON object on one line of a stream socket. A client sends a [`Request`] and
-//! reads [`Event`]s until one of them [ends](Event::is_final) the exchange. Then it may send the next
-//! request on the same connection.
+//! reads [`Event`]s until one of them [ends](Event::is_final) the exchange. Then it may send the
+//! next request on the same connection.
 //!
 //! ```text
 //! client                                     cairn-blk
@@ -49,8 +49,8 @@ pub enum Request {
     Stats,
 }
 
-/// [`Request`] as it is parsed: serde refuses unknown fields of a variant with braces, but ignores those
-/// of a variant without.
+/// [`Request`] as it is parsed: serde refuses unknown fields of a variant with braces, but ignores
+/// those of a variant without.
 #[derive(Deserialize)]
 #[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
 enum ReceivedRequest {
@@ -182,8 +182,8 @@ pub struct Stable {
     pub dirty_bytes: u64,
     /// Bytes that the repository did not have before.
     pub stored_bytes: u64,
-    /// Time from the request to this event, in milliseconds. Rounded to whole seconds if the snapshot was
-    /// already stable when [`Request::Follow`] asked for it.
+    /// Time from the request to this event, in milliseconds. Rounded to whole seconds if the
+    /// snapshot was already stable when [`Request::Follow`] asked for it.
     pub elapsed_ms: u64,
 }
 
@@ -254,8 +254,8 @@ pub struct QueueStatus {
     pub flush_latency: Latency,
 }
 
-/// The latency of requests, from the moment that a request is taken from its queue to its answer. The
-/// percentiles are rounded up by at most a quarter.
+/// The latency of requests, from the moment that a request is taken from its queue to its answer.
+/// The percentiles are rounded up by at most a quarter.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Latency {
     /// The number of requests.
@@ -304,8 +304,8 @@ pub struct SnapshotLine {
     /// The snapshot's label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
-    /// `pending`, `available`, `stable` or `failed`. A snapshot that is `available` can be read and has
-    /// less than its redundancy.
+    /// `pending`, `available`, `stable` or `failed`. A snapshot that is `available` can be read and
+    /// has less than its redundancy.
     pub state: String,
     /// The time of the request, in seconds since 1970, UTC.
     pub time: u64,
@@ -381,8 +381,9 @@ pub enum RefusalKind {
 
 /// Returns whether `label` can be the label of a snapshot.
 ///
-/// A label consists of letters, digits, `.`, `_` and `-`. It has at most [`MAX_LABEL`] bytes, does not
-/// consist of digits alone (so that it does not look like a number), and does not start with `-` or `.`.
+/// A label consists of letters, digits, `.`, `_` and `-`. It has at most [`MAX_LABEL`] bytes, does
+/// not consist of digits alone (so that it does not look like a number), and does not start with
+/// `-` or `.`.
 pub fn is_valid_label(label: &str) -> bool {
     !label.is_empty()
         && label.len() <= MAX_LABEL

@@ -71,8 +71,8 @@ fn print(text: &str) -> io::Result<()> {
 
 /// `seconds` since 1970 as `YYYY-MM-DDThh:mm:ssZ`.
 ///
-/// The calendar is divided into eras of 400 years that begin on 1 March, so that the leap day is the
-/// last day of its year.
+/// The calendar is divided into eras of 400 years that begin on 1 March, so that the leap day is
+/// the last day of its year.
 fn utc(seconds: u64) -> String {
     const DAYS_FROM_MARCH_OF_YEAR_0: u64 = 719_468;
     const DAYS_PER_ERA: u64 = 146_097;

@@ -1,9 +1,9 @@
 //! The watchdog: a process that thaws when the agent cannot.
 //!
-//! A frozen file system blocks every process that writes to it, so a freeze must end even if the agent
-//! is killed, stopped or stuck. The watchdog is forked before the first freeze. It shares only the open
-//! mounts and a socket pair with the agent. Its memory is locked, and it neither allocates memory nor
-//! opens files during a freeze, because both could need a frozen file system.
+//! A frozen file system blocks every process that writes to it, so a freeze must end even if the
+//! agent is killed, stopped or stuck. The watchdog is forked before the first freeze. It shares
+//! only the open mounts and a socket pair with the agent. Its memory is locked, and it neither
+//! allocates memory nor opens files during a freeze, because both could need a frozen file system.
 //!
 //! The agent sends it messages of one byte:
 //!
@@ -13,9 +13,10 @@
 //!   .    everything is thawed: exit
 //! ```
 //!
-//! The agent sends `+` before the freeze. If it dies between the two, the watchdog thaws a file system
-//! that is not frozen, which does no harm, and no file system stays frozen. The end of the stream means
-//! that the agent has died: the kernel closes its socket only after its last `ioctl` has returned.
+//! The agent sends `+` before the freeze. If it dies between the two, the watchdog thaws a file
+//! system that is not frozen, which does no harm, and no file system stays frozen. The end of the
+//! stream means that the agent has died: the kernel closes its socket only after its last `ioctl`
+//! has returned.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -30,10 +31,12 @@ const NOT_FROZEN: u8 = b'-';
 const THAWED: u8 = b'.';
 const READY: u8 = b'r';
 
-/// The agent enforces the time limit itself. The watchdog acts this much later, if the agent has not.
+/// The agent enforces the time limit itself. The watchdog acts this much later, if the agent has
+/// not.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// A freeze in progress cannot be thawed. After the time limit the watchdog retries at this interval.
+/// A freeze in progress cannot be thawed. After the time limit the watchdog retries at this
+/// interval.
 const RETRY: Duration = Duration::from_millis(20);
 
 /// The agent's end of the connection to the watchdog.
@@ -71,7 +74,8 @@ impl Watchdog {
     }
 }
 
-/// Runs the watchdog. An error before `READY` ends the process, which the agent sees as a closed socket.
+/// Runs the watchdog. An error before `READY` ends the process, which the agent sees as a closed
+/// socket.
 fn guard(mut socket: UnixStream, mounts: &[File], limit: Duration) {
     if sys::leave_session().is_err() || sys::lock_memory().is_err() {
         return;
@@ -141,7 +145,8 @@ fn next_byte(socket: &mut UnixStream, deadline: Option<Instant>) -> Message {
     }
 }
 
-/// Thaws in the reverse order of the freeze. Returns whether the mount that was frozen last is thawed.
+/// Thaws in the reverse order of the freeze. Returns whether the mount that was frozen last is
+/// thawed.
 fn thaw(mounts: &[File]) -> bool {
     let mut last = None;
     for mount in mounts.iter().rev() {

@@ -1,7 +1,7 @@
 //! Random numbers that a seed reproduces, for tests and benchmarks.
 //!
-//! A test that fails prints its seed. The same seed gives the same sequence in every version of this
-//! crate, so that the failure can be repeated. Nothing here is fit for cryptography.
+//! A test that fails prints its seed. The same seed gives the same sequence in every version of
+//! this crate, so that the failure can be repeated. Nothing here is fit for cryptography.
 
 /// The increment of SplitMix64: 2⁶⁴ divided by the golden ratio, made odd.
 const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -16,11 +16,12 @@ use crate::tools::Tools;
 /// How long a guest of the probe may take to boot. With KVM it takes a second or two.
 const PROBE_LIMIT: Duration = Duration::from_secs(8);
 
-/// Chooses what works on this machine: the value of `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the result of a
-/// probe.
+/// Chooses what works on this machine: the value of `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the
+/// result of a probe.
 ///
-/// The existence of `/dev/kvm` does not prove that a guest runs on it: with nested virtualisation it may
-/// hang at its first instruction. So the probe boots a guest. The result is stored beside the kernel.
+/// The existence of `/dev/kvm` does not prove that a guest runs on it: with nested virtualisation
+/// it may hang at its first instruction. So the probe boots a guest. The result is stored beside
+/// the kernel.
 pub(crate) fn choose(tools: &Tools) -> Result<Accel> {
     static CHOSEN: OnceLock<Accel> = OnceLock::new();
     if let Some(accel) = CHOSEN.get() {

@@ -13,8 +13,8 @@ use crate::process::Process;
 
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// How long a change of a peer's state may take to be visible. A peer is down some seconds after its last
-/// heartbeat.
+/// How long a change of a peer's state may take to be visible. A peer is down some seconds after
+/// its last heartbeat.
 const STATE_LIMIT: Duration = Duration::from_secs(40);
 
 /// How long to wait for a repair, which may have to wait for a repair of the catalog.
@@ -51,8 +51,8 @@ impl Cluster {
         Ok((lab, cluster))
     }
 
-    /// Creates keys, starts a catalog and `peers` peers, each in its own failure domain, and waits until all
-    /// are members.
+    /// Creates keys, starts a catalog and `peers` peers, each in its own failure domain, and waits
+    /// until all are members.
     fn start(lab: &Lab, peers: usize) -> Result<Cluster> {
         let keys = lab.path("keys");
         lab.cairn(&["keys", "init", &keys.display().to_string()])?;
@@ -153,8 +153,8 @@ impl Cluster {
     }
 }
 
-/// Runs a test in its own lab, whose repository is a cluster of `peers` peers. If the test fails, the lab
-/// is kept.
+/// Runs a test in its own lab, whose repository is a cluster of `peers` peers. If the test fails,
+/// the lab is kept.
 pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster) -> Result<()>) {
     let made = Cluster::with_lab(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
     let (lab, mut cluster) = made;

@@ -1,7 +1,7 @@
 //! Runs commands in a guest over a virtio console.
 //!
-//! The other end is `guest/init`, which describes the protocol. Each answer begins with the id of its
-//! command and its length, so the output of a command cannot be mistaken for an answer.
+//! The other end is `guest/init`, which describes the protocol. Each answer begins with the id of
+//! its command and its length, so the output of a command cannot be mistaken for an answer.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;

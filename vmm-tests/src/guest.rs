@@ -41,8 +41,8 @@ impl Guest {
         Guest::start(lab, name, &machine, Some(vsock))?.wait_booted()
     }
 
-    /// Boots a guest like [`Guest::boot`], but without a vsock device, which cannot migrate. The guest's agent
-    /// cannot reach a backend.
+    /// Boots a guest like [`Guest::boot`], but without a vsock device, which cannot migrate. The
+    /// guest's agent cannot reach a backend.
     pub fn boot_migratable(lab: &Lab, name: &str, disks: &[&Path]) -> Result<Guest> {
         Guest::start(lab, name, &machine(lab, name, disks), None)?.wait_booted()
     }

@@ -17,7 +17,8 @@ pub fn blank(path: &Path, size: u64) -> Result<()> {
 /// Creates an ext4 file system of `size` bytes with the content of the directory `content`.
 pub fn ext4(path: &Path, size: u64, content: &Path) -> Result<()> {
     blank(path, size)?;
-    // Without these options the kernel would initialise parts of the file system later, at any time.
+    // Without these options the kernel would initialise parts of the file system later, at any
+    // time.
     tool(
         "mke2fs",
         ["-q", "-t", "ext4", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", "-d"]
@@ -56,7 +57,8 @@ pub fn check_clean(image: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Replays the journal of an image, as after a power cut. Fails if the file system needs other repairs.
+/// Replays the journal of an image, as after a power cut. Fails if the file system needs other
+/// repairs.
 pub fn recover(image: &Path) -> Result<()> {
     // e2fsck replays the journal before its check, which must find nothing.
     run("e2fsck", [OsStr::new("-p"), image.as_os_str()], &[0, 1])?;

@@ -84,7 +84,8 @@ impl Lab {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Imports an ext4 file system with `data` files of 1 MiB as `image`. Returns the imported file.
+    /// Imports an ext4 file system with `data` files of 1 MiB as `image`. Returns the imported
+    /// file.
     pub fn import_ext4(&self, image: &str, size: u64, data: u64) -> Result<PathBuf> {
         let content = tempfile::tempdir_in(self.directory.path())?;
         image::fill(content.path(), data)?;

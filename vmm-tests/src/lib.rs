@@ -10,8 +10,8 @@
 //!        └─ Migration moves the guest to another QEMU
 //! ```
 //!
-//! A guest consists of a kernel and an initramfs ([`Tools`] finds them, `make setup` obtains them). Its
-//! disks hold data and not the system, so a test decides what is read from them and when.
+//! A guest consists of a kernel and an initramfs ([`Tools`] finds them, `make setup` obtains them).
+//! Its disks hold data and not the system, so a test decides what is read from them and when.
 //!
 //! Every process is killed when the thread that started it ends, so a test that is killed leaves no
 //! process.

@@ -15,12 +15,14 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Bytes that are sent in a second. It is less than a busy guest changes in a second.
 const BANDWIDTH: u64 = 20 << 20;
-/// A limit for the pause of the guest that is so short that a busy guest does not move, in milliseconds.
+/// A limit for the pause of the guest that is so short that a busy guest does not move, in
+/// milliseconds.
 const DOWNTIME_TO_STAY_MS: u64 = 1;
 /// A limit for the pause of the guest that is so long that every guest moves, in milliseconds.
 const DOWNTIME_TO_MOVE_MS: u64 = 20_000;
 
-/// A migration in progress. QEMU sends the guest's memory repeatedly, because the guest runs and changes it.
+/// A migration in progress. QEMU sends the guest's memory repeatedly, because the guest runs and
+/// changes it.
 #[derive(Debug)]
 pub struct Migration {
     source: Guest,
@@ -28,7 +30,8 @@ pub struct Migration {
 }
 
 impl Migration {
-    /// Starts another QEMU, `name`, with the same disks, and starts sending the guest's memory to it.
+    /// Starts another QEMU, `name`, with the same disks, and starts sending the guest's memory to
+    /// it.
     ///
     /// A guest that keeps changing its memory does not move before [`Migration::finish`].
     pub fn begin(lab: &Lab, mut source: Guest, name: &str, disks: &[&Path]) -> Result<Migration> {

@@ -1,4 +1,5 @@
-//! A client of QMP, the control protocol of QEMU: one line of JSON for each command and each answer.
+//! A client of QMP, the control protocol of QEMU: one line of JSON for each command and each
+//! answer.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -32,7 +33,8 @@ impl Monitor {
     }
 
     fn answer(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        // One write: QEMU acts as soon as the JSON is complete, and may end before it reads a separate line end.
+        // One write: QEMU acts as soon as the JSON is complete, and may end before it reads a
+        // separate line end.
         let message = format!("{}\n", json!({ "execute": command, "arguments": arguments }));
         self.stream.get_mut().write_all(message.as_bytes())?;
         loop {

@@ -46,8 +46,8 @@ impl Process {
 
     /// Waits until a process listens at the unix socket `path`.
     ///
-    /// It reads a table of the kernel instead of connecting, because the server would have to handle the
-    /// connection.
+    /// It reads a table of the kernel instead of connecting, because the server would have to
+    /// handle the connection.
     pub fn wait_for_listener(&mut self, path: &Path, limit: Duration) -> Result<()> {
         let end = Instant::now() + limit;
         while !is_listening(&fs::read_to_string("/proc/net/unix")?, path) {
@@ -67,7 +67,8 @@ impl Process {
         Ok(())
     }
 
-    /// Waits until the program has printed a complete line that contains `part`, and returns the line.
+    /// Waits until the program has printed a complete line that contains `part`, and returns the
+    /// line.
     pub fn wait_for_line(&mut self, part: &str, limit: Duration) -> Result<String> {
         let end = Instant::now() + limit;
         loop {

@@ -9,9 +9,9 @@ use crate::tools::Tools;
 
 pub(crate) const PROGRAM: &str = "qemu-system-x86_64";
 
-/// The size of the guest's memory: 512 MiB and two pages. It must not be a multiple of 64 pages. For such a
-/// size, QEMU before 9.0 uses a faster code path for migration that ignores the state cached by emulated
-/// processors, so an emulated guest would lose changes.
+/// The size of the guest's memory: 512 MiB and two pages. It must not be a multiple of 64 pages.
+/// For such a size, QEMU before 9.0 uses a faster code path for migration that ignores the state
+/// cached by emulated processors, so an emulated guest would lose changes.
 const MEMORY: &str = "524296K";
 
 /// How QEMU executes the guest's code.
@@ -43,7 +43,8 @@ pub(crate) struct Machine {
     pub(crate) shell: PathBuf,
     /// The socket of QEMU's monitor.
     pub(crate) monitor: PathBuf,
-    /// The socket at which QEMU waits for a guest that migrates from another QEMU, instead of booting one.
+    /// The socket at which QEMU waits for a guest that migrates from another QEMU, instead of
+    /// booting one.
     pub(crate) incoming: Option<PathBuf>,
 }
 
@@ -70,7 +71,8 @@ pub(crate) fn arguments(
     option("net", "none".to_owned());
     option("kernel", show(&tools.kernel));
     option("initrd", show(&tools.initramfs));
-    // If the guest's kernel cleared memory before a disk read fills it, lost changes would not be detected.
+    // If the guest's kernel cleared memory before a disk read fills it, lost changes would not be
+    // detected.
     option("append", "console=ttyS0 quiet panic=-1 init_on_alloc=0".to_owned());
     option("serial", format!("file:{}", show(&machine.kernel_log)));
     option("chardev", format!("socket,id=shell,path={},server=on,wait=off", show(&machine.shell)));
@@ -112,7 +114,8 @@ impl Version {
         Some(Version(numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
     }
 
-    /// The option that makes QEMU reconnect after a second. Version 9.2 has another name and unit for it.
+    /// The option that makes QEMU reconnect after a second. Version 9.2 has another name and unit
+    /// for it.
     fn reconnect_option(self) -> &'static str {
         if self >= Version(9, 2) { "reconnect-ms=1000" } else { "reconnect=1" }
     }

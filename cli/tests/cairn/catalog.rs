@@ -21,8 +21,8 @@ struct Catalog {
 }
 
 impl Catalog {
-    /// Starts a catalog at a port below the range for outgoing connections, so that no other process takes it
-    /// while the catalog is down.
+    /// Starts a catalog at a port below the range for outgoing connections, so that no other
+    /// process takes it while the catalog is down.
     fn start(place: &Place, more: &[&str]) -> Catalog {
         let first = std::process::id().wrapping_mul(7919);
         let port = |number: u32| 10_000 + first.wrapping_add(number * 131) % 22_000;
@@ -80,7 +80,8 @@ fn try_increment(documents: &dyn Documents) -> bool {
     documents.commit(&change.put("count", &(count + 1))).unwrap()
 }
 
-/// The clients do not notice the kills: each call is answered, and each acknowledged change was made exactly once.
+/// The clients do not notice the kills: each call is answered, and each acknowledged change was
+/// made exactly once.
 #[test]
 fn a_catalog_that_is_killed_and_restarted_loses_and_repeats_no_change() {
     let place = Place::new();

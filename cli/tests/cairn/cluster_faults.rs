@@ -122,8 +122,8 @@ fn commits_continue_while_a_peer_hangs() {
     }
 }
 
-/// A repair does not see chunks that no snapshot refers to yet. So a snapshot with such chunks must not become
-/// stable if a peer was lost while they were stored.
+/// A repair does not see chunks that no snapshot refers to yet. So a snapshot with such chunks must
+/// not become stable if a peer was lost while they were stored.
 #[test]
 fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
     let mut lab = Lab::new(5);

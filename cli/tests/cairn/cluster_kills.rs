@@ -1,9 +1,10 @@
-//! No stable snapshot is lost while clients commit, read and export, and peers and the catalog are killed at any
-//! moment. Peers return with their disks or with empty ones.
+//! No stable snapshot is lost while clients commit, read and export, and peers and the catalog are
+//! killed at any moment. Peers return with their disks or with empty ones.
 //!
-//! At any time, at most as many peers are down as the redundancy allows. A peer that returns with an empty disk
-//! counts as lost until a repair has ended; no other peer is killed until then. At the end as many peers are killed
-//! as the redundancy allows, and every snapshot that was ever stable is read.
+//! At any time, at most as many peers are down as the redundancy allows. A peer that returns with
+//! an empty disk counts as lost until a repair has ended; no other peer is killed until then. At
+//! the end as many peers are killed as the redundancy allows, and every snapshot that was ever
+//! stable is read.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -69,8 +70,8 @@ impl World {
     }
 }
 
-/// Retries an operation while it fails with `Unavailable`, which may last until a repair has ended. Any other
-/// error fails the test.
+/// Retries an operation while it fails with `Unavailable`, which may last until a repair has ended.
+/// Any other error fails the test.
 fn retry<T>(operation: impl Fn() -> Result<T>) -> T {
     let begin = Instant::now();
     loop {
@@ -277,7 +278,8 @@ fn assert_holds(repository: &Repository, snapshot: &Snapshot, disk: &Disk) {
     assert_holds_except(repository, snapshot, disk, &mut HashMap::new());
 }
 
-/// Checks the content of a snapshot. Does not read chunks in `known` again, and adds those that it reads.
+/// Checks the content of a snapshot. Does not read chunks in `known` again, and adds those that it
+/// reads.
 fn assert_holds_except(
     repository: &Repository,
     snapshot: &Snapshot,
@@ -414,7 +416,8 @@ impl FaultTest {
         );
     }
 
-    /// Starts a peer with an empty disk, starts all others, and waits until the lost fragments are rebuilt.
+    /// Starts a peer with an empty disk, starts all others, and waits until the lost fragments are
+    /// rebuilt.
     fn replace(self, lab: &mut Lab, one: usize, down: &[usize]) {
         let id = std::fs::read_to_string(lab.data(one).join("peer.json")).unwrap();
         let id: serde_json::Value = serde_json::from_str(&id).unwrap();
@@ -482,7 +485,8 @@ fn start_all(lab: &mut Lab) {
     }
 }
 
-/// Runs a part of the test. If it panics, the other parts stop, so that the test fails with its panic.
+/// Runs a part of the test. If it panics, the other parts stop, so that the test fails with its
+/// panic.
 fn stop_on_panic(world: &World, part: impl FnOnce()) {
     struct Stop<'a>(&'a AtomicBool);
     impl Drop for Stop<'_> {

@@ -75,7 +75,8 @@ fn a_fragment_that_is_damaged_on_disk_is_replaced_when_it_is_read() {
         let disk = lab.random_disk("disk.raw", seed, 6 * MIB);
         lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2", "--chunk-size", "64K"]);
         let id = lab.peers[1].as_ref().unwrap().id.clone();
-        // A stop writes the peer's table. Without it, damaged fragments would not be in the table after a restart.
+        // A stop writes the peer's table. Without it, damaged fragments would not be in the table
+        // after a restart.
         lab.stop(1);
         damage(&lab, 1);
         lab.start_peer(1, &[]);

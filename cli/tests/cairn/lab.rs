@@ -58,7 +58,8 @@ fn inside(space: &str, command: &Command) -> Command {
     wrapped
 }
 
-/// Sends a signal with the program `kill`, because this crate has no unsafe code. Returns its exit code.
+/// Sends a signal with the program `kill`, because this crate has no unsafe code. Returns its exit
+/// code.
 fn kill(pid: i32, signal: i32) -> i32 {
     let signal = format!("-{signal}");
     let status = std::process::Command::new("kill").args([signal, pid.to_string()]).status();
@@ -93,8 +94,8 @@ impl Lab {
         Lab::with(peers, false, "600")
     }
 
-    /// Starts a catalog and `peers` peers, with or without keys. A peer is lost after it was down for
-    /// `lost_after` seconds.
+    /// Starts a catalog and `peers` peers, with or without keys. A peer is lost after it was down
+    /// for `lost_after` seconds.
     pub(crate) fn with(peers: usize, keys: bool, lost_after: &'static str) -> Lab {
         let place = Place::new();
         if keys {
@@ -140,7 +141,8 @@ impl Lab {
         self.catalog = Some(Server::start(&self.place, None, &args, "catalog.log"));
     }
 
-    /// Replaces the catalog by an empty one at the same address, and waits until `peers` peers have joined it.
+    /// Replaces the catalog by an empty one at the same address, and waits until `peers` peers have
+    /// joined it.
     pub(crate) fn replace_catalog(&mut self, peers: usize) {
         drop(self.catalog.take());
         std::fs::remove_dir_all(self.place.path("catalog")).unwrap();
@@ -153,8 +155,8 @@ impl Lab {
         self.add_peer_on("127.0.0.1", None, more)
     }
 
-    /// Starts another peer at the address `host`, in a network namespace if one is named, and returns its
-    /// number.
+    /// Starts another peer at the address `host`, in a network namespace if one is named, and
+    /// returns its number.
     pub(crate) fn add_peer_on(&mut self, host: &str, space: Option<&str>, more: &[&str]) -> usize {
         if let Some(space) = space {
             self.spaces.insert(self.peers.len(), space.to_owned());
@@ -261,7 +263,8 @@ impl Lab {
         run.code == 0 && report["left"] == 0 && report["waiting"] == 0
     }
 
-    /// Waits until a repair that ends after the call finds full redundancy. Earlier repairs do not count.
+    /// Waits until a repair that ends after the call finds full redundancy. Earlier repairs do not
+    /// count.
     pub(crate) fn wait_until_whole(&self, survives: u64) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
         wait_until("everything is repaired", || {
@@ -338,8 +341,8 @@ impl Dice {
     }
 }
 
-/// Runs a test with a seed and prints the seed. `CAIRN_SEED` sets it. With `CAIRN_SOAK_SECONDS` the test is
-/// repeated with other seeds for that long.
+/// Runs a test with a seed and prints the seed. `CAIRN_SEED` sets it. With `CAIRN_SOAK_SECONDS` the
+/// test is repeated with other seeds for that long.
 pub(crate) fn with_seeds(test: impl Fn(u64)) {
     let number = |name: &str| -> Option<u64> {
         std::env::var(name).ok().map(|text| text.parse().expect("a number"))
@@ -367,7 +370,8 @@ pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Waits until this process knows that `count` peers are up. It reads the membership only from time to time.
+/// Waits until this process knows that `count` peers are up. It reads the membership only from time
+/// to time.
 pub(crate) fn wait_for_members(repository: &Repository, count: usize) {
     let up = || {
         let members = repository.cluster().unwrap().0.members();
@@ -380,8 +384,8 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     wait_within(TIMEOUT, what, condition);
 }
 
-/// Waits for the effect of a repair. A repair that was killed holds its lease for a while, so this waits
-/// longer.
+/// Waits for the effect of a repair. A repair that was killed holds its lease for a while, so this
+/// waits longer.
 pub(crate) fn wait_for_repair(what: &str, condition: impl Fn() -> bool) {
     wait_within(3 * TIMEOUT, what, condition);
 }
@@ -394,7 +398,8 @@ fn wait_within(time: Duration, what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// A free address of this host. Its port is below the range for outgoing connections, so none of them takes it.
+/// A free address of this host. Its port is below the range for outgoing connections, so none of
+/// them takes it.
 fn free_address_on(host: &str) -> String {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let own = (std::process::id() % 400) as u16 * 30;

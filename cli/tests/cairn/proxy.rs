@@ -11,7 +11,8 @@ use crate::lab::Dice;
 /// The length of a frame's header in bytes. Its first four bytes are the length of the body.
 const HEADER: usize = 16;
 
-/// The kind of the first answer. It is never changed: a client that gets a wrong one stops using the peer.
+/// The kind of the first answer. It is never changed: a client that gets a wrong one stops using
+/// the peer.
 const WELCOME: u16 = 101;
 
 /// Forwards the messages of clients and a peer, and flips a bit in some answers of the peer.
@@ -79,8 +80,8 @@ impl Shared {
     fn forward(&self, client: TcpStream) {
         let target = self.target.lock().unwrap().clone();
         let Some(Ok(peer)) = target.map(TcpStream::connect) else { return };
-        // Delayed small packets would make the peer 40 ms slower than the others, and its answers would come too
-        // late to be used.
+        // Delayed small packets would make the peer 40 ms slower than the others, and its answers
+        // would come too late to be used.
         let _ = (client.set_nodelay(true), peer.set_nodelay(true));
         thread::scope(|scope| {
             scope.spawn(|| {

@@ -80,7 +80,8 @@ fn a_killed_repair_delays_the_next_one_only_for_a_short_time() {
     let id = lab.peers[0].as_ref().unwrap().id.clone();
     lab.kill(0);
     lab.ok(&["peers", "lose", &id]);
-    // So slow that it takes minutes. The catalog waits for some seconds before it starts its own repair.
+    // So slow that it takes minutes. The catalog waits for some seconds before it starts its own
+    // repair.
     let mut slow = lab.operator().command(&["repair", "--rate", "20K"]);
     let mut slow = slow.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let repository = lab.repository();

@@ -1,7 +1,8 @@
 //! A frozen file system is thawed, whatever happens to the agent and to the host.
 //!
-//! Each test mounts its own ext4 file system in a private mount namespace, so that no file system of the
-//! machine is frozen. This needs root and loop devices. Without them the tests print a message and pass.
+//! Each test mounts its own ext4 file system in a private mount namespace, so that no file system
+//! of the machine is frozen. This needs root and loop devices. Without them the tests print a
+//! message and pass.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -73,8 +74,8 @@ impl Scratch {
             .arg("--unix")
             .arg(host.socket())
             .args(["--timeout", &timeout.to_string()])
-            // If the tests' own process group had a stopped member, the kernel would send SIGHUP to the
-            // group when the parent of the tests ends.
+            // If the tests' own process group had a stopped member, the kernel would send SIGHUP to
+            // the group when the parent of the tests ends.
             .process_group(0)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

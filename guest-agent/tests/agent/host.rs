@@ -37,7 +37,8 @@ impl Host {
         Host { directory, requests }
     }
 
-    /// Accepts every checkpoint as `image@7`, and reports it as stable if the client waits for that.
+    /// Accepts every checkpoint as `image@7`, and reports it as stable if the client waits for
+    /// that.
     pub(crate) fn accepting(image: &'static str) -> Host {
         Host::answering(move |request, stream| {
             let Request::Checkpoint(checkpoint) = request else { panic!("{request:?}") };

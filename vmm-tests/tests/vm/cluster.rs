@@ -14,7 +14,8 @@ use crate::MIB;
 /// With `rs=4+4`, four of eight peers may be lost.
 const PEERS: usize = 8;
 
-/// How long a state may take. Storing a checkpoint is retried for a minute, and so is completing it.
+/// How long a state may take. Storing a checkpoint is retried for a minute, and so is completing
+/// it.
 const STATE_LIMIT: Duration = Duration::from_secs(90);
 
 #[test]

@@ -72,8 +72,8 @@ fn a_guest_survives_a_hundred_kills_of_its_backend() {
     });
 }
 
-/// Checks that every accepted checkpoint exists, contains a state that the disk had, and is not older than
-/// the one before it.
+/// Checks that every accepted checkpoint exists, contains a state that the disk had, and is not
+/// older than the one before it.
 fn check_snapshots(lab: &vmm_tests::Lab, snapshots: &[String]) -> Result<()> {
     let mut before = vec![0; WRITERS as usize];
     for snapshot in snapshots {

@@ -33,8 +33,8 @@ fn a_writing_guest_moves_to_another_qemu_and_loses_nothing() {
         wait_for_blocks(&mut guest, 5)?;
 
         let mut migration = Migration::begin(lab, guest, "vm-moved", &[backend.socket()])?;
-        // All of the memory has been sent. Data that the backend writes to memory from here on reaches the
-        // target only if the backend marks the pages as dirty.
+        // All of the memory has been sent. Data that the backend writes to memory from here on
+        // reaches the target only if the backend marks the pages as dirty.
         wait_until("all memory is sent once", || Ok(migration.passes()? >= 1))?;
         wait_for_requests(&backend, 50)?;
         let mut guest = migration.finish()?;
@@ -76,8 +76,8 @@ fn keep_memory_changing(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Reads the imported data into the guest's cache repeatedly, until the file `/run/calm` exists. Only the
-/// backend writes to that memory.
+/// Reads the imported data into the guest's cache repeatedly, until the file `/run/calm` exists.
+/// Only the backend writes to that memory.
 fn keep_cache_changing(guest: &mut Guest) -> Result<()> {
     let read = "for file in /mnt/data/*; do test -e /run/calm || cat $file; done";
     let step = format!("{DROP_CACHE}; {read}");
@@ -85,8 +85,8 @@ fn keep_cache_changing(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Appends numbered blocks to `/mnt/blocks`, syncs each and reads it back from the disk, until the file
-/// `/run/stop` exists or a block is wrong. `/run/count` contains the number of correct blocks.
+/// Appends numbered blocks to `/mnt/blocks`, syncs each and reads it back from the disk, until the
+/// file `/run/stop` exists or a block is wrong. `/run/count` contains the number of correct blocks.
 fn start_writer(guest: &mut Guest) -> Result<()> {
     let write = format!(
         "yes $n | head -c {BLOCK} > /run/block && \

@@ -1,9 +1,9 @@
 //! A pattern of writes from which a state of the disk can be verified.
 //!
-//! Several writers share a disk. With `w` writers, block `b` belongs to writer `b mod w`. Each writer makes
-//! one write after the other, numbered from 1. The block of a write follows from its number. So a state of
-//! the disk in which the newest write of a writer is `n` must contain all its writes up to `n` and no other.
-//! Any other state has lost, torn or stale writes.
+//! Several writers share a disk. With `w` writers, block `b` belongs to writer `b mod w`. Each
+//! writer makes one write after the other, numbered from 1. The block of a write follows from its
+//! number. So a state of the disk in which the newest write of a writer is `n` must contain all its
+//! writes up to `n` and no other. Any other state has lost, torn or stale writes.
 
 use seeded_rng::mix;
 
@@ -33,7 +33,8 @@ impl Writer {
         pick * self.writers + self.index
     }
 
-    /// The content of a block after the write with this number. Number 0 means before the first write.
+    /// The content of a block after the write with this number. Number 0 means before the first
+    /// write.
     pub fn content(&self, block: u64, number: u64) -> Vec<u8> {
         if number == 0 {
             return vec![0; BLOCK];
@@ -48,8 +49,8 @@ impl Writer {
         (content == self.content(block, number)).then_some(number)
     }
 
-    /// Verifies a state of the whole disk. Returns the number of the newest write of this writer, or an error
-    /// unless the state contains all its writes up to that one and no other.
+    /// Verifies a state of the whole disk. Returns the number of the newest write of this writer,
+    /// or an error unless the state contains all its writes up to that one and no other.
     pub fn check(&self, disk: &[u8]) -> Result<u64, String> {
         let blocks = (self.index..self.blocks).step_by(self.writers as usize);
         let mut found = Vec::new();
@@ -69,7 +70,8 @@ impl Writer {
             let expected = last.get(&block).copied().unwrap_or(0);
             if number != expected {
                 return Err(format!(
-                    "the newest write of writer {} is {newest}, but block {block} has write {number} instead of {expected}",
+                    "the newest write of writer {} is {newest}, but block {block} has write {number} \
+                     instead of {expected}",
                     self.index
                 ));
             }

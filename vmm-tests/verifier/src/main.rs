@@ -2,8 +2,8 @@
 //!
 //! usage: verifier DEVICE THREADS STOP
 //!
-//! It runs until the file STOP exists. Then it reads everything and prints `OK` with its counters. At the
-//! first error it prints `WRONG` with the reason, and ends.
+//! It runs until the file STOP exists. Then it reads everything and prints `OK` with its counters.
+//! At the first error it prints `WRONG` with the reason, and ends.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

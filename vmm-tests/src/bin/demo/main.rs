@@ -1,6 +1,6 @@
-//! A demonstration of Cairn: a checkpoint requested inside a guest, the loss of the machine, and a restart
-//! that fetches only the data that it reads. `demo cluster` uses a repository on eight peers and loses
-//! four of them too.
+//! A demonstration of Cairn: a checkpoint requested inside a guest, the loss of the machine, and a
+//! restart that fetches only the data that it reads. `demo cluster` uses a repository on eight
+//! peers and loses four of them too.
 
 use std::fs;
 use std::process::ExitCode;
