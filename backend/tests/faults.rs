@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::{Device, Shape};
 use support::repository;
-use support::rng::Rng;
 use support::sys;
 
 const CHUNK: u32 = 64 << 10;

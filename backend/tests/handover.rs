@@ -9,11 +9,11 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Event, Follow, RefusalKind, Request, Wait};
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
 use support::device::Shape;
 use support::repository;
-use support::rng::Rng;
 use survivor::{BLOCK, Manner, Survivor};
 
 const CHUNK: u32 = 64 << 10;

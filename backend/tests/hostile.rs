@@ -14,10 +14,10 @@ use frontend::{
     MEMORY, NEXT, OK, OUT, Part, Raw, STATUS, Setup, TABLE, TABLE_FOLLOWS, UNSUPP, UNTOUCHED, USED,
     WRITABLE, WRITE_ZEROES,
 };
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::Shape;
 use support::repository;
-use support::rng::Rng;
 use vhost::VhostBackend;
 
 const SIZE: u64 = 4 << 20;

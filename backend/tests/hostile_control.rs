@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Event, MAX_LINE, RefusalKind, Request};
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
 use support::device::Shape;
 use support::repository;
-use support::rng::Rng;
 
 struct Target {
     backend: Backend,

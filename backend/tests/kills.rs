@@ -11,11 +11,12 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Event, Request};
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
 use support::device::{Io, Layout, Shape};
 use support::repository;
-use support::rng::{Repeat, Rng, number_from_env};
+use support::rng::{Repeat, number_from_env};
 use survivor::{BLOCK, Manner, SECTOR, Survivor, holds};
 
 const CHUNK: u32 = 64 << 10;

@@ -6,10 +6,10 @@ use std::fs;
 
 use cairn_agent::Event;
 use cairn_store::{ErrorKind, SnapshotRef};
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::Shape;
 use support::repository;
-use support::rng::Rng;
 use support::sys;
 
 const CHUNK: u32 = 64 << 10;

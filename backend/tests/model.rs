@@ -15,10 +15,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::{Device, Io, Layout, Queue, Shape};
 use support::repository;
-use support::rng::{Repeat, Rng, number_from_env};
+use support::rng::{Repeat, number_from_env};
 
 const SECTOR: usize = 512;
 const BLOCK: usize = 8;

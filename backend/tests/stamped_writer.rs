@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
 use cairn_agent::{Refusal, RefusalKind};
+use seeded_rng::Rng;
 use stamped::checker::{self, Snapshot, Verdict};
 use stamped::history::{Base, History, Moment, Write};
 use stamped::load::{self, BLOCK, Load, Mix, Shared};
@@ -23,7 +24,7 @@ use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
 use support::device::{Device, Shape};
 use support::repository;
-use support::rng::{Repeat, Rng, number_from_env};
+use support::rng::{Repeat, number_from_env};
 
 const KIB: u64 = 1024;
 const MIB: u64 = 1024 * KIB;

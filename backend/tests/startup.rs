@@ -10,10 +10,10 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
 
+use seeded_rng::Rng;
 use support::backend::{Backend, Ended, IMAGE, Options, Site, run};
 use support::device::{Device, Shape};
 use support::repository;
-use support::rng::Rng;
 use support::sys;
 
 const CHUNK: u32 = 64 << 10;

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 
-/// Measures Cairn beside other programs, in one run.
+/// Compares Cairn with other programs.
 ///
-/// Prints tables, and writes them as JSON and Markdown, with charts, into the directory of results.
+/// Prints tables, and writes them with charts as JSON, Markdown and SVG to the directory of
+/// results.
 #[derive(Debug, Parser)]
 #[command(name = "cairn-bench", version, max_term_width = 100)]
 pub(crate) struct Args {
@@ -14,7 +15,7 @@ pub(crate) struct Args {
     #[arg(value_enum)]
     pub(crate) case: Case,
 
-    /// Fewer rounds, shorter measurements, less data: to see whether it works, not for figures.
+    /// Fewer rounds, shorter measurements, less data: to test the benchmark, not for results.
     #[arg(long)]
     pub(crate) quick: bool,
 
@@ -22,40 +23,42 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) rounds: Option<u32>,
 
-    /// Where the results go.
+    /// The directory for the results.
     #[arg(long, value_name = "DIR", default_value = "bench/results")]
     pub(crate) out: PathBuf,
 
-    /// Where the disks under test are; its file system is what is measured [default: next to the
+    /// The directory for the disks under test, whose file system is measured [default: next to the
     /// programs].
     #[arg(long, value_name = "DIR")]
     pub(crate) scratch: Option<PathBuf>,
 
-    /// Only measure what has this in its name: a workload of `disk`, a contender of `checkpoint` or
-    /// `redundancy`. For work on one figure; bars that lack a contender are left out.
+    /// Measure only workloads of `disk` and contenders of `checkpoint` or `redundancy` with this
+    /// text in their names. Goals that need another contender are omitted.
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
 
-    /// Another argument for each cairn-blk.
+    /// An additional argument for each cairn-blk.
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     pub(crate) blk_arg: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Case {
-    /// Guest I/O without a checkpoint, beside a raw file and qemu-storage-daemon.
+    /// Guest I/O without a checkpoint, compared with a raw file and qemu-storage-daemon.
     Disk,
-    /// Guest writes while a checkpoint is taken, beside QEMU's incremental backup and other strategies.
+    /// Guest writes during a checkpoint, compared with QEMU's incremental backup and other
+    /// strategies.
     Checkpoint,
-    /// A checkpoint's price for images of different sizes.
+    /// The cost of a checkpoint for images of different sizes.
     Cost,
-    /// Persisting to peers with copies and with Reed-Solomon codes, beside a copy over TCP.
+    /// Storing data on peers with replicas and with Reed-Solomon codes, compared with a copy over
+    /// TCP.
     Redundancy,
-    /// Eight clients that persist to peers at once, beside one.
+    /// Eight clients that store data on peers at the same time, compared with one.
     Clients,
-    /// Making again what a lost peer held, over a limited link.
+    /// Rebuilding the fragments of a lost peer over a limited link.
     Rebuild,
-    /// All of them.
+    /// All cases.
     All,
 }
 
@@ -104,7 +107,7 @@ mod tests {
     use super::Args;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_well_formed() {
         Args::command().debug_assert();
     }
 }

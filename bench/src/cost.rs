@@ -1,4 +1,4 @@
-//! `cost`: what a checkpoint of the same changes costs on images of different sizes.
+//! `cost`: the cost of a checkpoint of the same changes for images of different sizes.
 
 use std::time::Instant;
 
@@ -10,8 +10,8 @@ use crate::args::Args;
 use crate::io::{Connection, Shape};
 use crate::load::{Span, write_once};
 use crate::proc;
-use crate::report::bars::Bar;
 use crate::report::chart::{self, Series};
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::server::cairn::Cairn;
 use crate::site::Site;
@@ -26,27 +26,30 @@ const SIZES: [u64; 4] = [GIB, 64 * GIB, TIB, 8 * TIB];
 const NAMES: [&str; 4] = ["1 GiB", "64 GiB", "1 TiB", "8 TiB"];
 
 const DIRTY: u64 = 256 * MIB;
-/// The changes are spread over the whole image in so many places.
+/// The number of places in the image at which the changes are.
 const PLACES: u64 = 16;
-/// In each round; the first is of an empty image, all of the same changes.
+/// Checkpoints in each round. All have the same changes; the first one is of an empty image.
 const CHECKPOINTS: usize = 3;
 
-/// Most changes between sizes that count as none.
+/// The largest ratio between the sizes that counts as no difference.
 const FLAT: f64 = 1.5;
-/// Memory that does not depend on the size: buffers of persist, arena, caches, stacks.
+/// Memory that does not depend on the size, in bytes: buffers, memory for copies, caches, stacks.
 const POOLS: u64 = 160 * MIB;
+/// Memory for each TiB of the image, in bytes.
 const PER_TIB: u64 = 64 * MIB;
 
 #[derive(Clone, Debug, Serialize)]
 struct Figure {
-    /// What the server says about the pause, in microseconds.
+    /// The pause that the server reports, in microseconds.
     pause_us: Vec<f64>,
-    /// From asking to stable, in seconds.
+    /// The time from the request to stable, in seconds.
     stable_s: Vec<f64>,
     start_s: f64,
-    /// Bytes, before the first write and at most.
+    /// Resident memory before the first write, in bytes.
     resident_before: u64,
+    /// Resident memory at the end, in bytes.
     resident: u64,
+    /// The most resident memory, in bytes.
     peak: u64,
 }
 
@@ -60,7 +63,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     Ok(Report {
         tables: vec![table(&rounds)],
-        bars: bars(&rounds),
+        goals: goals(&rounds),
         data: json!({ "images": NAMES, "rounds": rounds }),
         charts: vec![("size".into(), chart(&rounds))],
     })
@@ -131,22 +134,22 @@ fn table(rounds: &[Vec<Figure>]) -> Table {
     table
 }
 
-fn bars(rounds: &[Vec<Figure>]) -> Vec<Bar> {
+fn goals(rounds: &[Vec<Figure>]) -> Vec<Goal> {
     let spread = |value: fn(&[Figure]) -> f64| {
         let values: Vec<f64> = rounds.iter().map(|figures| value(figures)).collect();
         largest(values.iter().copied()) / values.iter().copied().fold(f64::MAX, f64::min).max(1e-9)
     };
-    let mut bars = vec![
-        Bar::at_most("pause, largest of smallest over the sizes", spread(pause), FLAT),
-        Bar::at_most("time to stable, largest of smallest", spread(stable), FLAT),
+    let mut goals = vec![
+        Goal::at_most("pause, largest of smallest over the sizes", spread(pause), FLAT),
+        Goal::at_most("time to stable, largest of smallest", spread(stable), FLAT),
     ];
     for ((size, name), figures) in SIZES.iter().zip(NAMES).zip(rounds) {
         let allowed = POOLS as f64 + PER_TIB as f64 * *size as f64 / TIB as f64;
         let peak = mib(figures, |figure| figure.peak);
         let what = format!("{name}: memory, of 64 MiB for each TiB and pools of 160 MiB");
-        bars.push(Bar::limit(what, peak, allowed / MIB as f64, "MiB"));
+        goals.push(Goal::limit(what, peak, allowed / MIB as f64, "MiB"));
     }
-    bars
+    goals
 }
 
 fn chart(rounds: &[Vec<Figure>]) -> String {

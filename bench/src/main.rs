@@ -1,19 +1,19 @@
-//! Cairn side by side with other programs, in one run.
+//! Compares Cairn with other programs.
 //!
 //! ```text
-//!   args ─► disk ───────┐   site     where files and sockets are, and which programs
+//!   args ─► disk ───────┐   site     the directories and programs of a run
 //!           checkpoint ─┤   server   starts and stops cairn-blk and qemu-storage-daemon
 //!           cost ───────┤   io       a queue: of a vhost-user disk, or of a raw file
-//!           redundancy ─┤   load     what the guest does, and what it sees
-//!           clients ────┤   cluster  peers as processes, links, and what is persisted to them
+//!           redundancy ─┤   load     the requests of a guest, and their latencies
+//!           clients ────┤   cluster  peers as processes, limited links, and test data
 //!           rebuild ────┤
 //!             │         │
 //!             ▼         ▼
-//!           report: tables, JSON, Markdown, charts, bars
+//!           report: tables, JSON, Markdown, charts, goals
 //! ```
 //!
-//! Each case measures all contenders in turn, round after round, so that a slow minute of the machine
-//! hits them alike, and reports medians over the rounds.
+//! Each round of a case measures all contenders one after the other, so that a slow minute of the
+//! machine affects them equally. The report contains medians over the rounds.
 
 mod args;
 mod checkpoint;
@@ -27,7 +27,6 @@ mod proc;
 mod rebuild;
 mod redundancy;
 mod report;
-mod rng;
 mod server;
 mod site;
 mod stats;
@@ -46,7 +45,7 @@ fn main() -> Result<()> {
     let mut passed = true;
     for case in args.case.each() {
         println!("== {} ==", case.name());
-        look_around()?;
+        warn_if_busy()?;
         let report = match case {
             Case::Disk => disk::run(&site, &args)?,
             Case::Checkpoint => checkpoint::run(&site, &args)?,
@@ -54,24 +53,24 @@ fn main() -> Result<()> {
             Case::Redundancy => redundancy::run(&site, &args)?,
             Case::Clients => clients::run(&site, &args)?,
             Case::Rebuild => rebuild::run(&site, &args)?,
-            Case::All => unreachable!("it is split into its cases"),
+            Case::All => unreachable!("`each` returns the single cases"),
         };
-        look_around()?;
+        warn_if_busy()?;
         passed &= finish(&args, *case, &report)?;
     }
     if !passed {
-        println!("Some bars were missed: see above.");
+        println!("Some goals were missed; see above.");
     }
     Ok(())
 }
 
-/// Says so when something else runs: its figures would be noise.
-fn look_around() -> Result<()> {
-    const NOISE: f64 = 0.2;
+/// Prints a warning if other programs use the processors, because they disturb the measurement.
+fn warn_if_busy() -> Result<()> {
+    const LIMIT_CORES: f64 = 0.2;
     let busy = proc::busy_cores()?;
-    if busy > NOISE {
+    if busy > LIMIT_CORES {
         println!(
-            "WARNING: other programs keep {busy:.1} cores busy; the figures are not worth much."
+            "WARNING: other programs keep {busy:.1} cores busy; the results are not reliable."
         );
     }
     Ok(())

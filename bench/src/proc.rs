@@ -1,4 +1,4 @@
-//! What /proc tells about a process.
+//! Reads CPU time and memory from /proc.
 
 use std::fs;
 use std::time::Duration;
@@ -7,15 +7,16 @@ use anyhow::{Context, Result};
 
 use crate::sys;
 
-/// CPU time of all threads of a process, in user space and in the kernel, the ended ones included.
+/// The CPU time of a process in user space and in the kernel, including its ended threads.
 pub(crate) fn cpu_time(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
-    let stat = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+    let stat = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
     let ticks = ticks_of(&stat).with_context(|| format!("no CPU time in {path}: {stat}"))?;
     Ok(Duration::from_secs_f64(ticks as f64 / sys::clock_ticks()))
 }
 
-/// `utime` and `stime`: fields 14 and 15. The second field is a name in parentheses, with spaces maybe.
+/// The sum of `utime` and `stime`, fields 14 and 15. The second field is a name in parentheses,
+/// which may contain spaces.
 fn ticks_of(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace().skip(11);
@@ -24,10 +25,11 @@ fn ticks_of(stat: &str) -> Option<u64> {
     Some(user + system)
 }
 
-/// How many cores other programs keep busy, over half a second in which this one does nothing.
+/// The number of cores that other programs use, measured for half a second in which this program
+/// sleeps.
 pub(crate) fn busy_cores() -> Result<f64> {
     let read = || -> Result<u64> {
-        let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
+        let stat = fs::read_to_string("/proc/stat").context("reading /proc/stat")?;
         busy_ticks_of(&stat).with_context(|| format!("no CPU time in /proc/stat: {stat}"))
     };
     let before = read()?;
@@ -36,7 +38,7 @@ pub(crate) fn busy_cores() -> Result<f64> {
     Ok((read()? - before) as f64 / sys::clock_ticks() / time.as_secs_f64())
 }
 
-/// The first line's times, without the fourth and fifth, which are idle.
+/// The sum of the times in the first line, without the fourth and fifth one, which are idle times.
 fn busy_ticks_of(stat: &str) -> Option<u64> {
     let times = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
     let times: Vec<u64> = times.take(8).map(str::parse).collect::<Result<_, _>>().ok()?;
@@ -44,7 +46,7 @@ fn busy_ticks_of(stat: &str) -> Option<u64> {
     Some(times.iter().sum::<u64>() - idle)
 }
 
-/// A process's memory in bytes.
+/// The memory of a process in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
     pub(crate) resident: u64,
@@ -53,7 +55,7 @@ pub(crate) struct Memory {
 
 pub(crate) fn memory(pid: u32) -> Result<Memory> {
     let path = format!("/proc/{pid}/status");
-    let status = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+    let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
     let field = |name: &str| {
         kib_of(&status, name).map(|kib| kib << 10).with_context(|| format!("no {name} in {path}"))
     };
@@ -70,7 +72,7 @@ mod tests {
     use super::{busy_ticks_of, kib_of, ticks_of};
 
     #[test]
-    fn cpu_time_is_found_behind_a_name_with_parentheses() {
+    fn cpu_time_is_found_after_a_name_with_parentheses() {
         let stat = "7 (a ) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20";
         assert_eq!(ticks_of(stat), Some(300));
     }

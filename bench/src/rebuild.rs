@@ -1,5 +1,5 @@
-//! `rebuild`: making again what a lost peer held. One process reads what is left and writes what was lost, over a
-//! limited link.
+//! `rebuild`: rebuilding the fragments of a lost peer. One process reads the remaining fragments
+//! and writes the lost ones over a limited link.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,24 +18,25 @@ use crate::args::Args;
 use crate::cluster::data::{CHUNK, Data};
 use crate::cluster::link::{Link, RATE};
 use crate::cluster::persist::persist;
-use crate::cluster::{Bed, PEERS};
-use crate::report::bars::Bar;
+use crate::cluster::{PEERS, Testbed};
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::site::Site;
 use crate::stats::median;
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// How blobs were stored before the loss.
+/// The redundancy of the blobs.
 const ALL: [&str; 2] = ["rs=4+4", "replicas=3"];
 
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Figure {
     seconds: f64,
-    /// Bytes of fragments that were lost and made again.
+    /// Bytes of rebuilt fragments.
     rebuilt: f64,
-    /// Bytes that came over the link, and those that went.
+    /// Bytes received over the link.
     received: f64,
+    /// Bytes sent over the link.
     sent: f64,
 }
 
@@ -44,7 +45,7 @@ impl Figure {
         self.rebuilt / MIB / self.seconds
     }
 
-    /// Of the direction with more to carry.
+    /// The utilisation of the link, in the direction with more traffic.
     fn busy(&self) -> f64 {
         self.received.max(self.sent) * 8.0 / self.seconds / RATE
     }
@@ -52,14 +53,14 @@ impl Figure {
 
 pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let mut data = Data::new(if args.quick { 64 << 20 } else { 256 << 20 });
-    let link = Link::new().context("make a limited link; that needs root, ip and tc")?;
+    let link = Link::new().context("creating a limited link, which needs root, ip and tc")?;
     let mut rounds: [Vec<Figure>; ALL.len()] = Default::default();
-    let mut turn = 0;
+    let mut measurement = 0;
     for round in 0..args.rounds() {
         for (name, figures) in ALL.into_iter().zip(&mut rounds) {
             eprintln!("round {}: {name}", round + 1);
-            turn += 1;
-            data.turn(turn);
+            measurement += 1;
+            data.make_unique(measurement);
             let figure = measure(site, name, &data, &link).context(name)?;
             eprintln!("  {:.0} MiB/s, the link {:.2} busy", figure.rate(), figure.busy());
             figures.push(figure);
@@ -67,7 +68,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     let head = ["stored as", "rebuilt MiB", "MiB/s", "received MiB", "sent MiB", "link busy"];
     let mut table = Table::new("One of nine peers is lost; 1 Gbit/s both ways", &head);
-    let mut bars = Vec::new();
+    let mut goals = Vec::new();
     for (name, figures) in ALL.into_iter().zip(&rounds) {
         let of = |value: fn(&Figure) -> f64| median(figures.iter().map(value));
         table.row([
@@ -78,44 +79,44 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
             format!("{:.0}", of(|one| one.sent / MIB)),
             format!("{:.1} %", 100.0 * of(Figure::busy)),
         ]);
-        bars.push(Bar::at_least(format!("{name}: the link is busy"), of(Figure::busy), 0.8));
+        goals.push(Goal::at_least(format!("{name}: the link is busy"), of(Figure::busy), 0.8));
     }
     let data = json!({ "rounds": rounds });
-    Ok(Report { tables: vec![table], bars, data, charts: Vec::new() })
+    Ok(Report { tables: vec![table], goals, data, charts: Vec::new() })
 }
 
 fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> {
-    let mut bed = Bed::with_peers(PEERS + 1, site, Some(link), false)?;
+    let mut testbed = Testbed::with_peers(PEERS + 1, site, Some(link), false)?;
     let redundancy: Redundancy = name.parse()?;
     let policy: StoragePolicy = redundancy.into();
-    let client = bed.client()?;
+    let client = testbed.client()?;
     persist(&client, data.bytes(), &policy)?;
-    let (lost, left) = bed.lose();
-    let nodes = left.iter().map(RepairPeer::from);
-    let gone = RepairPeer { state: PeerState::Lost, ..RepairPeer::from(&lost) };
-    let nodes = RepairMembers::new(nodes.chain([gone]));
-    let connected = Arc::new(ConnectedPeers::new(left, bed.security().clone()));
-    let documents: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
+    let (lost, left) = testbed.lose();
+    let peers = left.iter().map(RepairPeer::from);
+    let lost = RepairPeer { state: PeerState::Lost, ..RepairPeer::from(&lost) };
+    let members = RepairMembers::new(peers.chain([lost]));
+    let connected = Arc::new(ConnectedPeers::new(left, testbed.security().clone()));
+    let blobs: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {
-        let (give, blobs) = mpsc::channel(1024);
+        let (sender, receiver) = mpsc::channel(1024);
         let feed = async move {
-            for name in documents {
-                if give.send((name, redundancy)).await.is_err() {
+            for blob in blobs {
+                if sender.send((blob, redundancy)).await.is_err() {
                     return;
                 }
             }
         };
-        let work = repair(connected, nodes, blobs, RepairLimits::default(), &|| true, &|_| ());
+        let work = repair(connected, members, receiver, RepairLimits::default(), &|| true, &|_| ());
         tokio::join!(feed, work).1
     });
     let (seconds, after) = (begin.elapsed().as_secs_f64(), link.traffic()?);
-    let made = repaired.rebuilt + repaired.moved;
-    ensure!(!repaired.is_incomplete() && made > 0, "not repaired: {repaired:?}");
+    let rebuilt = repaired.rebuilt + repaired.moved;
+    ensure!(!repaired.is_incomplete() && rebuilt > 0, "the repair is incomplete: {repaired:?}");
     let block = CHUNK / redundancy.needed();
     Ok(Figure {
         seconds,
-        rebuilt: (made * block as u64) as f64,
+        rebuilt: (rebuilt * block as u64) as f64,
         received: (after.received - before.received) as f64,
         sent: (after.sent - before.sent) as f64,
     })

@@ -1,4 +1,5 @@
-//! `redundancy`: what it costs one client to persist, with copies and with Reed-Solomon codes.
+//! `redundancy`: the cost of storing data for one client, with replicas and with Reed-Solomon
+//! codes.
 
 use anyhow::{Context, Result};
 use cairn_store::encoding::{Redundancy, StoragePolicy};
@@ -6,12 +7,12 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::args::Args;
-use crate::cluster::Bed;
+use crate::cluster::Testbed;
 use crate::cluster::copy::copy;
 use crate::cluster::data::Data;
 use crate::cluster::link::{Link, RATE};
 use crate::cluster::persist::persist;
-use crate::report::bars::Bar;
+use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::site::Site;
 use crate::stats::median;
@@ -19,7 +20,7 @@ use crate::stats::median;
 const MIB: f64 = (1 << 20) as f64;
 const GIB: f64 = (1 << 30) as f64;
 
-/// One way to persist.
+/// A redundancy, and the network between client and peers.
 #[derive(Clone, Copy, Debug)]
 struct Contender {
     name: &'static str,
@@ -47,10 +48,10 @@ const ALL: [Contender; 7] = [
     contender("rs=4+4, 1 Gbit/s", "rs=4+4", true, false),
 ];
 
-/// How often a round measures what is not limited.
+/// How often a round measures the contenders without a limited link.
 const PASSES: usize = 3;
 
-/// A copy of the bytes over TCP into a file.
+/// The name of the comparison: a copy of the data over TCP into a file.
 const COPY: &str = "copy over TCP";
 
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -59,14 +60,15 @@ struct Figure {
     bytes: f64,
     client_cpu_s: f64,
     peers_cpu_s: f64,
-    /// Bytes that the peers hold.
+    /// Bytes stored on the peers.
     space: f64,
-    /// Bytes that left the client, as its interface counts them,
+    /// Bytes that the client sent, counted by its network interface.
     sent: f64,
-    /// and as the limit counts them.
+    /// Bytes that the client sent, counted by the limit of the link.
     limited: f64,
-    /// The same chunks again, by a client that remembers nothing.
+    /// Seconds to store the same chunks again, by a client without cached state.
     known_seconds: f64,
+    /// Bytes on the link while the same chunks are stored again.
     known_traffic: f64,
 }
 
@@ -92,11 +94,12 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let (unlimited, limited) =
         if args.quick { (256 << 20, 64 << 20) } else { (1 << 30, 256 << 20) };
     let mut data = [Data::new(unlimited), Data::new(limited)];
-    let link = Link::new().context("make a limited link; that needs root, ip and tc")?;
-    // Memory that a virtual machine has not touched for long is slow the first time, and its page cache is.
+    let link = Link::new().context("creating a limited link, which needs root, ip and tc")?;
+    // The first use of memory and of the page cache is slow in a virtual machine that has not used
+    // them for long.
     copy(site, data[0].bytes())?;
     let mut rounds: Vec<Vec<(String, Figure)>> = Vec::new();
-    let mut turn = 0;
+    let mut measurement = 0;
     for round in 0..args.rounds() {
         let mut figures = Vec::new();
         for one in order(args) {
@@ -110,11 +113,11 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
             };
             eprintln!("round {}: {}", round + 1, one.name);
             let data = &mut data[usize::from(one.limited)];
-            turn += 1;
-            data.turn(turn);
+            measurement += 1;
+            data.make_unique(measurement);
             let figure = measure(site, one, data, &link).with_context(|| one.name)?;
             eprintln!(
-                "  {:.0} MiB/s, known {:.0} MiB/s, CPU {:.2} + {:.2} s",
+                "  {:.0} MiB/s, known chunks {:.0} MiB/s, CPU {:.2} + {:.2} s",
                 figure.rate(),
                 figure.known_rate(),
                 figure.client_cpu_s,
@@ -124,12 +127,13 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
         }
         rounds.push(figures);
     }
-    let (tables, bars) = (vec![table(&rounds)], bars(&rounds));
-    Ok(Report { tables, bars, data: json!({ "rounds": rounds }), charts: Vec::new() })
+    let (tables, goals) = (vec![table(&rounds)], goals(&rounds));
+    Ok(Report { tables, goals, data: json!({ "rounds": rounds }), charts: Vec::new() })
 }
 
-/// What a round measures; nothing stands for the copy. Without a limit the machine's own moods decide, which last for
-/// seconds: that is measured several times, to and fro.
+/// The order of measurements in a round. `None` stands for the copy. Without a limited link,
+/// results depend on the state of the machine, which changes within seconds. So these contenders
+/// are measured several times, in alternating order.
 fn order(args: &Args) -> Vec<Option<&'static Contender>> {
     let wanted = |limited| {
         ALL.iter().filter(move |one| one.limited == limited && args.wants(one.name)).map(Some)
@@ -147,20 +151,20 @@ fn order(args: &Args) -> Vec<Option<&'static Contender>> {
 }
 
 fn measure(site: &Site, one: &Contender, data: &Data, link: &Link) -> Result<Figure> {
-    let bed = Bed::start(site, one.limited.then_some(link), one.tls)?;
+    let testbed = Testbed::start(site, one.limited.then_some(link), one.tls)?;
     let policy: StoragePolicy = one.redundancy.parse::<Redundancy>()?.into();
-    let client = bed.client()?;
-    let (before, cpu) = (link.traffic()?, bed.cpu_time()?);
+    let client = testbed.client()?;
+    let (before, cpu) = (link.traffic()?, testbed.cpu_time()?);
     let seconds = persist(&client, data.bytes(), &policy)?;
-    let (after, cpu_after) = (link.traffic()?, bed.cpu_time()?);
-    let space = bed.used(&client)? as f64;
-    // One that remembers nothing asks for everything.
-    let other = bed.client()?;
+    let (after, cpu_after) = (link.traffic()?, testbed.cpu_time()?);
+    let space = testbed.used(&client)? as f64;
+    // A client without cached state asks the peers for every chunk.
+    let other = testbed.client()?;
     let asked = link.traffic()?;
     let known_seconds = persist(&other, data.bytes(), &policy)?;
     let answered = link.traffic()?;
     let counters = other.counters();
-    anyhow::ensure!(counters.sent == 0, "known chunks were sent: {counters:?}");
+    anyhow::ensure!(counters.sent == 0, "chunks that the peers have were sent: {counters:?}");
     let traffic = (answered.sent - asked.sent) + (answered.received - asked.received);
     Ok(Figure {
         seconds,
@@ -196,14 +200,14 @@ fn table(rounds: &[Vec<(String, Figure)>]) -> Table {
         "known traffic",
     ];
     let mut table = Table::new("One client, eight peers, chunks of 256 KiB", &head);
-    let documents = std::iter::once(COPY).chain(ALL.iter().map(|one| one.name));
-    for (at, name) in documents.enumerate() {
+    let names = std::iter::once(COPY).chain(ALL.iter().map(|one| one.name));
+    for (at, name) in names.enumerate() {
         let figure = |value: fn(&Figure) -> f64| of(rounds, name, value).unwrap_or(0.0);
         if of(rounds, name, Figure::rate).is_none() {
             continue;
         }
         let limited = at > 0 && ALL[at - 1].limited;
-        let only = |is_there: bool, text: String| if is_there { text } else { "-".into() };
+        let only = |applies: bool, text: String| if applies { text } else { "-".into() };
         table.row([
             name.to_string(),
             format!("{:.0}", figure(Figure::rate)),
@@ -220,13 +224,13 @@ fn table(rounds: &[Vec<(String, Figure)>]) -> Table {
     table
 }
 
-fn bars(rounds: &[Vec<(String, Figure)>]) -> Vec<Bar> {
-    let mut bars = Vec::new();
+fn goals(rounds: &[Vec<(String, Figure)>]) -> Vec<Goal> {
+    let mut goals = Vec::new();
     let mut ratio = |what: &str, one: Option<f64>, other: Option<f64>, least, most| {
         let Some(ratio) = one.zip(other).map(|(one, other)| one / other) else { return };
         let (least, most): (Option<f64>, Option<f64>) = (least, most);
-        bars.extend(least.map(|least| Bar::at_least(what, ratio, least)));
-        bars.extend(most.map(|most| Bar::at_most(what, ratio, most)));
+        goals.extend(least.map(|least| Goal::at_least(what, ratio, least)));
+        goals.extend(most.map(|most| Goal::at_most(what, ratio, most)));
     };
     let rate = |name| of(rounds, name, Figure::rate);
     let [copies, two, code, tls, slow_copies, slow_two, slow_code] = ALL.map(|one| one.name);
@@ -248,5 +252,5 @@ fn bars(rounds: &[Vec<(String, Figure)>]) -> Vec<Bar> {
     let asked = of(rounds, slow_code, |one| one.known_traffic / one.bytes);
     ratio("1 Gbit/s: known chunks, traffic of the data", asked, one, None, Some(0.01));
     let _ = (two, tls);
-    bars
+    goals
 }

@@ -1,4 +1,4 @@
-//! Where files and sockets are, and which programs are measured.
+//! The directories and programs of a run.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,61 +12,64 @@ use anyhow::{Context, Result, bail};
 use crate::args::Args;
 use crate::sys;
 
-/// The place of one run. Everything in it is gone with it.
+/// The directories and programs of one run. The directories are removed when this value is dropped.
 pub(crate) struct Site {
     scratch: PathBuf,
-    /// Short, because a socket's path is limited to 107 bytes.
+    /// The directory for sockets. It has a short path, because the path of a socket is limited to
+    /// 107 bytes.
     sockets: PathBuf,
-    /// On a tmpfs.
+    /// The live directory of cairn-blk, on a tmpfs.
     pub(crate) live: PathBuf,
     pub(crate) cairn: PathBuf,
     pub(crate) cairn_blk: PathBuf,
     pub(crate) storage_daemon: PathBuf,
-    /// More arguments for each cairn-blk.
+    /// Additional arguments for each cairn-blk.
     pub(crate) blk_args: Vec<String>,
-    /// How many areas there were.
+    /// The number of areas so far.
     areas: AtomicU64,
 }
 
 impl Site {
     pub(crate) fn new(args: &Args) -> Result<Site> {
-        let own = std::env::current_exe().context("find the own program")?;
-        let programs = own.parent().context("the own program is in no directory")?;
+        let own = std::env::current_exe().context("finding the path of this program")?;
+        let programs = own.parent().context("the path of this program has no directory")?;
         let (cairn, cairn_blk) = (programs.join("cairn"), programs.join("cairn-blk"));
         build(programs)?;
-        let storage_daemon = find("qemu-storage-daemon")
-            .context("qemu-storage-daemon is missing; Debian has it in qemu-system-common")?;
+        let storage_daemon = find("qemu-storage-daemon").context(
+            "qemu-storage-daemon is missing; it is in Debian's package qemu-system-common",
+        )?;
         let id = std::process::id();
         let below = args.scratch.clone().unwrap_or_else(|| programs.to_path_buf());
         let scratch = below.join(format!("cairn-bench-{id}"));
         let sockets = std::env::temp_dir().join(format!("cairn-bench-{id}"));
         let live = PathBuf::from(format!("/dev/shm/cairn-bench-{id}"));
         let blk_args = args.blk_arg.clone();
-        // From here on the directories are removed again, whatever fails.
+        // From here on, dropping `site` removes the directories if a step fails.
         let areas = AtomicU64::new(0);
         let site =
             Site { scratch, sockets, live, cairn, cairn_blk, storage_daemon, blk_args, areas };
         for directory in [&site.scratch, &site.sockets] {
             fs::create_dir_all(directory)
-                .with_context(|| format!("make the directory {}", directory.display()))?;
+                .with_context(|| format!("creating the directory {}", directory.display()))?;
         }
-        // A socket's path must not depend on where the run was started.
+        // Paths must not depend on the working directory of this process.
         let mut site = site;
-        site.scratch = fs::canonicalize(&site.scratch).context("find the scratch directory")?;
-        // Not everywhere; where it is refused, it is not needed as much.
+        site.scratch = fs::canonicalize(&site.scratch).context("finding the scratch directory")?;
+        // Only ext4 supports this. Other file systems refuse it and need it less.
         let _ = sys::spread_out(&site.scratch);
         Ok(site)
     }
 
     /// A directory for the files of one measurement.
     pub(crate) fn area(&self) -> Result<Area> {
-        // No name of an earlier run: ext4 chooses the place by it.
+        // The name differs from those of earlier runs, because ext4 chooses the place of a
+        // directory by its name.
         let number = self.areas.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}-{number}", std::process::id());
         let area = Area { files: self.scratch.join(&name), sockets: self.sockets.join(&name) };
         for directory in [&area.files, &area.sockets] {
             fs::create_dir_all(directory)
-                .with_context(|| format!("make the directory {}", directory.display()))?;
+                .with_context(|| format!("creating the directory {}", directory.display()))?;
         }
         Ok(area)
     }
@@ -80,11 +83,13 @@ impl Drop for Site {
     }
 }
 
-/// Files and sockets of one measurement. Afterwards their space is free again, and the disk at rest.
+/// Files and sockets of one measurement. Dropping it frees their space and waits until the disk is
+/// idle.
 ///
-/// The files themselves stay, empty, until the end of the run: ext4 without a journal does not give the
-/// inode of a file that was removed some minutes ago to another, and looks for one that it can give for
-/// so long that it would be measured. For the same reason each area is in a part of the disk of its own.
+/// The files themselves stay, empty, until the end of the run. The reason is ext4 without a
+/// journal: it does not reuse the inode of a file that was removed in the last minutes, and its
+/// search for another inode takes so long that it would disturb the measurement. For the same
+/// reason each area is in its own part of the disk.
 pub(crate) struct Area {
     files: PathBuf,
     sockets: PathBuf,
@@ -107,21 +112,21 @@ impl Area {
 
 impl Drop for Area {
     fn drop(&mut self) {
-        let _ = empty(&self.files);
+        let _ = truncate_all(&self.files);
         let _ = fs::remove_dir_all(&self.sockets);
         sys::settle();
     }
 }
 
-/// Takes the content of all files.
-fn empty(directory: &Path) -> io::Result<()> {
+/// Truncates all files in a directory and its subdirectories.
+fn truncate_all(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
         let kind = entry.file_type()?;
         if kind.is_dir() {
-            empty(&entry.path())?;
+            truncate_all(&entry.path())?;
         } else if kind.is_file() {
-            // Blobs are read-only, which does not stop their owner.
+            // Segments may be read-only, so their permissions are changed first.
             let _ = fs::set_permissions(entry.path(), fs::Permissions::from_mode(0o600));
             File::create(entry.path())?;
         }
@@ -129,12 +134,12 @@ fn empty(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Brings the programs beside this one up to date: a stale one would be measured otherwise.
+/// Builds the programs under test, so that no outdated ones are measured.
 fn build(programs: &Path) -> Result<()> {
     let target = programs.parent().context("the programs are in no target directory")?;
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.toml");
     if !workspace.exists() {
-        // A copied program, away from its sources: take what is there.
+        // This program was copied without its sources, so the existing programs are used.
         return match programs.join("cairn-blk").exists() && programs.join("cairn").exists() {
             true => Ok(()),
             false => bail!("cairn and cairn-blk are not in {}", programs.display()),
@@ -148,11 +153,13 @@ fn build(programs: &Path) -> Result<()> {
         .arg("--target-dir")
         .arg(target)
         .status()
-        .context("start cargo")?;
+        .context("starting cargo")?;
     match status.success() && programs.ends_with("release") {
         true => Ok(()),
-        false if !programs.ends_with("release") => bail!("build with --release to measure"),
-        false => bail!("cairn-blk and cairn cannot be built: {status}"),
+        false if !programs.ends_with("release") => {
+            bail!("build with --release: results of a debug build are meaningless")
+        }
+        false => bail!("building cairn-blk and cairn failed: {status}"),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// The middle of the values, or the mean of the two in the middle; 0 of none.
+/// The median of the values, or 0 if there are none.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
@@ -13,12 +13,12 @@ pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     }
 }
 
-/// The largest of the values, 0 of none.
+/// The largest of the values, or 0 if there are none.
 pub(crate) fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
     values.into_iter().fold(0.0, f64::max)
 }
 
-/// The mean of ratios, in which a half and a double cancel out; 1 of none.
+/// The geometric mean of ratios, in which a half and a double cancel out, or 1 if there are none.
 pub(crate) fn geometric_mean(ratios: impl IntoIterator<Item = f64>) -> f64 {
     let logarithms: Vec<f64> = ratios.into_iter().map(f64::ln).collect();
     (logarithms.iter().sum::<f64>() / logarithms.len().max(1) as f64).exp()
@@ -34,7 +34,7 @@ pub(crate) struct Latency {
 }
 
 impl Latency {
-    /// Of latencies in nanoseconds.
+    /// Computes the percentiles of latencies in nanoseconds.
     pub(crate) fn of(mut nanoseconds: Vec<u64>) -> Latency {
         if nanoseconds.is_empty() {
             return Latency::default();
@@ -59,7 +59,7 @@ mod tests {
     use super::{Latency, median};
 
     #[test]
-    fn the_median_of_an_even_count_is_between_the_middle_two() {
+    fn the_median_of_an_even_count_is_the_mean_of_the_middle_two() {
         assert_eq!(median([]), 0.0);
         assert_eq!(median([3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median([4.0, 1.0, 2.0, 3.0]), 2.5);

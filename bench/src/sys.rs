@@ -1,4 +1,4 @@
-//! The few system calls that the standard library has no safe form of, and files for direct I/O.
+//! System calls without a safe form in the standard library, and files for direct I/O.
 #![allow(unsafe_code)]
 
 use std::fs::{File, OpenOptions};
@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::Child;
 
-/// Memory that can be shared with another process by its descriptor.
+/// Creates memory that can be shared with another process by its descriptor.
 pub(crate) fn memfd(len: u64) -> Result<File> {
     // SAFETY: the name is a C string that outlives the call.
     let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
@@ -21,26 +21,26 @@ pub(crate) fn memfd(len: u64) -> Result<File> {
     Ok(file)
 }
 
-/// Asks a child that was not waited for yet to end.
+/// Sends SIGTERM to a child that was not waited for yet.
 pub(crate) fn terminate(child: &Child) {
-    // SAFETY: kill takes no pointers; the child is not reaped, so its id is still its own.
+    // SAFETY: kill takes no pointers. The child is not reaped, so no other process has its id.
     unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
 }
 
-/// Writes out what the kernel holds back, so that it does not disturb the next measurement.
+/// Flushes all file systems, so that delayed writes do not disturb the next measurement.
 pub(crate) fn settle() {
-    // SAFETY: sync takes nothing.
+    // SAFETY: sync takes no arguments.
     unsafe { libc::sync() };
 }
 
-/// Clock ticks in a second, the unit of CPU times in /proc.
+/// The number of clock ticks in a second. CPU times in /proc are in clock ticks.
 pub(crate) fn clock_ticks() -> f64 {
     // SAFETY: sysconf takes no pointers.
     unsafe { libc::sysconf(libc::_SC_CLK_TCK) as f64 }
 }
 
-/// Has ext4 put each directory that is made in this one into another part of the disk, as far from all
-/// others as it does for the directories of the root. Other file systems do not know it.
+/// Makes ext4 place each new subdirectory in another part of the disk, as it does for the
+/// directories of the root. Other file systems do not support it.
 pub(crate) fn spread_out(directory: &Path) -> Result<()> {
     const TOP_DIRECTORY: libc::c_int = 0x0002_0000;
     let file = File::open(directory)?;
@@ -53,7 +53,7 @@ pub(crate) fn spread_out(directory: &Path) -> Result<()> {
     if got == 0 && set == 0 { Ok(()) } else { Err(Error::last_os_error()) }
 }
 
-/// Makes the file of `len` bytes, a hole, or opens it as it is, for direct I/O.
+/// Opens a file for direct I/O and sets its length. Creates it as a hole if it does not exist.
 pub(crate) fn direct_file(path: &Path, len: u64) -> Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -66,7 +66,7 @@ pub(crate) fn direct_file(path: &Path, len: u64) -> Result<File> {
     Ok(file)
 }
 
-/// Gives the file all its blocks, so that writing to it allocates nothing.
+/// Allocates all blocks of a file, so that writes to it allocate nothing.
 pub(crate) fn allocate(file: &File, len: u64) -> Result<()> {
     // SAFETY: fallocate takes no pointers.
     match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len as libc::off_t) } {
@@ -75,7 +75,7 @@ pub(crate) fn allocate(file: &File, len: u64) -> Result<()> {
     }
 }
 
-/// Bytes at an address that direct I/O takes.
+/// Memory that is aligned for direct I/O.
 pub(crate) struct Aligned {
     bytes: Vec<u8>,
     start: usize,

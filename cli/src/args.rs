@@ -16,23 +16,24 @@ Exit codes:
   1  failed, or a checkpoint did not become stable
   2  wrong usage
   3  the repository, image, snapshot, mirror or socket does not exist
-  4  in use, busy, or in a state that forbids it
+  4  in use, busy, or not possible in its present state
   5  stored data is corrupt
   6  unavailable (disk full, no answer), or timed out
 
 Sizes are bytes, or have a suffix K, M, G or T (powers of 1024).";
 
-/// Disk snapshots of virtual machines: images, their snapshots, and checkpoints of running disks.
+/// Manages disk images of virtual machines, their snapshots, and checkpoints of running disks.
 #[derive(Debug, Parser)]
 #[command(name = "cairn", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub(crate) struct Cli {
-    /// The repository: dir:PATH, or cairn://HOST:PORT, the catalog of a cluster
+    /// The repository: dir:PATH, or a cluster: cairn://HOST:PORT (a catalog server) or
+    /// etcd://HOST:PORT[,HOST:PORT...] (etcd)
     #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
-    /// The keys for a cluster: a directory with ca.pem and the role's certificate and key
+    /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role
     #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
     pub(crate) keys: Option<PathBuf>,
-    /// Speak plain TCP with a cluster, which anybody in the network can read and write
+    /// Connect to a cluster without TLS: everyone on the network can read and change the data
     #[arg(long, global = true, conflicts_with = "keys")]
     pub(crate) insecure: bool,
     #[command(flatten)]
@@ -41,8 +42,8 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// Global options that a command does not use, by their ids. The command accepts them, so that a
-/// wrapper can pass them to every command, and its help does not show them.
+/// The ids of the global options that a command does not use. The command accepts them, so that a
+/// wrapper can pass them to every command. Its help does not show them.
 const UNUSED: [(&str, &[&str]); 11] = [
     ("create", &["bytes"]),
     ("clone", &["bytes"]),
@@ -81,10 +82,10 @@ impl Cli {
     }
 }
 
-/// How to print.
+/// The format of the output.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Style {
-    /// Print JSON, also for errors
+    /// Print JSON, for errors too
     #[arg(long, global = true)]
     pub(crate) json: bool,
     /// Print sizes in bytes
@@ -94,7 +95,7 @@ pub(crate) struct Style {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Make an empty image
+    /// Create an empty image
     #[command(after_help = "Example:\n  cairn --store dir:/srv/cairn create vm1 20G")]
     Create {
         /// The image's name
@@ -103,18 +104,18 @@ pub(crate) enum Command {
         #[arg(value_parser = parse_size)]
         size: u64,
         #[command(flatten)]
-        making: Making,
+        options: ImageOptions,
     },
-    /// Make an image from a raw disk file
+    /// Create an image from a raw disk file
     #[command(after_help = "Examples:\n  cairn import debian.raw debian\n  \
                             qemu-img convert -O raw old.qcow2 /dev/stdout | cairn import - vm1")]
     Import {
-        /// The raw file or block device; `-` is the standard input
+        /// The raw file or block device; `-` is standard input
         file: PathBuf,
         /// The image's name
         image: ImageName,
         #[command(flatten)]
-        making: Making,
+        options: ImageOptions,
     },
     /// List images, or the snapshots of one
     #[command(after_help = "Examples:\n  cairn ls\n  cairn ls vm1\n  cairn ls vm1 --json")]
@@ -122,17 +123,17 @@ pub(crate) enum Command {
         /// List this image's snapshots
         image: Option<ImageName>,
     },
-    /// Show everything about a snapshot
+    /// Show the properties of a snapshot
     #[command(after_help = "Examples:\n  cairn show vm1\n  cairn show vm1@3\n  \
                             cairn show vm1@before-upgrade")]
     Show {
         /// IMAGE, IMAGE@NUMBER or IMAGE@LABEL
         snapshot: SnapshotRef,
     },
-    /// Make an image that begins as a snapshot of another; nothing is copied
+    /// Create an image from a snapshot of another image, without copying data
     #[command(after_help = "Example:\n  cairn clone debian@1 vm2")]
     Clone {
-        /// The snapshot to begin with
+        /// The snapshot that the new image starts with
         snapshot: SnapshotRef,
         /// The new image's name
         image: ImageName,
@@ -143,17 +144,17 @@ pub(crate) enum Command {
     Export {
         /// The snapshot
         snapshot: SnapshotRef,
-        /// The file to make; `-` is the standard output
+        /// The file to create; `-` is standard output
         file: PathBuf,
         /// Replace the file if it exists
         #[arg(long)]
         force: bool,
     },
     /// Remove a snapshot, or an image with all its snapshots
-    #[command(after_help = "Names are removed; their data stays until garbage collection.\n\n\
+    #[command(after_help = "The names are removed. The data stays until garbage collection.\n\n\
                             Examples:\n  cairn rm vm1@3\n  cairn rm vm1")]
     Rm {
-        /// IMAGE@NUMBER, IMAGE@LABEL, or IMAGE for all of it
+        /// IMAGE@NUMBER or IMAGE@LABEL for a snapshot, IMAGE for the image with all its snapshots
         name: SnapshotRef,
         /// Remove the image although stopped mirrors refer to it
         #[arg(long)]
@@ -163,7 +164,7 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  cairn mirrors\n  \
                             cairn mirrors --forget 0f3b5c8a9d1e4f60b2a7c4d8e9f01234")]
     Mirrors {
-        /// Drop the reference of a mirror that is gone
+        /// Remove the entry of a mirror that no longer exists
         #[arg(long, value_name = "ID")]
         forget: Option<MirrorId>,
     },
@@ -177,34 +178,37 @@ pub(crate) enum Command {
         /// A second name for the snapshot
         #[arg(long)]
         label: Option<String>,
-        /// Return when the cut is made, or when the snapshot is durable
+        /// Return when the checkpoint is accepted, or when the snapshot is stable
         #[arg(long, value_enum, default_value = "accepted", value_name = "WHAT")]
         wait: WaitFor,
         /// Give up after this many seconds [default: 30, or 3600 with --wait stable]
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
         timeout: Option<Duration>,
     },
-    /// Show what a running disk is and does
+    /// Show the properties and the state of a running disk
     #[command(after_help = "Example:\n  cairn status --control /run/vm1.ctl")]
     Status {
         #[command(flatten)]
         control: Control,
     },
-    /// Keep fragments of blobs for others: be a peer; or, with --catalog alone, the catalog
+    /// Run a peer, which stores data of a cluster, or the catalog server
     #[command(
-        after_help = "Examples:\n  cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
+        after_help = "With --catalog ADDR the process is a peer of that catalog. With --catalog alone it is \
+                      the catalog server.\n\n\
+                      Examples:\n  cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
                             --keys /etc/cairn\n  \
                             cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
                             --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
-    /// Make the keys of a cluster
+    /// Create the keys of a cluster
     #[command(subcommand, after_help = "Example:\n  cairn keys init cluster-keys")]
     Keys(Keys),
-    /// List the peers of a cluster, or empty or remove one
+    /// List the peers of a cluster, or drain or remove a peer
     #[command(
         args_conflicts_with_subcommands = true,
-        after_help = "The last line tells how many more losses the worst blob survives, as of the last repair.\n\n\
+        after_help = "The last line shows how many more peers the cluster can lose without losing data, as of \
+                      the last repair.\n\n\
                       Examples:\n  cairn --store cairn://10.0.0.1:7400 peers\n  cairn peers drain 3f8a\n  \
                       cairn peers lose 3f8a"
     )]
@@ -212,15 +216,17 @@ pub(crate) enum Command {
         #[command(subcommand)]
         action: Option<Peers>,
     },
-    /// Find what has less than its redundancy, and make it again
-    #[command(after_help = "The catalog does the same in the background.\n\n\
+    /// Check the redundancy of all data, and rebuild missing fragments
+    #[command(after_help = "The catalog server does the same in the background.\n\n\
+                            Fragments of a peer that is down are rebuilt only when the peer is lost: after \
+                            --lost-after of the catalog server, or at once with `cairn peers lose`.\n\n\
                             Examples:\n  cairn repair\n  cairn repair --rate 100M")]
     Repair {
-        /// Send at most so many bytes a second
+        /// Transfer at most this many bytes a second
         #[arg(long, value_name = "BYTES", value_parser = parse_size)]
         rate: Option<u64>,
     },
-    /// Restore the names of a cluster from its peers
+    /// Restore the catalog of a cluster from its peers
     #[command(
         subcommand,
         after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild"
@@ -234,94 +240,103 @@ pub(crate) enum Command {
     },
 }
 
-/// What is served, and how.
+/// The options of `cairn serve`.
 #[derive(Debug, Args)]
 pub(crate) struct Serve {
-    /// The peer's or the catalog's directory; made if it is not there
+    /// The data directory of the peer or of the catalog server; created if it does not exist
     #[arg(long, value_name = "DIR")]
     pub(crate) data: PathBuf,
-    /// Where to listen, ADDRESS:PORT; port 0 takes a free one
+    /// The ADDRESS:PORT to listen at; port 0 selects a free port
     #[arg(long, value_name = "ADDR")]
     pub(crate) listen: String,
-    /// Without a value: be the catalog. With one: be a peer of the catalog at HOST:PORT or
-    /// etcd://HOST:PORT[,HOST:PORT...]
+    /// Without a value: run the catalog server. With a value: run a peer of the catalog at
+    /// HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]
     #[arg(long, value_name = "ADDR", num_args = 0..=1)]
     pub(crate) catalog: Option<Option<String>>,
-    /// Hold at most so many bytes [default: as the file system has]
+    /// Store at most this many bytes [default: all free space of its file system]
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) capacity: Option<u64>,
-    /// What the peer fails together with: a rack, a power line [default: its host's name]
+    /// The failure domain of the peer, such as a rack: peers of one domain may fail together
+    /// [default: the name of the host]
     #[arg(long, value_name = "NAME")]
     pub(crate) domain: Option<String>,
-    /// Where others reach the peer, if it is not where it listens
+    /// The HOST:PORT at which others reach the peer [default: the address of --listen]
     #[arg(long, value_name = "ADDR")]
     pub(crate) advertise: Option<String>,
-    /// Make up for a peer that has been down for so many seconds
+    /// Treat a peer as lost, and rebuild its fragments on other peers, after it has been down for
+    /// this many seconds
     #[arg(long, value_name = "SECONDS", default_value = "900", value_parser = parse_seconds)]
     pub(crate) lost_after: Duration,
-    /// Send at most so many bytes a second in the background to repair [default: no limit]
+    /// Transfer at most this many bytes a second for repair in the background [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) repair_rate: Option<u64>,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Peers {
-    /// Move everything from a peer to the others
+    /// Move all fragments of a peer to other peers
     #[command(after_help = "Example:\n  cairn peers drain 3f8a")]
     Drain {
-        /// The beginning of its id, or its address
+        /// The beginning of the peer's id, or its address
         peer: String,
-        /// Let it have its share again
+        /// Cancel the drain: the peer receives its share of the data again
         #[arg(long)]
         undo: bool,
     },
-    /// Give a peer up at once: its disk is gone
-    #[command(after_help = "Example:\n  cairn peers lose 3f8a")]
+    /// Declare a peer lost, so that its fragments are rebuilt on other peers at once
+    #[command(
+        after_help = "Use it when the peer or its disk will not return. A lost peer that starts again is a \
+                            member again, with everything it holds.\n\n\
+                            Example:\n  cairn peers lose 3f8a"
+    )]
     Lose {
-        /// The beginning of its id, or its address
+        /// The beginning of the peer's id, or its address
         peer: String,
     },
-    /// Remove a peer that is lost or empty from the list
-    #[command(after_help = "Example:\n  cairn peers forget 3f8a")]
+    /// Remove a peer from the list: one that is lost, or one that is running and empty
+    #[command(
+        after_help = "A peer that is down must be declared lost first, with `cairn peers lose`.\n\n\
+                            Example:\n  cairn peers forget 3f8a"
+    )]
     Forget {
-        /// The beginning of its id, or its address
+        /// The beginning of the peer's id, or its address
         peer: String,
     },
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Catalog {
-    /// Make the images again that the peers have records of; those that the catalog has are left alone
+    /// Restore the images of which the peers have records; images in the catalog are not changed
     #[command(after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild")]
     Rebuild,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Keys {
-    /// Make a private authority, and keys for peers, catalog and clients
+    /// Create a private certificate authority, and keys for peers, catalog and clients
     #[command(after_help = "Example:\n  cairn keys init cluster-keys")]
     Init {
-        /// A directory that is new or empty
+        /// A directory that does not exist or is empty
         directory: PathBuf,
     },
 }
 
-/// The properties of an image that is made.
+/// The properties of a new image.
 #[derive(Debug, Args)]
-pub(crate) struct Making {
+pub(crate) struct ImageOptions {
     /// The chunk size, a power of two from 64K to 4M
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub(crate) chunk_size: u64,
-    /// How its chunks are kept safe in a cluster: none, replicas=N or rs=K+M [default: by the number of
-    /// peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
+    /// The redundancy of its chunks in a cluster: none, replicas=N or rs=K+M [default: depends on
+    /// the number of peers, rs=4+4 with 8 or more, replicas=3 with 3 or more]
     #[arg(long, value_name = "HOW")]
     pub(crate) redundancy: Option<Redundancy>,
-    /// How its chunks are made smaller in a cluster: auto, zstd, lz4 or none
+    /// The compression of its chunks in a cluster: auto, zstd, lz4 or none
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub(crate) compress: Compression,
 }
 
-/// Where a running disk listens.
+/// The control socket of a running disk.
 #[derive(Debug, Args)]
 pub(crate) struct Control {
     /// The control socket of the disk's cairn-blk
@@ -347,7 +362,7 @@ impl From<WaitFor> for Wait {
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds > 0.0 && seconds <= 1e9 => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("it is a number of seconds, more than 0".into()),
+        _ => Err("expected a number of seconds greater than 0".into()),
     }
 }
 
@@ -356,7 +371,7 @@ mod tests {
     use super::{Cli, CommandFactory};
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_well_formed() {
         Cli::command_line().debug_assert();
     }
 

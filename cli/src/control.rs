@@ -1,4 +1,4 @@
-//! Talking to a running disk: `checkpoint`, `status`, `stats`.
+//! `checkpoint`, `status` and `stats`: requests to a running disk.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,14 +16,14 @@ use crate::args::Style;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
 
-/// How long `status` and `stats` wait, and a checkpoint for its cut.
+/// How long `status`, `stats` and a checkpoint that waits for *accepted* wait for their answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a checkpoint waits until it is stable.
+/// How long a checkpoint that waits for *stable* waits.
 const STABLE_TIMEOUT: Duration = Duration::from_secs(3600);
-/// How long a process that has gone may take to come back.
-const RETURN: Duration = Duration::from_secs(60);
-/// How long to wait before a connection is tried again.
-const RECONNECT: Duration = Duration::from_millis(100);
+/// How long a process that has ended may take to be replaced.
+const RESTART_LIMIT: Duration = Duration::from_secs(60);
+/// The pause between two attempts to connect.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) fn checkpoint(
     socket: &Path,
@@ -73,7 +73,7 @@ fn print_status(status: &Status, style: Style) -> Outcome {
     let pending = |commit: &cairn_agent::PendingCommit| {
         let progress = format!("{} ({} of {} chunks", commit.snapshot, commit.done, commit.chunks);
         match &commit.trouble {
-            Some(trouble) => format!("{progress}; tried again: {trouble})"),
+            Some(trouble) => format!("{progress}; retrying: {trouble})"),
             None => progress + ")",
         }
     };
@@ -157,12 +157,12 @@ fn print_stats(stats: &Stats, style: Style) -> Outcome {
     ])
 }
 
-/// Whether the other side has gone.
-fn is_end(error: &io::Error) -> bool {
+/// Returns whether the error means that the server has closed the connection.
+fn is_closed(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
-/// One exchange over a control socket, within a time.
+/// An exchange over a control socket, with a deadline.
 struct Client<'a, F> {
     socket: &'a Path,
     stream: BufReader<UnixStream>,
@@ -185,16 +185,17 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
         Ok(Self { socket, stream: BufReader::new(stream), deadline, timeout, doing })
     }
 
-    /// Sends a request and returns the event that ends the exchange. A checkpoint that was accepted is
-    /// followed over the end of the connection: the next cairn-blk goes on with it.
+    /// Sends a request and returns the event that ends the exchange. If the connection ends after a
+    /// checkpoint was accepted, the client connects again and follows it: the next cairn-blk
+    /// continues to store it.
     fn ask(&mut self, request: &Request, wait: Wait) -> Outcome<Event> {
         self.send(request)?;
         let mut accepted: Option<Accepted> = None;
         loop {
             let Some(event) = self.next()? else {
                 let Some(Accepted { number, .. }) = accepted else {
-                    let why = "the connection was closed without an answer: try again when cairn-blk \
-                               is back; a checkpoint that it had accepted goes on then, and is listed";
+                    let why = "cairn-blk closed the connection without an answer; try again when it is \
+                               back. If it had accepted a checkpoint, `cairn ls` shows it then";
                     return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
                 };
                 self.reconnect()?;
@@ -223,24 +224,24 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
         }
     }
 
-    /// Sends a request. That the connection has ended shows when the answer is read.
+    /// Sends a request. If the connection has ended, reading the answer reports it.
     fn send(&mut self, request: &Request) -> Outcome {
         let line = json!(request).to_string() + "\n";
         self.set_timeout()?;
         match self.stream.get_mut().write_all(line.as_bytes()) {
-            Err(error) if !is_end(&error) => Err(self.failed(&error)),
+            Err(error) if !is_closed(&error) => Err(self.failed(&error)),
             _ => Ok(()),
         }
     }
 
-    /// Connects to the next process, as soon as it listens.
+    /// Connects to the next process as soon as it listens.
     fn reconnect(&mut self) -> Outcome {
-        let end = Instant::now() + RETURN;
+        let end = Instant::now() + RESTART_LIMIT;
         loop {
-            thread::sleep(RECONNECT);
+            thread::sleep(RECONNECT_INTERVAL);
             if Instant::now() >= end.min(self.deadline) {
-                let why = "cairn-blk has closed the connection and is not back; the checkpoint goes on \
-                           when it is, and is listed";
+                let why = "cairn-blk closed the connection and is not back; it continues to store the \
+                           checkpoint when it is, and `cairn ls` shows the result";
                 return Err(Failure::new(Exit::Unavailable, (self.doing)(), why));
             }
             if let Ok(stream) = UnixStream::connect(self.socket) {
@@ -250,8 +251,8 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
         }
     }
 
-    /// Reads an event; nothing if the connection has ended. The time is checked between reads, so that a
-    /// peer that sends byte by byte does not escape it.
+    /// Reads an event, or `None` if the connection has ended. The deadline is checked between
+    /// reads, so that a server that sends single bytes cannot extend it.
     fn next(&mut self) -> Outcome<Option<Event>> {
         let mut line = Vec::new();
         while line.last() != Some(&b'\n') {
@@ -259,7 +260,7 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
             let available = match self.stream.fill_buf() {
                 Ok(available) => available,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) if is_end(&error) => return Ok(None),
+                Err(error) if is_closed(&error) => return Ok(None),
                 Err(error) => return Err(self.failed(&error)),
             };
             if available.is_empty() {
@@ -295,12 +296,13 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
 
     fn timed_out(&self) -> Failure {
         let seconds = self.timeout.as_secs_f64();
-        let why = format!("no answer within {seconds} s; it may still be carried out");
+        let why = format!("no answer within {seconds} s; the request may still be executed");
         Failure::new(Exit::Unavailable, (self.doing)(), why)
     }
 
     fn unexpected(&self) -> Failure {
-        let why = "the answer is not one to this request; does cairn-blk listen there?";
+        let why =
+            "the answer does not match the request; is this the control socket of a cairn-blk?";
         Failure::new(Exit::Failure, (self.doing)(), why)
     }
 }

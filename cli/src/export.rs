@@ -1,6 +1,6 @@
-//! `export`: a snapshot becomes a raw disk.
+//! `export`: writes a snapshot to a raw disk file.
 //!
-//! The file gets its name when it is whole; every chunk in it was checked against its name.
+//! The file gets its name only when it is complete. Every chunk is verified against its id.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -19,7 +19,7 @@ use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::images::print_name;
 use crate::progress::Progress;
 
-/// Zeros are left out in units of file system blocks.
+/// The unit in which zeros become holes, in bytes: a block of the file system.
 const BLOCK: usize = 4096;
 
 pub(crate) fn export(
@@ -43,11 +43,11 @@ pub(crate) fn export(
     if style.json { print_name(&snapshot, style) } else { Ok(()) }
 }
 
-/// Refuses early what cannot work, before hours of copying.
+/// Refuses a target that cannot work, before hours of copying.
 fn check_target(path: &Path, force: bool, doing: impl Fn() -> String) -> Outcome {
     match fs::metadata(path) {
         Ok(metadata) if !metadata.is_file() => {
-            let why = "it is not a regular file; export to - and write to it from there";
+            let why = "it is not a regular file; export to - and redirect standard output to it";
             Err(Failure::new(Exit::Usage, doing(), why))
         }
         Ok(_) if !force => {
@@ -58,7 +58,7 @@ fn check_target(path: &Path, force: bool, doing: impl Fn() -> String) -> Outcome
     }
 }
 
-/// Fills the file on all cores. Holes and blocks of zeros stay holes.
+/// Writes the chunks to the file, with one thread for each core. Blocks of zeros become holes.
 fn to_file(
     repository: &Repository,
     snapshot: &Snapshot,
@@ -79,7 +79,7 @@ fn to_file(
         }
         Ok(())
     };
-    // When one fails, the others find no chunk left.
+    // When a worker fails, the others find an empty queue and end.
     let work = || work().inspect_err(|_| *lock(&chunks) = None);
     thread::scope(|scope| {
         let workers = thread::available_parallelism().map_or(1, usize::from);
@@ -90,7 +90,7 @@ fn to_file(
     })
 }
 
-/// The chunks that are left; nothing once a worker has failed.
+/// The remaining chunks, or `None` after a worker has failed.
 type Queue = Mutex<Option<Chunks>>;
 
 fn lock(queue: &Queue) -> MutexGuard<'_, Option<Chunks>> {
@@ -101,7 +101,7 @@ fn next(queue: &Queue) -> Option<Result<(ChunkIndex, ChunkId)>> {
     lock(queue).as_mut()?.next()
 }
 
-/// Writes the runs of blocks that are not zeros.
+/// Writes the blocks of a chunk that are not all zeros.
 fn write_data(file: &File, geometry: Geometry, index: ChunkIndex, chunk: &[u8]) -> io::Result<()> {
     let inside = &chunk[..geometry.len_of(index)];
     let base = geometry.offset_of(index);
@@ -116,10 +116,10 @@ fn write_data(file: &File, geometry: Geometry, index: ChunkIndex, chunk: &[u8]) 
     Ok(())
 }
 
-/// Writes the whole disk, zeros and all, in order.
+/// Writes the whole disk in order, including zeros.
 fn to_stdout(repository: &Repository, snapshot: &Snapshot, doing: impl Fn() -> String) -> Outcome {
     let geometry = snapshot.geometry;
-    // The standard library's own handle looks for the ends of lines.
+    // The handle of the standard library would search the data for line ends.
     let mut out = File::from(io::stdout().as_fd().try_clone_to_owned().doing(&doing)?);
     let mut buf = vec![0; geometry.chunk_size() as usize];
     let zeros = buf.clone();
@@ -145,7 +145,7 @@ fn write_zeros(
         .try_for_each(|index| out.write_all(&zeros[..geometry.len_of(ChunkIndex(index))]))
 }
 
-/// A file in the target's directory, removed unless it gets the target's name.
+/// A temporary file in the directory of the target. It is removed when this value is dropped.
 struct TempFile {
     file: File,
     path: PathBuf,
@@ -159,13 +159,14 @@ impl TempFile {
         Ok(Self { file, path })
     }
 
-    /// Gives the file its name. Without `force` a file that has appeared meanwhile stays.
+    /// Gives the file the name of the target. Without `force` it does not replace a file that has
+    /// appeared in the meantime.
     fn place(&self, target: &Path, force: bool) -> io::Result<()> {
         if force {
             return fs::rename(&self.path, target);
         }
         match fs::hard_link(&self.path, target) {
-            // Not every file system has links.
+            // Some file systems do not support hard links.
             Err(_) if !fs::exists(target)? => fs::rename(&self.path, target),
             linked => linked,
         }

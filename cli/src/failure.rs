@@ -1,4 +1,4 @@
-//! Why a command failed: what was being done, why, and the exit code that scripts see.
+//! The failure of a command: what it was doing, why it failed, and the exit code for scripts.
 
 use std::fmt;
 use std::io;
@@ -37,7 +37,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// The end of a command that failed.
+/// The failure of a command.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) exit: Exit,
@@ -52,7 +52,7 @@ impl Failure {
         Self { exit, doing: doing.into(), why: why.to_string() }
     }
 
-    /// Prints it on the standard error.
+    /// Prints the failure on standard error.
     pub(crate) fn report(&self, json: bool) {
         if json {
             let error =
@@ -64,7 +64,7 @@ impl Failure {
     }
 }
 
-/// Says what was being done when something failed.
+/// Adds what was being done to an error.
 pub(crate) trait Doing<T> {
     fn doing(self, what: impl FnOnce() -> String) -> Outcome<T>;
 }

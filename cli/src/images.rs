@@ -4,37 +4,43 @@ use cairn_store::encoding::{Redundancy, StoragePolicy};
 use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use serde_json::{Value, json};
 
-use crate::args::{Making, Style};
+use crate::args::{ImageOptions, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
 use crate::time::utc;
 
-/// Checks the sizes that an image is to have.
+/// Checks the sizes of a new image.
 pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
-    // A chunk size beyond 32 bits is as wrong as the largest one.
+    // A chunk size beyond 32 bits is refused like the largest number of 32 bits.
     let chunk_size = u32::try_from(chunk_size).unwrap_or(u32::MAX);
     Geometry::new(size, chunk_size).doing(|| "checking the sizes".into())
 }
 
-/// The repository, as a new image with these properties uses it. Says what was chosen where nobody did.
-pub(crate) fn config(repository: Repository, making: &Making, style: Style) -> Outcome<Repository> {
+/// The repository with the storage policy of a new image. Prints the redundancy if it was chosen by
+/// default.
+pub(crate) fn config(
+    repository: Repository,
+    options: &ImageOptions,
+    style: Style,
+) -> Outcome<Repository> {
     let doing = || "choosing a redundancy".to_owned();
     let is_cluster = repository.cluster().is_some();
-    let redundancy = match making.redundancy {
+    let redundancy = match options.redundancy {
         Some(redundancy) if !is_cluster && redundancy != Redundancy::NONE => {
-            let why = "a repository in a directory has one copy of everything; --redundancy is for clusters";
+            let why = "a repository in a directory stores one copy of everything; --redundancy is \
+                       for clusters";
             return Err(Failure::new(Exit::Usage, doing(), why));
         }
         Some(redundancy) => redundancy,
         None => {
             let chosen = repository.default_redundancy().doing(doing)?;
             if is_cluster && !style.json {
-                eprintln!("redundancy {chosen}, by the number of peers");
+                eprintln!("redundancy {chosen}, chosen by the number of peers");
             }
             chosen
         }
     };
-    Ok(repository.with_policy(StoragePolicy { redundancy, compression: making.compress }))
+    Ok(repository.with_policy(StoragePolicy { redundancy, compression: options.compress }))
 }
 
 pub(crate) fn create(
@@ -60,7 +66,7 @@ pub(crate) fn clone(
     print_name(&snapshot, style)
 }
 
-/// What commands that make a snapshot print.
+/// Prints the name of a snapshot that a command has created.
 pub(crate) fn print_name(snapshot: &Snapshot, style: Style) -> Outcome {
     if style.json {
         return print_json(&snapshot_json(snapshot));
@@ -132,7 +138,7 @@ pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style)
 pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) -> Outcome {
     let doing = || format!("showing {name}");
     let snapshot = repository.catalog().resolve(name).doing(doing)?;
-    // Only a stable snapshot has chunks to count.
+    // A snapshot without content has no chunks to count.
     let stored = match snapshot.require_content() {
         Ok(()) => {
             let mut chunks = repository.chunks(&snapshot.root, snapshot.geometry);
@@ -185,7 +191,7 @@ pub(crate) fn rm(
             name.to_string()
         }
         _ if force => {
-            let why = "--force is for images; a snapshot that can be removed needs none";
+            let why = "--force is for images; a snapshot is removed without it, or not at all";
             return Err(Failure::new(Exit::Usage, doing(), why));
         }
         _ => repository.remove_snapshot(name).doing(doing)?.name().to_string(),

@@ -1,8 +1,8 @@
-//! `import`: a raw disk becomes an image.
+//! `import`: creates an image from a raw disk.
 //!
-//! One thread goes through the file and hands out chunks, one for each core hashes and stores them, and
-//! the tree is made from what they report. The name comes last: an import that is interrupted leaves
-//! no image.
+//! One thread reads the file and hands out chunks. Several threads hash and store them. The main
+//! thread builds the tree from their results. The image is published last, so an interrupted import
+//! leaves no image.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,14 +26,14 @@ use crate::images::{geometry, print_name};
 use crate::progress::Progress;
 use crate::sparse::next_data;
 
-/// The changes that are gathered before they go into the tree, to bound the memory.
-const BATCH: usize = 1 << 16;
+/// How many changes are collected before they go into the tree. It bounds the memory.
+const TREE_BATCH: usize = 1 << 16;
 
-/// A chunk to be stored.
+/// A chunk to store.
 enum Job {
-    /// Read from the file at this place.
+    /// A chunk that the worker reads from the file.
     At(ChunkIndex),
-    /// Read already.
+    /// A chunk that has been read.
     Read(ChunkIndex, Vec<u8>),
 }
 
@@ -56,7 +56,8 @@ pub(crate) fn import(
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error).doing(doing),
     }
-    // The chunk size is wrong or right whatever the size turns out to be.
+    // Whether the chunk size is valid does not depend on the size of the disk, which a stream tells
+    // last.
     geometry(SECTOR_SIZE, chunk_size)?;
 
     let mut import = Import { repository, chunk_size, doing: &doing, tree: Tree::default() };
@@ -77,7 +78,7 @@ pub(crate) fn import(
             size(geometry.size()),
             size(data_bytes),
             size(stored_bytes + tree_bytes),
-            // In a cluster it is known when all is flushed, and not before.
+            // In a cluster this is known only after the flush.
             size(snapshot.saved_bytes.max(data_bytes - stored_bytes)),
             size(snapshot.sent_bytes),
             start.elapsed().as_secs_f64()
@@ -86,7 +87,8 @@ pub(crate) fn import(
     if snapshot.state == SnapshotState::Available {
         let name = snapshot.name();
         eprintln!(
-            "warning: {name} can be read, and has less than its redundancy: a peer was lost meanwhile; repair completes it"
+            "warning: {name} can be read but has less than its redundancy, because a peer was lost \
+             during the import; the next repair completes it"
         );
     }
     print_name(&snapshot, style)
@@ -99,22 +101,22 @@ struct Import<'a, F> {
     tree: Tree,
 }
 
-/// The tree as far as it is made.
+/// The tree built so far.
 #[derive(Default)]
 struct Tree {
     root: Root,
     changes: BTreeMap<ChunkIndex, Option<ChunkId>>,
-    /// Bytes of chunks that are not zeros.
+    /// Bytes of the chunks that are not all zeros.
     data_bytes: u64,
-    /// Of these, what the repository did not have.
+    /// The part of `data_bytes` that the repository did not have.
     stored_bytes: u64,
     tree_bytes: u64,
 }
 
 impl<F: Fn() -> String + Sync> Import<'_, F> {
-    /// Imports a file whose size is known, and reads only where it has data.
+    /// Imports a file of known size. Reads only the ranges that have data.
     fn file(&mut self, mut file: File) -> Outcome<Geometry> {
-        // Seeking finds the size of block devices, too.
+        // Seeking finds the size of a block device, too.
         let len = file.seek(SeekFrom::End(0)).doing(self.doing)?;
         let geometry = self.geometry(len)?;
         let progress = Progress::new(len);
@@ -136,8 +138,9 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         Ok(geometry)
     }
 
-    /// Reserves room for all that the file may need. It needs less if the repository has some of it, so it is tried
-    /// without, too: then it may fail late.
+    /// Reserves space for everything that the file may need. The import needs less if the
+    /// repository already has some of the data. So it continues without a reservation too, and may
+    /// then fail late.
     fn reserve(&self, file: &File, len: u64, geometry: Geometry) -> Outcome<Option<ReservedSpace>> {
         let (mut next, mut chunks) = (ChunkIndex(0), 0);
         while let Some(found) = next_chunks(file, len, geometry, next).doing(self.doing)? {
@@ -147,14 +150,17 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         match self.repository.reserve_space(chunks * self.chunk_size) {
             Ok(space) => Ok(Some(space)),
             Err(error @ StoreError::NoRoom { .. }) => {
-                eprintln!("warning: {error}; going on, in case much of it is stored already");
+                eprintln!(
+                    "warning: {error}; continuing, because the repository may already have much \
+                     of the data"
+                );
                 Ok(None)
             }
             Err(error) => Err(error).doing(self.doing),
         }
     }
 
-    /// Imports a stream, whose size is known in the end.
+    /// Imports a stream, whose size is known only at its end.
     fn stream(&mut self, mut stream: impl Read + Send) -> Outcome<Geometry> {
         let mut len = 0;
         let (doing, chunk_size) = (self.doing, self.chunk_size);
@@ -165,7 +171,7 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
                 let read = stream.by_ref().take(chunk_size).read_to_end(&mut chunk).doing(doing)?;
                 len += read as u64;
                 progress.set(len);
-                // What is larger than any disk need not be read to its end to be refused.
+                // A stream that is larger than any disk is refused without reading it to its end.
                 let end = (read as u64) < chunk_size || len > MAX_SIZE;
                 chunk.resize(chunk_size as usize, 0);
                 if (read > 0 && jobs.send(Job::Read(ChunkIndex(index), chunk)).is_err()) || end {
@@ -186,14 +192,16 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         geometry(len.next_multiple_of(SECTOR_SIZE), self.chunk_size)
     }
 
-    /// Stores what `feed` hands out, on all cores. With a geometry the tree grows meanwhile.
+    /// Stores the chunks that `feed` sends, on all cores. If the geometry is known, the tree grows
+    /// in the meantime.
     fn store(
         &mut self,
         file: Option<(&File, u64)>,
         geometry: Option<Geometry>,
         feed: impl FnOnce(SyncSender<Job>) -> Outcome + Send,
     ) -> Outcome {
-        // A worker waits for the disk about as long as it hashes, and longer when a group is synced.
+        // More workers than cores: a worker waits for the disk about as long as it hashes, and
+        // longer while a group of chunks is synced.
         let workers = 4 * thread::available_parallelism().map_or(1, usize::from);
         let (repository, chunk_size, doing) =
             (self.repository, self.chunk_size as usize, self.doing);
@@ -222,14 +230,15 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         })
     }
 
-    /// Takes the workers' reports. When it returns early, they find their channel closed and end.
+    /// Receives the results of the workers. If it returns early, the workers find their channel
+    /// closed and end.
     fn collect(&mut self, stored: Receiver<Stored>, geometry: Option<Geometry>) -> Outcome {
         for report in stored {
             let Some((index, put)) = report? else { continue };
             self.tree.data_bytes += self.chunk_size;
             self.tree.stored_bytes += put.new_bytes;
             self.tree.changes.insert(index, Some(put.id));
-            if let Some(geometry) = geometry.filter(|_| self.tree.changes.len() >= BATCH) {
+            if let Some(geometry) = geometry.filter(|_| self.tree.changes.len() >= TREE_BATCH) {
                 self.grow(geometry)?;
             }
         }
@@ -246,7 +255,7 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
     }
 }
 
-/// The next chunks in which a file has data, from this one on.
+/// The next range of chunks with data in the file, at or after `from`.
 fn next_chunks(
     file: &File,
     len: u64,
@@ -260,7 +269,7 @@ fn next_chunks(
     }))
 }
 
-/// A chunk in memory at an address that allows direct I/O, which the store then uses.
+/// Memory for a chunk, aligned for direct I/O. The store uses direct I/O if a chunk is aligned.
 struct ChunkBuffer {
     memory: Vec<u8>,
     start: usize,
@@ -300,7 +309,7 @@ fn store_chunk(
             index
         }
         Job::At(index) => {
-            let (file, len) = file.expect("only files are read at places");
+            let (file, len) = file.expect("only a file is read by offset");
             let offset = index.0 * buf.len() as u64;
             let inside =
                 usize::try_from(len - offset).map_or(buf.len(), |rest| rest.min(buf.len()));

@@ -1,8 +1,9 @@
-//! `cairn`, the operator's command line. It parses, calls the repository or a running disk, and prints.
+//! `cairn`, the operator's command line. It parses arguments, calls the repository or a running
+//! disk, and prints the result.
 //!
 //! ```text
 //! args ──► images, mirrors, import, export ──► cairn-store
-//!      ├─► serve ────────────────────────────► cairn-store's peer
+//!      ├─► serve, peers ─────────────────────► cairn-store's servers and cluster
 //!      └─► control ──► socket of cairn-blk
 //! ```
 
@@ -47,8 +48,8 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Outcome {
     let style = cli.style;
     let url = || {
-        let why =
-            "no repository is named; use --store dir:PATH or cairn://HOST:PORT, or set CAIRN_STORE";
+        let why = "no repository is named; use --store with dir:PATH, cairn://HOST:PORT or \
+                   etcd://HOST:PORT, or set CAIRN_STORE";
         cli.store.as_deref().ok_or_else(|| Failure::new(Exit::Usage, "opening the repository", why))
     };
     let access = Access::new(cli.keys.as_deref(), cli.insecure);
@@ -61,15 +62,15 @@ fn run(cli: Cli) -> Outcome {
         Repository::open_or_create_anywhere(url, &access).doing(|| format!("opening {url}"))
     };
     match cli.command {
-        Command::Create { image, size, making } => {
-            // A wrong size makes no repository.
-            let geometry = images::geometry(size, making.chunk_size)?;
-            let repository = images::config(open_or_create()?, &making, style)?;
+        Command::Create { image, size, options } => {
+            // Checked first, so that a wrong size creates no repository.
+            let geometry = images::geometry(size, options.chunk_size)?;
+            let repository = images::config(open_or_create()?, &options, style)?;
             images::create(&repository, &image, geometry, style)
         }
-        Command::Import { file, image, making } => {
-            let repository = images::config(open_or_create()?, &making, style)?;
-            import::import(&repository, &file, &image, making.chunk_size, style)
+        Command::Import { file, image, options } => {
+            let repository = images::config(open_or_create()?, &options, style)?;
+            import::import(&repository, &file, &image, options.chunk_size, style)
         }
         Command::Ls { image: None } => images::ls(&open()?, style),
         Command::Ls { image: Some(image) } => images::ls_image(&open()?, &image, style),
@@ -95,14 +96,14 @@ fn run(cli: Cli) -> Outcome {
     }
 }
 
-/// Prints help, the version, or what is wrong with the command line. As that could not be read, it is
-/// searched for the wish for JSON.
+/// Prints the help, the version, or an error in the command line. The command line could not be
+/// parsed, so the function searches it for `--json`.
 fn usage(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() || !std::env::args().any(|arg| arg == "--json") {
         error.exit();
     }
     let message = error.to_string();
     let message = message.trim_start_matches("error: ").lines().next().unwrap_or_default();
-    Failure::new(Exit::Usage, "reading the command line", message).report(true);
+    Failure::new(Exit::Usage, "parsing the command line", message).report(true);
     Exit::Usage.into()
 }

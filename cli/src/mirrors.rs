@@ -1,4 +1,4 @@
-//! The mirrors that refer to images: `mirrors`.
+//! `mirrors`: the mirrors that refer to images.
 
 use std::collections::{HashMap, HashSet};
 
@@ -54,8 +54,9 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     ))
 }
 
-/// Mirrors in whose directory another mirror was attached later. A path is no proof that the older
-/// mirror is gone: another file system may be mounted there, or two hosts may have the same name.
+/// The mirrors in whose directory another mirror was attached later. The path does not prove that
+/// the older mirror is gone: another file system may be mounted there, or two hosts may have the
+/// same name.
 fn maybe_stale(mirrors: &[MirrorRecord]) -> impl Iterator<Item = MirrorId> {
     let mut newest: HashMap<(&str, &str), u64> = HashMap::new();
     for mirror in mirrors {
@@ -75,7 +76,7 @@ pub(crate) fn forget(repository: &Repository, id: &MirrorId, style: Style) -> Ou
         return print_json(&json!({ "forgotten": id.to_string() }));
     }
     print(&format!(
-        "forgot {id}: what its directory holds beyond its last snapshot can no longer be used\n"
+        "forgot {id}: changes in its directory after its last snapshot can no longer be used\n"
     ))
 }
 
@@ -115,17 +116,17 @@ mod tests {
     }
 
     #[test]
-    fn only_what_a_later_mirror_of_the_same_directory_replaced_may_be_stale() {
+    fn a_mirror_may_be_stale_if_a_later_one_uses_its_directory() {
         let all = [
             mirror(1, "a", "/m", 10, None),
             mirror(2, "a", "/m", 20, None),
             mirror(3, "a", "/m", 30, None),
             mirror(4, "b", "/m", 5, None),
             mirror(5, "a", "/other", 5, None),
-            // Attached in the same second: nobody knows which one came first.
+            // Attached in the same second, so the order is unknown.
             mirror(6, "b", "/twins", 7, None),
             mirror(7, "b", "/twins", 7, None),
-            // It runs, whatever the clocks say.
+            // It runs, so it is not stale, whatever the clocks show.
             mirror(8, "c", "/m", 1, Some(77)),
             mirror(9, "c", "/m", 2, None),
         ];

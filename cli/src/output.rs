@@ -1,4 +1,4 @@
-//! Printing: JSON, aligned tables, and lists of fields.
+//! Output: JSON, aligned tables, and lists of fields.
 
 use std::io::{self, ErrorKind, Write};
 
@@ -8,7 +8,7 @@ use crate::args::Style;
 use crate::failure::{Doing, Outcome};
 use crate::size::human_size;
 
-/// Prints text. A reader that has seen enough is no failure.
+/// Prints text. A reader that closes the pipe early is not a failure.
 pub(crate) fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -29,14 +29,14 @@ impl Style {
     }
 }
 
-/// The side to which a column is flush.
+/// The alignment of a column.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Align {
     Left,
     Right,
 }
 
-/// Rows under a heading, in columns as wide as their longest cell.
+/// A heading and rows. Each column is as wide as its longest cell.
 pub(crate) struct Table {
     columns: Vec<Align>,
     rows: Vec<Vec<String>>,
@@ -77,7 +77,7 @@ impl Table {
     }
 }
 
-/// Prints named values, one a line.
+/// Prints named values, one on each line.
 pub(crate) fn print_fields(fields: &[(&str, String)]) -> Outcome {
     let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let line = |(name, value): &(&str, String)| {
@@ -87,7 +87,7 @@ pub(crate) fn print_fields(fields: &[(&str, String)]) -> Outcome {
     print(&(lines.join("\n") + "\n"))
 }
 
-/// What stands for nothing in a table.
+/// The value, or a dash if there is none.
 pub(crate) fn or_dash<T: ToString>(value: Option<T>) -> String {
     value.map_or_else(|| "-".into(), |value| value.to_string())
 }

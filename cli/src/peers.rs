@@ -1,8 +1,8 @@
-//! The machines of a cluster: `peers`, `repair`, `catalog rebuild`.
+//! `peers`, `repair` and `catalog rebuild`: the administration of a cluster.
 
 use cairn_store::Repository;
 use cairn_store::cluster::membership;
-use cairn_store::cluster::membership::{Health, Peer};
+use cairn_store::cluster::membership::{Health, LastRepair, Peer};
 use cairn_store::cluster::repair::Report;
 use cairn_store::documents::Documents;
 use cairn_store::maintenance;
@@ -14,11 +14,11 @@ use crate::output::{Align, Table, or_dash, print, print_json};
 use crate::progress::Progress;
 use crate::time::utc;
 
-/// The documents of a cluster, or that there is none.
+/// The documents of the cluster. Fails if the repository is in a directory.
 fn documents(repository: &Repository) -> Outcome<&dyn Documents> {
     repository.cluster().map(|(_, documents)| documents).ok_or_else(|| {
-        let why =
-            "this repository is in a directory; name a cluster with --store cairn://HOST:PORT";
+        let why = "this repository is in a directory; name a cluster with --store \
+                   cairn://HOST:PORT or etcd://HOST:PORT";
         Failure::new(Exit::Usage, "looking for peers", why)
     })
 }
@@ -63,24 +63,33 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ]);
     }
     table.print()?;
-    let verdict = match health {
-        None => "no repair has looked at the blobs yet\n".to_owned(),
-        Some(health) if health.unreadable > 0 => format!(
-            "{} of {} blobs cannot be read, as of the repair of {}\n",
-            health.unreadable,
-            health.blobs,
-            utc(health.time)
-        ),
-        Some(health) => format!(
-            "the worst of {} blobs survives {} more losses; {} have less than their redundancy, as of the \
-             repair of {}\n",
-            health.blobs,
-            or_dash(health.survives),
-            health.under,
-            utc(health.time)
+    print(&format!("{}\n", summary(health.as_ref())))
+}
+
+/// What the last repair found, in one line.
+fn summary(repair: Option<&LastRepair>) -> String {
+    let Some(repair) = repair else { return "no repair has finished yet".into() };
+    let blobs = count(repair.blobs, "blob");
+    let found = match repair.survives {
+        None => "there are no blobs".into(),
+        Some(_) if repair.unreadable > 0 => {
+            format!("{} of {blobs} cannot be read", repair.unreadable)
+        }
+        Some(survives) => format!(
+            "{blobs}: each survives the loss of at least {}; {} less than the full redundancy",
+            count(survives.max(0).cast_unsigned(), "more peer"),
+            match repair.under {
+                1 => "1 has".into(),
+                under => format!("{under} have"),
+            },
         ),
     };
-    print(&verdict)
+    format!("{found}, as of the repair of {}", utc(repair.time))
+}
+
+/// A number with its noun, which gets an "s" unless there is one.
+fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 fn peer_json(peer: &Peer) -> Value {
@@ -107,46 +116,65 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
     let doing = || format!("looking for peer {peer}");
     let found = find(&membership::peers(documents).doing(doing)?.0, peer)?;
     let doing = || format!("changing peer {peer}");
-    let told = match action {
+    let result = match action {
         Peers::Drain { undo, .. } => {
             membership::drain(documents, &found.id, !undo).doing(doing)?;
             if *undo {
-                "has its share again"
+                "is no longer drained; it receives its share of the data again"
             } else {
-                "is being emptied; `cairn peers` shows how far"
+                "is being drained; it is empty when `cairn peers` shows 0 fragments"
             }
         }
         Peers::Lose { .. } => {
             membership::lose(documents, &found.id).doing(doing)?;
-            "is given up, and repair makes up for what it held; it is back if it is started, or still runs"
+            "is lost; repair rebuilds its fragments on other peers. If it runs or starts again, it \
+             is a member again"
         }
         Peers::Forget { .. } => {
-            let is_empty = found.stats.is_some_and(|stats| stats.fragments == 0);
-            if found.health != Health::Lost && !is_empty {
-                let why =
-                    "it holds fragments; drain it first, or give it up with `cairn peers lose`";
+            if let Some(why) = why_not_forget(&found) {
                 return Err(Failure::new(Exit::Conflict, doing(), why));
             }
             membership::forget(documents, &found.id).doing(doing)?;
-            "is removed from the list; it joins again if it is started"
+            "is removed from the list; it joins again if it runs or is started"
         }
     };
     match style.json {
         true => print_json(&json!({ "peer": found.id.to_string() })),
-        false => print(&format!("peer {} {told}\n", found.id)),
+        false => print(&format!("peer {} {result}\n", found.id)),
     }
 }
 
-/// The peer that is called this: by its address, or by the beginning of its id.
+/// Why a peer cannot be removed from the list, if it cannot.
+fn why_not_forget(peer: &Peer) -> Option<String> {
+    let id = peer.id.to_string();
+    let id = &id[..8];
+    match (peer.health, peer.stats) {
+        (Health::Lost, _) => None,
+        // Only a heartbeat tells how many fragments a peer holds, and a peer that is down sends
+        // none.
+        (_, None) => Some(format!(
+            "it is down, so it is not known whether it is empty; if it was drained, or if it will \
+             not return, run `cairn peers lose {id}` first"
+        )),
+        (_, Some(stats)) if stats.fragments == 0 => None,
+        (_, Some(stats)) => Some(format!(
+            "it holds {}; move them with `cairn peers drain {id}`, or give them up with \
+             `cairn peers lose {id}`",
+            count(stats.fragments, "fragment")
+        )),
+    }
+}
+
+/// The peer with this address, or with an id that begins with `name`.
 fn find(peers: &[Peer], name: &str) -> Outcome<Peer> {
-    let called = |peer: &&Peer| peer.address == name || peer.id.to_string().starts_with(name);
-    let found: Vec<&Peer> = peers.iter().filter(called).collect();
+    let matches = |peer: &&Peer| peer.address == name || peer.id.to_string().starts_with(name);
+    let found: Vec<&Peer> = peers.iter().filter(matches).collect();
     match found[..] {
         [peer] => Ok(peer.clone()),
         [] => Err(cairn_store::Error::NoPeer { peer: name.into() })
             .doing(|| "looking for a peer".into()),
         _ => {
-            let why = format!("'{name}' is the beginning of several ids; write more of it");
+            let why = format!("several ids begin with '{name}'; write more of the id");
             Err(Failure::new(Exit::Usage, "looking for a peer", why))
         }
     }
@@ -162,36 +190,67 @@ pub(crate) fn repair(repository: &Repository, rate: Option<u64>, style: Style) -
     if style.json {
         print_json(&report_json(&report))?;
     } else {
-        print(&format!(
-            "{} blobs, {} had less than their redundancy: {} fragments made again, {} moved, {} dropped, {} sent\n",
-            report.blobs,
-            report.under,
-            report.rebuilt,
-            report.moved,
-            report.dropped,
-            style.size(report.bytes),
-        ))?;
+        print(&report_text(&report, style))?;
     }
     if !unreadable.is_empty() {
         let why = format!(
-            "{} blobs cannot be read until more peers are back: {}",
-            unreadable.len(),
+            "{} cannot be read until more peers are back: {}",
+            count(unreadable.len() as u64, "blob"),
             unreadable[..unreadable.len().min(5)].join(" ")
         );
         return Err(Failure::new(Exit::Corrupt, "repairing the cluster", why));
     }
     if report.unread > 0 {
         let why = format!(
-            "{} nodes of trees could not be read for a while, and what is below them was not looked at; repair again",
-            report.unread
+            "{} could not be read, so the data below was not checked; repair again",
+            count(report.unread, "tree node")
         );
         return Err(Failure::new(Exit::Unavailable, "repairing the cluster", why));
     }
     if !report.failures.is_empty() {
-        let why = format!("{} steps failed: {}", report.failures.len(), report.failures[0]);
+        let why = format!(
+            "{} failed, the first one: {}",
+            count(report.failures.len() as u64, "step"),
+            report.failures[0]
+        );
         return Err(Failure::new(Exit::Unavailable, "repairing the cluster", why));
     }
     Ok(())
+}
+
+/// What a repair found and did.
+fn report_text(report: &Report, style: Style) -> String {
+    let mut text = format!(
+        "{} checked, {} with less than the full redundancy: {} rebuilt, {} moved, {} dropped, {} \
+         transferred\n",
+        count(report.blobs, "blob"),
+        report.under,
+        count(report.rebuilt, "fragment"),
+        report.moved,
+        report.dropped,
+        style.size(report.bytes),
+    );
+    if report.waiting > 0 {
+        text += &format!(
+            "{} for peers that are down, because most peers return; to rebuild the fragments of a \
+             peer that will not, run `cairn peers lose PEER`\n",
+            match report.waiting {
+                1 => "1 blob waits".into(),
+                waiting => format!("{waiting} blobs wait"),
+            },
+        );
+    }
+    let others = report.left.saturating_sub(report.waiting);
+    if others > 0 {
+        text += &format!(
+            "{} still less than the full redundancy for other reasons\n",
+            match others {
+                1 => "1 blob has".into(),
+                others => format!("{others} blobs have"),
+            },
+        );
+    }
+    text
 }
 
 fn report_json(report: &Report) -> Value {
@@ -214,7 +273,7 @@ fn report_json(report: &Report) -> Value {
 pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
     documents(repository)?;
     let rebuilt = maintenance::rebuild_catalog(repository)
-        .doing(|| "restoring the names from the peers".into())?;
+        .doing(|| "restoring the catalog from the peers".into())?;
     if style.json {
         return print_json(&json!({
             "images": rebuilt.images,
@@ -223,9 +282,9 @@ pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
         }));
     }
     let mut text =
-        format!("{} images with {} snapshots are restored\n", rebuilt.images, rebuilt.snapshots);
+        format!("restored {} images with {} snapshots\n", rebuilt.images, rebuilt.snapshots);
     if !rebuilt.left.is_empty() {
-        text += &format!("left alone, for the catalog has them: {}\n", rebuilt.left.join(" "));
+        text += &format!("not changed, because the catalog has them: {}\n", rebuilt.left.join(" "));
     }
     print(&text)
 }
@@ -234,7 +293,9 @@ pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
 mod tests {
     use cairn_store::PeerId;
 
-    use super::{Health, Peer, find};
+    use cairn_store::cluster::membership::{LastRepair, PeerStats};
+
+    use super::{Health, Peer, Report, Style, find, report_text, summary, why_not_forget};
 
     fn peer(n: u8) -> Peer {
         Peer {
@@ -252,13 +313,70 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_is_called_by_its_address_or_the_beginning_of_its_id() {
+    fn a_peer_is_found_by_its_address_or_by_the_beginning_of_its_id() {
         let all = [peer(0x12), peer(0x13), peer(0x20)];
         let id = |name| find(&all, name).map(|peer| peer.id).ok();
         assert_eq!(id("12"), Some(all[0].id));
         assert_eq!(id("2"), Some(all[2].id));
         assert_eq!(id("10.0.0.19:7500"), Some(all[1].id));
-        assert_eq!(id("1"), None, "two of them");
+        assert_eq!(id("1"), None, "two peers match");
         assert_eq!(id("30"), None);
+    }
+
+    #[test]
+    fn a_peer_is_forgotten_if_it_is_lost_or_known_to_be_empty() {
+        let with = |health, fragments: Option<u64>| {
+            let stats =
+                |fragments| PeerStats { capacity: 9, used: 0, reserved: 0, fragments, load: 0 };
+            Peer { health, draining: true, stats: fragments.map(stats), ..peer(0x12) }
+        };
+        assert_eq!(why_not_forget(&with(Health::Lost, None)), None);
+        assert_eq!(why_not_forget(&with(Health::Draining, Some(0))), None);
+        let why = why_not_forget(&with(Health::Draining, Some(1))).unwrap();
+        assert!(why.contains("holds 1 fragment;") && why.contains("peers drain 12121212"), "{why}");
+        let why = why_not_forget(&with(Health::Down, None)).unwrap();
+        assert!(why.contains("is down") && why.contains("cairn peers lose 12121212"), "{why}");
+        assert!(!why.contains("holds"), "{why}");
+    }
+
+    #[test]
+    fn the_summary_says_how_many_more_losses_are_survived() {
+        assert_eq!(summary(None), "no repair has finished yet");
+        let repair = |blobs, under, unreadable, survives| {
+            summary(Some(&LastRepair { time: 0, blobs, under, unreadable, survives }))
+        };
+        let time = "as of the repair of 1970-01-01 00:00:00Z";
+        assert_eq!(repair(0, 0, 0, None), format!("there are no blobs, {time}"));
+        assert_eq!(
+            repair(9, 1, 0, Some(1)),
+            format!(
+                "9 blobs: each survives the loss of at least 1 more peer; 1 has less than the full \
+                 redundancy, {time}"
+            )
+        );
+        assert_eq!(
+            repair(1, 0, 0, Some(2)),
+            format!(
+                "1 blob: each survives the loss of at least 2 more peers; 0 have less than the full \
+                 redundancy, {time}"
+            )
+        );
+        assert_eq!(repair(9, 9, 2, Some(-1)), format!("2 of 9 blobs cannot be read, {time}"));
+    }
+
+    #[test]
+    fn the_report_of_a_repair_says_that_it_waits_for_peers_that_are_down() {
+        let style = Style { json: false, bytes: true };
+        let mut report = Report::default();
+        report.blobs = 9;
+        let text = report_text(&report, style);
+        assert_eq!(text.lines().count(), 1, "{text}");
+        (report.under, report.left, report.waiting) = (5, 5, 4);
+        let text = report_text(&report, style);
+        let lines: Vec<_> = text.lines().collect();
+        assert!(lines[0].starts_with("9 blobs checked, 5 with less"), "{text}");
+        assert!(lines[1].starts_with("4 blobs wait for peers that are down"), "{text}");
+        assert!(lines[1].contains("cairn peers lose"), "{text}");
+        assert!(lines[2].starts_with("1 blob has still less"), "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! A progress bar for work that takes long, on a terminal.
+//! A progress bar for long operations, on a terminal.
 
 use std::io::{self, IsTerminal};
 use std::sync::Mutex;
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Shorter work shows nothing.
+/// An operation that takes less time shows no bar.
 const DELAY: Duration = Duration::from_secs(2);
 
-/// Bytes of a file that are done. It shows itself only when that is of use.
+/// A count of processed bytes. The bar appears only on a terminal, and only after a delay.
 pub(crate) struct Progress {
     total: u64,
     start: Instant,
@@ -17,19 +17,19 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// `total` is 0 when it is not known.
+    /// Starts at 0. A `total` of 0 means that the total is unknown.
     pub(crate) fn new(total: u64) -> Self {
         let bar = io::stderr().is_terminal().then(|| Mutex::new(ProgressBar::hidden()));
         Self { total, start: Instant::now(), bar }
     }
 
-    /// The first `position` bytes are done.
+    /// Reports that the first `position` bytes are processed.
     pub(crate) fn set(&self, position: u64) {
         let Some(bar) = &self.bar else { return };
         if self.start.elapsed() < DELAY {
             return;
         }
-        let mut bar = bar.lock().expect("no thread panics while it draws");
+        let mut bar = bar.lock().expect("no thread panics while it draws the bar");
         if bar.is_hidden() {
             *bar = visible(self.total).with_elapsed(self.start.elapsed());
         }
@@ -40,7 +40,7 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
-            bar.lock().expect("no thread panics while it draws").finish_and_clear();
+            bar.lock().expect("no thread panics while it draws the bar").finish_and_clear();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `serve`: a peer that keeps fragments for others, or the catalog; and `keys`, by which they know each other.
+//! `serve` runs a peer or the catalog server. `keys` creates the keys of a cluster.
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -24,14 +24,15 @@ use crate::args::{Serve, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{print, print_json};
 
-/// Makes the keys of a cluster.
+/// Creates the keys of a cluster.
 pub(crate) fn init_keys(directory: &Path, style: Style) -> Outcome {
-    identity::init(directory).doing(|| format!("making keys in {}", directory.display()))?;
+    identity::init(directory).doing(|| format!("creating keys in {}", directory.display()))?;
     match style.json {
         true => print_json(&json!({ "keys": directory })),
         false => print(&format!(
-            "{0}: an authority, and keys for each role\n\
-             Copy ca.pem and a role's two files to the machines that have it; keep ca.key for yourself.\n",
+            "{0}: a certificate authority, and keys for each role\n\
+             Copy ca.pem and the two files of a role to the machines with that role. Keep ca.key \
+             private.\n",
             directory.display()
         )),
     }
@@ -45,7 +46,7 @@ fn security(access: &Access<'_>, role: Role) -> Outcome<Security> {
     access.security(role).doing(|| format!("starting a {}", role.name()))
 }
 
-/// Serves until a signal ends it.
+/// Serves until a signal stops the process.
 pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
     match &args.catalog {
         None => serve_peer(args, None, access, style),
@@ -59,9 +60,9 @@ pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome 
 
 fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: Style) -> Outcome {
     let security = security(access, Role::Peer)?;
-    // A peer's keys do not allow to delete on others, which belongs to looking after a cluster.
+    // The supervisor deletes fragments on other peers, which a peer's keys do not allow.
     let supervisor = access.security(Role::Client).unwrap_or_else(|_| security.clone());
-    log();
+    start_log();
     let Serve { data, listen, capacity, .. } = args;
     let store = PeerStore::open(data, *capacity).doing(|| opening(data))?;
     let store = Arc::new(store);
@@ -70,11 +71,12 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
         let stop = signals();
         let member = match catalog {
             Some(catalog) => {
-                let who = announcement(args, &store, address)?;
+                let announcement = announcement(args, &store, address)?;
                 let (catalog, config) = (catalog.to_owned(), config(args));
                 let (store, security) = (store.clone(), security.clone());
-                // It may wait for the catalog, with threads of its own.
-                let join = move || join(&catalog, who, store, &security, &supervisor, config);
+                // Joining may wait for the catalog, so it must not block the runtime.
+                let join =
+                    move || join(&catalog, announcement, store, &security, &supervisor, config);
                 Some(blocking(join).await??)
             }
             None => None,
@@ -84,27 +86,27 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
             false => print(&format!("peer {} listens at {address}\n", store.id()))?,
         }
         let served = peer::serve(listener, store, security.clone(), stop).await;
-        // It tells the catalog that the peer goes.
+        // This tells the catalog that the peer leaves.
         blocking(move || drop(member)).await?;
         served.doing(|| "serving fragments".into())
     })
 }
 
-/// Runs what waits on a thread of its own.
-async fn blocking<T: Send + 'static>(what: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
-    let ended = tokio::task::spawn_blocking(what).await;
+/// Runs a blocking function on a thread of its own.
+async fn blocking<T: Send + 'static>(function: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
+    let ended = tokio::task::spawn_blocking(function).await;
     ended.map_err(std::io::Error::other).doing(|| "waiting for a thread".into())
 }
 
-/// What makes a peer a member.
+/// Keeps a peer a member of the cluster until it is dropped.
 struct Membership {
-    _heart: Heartbeat,
-    _keeper: Option<Supervisor>,
+    _heartbeat: Heartbeat,
+    _supervisor: Option<Supervisor>,
 }
 
 fn join(
     catalog: &str,
-    who: Announcement,
+    announcement: Announcement,
     store: Arc<PeerStore>,
     security: &Security,
     supervisor: &Security,
@@ -114,8 +116,8 @@ fn join(
     let documents = documents::open(catalog, security).doing(doing)?;
     let (address, own) = (catalog.to_owned(), security.clone());
     let open = move || documents::open(&address, &own);
-    let heartbeat = Heartbeat::start(documents.clone(), open, who, store).doing(doing)?;
-    // Where no process serves the catalog, one of the peers looks after the cluster.
+    let heartbeat = Heartbeat::start(documents.clone(), open, announcement, store).doing(doing)?;
+    // Without a catalog server, one of the peers runs the supervisor.
     let supervisor = match catalog.starts_with("etcd://") {
         true => {
             let repository = Repository::of_cluster(documents, supervisor).doing(doing)?;
@@ -123,7 +125,7 @@ fn join(
         }
         false => None,
     };
-    Ok(Membership { _heart: heartbeat, _keeper: supervisor })
+    Ok(Membership { _heartbeat: heartbeat, _supervisor: supervisor })
 }
 
 fn config(args: &Serve) -> SupervisorConfig {
@@ -134,27 +136,29 @@ fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome
     let address = match &args.advertise {
         Some(address) => address.clone(),
         None if listens.ip().is_unspecified() => {
-            let why = "it listens at all addresses; tell with --advertise HOST:PORT at which others reach it";
+            let why = "it listens at all addresses; name one that others can reach with \
+                       --advertise HOST:PORT";
             return Err(wrong_usage(Role::Peer, why));
         }
         None => listens.to_string(),
     };
     let domain = match &args.domain {
         Some(domain) => domain.clone(),
-        None => host_name().doing(|| "looking for this host's name".into())?,
+        None => host_name().doing(|| "reading the name of this host".into())?,
     };
     Ok(Announcement { id: store.id(), address, domain })
 }
 
 fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
     if args.capacity.is_some() || args.domain.is_some() || args.advertise.is_some() {
-        let why = "--capacity, --domain and --advertise are for peers; leave them out";
+        let why =
+            "--capacity, --domain and --advertise are for peers; omit them for a catalog server";
         return Err(wrong_usage(Role::Catalog, why));
     }
-    log();
+    start_log();
     let store = CatalogStore::open(&args.data).doing(|| opening(&args.data))?;
     let store = Arc::new(store);
-    let doing = || "looking after the cluster".to_owned();
+    let doing = || "starting the supervisor".to_owned();
     let repository = Repository::of_cluster(store.documents().clone(), security).doing(doing)?;
     let supervisor = Supervisor::start(repository, config(args)).doing(doing)?;
     let served = run(Role::Catalog, async {
@@ -175,8 +179,8 @@ fn opening(data: &Path) -> String {
     format!("opening {}", data.display())
 }
 
-/// What happens is told on the standard error.
-fn log() {
+/// Starts logging to standard error.
+fn start_log() {
     let filter = EnvFilter::try_from_env("CAIRN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -197,7 +201,8 @@ async fn bind(listen: &str) -> Outcome<(TcpListener, SocketAddr)> {
     Ok((listener, address))
 }
 
-/// Ends with a signal that asks the process to end. They are caught as soon as this returns.
+/// A future that ends when a signal asks the process to stop. Signals are caught as soon as this
+/// function returns, before the future is polled.
 fn signals() -> impl Future<Output = ()> {
     let mut ends = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
     async move {

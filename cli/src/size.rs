@@ -1,8 +1,8 @@
-//! Sizes as people write and read them.
+//! Parsing and printing sizes.
 
 const SUFFIXES: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
 
-/// Reads `65536`, `512M` or `1T`.
+/// Parses a size such as `65536`, `512M` or `1T`.
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let unit = |last: char| SUFFIXES.iter().find(|(suffix, _)| suffix.eq_ignore_ascii_case(&last));
     let (digits, shift) = match text.chars().last().and_then(unit) {
@@ -13,13 +13,14 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let number = valid.then(|| digits.parse::<u64>().ok()).flatten();
     number
         .and_then(|number| number.checked_mul(1 << shift))
-        .ok_or_else(|| "it is a number of bytes, or one with a suffix K, M, G or T".into())
+        .ok_or_else(|| "expected a number of bytes, or a number with a suffix K, M, G or T".into())
 }
 
-/// Writes a size with at most one decimal: `20 GiB`, `1.5 MiB`, `512 B`.
+/// Formats a size with at most one decimal, such as `20 GiB`, `1.5 MiB` or `512 B`.
 pub(crate) fn human_size(bytes: u64) -> String {
     for (suffix, shift) in SUFFIXES.iter().rev() {
-        // From 1023.95 of the smaller unit on, the larger one is meant.
+        // 1023.95 of the smaller unit would be rounded to 1024, so the larger unit is used from
+        // there.
         if bytes as f64 >= (1_u64 << shift) as f64 - (1_u64 << (shift - 10)) as f64 * 0.05 {
             let tenths = (bytes as f64 * 10.0 / (1_u64 << shift) as f64).round() as u64;
             return match tenths % 10 {
@@ -48,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_written_short() {
+    fn sizes_are_printed_with_at_most_one_decimal() {
         for (size, text) in [
             (0, "0 B"),
             (512, "512 B"),

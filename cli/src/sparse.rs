@@ -1,4 +1,4 @@
-//! Where a sparse file has data.
+//! Finding the data of a sparse file.
 
 #![allow(unsafe_code)]
 
@@ -7,8 +7,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// The first range of data in `file` from `from` on, below `end`. A file system that does not know its
-/// holes has data everywhere.
+/// The first range of data in `file` at or after `from` and before `end`. If the file system does
+/// not support holes, the whole rest counts as data.
 pub(crate) fn next_data(file: &File, from: u64, end: u64) -> io::Result<Option<Range<u64>>> {
     if from >= end {
         return Ok(None);
@@ -40,7 +40,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     #[test]
-    fn holes_are_passed_over() {
+    fn holes_are_skipped() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4 << 20).unwrap();
         file.write_all_at(b"x", 1 << 20).unwrap();

@@ -1,6 +1,6 @@
-//! Times for people, in UTC.
+//! Formatting times in UTC.
 
-/// `2024-02-29 23:59:59Z` for seconds since 1970.
+/// Formats seconds since 1970, such as `2024-02-29 23:59:59Z`.
 pub(crate) fn utc(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let (year, month, day) = date(days);
@@ -8,10 +8,10 @@ pub(crate) fn utc(seconds: u64) -> String {
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}Z")
 }
 
-/// The date of a day since 1970-01-01.
+/// The year, month and day of a number of days since 1970-01-01.
 ///
-/// Years are counted from March, so that the leap day is the last one, and in cycles of 400 years,
-/// which all have the same number of days.
+/// Years start in March, so that the leap day is their last day. They are counted in cycles of 400
+/// years, which all have the same number of days.
 fn date(days: u64) -> (u64, u64, u64) {
     const CYCLE: u64 = 146_097;
     /// Days from 0000-03-01 to 1970-01-01.
@@ -30,7 +30,7 @@ mod tests {
     use super::utc;
 
     #[test]
-    fn times_are_written_in_utc() {
+    fn times_are_printed_in_utc() {
         for (seconds, text) in [
             (0, "1970-01-01 00:00:00Z"),
             (951_868_799, "2000-02-29 23:59:59Z"),

@@ -1,4 +1,4 @@
-//! What a disk holds for certain, and what it may hold.
+//! A disk with durable content and with changes that a power cut may lose.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -9,12 +9,14 @@ use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::recording::Operation;
+use seeded_rng::Rng;
+
+use crate::operation::Operation;
 use crate::sparse::Sparse;
 
 const ROOT: usize = 0;
 
-/// Files and directories, with their content when everything was last synced and each change since.
+/// Files and directories: their durable content, and each change since the last sync.
 pub(crate) struct Disk {
     nodes: Vec<Node>,
 }
@@ -31,7 +33,7 @@ struct Content {
     changes: Vec<(Change, Durable)>,
 }
 
-/// Whether a change survives although its file was not synced since.
+/// Whether a change is durable although its file was not synced after it.
 type Durable = bool;
 
 enum Change {
@@ -40,7 +42,7 @@ enum Change {
         data: Arc<[u8]>,
     },
     SetLen(usize),
-    /// To at least this length.
+    /// Extends the file to at least this length.
     Extend(usize),
     Punch {
         offset: usize,
@@ -48,22 +50,23 @@ enum Change {
     },
 }
 
+/// The names in a directory.
 #[derive(Default)]
 struct Names {
     now: BTreeMap<OsString, usize>,
     durable: BTreeMap<OsString, usize>,
-    /// Each is a set of names that change together.
+    /// Changes since the last sync. Each one is a set of names that change together.
     changes: Vec<Vec<(OsString, Option<usize>)>>,
 }
 
-/// What becomes of changes that are not durable.
+/// Which changes that are not durable survive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Losses {
     Nothing,
     Everything,
-    /// Each change is there with this chance of 100.
+    /// Each change survives with this probability in percent.
     Whole(u64),
-    /// Each atom of each change is.
+    /// Each atom of each change survives with this probability in percent.
     Torn(u64),
 }
 
@@ -71,9 +74,11 @@ impl fmt::Display for Losses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Losses::Nothing => write!(f, "everything"),
-            Losses::Everything => write!(f, "only what was durable"),
-            Losses::Whole(share) => write!(f, "{share} % of what was not durable"),
-            Losses::Torn(share) => write!(f, "{share} % of the atoms of what was not durable"),
+            Losses::Everything => write!(f, "only durable changes"),
+            Losses::Whole(share) => write!(f, "{share} % of the changes that were not durable"),
+            Losses::Torn(share) => {
+                write!(f, "{share} % of the atoms of changes that were not durable")
+            }
         }
     }
 }
@@ -91,7 +96,11 @@ impl Disk {
             Operation::MakeDirectory(path) => self.add(path, Node::Directory(Names::default())),
             Operation::Link { path, target } => self.add(path, Node::Link(target.clone())),
             Operation::Rename { from, to } => {
-                assert_eq!(from.parent(), to.parent(), "a rename within one directory");
+                assert_eq!(
+                    from.parent(),
+                    to.parent(),
+                    "the directory of a renamed file does not change"
+                );
                 let node = self.find(from);
                 let names = [(name_of(from), None), (name_of(to), Some(node))];
                 self.directory_of(to).change(names.into());
@@ -116,7 +125,8 @@ impl Disk {
                 }
             }
             Operation::SyncWrite(path) => {
-                let last = self.file(path).changes.last_mut().expect("a write before its sync");
+                let last =
+                    self.file(path).changes.last_mut().expect("a write comes before its sync");
                 last.1 = true;
             }
             Operation::Mark(_) => {}
@@ -137,7 +147,7 @@ impl Disk {
         let node = self.find(path);
         match &mut self.nodes[node] {
             Node::File(content) => content,
-            _ => panic!("{} is no file", path.display()),
+            _ => panic!("{} is not a file", path.display()),
         }
     }
 
@@ -145,7 +155,7 @@ impl Disk {
         let node = self.find(path.parent().unwrap_or(Path::new("")));
         match &mut self.nodes[node] {
             Node::Directory(names) => names,
-            _ => panic!("{} is in no directory", path.display()),
+            _ => panic!("the parent of {} is not a directory", path.display()),
         }
     }
 
@@ -155,11 +165,11 @@ impl Disk {
                 Node::Directory(names) => names.now.get(name),
                 _ => None,
             };
-            *found.unwrap_or_else(|| panic!("{} is not known", path.display()))
+            *found.unwrap_or_else(|| panic!("{} does not exist", path.display()))
         })
     }
 
-    /// What a power cut leaves now.
+    /// An image that a power cut at this point could leave.
     pub(crate) fn image(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Image {
         let mut image = Image::default();
         self.add_to(&mut image, Path::new(""), ROOT, losses, atom, rng);
@@ -177,7 +187,7 @@ impl Disk {
     ) {
         match &self.nodes[node] {
             Node::File(content) => {
-                let bytes = content.left(losses, atom, rng);
+                let bytes = content.after_power_cut(losses, atom, rng);
                 image.0.insert(path.to_owned(), Entry::File(bytes));
             }
             Node::Link(target) => {
@@ -185,7 +195,7 @@ impl Disk {
             }
             Node::Directory(names) => {
                 image.0.insert(path.to_owned(), Entry::Directory);
-                for (name, node) in names.left(losses, rng) {
+                for (name, node) in names.after_power_cut(losses, rng) {
                     self.add_to(image, &path.join(name), node, losses, atom, rng);
                 }
             }
@@ -200,7 +210,7 @@ impl Content {
         }
     }
 
-    fn left(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Sparse {
+    fn after_power_cut(&self, losses: Losses, atom: usize, rng: &mut Rng) -> Sparse {
         let mut bytes = self.durable.clone();
         for (change, durable) in &self.changes {
             match (losses, change) {
@@ -226,7 +236,8 @@ impl Change {
     }
 }
 
-/// Writes some of the atoms that `data` covers, and perhaps only its length.
+/// Writes the atoms of `data` for which `keep` returns true. The length may survive without the
+/// data.
 fn write_atoms(
     bytes: &mut Sparse,
     offset: usize,
@@ -259,7 +270,7 @@ impl Names {
         self.durable = self.now.clone();
     }
 
-    fn left(&self, losses: Losses, rng: &mut Rng) -> BTreeMap<OsString, usize> {
+    fn after_power_cut(&self, losses: Losses, rng: &mut Rng) -> BTreeMap<OsString, usize> {
         let mut names = self.durable.clone();
         for change in &self.changes {
             if losses.keep(rng) {
@@ -293,7 +304,7 @@ impl Losses {
     }
 }
 
-/// Files with their content, directories and links.
+/// The content of a directory tree: files, directories and links.
 #[derive(Default)]
 pub(crate) struct Image(BTreeMap<PathBuf, Entry>);
 
@@ -308,7 +319,7 @@ impl Image {
         self.0.keys().map(PathBuf::as_path)
     }
 
-    /// Equal for equal images only.
+    /// A hash of the image. Different images have different hashes.
     pub(crate) fn fingerprint(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         for (path, entry) in &self.0 {
@@ -330,11 +341,12 @@ impl Image {
         hasher.finalize()
     }
 
-    /// Makes `root` this image.
+    /// Creates the directory `root` with the content of this image.
     pub(crate) fn write_to(&self, root: &Path) -> io::Result<()> {
-        // In the order of their paths, so that directories come before what is in them.
+        // In the order of paths, a directory comes before its entries.
         for (path, entry) in &self.0 {
-            // The root itself has no name, and joining none would demand a directory.
+            // The root has an empty path. Joining it would append a slash, which requires an
+            // existing directory.
             let path = if path.as_os_str().is_empty() { root.into() } else { root.join(path) };
             match entry {
                 Entry::File(bytes) => {
@@ -349,27 +361,5 @@ impl Image {
             }
         }
         Ok(())
-    }
-}
-
-/// splitmix64: randomness that a seed reproduces.
-pub(crate) struct Rng(u64);
-
-impl Rng {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// True in `percent` of 100 cases.
-    fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-
-    /// A number in `0..limit`.
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
     }
 }

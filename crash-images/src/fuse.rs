@@ -1,13 +1,14 @@
-//! What programs ask of a directory, as a file system sees it that is mounted there.
+//! Records the operations on a directory with a mounted file system.
 //!
-//! Other than a trace of system calls it sees what rings do, and it lives through the death of those who use
-//! it: their files, and the locks on them, are the kernel's.
+//! In contrast to a trace of system calls, it sees operations of io_uring, and it survives the
+//! death of the programs that use it, because the kernel owns their open files and locks.
 //!
-//! Nothing is cached in the kernel (`FOPEN_DIRECT_IO`), so every write arrives as it was made. Operations are
-//! done one after the other, and the order of the recording is the order in which they took effect: what was
-//! answered before another operation was asked for comes before it. One that was never answered may
-//! be the recording's last, or not be in it. A sync takes its time, as on a disk: it covers what was
-//! written before it came, and not what is written until it is answered.
+//! The kernel caches nothing (`FOPEN_DIRECT_IO`), so every write arrives as the program made it.
+//! Operations are executed one after the other, and the recording has the order of their execution.
+//! So an operation that was answered before another one was requested comes before it. An operation
+//! that was never answered may be the last one of the recording, or may be missing. A sync takes
+//! some time, as on a disk: it covers writes before the request, and not those between the request
+//! and its answer.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -27,20 +28,20 @@ use tempfile::TempDir;
 use crate::memory::{Kind, Memory};
 use crate::recording::Recording;
 
-/// How long the kernel may believe what it was told.
+/// How long the kernel may cache attributes and names.
 const TTL: Duration = Duration::ZERO;
 
 const FLAGS: FopenFlags =
     FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
-/// Bytes and blocks that are said to be free.
-const FREE: u64 = 1 << 30;
+/// The free space that the file system reports, in bytes.
+const FREE_BYTES: u64 = 1 << 30;
 const BLOCK: u32 = 4096;
 
 /// How long a sync takes.
-const SYNC: Duration = Duration::from_millis(2);
+const SYNC_TIME: Duration = Duration::from_millis(2);
 
-/// An empty directory in which everything is recorded, gone with this value.
+/// An empty directory in which all operations are recorded. Dropping this value removes it.
 pub struct Mounted {
     root: TempDir,
     memory: Arc<Mutex<Memory>>,
@@ -52,31 +53,29 @@ impl Mounted {
     ///
     /// # Panics
     ///
-    /// If that cannot be done: it takes `/dev/fuse` and the right to mount.
+    /// If the mount fails. It needs `/dev/fuse` and the permission to mount.
     #[expect(clippy::new_without_default, reason = "it mounts a file system")]
     pub fn new() -> Mounted {
-        let root = TempDir::new().expect("a directory to mount on");
+        let root = TempDir::new().expect("creating a directory to mount on");
         let memory = Arc::new(Mutex::new(Memory::default()));
         let mut config = Config::default();
         config.mount_options = vec![MountOption::FSName("recorded".into())];
         let session = fuser::spawn_mount(Served(Arc::clone(&memory)), root.path(), &config)
-            .unwrap_or_else(|error| {
-                panic!("this test needs /dev/fuse, and root to mount it: {error}")
-            });
+            .unwrap_or_else(|error| panic!("this test needs /dev/fuse and root: {error}"));
         Mounted { root, memory, session: Some(session) }
     }
 
-    /// The directory.
+    /// The path of the directory.
     pub fn root(&self) -> &Path {
         self.root.path()
     }
 
-    /// Says in the recording that the workload has come this far.
+    /// Adds a mark to the recording: the workload has reached this point.
     pub fn mark(&self, text: &str) {
         lock(&self.memory).mark(text);
     }
 
-    /// Everything so far.
+    /// The operations so far.
     pub fn recording(&self) -> Recording {
         Recording::new(lock(&self.memory).operations().to_vec())
     }
@@ -84,17 +83,17 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Lazily: a process that is ending may still have a file open.
+        // A lazy unmount, because a process that ends may still have a file open.
         let _ = Command::new("umount").arg("--lazy").arg(self.root.path()).output();
         drop(self.session.take());
     }
 }
 
 fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
-    memory.lock().expect("nobody panics with the files locked")
+    memory.lock().expect("no thread panics with the files locked")
 }
 
-/// The files, for the kernel's questions.
+/// Answers the requests of the kernel.
 struct Served(Arc<Mutex<Memory>>);
 
 impl Served {
@@ -304,7 +303,7 @@ impl Filesystem for Served {
         _owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        // A file is closed.
+        // The kernel calls this when a descriptor is closed.
         reply.ok();
     }
 
@@ -338,8 +337,8 @@ impl Filesystem for Served {
     }
 
     fn statfs(&self, _: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let blocks = FREE / u64::from(BLOCK);
-        reply.statfs(blocks, blocks, blocks, FREE, FREE, BLOCK, 255, BLOCK);
+        let blocks = FREE_BYTES / u64::from(BLOCK);
+        reply.statfs(blocks, blocks, blocks, FREE_BYTES, FREE_BYTES, BLOCK, 255, BLOCK);
     }
 
     fn fallocate(
@@ -386,7 +385,7 @@ impl Served {
     fn sync(&self, ino: INodeNo, reply: ReplyEmpty) {
         self.memory().sync(ino.0);
         thread::spawn(move || {
-            thread::sleep(SYNC);
+            thread::sleep(SYNC_TIME);
             reply.ok();
         });
     }

@@ -1,39 +1,41 @@
-//! The directories that a power cut could leave behind a program, for tests.
+//! Builds the directories that a power cut could leave, for tests.
 //!
 //! ```text
 //! workload under strace ──┬─► Recording ──► for each point: images ──► opened and checked
-//! workload on a mount ────┘   what was asked     what was synced, and
-//!     writes, syncs,          of the kernel      some of what was not
+//! workload on a mount ────┘   the operations     all synced changes,
+//!     writes, syncs,          in their order     and some of the others
 //!     names, marks
 //! ```
 //!
-//! # What a power cut is taken to leave
+//! # The model of a power cut
 //!
-//! - A file's data and length are durable when `fsync` or `fdatasync` of it has returned, or, for a
-//!   single write, when it was made through a descriptor with `O_DSYNC` and has returned.
-//! - Of what is not durable, any part may be there: each write is there, not there, or there by *atoms*,
-//!   aligned pieces of a given size, with or without the length that it gave the file. A write that is
-//!   missing where a later one is there reads as zeros or as what was there before.
-//! - A name that was made, changed or removed is durable when `fsync` of its directory has returned, and
-//!   not with a sync of the file alone. Until then each such change is there or not, whatever its
-//!   neighbours are; a rename is never there by half.
+//! - The data and the length of a file are durable after `fsync` or `fdatasync` of the file has
+//!   returned. A single write through a descriptor with `O_DSYNC` is durable after it has returned.
+//! - Changes that are not durable may survive in part. Each write survives, is lost, or survives by
+//!   *atoms*: aligned pieces of a given size. The length that it gave the file survives or not. If
+//!   a write is lost and a later one survives, the range of the lost write reads as zeros or as its
+//!   earlier content.
+//! - The creation, change or removal of a name is durable after `fsync` of its directory has
+//!   returned. A sync of the file is not enough. Until then each such change survives or not,
+//!   independent of the others. A rename never survives by half.
 //!
-//! This is weaker than what journaling file systems promise. What is durable stays as it was written:
-//! rotten disks are not tried here.
+//! This is weaker than the guarantees of journaling file systems. Durable data stays as it was
+//! written: the images contain no bit errors.
 //!
 //! # Two recorders
 //!
-//! [`record`] runs a workload under `strace`, on a file system of its choice. It asks the kernel from one
-//! thread, through calls that `strace` shows: no shared mappings and no rings. The one exception is the `-shm`
-//! file of an SQLite database, which holds nothing that is meant to last and is left out of the images.
+//! [`record`] runs a workload under `strace`, on any file system. The workload must use one thread
+//! and system calls that `strace` shows: no shared mappings and no io_uring. The `-shm` file of an
+//! SQLite database is an exception. It holds no persistent data and is not part of the images.
 //!
-//! [`Mounted`] is a file system that records. Any number of processes and threads use it, with rings and
-//! direct I/O too, and they may be killed and started again meanwhile. Only shared mappings are refused. It needs
-//! `/dev/fuse`.
+//! [`Mounted`] is a file system that records. Any number of processes and threads may use it, with
+//! io_uring and direct I/O too. They may be killed and started again during the recording. Only
+//! shared mappings are refused. It needs `/dev/fuse`.
 
 mod disk;
 mod fuse;
 mod memory;
+mod operation;
 mod recording;
 mod sparse;
 mod trace;
@@ -54,30 +56,33 @@ use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use seeded_rng::Rng;
 use tempfile::TempDir;
 
-use self::disk::{Disk, Image, Losses, Rng};
+use self::disk::{Disk, Image, Losses};
 pub use self::fuse::Mounted;
-pub use self::recording::Recording;
-pub use self::trace::{mark, record, recorded_root};
+pub use self::recording::{Recording, record};
+pub use self::trace::{mark, recorded_root};
 
-/// How images are made.
+/// How images are drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct Draw {
-    /// What the random choices follow from.
+    /// The seed of the random choices.
     pub seed: u64,
-    /// Random images for each point, beside the two that keep or lose all that is not durable.
+    /// The number of random images for each point. Two more images keep and lose all changes that
+    /// are not durable.
     pub images: u32,
-    /// Bytes that are written all or not at all.
+    /// The number of bytes that are written completely or not at all.
     pub atom: usize,
 }
 
-/// Cuts the power at each point of a recording. `CAIRN_SEED` repeats the random choices of a run,
-/// `CAIRN_SOAK_SECONDS` goes on with others for that long.
+/// Checks the images of a power cut at each point of a recording. `CAIRN_SEED` repeats the random
+/// choices of a run. With `CAIRN_SOAK_SECONDS` the check is repeated with other seeds for that
+/// long.
 ///
 /// # Panics
 ///
-/// If an image is refused.
+/// If `check` refuses an image.
 pub fn cut_the_power(
     recording: &Recording,
     images: u32,
@@ -99,12 +104,12 @@ pub fn cut_the_power(
     }
 }
 
-/// Kills the recorded process before each sync between two marks, lets `next` take up, and cuts the power at
-/// each point of that.
+/// For each sync between two marks: kills the recorded process before the sync, runs `next` on the
+/// files that it left, and checks the images of a power cut at each point of `next`.
 ///
 /// # Panics
 ///
-/// If an image is refused.
+/// If `check` refuses an image.
 pub fn kill_and_cut_the_power(
     recording: &Recording,
     (from, to): (&str, &str),
@@ -121,11 +126,12 @@ pub fn kill_and_cut_the_power(
     }
 }
 
-/// A checker that finds nothing proves nothing: it must miss the syncs of a file that are left out.
+/// Checks that `check` finds a planted mistake: the syncs of the file `name` are left out. A check
+/// that never refuses an image proves nothing.
 ///
 /// # Panics
 ///
-/// If it does not.
+/// If `check` refuses no image.
 pub fn leave_out_syncs(
     recording: &Recording,
     name: &str,
@@ -134,7 +140,9 @@ pub fn leave_out_syncs(
 ) {
     let without = recording.without_syncs(|path| path == Path::new(name));
     match check_all(&without, draw, check) {
-        Ok(images) => panic!("{images} images without syncs of '{name}', and nothing is wrong"),
+        Ok(images) => {
+            panic!("{images} images without syncs of '{name}', and the check refuses none")
+        }
         Err(violation) => println!("without syncs of '{name}': {violation}"),
     }
 }
@@ -142,34 +150,35 @@ pub fn leave_out_syncs(
 /// An image that a check refused.
 #[derive(Debug)]
 pub struct Violation {
-    /// The operations before the power cut.
+    /// The number of operations before the power cut.
     pub point: usize,
-    /// The last of them.
+    /// The last operation before the power cut.
     pub after: String,
-    /// What became of that which was not durable.
+    /// Which changes survived the power cut.
     pub losses: String,
-    /// What the check said.
+    /// The panic message of the check.
     pub reason: String,
 }
 
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { point, after, losses, reason } = self;
-        write!(f, "a power cut at {point}, after {after}, that left {losses}: {reason}")
+        write!(f, "a power cut at point {point}, after {after}, that left {losses}: {reason}")
     }
 }
 
-/// An image, and what the workload had said before it.
+/// An image, and the number of marks before it.
 struct Case {
     image: Image,
     marks: usize,
     violation: Violation,
 }
 
-/// Checks the images of every point. Returns how many there were, without those that are equal.
+/// Checks the images of every point. Returns the number of different images.
 ///
-/// `check` gets the directory of an image, in which it may do anything, and the marks before the power
-/// cut. It refuses the image by a panic, which is what assertions do and what a program must not.
+/// `check` gets the directory of an image, which it may change, and the marks before the power cut.
+/// It refuses the image with a panic, for example of a failed assertion. A panic of the code under
+/// test counts too.
 pub fn check_all(
     recording: &Recording,
     draw: Draw,
@@ -181,21 +190,21 @@ pub fn check_all(
     let stop = AtomicBool::new(false);
     let marks = recording.marks();
     let work = || {
-        let place = scratch().expect("a directory for images");
+        let scratch = scratch().expect("creating a directory for images");
         for number in 0.. {
-            let received = receiver.lock().expect("nobody panics with the queue locked").recv();
-            let Ok(Case { image, marks: told, violation }) = received else { break };
+            let received = receiver.lock().expect("no thread panics with the queue locked").recv();
+            let Ok(Case { image, marks: count, violation }) = received else { break };
             if stop.load(Ordering::Relaxed) {
                 continue;
             }
-            let root = place.path().join(number.to_string());
+            let root = scratch.path().join(number.to_string());
             image.write_to(&root).expect("writing an image");
-            let checked = catch_unwind(AssertUnwindSafe(|| check(&root, &marks[..told])));
+            let checked = catch_unwind(AssertUnwindSafe(|| check(&root, &marks[..count])));
             images.fetch_add(1, Ordering::Relaxed);
             if let Err(panic) = checked {
                 let reason = message(&*panic);
                 stop.store(true, Ordering::Relaxed);
-                let mut found = found.lock().expect("nobody panics with the result locked");
+                let mut found = found.lock().expect("no thread panics with the result locked");
                 found.get_or_insert(Violation { reason, ..violation });
             }
             let _ = fs::remove_dir_all(&root);
@@ -213,25 +222,26 @@ pub fn check_all(
         }
         drop(sender);
     });
-    match found.into_inner().expect("the workers are gone") {
+    match found.into_inner().expect("no worker panics") {
         Some(violation) => Err(violation),
         None => Ok(images.into_inner()),
     }
 }
 
-/// The images of every point, each once for what had been said before it.
+/// The images of every point. Equal images with the same number of marks occur once.
 fn cases(recording: &Recording, draw: Draw) -> impl Iterator<Item = Case> {
     let mut disk = Disk::default();
     let mut marks = 0;
     let mut seen = HashSet::new();
     let mut rng = Rng::new(draw.seed);
-    let tried = recording.is_tried(&mut rng);
-    let points = recording.operations().iter().zip(tried).enumerate();
-    points.flat_map(move |(point, (operation, is_tried))| {
+    let selected = recording.select_points(&mut rng);
+    let points = recording.operations().iter().zip(selected).enumerate();
+    points.flat_map(move |(point, (operation, is_selected))| {
         marks += usize::from(operation.is_mark());
         disk.apply(operation);
-        let draws = if is_tried { draw.images + 2 } else { 0 };
-        // Where there are few, the next point has others.
+        let draws = if is_selected { draw.images + 2 } else { 0 };
+        // The kinds of losses depend on the point, so that all of them occur even with few images
+        // for each point.
         let random = (point..).take(draw.images as usize).map(|n| {
             let share = [20, 50, 80, 95][n / 2 % 4];
             if n % 2 == 0 { Losses::Torn(share) } else { Losses::Whole(share) }
@@ -251,7 +261,7 @@ fn cases(recording: &Recording, draw: Draw) -> impl Iterator<Item = Case> {
     })
 }
 
-/// A directory for many images: in memory, if direct I/O works there.
+/// A directory for many images. It is in memory if direct I/O works there.
 fn scratch() -> io::Result<TempDir> {
     let memory = TempDir::new_in("/dev/shm").and_then(|dir| {
         let mut options = OpenOptions::new();
@@ -264,5 +274,5 @@ fn scratch() -> io::Result<TempDir> {
 fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    text.unwrap_or("it panics").to_owned()
+    text.unwrap_or("a panic without a message").to_owned()
 }

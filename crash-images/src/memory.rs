@@ -1,4 +1,4 @@
-//! A file system in memory that writes down what is asked of it, in the order in which it does it.
+//! A file system in memory that records its operations in the order of their execution.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -6,20 +6,21 @@ use std::path::{Path, PathBuf};
 
 use fuser::Errno;
 
-use crate::recording::Operation;
+use crate::operation::Operation;
 use crate::sparse::Sparse;
 
-/// The number of the root.
+/// The inode number of the root.
 const ROOT: u64 = 1;
 
 pub(crate) struct Memory {
-    /// By number, from [`ROOT`] on. Those that were removed stay: somebody may have them open.
+    /// The inodes by number, from [`ROOT`] on. Removed ones stay, because a process may have them
+    /// open.
     nodes: Vec<Node>,
     operations: Vec<Operation>,
 }
 
 struct Node {
-    /// Below the root; none if the name was removed.
+    /// The path relative to the root, or `None` if the name was removed.
     path: Option<PathBuf>,
     kind: Kind,
 }
@@ -64,7 +65,7 @@ impl Memory {
         }
     }
 
-    /// Makes a file, a directory or a link.
+    /// Creates a file, a directory or a link, and returns its number.
     pub(crate) fn make(&mut self, parent: u64, name: &OsStr, kind: Kind) -> Result<u64, Errno> {
         let path = self.path(parent).ok_or(Errno::ENOENT)?.join(name);
         let number = self.nodes.len() as u64 + ROOT;
@@ -94,7 +95,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Renames a file or a link within one directory; what has the name already loses it.
+    /// Renames a file or a link within one directory, and replaces an existing one.
     pub(crate) fn rename(&mut self, parent: u64, from: &OsStr, to: &OsStr) -> Result<(), Errno> {
         let number = self.find(parent, from)?;
         let path = self.path(parent).ok_or(Errno::ENOENT)?;
@@ -124,7 +125,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Makes a file at least this long.
+    /// Extends a file to at least this length.
     pub(crate) fn extend(&mut self, number: u64, len: usize) -> Result<(), Errno> {
         self.bytes(number)?.extend(len);
         self.record(number, |path| Operation::Extend { path, len });
@@ -137,17 +138,17 @@ impl Memory {
         Ok(())
     }
 
-    /// Notes that a file or a directory is durable.
+    /// Records a sync of a file or a directory.
     pub(crate) fn sync(&mut self, number: u64) {
         self.record(number, Operation::Sync);
     }
 
-    /// Notes that the last write to a file is durable.
+    /// Records that the last write to a file is durable.
     pub(crate) fn sync_write(&mut self, number: u64) {
         self.record(number, Operation::SyncWrite);
     }
 
-    /// Where the next data begins, at or after `offset`.
+    /// The offset of the next data at or after `offset`.
     pub(crate) fn next_data(&self, number: u64, offset: usize) -> Result<usize, Errno> {
         let mut data = self.file(number)?.data();
         let found = data.find(|(at, bytes)| at + bytes.len() > offset);
@@ -155,7 +156,8 @@ impl Memory {
     }
 
     fn record(&mut self, number: u64, operation: impl FnOnce(PathBuf) -> Operation) {
-        // What has no name cannot be found after a power cut.
+        // A file without a name cannot be found after a power cut, so its operations are not
+        // recorded.
         let path = self.path(number).map(Path::to_owned);
         self.operations.extend(path.map(operation));
     }

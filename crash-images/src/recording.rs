@@ -1,96 +1,34 @@
-//! What was asked of a directory, step by step.
+//! The recorded operations of a workload, and the points at which the power may be cut.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 
-use crate::disk::{Disk, Losses, Rng};
+use seeded_rng::Rng;
+
+use crate::disk::{Disk, Losses};
+use crate::operation::Operation;
 use crate::trace::trace;
 
-/// One step of a workload. Paths are below the recorded directory.
-#[derive(Clone, Debug)]
-pub(crate) enum Operation {
-    Create(PathBuf),
-    MakeDirectory(PathBuf),
-    /// A symbolic one.
-    Link {
-        path: PathBuf,
-        target: PathBuf,
-    },
-    Rename {
-        from: PathBuf,
-        to: PathBuf,
-    },
-    Remove(PathBuf),
-    Write {
-        path: PathBuf,
-        offset: usize,
-        data: Arc<[u8]>,
-    },
-    SetLen {
-        path: PathBuf,
-        len: usize,
-    },
-    /// To at least this length.
-    Extend {
-        path: PathBuf,
-        len: usize,
-    },
-    /// Zeros instead of what is there; the length stays.
-    Punch {
-        path: PathBuf,
-        offset: usize,
-        len: usize,
-    },
-    /// Of a file or a directory.
-    Sync(PathBuf),
-    /// The last write to the file is durable.
-    SyncWrite(PathBuf),
-    Mark(String),
+/// Runs a workload and records its operations below its [`recorded_root`](crate::recorded_root), an
+/// empty directory. The last mark of the workload must be `done`.
+///
+/// # Panics
+///
+/// If `strace` is missing or may not trace, if the workload fails, or if it makes a call that the
+/// recorder does not support.
+pub fn record(workload: &Command) -> Recording {
+    let root = tempfile::tempdir().expect("creating a directory to record");
+    Recording::new(trace(root.path(), BTreeSet::new(), workload))
 }
 
-impl Operation {
-    pub(crate) fn is_mark(&self) -> bool {
-        matches!(self, Operation::Mark(_))
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Operation::Create(path) => write!(f, "creating {}", path.display()),
-            Operation::MakeDirectory(path) => write!(f, "making directory {}", path.display()),
-            Operation::Link { path, target } => {
-                write!(f, "linking {} to {}", path.display(), target.display())
-            }
-            Operation::Rename { from, to } => {
-                write!(f, "renaming {} to {}", from.display(), to.display())
-            }
-            Operation::Remove(path) => write!(f, "removing {}", path.display()),
-            Operation::Write { path, offset, data } => {
-                write!(f, "writing {} bytes at {offset} of {}", data.len(), path.display())
-            }
-            Operation::SetLen { path, len } | Operation::Extend { path, len } => {
-                write!(f, "giving {} a length of {len}", path.display())
-            }
-            Operation::Punch { path, offset, len } => {
-                write!(f, "punching {len} bytes at {offset} of {}", path.display())
-            }
-            Operation::Sync(path) => write!(f, "syncing '{}'", path.display()),
-            Operation::SyncWrite(path) => write!(f, "a durable write to {}", path.display()),
-            Operation::Mark(text) => write!(f, "'{text}'"),
-        }
-    }
-}
-
-/// What a workload did to a directory.
+/// The operations of a workload on a directory.
 #[derive(Clone, Debug)]
 pub struct Recording {
     operations: Vec<Operation>,
-    /// At points before this one the power is not cut.
+    /// The first point at which the power may be cut.
     first: usize,
-    /// How many points are tried, if not all.
+    /// The number of points to select, or `None` for all.
     sample: Option<usize>,
 }
 
@@ -111,27 +49,26 @@ impl Recording {
         self.operations.iter().filter_map(mark).collect()
     }
 
-    /// The points at which the power can be cut.
+    /// The number of points at which the power may be cut.
     pub fn points(&self) -> usize {
         self.operations.len() - self.first
     }
 
-    /// As if the power could be cut at about so many points only, which are drawn at random: for checks that
-    /// take long.
+    /// Limits the power cuts to about `points` random points, for checks that take long.
     pub fn sampled(self, points: usize) -> Recording {
         Recording { sample: Some(points), ..self }
     }
 
-    /// For each operation whether the power is cut behind it. The last one is always among those that are
-    /// drawn. Half of them are syncs, behind which others rely on them for the first time. Marks alone change
-    /// nothing.
-    pub(crate) fn is_tried(&self, rng: &mut Rng) -> Vec<bool> {
+    /// Selects the points of power cuts: for each operation, whether the power is cut after it. A
+    /// sample always contains the last operation. Half of it are syncs, because later operations
+    /// rely on them. Marks are not selected, because they change nothing.
+    pub(crate) fn select_points(&self, rng: &mut Rng) -> Vec<bool> {
         let all = 0..self.operations.len();
         let Some(wanted) = self.sample else {
             return all.map(|point| point >= self.first).collect();
         };
-        let mut tried = vec![false; all.end];
-        tried.last_mut().into_iter().for_each(|last| *last = true);
+        let mut selected = vec![false; all.end];
+        selected.last_mut().into_iter().for_each(|last| *last = true);
         let is_sync = |point: &usize| {
             matches!(self.operations[*point], Operation::Sync(_) | Operation::SyncWrite(_))
         };
@@ -141,56 +78,58 @@ impl Recording {
             for drawn in 0..wanted.min(points.len()) {
                 let other = drawn + rng.below((points.len() - drawn) as u64) as usize;
                 points.swap(drawn, other);
-                tried[points[drawn]] = true;
+                selected[points[drawn]] = true;
             }
         }
-        tried
+        selected
     }
 
-    /// The points right before each sync between two marks: there the most is in the kernel's hands.
+    /// The points directly before each sync between two marks. At these points the most data is not
+    /// durable.
     pub fn before_syncs(&self, from: &str, to: &str) -> Vec<usize> {
         let is_sync = |point: &usize| matches!(self.operations[*point], Operation::Sync(_));
-        (self.place(from)..self.place(to)).filter(is_sync).collect()
+        (self.position(from)..self.position(to)).filter(is_sync).collect()
     }
 
-    /// Where a mark is.
-    fn place(&self, text: &str) -> usize {
-        let is_it = |one: &Operation| matches!(one, Operation::Mark(mark) if mark == text);
-        self.operations.iter().position(is_it).expect("a mark of this recording")
+    /// The index of a mark.
+    fn position(&self, text: &str) -> usize {
+        let is_mark = |one: &Operation| matches!(one, Operation::Mark(mark) if mark == text);
+        self.operations.iter().position(is_mark).expect("the recording has this mark")
     }
 
-    /// What the directory goes through when the program is killed at `point`, and `next` runs after it.
-    /// A kill loses nothing that the kernel has. The power is cut after it only.
+    /// The recording of a program that is killed at `point`, followed by `next`. A kill loses no
+    /// operation. The power is cut only after the kill.
     ///
     /// # Panics
     ///
-    /// As [`record`](crate::record).
+    /// For the same reasons as [`record`].
     pub fn killed(&self, point: usize, next: &Command) -> Recording {
         let mut operations = self.operations[..point].to_vec();
         let mut disk = Disk::default();
         operations.iter().for_each(|operation| disk.apply(operation));
-        let place = tempfile::tempdir().expect("a directory for what is left");
-        let root = place.path().join("left");
+        let directory = tempfile::tempdir().expect("creating a directory for the remaining files");
+        let root = directory.path().join("left");
         let image = disk.image(Losses::Nothing, 1, &mut Rng::new(0));
-        image.write_to(&root).expect("writing what is left");
+        image.write_to(&root).expect("writing the remaining files");
         let existing = image.paths().map(Path::to_owned).collect();
         operations.extend(trace(&root, existing, next));
         Recording { first: point, ..Recording::new(operations) }
     }
 
-    /// What came after a mark: at the points before it the power is not cut.
+    /// Limits the power cuts to the points after a mark.
     pub fn after(self, text: &str) -> Recording {
-        let first = self.place(text);
+        let first = self.position(text);
         Recording { first, ..self }
     }
 
-    /// What came before a mark.
+    /// The operations before a mark.
     pub fn until(mut self, text: &str) -> Recording {
-        self.operations.truncate(self.place(text));
+        self.operations.truncate(self.position(text));
         self
     }
 
-    /// As if syncs of these files and directories did nothing, from the first point on: a planted mistake.
+    /// Removes the syncs of files and directories that `of` selects, from the first point on. This
+    /// plants a mistake that a check has to find.
     pub fn without_syncs(&self, of: impl Fn(&Path) -> bool) -> Recording {
         let keep = |(point, operation): &(usize, &Operation)| match operation {
             Operation::Sync(path) | Operation::SyncWrite(path) => *point < self.first || !of(path),

@@ -1,4 +1,4 @@
-//! The bytes of a file of which most are zeros.
+//! The content of a sparse file.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ const BLOCK: usize = 4096;
 
 type Block = [u8; BLOCK];
 
-/// As long as it says. Blocks that are not there are zeros; copies share those that are.
+/// The content of a file with holes. Missing blocks are zeros. Clones share blocks.
 #[derive(Clone, Default)]
 pub(crate) struct Sparse {
     len: usize,
@@ -24,7 +24,7 @@ impl Sparse {
         self.len = len;
     }
 
-    /// To at least this length.
+    /// Extends the file to at least this length.
     pub(crate) fn extend(&mut self, len: usize) {
         self.len = self.len.max(len);
     }
@@ -40,7 +40,7 @@ impl Sparse {
         }
     }
 
-    /// Zeros instead of what is there; the length stays.
+    /// Replaces a range by zeros. The length does not change.
     pub(crate) fn punch(&mut self, offset: usize, len: usize) {
         let end = self.len.min(offset.saturating_add(len));
         if end <= offset {
@@ -59,7 +59,7 @@ impl Sparse {
         }
     }
 
-    /// As many bytes as there are.
+    /// Reads up to `len` bytes at `offset`, fewer at the end of the file.
     pub(crate) fn read(&self, offset: usize, len: usize) -> Vec<u8> {
         let start = self.len.min(offset);
         let end = self.len.min(start + len);
@@ -74,7 +74,7 @@ impl Sparse {
         bytes
     }
 
-    /// The blocks that are not zeros, each with its offset.
+    /// The blocks that are not all zeros, each with its offset.
     pub(crate) fn data(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let all = self.blocks.iter().map(|(index, block)| {
             let first = index * BLOCK;
@@ -84,7 +84,7 @@ impl Sparse {
     }
 }
 
-/// The parts of blocks that a range consists of: index, start in it, length.
+/// The parts of blocks that a range covers: the index of the block, the start in it, the length.
 fn pieces(offset: usize, len: usize) -> impl Iterator<Item = (usize, usize, usize)> {
     let end = offset + len;
     (offset / BLOCK..end.div_ceil(BLOCK)).map(move |index| {
@@ -96,16 +96,15 @@ fn pieces(offset: usize, len: usize) -> impl Iterator<Item = (usize, usize, usiz
 
 #[cfg(test)]
 mod tests {
+    use seeded_rng::Rng;
+
     use super::{BLOCK, Sparse};
 
     #[test]
-    fn it_holds_what_plain_bytes_would() {
+    fn it_behaves_like_a_vector_of_bytes() {
         let (mut sparse, mut plain) = (Sparse::default(), Vec::new());
-        let mut state = 7usize;
-        let mut below = |limit: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 33) % limit
-        };
+        let mut rng = Rng::new(7);
+        let mut below = |limit: usize| rng.below(limit as u64) as usize;
         for round in 0..5000 {
             let (offset, len) = (below(6 * BLOCK), below(2 * BLOCK));
             match below(4) {

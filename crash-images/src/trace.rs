@@ -1,4 +1,4 @@
-//! What a program asks of the kernel, as `strace` shows it.
+//! Records the file operations of a program with `strace`.
 
 use std::collections::{BTreeSet, HashMap};
 use std::env;
@@ -9,58 +9,47 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::recording::{Operation, Recording};
+use crate::operation::Operation;
 
-/// Where marks go: seen by the recorder, and by nobody else.
+/// The file that marks are written to. Only the recorder sees them.
 const MARKS: &str = "/dev/null";
 
-/// The variable in a workload's environment that names the directory to work in.
+/// The environment variable with the working directory of a workload.
 const ROOT: &str = "CAIRN_TEST_RECORDED";
 
-/// The directory that a workload works in, if it is recorded.
+/// The working directory of a workload, if this process is one that is recorded.
 pub fn recorded_root() -> Option<PathBuf> {
     env::var_os(ROOT).map(PathBuf::from)
 }
 
-/// Calls that change files, move the position in one, or would go past the recorder.
+/// System calls that change files, that move a file position, or that the recorder cannot follow.
 const CALLS: &str = "openat,open,creat,lseek,read,write,pwrite64,writev,pwritev,pwritev2,ftruncate,\
     truncate,fallocate,fsync,fdatasync,syncfs,sync,rename,renameat,renameat2,unlink,unlinkat,mkdir,\
     mkdirat,rmdir,link,linkat,symlink,symlinkat,mmap,copy_file_range,sendfile,splice,io_uring_setup,\
     io_submit";
 
-/// Says in the recording that the workload has come this far.
+/// Adds a mark to the recording: the workload has reached this point.
 pub fn mark(text: &str) {
-    let mut marks = fs::OpenOptions::new().write(true).open(MARKS).expect("opening the marks");
+    let mut marks =
+        fs::OpenOptions::new().write(true).open(MARKS).expect("opening the file for marks");
     marks.write_all(text.as_bytes()).expect("writing a mark");
 }
 
-/// Runs a workload and records what it does below its [`recorded_root`], an
-/// empty directory. Its last mark is `done`.
-///
-/// # Panics
-///
-/// If there is no `strace` or it may not trace, if the workload fails, and if it does what the recorder
-/// cannot follow.
-pub fn record(workload: &Command) -> Recording {
-    let root = tempfile::tempdir().expect("a directory to record");
-    Recording::new(trace(root.path(), BTreeSet::new(), workload))
-}
-
-/// Runs a workload on a directory that has these paths already.
+/// Runs a workload in a directory that contains the paths `existing`, and returns its operations.
 pub(crate) fn trace(
     root: &Path,
     existing: BTreeSet<PathBuf>,
     workload: &Command,
 ) -> Vec<Operation> {
-    let root = fs::canonicalize(root).expect("the directory to record exists");
-    let trace = tempfile::NamedTempFile::new().expect("a file for the trace");
+    let root = fs::canonicalize(root).expect("finding the directory to record");
+    let trace = tempfile::NamedTempFile::new().expect("creating a file for the trace");
     let mut strace = Command::new("strace");
-    // All strings are in hexadecimal, so that nothing in them looks like syntax.
+    // All strings are hexadecimal, so that they contain nothing that looks like syntax.
     strace.args(["-f", "-q", "-y", "-v", "-xx", "-s", "1000000000", "-e", "signal=none"]);
     strace.args(["-e", &format!("trace={CALLS}"), "-o"]).arg(trace.path());
     strace.arg("--").arg(workload.get_program()).args(workload.get_args());
     strace.env(ROOT, &root);
-    let output = strace.output().expect("this test needs strace, which cannot be started");
+    let output = strace.output().expect("starting strace, which this test needs");
     assert!(
         output.status.success(),
         "the workload failed, or strace may not trace here ({}):\n{}{}",
@@ -74,7 +63,7 @@ pub(crate) fn trace(
     let done = parser.operations.last();
     assert!(
         matches!(done, Some(Operation::Mark(text)) if text == "done"),
-        "the workload did not come to its end: {done:?}",
+        "the workload did not reach its end: {done:?}",
     );
     parser.operations
 }
@@ -85,7 +74,7 @@ struct Parser {
     operations: Vec<Operation>,
     /// Everything that exists below the root.
     existing: BTreeSet<PathBuf>,
-    /// By descriptor. Those that were closed stay until their number is used again.
+    /// Open files by descriptor. A closed one stays until its number is used again.
     open: HashMap<u32, OpenFile>,
 }
 
@@ -98,18 +87,18 @@ struct OpenFile {
 
 impl Parser {
     fn line(&mut self, line: &str) {
-        // A number of the process, then the call.
+        // A line has the process id, then the call.
         let call = line.split_once(' ').map_or(line, |(_, call)| call.trim_start());
         let Some((name, rest)) = call.split_once('(') else { return };
         let (Some((arguments, result)), false) =
             (rest.rsplit_once(" = "), call.ends_with("<unfinished ...>"))
         else {
-            let ours = strings(line).iter().any(|path| self.below(path.clone()).is_some());
-            assert!(!ours, "the workload asks from several threads at once: {name}");
+            let is_ours = strings(line).iter().any(|path| self.below(path.clone()).is_some());
+            assert!(!is_ours, "the workload makes calls from several threads at once: {name}");
             return;
         };
         let digits = result.split(|c: char| !c.is_ascii_digit()).next();
-        // Calls that failed changed nothing.
+        // A call that failed has changed nothing.
         let Some(result) = digits.and_then(|digits| digits.parse::<usize>().ok()) else { return };
         let arguments = arguments.trim_end().trim_end_matches(')');
         let fields: Vec<_> = arguments.split(", ").collect();
@@ -118,7 +107,7 @@ impl Parser {
         };
         match name {
             "openat" => self.opened(&fields, result),
-            "open" | "creat" => panic!("{name} is not followed"),
+            "open" | "creat" => panic!("the recorder does not support {name}"),
             "mkdir" => self.made(self.named(fields[0]), Operation::MakeDirectory),
             "mkdirat" => self.made(self.named_at(fields[0], fields[1]), Operation::MakeDirectory),
             "rename" => self.renamed(self.named(fields[0]), self.named(fields[1])),
@@ -135,14 +124,14 @@ impl Parser {
             "lseek" => self.descriptor(fields[0]).position = result,
             "read" => self.descriptor(fields[0]).position += result,
             _ => {
-                // With a descriptor first, or, for a mapping, fifth.
+                // The descriptor is the first argument, or the fifth one of mmap.
                 let index = if name == "mmap" { 4 } else { 0 };
                 let field = fields.get(index).copied().unwrap_or_default();
                 let Some(path) = self.file(field) else { return };
                 match name {
                     "write" | "writev" => {
                         let file = *self.descriptor(field);
-                        assert!(!file.append, "appending is not followed");
+                        assert!(!file.append, "the recorder does not support appending");
                         self.descriptor(field).position += result;
                         self.wrote(path, file, file.position, arguments, result);
                     }
@@ -161,19 +150,22 @@ impl Parser {
                             "FALLOC_FL_KEEP_SIZE|FALLOC_FL_PUNCH_HOLE" => {
                                 Operation::Punch { path, offset, len }
                             }
-                            _ => panic!("{mode} is not followed"),
+                            _ => panic!("the recorder does not support fallocate with {mode}"),
                         });
                     }
                     "fsync" | "fdatasync" => self.operations.push(Operation::Sync(path)),
                     "mmap" => {
                         let shared = fields[3].contains("MAP_SHARED");
-                        assert!(!shared || !fields[2].contains("PROT_WRITE"), "a shared mapping");
+                        assert!(
+                            !shared || !fields[2].contains("PROT_WRITE"),
+                            "the recorder does not support shared mappings"
+                        );
                     }
-                    _ => panic!("{name} of {} is not followed", path.display()),
+                    _ => panic!("the recorder does not support {name} of {}", path.display()),
                 }
             }
         }
-        assert_ne!(name, "io_uring_setup", "what a ring does is not seen");
+        assert_ne!(name, "io_uring_setup", "the recorder does not see operations of io_uring");
     }
 
     fn opened(&mut self, fields: &[&str], descriptor: usize) {
@@ -186,7 +178,7 @@ impl Parser {
         };
         self.open.insert(descriptor as u32, file);
         let Some(path) = self.named_at(fields[0], fields[1]) else { return };
-        assert!(!has("O_TMPFILE"), "files without names are not followed");
+        assert!(!has("O_TMPFILE"), "the recorder does not support files without names");
         if has("O_CREAT") && !self.existing.contains(&path) {
             self.made(Some(path), Operation::Create);
         } else if has("O_TRUNC") {
@@ -196,7 +188,7 @@ impl Parser {
 
     fn wrote(&mut self, path: PathBuf, file: OpenFile, offset: usize, text: &str, len: usize) {
         let mut data = bytes(text);
-        assert!(data.len() >= len, "all that was written is in the trace");
+        assert!(data.len() >= len, "the trace contains all written data");
         data.truncate(len);
         self.operations.push(Operation::Write { path: path.clone(), offset, data: data.into() });
         if file.durable {
@@ -218,7 +210,7 @@ impl Parser {
                 self.operations.push(Operation::Rename { from, to });
             }
             (None, None) => {}
-            _ => panic!("a rename into or out of the directory is not followed"),
+            _ => panic!("the recorder does not support a rename into or out of the directory"),
         }
     }
 
@@ -249,14 +241,15 @@ impl Parser {
         self.below(path_of(directory).join(strings(field).pop()?))
     }
 
-    /// A path below the root, if the file is one of those that are meant to last.
+    /// The path relative to the root, or `None` if it is outside or the file holds no persistent
+    /// data.
     fn below(&self, path: PathBuf) -> Option<PathBuf> {
         let path = path.strip_prefix(&self.root).ok()?;
         (!path.to_string_lossy().ends_with("-shm")).then(|| path.to_owned())
     }
 }
 
-/// What a descriptor is open on.
+/// The path of a descriptor, such as `3</path>`.
 fn path_of(field: &str) -> PathBuf {
     let path = field.split_once('<').and_then(|(_, rest)| rest.split_once('>'));
     path.map(|(path, _)| PathBuf::from(OsString::from_vec(unescape(path)))).unwrap_or_default()
@@ -268,12 +261,12 @@ fn strings(text: &str) -> Vec<PathBuf> {
     strings.map(|string| PathBuf::from(OsString::from_vec(unescape(string)))).collect()
 }
 
-/// The strings in the text, as one.
+/// The strings in the text, concatenated.
 fn bytes(text: &str) -> Vec<u8> {
     text.split('"').skip(1).step_by(2).flat_map(unescape).collect()
 }
 
-/// From `\x41\x42`.
+/// Decodes a string such as `\x41\x42`.
 fn unescape(text: &str) -> Vec<u8> {
     let digit = |byte: u8| (byte as char).to_digit(16).expect("a hexadecimal digit") as u8;
     let escaped = text.as_bytes().chunks(4);

@@ -1,4 +1,5 @@
-//! The directory that records does what a directory does, and forgets what a power cut may take.
+//! The recording directory behaves like an ordinary one, and its images lose only changes that are
+//! not durable.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt, symlink};
@@ -8,16 +9,16 @@ use crash_images::{Draw, Mounted, check_all};
 
 const BLOCK: usize = 4096;
 
-/// Memory that direct I/O can use.
+/// Memory that is aligned for direct I/O.
 #[repr(align(4096))]
 struct Aligned([u8; BLOCK]);
 
-fn said(marks: &[String], text: &str) -> bool {
+fn has_mark(marks: &[String], text: &str) -> bool {
     marks.iter().any(|mark| mark == text)
 }
 
 #[test]
-fn only_what_was_synced_is_sure_to_be_left() {
+fn synced_data_survives_and_other_data_may_be_lost() {
     let mounted = Mounted::new();
     let root = mounted.root();
     fs::create_dir(root.join("d")).unwrap();
@@ -42,25 +43,25 @@ fn only_what_was_synced_is_sure_to_be_left() {
     assert_eq!(fs::read_link(root.join("d/link")).unwrap(), Path::new("elsewhere"));
     assert_eq!(fs::read_dir(root.join("d")).unwrap().count(), 2);
     file.try_lock().unwrap();
-    assert!(File::open(&last).unwrap().try_lock().is_err(), "it is locked");
+    assert!(File::open(&last).unwrap().try_lock().is_err(), "the file is locked");
 
     let (mut lost, mut torn) = (false, false);
     let seen = std::sync::Mutex::new((&mut lost, &mut torn));
     let check = |image: &Path, marks: &[String]| {
         let named = ["d/last", "d/first"].map(|name| fs::read(image.join(name)).ok());
-        assert!(named.iter().flatten().count() <= 1, "a rename by half");
-        assert!(!said(marks, "named") || named[0].is_some(), "the name is lost");
+        assert!(named.iter().flatten().count() <= 1, "half of a rename survives");
+        assert!(!has_mark(marks, "named") || named[0].is_some(), "the name is lost");
         let is_link = fs::read_link(image.join("d/link")).is_ok();
-        assert!(!said(marks, "named") || is_link, "the link is lost");
+        assert!(!has_mark(marks, "named") || is_link, "the link is lost");
         let mut seen = seen.lock().unwrap();
         let Some(bytes) = named.into_iter().flatten().next() else { return *seen.0 = true };
-        if said(marks, "synced") {
-            assert!(bytes[..BLOCK] == [1; BLOCK], "what was synced is lost");
-        } else if said(marks, "written") {
+        if has_mark(marks, "synced") {
+            assert!(bytes[..BLOCK] == [1; BLOCK], "synced data is lost");
+        } else if has_mark(marks, "written") {
             *seen.1 |= bytes.contains(&0);
         }
-        if said(marks, "written through") && bytes.len() > BLOCK {
-            assert!(bytes[BLOCK..] == [2; BLOCK], "what was written through is lost");
+        if has_mark(marks, "written through") && bytes.len() > BLOCK {
+            assert!(bytes[BLOCK..] == [2; BLOCK], "data of a durable write is lost");
         }
     };
     let draw = Draw { seed: 1, images: 16, atom: 512 };
@@ -69,7 +70,7 @@ fn only_what_was_synced_is_sure_to_be_left() {
 }
 
 #[test]
-fn a_directory_that_is_not_needed_any_more_is_unmounted_though_it_is_in_use() {
+fn a_directory_is_unmounted_even_while_a_file_in_it_is_open() {
     let mounted = Mounted::new();
     let root = mounted.root().to_owned();
     let _open = File::create(root.join("file")).unwrap();

@@ -1,4 +1,4 @@
-//! Whatever a catalog or its client says: it is refused, or is a message with one form.
+//! Any message of a catalog or its client is refused, or has exactly one encoding.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| cairn_store::fuzzing::catalog(data));

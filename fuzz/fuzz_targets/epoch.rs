@@ -1,4 +1,4 @@
-//! Whatever the state of an epoch holds: it tells of the disk's chunks alone, and can be used.
+//! Any state of an epoch is usable, and refers only to chunks of the disk.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| cairn_backend::fuzzing::epoch(data));

@@ -1,4 +1,5 @@
-//! Whatever a ledger of requests holds: each chain is found once, and none that the guest does not wait for.
+//! In any ledger of requests, each chain is found once, and no chain that the guest does not wait
+//! for.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| cairn_backend::fuzzing::ledger(data));

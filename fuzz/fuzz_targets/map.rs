@@ -1,4 +1,4 @@
-//! Whatever the mirror's map holds: it is refused, or tells of the disk alone and can be written again.
+//! Any map of the mirror is refused, or refers only to the disk and can be written again.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| cairn_backend::fuzzing::map(data));

@@ -1,7 +1,8 @@
-//! Whatever a peer's segment holds: what is found in it is what was written, and no two fragments overlap.
+//! In any segment of a peer, the fragments that are found are those that were written, and none
+//! overlap.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    let file = tempfile::tempfile_in("/dev/shm").expect("a file in memory");
+    let file = tempfile::tempfile_in("/dev/shm").expect("creating a file in memory");
     cairn_store::fuzzing::peer_segment(data, &file);
 });

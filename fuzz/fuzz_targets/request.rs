@@ -1,4 +1,4 @@
-//! Whatever a guest puts into its descriptors: the parser answers, in bounds, without a panic.
+//! For any descriptors of a guest, the parser returns a result within bounds and does not panic.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| cairn_backend::fuzzing::request(data));

@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::endpoint::Endpoint;
 
-/// Checkpoints of this guest's disks, asked from inside.
+/// Takes checkpoints of this guest's disks from inside the guest.
 #[derive(Debug, Parser)]
 #[command(name = "cairn-agent", version, after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
@@ -17,13 +17,13 @@ pub(crate) struct Arguments {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed, 2 wrong usage, 4 busy, \
-                          6 the host cannot be reached or did not answer in time";
+                          6 the host cannot be reached or does not answer in time";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Take a checkpoint and print its name, image@N, one line for each disk
     Checkpoint(CheckpointOptions),
-    /// Show what the disk is and does
+    /// Show the properties and the state of the disk
     Status(Query),
     /// List the snapshots of the disk's image, oldest first
     List(Query),
@@ -31,15 +31,16 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct CheckpointOptions {
-    /// Freeze the file system at MOUNT until the cut is made; repeatable, frozen in this order
+    /// Freeze the file system at MOUNT until the checkpoint is accepted; repeatable, frozen in this
+    /// order
     #[arg(long, value_name = "MOUNT")]
     pub(crate) freeze: Vec<PathBuf>,
 
-    /// Flush every file system first, not only those to be frozen (the default without --freeze)
+    /// Flush every file system first, not only the frozen ones (the default without --freeze)
     #[arg(long)]
     pub(crate) sync: bool,
 
-    /// Record that the application has written its whole state and is quiet
+    /// Record that the application has written its whole state and writes nothing more
     #[arg(long)]
     pub(crate) application: bool,
 
@@ -47,7 +48,8 @@ pub(crate) struct CheckpointOptions {
     #[arg(long, value_parser = label)]
     pub(crate) label: Option<String>,
 
-    /// When to return: the cut is made, or the snapshot is in the repository, however long it takes
+    /// When to return: when the checkpoint is accepted, or when the snapshot is durable in the
+    /// repository, however long that takes
     #[arg(long, value_enum, default_value = "accepted")]
     pub(crate) wait: Until,
 
@@ -60,7 +62,7 @@ pub(crate) struct CheckpointOptions {
 }
 
 impl CheckpointOptions {
-    /// What the caller may claim about the snapshot's content.
+    /// The consistency that the options justify.
     pub(crate) fn consistency(&self) -> Consistency {
         if self.application {
             Consistency::Application
@@ -82,18 +84,18 @@ pub(crate) struct Query {
     pub(crate) json: bool,
 }
 
-/// Which disks to talk to, and for how long to hope for an answer.
+/// Which disks to ask, and how long to wait for an answer.
 #[derive(Debug, Args)]
 pub(crate) struct Disks {
-    /// The vsock port of a disk on the host [default: 7400]; repeatable, one for each disk
+    /// The vsock port of a disk on the host; repeatable, one for each disk [default: 7400]
     #[arg(long, value_name = "PORT")]
     port: Vec<u32>,
 
-    /// The unix socket of a disk, where there is no vsock; repeatable
+    /// The unix socket of a disk, if there is no vsock; repeatable
     #[arg(long, value_name = "PATH")]
     unix: Vec<PathBuf>,
 
-    /// Seconds to wait for an answer, and the longest time a file system stays frozen
+    /// Seconds to wait for an answer, and the longest time that a file system stays frozen
     #[arg(long, value_name = "SECONDS", default_value_t = 30,
           value_parser = clap::value_parser!(u32).range(1..=3600))]
     timeout: u32,
@@ -113,7 +115,7 @@ impl Disks {
     }
 }
 
-/// [`Wait`] as the command line spells it.
+/// [`Wait`] on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Until {
     Accepted,
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_port_the_first_disk_is_meant() {
+    fn without_a_port_the_first_disk_is_used() {
         let options = checkpoint("").unwrap();
         assert_eq!(options.disks.endpoints(), [Endpoint::Vsock(DEFAULT_PORT)]);
     }
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn consistency_is_what_the_caller_did_and_no_more() {
+    fn the_recorded_consistency_follows_from_the_options() {
         assert_eq!(checkpoint("").unwrap().consistency(), Consistency::Crash);
         assert_eq!(checkpoint("--sync").unwrap().consistency(), Consistency::Crash);
         assert_eq!(checkpoint("--freeze /mnt").unwrap().consistency(), Consistency::Filesystem);
@@ -183,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_freeze_without_a_bound_is_refused() {
+    fn a_freeze_without_a_time_limit_is_refused() {
         assert!(checkpoint("--timeout 0").is_err());
         assert!(checkpoint("--timeout 1").is_ok());
     }

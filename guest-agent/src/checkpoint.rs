@@ -1,4 +1,4 @@
-//! The checkpoint: connect, flush, freeze, ask, thaw, and only then talk about it.
+//! The checkpoint: connect, flush, freeze, request, thaw. Only then does the agent print anything.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,9 +21,9 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
     });
     let limit = options.disks.timeout();
 
-    // The watchdog is forked in here, before there are connections that it would keep open.
+    // This forks the watchdog, before there are connections that it would keep open.
     let mut freezer = Freezer::prepare(&options.freeze, limit)?;
-    // A host that cannot be reached is found out while nothing is frozen.
+    // Connecting before the freeze detects an unreachable host while nothing is frozen.
     let endpoints = options.disks.endpoints();
     let mut connections =
         endpoints.into_iter().map(Connection::open).collect::<Result<Vec<_>, _>>()?;
@@ -35,11 +35,11 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
     let deadline = Deadline::after(limit);
     let begin = Instant::now();
     freezer.freeze()?;
-    let answers = cut(&mut connections, &request, deadline);
+    let answers = request_all(&mut connections, &request, deadline);
     let thawed = freezer.thaw();
     let frozen = (!options.freeze.is_empty()).then(|| begin.elapsed());
 
-    let mut trouble = Trouble::default();
+    let mut errors = FirstError::default();
     for (connection, answer) in connections.iter_mut().zip(answers) {
         let outcome = answer.and_then(|accepted| {
             let stable = match wait {
@@ -54,17 +54,17 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
             };
             Ok(report::checkpoint(&taken, options.json)?)
         });
-        trouble.note(outcome);
+        errors.note(outcome);
     }
-    trouble.note(thawed);
-    trouble.into_result()
+    errors.note(thawed);
+    errors.into_result()
 }
 
-/// Asks all disks, then collects what each one says: as many answers as connections.
+/// Sends `request` to all disks, then receives one answer from each.
 ///
-/// Everyone is asked before anyone is listened to, so that the cuts are made side by side and the
-/// freeze lasts as long as the slowest of them.
-fn cut(
+/// All requests are sent before the first answer is read. So the disks take their checkpoints in
+/// parallel, and the freeze lasts only as long as the slowest one.
+fn request_all(
     connections: &mut [Connection],
     request: &Request,
     deadline: Deadline,
@@ -80,16 +80,17 @@ fn cut(
     connections.iter_mut().zip(asked).map(answer).collect()
 }
 
-/// How long a process that has gone may take to come back.
-const RETURN: Duration = Duration::from_secs(60);
+/// How long a process that has ended may take to be replaced.
+const RESTART_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long to wait before a connection is tried again.
-const RECONNECT: Duration = Duration::from_millis(100);
+/// The pause between two attempts to connect.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Takes as long as the repository does: nothing of the guest waits for it. The checkpoint is followed over
-/// the end of the connection, since the next process goes on with it.
+/// Waits until the snapshot is stable. There is no time limit, because the guest does not wait for
+/// it. If the connection ends, the function follows the checkpoint on a new connection: the next
+/// process continues to store it.
 fn await_stable(connection: &mut Connection, accepted: &Accepted) -> Result<Stable, Error> {
-    let mut deadline = Instant::now() + RETURN;
+    let mut deadline = Instant::now() + RESTART_LIMIT;
     loop {
         let begin = Instant::now();
         let error = match connection.receive(None) {
@@ -98,21 +99,22 @@ fn await_stable(connection: &mut Connection, accepted: &Accepted) -> Result<Stab
             Err(error @ (Error::Closed(_) | Error::Transport { .. })) => error,
             Err(error) => return Err(error),
         };
-        // A hypervisor may take a connection for a process that is not there.
-        if begin.elapsed() > 10 * RECONNECT {
-            deadline = Instant::now() + RETURN;
+        // A hypervisor may accept a connection although no process serves the disk. Such a
+        // connection ends at once and does not extend the deadline.
+        if begin.elapsed() > 10 * RECONNECT_INTERVAL {
+            deadline = Instant::now() + RESTART_LIMIT;
         }
         *connection =
             follow(connection.endpoint(), accepted.number, deadline).map_err(|_| error)?;
     }
 }
 
-/// Asks the next process what becomes of a checkpoint.
+/// Connects to the next process and asks it to follow the checkpoint.
 fn follow(endpoint: &Endpoint, number: u64, deadline: Instant) -> Result<Connection, Error> {
     loop {
-        thread::sleep(RECONNECT);
+        thread::sleep(RECONNECT_INTERVAL);
         let asked = Connection::open(endpoint.clone()).and_then(|mut next| {
-            next.send(&Request::Follow(Follow { number }), Deadline::after(RETURN))?;
+            next.send(&Request::Follow(Follow { number }), Deadline::after(RESTART_LIMIT))?;
             Ok(next)
         });
         if asked.is_ok() && Instant::now() < deadline {
@@ -124,11 +126,12 @@ fn follow(endpoint: &Endpoint, number: u64, deadline: Instant) -> Result<Connect
     }
 }
 
-/// The first error decides the exit code; the others are printed where they occur.
+/// The first of several errors. It determines the exit code; the others are printed when they
+/// occur.
 #[derive(Default)]
-struct Trouble(Option<Error>);
+struct FirstError(Option<Error>);
 
-impl Trouble {
+impl FirstError {
     fn note(&mut self, outcome: Result<(), Error>) {
         match (outcome, &self.0) {
             (Ok(()), _) => {}

@@ -1,4 +1,5 @@
-//! One connection to the process that serves one disk: lines out, events in, bounded in time.
+//! A connection to the process that serves a disk. Sends requests and receives events, within a
+//! deadline.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +11,7 @@ use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::sys;
 
-/// The instant after which nobody waits any more.
+/// The instant at which waiting ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Deadline(Instant);
 
@@ -19,7 +20,7 @@ impl Deadline {
         Deadline(Instant::now() + duration)
     }
 
-    /// What is left, or `None` when it has passed.
+    /// The remaining time, or `None` if the deadline has passed.
     fn remaining(self) -> Option<Duration> {
         let left = self.0.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
@@ -30,15 +31,15 @@ impl Deadline {
 pub(crate) struct Connection {
     endpoint: Endpoint,
     stream: UnixStream,
-    /// Bytes received beyond the last line that was taken.
+    /// Received bytes after the last line that was returned.
     pending: Vec<u8>,
 }
 
 impl Connection {
     pub(crate) fn open(endpoint: Endpoint) -> Result<Connection, Error> {
         let stream = match &endpoint {
-            // The operations of a connected stream socket are the same for every address family,
-            // so std's type for unix sockets serves for vsock too.
+            // The operations of a connected stream socket are the same for every address family, so
+            // std's type for unix sockets also works for vsock.
             Endpoint::Vsock(port) => sys::connect_to_host(*port).map(UnixStream::from),
             Endpoint::Unix(path) => UnixStream::connect(path),
         };
@@ -59,23 +60,23 @@ impl Connection {
         self.stream
             .set_write_timeout(Some(left))
             .and_then(|()| self.stream.write_all(&line))
-            .map_err(|e| self.transport("asking", e))
+            .map_err(|e| self.transport("sending the request", e))
     }
 
-    /// The next event; without a deadline for as long as it takes.
+    /// Receives the next event. Without a deadline it waits without limit.
     pub(crate) fn receive(&mut self, deadline: Option<Deadline>) -> Result<Event, Error> {
         let line = self.line(deadline)?;
         serde_json::from_slice(&line).map_err(|e| self.protocol(e.to_string()))
     }
 
-    /// The error for an event that does not answer what was asked.
+    /// The error for an event that is not the expected answer.
     pub(crate) fn unexpected(&self, event: Event) -> Error {
         match event {
             Event::Error(refusal) => Error::Refused { endpoint: self.endpoint.clone(), refusal },
             Event::Failed(failed) => {
                 Error::NotStored { snapshot: failed.snapshot, reason: failed.reason }
             }
-            _ => self.protocol("the answer does not belong to the question".to_owned()),
+            _ => self.protocol("the answer does not match the request".to_owned()),
         }
     }
 
@@ -119,7 +120,7 @@ impl Connection {
     fn transport(&self, doing: &'static str, source: io::Error) -> Error {
         let endpoint = self.endpoint.clone();
         match source.kind() {
-            // A socket's own time limit shows as either, depending on the system.
+            // A socket's timeout is reported as either of these, depending on the system.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Error::Timeout(endpoint),
             _ => Error::Transport { endpoint, doing, source },
         }

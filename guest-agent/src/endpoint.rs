@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub(crate) enum Endpoint {
     /// A vsock port of the host.
     Vsock(u32),
-    /// A unix socket: for tests, and for sandboxes without vsock.
+    /// A unix socket, for tests and for sandboxes without vsock.
     Unix(PathBuf),
 }
 

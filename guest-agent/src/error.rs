@@ -1,4 +1,4 @@
-//! What can go wrong, in words for people and exit codes for scripts.
+//! Errors of the agent: messages for people, exit codes for scripts.
 
 use std::io;
 use std::path::PathBuf;
@@ -18,8 +18,8 @@ pub(crate) enum Error {
     Transport { endpoint: Endpoint, doing: &'static str, source: io::Error },
 
     #[error(
-        "{0} closed the connection before it answered: try again in a moment; a checkpoint that was \
-         accepted goes on, and is listed"
+        "{0} closed the connection before it answered; try again in a moment. A checkpoint that was \
+         accepted is still stored: see `cairn-agent list`"
     )]
     Closed(Endpoint),
 
@@ -50,11 +50,11 @@ pub(crate) enum Error {
     #[error("cannot thaw {}: {source}; try `fsfreeze --unfreeze`", mount.display())]
     Thaw { mount: PathBuf, source: io::Error },
 
-    #[error("{} was thawed by someone else before the cut was known to be made: \
+    #[error("{} was thawed by another program before the checkpoint was accepted: \
              treat the snapshot as crash-consistent", .0.display())]
     ThawedEarly(PathBuf),
 
-    #[error("cannot start the watchdog that guards the freeze: {0}; nothing was frozen")]
+    #[error("cannot start the watchdog that ends the freeze: {0}; nothing was frozen")]
     Watchdog(io::Error),
 
     #[error("cannot write the answer: {0}")]
@@ -62,7 +62,7 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// The codes that `cairn` uses too.
+    /// The exit code. `cairn` uses the same codes.
     pub(crate) fn exit_code(&self) -> u8 {
         const FAILED: u8 = 1;
         const USAGE: u8 = 2;

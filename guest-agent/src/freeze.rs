@@ -1,4 +1,4 @@
-//! Freezing a set of file systems for the length of a cut.
+//! Freezing file systems until the checkpoint is accepted.
 
 use std::fs::File;
 use std::io;
@@ -11,21 +11,22 @@ use crate::error::Error;
 use crate::sys;
 use crate::watchdog::Watchdog;
 
-/// The file systems of one checkpoint, opened and guarded before the first of them is frozen.
+/// The file systems of one checkpoint. They are opened, and the watchdog runs, before the first
+/// freeze.
 ///
-/// Between [`freeze`](Freezer::freeze) and [`thaw`](Freezer::thaw) the caller prints and opens
-/// nothing: it could be on a frozen file system.
+/// Between [`freeze`](Freezer::freeze) and [`thaw`](Freezer::thaw) the caller must not print or
+/// open anything: the file could be on a frozen file system.
 #[derive(Debug)]
 pub(crate) struct Freezer {
     paths: Vec<PathBuf>,
     mounts: Vec<File>,
-    /// `None` when there is nothing to freeze, and after the thaw.
+    /// `None` if there is nothing to freeze, and after the thaw.
     watchdog: Option<Watchdog>,
     frozen: usize,
 }
 
 impl Freezer {
-    /// Opens `paths` and starts the watchdog, which bounds the freeze by `limit`.
+    /// Opens `paths` and starts the watchdog, which ends the freeze after `limit`.
     pub(crate) fn prepare(paths: &[PathBuf], limit: Duration) -> Result<Freezer, Error> {
         let mounts = open_all(paths)?;
         let watchdog = if mounts.is_empty() {
@@ -37,7 +38,7 @@ impl Freezer {
         Ok(Freezer { paths: paths.to_vec(), mounts, watchdog, frozen: 0 })
     }
 
-    /// Writes out what the file systems hold, so that the freeze itself has little left to write.
+    /// Flushes the file systems, so that the freeze itself has little to write.
     pub(crate) fn flush(&self) -> Result<(), Error> {
         for (mount, path) in self.mounts.iter().zip(&self.paths) {
             sys::sync_filesystem(mount.as_fd())
@@ -46,12 +47,12 @@ impl Freezer {
         Ok(())
     }
 
-    /// Freezes all, in the order given, or none.
+    /// Freezes all file systems in the given order, or none.
     pub(crate) fn freeze(&mut self) -> Result<(), Error> {
         let outcome = self.freeze_each();
         if outcome.is_err() {
-            // The reason why the freeze failed says more than a failure to undo it, and what
-            // cannot be thawed here is left to the watchdog.
+            // The reason of the failed freeze is more useful than a failure to undo it. The
+            // watchdog thaws what this call cannot.
             let _ = self.thaw();
         }
         outcome
@@ -73,9 +74,9 @@ impl Freezer {
         Ok(())
     }
 
-    /// Thaws whatever is frozen, in the reverse order, and dismisses the watchdog.
+    /// Thaws everything that is frozen, in the reverse order, and stops the watchdog.
     ///
-    /// Tells the first trouble it had; the rest is thawed all the same.
+    /// Returns the first error, and thaws the other file systems in spite of it.
     pub(crate) fn thaw(&mut self) -> Result<(), Error> {
         let mut outcome = Ok(());
         let mut stuck = false;
@@ -91,9 +92,9 @@ impl Freezer {
         }
         self.frozen = 0;
         let watchdog = self.watchdog.take();
-        // A watchdog that is not told "thawed" tries again when its socket closes.
+        // Without the message "thawed" the watchdog tries again when its socket closes.
         if let (Some(watchdog), false) = (watchdog, stuck) {
-            // It may be gone. There is nothing left for it to do.
+            // The watchdog may have ended. There is nothing left for it to do.
             let _ = watchdog.thawed();
         }
         outcome
@@ -132,14 +133,14 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn one_file_system_named_twice_is_a_mistake_of_the_caller() {
+    fn a_file_system_that_is_named_twice_is_refused() {
         let error = open_all(&[PathBuf::from("/"), PathBuf::from("/.")]).unwrap_err();
         assert!(matches!(error, Error::SameFilesystem { .. }), "{error}");
         assert_eq!(error.exit_code(), 2);
     }
 
     #[test]
-    fn a_mount_that_is_not_there_is_named_in_the_error() {
+    fn a_missing_mount_is_named_in_the_error() {
         let error = open_all(&[PathBuf::from("/no/such/mount")]).unwrap_err();
         assert!(error.to_string().contains("/no/such/mount"), "{error}");
     }

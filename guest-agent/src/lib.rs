@@ -1,8 +1,8 @@
-//! The messages that the agent, the control socket and `cairn` speak.
+//! The messages between `cairn-blk` and its clients, `cairn-agent` and `cairn`.
 //!
-//! One JSON object a line in each direction, over a stream socket. A client sends a
-//! [`Request`] and reads [`Event`]s until one that [ends](Event::is_final) the exchange; then it may
-//! send the next request on the same connection.
+//! Each message is one JSON object on one line of a stream socket. A client sends a [`Request`] and
+//! reads [`Event`]s until one of them [ends](Event::is_final) the exchange. Then it may send the
+//! next request on the same connection.
 //!
 //! ```text
 //! client                                     cairn-blk
@@ -16,40 +16,65 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The version of this protocol, told in [`Status`]. It grows only when old clients would break.
+/// The version of this protocol, part of [`Status`]. It is raised only for a change that breaks old
+/// clients.
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// The vsock port of a VM's first disk.
 pub const DEFAULT_PORT: u32 = 7400;
 
-/// A longer line is refused, in both directions.
+/// The longest line in bytes, in both directions. A longer line is refused.
 pub const MAX_LINE: usize = 64 * 1024;
 
-/// The most snapshots in one answer: with the longest names and labels they fit into a line.
+/// The most snapshots in one answer. With the longest names and labels they fit into a line.
 pub const MAX_LISTED: usize = 200;
 
-/// The longest label of a snapshot.
+/// The longest label of a snapshot, in bytes.
 pub const MAX_LABEL: usize = 64;
 
-/// What a client may ask.
+/// A request of a client. A field that the operation does not have is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
+#[serde(tag = "op", rename_all = "lowercase", from = "ReceivedRequest")]
 pub enum Request {
-    /// Take a checkpoint of the disk this process serves.
+    /// Takes a checkpoint of the disk that the process serves.
     Checkpoint(Checkpoint),
-    /// What becomes of a checkpoint that was accepted, perhaps by a process before this one. Answered with
-    /// `Stable` or `Failed` when it has ended.
+    /// Waits for the result of an accepted checkpoint, even if an earlier process accepted it. The
+    /// answer is `Stable` or `Failed`.
     Follow(Follow),
-    /// What the disk is and does.
+    /// Asks for the properties and the state of the disk.
     Status,
-    /// The snapshots of this disk's image, oldest first.
+    /// Lists the snapshots of the disk's image, oldest first.
     List,
-    /// Counters since the start. For the host only.
+    /// Reads the counters since the start of the process. For the host only.
     Stats,
 }
 
+/// [`Request`] as it is parsed: serde refuses unknown fields of a variant with braces, but ignores
+/// those of a variant without.
+#[derive(Deserialize)]
+#[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
+enum ReceivedRequest {
+    Checkpoint(Checkpoint),
+    Follow(Follow),
+    Status {},
+    List {},
+    Stats {},
+}
+
+impl From<ReceivedRequest> for Request {
+    fn from(received: ReceivedRequest) -> Request {
+        match received {
+            ReceivedRequest::Checkpoint(checkpoint) => Request::Checkpoint(checkpoint),
+            ReceivedRequest::Follow(follow) => Request::Follow(follow),
+            ReceivedRequest::Status {} => Request::Status,
+            ReceivedRequest::List {} => Request::List,
+            ReceivedRequest::Stats {} => Request::Stats,
+        }
+    }
+}
+
 impl Request {
-    /// Whether a guest may ask this over vsock.
+    /// Returns whether a guest may send this request over vsock.
     pub fn allowed_from_guest(&self) -> bool {
         match self {
             Request::Checkpoint(_) | Request::Follow(_) | Request::Status | Request::List => true,
@@ -58,39 +83,39 @@ impl Request {
     }
 }
 
-/// The details of a checkpoint.
+/// The parameters of [`Request::Checkpoint`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Checkpoint {
     /// A second name for the snapshot, unique in its image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
-    /// What the caller did to make the disk consistent.
+    /// What the client did to make the disk consistent. It is recorded, not verified.
     #[serde(default)]
     pub consistency: Consistency,
-    /// How long to keep answering.
+    /// The event that ends the exchange.
     #[serde(default)]
     pub wait: Wait,
 }
 
-/// See [`Request::Follow`].
+/// The parameters of [`Request::Follow`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Follow {
-    /// The snapshot's number, as it was accepted.
+    /// The number of the snapshot, from [`Accepted`].
     pub number: u64,
 }
 
-/// How much the content of a snapshot can be relied on after a restart.
+/// How consistent the content of a snapshot is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Consistency {
-    /// As after a power cut: what was synced is there, journals replay.
+    /// As after a power cut: synced data is present, and journals are replayed.
     #[default]
     Crash,
-    /// The file systems were frozen: nothing to replay.
+    /// The file systems were frozen: there is nothing to replay.
     Filesystem,
-    /// The application had written its whole state and was quiet.
+    /// The application had written its whole state and wrote nothing more.
     Application,
 }
 
@@ -98,88 +123,89 @@ pub enum Consistency {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Wait {
-    /// When the cut is made and the guest may go on.
+    /// When the disk's state is frozen and the guest may continue to write.
     #[default]
     Accepted,
     /// When the snapshot is in the repository with its full redundancy.
     Stable,
 }
 
-/// What `cairn-blk` answers.
+/// An answer of `cairn-blk`, or a part of one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// The cut is made: whatever the guest writes from here on is not in the snapshot.
+    /// The disk's state is frozen. Writes that the guest submits after this event are not in the
+    /// snapshot.
     Accepted(Accepted),
-    /// The snapshot is published and durable. Follows `Accepted` when the client waits for it.
+    /// The snapshot is published and durable. Follows `Accepted` if the client waits for it.
     Stable(Stable),
-    /// The snapshot could not be stored. Its changes go into the next one.
+    /// The snapshot could not be stored. The next snapshot contains its changes.
     Failed(Failed),
-    /// Answer to [`Request::Status`].
+    /// The answer to [`Request::Status`].
     Status(Status),
-    /// Answer to [`Request::List`].
+    /// The answer to [`Request::List`].
     Snapshots(Snapshots),
-    /// Answer to [`Request::Stats`].
+    /// The answer to [`Request::Stats`].
     Stats(Stats),
-    /// The request was not carried out.
+    /// The server did not execute the request.
     Error(Refusal),
 }
 
 impl Event {
-    /// Whether this event ends the exchange that `wait` asked for.
+    /// Returns whether this event ends the exchange of a client that waits for `wait`.
     pub fn is_final(&self, wait: Wait) -> bool {
         !matches!((self, wait), (Event::Accepted(_), Wait::Stable))
     }
 }
 
-/// See [`Event::Accepted`].
+/// The content of [`Event::Accepted`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
     /// `image@number`.
     pub snapshot: String,
     /// The snapshot's number.
     pub number: u64,
-    /// Bytes of the chunks that changed since the last checkpoint.
+    /// Size of the chunks that changed since the last checkpoint, in bytes.
     pub dirty_bytes: u64,
-    /// From reading the request to having the answer, in microseconds.
+    /// Time from reading the request to the answer, in microseconds.
     pub pause_us: u64,
 }
 
-/// See [`Event::Stable`].
+/// The content of [`Event::Stable`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stable {
     /// `image@number`.
     pub snapshot: String,
     /// The snapshot's number.
     pub number: u64,
-    /// Bytes of the chunks that changed since the last checkpoint.
+    /// Size of the chunks that changed since the last checkpoint, in bytes.
     pub dirty_bytes: u64,
-    /// Bytes that the repository did not have yet.
+    /// Bytes that the repository did not have before.
     pub stored_bytes: u64,
-    /// From the request to here, in milliseconds; by whole seconds if it was stable before it was asked
-    /// for with [`Request::Follow`].
+    /// Time from the request to this event, in milliseconds. Rounded to whole seconds if the
+    /// snapshot was already stable when [`Request::Follow`] asked for it.
     pub elapsed_ms: u64,
 }
 
-/// See [`Event::Failed`].
+/// The content of [`Event::Failed`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failed {
     /// `image@number`.
     pub snapshot: String,
     /// The snapshot's number.
     pub number: u64,
-    /// Why, and what to do.
+    /// Why it failed, and what to do.
     pub reason: String,
 }
 
-/// See [`Event::Status`].
+/// The content of [`Event::Status`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// [`PROTOCOL_VERSION`] of the answering process.
+    /// The [`PROTOCOL_VERSION`] of the process.
     pub protocol: u32,
-    /// The image this disk belongs to.
+    /// The image that the disk belongs to.
     pub image: String,
-    /// The snapshot that the disk's unwritten parts come from.
+    /// The snapshot from which parts of the disk that are not local are fetched.
     pub parent: String,
     /// The disk's size in bytes.
     pub size: u64,
@@ -189,13 +215,13 @@ pub struct Status {
     pub read_only: bool,
     /// Whether a hypervisor is connected.
     pub connected: bool,
-    /// Bytes of the chunks changed since the last checkpoint.
+    /// Size of the chunks that changed since the last checkpoint, in bytes.
     pub dirty_bytes: u64,
     /// Bytes of the disk that are local.
     pub present_bytes: u64,
-    /// Checkpoints that are accepted but not stable, oldest first.
+    /// Accepted checkpoints that are not stable, oldest first.
     pub pending: Vec<PendingCommit>,
-    /// What prevents checkpoints, if something does.
+    /// Why no checkpoint can be taken, if that is so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
     /// The virtqueues, with counters since the start of the process.
@@ -203,12 +229,12 @@ pub struct Status {
     pub queues: Vec<QueueStatus>,
 }
 
-/// What a virtqueue does and did.
+/// The state and the counters of a virtqueue.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueStatus {
-    /// Its number.
+    /// The number of the queue.
     pub queue: u32,
-    /// Requests that were taken and not answered.
+    /// Requests taken from the queue and not answered.
     pub in_flight: u64,
     /// Reads.
     pub reads: u64,
@@ -220,19 +246,19 @@ pub struct QueueStatus {
     pub discards: u64,
     /// Requests that ended with an error.
     pub errors: u64,
-    /// How long reads took.
+    /// The latency of reads.
     pub read_latency: Latency,
-    /// How long writes took.
+    /// The latency of writes.
     pub write_latency: Latency,
-    /// How long flushes took.
+    /// The latency of flushes.
     pub flush_latency: Latency,
 }
 
-/// How long requests took, from the moment that they were taken to their answer. The percentiles are
-/// rounded up by at most a quarter.
+/// The latency of requests, from the moment that a request is taken from its queue to its answer.
+/// The percentiles are rounded up by at most a quarter.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Latency {
-    /// How many requests.
+    /// The number of requests.
     pub count: u64,
     /// The median in microseconds.
     pub p50_us: u64,
@@ -242,26 +268,26 @@ pub struct Latency {
     pub max_us: u64,
 }
 
-/// A checkpoint on its way into the repository.
+/// A checkpoint that is being stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PendingCommit {
     /// `image@number`.
     pub snapshot: String,
     /// Chunks that changed.
     pub chunks: u64,
-    /// Of these, how many are stored.
+    /// Chunks that are stored.
     pub done: u64,
-    /// Why it does not get on at present, if so; it is tried again.
+    /// Why storing fails at present, if it does. It is retried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
 }
 
-/// See [`Event::Snapshots`].
+/// The content of [`Event::Snapshots`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshots {
-    /// Oldest first.
+    /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotLine>,
-    /// How many older ones were left out, because a line is bounded.
+    /// Number of older snapshots that are left out, because a line is bounded.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub omitted: u64,
 }
@@ -270,7 +296,7 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-/// One snapshot as the guest may see it.
+/// One snapshot in a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotLine {
     /// `image@number`.
@@ -278,16 +304,17 @@ pub struct SnapshotLine {
     /// The snapshot's label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
-    /// `pending`, `stable` or `failed`.
+    /// `pending`, `available`, `stable` or `failed`. A snapshot that is `available` can be read and
+    /// has less than its redundancy.
     pub state: String,
-    /// When it was asked for: seconds since 1970, UTC.
+    /// The time of the request, in seconds since 1970, UTC.
     pub time: u64,
 }
 
-/// See [`Event::Stats`]. All counters start at 0 with the process.
+/// The content of [`Event::Stats`]. All counters start at 0 with the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Guest requests by kind.
+    /// Guest reads.
     pub reads: u64,
     /// Guest writes.
     pub writes: u64,
@@ -307,29 +334,29 @@ pub struct Stats {
     pub fetched_bytes: u64,
     /// Fetches that failed.
     pub fetch_errors: u64,
-    /// Blocks of the mirror that could not be read, each time that one was found.
+    /// Reads of the mirror that found a block unreadable.
     #[serde(default)]
     pub bad_blocks: u64,
-    /// Copies made by copy-on-write.
+    /// Copies that copy-on-write made.
     pub copies: u64,
-    /// Bytes of these copies.
+    /// Bytes that copy-on-write copied.
     pub copied_bytes: u64,
     /// Copies that went to the mirror's disk because the memory for them was in use.
     pub spilled: u64,
-    /// Times that a request had to wait (for a fetch, a copy, a claim or a cut).
+    /// Requests that had to wait for a fetch, a copy, a claim or the start of a checkpoint.
     pub parked: u64,
-    /// Checkpoints accepted.
+    /// Accepted checkpoints.
     pub checkpoints: u64,
     /// Checkpoints that became stable.
     pub stable: u64,
     /// Checkpoints that failed.
     pub failed: u64,
-    /// Of these, how many because there was no room for copies and storing stood still.
+    /// Checkpoints that failed because there was no space for copies and storing made no progress.
     #[serde(default)]
     pub stalls: u64,
 }
 
-/// Why a request was not carried out.
+/// Why the server did not execute a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
     /// What the client can do about it.
@@ -344,18 +371,19 @@ pub struct Refusal {
 pub enum RefusalKind {
     /// The request is wrong: change it.
     Invalid,
-    /// Too much is under way: try again later.
+    /// Too many checkpoints are in progress: try again later.
     Busy,
-    /// Not from here, or not on this disk.
+    /// The request is not allowed on this socket or on this disk.
     Denied,
-    /// Something on the host is broken: tell the operator.
+    /// Something on the host does not work: tell the operator.
     Unavailable,
 }
 
-/// Whether `label` can be a snapshot's label.
+/// Returns whether `label` can be the label of a snapshot.
 ///
-/// Letters, digits, `.`, `_` and `-`, at most [`MAX_LABEL`] bytes, at least one that is not a digit
-/// (so that no label looks like a number), and not starting with `-` or `.`.
+/// A label consists of letters, digits, `.`, `_` and `-`. It has at most [`MAX_LABEL`] bytes, does
+/// not consist of digits alone (so that it does not look like a number), and does not start with
+/// `-` or `.`.
 pub fn is_valid_label(label: &str) -> bool {
     !label.is_empty()
         && label.len() <= MAX_LABEL
@@ -369,7 +397,7 @@ mod tests {
     use super::{Accepted, Checkpoint, Consistency, Event, Request, Wait, is_valid_label};
 
     #[test]
-    fn a_checkpoint_needs_nothing_but_its_name() {
+    fn a_checkpoint_request_needs_no_field_but_the_operation() {
         let request: Request = serde_json::from_str(r#"{"op":"checkpoint"}"#).unwrap();
         assert_eq!(request, Request::Checkpoint(Checkpoint::default()));
     }
@@ -393,10 +421,17 @@ mod tests {
     fn an_unknown_field_is_refused_rather_than_ignored() {
         assert!(serde_json::from_str::<Request>(r#"{"op":"checkpoint","lable":"x"}"#).is_err());
         assert!(serde_json::from_str::<Request>(r#"{"op":"format"}"#).is_err());
+        assert!(serde_json::from_str::<Request>(r#"{"op":"follow","number":1,"x":1}"#).is_err());
+        for op in ["status", "list", "stats"] {
+            let plain = format!(r#"{{"op":"{op}"}}"#);
+            assert!(serde_json::from_str::<Request>(&plain).is_ok(), "{plain}");
+            let more = format!(r#"{{"op":"{op}","x":1}}"#);
+            assert!(serde_json::from_str::<Request>(&more).is_err(), "{more}");
+        }
     }
 
     #[test]
-    fn accepted_ends_only_the_exchange_that_waits_for_it() {
+    fn accepted_ends_only_an_exchange_that_waits_for_accepted() {
         let accepted = Event::Accepted(Accepted {
             snapshot: "a@1".into(),
             number: 1,

@@ -1,4 +1,4 @@
-//! `cairn-agent`: asks, from inside a guest, for checkpoints of the guest's own disks.
+//! `cairn-agent` takes checkpoints of a guest's disks from inside the guest.
 //!
 //! ```text
 //! args ──► checkpoint ──► connection ── vsock ──► cairn-blk on the host
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Puts one question to every disk and prints each answer as it comes.
+/// Sends one request to each disk in turn and prints the answers.
 fn ask(query: &Query, request: &Request) -> Result<(), Error> {
     for endpoint in query.disks.endpoints() {
         let deadline = Deadline::after(query.disks.timeout());

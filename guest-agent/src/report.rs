@@ -1,4 +1,4 @@
-//! What the agent prints: names and tables for people, one JSON object a line for programs.
+//! The output of the agent: names and tables for people, one JSON object a line for programs.
 
 use std::io::{self, Write};
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 /// A checkpoint of one disk, as `--json` prints it.
 #[derive(Debug, Serialize)]
 pub(crate) struct Taken {
-    /// The connection it was asked over.
+    /// The endpoint of the disk.
     pub(crate) disk: String,
     /// From the first freeze to the last thaw, in microseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,8 +71,8 @@ fn print(text: &str) -> io::Result<()> {
 
 /// `seconds` since 1970 as `YYYY-MM-DDThh:mm:ssZ`.
 ///
-/// The calendar is counted in eras of 400 years that begin on 1 March, so that the leap day is the
-/// last day of its year.
+/// The calendar is divided into eras of 400 years that begin on 1 March, so that the leap day is
+/// the last day of its year.
 fn utc(seconds: u64) -> String {
     const DAYS_FROM_MARCH_OF_YEAR_0: u64 = 719_468;
     const DAYS_PER_ERA: u64 = 146_097;

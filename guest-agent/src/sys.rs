@@ -1,4 +1,4 @@
-//! The system calls that std does not offer. All unsafe code of the agent is here.
+//! System calls that std does not offer. All unsafe code of the agent is in this module.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,7 +15,7 @@ pub(crate) fn connect_to_host(port: u32) -> io::Result<OwnedFd> {
     // SAFETY: socket() takes no pointers.
     let raw = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
     check(raw)?;
-    // SAFETY: `raw` was just returned by socket() and belongs to nobody else.
+    // SAFETY: socket() just returned `raw`, and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(raw) };
 
     // SAFETY: sockaddr_vm is plain integers, for which all zeros is a valid value.
@@ -34,56 +34,56 @@ pub(crate) fn connect_to_host(port: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Blocks all writes to the file system that `directory` is on, once all it holds is on the disk.
+/// Flushes the file system that contains `directory`, then blocks all writes to it.
 pub(crate) fn freeze(directory: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: FIFREEZE ignores its argument and touches no memory of ours.
     check(unsafe { libc::ioctl(directory.as_raw_fd(), FIFREEZE, 0) })
 }
 
-/// Ends what [`freeze`] began. `EINVAL` when the file system is not frozen.
+/// Ends a freeze. Fails with `EINVAL` if the file system is not frozen.
 pub(crate) fn thaw(directory: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: FITHAW ignores its argument and touches no memory of ours.
     check(unsafe { libc::ioctl(directory.as_raw_fd(), FITHAW, 0) })
 }
 
-/// Writes everything that the file system of `directory` holds in memory to its disk.
+/// Flushes the file system that contains `directory` to its disk.
 pub(crate) fn sync_filesystem(directory: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: syncfs() takes no pointers.
     check(unsafe { libc::syncfs(directory.as_raw_fd()) })
 }
 
-/// Writes everything that any file system holds in memory to its disk.
+/// Flushes all file systems to their disks.
 pub(crate) fn sync_all() {
     // SAFETY: sync() has no arguments and cannot fail.
     unsafe { libc::sync() }
 }
 
-/// Keeps all memory of this process in memory, so that it runs on when nothing can be paged in.
+/// Locks all pages of this process in memory, so that it can run while nothing can be paged in.
 pub(crate) fn lock_memory() -> io::Result<()> {
     // SAFETY: mlockall() takes no pointers.
     check(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) })
 }
 
-/// Leaves the terminal and the process group, so that their signals do not arrive.
+/// Starts a session of its own, so that signals to the terminal or the process group do not arrive.
 pub(crate) fn leave_session() -> io::Result<()> {
     // SAFETY: setsid() has no arguments.
     check(unsafe { libc::setsid() })
 }
 
-/// Ignores `signal` from here on. An ignored `SIGCHLD` also means that no child becomes a zombie.
+/// Ignores `signal`. If `SIGCHLD` is ignored, no child becomes a zombie.
 pub(crate) fn ignore_signal(signal: libc::c_int) {
     // SAFETY: SIG_IGN installs no handler, so no code of ours runs in signal context.
     unsafe { libc::signal(signal, libc::SIG_IGN) };
 }
 
-/// Which of the two processes [`fork`] returned in.
+/// The process in which [`fork`] has returned.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     Parent,
     Child,
 }
 
-/// Splits this process in two.
+/// Forks this process.
 pub(crate) fn fork() -> io::Result<Side> {
     // SAFETY: the agent has one thread, so the child inherits no lock that another thread holds.
     let pid = unsafe { libc::fork() };
@@ -91,7 +91,7 @@ pub(crate) fn fork() -> io::Result<Side> {
     Ok(if pid == 0 { Side::Child } else { Side::Parent })
 }
 
-/// Ends this process without what std does at an ordinary exit: that is left to the parent.
+/// Ends this process without the cleanup of an ordinary exit, which is left to the parent.
 pub(crate) fn exit_child() -> ! {
     // SAFETY: _exit() has no preconditions and does not return.
     unsafe { libc::_exit(0) }

@@ -1,22 +1,22 @@
-//! The process that thaws when the agent cannot.
+//! The watchdog: a process that thaws when the agent cannot.
 //!
-//! A frozen file system blocks everyone who writes to it, so a freeze must end even when the agent
-//! is killed, stopped or stuck. The watchdog is forked before the first freeze and shares nothing
-//! with the agent but the open mounts and a socket pair. It has its memory locked and neither
-//! allocates nor opens anything while something is frozen, because both could need the very
-//! file system that is frozen.
+//! A frozen file system blocks every process that writes to it, so a freeze must end even if the
+//! agent is killed, stopped or stuck. The watchdog is forked before the first freeze. It shares
+//! only the open mounts and a socket pair with the agent. Its memory is locked, and it neither
+//! allocates memory nor opens files during a freeze, because both could need a frozen file system.
 //!
-//! What the agent says to it, one byte each:
+//! The agent sends it messages of one byte:
 //!
 //! ```text
-//!   +    the next mount is about to be frozen; the first one starts the clock
-//!   -    that did not happen after all
-//!   .    all is thawed: leave
+//!   +    the agent is about to freeze the next mount; the first one starts the time limit
+//!   -    that freeze failed
+//!   .    everything is thawed: exit
 //! ```
 //!
-//! `+` is said before the freeze, so an agent that dies in between costs a needless thaw and
-//! never a file system that stays frozen. The end of the stream is the death of the agent: the
-//! kernel closes the socket only when the dying agent is out of its last `ioctl`.
+//! The agent sends `+` before the freeze. If it dies between the two, the watchdog thaws a file
+//! system that is not frozen, which does no harm, and no file system stays frozen. The end of the
+//! stream means that the agent has died: the kernel closes its socket only after its last `ioctl`
+//! has returned.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -31,25 +31,27 @@ const NOT_FROZEN: u8 = b'-';
 const THAWED: u8 = b'.';
 const READY: u8 = b'r';
 
-/// The agent keeps the time limit itself; the watchdog steps in only when it did not.
+/// The agent enforces the time limit itself. The watchdog acts this much later, if the agent has
+/// not.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// A freeze under way cannot be thawed yet; after the time limit this is how often to try.
+/// A freeze in progress cannot be thawed. After the time limit the watchdog retries at this
+/// interval.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// The agent's end.
+/// The agent's end of the connection to the watchdog.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     socket: UnixStream,
 }
 
 impl Watchdog {
-    /// Forks the watchdog for `mounts` and returns when it is on guard.
+    /// Forks the watchdog for `mounts` and returns when it is ready.
     pub(crate) fn start(mounts: &[File], limit: Duration) -> io::Result<Watchdog> {
         let (mut socket, theirs) = UnixStream::pair()?;
         sys::ignore_signal(libc::SIGCHLD);
         if sys::fork()? == Side::Child {
-            // While a copy of the agent's end is open here, its death would go unnoticed.
+            // The agent's death closes its end only if the child has no copy of it.
             drop(socket);
             guard(theirs, mounts, limit + GRACE);
             sys::exit_child();
@@ -72,7 +74,8 @@ impl Watchdog {
     }
 }
 
-/// The life of the watchdog. Whatever goes wrong before `READY` ends it, which the agent sees.
+/// Runs the watchdog. An error before `READY` ends the process, which the agent sees as a closed
+/// socket.
 fn guard(mut socket: UnixStream, mounts: &[File], limit: Duration) {
     if sys::leave_session().is_err() || sys::lock_memory().is_err() {
         return;
@@ -85,8 +88,8 @@ fn guard(mut socket: UnixStream, mounts: &[File], limit: Duration) {
     }
 
     let mut frozen = 0;
-    // Mounts below this index were thawed from here. To thaw them again could end the freeze of
-    // another program.
+    // The watchdog has thawed the mounts below this index. Thawing them again could end the freeze
+    // of another program.
     let mut released = 0;
     let mut deadline: Option<Instant> = None;
     let mut overdue = false;
@@ -101,7 +104,7 @@ fn guard(mut socket: UnixStream, mounts: &[File], limit: Duration) {
                 frozen = frozen.saturating_sub(1);
                 released = released.min(frozen);
             }
-            // THAWED; nothing else is ever said.
+            // THAWED is the only other message.
             Message::Byte(_) => return,
             Message::Closed => {
                 thaw(&mounts[released..frozen]);
@@ -109,7 +112,7 @@ fn guard(mut socket: UnixStream, mounts: &[File], limit: Duration) {
             }
             Message::Overdue => {
                 overdue = true;
-                // Only the last one can still be on its way into the freeze.
+                // Only the freeze of the last mount can still be in progress.
                 let all = thaw(&mounts[released..frozen]);
                 released = if all { frozen } else { frozen.saturating_sub(1).max(released) };
                 deadline = (released < frozen).then(|| Instant::now() + RETRY);
@@ -136,13 +139,14 @@ fn next_byte(socket: &mut UnixStream, deadline: Option<Instant>) -> Message {
             Ok(_) => return Message::Byte(byte[0]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Message::Overdue,
-            // Nothing else is known to happen; whatever it is, the agent cannot be heard.
+            // On any other error no message of the agent can arrive.
             Err(_) => return Message::Closed,
         }
     }
 }
 
-/// Thaws in the reverse order of the freeze; whether the one that was frozen last is thawed.
+/// Thaws in the reverse order of the freeze. Returns whether the mount that was frozen last is
+/// thawed.
 fn thaw(mounts: &[File]) -> bool {
     let mut last = None;
     for mount in mounts.iter().rev() {

@@ -1,4 +1,4 @@
-//! Hardware virtualisation where it works, emulation where it does not.
+//! Chooses between hardware virtualisation and emulation.
 
 use std::env;
 use std::fs::{self, File};
@@ -10,49 +10,35 @@ use anyhow::{Result, bail};
 
 use crate::console::Console;
 use crate::process::Process;
-use crate::qemu::{self, Machine, Version};
+use crate::qemu::{self, Accel, Machine, Version};
 use crate::tools::Tools;
 
-/// How QEMU runs the guest's code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Accel {
-    Kvm,
-    Tcg,
-}
-
-/// A guest that KVM really runs is up in a second or two.
+/// How long a guest of the probe may take to boot. With KVM it takes a second or two.
 const PROBE_LIMIT: Duration = Duration::from_secs(8);
 
-impl Accel {
-    /// What works here: `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the outcome of a probe.
-    ///
-    /// That `/dev/kvm` exists does not say that a guest runs on it: in nested virtualisation it may
-    /// hang at its first instruction. So one is booted, and the outcome is kept beside the kernel.
-    pub(crate) fn choose(tools: &Tools) -> Result<Accel> {
-        static CHOSEN: OnceLock<Accel> = OnceLock::new();
-        if let Some(accel) = CHOSEN.get() {
-            return Ok(*accel);
-        }
-        let accel = match env::var("CAIRN_VMM_ACCEL").as_deref() {
-            Ok("kvm") => Accel::Kvm,
-            Ok("tcg") => Accel::Tcg,
-            Ok(other) => bail!("CAIRN_VMM_ACCEL is {other:?}: say kvm or tcg"),
-            Err(_) => remembered_or_probed(tools)?,
-        };
-        Ok(*CHOSEN.get_or_init(|| accel))
+/// Chooses what works on this machine: the value of `CAIRN_VMM_ACCEL` (`kvm` or `tcg`), or the
+/// result of a probe.
+///
+/// The existence of `/dev/kvm` does not prove that a guest runs on it: with nested virtualisation
+/// it may hang at its first instruction. So the probe boots a guest. The result is stored beside
+/// the kernel.
+pub(crate) fn choose(tools: &Tools) -> Result<Accel> {
+    static CHOSEN: OnceLock<Accel> = OnceLock::new();
+    if let Some(accel) = CHOSEN.get() {
+        return Ok(*accel);
     }
-
-    pub(crate) fn qemu_option(self) -> &'static str {
-        match self {
-            Accel::Kvm => "kvm",
-            Accel::Tcg => "tcg,thread=multi",
-        }
-    }
+    let accel = match env::var("CAIRN_VMM_ACCEL").as_deref() {
+        Ok("kvm") => Accel::Kvm,
+        Ok("tcg") => Accel::Tcg,
+        Ok(other) => bail!("CAIRN_VMM_ACCEL is {other:?}, expected kvm or tcg"),
+        Err(_) => cached_or_probed(tools)?,
+    };
+    Ok(*CHOSEN.get_or_init(|| accel))
 }
 
-fn remembered_or_probed(tools: &Tools) -> Result<Accel> {
-    let memory = tools.kernel.with_file_name("accel");
-    match fs::read_to_string(&memory).as_deref() {
+fn cached_or_probed(tools: &Tools) -> Result<Accel> {
+    let cache = tools.kernel.with_file_name("accel");
+    match fs::read_to_string(&cache).as_deref() {
         Ok("kvm") => return Ok(Accel::Kvm),
         Ok("tcg") => return Ok(Accel::Tcg),
         _ => {}
@@ -60,10 +46,11 @@ fn remembered_or_probed(tools: &Tools) -> Result<Accel> {
     let usable = File::options().read(true).write(true).open("/dev/kvm").is_ok();
     let (accel, name) =
         if usable && boots(tools)? { (Accel::Kvm, "kvm") } else { (Accel::Tcg, "tcg") };
-    fs::write(memory, name)?;
+    fs::write(cache, name)?;
     Ok(accel)
 }
 
+/// Returns whether a guest boots with KVM.
 fn boots(tools: &Tools) -> Result<bool> {
     let directory = tempfile::tempdir()?;
     let file = |name: &str| -> PathBuf { directory.path().join(name) };

@@ -13,27 +13,27 @@ use crate::process::Process;
 const START_LIMIT: Duration = Duration::from_secs(30);
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// Which disk to serve, and to whom.
+/// The disk that a backend serves.
 #[derive(Clone, Debug)]
 pub struct Disk {
-    /// Names the process, its sockets and its mirror.
+    /// The name of the process, its sockets and its mirror.
     pub name: String,
     /// `image` or `image@N`.
     pub image: String,
-    /// The guest whose agent may ask for checkpoints.
+    /// The guest whose agent may request checkpoints.
     pub guest: String,
-    /// The vsock port at which it asks.
+    /// The vsock port for its requests.
     pub port: u32,
     /// Whether the guest may only read.
     pub read_only: bool,
-    /// Bytes of checkpoints that are stored in a second at most; 0 is unlimited.
+    /// The most bytes of checkpoints that are stored in a second; 0 means no limit.
     pub commit_rate: u64,
-    /// Whether a checkpoint is published as soon as it can be read.
+    /// Whether a checkpoint is published as soon as it is available, before it is stable.
     pub optimistic: bool,
 }
 
 impl Disk {
-    /// The first disk of `guest`, writable, with a mirror of the guest's name.
+    /// The first disk of `guest`, writable, named like the guest.
     pub fn of(guest: &str, image: &str) -> Disk {
         Disk {
             name: guest.to_owned(),
@@ -47,7 +47,7 @@ impl Disk {
     }
 }
 
-/// One running `cairn-blk`, killed when it is dropped.
+/// A running `cairn-blk`. Dropping it kills the process.
 #[derive(Debug)]
 pub struct Backend {
     process: Process,
@@ -57,7 +57,7 @@ pub struct Backend {
 }
 
 impl Backend {
-    /// Starts it on the lab's repository and waits until it serves.
+    /// Starts `cairn-blk` with the lab's repository and waits until it serves the disk.
     pub fn start(lab: &Lab, disk: &Disk) -> Result<Backend> {
         let file = |part: &str| lab.path(&format!("{}.{part}", disk.name));
         let (socket, control, mirror) = (file("disk"), file("control"), file("mirror"));
@@ -86,48 +86,48 @@ impl Backend {
         process.wait_for_listener(&socket, START_LIMIT)?;
         process.wait_for_listener(&control, START_LIMIT)?;
         let backend = Backend { process, socket, control, mirror };
-        // The sockets are there before the mirror and the image have been looked at.
+        // The sockets exist before the mirror and the image are open. A status shows that they are.
         backend.status().with_context(|| format!("starting:\n{}", backend.process.log_tail()))?;
         Ok(backend)
     }
 
-    /// Where the hypervisor connects.
+    /// The socket for the hypervisor.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Where the operator connects.
+    /// The control socket for the operator.
     pub fn control(&self) -> &Path {
         &self.control
     }
 
-    /// The directory of the local copy.
+    /// The directory of the mirror.
     pub fn mirror(&self) -> &Path {
         &self.mirror
     }
 
-    /// What the disk is and does.
+    /// The properties and the state of the disk.
     pub fn status(&self) -> Result<Status> {
         match control::ask(&self.control, &Request::Status)? {
             Event::Status(status) => Ok(status),
-            other => bail!("asked for the status, got {other:?}"),
+            other => bail!("expected a status, got {other:?}"),
         }
     }
 
-    /// Counters since its start.
+    /// The counters since the start of the process.
     pub fn stats(&self) -> Result<Stats> {
         match control::ask(&self.control, &Request::Stats)? {
             Event::Stats(stats) => Ok(stats),
-            other => bail!("asked for the counters, got {other:?}"),
+            other => bail!("expected the counters, got {other:?}"),
         }
     }
 
-    /// Ends it as `kill -9` does.
+    /// Kills the process with SIGKILL.
     pub fn kill(mut self) -> Result<()> {
         self.process.kill()
     }
 
-    /// Ends it in good order, which it must do soon and with success.
+    /// Stops the process with SIGTERM. It must end soon and successfully.
     pub fn stop(mut self) -> Result<()> {
         let status = self.process.terminate(STOP_LIMIT)?;
         ensure!(status.success(), "cairn-blk ended with {status}:\n{}", self.process.log_tail());

@@ -1,4 +1,4 @@
-//! A catalog and peers, as real processes that know each other by keys.
+//! A cluster of real processes: a catalog and peers, with TLS.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,26 +8,27 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::lab::{Lab, Store};
+use crate::lab::{Lab, Store, run_test};
 use crate::process::Process;
 
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// A peer is seen as down some seconds after its last heartbeat.
-const NOTICE_LIMIT: Duration = Duration::from_secs(40);
+/// How long a change of a peer's state may take to be visible. A peer is down some seconds after
+/// its last heartbeat.
+const STATE_LIMIT: Duration = Duration::from_secs(40);
 
-/// A repair of the catalog's own may be under way, and comes first.
+/// How long to wait for a repair, which may have to wait for a repair of the catalog.
 const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 
-const POLL: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a peer or a catalog prints before its address.
+/// The text that a peer or a catalog prints before its address.
 const LISTENS: &str = " listens at ";
 
-/// A repository on many machines. All its processes end when it is dropped.
+/// A repository in a cluster. All its processes end when this value is dropped.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Numbered in the order of their start; nothing where one was destroyed.
+    /// The peers in the order of their start, `None` for a destroyed one.
     peers: Vec<Option<Peer>>,
     address: String,
     keys: PathBuf,
@@ -42,9 +43,17 @@ struct Peer {
 }
 
 impl Cluster {
-    /// Makes keys, starts a catalog and so many peers, each in a failure domain of its own, and waits until
-    /// all are members.
-    pub(crate) fn start(lab: &Lab, peers: usize) -> Result<Cluster> {
+    /// Makes a lab whose repository is a cluster of `peers` peers.
+    pub fn with_lab(name: &str, peers: usize) -> Result<(Lab, Cluster)> {
+        let mut lab = Lab::new(name)?;
+        let cluster = Cluster::start(&lab, peers)?;
+        lab.set_store(cluster.store());
+        Ok((lab, cluster))
+    }
+
+    /// Creates keys, starts a catalog and `peers` peers, each in its own failure domain, and waits
+    /// until all are members.
+    fn start(lab: &Lab, peers: usize) -> Result<Cluster> {
         let keys = lab.path("keys");
         lab.cairn(&["keys", "init", &keys.display().to_string()])?;
         let arguments = ["--catalog", "--listen", "127.0.0.1:0", "--data"].map(str::to_owned);
@@ -56,12 +65,12 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The repository, as the programs take it.
-    pub(crate) fn store(&self) -> Store {
+    /// The repository, for the command lines of the programs.
+    fn store(&self) -> Store {
         Store::Cluster { catalog: self.address.clone(), keys: self.keys.clone() }
     }
 
-    /// Starts one more peer, with an empty disk.
+    /// Starts another peer with an empty disk.
     fn add(&mut self, lab: &Lab) -> Result<()> {
         let number = self.peers.len();
         let name = format!("peer-{number}");
@@ -78,7 +87,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Ends a peer as a power cut would, and deletes everything that it held.
+    /// Kills a peer and deletes its data.
     pub fn destroy(&mut self, number: usize) -> Result<()> {
         let peer = self.peers.get_mut(number).and_then(Option::take);
         let mut peer = peer.with_context(|| format!("there is no peer {number}"))?;
@@ -88,62 +97,71 @@ impl Cluster {
         Ok(())
     }
 
-    /// Starts peers with empty disks until so many run, and waits until all are members.
+    /// Starts peers with empty disks until `peers` peers run, and waits until all are members.
     pub fn refill(&mut self, lab: &Lab, peers: usize) -> Result<()> {
         while self.peers.iter().flatten().count() < peers {
             self.add(lab)?;
         }
-        self.wait(lab, "all peers are members", |told| count(told, "up") == peers)
+        self.wait(lab, "all peers are members", |list| count(list, "up") == peers)
     }
 
-    /// The id of a peer that runs.
+    /// The id of a running peer.
     pub fn id(&self, number: usize) -> Result<String> {
         let peer = self.peers.get(number).and_then(Option::as_ref);
         Ok(peer.with_context(|| format!("there is no peer {number}"))?.id.clone())
     }
 
-    /// Tells the catalog that a peer's disk is gone for good.
-    pub fn give_up(&self, lab: &Lab, id: &str) -> Result<()> {
+    /// Declares a peer lost.
+    pub fn lose(&self, lab: &Lab, id: &str) -> Result<()> {
         lab.cairn(&["peers", "lose", id])?;
         Ok(())
     }
 
-    /// Repairs, as soon as nobody else does; returns what `cairn repair` says.
+    /// Repairs as soon as no other repair runs, and returns the report of `cairn repair`.
     pub fn repair(&self, lab: &Lab) -> Result<Value> {
         let end = Instant::now() + REPAIR_LIMIT;
         loop {
             match lab.cairn(&["--json", "repair"]) {
                 Ok(report) => {
-                    let told: Value = serde_json::from_str(&report)?;
-                    if told["left"] == 0 || Instant::now() > end {
-                        return Ok(told);
+                    let report: Value = serde_json::from_str(&report)?;
+                    if report["left"] == 0 || Instant::now() > end {
+                        return Ok(report);
                     }
                 }
                 Err(error) if Instant::now() > end => return Err(error.context("repairing")),
-                Err(_) => thread::sleep(POLL),
+                Err(_) => thread::sleep(POLL_INTERVAL),
             }
         }
     }
 
-    /// Waits until the catalog sees so many peers as down.
+    /// Waits until `peers` peers are down.
     pub fn wait_down(&self, lab: &Lab, peers: usize) -> Result<()> {
-        self.wait(lab, "the dead peers are seen as down", |told| count(told, "down") == peers)
+        self.wait(lab, "the dead peers are down", |list| count(list, "down") == peers)
     }
 
-    fn wait(&self, lab: &Lab, what: &str, is_so: impl Fn(&Value) -> bool) -> Result<()> {
-        let end = Instant::now() + NOTICE_LIMIT;
+    /// Waits until the output of `cairn peers` meets a condition.
+    fn wait(&self, lab: &Lab, what: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
+        let end = Instant::now() + STATE_LIMIT;
         loop {
-            let told = lab.cairn_at(&self.store(), &["--json", "peers"])?;
-            if is_so(&serde_json::from_str(&told)?) {
+            let list = lab.cairn_at(&self.store(), &["--json", "peers"])?;
+            if condition(&serde_json::from_str(&list)?) {
                 return Ok(());
             }
-            ensure!(Instant::now() < end, "{what}: not in {NOTICE_LIMIT:?}: {told}");
-            thread::sleep(POLL);
+            ensure!(Instant::now() < end, "not within {STATE_LIMIT:?}: {what}: {list}");
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Starts a `cairn serve`, and waits until it listens; returns its id and its address, too.
+/// Runs a test in its own lab, whose repository is a cluster of `peers` peers. If the test fails,
+/// the lab is kept.
+pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster) -> Result<()>) {
+    let made = Cluster::with_lab(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
+    let (lab, mut cluster) = made;
+    run_test(name, lab, |lab| test(lab, &mut cluster));
+}
+
+/// Starts a `cairn serve` and waits until it listens. Returns the process, its id and its address.
 fn serve(
     lab: &Lab,
     name: &str,
@@ -156,13 +174,15 @@ fn serve(
     let mut process = Process::start(name, &lab.tools().cairn, arguments, log)?;
     let line = process.wait_for_line(LISTENS, START_LIMIT)?;
     // "peer ID listens at ADDRESS"
-    let Some((who, address)) = line.split_once(LISTENS) else { bail!("{name} says: {line}") };
-    let id = who.rsplit(' ').next().unwrap_or_default().to_owned();
+    let Some((name_and_id, address)) = line.split_once(LISTENS) else {
+        bail!("{name} printed: {line}")
+    };
+    let id = name_and_id.rsplit(' ').next().unwrap_or_default().to_owned();
     Ok((process, id, address.trim().to_owned()))
 }
 
-/// How many peers are in this state, in what `cairn peers --json` tells.
-fn count(told: &Value, state: &str) -> usize {
-    let peers = told["peers"].as_array();
+/// The number of peers in a state, in the output of `cairn peers --json`.
+fn count(list: &Value, state: &str) -> usize {
+    let peers = list["peers"].as_array();
     peers.map_or(0, |peers| peers.iter().filter(|peer| peer["state"] == state).count())
 }

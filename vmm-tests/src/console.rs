@@ -1,7 +1,7 @@
-//! Commands into a guest, exit codes and output back, over a virtio console.
+//! Runs commands in a guest over a virtio console.
 //!
-//! The other side is `guest/init`, which describes the protocol. Each answer begins with the id of
-//! its command and tells its length, so nothing a command prints can be taken for an answer.
+//! The other end is `guest/init`, which describes the protocol. Each answer begins with the id of
+//! its command and its length, so the output of a command cannot be mistaken for an answer.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// What a command in the guest did.
+/// The result of a command in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     /// The exit code.
     pub code: i32,
-    /// Standard output and error, as they came.
+    /// Standard output and standard error, in the order of writing.
     pub text: String,
 }
 
@@ -32,7 +32,7 @@ impl Console {
         Ok(Console { stream, received: Vec::new(), commands: 0 })
     }
 
-    /// Waits for the guest to have booted.
+    /// Waits until the guest has booted.
     pub(crate) fn wait_ready(&mut self, limit: Duration) -> Result<()> {
         let deadline = Instant::now() + limit;
         while self.line(deadline)? != "READY" {}
@@ -44,13 +44,13 @@ impl Console {
         let deadline = Instant::now() + limit;
         let answer = self.line(deadline)?;
         let Some((code, length)) = parse(&answer, id) else {
-            bail!("the guest said {answer:?} instead of an answer: has it rebooted?");
+            bail!("the guest sent {answer:?} instead of an answer; has it rebooted?");
         };
         let text = self.take(length, deadline)?;
         Ok(Output { code, text: String::from_utf8_lossy(&text).into_owned() })
     }
 
-    /// Sends a command and does not wait for an answer, which may never come.
+    /// Sends a command without waiting for an answer, which may never come. Returns its id.
     pub(crate) fn send(&mut self, command: &str) -> Result<u64> {
         ensure!(!command.contains('\n'), "a command is one line: {command:?}");
         self.commands += 1;
@@ -83,7 +83,7 @@ impl Console {
         match self.stream.read(&mut buffer) {
             Ok(0) => bail!("QEMU closed the guest's console"),
             Ok(count) => self.received.extend_from_slice(&buffer[..count]),
-            // The caller looks at the time.
+            // The caller checks the deadline.
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(e) => return Err(e).context("cannot read the guest's console"),
         }
@@ -91,12 +91,12 @@ impl Console {
     }
 }
 
-/// `ID CODE BYTES`, for the command `id`.
+/// Parses the exit code and the length from `ID CODE BYTES`, if the answer is for the command `id`.
 fn parse(line: &str, id: u64) -> Option<(i32, usize)> {
     let mut words = line.split(' ');
     let (first, code, length) = (words.next()?, words.next()?, words.next()?);
-    let ours = first.parse() == Ok(id) && words.next().is_none();
-    if ours { Some((code.parse().ok()?, length.parse().ok()?)) } else { None }
+    let is_ours = first.parse() == Ok(id) && words.next().is_none();
+    if is_ours { Some((code.parse().ok()?, length.parse().ok()?)) } else { None }
 }
 
 #[cfg(test)]
@@ -104,7 +104,7 @@ mod tests {
     use super::parse;
 
     #[test]
-    fn an_answer_is_the_one_to_the_command_that_was_sent() {
+    fn an_answer_to_another_command_is_refused() {
         assert_eq!(parse("3 0 17", 3), Some((0, 17)));
         assert_eq!(parse("2 0 17", 3), None);
         assert_eq!(parse("READY", 3), None);

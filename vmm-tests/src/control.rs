@@ -1,4 +1,4 @@
-//! Questions to a backend over its control socket.
+//! Requests to a backend over its control socket.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -10,6 +10,7 @@ use cairn_agent::{Event, Request};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
+/// Sends a request and returns the first event of the answer.
 pub(crate) fn ask(socket: &Path, request: &Request) -> Result<Event> {
     let exchange = || -> Result<Event> {
         let mut stream = UnixStream::connect(socket)?;
@@ -19,5 +20,5 @@ pub(crate) fn ask(socket: &Path, request: &Request) -> Result<Event> {
         BufReader::new(stream).read_line(&mut line)?;
         Ok(serde_json::from_str(&line)?)
     };
-    exchange().with_context(|| format!("asking {request:?} of {}", socket.display()))
+    exchange().with_context(|| format!("sending {request:?} to {}", socket.display()))
 }

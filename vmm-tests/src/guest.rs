@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
-use crate::accel::Accel;
+use crate::accel;
 use crate::console::{Console, Output};
 use crate::lab::Lab;
 use crate::monitor::Monitor;
@@ -17,7 +17,7 @@ const BOOT_LIMIT: Duration = Duration::from_secs(60);
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// A virtual machine: QEMU, its vsock device and a way to run commands in it.
+/// A virtual machine: QEMU, its vsock device, and a console that runs commands in it.
 #[derive(Debug)]
 pub struct Guest {
     name: String,
@@ -25,15 +25,15 @@ pub struct Guest {
     monitor: Monitor,
     begin: Instant,
     boot_time: Duration,
-    // QEMU first: fields are dropped in this order, and the device serves it.
+    // QEMU comes before the vsock device that serves it, because fields are dropped in this order.
     qemu: Process,
     _vsock: Option<Process>,
 }
 
 impl Guest {
-    /// Boots a guest whose disks are the vhost-user sockets `disks`, and waits until it is up.
+    /// Boots a guest with the disks at the vhost-user sockets `disks`, and waits until it is ready.
     ///
-    /// Its agent reaches the backends that were started for a guest of this `name`.
+    /// Its agent reaches the backends that were started for a guest with this `name`.
     pub fn boot(lab: &Lab, name: &str, disks: &[&Path]) -> Result<Guest> {
         let bridge = lab.path(&format!("{name}.vsock-device"));
         let vsock = start_vsock(lab, name, &bridge)?;
@@ -41,14 +41,19 @@ impl Guest {
         Guest::start(lab, name, &machine, Some(vsock))?.wait_booted()
     }
 
-    /// As [`Guest::boot`], without a vsock device, which could not migrate: the guest's agent reaches
-    /// nobody.
+    /// Boots a guest like [`Guest::boot`], but without a vsock device, which cannot migrate. The
+    /// guest's agent cannot reach a backend.
     pub fn boot_migratable(lab: &Lab, name: &str, disks: &[&Path]) -> Result<Guest> {
         Guest::start(lab, name, &machine(lab, name, disks), None)?.wait_booted()
     }
 
-    /// A QEMU that waits at the socket `channel` for a guest from another one.
-    pub(crate) fn expect(lab: &Lab, name: &str, disks: &[&Path], channel: &Path) -> Result<Guest> {
+    /// Starts a QEMU that waits at the socket `channel` for a guest from another QEMU.
+    pub(crate) fn start_incoming(
+        lab: &Lab,
+        name: &str,
+        disks: &[&Path],
+        channel: &Path,
+    ) -> Result<Guest> {
         lab.remove(channel)?;
         let incoming = Some(channel.to_path_buf());
         let machine = Machine { incoming, ..machine(lab, name, disks) };
@@ -57,10 +62,10 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Starts QEMU, and does not wait for what is to run in it.
+    /// Starts QEMU without waiting for the guest.
     fn start(lab: &Lab, name: &str, machine: &Machine, vsock: Option<Process>) -> Result<Guest> {
         let tools = lab.tools();
-        let accel = Accel::choose(tools)?;
+        let accel = accel::choose(tools)?;
         lab.remove(&machine.shell)?;
         lab.remove(&machine.monitor)?;
         let begin = Instant::now();
@@ -78,17 +83,17 @@ impl Guest {
     fn wait_booted(mut self) -> Result<Guest> {
         self.console
             .wait_ready(BOOT_LIMIT)
-            .with_context(|| format!("{} does not boot:\n{}", self.name, self.qemu.log_tail()))?;
+            .with_context(|| format!("{} did not boot:\n{}", self.name, self.qemu.log_tail()))?;
         self.boot_time = self.begin.elapsed();
         Ok(self)
     }
 
-    /// From the start of QEMU to the first command.
+    /// The time from the start of QEMU until the guest was ready.
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
 
-    /// Runs a command, which must succeed, and returns what it printed.
+    /// Runs a command, which must succeed, and returns its output.
     pub fn run(&mut self, command: &str) -> Result<String> {
         let output = self.attempt(command)?;
         ensure!(
@@ -101,22 +106,22 @@ impl Guest {
         Ok(output.text)
     }
 
-    /// Runs a command and returns how it went.
+    /// Runs a command and returns its exit code and output.
     pub fn attempt(&mut self, command: &str) -> Result<Output> {
         self.console
             .run(command, COMMAND_LIMIT)
             .with_context(|| format!("running `{command}` in {}", self.name))
     }
 
-    /// Resets the machine from inside and waits until it is up again. QEMU stays.
+    /// Resets the machine from inside and waits until it is ready again. QEMU keeps running.
     ///
-    /// What is not synced is lost, as with a reset button.
+    /// Data that is not synced is lost, as with a reset button.
     pub fn reboot(&mut self) -> Result<()> {
         self.console.send("reboot -f")?;
         self.console.wait_ready(BOOT_LIMIT).context("after a reboot")
     }
 
-    /// Switches off in good order.
+    /// Syncs, and switches the machine off.
     pub fn power_off(mut self) -> Result<()> {
         self.run("sync")?;
         self.console.send("poweroff -f")?;
@@ -124,12 +129,12 @@ impl Guest {
         Ok(())
     }
 
-    /// Pulls the plug.
+    /// Kills QEMU, as if the machine lost its power.
     pub fn kill(mut self) -> Result<()> {
         self.qemu.kill()
     }
 
-    /// Ends QEMU in good order, whatever the guest does.
+    /// Makes QEMU quit, whatever the guest does.
     pub(crate) fn quit(mut self) -> Result<()> {
         self.monitor.execute("quit", json!({}))?;
         let status = self.qemu.wait(START_LIMIT)?;
@@ -141,7 +146,7 @@ impl Guest {
         &mut self.monitor
     }
 
-    /// The last lines of what QEMU said.
+    /// The last lines of QEMU's log.
     pub(crate) fn log_tail(&self) -> String {
         self.qemu.log_tail()
     }
@@ -151,7 +156,7 @@ fn log(lab: &Lab, name: &str, part: &str) -> PathBuf {
     lab.path(&format!("{name}.{part}.log"))
 }
 
-/// A machine with files and sockets of its own.
+/// A machine with its own files and sockets.
 fn machine(lab: &Lab, name: &str, disks: &[&Path]) -> Machine {
     Machine {
         disks: disks.iter().map(|disk| disk.to_path_buf()).collect(),
@@ -163,7 +168,7 @@ fn machine(lab: &Lab, name: &str, disks: &[&Path]) -> Machine {
     }
 }
 
-/// Starts the process that is the vsock device of `name`, with QEMU's end at `bridge`.
+/// Starts the process of the vsock device for the guest `name`, with QEMU's socket at `bridge`.
 fn start_vsock(lab: &Lab, name: &str, bridge: &Path) -> Result<Process> {
     let host_side = lab.vsock(name);
     lab.remove(bridge)?;

@@ -1,4 +1,4 @@
-//! Disk images with known content, made and examined on the host.
+//! Creates and checks disk images on the host.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -6,17 +6,19 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
+use seeded_rng::Rng;
 
-/// An empty disk of `size` bytes.
+/// Creates an empty disk of `size` bytes.
 pub fn blank(path: &Path, size: u64) -> Result<()> {
     File::create(path)?.set_len(size)?;
     Ok(())
 }
 
-/// An ext4 file system of `size` bytes that holds what is in the directory `content`.
+/// Creates an ext4 file system of `size` bytes with the content of the directory `content`.
 pub fn ext4(path: &Path, size: u64, content: &Path) -> Result<()> {
     blank(path, size)?;
-    // The kernel would write the lazy parts at a time of its own choice.
+    // Without these options the kernel would initialise parts of the file system later, at any
+    // time.
     tool(
         "mke2fs",
         ["-q", "-t", "ext4", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", "-d"]
@@ -29,37 +31,36 @@ pub fn ext4(path: &Path, size: u64, content: &Path) -> Result<()> {
 
 /// Fills the directory with `count` files of 1 MiB, `data/00`, `data/01`, …
 ///
-/// They look random, so they neither compress nor repeat, and are the same every time.
+/// Their content is random, so it neither compresses nor repeats. It is the same every time.
 pub fn fill(directory: &Path, count: u64) -> Result<()> {
     const MIB: usize = 1 << 20;
     let data = directory.join("data");
     fs::create_dir_all(&data)?;
     for index in 0..count {
-        let mut state = 0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(index + 1);
-        let words = std::iter::repeat_with(|| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state.to_le_bytes()
-        });
-        let content: Vec<u8> = words.flatten().take(MIB).collect();
+        let mut content = vec![0; MIB];
+        Rng::new(index).fill(&mut content);
         fs::write(data.join(format!("{index:02}")), content)?;
     }
     Ok(())
 }
 
-/// Fails unless the file system is clean as it is, with nothing to replay.
+/// Fails unless the file system is clean and its journal is empty.
 pub fn check_clean(image: &Path) -> Result<()> {
     let output = tool("e2fsck", [OsStr::new("-fn"), image.as_os_str()])?;
-    // Without leave to write, e2fsck passes over a journal that is not empty and says so.
+    // With -n, e2fsck does not replay a journal that is not empty, and prints a message.
     let text = format!("{output:?}");
-    ensure!(!text.contains("skipping journal recovery"), "{} needs a replay", image.display());
+    ensure!(
+        !text.contains("skipping journal recovery"),
+        "the journal of {} needs a replay",
+        image.display()
+    );
     Ok(())
 }
 
-/// Replays the journal of an image as after a power cut, which must be all that is to be done.
+/// Replays the journal of an image, as after a power cut. Fails if the file system needs other
+/// repairs.
 pub fn recover(image: &Path) -> Result<()> {
-    // The journal is replayed before the check; the check must find nothing.
+    // e2fsck replays the journal before its check, which must find nothing.
     run("e2fsck", [OsStr::new("-p"), image.as_os_str()], &[0, 1])?;
     check_clean(image)
 }
@@ -68,8 +69,8 @@ pub fn recover(image: &Path) -> Result<()> {
 pub fn read(image: &Path, name: &str) -> Result<Vec<u8>> {
     let request = format!("cat {name}");
     let output = tool("debugfs", [OsStr::new("-R"), OsStr::new(&request), image.as_os_str()])?;
-    let complaints = String::from_utf8_lossy(&output.stderr);
-    ensure!(!complaints.contains("not found"), "{}: {complaints}", image.display());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(!errors.contains("not found"), "{}: {errors}", image.display());
     Ok(output.stdout)
 }
 
@@ -82,7 +83,7 @@ fn run<A: AsRef<OsStr>>(
     arguments: impl IntoIterator<Item = A>,
     good: &[i32],
 ) -> Result<Output> {
-    // The administrator's commands are not on everyone's path.
+    // The directories of administration commands are not in every PATH.
     let program = ["/usr/sbin", "/sbin"]
         .iter()
         .map(|directory| Path::new(directory).join(name))

@@ -1,4 +1,4 @@
-//! The directory in which one test happens.
+//! The directory of one test.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -10,11 +10,10 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use crate::cluster::Cluster;
 use crate::image;
 use crate::tools::Tools;
 
-/// A repository, as the programs take it.
+/// A repository, for the command lines of the programs.
 #[derive(Clone, Debug)]
 pub(crate) enum Store {
     Directory(PathBuf),
@@ -22,7 +21,7 @@ pub(crate) enum Store {
 }
 
 impl Store {
-    /// The options that name it.
+    /// The options that name the repository.
     pub(crate) fn arguments(&self) -> Vec<String> {
         match self {
             Store::Directory(path) => vec!["--store".into(), format!("dir:{}", path.display())],
@@ -36,7 +35,7 @@ impl Store {
     }
 }
 
-/// A repository, and room for mirrors, sockets, images and logs.
+/// A directory with a repository, mirrors, sockets, images and logs.
 #[derive(Debug)]
 pub struct Lab {
     directory: TempDir,
@@ -45,7 +44,7 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// A lab with a repository in its directory. It is removed when it is dropped.
+    /// Creates a lab with a repository in its directory, which is removed when the lab is dropped.
     pub fn new(name: &str) -> Result<Lab> {
         let tools = Tools::find()?;
         let directory = tempfile::Builder::new().prefix(&format!("cairn-{name}-")).tempdir()?;
@@ -53,25 +52,22 @@ impl Lab {
         Ok(Lab { directory, tools, store })
     }
 
-    /// A lab whose repository is on so many peers.
-    pub fn with_cluster(name: &str, peers: usize) -> Result<(Lab, Cluster)> {
-        let mut lab = Lab::new(name)?;
-        let cluster = Cluster::start(&lab, peers)?;
-        lab.store = cluster.store();
-        Ok((lab, cluster))
+    /// Makes all further commands use another repository.
+    pub(crate) fn set_store(&mut self, store: Store) {
+        self.store = store;
     }
 
-    /// A file of this lab.
+    /// The path of a file in this lab.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// Runs `cairn` on the lab's repository; it must succeed.
+    /// Runs `cairn` on the lab's repository, which must succeed, and returns its output.
     pub fn cairn(&self, arguments: &[&str]) -> Result<String> {
         self.cairn_at(&self.store, arguments)
     }
 
-    /// The same on another repository.
+    /// Runs `cairn` on another repository, which must succeed, and returns its output.
     pub(crate) fn cairn_at(&self, store: &Store, arguments: &[&str]) -> Result<String> {
         let output = Command::new(&self.tools.cairn)
             .args(store.arguments())
@@ -88,7 +84,8 @@ impl Lab {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Imports an ext4 file system with `data` files of 1 MiB as `image`; returns the imported file.
+    /// Imports an ext4 file system with `data` files of 1 MiB as `image`. Returns the imported
+    /// file.
     pub fn import_ext4(&self, image: &str, size: u64, data: u64) -> Result<PathBuf> {
         let content = tempfile::tempdir_in(self.directory.path())?;
         image::fill(content.path(), data)?;
@@ -104,24 +101,24 @@ impl Lab {
         Ok(())
     }
 
-    /// Writes a snapshot to a raw file, whatever was there, and returns its path.
+    /// Writes a snapshot to a raw file, which it replaces, and returns its path.
     pub fn export(&self, snapshot: &str) -> Result<PathBuf> {
         let file = self.path(&format!("{snapshot}.raw"));
         self.cairn(&["export", "--force", snapshot, &file.display().to_string()])?;
         Ok(file)
     }
 
-    /// Bytes that a repository in the lab's directory takes up on the host's disk.
+    /// The space that the repository in the lab's directory takes on the host's disk, in bytes.
     pub fn repository_bytes(&self) -> Result<u64> {
         disk_usage(&self.path("repository"))
     }
 
-    /// The socket at which connections of `guest` to a vsock port of the host arrive.
+    /// The socket at which connections of `guest` to the vsock port `port` of the host arrive.
     pub fn vsock_port(&self, guest: &str, port: u32) -> PathBuf {
         self.path(&format!("{guest}.vsock_{port}"))
     }
 
-    /// Keeps the directory and tells where it is.
+    /// Keeps the directory and returns its path.
     pub fn keep(mut self) -> PathBuf {
         self.directory.disable_cleanup(true);
         self.directory.path().to_path_buf()
@@ -140,7 +137,7 @@ impl Lab {
         self.path(&format!("{guest}.vsock"))
     }
 
-    /// Removes a socket that a process which is gone left behind.
+    /// Removes a socket that an ended process has left.
     pub(crate) fn remove(&self, path: &Path) -> Result<()> {
         match fs::remove_file(path) {
             Err(e) if e.kind() != ErrorKind::NotFound => {
@@ -151,20 +148,14 @@ impl Lab {
     }
 }
 
-/// Runs a test in a lab of its own, which is kept, logs and all, when the test fails.
+/// Runs a test in its own lab. If the test fails, the lab with its logs is kept.
 pub fn in_lab(name: &str, test: impl FnOnce(&Lab) -> Result<()>) {
     let lab = Lab::new(name).unwrap_or_else(|e| panic!("{e:#}"));
-    play(name, lab, test);
+    run_test(name, lab, test);
 }
 
-/// The same with a repository on so many peers.
-pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster) -> Result<()>) {
-    let made = Lab::with_cluster(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
-    let (lab, mut cluster) = made;
-    play(name, lab, |lab| test(lab, &mut cluster));
-}
-
-fn play(name: &str, lab: Lab, test: impl FnOnce(&Lab) -> Result<()>) {
+/// Runs a test in `lab`. If the test fails, the lab is kept.
+pub(crate) fn run_test(name: &str, lab: Lab, test: impl FnOnce(&Lab) -> Result<()>) {
     let outcome = panic::catch_unwind(AssertUnwindSafe(|| test(&lab)));
     if !matches!(outcome, Ok(Ok(()))) {
         eprintln!("{name}: logs, images and the repository are in {}", lab.keep().display());
@@ -177,7 +168,7 @@ fn play(name: &str, lab: Lab, test: impl FnOnce(&Lab) -> Result<()>) {
 }
 
 fn disk_usage(path: &Path) -> Result<u64> {
-    /// `st_blocks` counts in these, whatever the file system.
+    /// The unit of `st_blocks`, on any file system.
     const SECTOR: u64 = 512;
     let metadata = fs::symlink_metadata(path)?;
     let mut bytes = metadata.blocks() * SECTOR;

@@ -1,20 +1,20 @@
-//! Boots real guests under QEMU on disks that Cairn serves.
+//! Boots real guests under QEMU with disks that Cairn serves.
 //!
 //! ```text
-//!  Lab ───── a directory for one test: repository, mirrors, sockets, logs
+//!  Lab ───── the directory of one test: repository, mirrors, sockets, logs
 //!   ├─ cairn()      the operator's command line
-//!   ├─ Cluster      a catalog and peers, if the repository is on those
+//!   ├─ Cluster      a catalog and peers, if the repository is in a cluster
 //!   ├─ Backend      one cairn-blk ◄── vhost-user-blk ──┐
 //!   └─ Guest        one QEMU ─────────────────────────┘  with its vsock device,
-//!        ├─ Console   commands in, exit codes and output back
-//!        └─ Migration to another QEMU
+//!        ├─ Console   runs commands in the guest
+//!        └─ Migration moves the guest to another QEMU
 //! ```
 //!
-//! A guest is a kernel and an initramfs ([`Tools`] finds them, `make setup` obtains them). Its
-//! disks hold data, not the system, so a test decides what is read from them and when.
+//! A guest consists of a kernel and an initramfs ([`Tools`] finds them, `make setup` obtains them).
+//! Its disks hold data and not the system, so a test decides what is read from them and when.
 //!
-//! Every process dies with the thread that started it, so a test that is killed leaves nothing
-//! running.
+//! Every process is killed when the thread that started it ends, so a test that is killed leaves no
+//! process.
 
 mod accel;
 mod backend;
@@ -31,10 +31,10 @@ mod qemu;
 mod tools;
 
 pub use backend::{Backend, Disk};
-pub use cluster::Cluster;
+pub use cluster::{Cluster, in_cluster};
 pub use console::Output;
 pub use guest::Guest;
-pub use lab::{Lab, in_cluster, in_lab};
+pub use lab::{Lab, in_lab};
 pub use migration::Migration;
 pub use process::Process;
 pub use tools::Tools;

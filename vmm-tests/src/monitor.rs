@@ -1,4 +1,5 @@
-//! QEMU's own control channel, QMP: a line of JSON for each command, and one for its answer.
+//! A client of QMP, the control protocol of QEMU: one line of JSON for each command and each
+//! answer.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -21,18 +22,19 @@ impl Monitor {
         stream.set_read_timeout(Some(LIMIT))?;
         let mut monitor = Monitor { stream: BufReader::new(stream) };
         let greeting = monitor.receive()?;
-        ensure!(greeting.get("QMP").is_some(), "QEMU greets with {greeting}");
+        ensure!(greeting.get("QMP").is_some(), "QEMU's greeting is {greeting}");
         monitor.execute("qmp_capabilities", json!({}))?;
         Ok(monitor)
     }
 
-    /// Carries out a command, which must succeed, and returns its answer.
+    /// Executes a command, which must succeed, and returns its answer.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        self.answer(command, arguments).with_context(|| format!("telling QEMU to `{command}`"))
+        self.answer(command, arguments).with_context(|| format!("executing `{command}` in QEMU"))
     }
 
     fn answer(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        // In one piece: QEMU acts when the command is complete, and may be gone before a line's end.
+        // One write: QEMU acts as soon as the JSON is complete, and may end before it reads a
+        // separate line end.
         let message = format!("{}\n", json!({ "execute": command, "arguments": arguments }));
         self.stream.get_mut().write_all(message.as_bytes())?;
         loop {
@@ -40,7 +42,7 @@ impl Monitor {
             if let Some(answer) = message.get_mut("return") {
                 return Ok(answer.take());
             }
-            // What is neither an answer nor an error is news that nobody asked for.
+            // A message that is neither an answer nor an error is an event.
             if let Some(error) = message.get("error") {
                 bail!("{error}");
             }

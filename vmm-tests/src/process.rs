@@ -1,4 +1,4 @@
-//! Child processes that never outlive the test.
+//! Child processes that end with the test.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-const POLL: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A running program whose output goes to a log. Dropping it kills it.
 #[derive(Debug)]
@@ -17,19 +17,19 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
-    /// Where this program's part of the log begins.
+    /// The offset in the log at which the output of this process begins.
     log_start: u64,
 }
 
 impl Process {
-    /// Starts `program`. It is killed when the calling thread ends, however that comes about.
+    /// Starts `program`. The kernel kills it when the calling thread ends, for whatever reason.
     pub fn start<A: AsRef<OsStr>>(
         name: &str,
         program: &Path,
         arguments: impl IntoIterator<Item = A>,
         log: PathBuf,
     ) -> Result<Process> {
-        // A test may start a program again under the same name: its log goes on.
+        // A test may start a program again under the same name. Its log is continued.
         let output = File::options().create(true).append(true).open(&log)?;
         let log_start = output.metadata()?.len();
         let child = Command::new("setpriv")
@@ -44,9 +44,10 @@ impl Process {
         Ok(Process { name: name.to_owned(), child, log, log_start })
     }
 
-    /// Waits until someone listens on the unix socket `path`.
+    /// Waits until a process listens at the unix socket `path`.
     ///
-    /// Looks from outside, because a connection of ours would be one that the server has to handle.
+    /// It reads a table of the kernel instead of connecting, because the server would have to
+    /// handle the connection.
     pub fn wait_for_listener(&mut self, path: &Path, limit: Duration) -> Result<()> {
         let end = Instant::now() + limit;
         while !is_listening(&fs::read_to_string("/proc/net/unix")?, path) {
@@ -54,42 +55,48 @@ impl Process {
                 bail!("{} ended with {status}:\n{}", self.name, self.log_tail());
             }
             if Instant::now() > end {
-                bail!("{} is not at {} in time:\n{}", self.name, path.display(), self.log_tail());
+                bail!(
+                    "{} does not listen at {} in time:\n{}",
+                    self.name,
+                    path.display(),
+                    self.log_tail()
+                );
             }
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Waits until the program has printed a whole line with this in it, and returns that.
+    /// Waits until the program has printed a complete line that contains `part`, and returns the
+    /// line.
     pub fn wait_for_line(&mut self, part: &str, limit: Duration) -> Result<String> {
         let end = Instant::now() + limit;
         loop {
             let text = fs::read(&self.log)?;
             let text = String::from_utf8_lossy(text.get(self.log_start as usize..).unwrap_or(&[]));
-            let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
-            if let Some(line) = whole.into_iter().find(|line| line.contains(part)) {
+            let complete = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+            if let Some(line) = complete.into_iter().find(|line| line.contains(part)) {
                 return Ok(line.to_owned());
             }
             if let Some(status) = self.child.try_wait()? {
                 bail!("{} ended with {status}:\n{}", self.name, self.log_tail());
             }
             if Instant::now() > end {
-                bail!("{} does not say \"{part}\" in time:\n{}", self.name, self.log_tail());
+                bail!("{} does not print \"{part}\" in time:\n{}", self.name, self.log_tail());
             }
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Asks the program to end, and fails when it does not.
+    /// Sends SIGTERM to the program, and fails if it does not end within `limit`.
     pub fn terminate(&mut self, limit: Duration) -> Result<ExitStatus> {
-        // The child is not reaped before `wait`, so its id cannot belong to another process.
+        // The child is not reaped before `wait`, so no other process can have its id.
         let id = self.child.id().to_string();
         Command::new("kill").args(["-s", "TERM", &id]).status()?;
         self.wait(limit)
     }
 
-    /// Waits for the program to end by itself.
+    /// Waits until the program ends.
     pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
         let end = Instant::now() + limit;
         loop {
@@ -99,11 +106,11 @@ impl Process {
             if Instant::now() > end {
                 bail!("{} is still running after {limit:?}:\n{}", self.name, self.log_tail());
             }
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Ends the program as a power cut would.
+    /// Kills the program with SIGKILL.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
@@ -122,13 +129,14 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The program may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Whether `table`, which is `/proc/net/unix`, has a socket at `path` that accepts connections.
+/// Returns whether `table`, the content of `/proc/net/unix`, has a socket at `path` that accepts
+/// connections.
 fn is_listening(table: &str, path: &Path) -> bool {
     const ACCEPTS_CONNECTIONS: &str = "00010000";
     table.lines().any(|line| {
@@ -146,7 +154,7 @@ mod tests {
     use super::{Path, Process, fs, is_listening};
 
     #[test]
-    fn a_line_counts_once_it_is_whole_and_of_this_program() {
+    fn a_line_counts_if_it_is_complete_and_printed_by_this_process() {
         let directory = tempfile::tempdir().unwrap();
         let log = directory.path().join("log");
         fs::write(&log, "said before\n").unwrap();
@@ -161,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_counts_once_it_listens() {
+    fn a_socket_counts_if_a_process_listens_at_it() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let table = || fs::read_to_string("/proc/net/unix").unwrap();

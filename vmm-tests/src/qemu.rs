@@ -5,32 +5,50 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::accel::Accel;
 use crate::tools::Tools;
 
 pub(crate) const PROGRAM: &str = "qemu-system-x86_64";
 
-/// 512 MiB and two pages. An emulated guest would lose changes while it migrates if it were a multiple
-/// of 64 pages: QEMU before 9.0 takes a short way then, on which it forgets what its processors cache.
+/// The size of the guest's memory: 512 MiB and two pages. It must not be a multiple of 64 pages.
+/// For such a size, QEMU before 9.0 uses a faster code path for migration that ignores the state
+/// cached by emulated processors, so an emulated guest would lose changes.
 const MEMORY: &str = "524296K";
 
-/// What a guest is made of, beyond what all of them share.
+/// How QEMU executes the guest's code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Accel {
+    Kvm,
+    Tcg,
+}
+
+impl Accel {
+    fn qemu_option(self) -> &'static str {
+        match self {
+            Accel::Kvm => "kvm",
+            Accel::Tcg => "tcg,thread=multi",
+        }
+    }
+}
+
+/// The properties in which guests differ.
 #[derive(Debug, Default)]
 pub(crate) struct Machine {
-    /// vhost-user-blk sockets, in the order of the guest's `vda`, `vdb`, …
+    /// The vhost-user-blk sockets of the guest's disks `vda`, `vdb`, …, in this order.
     pub(crate) disks: Vec<PathBuf>,
     /// The vhost-user socket of the vsock device.
     pub(crate) vsock: Option<PathBuf>,
-    /// Where the kernel's messages go.
+    /// The file for the kernel's messages.
     pub(crate) kernel_log: PathBuf,
     /// The socket of the command channel.
     pub(crate) shell: PathBuf,
     /// The socket of QEMU's monitor.
     pub(crate) monitor: PathBuf,
-    /// Where to wait for a guest that comes from another QEMU, instead of booting one.
+    /// The socket at which QEMU waits for a guest that migrates from another QEMU, instead of
+    /// booting one.
     pub(crate) incoming: Option<PathBuf>,
 }
 
+/// The arguments of QEMU for `machine`.
 pub(crate) fn arguments(
     machine: &Machine,
     tools: &Tools,
@@ -53,14 +71,15 @@ pub(crate) fn arguments(
     option("net", "none".to_owned());
     option("kernel", show(&tools.kernel));
     option("initrd", show(&tools.initramfs));
-    // Memory that the guest's kernel clears before a disk fills it would hide what is lost on the way.
+    // If the guest's kernel cleared memory before a disk read fills it, lost changes would not be
+    // detected.
     option("append", "console=ttyS0 quiet panic=-1 init_on_alloc=0".to_owned());
     option("serial", format!("file:{}", show(&machine.kernel_log)));
     option("chardev", format!("socket,id=shell,path={},server=on,wait=off", show(&machine.shell)));
     option("device", "virtio-serial-pci".to_owned());
     option("device", "virtconsole,chardev=shell".to_owned());
     for (index, socket) in machine.disks.iter().enumerate() {
-        // Without it the guest's disk hangs for good when the backend restarts.
+        // Without this option the guest's disk hangs forever when the backend restarts.
         let reconnect = version.reconnect_option();
         let socket = show(socket);
         option("chardev", format!("socket,id=disk{index},path={socket},{reconnect}"));
@@ -76,7 +95,7 @@ pub(crate) fn arguments(
     line
 }
 
-/// QEMU's version, as far as its command line depends on it.
+/// The major and minor version of QEMU, on which its command line depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Version(u32, u32);
 
@@ -87,7 +106,7 @@ impl Version {
             .output()
             .context("cannot run QEMU: `make setup` installs it")?;
         let text = String::from_utf8_lossy(&output.stdout);
-        Version::parse(&text).with_context(|| format!("no version in {text:?}"))
+        Version::parse(&text).with_context(|| format!("no version of QEMU in {text:?}"))
     }
 
     fn parse(text: &str) -> Option<Version> {
@@ -95,7 +114,8 @@ impl Version {
         Some(Version(numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
     }
 
-    /// Renamed, with another unit, in 9.2.
+    /// The option that makes QEMU reconnect after a second. Version 9.2 has another name and unit
+    /// for it.
     fn reconnect_option(self) -> &'static str {
         if self >= Version(9, 2) { "reconnect-ms=1000" } else { "reconnect=1" }
     }
@@ -106,7 +126,7 @@ mod tests {
     use super::Version;
 
     #[test]
-    fn the_option_to_reconnect_follows_the_version() {
+    fn the_option_to_reconnect_depends_on_the_version() {
         let debian = Version::parse("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg)\n").unwrap();
         assert_eq!(debian.reconnect_option(), "reconnect=1");
         let recent = Version::parse("QEMU emulator version 10.0.2\n").unwrap();

@@ -1,27 +1,27 @@
-//! Finding the programs and files that a guest needs.
+//! Finds the programs and files that a guest needs.
 
 use std::env;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-/// What `make` has built and fetched.
+/// Programs and files that `make` has built and fetched.
 #[derive(Clone, Debug)]
 pub struct Tools {
     /// The backend.
     pub cairn_blk: PathBuf,
     /// The operator's command line.
     pub cairn: PathBuf,
-    /// The vsock device's process.
+    /// The program of the vsock device.
     pub vsock: PathBuf,
     /// The guest's kernel.
     pub kernel: PathBuf,
-    /// The guest's system, with the agent.
+    /// The guest's system, including the agent.
     pub initramfs: PathBuf,
 }
 
 impl Tools {
-    /// Looks where `make` puts things, or where `CAIRN_BIN_DIR` and `CAIRN_CACHE_DIR` say.
+    /// Searches the directories of `make`, or those in `CAIRN_BIN_DIR` and `CAIRN_CACHE_DIR`.
     pub fn find() -> Result<Tools> {
         let programs = directory("CAIRN_BIN_DIR", || {
             // target/PROFILE/demo, or target/PROFILE/deps/TEST.
@@ -51,7 +51,7 @@ fn directory(variable: &str, default: impl FnOnce() -> PathBuf) -> PathBuf {
 
 fn existing(path: PathBuf) -> Result<PathBuf> {
     if !path.exists() {
-        bail!("{} is not there: run `make test`, which builds and fetches it", path.display());
+        bail!("{} does not exist; `make vm-test` builds and fetches it", path.display());
     }
     Ok(path)
 }

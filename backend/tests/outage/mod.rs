@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use cairn_store::Snapshot;
 use crash_images::{Mounted, Recording};
+use seeded_rng::Rng;
 use tempfile::TempDir;
 
 use crate::support::backend::{Backend, IMAGE, Options, Site};
 use crate::support::repository;
-use crate::support::rng::Rng;
 use crate::survivor::{
     BLOCK, DEPTH, Manner, Moment, QUEUES, Request, SECTOR, Survivor, holds, stamp,
 };

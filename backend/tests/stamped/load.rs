@@ -7,10 +7,11 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use seeded_rng::Rng;
+
 use super::history::{Base, Clock, Kind, NEVER, Write};
 use super::stamp::{self, Content, SECTOR, WriteId};
 use crate::support::device::{Io, Layout, Queue};
-use crate::support::rng::Rng;
 
 /// Sectors of a block, the unit of presence.
 pub(crate) const BLOCK: u64 = 8;

@@ -7,7 +7,7 @@
 //!
 //! Every byte follows from sector, write and seed, so one flipped bit is found.
 
-use crate::support::rng::Rng;
+use seeded_rng::Rng;
 
 pub(crate) const SECTOR: usize = 512;
 const MAGIC: u64 = 0x4e52_4941_4354_534d;

@@ -10,8 +10,8 @@ use crate::server::cairn::Cairn;
 use crate::server::control::Control;
 use crate::site::{Area, Site};
 
-/// Fewer than can be under way at once.
-const MORE: usize = 10;
+/// The number of additional checkpoints. It is less than the number that may be pending at a time.
+const MORE_CHECKPOINTS: usize = 10;
 
 pub(super) struct CairnDisk {
     cairn: Cairn,
@@ -55,8 +55,8 @@ impl Subject for CairnDisk {
 
     fn more_pauses(&mut self) -> Result<Vec<f64>> {
         let mut pauses = Vec::new();
-        for _ in 0..MORE {
-            // Each on its own connection, which does not wait for the end.
+        for _ in 0..MORE_CHECKPOINTS {
+            // Each one uses its own connection, which does not wait until it is stable.
             pauses.push(self.cairn.control()?.checkpoint()?.pause_us as f64);
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -1,8 +1,8 @@
-//! `checkpoint`: guest writes while a checkpoint is taken, beside QEMU's incremental backup and the other
-//! strategies of the BlobCR paper (its figures 4 and 5).
+//! `checkpoint`: guest writes during a checkpoint, compared with QEMU's incremental backup and the
+//! other strategies of the BlobCR paper (its figures 4 and 5).
 
-mod bars;
 mod cairn;
+mod goals;
 mod persist;
 mod plain;
 mod qemu;
@@ -26,11 +26,11 @@ use crate::stats::median;
 
 const MIB: u64 = 1 << 20;
 
-/// All rounds with so many bytes dirty.
+/// All rounds with one number of dirty bytes.
 #[derive(Serialize)]
 struct Size {
     plan: Plan,
-    /// Seconds of a plain writer for as many bytes.
+    /// The time in which a plain writer writes as many bytes, in seconds.
     plain_s: Vec<f64>,
     contenders: Vec<Rounds>,
 }
@@ -75,7 +75,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let mut sizes: Vec<Size> = sizes.iter().map(|dirty| Size::new(*dirty, args)).collect();
     for round in 0..args.rounds() {
         for size in &mut sizes {
-            // The largest takes long, and its length evens out the noise.
+            // The largest size is measured once: it takes long, so its result is less noisy.
             if size.plan.dirty > 2048 * MIB && round > 0 {
                 continue;
             }
@@ -84,20 +84,20 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     Ok(Report {
         tables: tables::tables(&sizes),
-        bars: bars::bars(&sizes),
+        goals: goals::goals(&sizes),
         data: json!({ "sizes": sizes }),
         charts: tables::charts(&sizes),
     })
 }
 
-/// One round of all contenders.
+/// Measures one round of all contenders.
 fn measure(site: &Site, size: &mut Size, round: u32) -> Result<()> {
     let name = size.name();
     size.plain_s.push(plain::write(site, size.plan.dirty)?);
     let count = size.contenders.len();
-    for turn in 0..count {
-        // Nobody is always first.
-        let rounds = &mut size.contenders[(turn + round as usize) % count];
+    for position in 0..count {
+        // The order rotates, so that no contender is always the first.
+        let rounds = &mut size.contenders[(position + round as usize) % count];
         let contender = rounds.contender;
         eprintln!("round {}: {name} dirty, {}", round + 1, contender.name());
         let area = site.area()?;

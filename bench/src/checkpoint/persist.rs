@@ -1,5 +1,6 @@
-//! Stores a whole file in a repository, as Cairn stores a frozen epoch: two threads, batches that are
-//! durable one after the other, then the tree and the name.
+//! Stores a whole file in a repository, as Cairn stores a frozen epoch. Two threads store batches,
+//! and each batch is flushed before the next one. Then the tree is stored and the image is
+//! published.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -33,17 +34,17 @@ impl Persister {
         })
     }
 
-    /// Returns when the file's content is published.
+    /// Stores the content of the file and publishes it.
     pub(super) fn persist(&mut self, file: &File) -> Result<()> {
         let stored = Mutex::new(BTreeMap::new());
         let next = AtomicU64::new(0);
         let work = || self.store_batches(file, &next, &stored);
         thread::scope(|scope| {
             let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(work)).collect();
-            let mut results = threads.into_iter().map(|t| t.join().expect("it does not panic"));
+            let mut results = threads.into_iter().map(|t| t.join().expect("no worker panics"));
             results.try_for_each(|result| result)
         })?;
-        let changes = stored.into_inner().expect("no code panics with the list locked");
+        let changes = stored.into_inner().expect("no thread panics with the list locked");
         let tree = self.repository.commit_tree(&Root::default(), self.geometry, &changes)?;
         self.published += 1;
         let name: ImageName = format!("bench{}", self.published).parse()?;
@@ -68,7 +69,7 @@ impl Persister {
             let end = (begin + BATCH).min(self.geometry.size());
             let mut ids = Vec::new();
             for offset in (begin..end).step_by(chunk_size as usize) {
-                chunk.read(file, offset).context("read what is stored")?;
+                chunk.read(file, offset).context("reading the disk")?;
                 let id = match is_zero(chunk.get()) {
                     true => None,
                     false => Some(self.repository.put_chunk(chunk.get())?.id),
@@ -76,7 +77,7 @@ impl Persister {
                 ids.push((ChunkIndex(offset / chunk_size), id));
             }
             self.repository.flush()?;
-            stored.lock().expect("no code panics with the list locked").extend(ids);
+            stored.lock().expect("no thread panics with the list locked").extend(ids);
         }
     }
 }

@@ -1,15 +1,16 @@
-//! How fast the disk takes bytes: one file, in order, direct I/O, one sync at the end.
+//! A plain writer, which measures the speed of the disk: one file, written in order with direct
+//! I/O, and one sync at the end.
 
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
 use anyhow::Result;
+use seeded_rng::Rng;
 
-use crate::rng::Rng;
 use crate::site::Site;
 use crate::sys::{self, Aligned};
 
-/// Seconds for `len` bytes.
+/// Writes `len` bytes and returns the time in seconds.
 pub(super) fn write(site: &Site, len: u64) -> Result<f64> {
     const STEP: usize = 1 << 20;
     let area = site.area()?;

@@ -1,4 +1,4 @@
-//! QEMU's incremental backup: a dirty bitmap, and copy-before-write while it runs.
+//! QEMU's incremental backup: a dirty bitmap, and copy-before-write during the backup.
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ impl QemuDisk {
     }
 
     fn backup(&mut self) -> Result<Backup> {
-        self.backup.take().context("a backup is prepared before it begins")
+        self.backup.take().context("no backup is prepared")
     }
 }
 

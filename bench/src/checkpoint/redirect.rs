@@ -1,8 +1,8 @@
-//! Plain copy-on-write: while a checkpoint is stored, writes go to new places; afterwards these are
+//! Plain copy-on-write. While a checkpoint is stored, writes go to a side file. Afterwards they are
 //! merged back.
 //!
 //! ```text
-//!   a block's place     in place ──── write while storing ───► redirected to a slot
+//!   state of a block    in place ──── write while storing ───► redirected to a slot
 //!                          ▲                                      │         │
 //!                          ├──────────── write while merging ─────┘         │ merge takes it
 //!                          └──────────────── merged ──── Merging ◄──────────┘
@@ -22,13 +22,13 @@ const BLOCK: u64 = 4096;
 const IN_PLACE: u32 = 0;
 const MERGING: u32 = u32::MAX;
 
-/// Blocks that are merged at once.
+/// The number of blocks that are merged concurrently.
 const MERGE_DEPTH: usize = 32;
 
 const DISK: usize = 0;
 const SIDE: usize = 1;
 
-/// Where each block is.
+/// The location of each block.
 pub(super) struct Redirects {
     /// [`IN_PLACE`], [`MERGING`], or the number of a slot of the side file, counted from 1.
     places: Vec<AtomicU32>,
@@ -42,13 +42,13 @@ impl Redirects {
         Redirects { places, storing: AtomicBool::new(false), slots: AtomicU64::new(0) }
     }
 
-    /// Writes go to new places from here on. Nothing is in flight.
+    /// Redirects writes to the side file from here on. No write may be in flight.
     pub(super) fn begin(&self) {
         self.slots.store(0, Ordering::SeqCst);
         self.storing.store(true, Ordering::SeqCst);
     }
 
-    /// Writes go to their own places again. Nothing is in flight.
+    /// Ends the redirection of writes. No write may be in flight.
     pub(super) fn end(&self) {
         self.storing.store(false, Ordering::SeqCst);
     }
@@ -64,7 +64,8 @@ impl Redirects {
             }
             return (SIDE, (u64::from(slot) - 1) * BLOCK);
         }
-        // The write supersedes what is to be merged, but not what is being merged.
+        // The write replaces a block that waits for the merge. It waits for a block that is being
+        // merged.
         loop {
             match place.load(Ordering::SeqCst) {
                 IN_PLACE => return (DISK, block * BLOCK),
@@ -77,7 +78,8 @@ impl Redirects {
         }
     }
 
-    /// Brings everything back to its place while the guest goes on. Returns the bytes that moved.
+    /// Copies redirected blocks back to the disk while the guest runs. Returns the number of copied
+    /// bytes.
     pub(super) fn merge(&self, disk: &File, side: &File) -> Result<u64> {
         let files = vec![disk.try_clone()?, side.try_clone()?];
         let mut queue = RingQueue::new(files, MERGE_DEPTH, BLOCK as usize)?;
@@ -116,7 +118,8 @@ impl Redirects {
         Ok(moved)
     }
 
-    /// Makes a redirected block Merging: its number, and its slot counted from 0.
+    /// Changes the state of a redirected block to merging. Returns its number, and its slot counted
+    /// from 0.
     fn take(&self, block: u64) -> Option<(u64, u64)> {
         let place = &self.places[block as usize];
         let slot = place.load(Ordering::SeqCst);
@@ -126,7 +129,7 @@ impl Redirects {
     }
 }
 
-/// A raw disk whose 4 KiB writes are redirected while that is wanted.
+/// A raw disk whose writes of 4 KiB can be redirected.
 pub(super) struct RedirectedDisk {
     queue: RedirectedQueue,
 }
@@ -162,7 +165,7 @@ impl Queue for RedirectedQueue {
                 let (file, offset) = self.redirects.place(offset / BLOCK);
                 self.ring.submit_to(file, slot, Op::Write { offset, len })
             }
-            // The disk is filled while nothing is redirected.
+            // Other sizes occur only while the disk is filled, before writes are redirected.
             other => self.ring.submit_to(DISK, slot, other),
         }
     }

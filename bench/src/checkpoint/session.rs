@@ -1,4 +1,4 @@
-//! One checkpoint of an idle guest, then one under load, of one contender.
+//! The measurement of one contender: a checkpoint of an idle guest, then one under load.
 //!
 //! ```text
 //!   dirty ─ checkpoint ─ stable │ dirty ─ load: warm up ─ work ─┬─ the same work ─ ... ─ after ─ end
@@ -21,12 +21,12 @@ use crate::sys;
 const DEPTH: usize = 8;
 const BLOCK: usize = 4096;
 
-/// How much is done.
+/// The parameters of a measurement.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Plan {
-    /// Bytes that are dirty.
+    /// The number of dirty bytes.
     pub(super) dirty: u64,
-    /// Writes that the application has to make, with and without a checkpoint.
+    /// The number of writes of the workload, with and without a checkpoint.
     pub(super) work: u64,
     pub(super) warm_up: Duration,
     pub(super) after: Duration,
@@ -48,24 +48,24 @@ impl Plan {
 
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Outcome {
-    /// What the server says about the pause, in microseconds, for each checkpoint under load.
+    /// The pause that the server reports for each checkpoint under load, in microseconds.
     pub(super) pauses_us: Vec<f64>,
-    /// From asking to the answer, as the client sees it.
+    /// The time from the request to the answer, as the client measures it, in microseconds.
     pub(super) answer_us: f64,
-    /// From asking to stable, in seconds.
+    /// The time from the request to stable, in seconds.
     pub(super) stable_s: f64,
-    /// From asking until the disk is as before.
+    /// The time from the request until the disk is as before, in seconds.
     pub(super) merged_s: f64,
-    /// From asking to stable with an idle guest.
+    /// The time from the request to stable with an idle guest, in seconds.
     pub(super) idle_stable_s: f64,
     pub(super) copied_bytes: Option<u64>,
-    /// Seconds for the work without and with a checkpoint.
+    /// The time of the work without and with a checkpoint, in seconds.
     pub(super) work_s: (f64, f64),
     pub(super) timeline: Timeline,
 }
 
 impl Outcome {
-    /// How many times longer the work takes with a checkpoint.
+    /// The time of the work with a checkpoint, relative to the time without.
     pub(super) fn slowdown(&self) -> f64 {
         self.work_s.1 / self.work_s.0
     }
@@ -87,16 +87,16 @@ pub(super) fn run(subject: &mut dyn Subject, plan: &Plan) -> Result<Outcome> {
             result
         });
         let measured = under_load(scope, subject, plan, watch, &load);
-        // Whatever happened: nothing waits at the gate.
+        // After an error too, the load must not wait at the gate.
         watch.stop();
         watch.gate.open();
-        let samples = load.join().expect("a load does not panic")?;
+        let samples = load.join().expect("the load does not panic")?;
         let (begin, asked, work_s, taken) = measured?;
         Ok(outcome(plan, begin, asked, work_s, taken, idle_stable_s, &samples))
     })
 }
 
-/// The second checkpoint, and when what happened.
+/// The results of the checkpoint under load.
 struct Taken {
     pauses_us: Vec<f64>,
     answered: Instant,
@@ -123,11 +123,11 @@ fn under_load<'scope>(
     let checkpoint = scope.spawn(move || take(subject, plan, watch, &has_worked));
     let with = work(plan, watch, load)?;
     drop(worked);
-    let taken = checkpoint.join().expect("a checkpoint does not panic")?;
+    let taken = checkpoint.join().expect("the checkpoint does not panic")?;
     Ok((begin, asked, (without, with), taken))
 }
 
-/// Seconds until the guest has made so many writes.
+/// Waits until the guest has made the writes of the plan, and returns the time in seconds.
 fn work(
     plan: &Plan,
     watch: &Watch,
@@ -143,7 +143,8 @@ fn work(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// `has_worked` ends when the work is done: more checkpoints must not add to its time.
+/// Takes the checkpoint under load. `has_worked` is closed when the work is done. Additional
+/// checkpoints wait for it, because they must not extend the time of the work.
 fn take(
     subject: &mut dyn Subject,
     plan: &Plan,
@@ -163,7 +164,7 @@ fn take(
     Ok(Taken { pauses_us, answered, stable, merged, copied_bytes })
 }
 
-/// Writes all of the disk once. The connection stays as long as the caller wants the guest to be there.
+/// Writes the whole disk once. The guest stays connected until the caller drops the connection.
 fn dirty(subject: &mut dyn Subject, plan: &Plan) -> Result<Box<dyn Connection>> {
     let shape = Shape { queues: 1, depth: DEPTH, longest: 256 << 10 };
     let mut connection = subject.connect(shape)?;
@@ -171,7 +172,7 @@ fn dirty(subject: &mut dyn Subject, plan: &Plan) -> Result<Box<dyn Connection>> 
     Ok(connection)
 }
 
-/// Seconds to stable while the guest does nothing.
+/// The time until a checkpoint of an idle guest is stable, in seconds.
 fn idle(subject: &mut dyn Subject, plan: &Plan) -> Result<f64> {
     let _guest = dirty(subject, plan)?;
     subject.prepare()?;

@@ -1,5 +1,5 @@
-//! The other strategies that the paper compares: offline, pre-copy and plain copy-on-write, on a raw
-//! file, with Cairn's repository behind them.
+//! The other strategies of the paper: offline, pre-copy and plain copy-on-write. They use a raw
+//! file as the disk, and store it in Cairn's repository.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -22,14 +22,14 @@ pub(super) enum Strategy {
     Offline,
     /// Writes wait until everything is copied to another local file, which is then stored.
     Precopy,
-    /// Writes go to new places while the old ones are stored, and are merged back afterwards.
+    /// Writes go to a side file while the disk is stored, and are merged back afterwards.
     Cow,
 }
 
 pub(super) struct StrategyDisk {
     strategy: Strategy,
     disk: Arc<File>,
-    /// For copies, or for redirected writes.
+    /// The side file, for copies or for redirected writes.
     side: Arc<File>,
     redirects: Arc<Redirects>,
     persister: Persister,
@@ -41,7 +41,7 @@ impl StrategyDisk {
         let disk = Arc::new(sys::direct_file(&area.path("disk.raw"), size)?);
         let side = Arc::new(sys::direct_file(&area.path("side.raw"), size)?);
         if strategy != Strategy::Offline {
-            sys::allocate(&side, size).context("allocate the second file")?;
+            sys::allocate(&side, size).context("allocating the side file")?;
         }
         let redirects = Arc::new(Redirects::new(size));
         let persister = Persister::new(&area.store(), size)?;
@@ -95,7 +95,7 @@ impl Subject for StrategyDisk {
     }
 }
 
-/// Copies everything, with two threads, which is what the disk can take.
+/// Copies the whole file with two threads, which are enough for the speed of the disk.
 fn copy(from: &File, to: &File, size: u64) -> Result<()> {
     const STEP: u64 = 1 << 20;
     let next = AtomicU64::new(0);
@@ -106,8 +106,8 @@ fn copy(from: &File, to: &File, size: u64) -> Result<()> {
             if offset >= size {
                 return Ok(());
             }
-            buffer.read(from, offset).context("read what is copied")?;
-            to.write_all_at(buffer.get(), offset).context("write the copy")?;
+            buffer.read(from, offset).context("reading the data to copy")?;
+            to.write_all_at(buffer.get(), offset).context("writing the copy")?;
         }
     };
     thread::scope(|scope| {

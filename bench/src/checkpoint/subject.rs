@@ -1,4 +1,4 @@
-//! Who takes a checkpoint, and how.
+//! The contenders, and the steps of a checkpoint.
 
 use anyhow::Result;
 
@@ -45,24 +45,24 @@ impl Contender {
     }
 }
 
-/// The guest, as far as a checkpoint can stop it.
+/// The guest, which a checkpoint can stop.
 #[derive(Clone, Copy)]
 pub(super) struct Guest<'a>(Option<&'a Gate>);
 
 impl<'a> Guest<'a> {
-    /// One that does nothing anyway.
+    /// A guest without load.
     pub(super) const IDLE: Guest<'static> = Guest(None);
 
     pub(super) fn behind(gate: &'a Gate) -> Guest<'a> {
         Guest(Some(gate))
     }
 
-    /// Does something while the guest's writes wait.
-    pub(super) fn stopped<T>(&self, act: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Calls `action` while the guest's writes wait.
+    pub(super) fn stopped<T>(&self, action: impl FnOnce() -> Result<T>) -> Result<T> {
         if let Some(gate) = self.0 {
             gate.close();
         }
-        let result = act();
+        let result = action();
         if let Some(gate) = self.0 {
             gate.open();
         }
@@ -70,28 +70,29 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// A disk of which checkpoints are taken. For each of them: `prepare`, `begin`, `store`, `finish`.
+/// A disk under test. The steps of a checkpoint are `prepare`, `begin`, `store` and `finish`, in
+/// this order.
 pub(super) trait Subject: Send {
     fn connect(&mut self, shape: Shape) -> Result<Box<dyn Connection>>;
 
-    /// What can be done before the checkpoint is asked for.
+    /// Does work that is possible before the request.
     fn prepare(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Returns when the state of this moment is safe from the guest's writes. Where the server measures
-    /// that itself, with its own figure in microseconds.
+    /// Freezes the state of the disk: later writes of the guest do not change it. Returns the pause
+    /// in microseconds if the server reports one.
     fn begin(&mut self, guest: Guest<'_>) -> Result<Option<f64>>;
 
-    /// Returns when that state is durable elsewhere.
+    /// Stores the frozen state, and returns when it is durable.
     fn store(&mut self) -> Result<()>;
 
-    /// Returns when the disk is as before the checkpoint, with the bytes that the guest's writes caused
-    /// to be copied, where they are known.
+    /// Returns when the disk is as before the checkpoint. The result is the number of bytes that
+    /// were copied because of the guest's writes, if it is known.
     fn finish(&mut self, guest: Guest<'_>) -> Result<Option<u64>>;
 
-    /// The pauses of more checkpoints in a row, in microseconds, for who has a figure of its own. No
-    /// other checkpoint can follow.
+    /// Takes more checkpoints and returns their pauses in microseconds, if the server reports
+    /// pauses. No other checkpoint can follow.
     fn more_pauses(&mut self) -> Result<Vec<f64>> {
         Ok(Vec::new())
     }

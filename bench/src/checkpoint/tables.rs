@@ -1,4 +1,4 @@
-//! What is shown of the checkpoints.
+//! The tables and charts of the case `checkpoint`.
 
 use super::session::Outcome;
 use super::{MIB, Rounds, Size};
@@ -94,7 +94,7 @@ fn latency(size: &Size) -> Table {
     table
 }
 
-/// How fast bytes become durable while the guest is idle.
+/// The rate at which data becomes durable while the guest is idle.
 fn rates(sizes: &[Size]) -> Table {
     let names: Vec<&str> = sizes[0].contenders.iter().map(|rounds| rounds.name).collect();
     let mut head = vec!["MiB/s, idle guest", "plain writer"];
@@ -115,7 +115,7 @@ pub(super) fn charts(sizes: &[Size]) -> Vec<(String, String)> {
     timelines.chain([("slowdown".into(), slowdown(sizes))]).collect()
 }
 
-/// Writes over time, of the last round.
+/// The chart of writes over time, in the last round.
 fn timeline(size: &Size) -> String {
     let line = |rounds: &Rounds| Series {
         name: rounds.name.into(),

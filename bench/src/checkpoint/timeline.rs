@@ -1,4 +1,4 @@
-//! What the guest saw before, during and after a checkpoint.
+//! The writes of the guest before, during and after a checkpoint.
 
 use std::time::{Duration, Instant};
 
@@ -7,13 +7,13 @@ use serde::Serialize;
 use crate::load::Sample;
 use crate::stats::Latency;
 
-/// A guest that completes nothing for so long has stopped.
+/// The length of an interval. A guest that completes no write for this long is silent.
 pub(super) const INTERVAL: Duration = Duration::from_millis(100);
 
-/// The part of a commit in which most chunks are not stored yet.
+/// The first part of storing a checkpoint, in which most chunks are not stored.
 const FIRST: Duration = Duration::from_secs(2);
 
-/// When what happened.
+/// The times of the phases.
 pub(super) struct Phases {
     pub(super) begin: Instant,
     pub(super) asked: Instant,
@@ -25,18 +25,18 @@ pub(super) struct Phases {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Timeline {
     pub(super) before: Latency,
-    /// Of writes that were under way at some time between asking and the end of the merge.
+    /// The latency of writes that were in flight between the request and the end of the merge.
     pub(super) during: Latency,
     pub(super) after: Latency,
     pub(super) iops_before: f64,
-    /// From asking to stable.
+    /// Writes per second from the request to stable.
     pub(super) iops_during: f64,
-    /// In the first two seconds of that.
+    /// Writes per second in the first two seconds after the request.
     pub(super) iops_first: f64,
     pub(super) iops_after: f64,
-    /// Intervals after asking in which nothing was completed.
+    /// The number of intervals after the request in which no write was completed.
     pub(super) silent: usize,
-    /// Seconds since asking, and writes per second in that interval.
+    /// For each interval: seconds since the request, and writes per second.
     pub(super) intervals: Vec<(f64, f64)>,
 }
 
@@ -65,8 +65,8 @@ impl Timeline {
     }
 }
 
-/// Writes per second in whole intervals, counted from the moment of asking in both directions. A write
-/// that ends between two of them belongs to the earlier one.
+/// Writes per second in whole intervals before and after the request. A write that ends exactly
+/// between two intervals belongs to the earlier one.
 fn intervals(samples: &[Sample], phases: &Phases) -> Vec<(f64, f64)> {
     let count = |span: Duration| (span.as_nanos() / INTERVAL.as_nanos()) as usize;
     let before = count(phases.asked - phases.begin);
@@ -92,7 +92,7 @@ mod tests {
     use crate::load::Sample;
 
     #[test]
-    fn a_write_that_spans_a_stop_makes_silent_intervals_and_the_worst_latency() {
+    fn a_write_that_lasts_for_a_pause_causes_silent_intervals_and_the_worst_latency() {
         let zero = Instant::now();
         let at = |ms: u64| zero + Duration::from_millis(ms);
         let mut samples: Vec<Sample> =

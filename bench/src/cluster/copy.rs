@@ -1,4 +1,4 @@
-//! What the persisting is compared with: the same bytes over one connection into a file.
+//! The comparison for storing on peers: a copy of the same bytes over one connection into a file.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -12,12 +12,12 @@ use super::data::CHUNK;
 use crate::proc;
 use crate::site::Site;
 
-/// Copies, syncs once at the end, and returns the seconds and the CPU time of both ends.
+/// Copies the bytes and syncs once at the end. Returns the seconds, and the CPU time of both ends.
 pub(crate) fn copy(site: &Site, bytes: &[u8]) -> Result<(f64, Duration)> {
     let area = site.area()?;
-    let mut file = File::create(area.path("copy")).context("make a file")?;
-    let listener = TcpListener::bind("127.0.0.1:0").context("listen")?;
-    let address = listener.local_addr().context("listen")?;
+    let mut file = File::create(area.path("copy")).context("creating a file")?;
+    let listener = TcpListener::bind("127.0.0.1:0").context("listening")?;
+    let address = listener.local_addr().context("listening")?;
     let mut buffer = vec![0; CHUNK];
     let before = proc::cpu_time(std::process::id())?;
     let begin = Instant::now();
@@ -31,13 +31,13 @@ pub(crate) fn copy(site: &Site, bytes: &[u8]) -> Result<(f64, Duration)> {
             file.write_all(&buffer[..len])?;
         }
     });
-    let mut stream = TcpStream::connect(address).context("connect")?;
+    let mut stream = TcpStream::connect(address).context("connecting")?;
     for chunk in bytes.chunks(CHUNK) {
-        stream.write_all(chunk).context("send")?;
+        stream.write_all(chunk).context("sending")?;
     }
     drop(stream);
-    let received = receiver.join().map_err(|_| anyhow!("the receiver has panicked"))?;
-    received.context("receive")?;
+    let received = receiver.join().map_err(|_| anyhow!("the receiver panicked"))?;
+    received.context("receiving")?;
     let seconds = begin.elapsed().as_secs_f64();
     Ok((seconds, proc::cpu_time(std::process::id())? - before))
 }

@@ -1,10 +1,10 @@
-//! What is persisted: chunks that do not shrink, all of them different.
+//! Test data: different chunks that cannot be compressed.
 
-use crate::rng::Rng;
+use seeded_rng::Rng;
 
 pub(crate) const CHUNK: usize = 256 << 10;
 
-/// Chunks in memory, made before anything is measured.
+/// Chunks in memory, created before the measurement.
 pub(crate) struct Data {
     bytes: Vec<u8>,
 }
@@ -16,10 +16,10 @@ impl Data {
         Data { bytes: noise }
     }
 
-    /// Makes all chunks different from those of other turns.
-    pub(crate) fn turn(&mut self, turn: u64) {
+    /// Makes all chunks different from those of other measurements.
+    pub(crate) fn make_unique(&mut self, measurement: u64) {
         for (number, chunk) in (0u64..).zip(self.bytes.chunks_mut(CHUNK)) {
-            chunk[..8].copy_from_slice(&turn.to_le_bytes());
+            chunk[..8].copy_from_slice(&measurement.to_le_bytes());
             chunk[8..16].copy_from_slice(&number.to_le_bytes());
         }
     }
@@ -28,7 +28,7 @@ impl Data {
         &self.bytes
     }
 
-    /// The parts of several clients.
+    /// One part of the data for each client.
     pub(crate) fn parts(&self, clients: usize) -> impl Iterator<Item = &[u8]> {
         let chunks = self.bytes.len() / CHUNK / clients;
         self.bytes.chunks_exact(chunks * CHUNK).take(clients)

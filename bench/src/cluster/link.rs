@@ -1,30 +1,32 @@
-//! A link of limited speed: a pair of interfaces, the far one in a network namespace.
+//! A link with limited speed: a pair of interfaces, one of them in a network namespace.
 
 use std::fs;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// Bits in a second.
+/// The speed of the link in bits per second.
 pub(crate) const RATE: f64 = 1e9;
 
-/// The addresses of its ends.
+/// The address of the end of this process.
 const NEAR: &str = "10.231.77.1";
+/// The address of the end in the namespace.
 pub(crate) const FAR: &str = "10.231.77.2";
 
-/// A link with this process at one end and a namespace at the other. Both are gone with it.
+/// A link from this process to a network namespace. Dropping it removes both.
 pub(crate) struct Link {
-    /// Also the name of the near interface.
+    /// The name of the namespace and of the interface of this process.
     name: String,
 }
 
-/// What went out at the near end.
+/// The traffic at the end of this process, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Traffic {
-    /// As the interface counts it.
+    /// Sent bytes, counted by the interface.
     pub(crate) sent: u64,
+    /// Received bytes, counted by the interface.
     pub(crate) received: u64,
-    /// As the limit counts it: with the headers of all packets.
+    /// Sent bytes, counted by the limit: including the headers of all packets.
     pub(crate) limited: u64,
 }
 
@@ -54,13 +56,14 @@ impl Link {
     pub(crate) fn traffic(&self) -> Result<Traffic> {
         let count = |what: &str| -> Result<u64> {
             let path = format!("/sys/class/net/{}/statistics/{what}", self.name);
-            let text = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+            let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
             text.trim().parse().with_context(|| format!("no number in {path}"))
         };
         let shown = run(&format!("tc -s qdisc show dev {}", self.name))?;
         let mut words = shown.split_whitespace().skip_while(|word| *word != "Sent");
         let limited = words.nth(1).and_then(|word| word.parse().ok());
-        let limited = limited.with_context(|| format!("no bytes in what tc says: {shown}"))?;
+        let limited =
+            limited.with_context(|| format!("no byte count in the output of tc: {shown}"))?;
         Ok(Traffic { sent: count("tx_bytes")?, received: count("rx_bytes")?, limited })
     }
 }
@@ -75,8 +78,10 @@ impl Drop for Link {
 fn run(line: &str) -> Result<String> {
     let mut words = line.split(' ');
     let program = words.next().unwrap_or_default();
-    let output =
-        Command::new(program).args(words).output().with_context(|| format!("start {program}"))?;
+    let output = Command::new(program)
+        .args(words)
+        .output()
+        .with_context(|| format!("starting {program}"))?;
     if !output.status.success() {
         bail!("`{line}` failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }

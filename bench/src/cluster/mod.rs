@@ -1,4 +1,4 @@
-//! Peers as processes, and clients that persist to them.
+//! Peers as processes, and clients that store data on them.
 
 pub(crate) mod copy;
 pub(crate) mod data;
@@ -17,30 +17,30 @@ use crate::server::peer::Peer;
 use crate::site::{Area, Site};
 use link::Link;
 
-/// Peers of each measurement.
+/// The number of peers of a measurement.
 pub(crate) const PEERS: usize = 8;
 
-/// Eight empty peers.
-pub(crate) struct Bed {
+/// Peers that are initially empty.
+pub(crate) struct Testbed {
     peers: Vec<Peer>,
     security: Security,
-    // After the servers.
+    // Dropped after the servers.
     _area: Area,
 }
 
-impl Bed {
-    /// On loopback, or behind a link; with TLS or without.
-    pub(crate) fn start(site: &Site, link: Option<&Link>, tls: bool) -> Result<Bed> {
-        Bed::with_peers(PEERS, site, link, tls)
+impl Testbed {
+    /// Starts [`PEERS`] peers on loopback or behind a link, with or without TLS.
+    pub(crate) fn start(site: &Site, link: Option<&Link>, tls: bool) -> Result<Testbed> {
+        Testbed::with_peers(PEERS, site, link, tls)
     }
 
-    /// The same with another number of peers.
+    /// Starts `count` peers on loopback or behind a link, with or without TLS.
     pub(crate) fn with_peers(
         count: usize,
         site: &Site,
         link: Option<&Link>,
         tls: bool,
-    ) -> Result<Bed> {
+    ) -> Result<Testbed> {
         let area = site.area()?;
         let keys = area.path("keys");
         let keys = tls.then_some(&*keys);
@@ -51,45 +51,47 @@ impl Bed {
         let peers = (0..count).map(|number| Peer::start(site, &area, number, at, keys));
         let peers = peers.collect::<Result<_>>()?;
         let security = match keys {
-            Some(keys) => Security::load(keys, Role::Client).context("read the client's keys")?,
+            Some(keys) => {
+                Security::load(keys, Role::Client).context("reading the keys of the client")?
+            }
             None => Security::INSECURE,
         };
-        Ok(Bed { peers, security, _area: area })
+        Ok(Testbed { peers, security, _area: area })
     }
 
-    /// A client of its own connections.
+    /// A client with its own connections.
     pub(crate) fn client(&self) -> Result<ClusterBlobs> {
         let members = self.peers.iter().map(|peer| peer.member.clone()).collect();
         let cluster = Cluster::new(members, self.security.clone());
-        ClusterBlobs::new(cluster).context("start a client")
+        ClusterBlobs::new(cluster).context("starting a client")
     }
 
-    /// Kills a peer for good. Returns who it was, and those that are left.
+    /// Stops a peer permanently. Returns it and the remaining peers.
     pub(crate) fn lose(&mut self) -> (Member, Vec<Member>) {
         let lost = self.peers.remove(0).member.clone();
         (lost, self.peers.iter().map(|peer| peer.member.clone()).collect())
     }
 
-    /// How connections are kept safe.
+    /// The security of connections.
     pub(crate) fn security(&self) -> &Security {
         &self.security
     }
 
-    /// CPU time of this process and all peers.
+    /// The CPU time of this process, and that of all peers.
     pub(crate) fn cpu_time(&self) -> Result<(Duration, Duration)> {
         let peers: Result<Vec<_>> =
             self.peers.iter().map(|peer| proc::cpu_time(peer.pid())).collect();
         Ok((proc::cpu_time(std::process::id())?, peers?.iter().sum()))
     }
 
-    /// Bytes of blocks that the peers hold.
+    /// Bytes stored on the peers.
     pub(crate) fn used(&self, client: &ClusterBlobs) -> Result<u64> {
         let mut used = 0;
         for peer in &self.peers {
             let usage = async {
                 Connection::open(&peer.member.address, &self.security).await?.usage().await
             };
-            used += client.runtime().block_on(usage).context("ask a peer")?.used;
+            used += client.runtime().block_on(usage).context("asking a peer for its usage")?.used;
         }
         Ok(used)
     }
@@ -100,7 +102,7 @@ fn make_keys(site: &Site, directory: &Path) -> Result<()> {
         .args(["keys", "init"])
         .arg(directory)
         .output()
-        .context("start cairn")?;
+        .context("starting cairn")?;
     match made.status.success() {
         true => Ok(()),
         false => bail!("cairn keys failed: {}", String::from_utf8_lossy(&made.stderr)),

@@ -1,4 +1,4 @@
-//! A client that persists what it has in memory: named, put, and flushed.
+//! Stores data of a client on the peers.
 
 use std::time::Instant;
 
@@ -9,16 +9,16 @@ use cairn_store::{BlobId, Blobs};
 
 use super::data::CHUNK;
 
-/// Chunks that are put with one call: as many as `cairn-blk` puts.
+/// The number of chunks of one put. `cairn-blk` uses the same number.
 const GROUP: usize = 16;
 
-/// Persists chunks, and returns how many seconds it took until they were durable.
+/// Stores the chunks and returns the seconds until they were durable.
 pub(crate) fn persist(client: &ClusterBlobs, bytes: &[u8], policy: &StoragePolicy) -> Result<f64> {
     let begin = Instant::now();
     for group in bytes.chunks(GROUP * CHUNK) {
         let blobs: Vec<_> = group.chunks(CHUNK).map(|chunk| (BlobId::of(chunk), chunk)).collect();
-        client.put(&blobs, policy).context("put chunks")?;
+        client.put(&blobs, policy).context("storing chunks")?;
     }
-    client.flush().context("flush")?;
+    client.flush().context("flushing")?;
     Ok(begin.elapsed().as_secs_f64())
 }

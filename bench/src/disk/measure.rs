@@ -1,4 +1,4 @@
-//! One workload on one disk for a while.
+//! Measures one workload on one disk.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -6,16 +6,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::bed::{Bed, Contender};
+use super::testbed::{Contender, Testbed};
 use super::workload::Workload;
 use crate::io::Shape;
 use crate::load::{Sample, Watch, drive};
 use crate::proc;
 use crate::stats::{Latency, median};
 
-/// How long is measured, and how long before that nothing is.
+/// The time window of a measurement.
 pub(super) struct Window {
+    /// How long the load runs before the measurement.
     before: Duration,
+    /// How long the measurement lasts.
     during: Duration,
 }
 
@@ -30,7 +32,7 @@ impl Window {
 pub(super) struct Figure {
     pub(super) iops: f64,
     pub(super) latency: Latency,
-    /// CPU time of the server for one request, in microseconds.
+    /// CPU time of the server for each request, in microseconds.
     pub(super) cpu_us: f64,
 }
 
@@ -46,7 +48,7 @@ impl Figure {
 }
 
 pub(super) fn measure(
-    bed: &mut Bed,
+    testbed: &mut Testbed,
     contender: Contender,
     workload: Workload,
     queues: usize,
@@ -54,8 +56,8 @@ pub(super) fn measure(
     window: &Window,
 ) -> Result<Figure> {
     let shape = Shape { queues, depth: workload.depth, longest: workload.len };
-    let mut connection = bed.connect(contender, shape)?;
-    let (areas, pid) = (bed.areas, bed.pid(contender));
+    let mut connection = testbed.connect(contender, shape)?;
+    let (areas, pid) = (testbed.areas, testbed.pid(contender));
     let watch = Watch::default();
     thread::scope(|scope| {
         let watch = &watch;
@@ -78,7 +80,7 @@ pub(super) fn measure(
 }
 
 fn figure(queues: &[Vec<Sample>], begin: Instant, end: Instant, cpu: Duration) -> Result<Figure> {
-    // A queue that has used up what is fresh ends before the others.
+    // A queue that has written all of its fresh area ends before the others.
     let last = |queue: &Vec<Sample>| queue.last().map_or(end, |sample| sample.end);
     let end = queues.iter().map(last).min().map_or(end, |earliest| earliest.min(end));
     let latencies: Vec<u64> = queues
@@ -89,7 +91,7 @@ fn figure(queues: &[Vec<Sample>], begin: Instant, end: Instant, cpu: Duration) -
         .collect();
     let count = latencies.len() as f64;
     let time = end.checked_duration_since(begin).filter(|time| !time.is_zero());
-    let time = time.context("nothing was left to do when the measurement began")?;
+    let time = time.context("the load ended before the measurement began")?;
     Ok(Figure {
         iops: count / time.as_secs_f64(),
         latency: Latency::of(latencies),

@@ -1,16 +1,16 @@
-//! `disk`: guest I/O beside a raw file and qemu-storage-daemon, no checkpoint under way.
+//! `disk`: guest I/O without a checkpoint, compared with a raw file and qemu-storage-daemon.
 
-mod bars;
-mod bed;
+mod goals;
 mod measure;
+mod testbed;
 mod workload;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
 
-use self::bed::{Bed, Contender};
 use self::measure::{Figure, Window, measure};
+use self::testbed::{Contender, Testbed};
 use self::workload::{Areas, WORKLOADS, Workload};
 use crate::args::Args;
 use crate::report::chart::{self, Series};
@@ -20,14 +20,14 @@ use crate::site::Site;
 /// The numbers of queues that a guest uses.
 const QUEUES: [usize; 2] = [1, 2];
 
-/// All rounds of one workload with so many queues.
+/// All rounds of one workload with a number of queues.
 #[derive(Serialize)]
 struct Row {
     workload: &'static str,
     queues: usize,
     #[serde(skip)]
     spec: Workload,
-    /// In the order of [`Contender::ALL`].
+    /// The rounds of each contender, in the order of [`Contender::ALL`].
     rounds: [Vec<Figure>; Contender::ALL.len()],
 }
 
@@ -46,19 +46,19 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     let mut rows = rows(args);
     let rounds = u64::from(args.rounds());
     let prefilled = if args.quick { 512 << 20 } else { 1 << 30 };
-    // Two contenders share a disk and must not share what is fresh.
+    // Two contenders share a disk. Each one needs its own fresh slices.
     let slices = rounds * rows.len() as u64 * 2;
-    let mut bed = Bed::new(site, Areas::new(prefilled, slices))?;
+    let mut testbed = Testbed::new(site, Areas::new(prefilled, slices))?;
     let window = Window::new(args.quick);
     for round in 0..rounds {
         let count = rows.len() as u64;
         for (at, row) in rows.iter_mut().enumerate() {
             eprintln!("round {} of {rounds}: {}", round + 1, row.name());
-            for turn in 0..Contender::ALL.len() {
-                // Nobody is always first.
-                let contender = Contender::ALL[(turn + round as usize) % Contender::ALL.len()];
+            for position in 0..Contender::ALL.len() {
+                // The order rotates, so that no contender is always the first.
+                let contender = Contender::ALL[(position + round as usize) % Contender::ALL.len()];
                 let slice = (round * count + at as u64) * 2 + u64::from(contender.is_quiet());
-                let figure = measure(&mut bed, contender, row.spec, row.queues, slice, &window)
+                let figure = measure(&mut testbed, contender, row.spec, row.queues, slice, &window)
                     .with_context(|| format!("{}: {}", contender.name(), row.name()))?;
                 row.rounds[contender as usize].push(figure);
             }
@@ -66,7 +66,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     Ok(Report {
         tables: vec![speed(&rows), latency(&rows), cpu(&rows)],
-        bars: bars::bars(&rows),
+        goals: goals::goals(&rows),
         data: json!({ "contenders": Contender::ALL.map(Contender::name), "rows": rows }),
         charts: vec![("speed".into(), relative_speed(&rows))],
     })

@@ -1,15 +1,15 @@
-//! What the disks have to do.
+//! The workloads of the case `disk`.
 
 use crate::load::{Kind, Pattern, Span};
 
 const MIB: u64 = 1 << 20;
 
-/// Where a workload works.
+/// The part of the disk that a workload uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// Where everything was written before.
+    /// The part that was written before.
     Prefilled,
-    /// Where nothing was written before.
+    /// A part that was never written.
     Fresh,
 }
 
@@ -58,7 +58,8 @@ impl Workload {
         self.kind == Kind::WriteFlush
     }
 
-    /// The requests of one of several queues. `slice` is the number of the fresh part to use up.
+    /// The requests of one of several queues. `slice` is the number of the fresh part that they
+    /// write.
     pub(super) fn pattern(
         &self,
         areas: &Areas,
@@ -81,7 +82,8 @@ impl Workload {
     }
 }
 
-/// The parts of every disk: written before, then parts to be written for the first time.
+/// The parts of every disk: a prefilled part, followed by slices that are written for the first
+/// time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Areas {
     prefilled: u64,
@@ -89,7 +91,8 @@ pub(super) struct Areas {
 }
 
 impl Areas {
-    /// One slice is more than any disk writes and flushes in the time of one measurement.
+    /// The size of a slice in bytes. It is more than any disk writes and flushes during one
+    /// measurement.
     const SLICE: u64 = 128 * MIB;
 
     pub(super) fn new(prefilled: u64, slices: u64) -> Areas {

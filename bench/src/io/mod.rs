@@ -1,4 +1,4 @@
-//! A queue of requests: of a vhost-user disk, or of a raw file.
+//! Queues of requests to a vhost-user disk or a raw file.
 
 mod memory;
 pub(crate) mod ring;
@@ -25,14 +25,15 @@ pub(crate) struct Shape {
     pub(crate) longest: usize,
 }
 
-/// One queue, used from one thread. A request owns a slot, whose number names it, and the slot's memory
-/// until it is reaped.
+/// A queue that one thread uses. The number of a slot identifies a request. The request owns the
+/// slot and its memory until it is reaped.
 pub(crate) trait Queue: Send {
-    /// Prepares a request. It may begin before [`Queue::reap`] is called.
+    /// Prepares a request. It may start before [`Queue::reap`] is called.
     fn submit(&mut self, slot: usize, op: Op) -> Result<()>;
 
-    /// Lets everything that was submitted begin, waits for at least `min` requests to end, and adds their
-    /// slots to `done`. A request that failed is an error: nothing is measured on a broken disk.
+    /// Starts all submitted requests, waits until at least `min` requests are complete, and adds
+    /// their slots to `done`. Fails if a request failed, because results of a broken disk are
+    /// meaningless.
     fn reap(&mut self, min: usize, done: &mut Vec<usize>) -> Result<()>;
 }
 
@@ -40,7 +41,7 @@ pub(crate) trait Queue: Send {
 pub(crate) trait Connection: Send {
     fn queues(&mut self) -> Vec<&mut dyn Queue>;
 
-    /// The queue of a disk that has one.
+    /// The first queue.
     fn first(&mut self) -> &mut dyn Queue {
         self.queues().swap_remove(0)
     }

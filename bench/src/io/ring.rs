@@ -1,4 +1,4 @@
-//! Raw files through io_uring and direct I/O: what the machine can do.
+//! Raw files with io_uring and direct I/O, which show the speed of the machine.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -12,7 +12,7 @@ use super::{Connection, Memory, Op, Queue, Shape};
 
 /// A queue on one or more files. It belongs to the thread that uses it first.
 pub(crate) struct RingQueue {
-    // Before the memory: requests end with the ring.
+    // Dropped before the memory, because dropping the ring ends all requests.
     ring: IoUring<squeue::Entry, cqueue::Entry>,
     memory: Memory,
     files: Vec<File>,
@@ -23,24 +23,25 @@ pub(crate) struct RingQueue {
 impl RingQueue {
     pub(crate) fn new(files: Vec<File>, depth: usize, longest: usize) -> Result<RingQueue> {
         let entries = (depth as u32).next_power_of_two().max(8);
-        // SINGLE_ISSUER and DEFER_TASKRUN bind a ring to one thread; this one is made before the thread
-        // that uses it, so it begins disabled and belongs to whoever enables it.
+        // SINGLE_ISSUER and DEFER_TASKRUN bind a ring to one thread. The ring is created before the
+        // thread that uses it. So it is created disabled, and belongs to the thread that enables
+        // it.
         let ring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
             .setup_r_disabled()
             .build(entries)
-            .context("make a ring")?;
+            .context("creating a ring")?;
         let fds: Vec<i32> = files.iter().map(|file| file.as_raw_fd()).collect();
-        ring.submitter().register_files(&fds).context("register the files")?;
+        ring.submitter().register_files(&fds).context("registering the files")?;
         let memory = Memory::new(depth, longest)?;
         Ok(RingQueue { ring, memory, files, in_flight: 0, enabled: false })
     }
 
-    /// As [`Queue::submit`], on one of the files.
+    /// Prepares a request to one of the files. See [`Queue::submit`].
     pub(crate) fn submit_to(&mut self, file: usize, slot: usize, op: Op) -> Result<()> {
         if !self.enabled {
-            self.ring.submitter().register_enable_rings().context("enable the ring")?;
+            self.ring.submitter().register_enable_rings().context("enabling the ring")?;
             self.enabled = true;
         }
         assert!(file < self.files.len(), "there are {} files", self.files.len());
@@ -60,7 +61,7 @@ impl RingQueue {
         self.push(entry.user_data(slot as u64))
     }
 
-    /// Writes what an earlier read left in the slot.
+    /// Prepares a write of the data that an earlier read left in the slot.
     pub(crate) fn write_back(
         &mut self,
         file: usize,
@@ -77,15 +78,16 @@ impl RingQueue {
     }
 
     fn push(&mut self, entry: squeue::Entry) -> Result<()> {
-        // SAFETY: the entry points into `memory`, which outlives the ring; a slot is not used again
-        // before its request ended.
-        unsafe { self.ring.submission().push(&entry) }.context("more requests than slots")?;
+        // SAFETY: the entry points into `memory`, which outlives the ring. A slot is not used again
+        // before its request is complete.
+        unsafe { self.ring.submission().push(&entry) }
+            .context("submitting more requests than the ring has entries")?;
         self.in_flight += 1;
         Ok(())
     }
 }
 
-/// One file with as many queues as a guest would have.
+/// A file with as many queues as a guest would have.
 pub(crate) struct RawDisk(Vec<RingQueue>);
 
 impl RawDisk {
@@ -107,7 +109,7 @@ impl Queue for RingQueue {
     }
 
     fn reap(&mut self, min: usize, done: &mut Vec<usize>) -> Result<()> {
-        self.ring.submit_and_wait(min.min(self.in_flight)).context("wait for the ring")?;
+        self.ring.submit_and_wait(min.min(self.in_flight)).context("waiting for the ring")?;
         for completion in self.ring.completion() {
             if completion.result() < 0 {
                 bail!("a request failed: {}", Error::from_raw_os_error(-completion.result()));

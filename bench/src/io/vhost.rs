@@ -1,4 +1,4 @@
-//! A vhost-user disk, driven without a virtual machine.
+//! A vhost-user disk, used without a virtual machine.
 
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -9,14 +9,14 @@ use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
 use super::{Connection, Memory, Op, Queue, Shape};
 
-/// A request that takes longer is lost.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// The longest time of a request. One that takes longer counts as lost.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Completions that are taken at once.
+/// The most completions of one call.
 const BATCH: usize = 64;
 
 pub(crate) struct VhostDisk {
-    // Before the driver, which owns the memory of the rings.
+    // Dropped before the driver, which owns the memory of the rings.
     queues: Vec<VhostQueue>,
     _driver: Blkio,
 }
@@ -24,7 +24,7 @@ pub(crate) struct VhostDisk {
 impl VhostDisk {
     pub(crate) fn connect(socket: &Path, shape: Shape) -> Result<VhostDisk> {
         Self::try_connect(socket, shape)
-            .with_context(|| format!("connect to {} as a guest", socket.display()))
+            .with_context(|| format!("connecting to {} as a guest", socket.display()))
     }
 
     fn try_connect(socket: &Path, shape: Shape) -> Result<VhostDisk> {
@@ -74,14 +74,14 @@ impl Queue for VhostQueue {
     #[allow(unsafe_code)]
     fn reap(&mut self, min: usize, done: &mut Vec<usize>) -> Result<()> {
         let mut ended = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
-        let mut timeout = PATIENCE;
+        let mut timeout = TIMEOUT;
         let min = min.min(self.in_flight);
         let count = self
             .queue
             .do_io(&mut ended, min, Some(&mut timeout), None)
-            .with_context(|| format!("{} requests are not answered", self.in_flight))?;
+            .with_context(|| format!("waiting for {} requests", self.in_flight))?;
         for completion in ended.into_iter().take(count) {
-            // SAFETY: do_io initialised as many completions as it counted.
+            // SAFETY: do_io has initialised the first `count` completions.
             let completion = unsafe { completion.assume_init() };
             if completion.ret != 0 {
                 let error = std::io::Error::from_raw_os_error(-completion.ret);

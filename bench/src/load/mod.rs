@@ -1,4 +1,4 @@
-//! What a guest does, and what it sees of it.
+//! The load of a guest, and its latencies.
 
 mod gate;
 mod pattern;
@@ -13,7 +13,7 @@ use anyhow::Result;
 
 use crate::io::{Op, Queue};
 
-/// One unit of work: a request, or a write and the flush after it.
+/// The times of one unit of work: a request, or a write and the flush after it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample {
     pub(crate) begin: Instant,
@@ -26,7 +26,7 @@ impl Sample {
     }
 }
 
-/// What the loads of a measurement share with the one who watches them.
+/// The state that the loads of a measurement share with the measuring thread.
 #[derive(Default)]
 pub(crate) struct Watch {
     stop: AtomicBool,
@@ -39,16 +39,16 @@ impl Watch {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Units of work that ended.
+    /// The number of completed units of work.
     pub(crate) fn done(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
 }
 
-/// Keeps `depth` units of work in flight until it is stopped or the pattern ends, then waits for the
-/// rest.
+/// Keeps `depth` units of work in flight until it is stopped or the pattern ends. Then it waits for
+/// the remaining ones.
 ///
-/// A unit begins when its slot is free: time before a closed gate is part of its latency.
+/// A unit begins when its slot is free, so the time at a closed gate is part of its latency.
 pub(crate) fn drive(
     queue: &mut dyn Queue,
     depth: usize,
@@ -57,7 +57,7 @@ pub(crate) fn drive(
 ) -> Result<Vec<Sample>> {
     let mut samples = Vec::with_capacity(1 << 18);
     let mut begins = vec![Instant::now(); depth];
-    // The flush is still to come.
+    // Slots whose write is complete and whose flush is in flight.
     let mut half_done = vec![false; depth];
     let mut free: Vec<usize> = (0..depth).rev().collect();
     let mut done = Vec::with_capacity(depth);
@@ -101,7 +101,7 @@ pub(crate) fn drive(
     }
 }
 
-/// Writes all of `span` once, in order, and flushes it.
+/// Writes `span` once, in order, and flushes it.
 pub(crate) fn write_once(queue: &mut dyn Queue, depth: usize, span: Span) -> Result<()> {
     const STEP: usize = 256 << 10;
     drive(queue, depth, &mut Pattern::once(span, STEP), &Watch::default())?;

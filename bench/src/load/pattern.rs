@@ -1,9 +1,10 @@
-//! Which requests a load makes, in which order.
+//! The requests of a load and their order.
+
+use seeded_rng::Rng;
 
 use crate::io::Op;
-use crate::rng::Rng;
 
-/// Bytes of a disk.
+/// A range of bytes of a disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     pub(crate) offset: u64,
@@ -26,7 +27,7 @@ impl Span {
 pub(crate) enum Kind {
     Read,
     Write,
-    /// So many reads among 100 requests.
+    /// This many of 100 requests are reads, the others writes.
     Mix(u64),
     /// Each write is followed by a flush.
     WriteFlush,
@@ -35,15 +36,15 @@ pub(crate) enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     Random,
-    /// Round and round.
+    /// In order, from the beginning again after the end.
     Sequential,
-    /// In order, each place once.
+    /// In order, each position once.
     Once,
-    /// Scattered, each place once: what is written was never written before.
+    /// Scattered, each position once, so that no write goes to a position that was written before.
     Scattered,
 }
 
-/// An endless or finite row of requests of one length.
+/// An endless or finite sequence of requests of one length.
 pub(crate) struct Pattern {
     kind: Kind,
     order: Order,
@@ -66,9 +67,12 @@ impl Pattern {
         Pattern { kind: Kind::Write, order: Order::Once, span, len, count: 0, rng: Rng::new(0) }
     }
 
-    /// The span must hold a power of two of requests.
+    /// A scattered pattern. The number of requests in the span must be a power of two.
     pub(crate) fn scattered(kind: Kind, span: Span, len: usize) -> Pattern {
-        assert!((span.len / len as u64).is_power_of_two(), "an odd step visits each place once");
+        assert!(
+            (span.len / len as u64).is_power_of_two(),
+            "an odd step visits each position if their number is a power of two"
+        );
         Pattern { kind, order: Order::Scattered, span, len, count: 0, rng: Rng::new(0) }
     }
 
@@ -113,7 +117,7 @@ mod tests {
     use super::{Kind, Pattern, Span};
 
     #[test]
-    fn scattered_requests_visit_each_place_once() {
+    fn scattered_requests_visit_each_position_once() {
         let span = Span::new(1 << 20, 1 << 20);
         let mut pattern = Pattern::scattered(Kind::Write, span, 4096);
         let mut seen = HashSet::new();

@@ -1,4 +1,4 @@
-//! Charts of results.
+//! Charts of results as SVG.
 
 use super::svg::{Anchor, COLOURS, Svg};
 
@@ -6,19 +6,19 @@ const LEFT: f64 = 64.0;
 const TOP: f64 = 48.0;
 const GRID: &str = "#dddddd";
 
-/// A named line or colour of bars.
+/// The data of one line, or of the bars of one colour.
 pub(crate) struct Series<P> {
     pub(crate) name: String,
     pub(crate) points: Vec<P>,
 }
 
-/// A line at one place of the x axis.
+/// A vertical line at a value of the x axis.
 pub(crate) struct Mark {
     pub(crate) name: String,
     pub(crate) x: f64,
 }
 
-/// Groups of bars beside each other: one group for each name, one bar in it for each series.
+/// A bar chart with a group of bars for each name, and a bar in each group for each series.
 pub(crate) fn grouped_bars(
     title: &str,
     unit: &str,
@@ -45,7 +45,7 @@ pub(crate) fn grouped_bars(
     svg.finish()
 }
 
-/// Lines over a common x axis.
+/// A line chart.
 pub(crate) fn lines(
     title: &str,
     unit: &str,
@@ -118,7 +118,7 @@ fn tick_label(value: f64) -> String {
     }
 }
 
-/// Values of an axis to lengths on the page.
+/// Maps values of an axis to lengths in pixels.
 struct Scale {
     from: f64,
     to: f64,
@@ -134,7 +134,7 @@ impl Scale {
         (value - self.from) / (self.to - self.from) * self.pixels
     }
 
-    /// Round values, about five of them.
+    /// About five round values.
     fn ticks(&self) -> Vec<f64> {
         let rough = (self.to - self.from) / 5.0;
         let magnitude = 10f64.powf(rough.log10().floor());
@@ -150,7 +150,7 @@ mod tests {
     use super::{Mark, Scale, Series, grouped_bars, lines};
 
     #[test]
-    fn ticks_are_round() {
+    fn ticks_are_round_numbers() {
         assert_eq!(Scale::new(0.0, 43.0, 100.0).ticks(), [0.0, 10.0, 20.0, 30.0, 40.0]);
     }
 

@@ -1,8 +1,8 @@
-//! Just enough SVG for charts.
+//! Writes the SVG elements that the charts need.
 
 use std::fmt::{Display, Write};
 
-/// Colours that differ for most eyes, also in grey.
+/// Colours that most people can distinguish, also when printed in grey.
 pub(super) const COLOURS: [&str; 6] =
     ["#555555", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#a6761d"];
 
@@ -62,7 +62,7 @@ impl Svg {
         );
     }
 
-    /// Text that reads upwards to the right, its end at the point.
+    /// Text that rises to the right and ends at the point.
     pub(super) fn slanted(&mut self, x: f64, y: f64, text: &str) {
         let _ = writeln!(
             self.body,

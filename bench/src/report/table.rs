@@ -1,6 +1,6 @@
-//! A table, for the terminal and for a page.
+//! Tables for the terminal and for Markdown.
 
-/// The first column holds names, the others figures.
+/// A table. The first column contains names, the others numbers.
 pub(crate) struct Table {
     title: String,
     rows: Vec<Vec<String>>,
@@ -51,7 +51,7 @@ mod tests {
     use super::Table;
 
     #[test]
-    fn figures_are_aligned_to_the_right() {
+    fn numbers_are_aligned_to_the_right() {
         let mut table = Table::new("T", &["name", "n"]);
         table.row(["a".into(), "10".into()]);
         assert_eq!(table.text(), "T\nname   n\n--------\na     10");

@@ -12,7 +12,7 @@ use crate::site::{Area, Site};
 
 const IMAGE: &str = "bench";
 
-/// Queues of each server; a client may use fewer.
+/// The number of queues of each server. A client may use fewer.
 pub(crate) const QUEUES: usize = 2;
 
 pub(crate) struct Cairn {
@@ -22,12 +22,12 @@ pub(crate) struct Cairn {
 }
 
 impl Cairn {
-    /// Makes an empty image of `size` bytes and serves it, with `more` arguments.
+    /// Creates an empty image of `size` bytes and serves it, with the additional arguments `more`.
     pub(crate) fn start(site: &Site, area: &Area, size: u64, more: &[&str]) -> Result<Cairn> {
         let output = Command::new(&site.cairn)
             .args(["--store", &area.store(), "create", IMAGE, &size.to_string()])
             .output()
-            .context("start cairn")?;
+            .context("starting cairn")?;
         if !output.status.success() {
             bail!("cairn create failed: {}", String::from_utf8_lossy(&output.stderr));
         }

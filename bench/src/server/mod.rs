@@ -1,4 +1,4 @@
-//! The servers under test: started, watched and stopped.
+//! Starts and stops the servers under test.
 
 pub(crate) mod cairn;
 pub(crate) mod control;
@@ -15,10 +15,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::sys;
 
-const START: Duration = Duration::from_secs(30);
-const END: Duration = Duration::from_secs(60);
+const START_LIMIT: Duration = Duration::from_secs(30);
+const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// A process that ends with this object.
+/// A server process. Dropping it stops the process.
 pub(crate) struct Server {
     child: Child,
     log: PathBuf,
@@ -26,20 +26,20 @@ pub(crate) struct Server {
 
 impl Server {
     fn start(command: &mut Command, log: PathBuf) -> Result<Server> {
-        let file = File::create(&log).with_context(|| format!("make {}", log.display()))?;
+        let file = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
         let child = command
             .spawn()
-            .with_context(|| format!("start {}", command.get_program().to_string_lossy()))?;
+            .with_context(|| format!("starting {}", command.get_program().to_string_lossy()))?;
         Ok(Server { child, log })
     }
 
-    /// Tries until it succeeds, the server has ended or the time is over.
+    /// Repeats `attempt` until it succeeds. Fails if the server ends, or after the time limit.
     fn until<T>(&mut self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
-        let deadline = Instant::now() + START;
+        let deadline = Instant::now() + START_LIMIT;
         loop {
-            if let Some(status) = self.child.try_wait().context("look after a server")? {
-                bail!("a server ended at its start with {status}:\n{}", self.log());
+            if let Some(status) = self.child.try_wait().context("checking a server")? {
+                bail!("a server ended during its start with {status}:\n{}", self.log());
             }
             match attempt() {
                 Ok(value) => return Ok(value),
@@ -51,11 +51,11 @@ impl Server {
         }
     }
 
-    /// Until its socket is there.
+    /// Waits until the socket of the server exists.
     fn until_exists(&mut self, socket: &Path) -> Result<()> {
         self.until(|| match socket.exists() {
             true => Ok(()),
-            false => bail!("{} is not there", socket.display()),
+            false => bail!("{} does not exist", socket.display()),
         })
     }
 
@@ -71,7 +71,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         sys::terminate(&self.child);
-        let deadline = Instant::now() + END;
+        let deadline = Instant::now() + STOP_LIMIT;
         while let Ok(None) = self.child.try_wait() {
             if Instant::now() > deadline {
                 let _ = self.child.kill();

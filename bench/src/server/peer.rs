@@ -17,7 +17,8 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Starts the peer with this number, in a network namespace if one is named, with keys or without.
+    /// Starts the peer with this number, in a network namespace if one is named, and with TLS if
+    /// there are keys.
     pub(crate) fn start(
         site: &Site,
         area: &Area,
@@ -26,7 +27,7 @@ impl Peer {
         keys: Option<&Path>,
     ) -> Result<Peer> {
         let mut command = match namespace {
-            // It becomes the program that it starts.
+            // `ip` replaces itself by the program, so the process id is that of the peer.
             Some(namespace) => {
                 let mut command = Command::new("ip");
                 command.args(["netns", "exec", namespace]).arg(&site.cairn);
@@ -42,17 +43,17 @@ impl Peer {
         };
         let log = area.path(&format!("peer{number}.log"));
         let file =
-            std::fs::File::create(&log).with_context(|| format!("make {}", log.display()))?;
+            std::fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
-        let mut child = command.spawn().context("start a peer")?;
-        let out = child.stdout.take().context("a peer says nothing")?;
+        let mut child = command.spawn().context("starting a peer")?;
+        let out = child.stdout.take().context("the output of a peer is not captured")?;
         let server = Server { child, log };
         let mut line = String::new();
-        BufReader::new(out).read_line(&mut line).context("listen to a peer")?;
-        let told: Value = serde_json::from_str(&line)
-            .with_context(|| format!("a peer does not start:\n{}", server.log()))?;
-        let text = |name: &str| told[name].as_str().unwrap_or_default().to_owned();
-        let id = text("peer").parse().context("read a peer's id")?;
+        BufReader::new(out).read_line(&mut line).context("reading the output of a peer")?;
+        let started: Value = serde_json::from_str(&line)
+            .with_context(|| format!("a peer did not start:\n{}", server.log()))?;
+        let text = |name: &str| started[name].as_str().unwrap_or_default().to_owned();
+        let id = text("peer").parse().context("parsing the id of a peer")?;
         let (address, domain) = (text("listen"), number.to_string());
         let member = Member { id, address, weight: 1, domain, state: MemberState::Up };
         Ok(Peer { server, member })

@@ -1,4 +1,4 @@
-//! A client of QEMU's monitor protocol.
+//! A client of QMP, the control protocol of QEMU.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
@@ -9,21 +9,22 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-const PATIENCE: Duration = Duration::from_secs(300);
+/// The longest wait for an answer or an event.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) struct Qmp {
     reader: BufReader<UnixStream>,
-    /// Events that came while an answer was awaited.
+    /// Events that arrived before the answer to a command.
     events: VecDeque<Value>,
 }
 
 impl Qmp {
     pub(crate) fn connect(path: &Path) -> Result<Qmp> {
-        let stream =
-            UnixStream::connect(path).with_context(|| format!("connect to {}", path.display()))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        let stream = UnixStream::connect(path)
+            .with_context(|| format!("connecting to {}", path.display()))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         let mut qmp = Qmp { reader: BufReader::new(stream), events: VecDeque::new() };
-        qmp.receive().context("read the monitor's greeting")?;
+        qmp.receive().context("reading the greeting of the monitor")?;
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
     }
@@ -31,7 +32,7 @@ impl Qmp {
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
         line.push('\n');
-        self.reader.get_mut().write_all(line.as_bytes()).context("write to the monitor")?;
+        self.reader.get_mut().write_all(line.as_bytes()).context("writing to the monitor")?;
         loop {
             let mut answer = self.receive()?;
             if answer.get("event").is_some() {
@@ -44,7 +45,7 @@ impl Qmp {
         }
     }
 
-    /// The data of the next event of this name. Others before it are dropped.
+    /// Waits for the next event with this name and returns its data. Drops other events before it.
     pub(crate) fn wait_for(&mut self, name: &str) -> Result<Value> {
         loop {
             let mut event = match self.events.pop_front() {
@@ -59,7 +60,7 @@ impl Qmp {
 
     fn receive(&mut self) -> Result<Value> {
         let mut line = String::new();
-        self.reader.read_line(&mut line).context("read from the monitor")?;
+        self.reader.read_line(&mut line).context("reading from the monitor")?;
         serde_json::from_str(&line).with_context(|| format!("not a message: {line:?}"))
     }
 }

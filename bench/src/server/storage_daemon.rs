@@ -1,4 +1,4 @@
-//! qemu-storage-daemon: the best-known vhost-user-blk server, and QEMU's incremental backup.
+//! qemu-storage-daemon, a vhost-user-blk server, and its incremental backup.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::{Server, cairn::QUEUES};
 use crate::io::{Shape, vhost::VhostDisk};
 use crate::site::{Area, Site};
 
-/// QEMU's own default for an I/O thread.
+/// How long an I/O thread polls by default, in nanoseconds.
 const POLL_NS: u64 = 32768;
 
 pub(crate) struct StorageDaemon {
@@ -23,7 +23,7 @@ pub(crate) struct StorageDaemon {
 }
 
 impl StorageDaemon {
-    /// Serves a raw file that is there.
+    /// Serves an existing raw file.
     pub(crate) fn start(site: &Site, area: &Area, file: &Path) -> Result<StorageDaemon> {
         let (socket, monitor) = (area.socket("qemu.s"), area.socket("qemu.m"));
         let mut command = Command::new(&site.storage_daemon);
@@ -56,24 +56,25 @@ impl StorageDaemon {
         self.server.pid()
     }
 
-    /// Whether the I/O thread polls, as it does by default, before it sleeps.
+    /// Sets whether the I/O thread polls before it sleeps. By default it polls.
     pub(crate) fn set_polling(&mut self, on: bool) -> Result<()> {
         let value = if on { POLL_NS } else { 0 };
         let property = json!({ "path": "/objects/io0", "property": "poll-max-ns", "value": value });
         self.qmp.execute("qom-set", property).map(drop)
     }
 
-    /// Records from here on what a backup will have to copy.
+    /// Starts recording which blocks change, for the next incremental backup.
     pub(crate) fn track_changes(&mut self) -> Result<()> {
         let bitmap = json!({ "node": "disk", "name": "dirty" });
         self.qmp.execute("block-dirty-bitmap-add", bitmap).map(drop)
     }
 
-    /// Opens the file that the next backup goes to, which is made beside the disk.
+    /// Creates the target file of the next backup.
     pub(crate) fn prepare_backup(&mut self, target: &Path, size: u64) -> Result<Backup> {
         self.backups += 1;
         let node = format!("target{}", self.backups);
-        let file = File::create(target).with_context(|| format!("make {}", target.display()))?;
+        let file =
+            File::create(target).with_context(|| format!("creating {}", target.display()))?;
         file.set_len(size)?;
         let blockdev = json!({
             "driver": "file", "node-name": node, "filename": target,
@@ -83,7 +84,8 @@ impl StorageDaemon {
         Ok(Backup { node, file })
     }
 
-    /// Returns when the guest may rely on the point in time of the backup.
+    /// Starts the backup. When it returns, the backup has its point in time: later writes are not
+    /// part of it.
     pub(crate) fn begin_backup(&mut self, backup: &Backup) -> Result<()> {
         let job = json!({
             "job-id": "backup", "device": "disk", "target": backup.node,
@@ -98,12 +100,12 @@ impl StorageDaemon {
         if let Some(error) = result.get("error") {
             bail!("the backup failed: {error}");
         }
-        backup.file.sync_data().context("sync the backup")?;
+        backup.file.sync_data().context("syncing the backup")?;
         self.qmp.execute("blockdev-del", json!({ "node-name": backup.node })).map(drop)
     }
 }
 
-/// Where a backup goes.
+/// The target of a backup.
 pub(crate) struct Backup {
     node: String,
     file: File,

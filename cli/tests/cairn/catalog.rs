@@ -1,4 +1,4 @@
-//! A catalog as a process: it is killed, and what it said to have done is done.
+//! The catalog server as a process: every change that it acknowledged survives a kill.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
@@ -21,7 +21,8 @@ struct Catalog {
 }
 
 impl Catalog {
-    /// A catalog at a port that stays its own while it is away: the system gives the higher ones to anybody.
+    /// Starts a catalog at a port below the range for outgoing connections, so that no other
+    /// process takes it while the catalog is down.
     fn start(place: &Place, more: &[&str]) -> Catalog {
         let first = std::process::id().wrapping_mul(7919);
         let port = |number: u32| 10_000 + first.wrapping_add(number * 131) % 22_000;
@@ -43,8 +44,8 @@ impl Catalog {
             child.wait().unwrap();
             return None;
         }
-        let told: Value = serde_json::from_str(&line).unwrap();
-        let text = |name: &str| told[name].as_str().unwrap().to_owned();
+        let started: Value = serde_json::from_str(&line).unwrap();
+        let text = |name: &str| started[name].as_str().unwrap().to_owned();
         Some(Catalog { address: text("listen"), id: text("catalog"), child })
     }
 
@@ -70,7 +71,7 @@ fn count(documents: &dyn Documents) -> u64 {
     documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
-/// Adds one, if nobody else has meanwhile.
+/// Increments the count, unless another client has changed it in the meantime.
 fn try_increment(documents: &dyn Documents) -> bool {
     let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
@@ -79,33 +80,33 @@ fn try_increment(documents: &dyn Documents) -> bool {
     documents.commit(&change.put("count", &(count + 1))).unwrap()
 }
 
-/// The clients do not notice the deaths: each call is answered, and each change that is said to be carried out
-/// was, once.
+/// The clients do not notice the kills: each call is answered, and each acknowledged change was
+/// made exactly once.
 #[test]
-fn a_catalog_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
+fn a_catalog_that_is_killed_and_restarted_loses_and_repeats_no_change() {
     let place = Place::new();
     let mut catalog = Catalog::start(&place, &[]);
     let (address, id) = (catalog.address.clone(), catalog.id.clone());
-    let (stop, carried_out) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (stop, committed) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
         for _ in 0..3 {
-            let patience = Duration::from_secs(60);
+            let retry_timeout = Duration::from_secs(60);
             let documents =
-                RemoteDocuments::with_retry_timeout(&address, &Security::INSECURE, patience)
+                RemoteDocuments::with_retry_timeout(&address, &Security::INSECURE, retry_timeout)
                     .unwrap();
-            let (stop, carried_out) = (&stop, &carried_out);
+            let (stop, committed) = (&stop, &committed);
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    carried_out.fetch_add(try_increment(&documents).into(), Ordering::Relaxed);
+                    committed.fetch_add(try_increment(&documents).into(), Ordering::Relaxed);
                 }
             });
         }
         for round in 0..6 {
-            // It dies when so much more was done, in the middle of something.
+            // It is killed after some more changes, while others are in progress.
             let begin = Instant::now();
-            let enough = carried_out.load(Ordering::Relaxed) + 1 + round * 5;
-            while carried_out.load(Ordering::Relaxed) < enough {
-                assert!(begin.elapsed() < Duration::from_secs(60), "nothing goes on");
+            let enough = committed.load(Ordering::Relaxed) + 1 + round * 5;
+            while committed.load(Ordering::Relaxed) < enough {
+                assert!(begin.elapsed() < Duration::from_secs(60), "there is no progress");
                 thread::sleep(Duration::from_millis(1));
             }
             catalog.kill();
@@ -115,16 +116,16 @@ fn a_catalog_that_is_killed_and_returns_has_lost_and_doubled_nothing() {
         stop.store(true, Ordering::Relaxed);
     });
     let documents = documents::open(&address, &Security::INSECURE).unwrap();
-    assert_eq!(count(&*documents), carried_out.load(Ordering::Relaxed));
+    assert_eq!(count(&*documents), committed.load(Ordering::Relaxed));
 }
 
 #[test]
-fn a_catalog_that_hangs_is_named_in_time() {
+fn a_catalog_that_hangs_is_named_in_the_error() {
     let place = Place::new();
     let catalog = Catalog::start(&place, &[]);
-    let patience = Duration::from_secs(2);
+    let retry_timeout = Duration::from_secs(2);
     let documents =
-        RemoteDocuments::with_retry_timeout(&catalog.address, &Security::INSECURE, patience)
+        RemoteDocuments::with_retry_timeout(&catalog.address, &Security::INSECURE, retry_timeout)
             .unwrap();
     assert!(try_increment(&*documents::open(&catalog.address, &Security::INSECURE).unwrap()));
     catalog.signal("-STOP");
@@ -134,11 +135,11 @@ fn a_catalog_that_hangs_is_named_in_time() {
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains(&catalog.address), "{error}");
     catalog.signal("-CONT");
-    assert_eq!(count(&documents), 1, "it goes on");
+    assert_eq!(count(&documents), 1, "the client continues");
 }
 
 #[test]
-fn a_catalog_with_keys_lets_peers_beat_and_clients_name() {
+fn a_catalog_with_keys_lets_peers_send_heartbeats_and_clients_change_documents() {
     let place = Place::new();
     place.ok(&["keys", "init", "keys"]);
     let catalog = Catalog::start(&place, &["--keys", "keys"]);

@@ -1,4 +1,4 @@
-//! A repository on many machines, as real processes that are killed.
+//! A repository in a cluster of real processes that are killed.
 
 use cairn_store::cluster::Connection;
 use cairn_store::net::identity::{Role, Security};
@@ -12,7 +12,7 @@ fn a_disk_is_read_back_after_four_of_eight_peers_and_the_catalog_died() {
     let mut lab = Lab::new(8);
     let disk = lab.random_disk("disk.raw", 1, 9 * MIB + 4096);
     let made = lab.json(&["import", "disk.raw", "vm"]);
-    assert_eq!(made["redundancy"], "rs=4+4", "by the number of peers");
+    assert_eq!(made["redundancy"], "rs=4+4", "the default for eight peers");
     lab.assert_exports("vm@1", &disk);
     for at in [1, 3, 4, 6] {
         lab.kill(at);
@@ -25,27 +25,27 @@ fn a_disk_is_read_back_after_four_of_eight_peers_and_the_catalog_died() {
     lab.start_catalog();
     lab.assert_exports("vm@1", &disk);
     lab.wait_for_peers(4);
-    // A new image needs eight peers, and there are four.
+    // An image with rs=4+4 needs eight peers, and there are four.
     lab.random_disk("other.raw", 2, MIB);
     let refused = lab.run(&["import", "other.raw", "other", "--redundancy", "rs=4+4"]);
     assert_eq!(refused.code, 6, "{}", refused.stderr);
-    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 1, "nothing is half there");
+    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 1, "a failed import leaves no image");
     lab.ok(&["import", "other.raw", "other", "--redundancy", "replicas=2"]);
 }
 
 #[test]
-fn a_cluster_speaks_tls_and_a_peer_cannot_change_names() {
+fn a_cluster_with_keys_uses_tls_and_a_peer_cannot_change_the_catalog() {
     let lab = Lab::with(3, true, "600");
     let disk = lab.random_disk("disk.raw", 1, 3 * MIB);
     assert_eq!(lab.json(&["import", "disk.raw", "vm"])["redundancy"], "replicas=3");
     lab.assert_exports("vm", &disk);
     let url = lab.url();
     let refused = lab.place.run(&["--store", &url, "--insecure", "ls"]);
-    assert_ne!(refused.code, 0, "in the open");
+    assert_ne!(refused.code, 0, "a connection without TLS");
     let refused = lab.place.run(&["--store", &url, "ls"]);
-    assert_eq!(refused.code, 2, "nobody is insecure by accident: {}", refused.stderr);
+    assert_eq!(refused.code, 2, "plain TCP needs --insecure: {}", refused.stderr);
     assert!(refused.stderr.contains("--keys"), "{}", refused.stderr);
-    // Who has a peer's keys can read, and nothing else.
+    // A client with the keys of a peer can only read.
     let stolen = lab.place.path("stolen");
     std::fs::create_dir(&stolen).unwrap();
     for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
@@ -74,7 +74,7 @@ fn a_cluster_speaks_tls_and_a_peer_cannot_change_names() {
 }
 
 #[test]
-fn what_a_lost_peer_held_is_made_again_by_itself() {
+fn fragments_of_a_lost_peer_are_rebuilt_automatically() {
     let mut lab = Lab::with(6, false, "3");
     let disk = lab.random_disk("disk.raw", 1, 6 * MIB);
     lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2"]);
@@ -89,12 +89,12 @@ fn what_a_lost_peer_held_is_made_again_by_itself() {
 }
 
 #[test]
-fn a_peer_is_emptied_in_good_order() {
+fn a_drained_peer_becomes_empty_and_can_be_forgotten() {
     let lab = Lab::new(6);
     let disk = lab.random_disk("disk.raw", 1, 4 * MIB);
     lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2"]);
     let id = lab.peers[2].as_ref().unwrap().id.clone();
-    wait_until("it holds something", || lab.peer(&id)["fragments"].as_u64() > Some(0));
+    wait_until("it holds fragments", || lab.peer(&id)["fragments"].as_u64() > Some(0));
     let refused = lab.run(&["peers", "forget", &id]);
     assert_eq!(refused.code, 4, "{}", refused.stderr);
     lab.ok(&["peers", "drain", &id[..8]]);
@@ -105,7 +105,27 @@ fn a_peer_is_emptied_in_good_order() {
 }
 
 #[test]
-fn the_names_are_restored_from_the_peers() {
+fn a_drained_peer_that_was_stopped_is_declared_lost_and_then_forgotten() {
+    let mut lab = Lab::new(4);
+    lab.random_disk("disk.raw", 1, MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=2"]);
+    let id = lab.peers[2].as_ref().unwrap().id.clone();
+    lab.ok(&["peers", "drain", &id]);
+    wait_until("it is empty", || lab.peer(&id)["fragments"] == 0);
+    lab.stop(2);
+    assert_eq!(lab.peer(&id)["state"], "down");
+    let refused = lab.run(&["peers", "forget", &id]);
+    assert_eq!(refused.code, 4, "{}", refused.stderr);
+    assert!(!refused.stderr.contains("holds"), "it is empty: {}", refused.stderr);
+    let command = format!("cairn peers lose {}", &id[..8]);
+    assert!(refused.stderr.contains(&command), "{}", refused.stderr);
+    lab.ok(&["peers", "lose", &id]);
+    lab.ok(&["peers", "forget", &id]);
+    assert_eq!(lab.peer(&id), serde_json::Value::Null, "it is not listed");
+}
+
+#[test]
+fn the_catalog_is_restored_from_the_peers() {
     let mut lab = Lab::new(4);
     let disk = lab.random_disk("disk.raw", 1, 3 * MIB);
     lab.ok(&["import", "disk.raw", "vm"]);
@@ -125,7 +145,7 @@ fn the_names_are_restored_from_the_peers() {
 }
 
 #[test]
-fn an_import_goes_on_without_room_for_all_of_it_if_much_is_known() {
+fn an_import_without_space_for_all_of_it_succeeds_if_most_is_stored() {
     let mut lab = Lab::new(0);
     for _ in 0..2 {
         lab.add_peer(&["--capacity", "5M"]);
@@ -141,5 +161,5 @@ fn an_import_goes_on_without_room_for_all_of_it_if_much_is_known() {
     lab.random_disk("other.raw", 2, 3 * MIB);
     let third = lab.run(&["import", "other.raw", "other", "--redundancy", "replicas=2"]);
     assert_eq!(third.code, 6, "{}", third.stderr);
-    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 2, "nothing is half there");
+    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 2, "a failed import leaves no image");
 }

@@ -1,4 +1,4 @@
-//! What a commit to a cluster promises, and when.
+//! The guarantees of commits to a cluster.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,15 +15,15 @@ use crate::writer::{CHUNK, Disk, Writer, assert_holds, chunks};
 const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
 
 #[test]
-fn of_two_clients_that_commit_to_one_image_one_wins_and_the_other_is_told() {
+fn of_two_clients_that_commit_to_one_image_one_succeeds_and_the_other_is_fenced() {
     let lab = Lab::new(3);
     let (one, other) = (lab.repository(), lab.repository());
     let writer = Writer::create(&one, "vm", Redundancy::Replicas(3));
     let first = one.catalog().resolve(&"vm@1".parse().unwrap()).unwrap();
-    let told = Writer::attach(&other, &first, 2).err().unwrap();
-    assert!(matches!(told, Error::Leased { .. }), "{told}");
-    assert!(told.to_string().contains("/mirrors/v"), "{told}");
-    // Its host is thought to be dead, while it stores a snapshot.
+    let refused = Writer::attach(&other, &first, 2).err().unwrap();
+    assert!(matches!(refused, Error::Leased { .. }), "{refused}");
+    assert!(refused.to_string().contains("/mirrors/v"), "{refused}");
+    // Its lease is removed while it stores a snapshot, as if its host were dead.
     let number = writer.begin().unwrap();
     let root = writer.store(&chunks(1, 3)).unwrap();
     let documents = one.cluster().unwrap().1;
@@ -40,9 +40,9 @@ fn of_two_clients_that_commit_to_one_image_one_wins_and_the_other_is_told() {
     assert!(!old.state.has_content(), "{old:?}");
 }
 
-/// Nobody waits for anybody: all try at once, and who is refused tries again.
+/// All clients try at the same time. A client that is refused tries again.
 #[test]
-fn clients_that_want_one_image_take_turns_and_lose_nothing() {
+fn clients_that_compete_for_one_image_lose_no_snapshot() {
     const CLIENTS: u8 = 4;
     const EACH: u64 = 3;
     let lab = Lab::new(3);
@@ -77,7 +77,7 @@ fn clients_that_want_one_image_take_turns_and_lose_nothing() {
             .collect();
         clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
     });
-    println!("{refused:?} times somebody was refused");
+    println!("{refused:?} attempts were refused");
     let mut numbers = Vec::new();
     for (me, published) in snapshots {
         for (step, snapshot) in published.iter().enumerate() {
@@ -91,7 +91,7 @@ fn clients_that_want_one_image_take_turns_and_lose_nothing() {
 }
 
 #[test]
-fn an_optimistic_commit_is_available_at_once_and_stable_when_it_is_whole() {
+fn an_optimistic_commit_is_available_at_once_and_stable_with_full_redundancy() {
     let mut lab = Lab::new(4);
     let repository = lab.repository();
     let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
@@ -111,20 +111,20 @@ fn an_optimistic_commit_is_available_at_once_and_stable_when_it_is_whole() {
     assert_holds(&lab.repository(), &available, &chunks(2, 4));
     let early = writer.attachment.complete(&available).unwrap_err();
     assert_eq!(early.kind(), ErrorKind::Unavailable, "{early}");
-    // Nor does a repair call it stable, as long as a peer is down.
+    // A repair does not make it stable either while a peer is down.
     let repaired = lab.run(&["repair", "--json"]);
     assert_eq!(state(&lab, "vm@2"), "available", "{}", repaired.stderr);
     lab.start_peer(1, &[]);
     lab.wait_for_peers(4);
     let stable = || writer.attachment.complete(&available).is_ok();
-    wait_until("it has all its blocks", stable);
+    wait_until("it has all its fragments", stable);
     assert_eq!(state(&lab, "vm@2"), "stable");
     lab.kill(0);
     lab.kill(3);
     assert_holds(&lab.repository(), &available, &chunks(2, 4));
 }
 
-/// With two of four peers there are two copies of a record that is to have three.
+/// With two of four peers, a record that needs three copies has two.
 #[test]
 fn a_stable_snapshot_has_a_record_with_all_its_copies() {
     let mut lab = Lab::new(4);
@@ -140,8 +140,8 @@ fn a_stable_snapshot_has_a_record_with_all_its_copies() {
     lab.start_peer(1, &[]);
     lab.start_peer(2, &[]);
     let complete = || writer.attachment.complete(&available).is_ok();
-    wait_until("it has all its blocks", complete);
-    // Only those are left that were away when it was published.
+    wait_until("it has all its fragments", complete);
+    // Only the peers that were down when it was published remain.
     lab.kill(0);
     lab.kill(3);
     assert_holds(&lab.repository(), &available, &chunks(5, 4));
@@ -152,9 +152,9 @@ fn a_stable_snapshot_has_a_record_with_all_its_copies() {
 }
 
 #[test]
-fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
+fn repair_makes_snapshots_of_a_dead_optimistic_client_stable() {
     let mut lab = Lab::new(5);
-    // Another image is damaged for good.
+    // Another image loses data permanently.
     lab.random_disk("frail.raw", 1, 4 << 20);
     lab.ok(&["import", "frail.raw", "frail", "--redundancy", "none", "--chunk-size", "64K"]);
     let id = lab.peers[4].as_ref().unwrap().id.clone();
@@ -170,21 +170,21 @@ fn what_an_optimist_leaves_behind_is_made_stable_by_repair() {
         let writer = Writer::attach(&optimist, &first, b'v').unwrap();
         let available = writer.commit(&chunks(3, 4)).unwrap();
         assert_eq!(available.state, SnapshotState::Available);
-        // And its host dies.
+        // The client ends here, as if its host died.
     }
     lab.start_peer(2, &[]);
     let repository = lab.repository();
     let resolve = || repository.catalog().resolve(&"vm@2".parse().unwrap()).unwrap();
     wait_until("it is repaired", || resolve().state == SnapshotState::Stable);
     let unreadable = || lab.json(&["peers"])["repair"]["unreadable"].as_u64();
-    wait_until("the damage is told", || unreadable() > Some(0));
+    wait_until("the lost data is reported", || unreadable() > Some(0));
     lab.kill(0);
     lab.kill(1);
     assert_holds(&lab.repository(), &resolve(), &chunks(3, 4));
 }
 
 #[test]
-fn what_the_peers_have_is_not_sent_again() {
+fn data_that_the_peers_have_is_not_sent_again() {
     let mut lab = Lab::new(3);
     let proxy = Proxy::start(0);
     let at = lab.add_peer(&["--advertise", &proxy.address]);
@@ -204,15 +204,15 @@ fn what_the_peers_have_is_not_sent_again() {
     assert_eq!((dirty, saved), (len, 0));
     assert!(
         (2 * len..2 * len + len / 20).contains(&sent),
-        "{sent}: twice, and a little for the tree"
+        "{sent}: twice the data, and a little for the tree"
     );
-    assert!(received > len / 2, "each of four has a half: {received}");
+    assert!(received > len / 2, "each of four peers gets half of the data: {received}");
     let ([dirty, sent, saved], received) = import("other");
     assert_eq!(dirty, len);
     assert!(saved >= len && sent < len / 100, "{sent} sent, {saved} saved");
-    assert!(received < len / 200, "{received} bytes came to a peer that has half of the disk");
+    assert!(received < len / 200, "a peer that has half of the disk received {received} bytes");
     lab.assert_exports("other", &disk);
-    // A commit of a client that has not stored them itself, and of one that has.
+    // The first commit stores new chunks. The second one, to another image, has the same chunks.
     let repository = lab.repository();
     for (image, is_first) in [("live", true), ("twin", false)] {
         let writer = Writer::create(&repository, image, TWO_AND_TWO);
@@ -225,10 +225,10 @@ fn what_the_peers_have_is_not_sent_again() {
 }
 
 #[test]
-fn of_ten_commits_at_once_those_that_have_room_succeed_and_the_others_fail_at_once() {
+fn of_ten_concurrent_commits_those_with_a_reservation_succeed_and_the_others_fail_early() {
     const EACH: u64 = 32;
     let mut lab = Lab::new(0);
-    // Room for four: each takes 4 MiB, and a fifth more for the spread.
+    // Space for four commits: each takes 4 MiB, and a fifth more because placement is uneven.
     for _ in 0..6 {
         lab.add_peer(&["--capacity", "4M"]);
     }
@@ -248,12 +248,12 @@ fn of_ten_commits_at_once_those_that_have_room_succeed_and_the_others_fail_at_on
                 scope.spawn(move || {
                     barrier.wait();
                     let space = writer.repository.reserve_space(EACH * CHUNK as u64);
-                    // Nobody gives back what another one might have had meanwhile.
+                    // No client releases its reservation before all have tried.
                     barrier.wait();
                     let space = space?;
                     let snapshot = writer.commit(&chunks(me, EACH));
                     drop(space);
-                    // Room was promised: it does not fail any more.
+                    // The space is reserved, so the commit does not fail.
                     Ok(snapshot.unwrap())
                 })
             })
@@ -261,7 +261,7 @@ fn of_ten_commits_at_once_those_that_have_room_succeed_and_the_others_fail_at_on
         commits.into_iter().map(|commit| commit.join().unwrap()).collect::<Vec<_>>()
     });
     let refused: Vec<&Error> = results.iter().filter_map(|one| one.as_ref().err()).collect();
-    println!("{} of {} are refused", refused.len(), results.len());
+    println!("{} of {} commits are refused", refused.len(), results.len());
     assert!((4..=8).contains(&refused.len()), "{refused:?}");
     for error in &refused {
         assert!(matches!(error, Error::NoRoom { .. }), "{error}");
@@ -274,11 +274,11 @@ fn of_ten_commits_at_once_those_that_have_room_succeed_and_the_others_fail_at_on
             assert_holds(&repository, snapshot, &chunks(me, EACH));
         }
     }
-    // What was reserved and not used is free again.
+    // Reservations that were not used are released.
     let reserved = || {
-        let told = lab.json(&["peers"]);
-        let peers = told["peers"].as_array().unwrap().clone();
+        let list = lab.json(&["peers"]);
+        let peers = list["peers"].as_array().unwrap().clone();
         peers.iter().map(|peer| peer["reserved"].as_u64().unwrap()).sum::<u64>()
     };
-    wait_until("it is given back", || reserved() == 0);
+    wait_until("the reservations are released", || reserved() == 0);
 }

@@ -1,4 +1,4 @@
-//! Peers that are full, that stand still, and that are lost at the wrong moment.
+//! Peers that are full, that hang, or that are lost while a snapshot is stored.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use cairn_store::encoding::fragment::{Fragment, encode};
 use cairn_store::net::identity::Security;
 use cairn_store::{BlobId, SnapshotState};
 
-use crate::lab::{Lab, PATIENCE, random, wait_for_members, wait_until};
+use crate::lab::{Lab, TIMEOUT, random, wait_for_members, wait_until};
 use crate::writer::{Writer, assert_holds, chunks};
 
 const MIB: usize = 1 << 20;
@@ -17,7 +17,7 @@ const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
 const STOP: i32 = 19;
 const CONTINUE: i32 = 18;
 
-/// Gives a peer blobs that nobody wants until it takes no more.
+/// Stores blobs that nothing refers to on a peer until it is full.
 fn fill(lab: &Lab, at: usize) {
     let address = lab.peers[at].as_ref().unwrap().address.clone();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -32,14 +32,14 @@ fn fill(lab: &Lab, at: usize) {
                 if peer.put(fragment).await.is_err() {
                     break;
                 }
-                assert!(seed < 10_000, "it is never full");
+                assert!(seed < 10_000, "the peer does not become full");
             }
         }
     });
 }
 
 #[test]
-fn what_full_peers_cannot_take_goes_to_others() {
+fn fragments_that_full_peers_refuse_go_to_other_peers() {
     const CAPACITY: &str = "12M";
     let mut lab = Lab::new(0);
     for _ in 0..6 {
@@ -51,14 +51,16 @@ fn what_full_peers_cannot_take_goes_to_others() {
     let id = |lab: &Lab, at: usize| lab.peers[at].as_ref().unwrap().id.clone();
     let full = [id(&lab, 1), id(&lab, 4)];
     let fragments = |lab: &Lab, id: &str| lab.peer(id)["fragments"].as_u64();
-    wait_until("it tells that it is full", || full.iter().all(|id| fragments(&lab, id) > Some(11)));
+    wait_until("the peers report that they are full", || {
+        full.iter().all(|id| fragments(&lab, id) > Some(11))
+    });
     let before = full.clone().map(|id| fragments(&lab, &id));
     let disk = lab.random_disk("disk.raw", 1, 6 * MIB);
     lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2", "--chunk-size", "64K"]);
     let writer = Writer::create(&lab.repository(), "live", TWO_AND_TWO);
     let snapshot = writer.commit(&chunks(1, 20)).unwrap();
     assert_eq!(snapshot.state, SnapshotState::Stable);
-    // All of it is on the four others: any two of them may go, and those that are full with them.
+    // Everything is on the four other peers. Any two of them may fail together with the full ones.
     assert_eq!(full.clone().map(|id| fragments(&lab, &id)), before);
     for at in [1, 4, 0, 5] {
         lab.kill(at);
@@ -69,7 +71,7 @@ fn what_full_peers_cannot_take_goes_to_others() {
         lab.start_peer(at, &["--capacity", CAPACITY]);
     }
     lab.wait_for_peers(6);
-    // And when nobody has room any more, that is what is said, and nothing is half there.
+    // If no peer has space, the import fails with that reason and leaves no image.
     lab.random_disk("large.raw", 2, 24 * MIB);
     let refused = lab.run(&["import", "large.raw", "large", "--redundancy", "rs=2+2"]);
     assert_eq!(refused.code, 6, "{}", refused.stderr);
@@ -78,9 +80,9 @@ fn what_full_peers_cannot_take_goes_to_others() {
     lab.assert_exports("vm", &disk);
 }
 
-/// `CAIRN_SOAK_SECONDS` makes the time longer: a minute.
+/// With `CAIRN_SOAK_SECONDS` the peer hangs for a minute.
 #[test]
-fn commits_go_on_while_a_peer_stands_still() {
+fn commits_continue_while_a_peer_hangs() {
     let soak = std::env::var("CAIRN_SOAK_SECONDS").is_ok();
     let time = Duration::from_secs(if soak { 60 } else { 25 });
     let lab = Lab::new(6);
@@ -91,18 +93,18 @@ fn commits_go_on_while_a_peer_stands_still() {
     let begin = Instant::now();
     let mut longest = Duration::ZERO;
     std::thread::scope(|scope| {
-        // In the middle of a commit.
+        // The peer stops during a commit.
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(20));
             stopped.signal(STOP);
         });
         while begin.elapsed() < time || snapshots.len() <= 5 {
-            assert!(begin.elapsed() < 2 * PATIENCE, "only {} commits", snapshots.len());
+            assert!(begin.elapsed() < 2 * TIMEOUT, "only {} commits", snapshots.len());
             let disk = chunks(snapshots.len() as u64, 8);
             let before = Instant::now();
             writer.attachment.renew().unwrap();
             let snapshot = writer.commit(&disk).unwrap();
-            assert!(before.elapsed() < PATIENCE, "a commit takes {:?}", before.elapsed());
+            assert!(before.elapsed() < TIMEOUT, "a commit took {:?}", before.elapsed());
             longest = longest.max(before.elapsed());
             assert_eq!(snapshot.state, SnapshotState::Stable);
             snapshots.push((snapshot, disk));
@@ -120,8 +122,8 @@ fn commits_go_on_while_a_peer_stands_still() {
     }
 }
 
-/// What is stored and has no name yet is not seen by a repair: a snapshot with such parts must not be called stable
-/// when a peer was lost meanwhile.
+/// A repair does not see chunks that no snapshot refers to yet. So a snapshot with such chunks must
+/// not become stable if a peer was lost while they were stored.
 #[test]
 fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
     let mut lab = Lab::new(5);
@@ -138,29 +140,29 @@ fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
         lab.start_peer(at, &[]);
     }
     lab.wait_for_peers(5);
-    wait_until("it is repaired", || lab.is_repaired());
+    wait_until("everything is repaired", || lab.is_repaired());
     let snapshot = writer.publish(number, &root).unwrap();
-    assert_eq!(snapshot.state, SnapshotState::Available, "half of its blocks may be gone");
+    assert_eq!(snapshot.state, SnapshotState::Available, "half of its fragments may be lost");
     assert_holds(&repository, &snapshot, &chunks(1, 40));
     let state = || repository.catalog().resolve(&snapshot.name()).unwrap().state;
     wait_until("it is stable", || lab.is_repaired() && state() == SnapshotState::Stable);
     lab.kill(1);
     lab.kill(2);
     assert_holds(&lab.repository(), &snapshot, &chunks(1, 40));
-    // The next one is not concerned.
+    // The next snapshot becomes stable.
     lab.start_peer(1, &[]);
     lab.start_peer(2, &[]);
     wait_for_members(&repository, 5);
     assert_eq!(writer.commit(&chunks(2, 4)).unwrap().state, SnapshotState::Stable);
 }
 
-/// A client that remembers what it has stored must not rely on that when a peer was lost.
+/// A client remembers which chunks it has stored. It must not rely on that after a peer was lost.
 #[test]
-fn what_was_stored_before_a_loss_is_asked_for_again() {
+fn a_client_checks_stored_chunks_again_after_a_loss() {
     let mut lab = Lab::new(5);
     let repository = lab.repository();
     let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
-    // No name refers to it.
+    // No snapshot refers to these chunks.
     writer.store(&chunks(1, 40)).unwrap();
     repository.flush().unwrap();
     for at in [0, 3] {

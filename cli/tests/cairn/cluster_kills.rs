@@ -1,8 +1,9 @@
-//! Nothing that was stable is lost: clients commit, read and export while peers and the catalog are killed at any
-//! moment, and return with their disks or with empty ones.
+//! No stable snapshot is lost while clients commit, read and export, and peers and the catalog are
+//! killed at any moment. Peers return with their disks or with empty ones.
 //!
-//! So many peers are away at a time as the redundancy allows. One that returns with an empty disk is a loss until a
-//! repair has ended; nobody else is killed until then. In the end as many are killed as may be, and all that ever was
+//! At any time, at most as many peers are down as the redundancy allows. A peer that returns with
+//! an empty disk counts as lost until a repair has ended; no other peer is killed until then. At
+//! the end as many peers are killed as the redundancy allows, and every snapshot that was ever
 //! stable is read.
 
 use std::collections::{BTreeMap, HashMap};
@@ -13,24 +14,25 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_store::encoding::{Redundancy, StoragePolicy};
+use cairn_store::maintenance;
 use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkId, ChunkIndex, Consistency, Error, ErrorKind, Geometry, MIN_CHUNK_SIZE,
     MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Root, Snapshot, SnapshotState,
 };
 
-use crate::lab::{Dice, Lab, Operator, PATIENCE, random, wait_for_repair, with_seeds};
+use crate::lab::{Dice, Lab, Operator, TIMEOUT, random, wait_for_repair, with_seeds};
 
 const CHUNK: usize = MIN_CHUNK_SIZE as usize;
 const CHUNKS: u64 = 300;
 const WRITERS: u8 = 3;
 
-/// What is done to a cluster.
+/// A cluster, and the faults that the test injects into it.
 #[derive(Clone, Copy)]
-struct Storm {
+struct FaultTest {
     redundancy: Redundancy,
     peers: usize,
-    /// How many may be away.
+    /// How many peers may be down at a time.
     losses: usize,
     time: Duration,
 }
@@ -38,11 +40,11 @@ struct Storm {
 /// The seeds of a disk's chunks.
 type Disk = BTreeMap<u64, u64>;
 
-/// What all clients know.
+/// The state that all clients share.
 struct World {
     operator: Operator,
     url: String,
-    /// How messages call the catalog.
+    /// The address of the catalog, as error messages name it.
     catalog: String,
     policy: StoragePolicy,
     stable: Mutex<Vec<(Snapshot, Disk)>>,
@@ -54,30 +56,31 @@ struct World {
 
 impl World {
     fn connect(&self) -> Repository {
-        // The catalog may be away just now.
-        patiently(|| Repository::connect(&self.url, &Security::INSECURE)).with_policy(self.policy)
+        // The catalog may be down.
+        retry(|| Repository::connect(&self.url, &Security::INSECURE)).with_policy(self.policy)
     }
 
-    fn goes_on(&self) -> bool {
+    fn is_running(&self) -> bool {
         !self.stop.load(Ordering::Relaxed)
     }
 
-    /// One of the snapshots that must be readable.
+    /// A random snapshot that must be readable.
     fn any_stable(&self, dice: &mut Dice) -> Option<(Snapshot, Disk)> {
         let all = self.stable.lock().unwrap();
         (!all.is_empty()).then(|| all[dice.below(all.len() as u64) as usize].clone())
     }
 }
 
-/// Repeats what is unavailable, which may be so until a repair has looked. Nothing else may go wrong.
-fn patiently<T>(what: impl Fn() -> Result<T>) -> T {
+/// Retries an operation while it fails with `Unavailable`, which may last until a repair has ended.
+/// Any other error fails the test.
+fn retry<T>(operation: impl Fn() -> Result<T>) -> T {
     let begin = Instant::now();
     loop {
-        match what() {
+        match operation() {
             Ok(done) => return done,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-                assert!(begin.elapsed() < 3 * PATIENCE, "{error}");
+                assert!(begin.elapsed() < 3 * TIMEOUT, "{error}");
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -88,7 +91,7 @@ fn content(seed: u64) -> Vec<u8> {
     random(seed, CHUNK)
 }
 
-/// A client that takes checkpoints of an image of its own, as a backend does.
+/// A client that takes checkpoints of its own image, as a backend does.
 struct Writer<'a> {
     world: &'a World,
     me: u8,
@@ -97,7 +100,7 @@ struct Writer<'a> {
     attachment: Attachment,
     first: Snapshot,
     disk: Disk,
-    /// Snapshots that are not stable, as a peer was lost while they were stored.
+    /// Snapshots that are only available, because a peer was lost while they were stored.
     available: Vec<(Snapshot, Disk)>,
 }
 
@@ -122,22 +125,22 @@ impl<'a> Writer<'a> {
     }
 
     fn run(mut self) {
-        while self.world.goes_on() {
+        while self.world.is_running() {
             if self.dice.below(4) == 0 {
-                // Another process, which knows nothing.
+                // A new client without any cached state.
                 self.repository = self.world.connect();
-                self.attachment = patiently(|| attach(&self.repository, self.me, &self.first));
+                self.attachment = retry(|| attach(&self.repository, self.me, &self.first));
             }
             self.commit();
         }
         for (snapshot, disk) in std::mem::take(&mut self.available) {
-            // Not until a repair has looked.
-            let snapshot = patiently(|| self.attachment.complete(&snapshot));
+            // This succeeds only after a repair.
+            let snapshot = retry(|| self.attachment.complete(&snapshot));
             self.world.stable.lock().unwrap().push((snapshot, disk));
         }
     }
 
-    /// Takes one checkpoint, until it is stable or given up.
+    /// Takes one checkpoint. Retries until it is published or given up.
     fn commit(&mut self) {
         let mut disk = self.disk.clone();
         let mut changes = BTreeMap::new();
@@ -147,21 +150,21 @@ impl<'a> Writer<'a> {
             disk.insert(at, seed);
             changes.insert(at, seed);
         }
-        let number = patiently(|| self.attachment.reserve(1)).start;
+        let number = retry(|| self.attachment.reserve(1)).start;
         let begin = Instant::now();
         loop {
             let error = match self.publish(number, &changes) {
-                Ok(snapshot) => return self.is_published(snapshot, disk),
+                Ok(snapshot) => return self.record(snapshot, disk),
                 Err(error) => error,
             };
             assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-            assert!(begin.elapsed() < PATIENCE * 2, "vm{} cannot commit: {error}", self.me);
+            assert!(begin.elapsed() < TIMEOUT * 2, "vm{} cannot commit: {error}", self.me);
             self.world.retries.fetch_add(1, Ordering::Relaxed);
             if self.dice.below(6) == 0 {
                 match self.give_up(number) {
                     None => return,
-                    // Its answer was lost, and nothing else.
-                    Some(snapshot) => return self.is_published(snapshot, disk),
+                    // It was published, and only the answer was lost.
+                    Some(snapshot) => return self.record(snapshot, disk),
                 }
             }
             thread::sleep(Duration::from_millis(200));
@@ -171,7 +174,7 @@ impl<'a> Writer<'a> {
     fn publish(&self, number: u64, changes: &Disk) -> Result<Snapshot> {
         self.attachment.renew()?;
         match self.attachment.begin(&new_snapshot(number)) {
-            // It was published before, and the answer was lost.
+            // It was published before, and only the answer was lost.
             Ok(()) | Err(Error::WrongState { state: "stable" | "available", .. }) => {}
             Err(error) => return Err(error),
         }
@@ -186,27 +189,28 @@ impl<'a> Writer<'a> {
         self.attachment.publish(number, &update.root, stored + update.new_bytes, dirty)
     }
 
-    /// What the snapshot with this number is derived from.
+    /// The root of the snapshot before the one with this number.
     fn base(&self, number: u64) -> Result<Root> {
         let all = self.repository.catalog().snapshots(&self.first.image)?;
         let before = all.iter().rev().find(|one| one.number < number && one.state.has_content());
-        Ok(before.expect("the first one is there").root)
+        Ok(before.expect("the first snapshot exists").root)
     }
 
-    /// Gives a checkpoint up, unless it turns out to be there.
+    /// Marks a checkpoint as failed. Returns the snapshot if it was published after all.
     fn give_up(&self, number: u64) -> Option<Snapshot> {
-        let reason = || match self.attachment.fail(number, "too many peers are away") {
+        let is_published = || match self.attachment.fail(number, "too many peers are down") {
             Err(Error::WrongState { state: "stable" | "available", .. }) => Ok(true),
             Err(Error::NoSnapshot { .. }) => Ok(false),
             other => other.map(|()| false),
         };
-        patiently(reason).then(|| {
-            let all = patiently(|| self.repository.catalog().snapshots(&self.first.image));
+        retry(is_published).then(|| {
+            let all = retry(|| self.repository.catalog().snapshots(&self.first.image));
             all.into_iter().find(|one| one.number == number).unwrap()
         })
     }
 
-    fn is_published(&mut self, snapshot: Snapshot, disk: Disk) {
+    /// Remembers a published snapshot.
+    fn record(&mut self, snapshot: Snapshot, disk: Disk) {
         self.disk = disk.clone();
         match snapshot.state {
             SnapshotState::Stable => self.world.stable.lock().unwrap().push((snapshot, disk)),
@@ -225,7 +229,7 @@ fn new_snapshot(number: u64) -> NewSnapshot {
     NewSnapshot { number, label: None, consistency, time: 0, dirty_bytes: 0, pause_us: 0 }
 }
 
-/// Imports disks with the program, again and again.
+/// Imports disks with the program, one after the other.
 fn import(world: &World, seed: u64) {
     let redundancy = world.policy.redundancy.to_string();
     for n in 0.. {
@@ -233,20 +237,20 @@ fn import(world: &World, seed: u64) {
         std::fs::write(world.operator.directory.join("in.raw"), imported(seed)).unwrap();
         let begin = Instant::now();
         loop {
-            if !world.goes_on() && begin.elapsed() > PATIENCE {
+            if !world.is_running() && begin.elapsed() > TIMEOUT {
                 panic!("{name} cannot be imported");
             }
             let run = world.operator.run(&["import", "in.raw", &name, "--redundancy", &redundancy]);
             match run.code {
                 0 => break,
                 6 => world.retries.fetch_add(1, Ordering::Relaxed),
-                // The answer to an earlier try was lost, and it is there.
+                // An earlier attempt succeeded, and only its answer was lost.
                 4 if run.stderr.contains("exists already") => break,
                 _ => panic!("{}", run.stderr),
             };
         }
         world.imported.lock().unwrap().push((name, seed));
-        if !world.goes_on() {
+        if !world.is_running() {
             return;
         }
     }
@@ -256,10 +260,10 @@ fn imported(seed: u64) -> Vec<u8> {
     random(seed, (1 << 20) + 4096)
 }
 
-/// Reads what is stable: that never fails.
+/// Reads stable snapshots. This must never fail.
 fn read(world: &World, mut dice: Dice) {
     let mut repository = world.connect();
-    while world.goes_on() {
+    while world.is_running() {
         if let Some((snapshot, disk)) = world.any_stable(&mut dice) {
             assert_holds(&repository, &snapshot, &disk);
             world.reads.fetch_add(1, Ordering::Relaxed);
@@ -272,11 +276,12 @@ fn read(world: &World, mut dice: Dice) {
 }
 
 fn assert_holds(repository: &Repository, snapshot: &Snapshot, disk: &Disk) {
-    assert_holds_beside(repository, snapshot, disk, &mut HashMap::new());
+    assert_holds_except(repository, snapshot, disk, &mut HashMap::new());
 }
 
-/// The same; what was read already needs not be read again.
-fn assert_holds_beside(
+/// Checks the content of a snapshot. Does not read chunks in `known` again, and adds those that it
+/// reads.
+fn assert_holds_except(
     repository: &Repository,
     snapshot: &Snapshot,
     disk: &Disk,
@@ -292,13 +297,19 @@ fn assert_holds_beside(
             continue;
         }
         let result = repository.read_chunk(&id, &mut buf);
-        result.unwrap_or_else(|error| panic!("{} of {}: {error}", at.0, snapshot.name()));
-        assert!(buf == content(seed), "{} of {} is something else", at.0, snapshot.name());
+        result.unwrap_or_else(|error| panic!("chunk {} of {}: {error}", at.0, snapshot.name()));
+        assert!(
+            buf == content(seed),
+            "chunk {} of {} has the wrong content",
+            at.0,
+            snapshot.name()
+        );
         known.insert(id, seed);
     }
     assert!(found.iter().eq(disk.keys()), "{} has other chunks", snapshot.name());
 }
 
+/// The content of the whole disk.
 fn whole(disk: &Disk) -> Vec<u8> {
     let mut all = vec![0; CHUNKS as usize * CHUNK];
     for (at, seed) in disk {
@@ -307,9 +318,9 @@ fn whole(disk: &Disk) -> Vec<u8> {
     all
 }
 
-/// Exports what is stable with the program, which needs the catalog.
+/// Exports stable snapshots with the program. This may fail only if the catalog is down.
 fn export(world: &World, mut dice: Dice) {
-    while world.goes_on() {
+    while world.is_running() {
         let Some((snapshot, disk)) = world.any_stable(&mut dice) else { continue };
         let run =
             world.operator.run(&["export", &snapshot.name().to_string(), "out.raw", "--force"]);
@@ -317,17 +328,21 @@ fn export(world: &World, mut dice: Dice) {
             0 => assert_file(&world.operator.directory.join("out.raw"), &whole(&disk), &snapshot),
             _ => {
                 assert_eq!(run.code, 6, "{}", run.stderr);
-                assert!(run.stderr.contains(&world.catalog), "not for the peers: {}", run.stderr);
+                assert!(
+                    run.stderr.contains(&world.catalog),
+                    "the error does not name the catalog: {}",
+                    run.stderr
+                );
             }
         }
     }
 }
 
 fn assert_file(path: &Path, expected: &[u8], snapshot: &Snapshot) {
-    assert!(std::fs::read(path).unwrap() == expected, "{} is something else", snapshot.name());
+    assert!(std::fs::read(path).unwrap() == expected, "{} has the wrong content", snapshot.name());
 }
 
-impl Storm {
+impl FaultTest {
     fn run(self, seed: u64) {
         let mut lab = Lab::new(self.peers);
         let world = World {
@@ -345,22 +360,22 @@ impl Storm {
         let writers: Vec<_> = (0..WRITERS).map(|me| Writer::new(world, me, seed)).collect();
         thread::scope(|scope| {
             for writer in writers {
-                scope.spawn(move || stop_if_it_fails(world, || writer.run()));
+                scope.spawn(move || stop_on_panic(world, || writer.run()));
             }
-            scope.spawn(|| stop_if_it_fails(world, || import(world, seed)));
-            scope.spawn(|| stop_if_it_fails(world, || read(world, Dice::new(seed + 100))));
-            scope.spawn(|| stop_if_it_fails(world, || export(world, Dice::new(seed + 101))));
-            stop_if_it_fails(world, || self.rage(&mut lab, world, Dice::new(seed + 102)));
+            scope.spawn(|| stop_on_panic(world, || import(world, seed)));
+            scope.spawn(|| stop_on_panic(world, || read(world, Dice::new(seed + 100))));
+            scope.spawn(|| stop_on_panic(world, || export(world, Dice::new(seed + 101))));
+            stop_on_panic(world, || self.inject_faults(&mut lab, world, Dice::new(seed + 102)));
             world.stop.store(true, Ordering::Relaxed);
         });
         self.verify(&mut lab, world, Dice::new(seed + 103));
     }
 
-    /// Kills and restarts.
-    fn rage(self, lab: &mut Lab, world: &World, mut dice: Dice) {
+    /// Kills and restarts peers and the catalog.
+    fn inject_faults(self, lab: &mut Lab, world: &World, mut dice: Dice) {
         let begin = Instant::now();
         let (mut kills, mut wipes, mut catalogs) = (0, 0, 0);
-        while begin.elapsed() < self.time && world.goes_on() {
+        while begin.elapsed() < self.time && world.is_running() {
             let (up, down): (Vec<_>, Vec<_>) =
                 (0..self.peers).partition(|at| lab.peers[*at].is_some());
             match (dice.below(11), dice.choose(&up), dice.choose(&down)) {
@@ -383,8 +398,8 @@ impl Storm {
             }
             thread::sleep(Duration::from_millis(dice.below(300)));
         }
-        // Whatever the choices were, one is replaced.
-        if wipes == 0 && world.goes_on() {
+        // At least one peer returns with an empty disk, whatever the random choices were.
+        if wipes == 0 && world.is_running() {
             let down: Vec<_> = (0..self.peers).filter(|at| lab.peers[*at].is_none()).collect();
             let one = down.first().copied().unwrap_or(0);
             lab.kill(one);
@@ -394,7 +409,7 @@ impl Storm {
         start_all(lab);
         let (reads, retries) = (&world.reads, &world.retries);
         println!(
-            "{}: {kills} kills, {wipes} empty disks, {catalogs} times the catalog; {} snapshots, {} disks, \
+            "{}: {kills} kills of peers, {catalogs} of the catalog, {wipes} empty disks; {} snapshots, {} imports, \
              {reads:?} reads, {retries:?} retries",
             self.redundancy,
             world.stable.lock().unwrap().len(),
@@ -402,7 +417,8 @@ impl Storm {
         );
     }
 
-    /// A peer returns with an empty disk; all others return, and what it had is made again.
+    /// Starts a peer with an empty disk, starts all others, and waits until the lost fragments are
+    /// rebuilt.
     fn replace(self, lab: &mut Lab, one: usize, down: &[usize]) {
         let id = std::fs::read_to_string(lab.data(one).join("peer.json")).unwrap();
         let id: serde_json::Value = serde_json::from_str(&id).unwrap();
@@ -415,18 +431,18 @@ impl Storm {
         lab.wait_for_peers(self.peers);
         let is_whole = || {
             let run = lab.run(&["repair", "--json"]);
-            let told: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
-            run.code == 0 && told["left"] == 0 && told["waiting"] == 0
+            let report: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
+            run.code == 0 && report["left"] == 0 && report["waiting"] == 0
         };
-        wait_for_repair("what was lost is made again", is_whole);
+        wait_for_repair("the lost fragments are rebuilt", is_whole);
     }
 
-    /// Everything that was stable is there, whoever is away.
+    /// Reads every stable snapshot while as many peers are down as the redundancy allows.
     fn verify(self, lab: &mut Lab, world: &World, mut dice: Dice) {
         lab.wait_for_peers(self.peers);
         let repository = world.connect();
-        wait_for_repair("all is stable", || {
-            !cairn_store::maintenance::has_available(&repository).unwrap()
+        wait_for_repair("all snapshots are stable", || {
+            !maintenance::has_available(&repository).unwrap()
         });
         let stable = world.stable.lock().unwrap();
         assert!(stable.len() > 5, "{} snapshots", stable.len());
@@ -438,7 +454,7 @@ impl Storm {
             let repository = world.connect();
             let mut known = HashMap::new();
             for (snapshot, disk) in &*stable {
-                assert_holds_beside(&repository, snapshot, disk, &mut known);
+                assert_holds_except(&repository, snapshot, disk, &mut known);
             }
             for (name, seed) in &*world.imported.lock().unwrap() {
                 lab.assert_exports(name, &imported(*seed));
@@ -453,12 +469,12 @@ impl Storm {
             start_all(lab);
             lab.wait_for_peers(self.peers);
         }
-        // Nothing else is called stable.
+        // No other snapshot has content.
         let repository = world.connect();
         for image in repository.catalog().images().unwrap() {
             for one in repository.catalog().snapshots(&image.name).unwrap() {
                 let known = one.number == 1 || stable.iter().any(|(other, _)| *other == one);
-                assert!(known || !one.state.has_content(), "nobody knows {}", one.name());
+                assert!(known || !one.state.has_content(), "{} was never published", one.name());
             }
         }
     }
@@ -472,8 +488,9 @@ fn start_all(lab: &mut Lab) {
     }
 }
 
-/// The others end when one has failed: its panic is what the test tells.
-fn stop_if_it_fails(world: &World, what: impl FnOnce()) {
+/// Runs a part of the test. If it panics, the other parts stop, so that the test fails with its
+/// panic.
+fn stop_on_panic(world: &World, part: impl FnOnce()) {
     struct Stop<'a>(&'a AtomicBool);
     impl Drop for Stop<'_> {
         fn drop(&mut self) {
@@ -483,19 +500,19 @@ fn stop_if_it_fails(world: &World, what: impl FnOnce()) {
         }
     }
     let _stop = Stop(&world.stop);
-    what();
+    part();
 }
 
 #[test]
-fn nothing_stable_is_lost_while_four_of_twelve_peers_die_at_any_moment() {
+fn no_stable_snapshot_is_lost_while_four_of_twelve_peers_die_at_any_moment() {
     let redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
     let time = Duration::from_secs(15);
-    with_seeds(|seed| Storm { redundancy, peers: 12, losses: 4, time }.run(seed));
+    with_seeds(|seed| FaultTest { redundancy, peers: 12, losses: 4, time }.run(seed));
 }
 
 #[test]
-fn nothing_stable_is_lost_while_two_of_five_peers_die_at_any_moment() {
+fn no_stable_snapshot_is_lost_while_two_of_five_peers_die_at_any_moment() {
     let redundancy = Redundancy::Replicas(3);
     let time = Duration::from_secs(15);
-    with_seeds(|seed| Storm { redundancy, peers: 5, losses: 2, time }.run(seed));
+    with_seeds(|seed| FaultTest { redundancy, peers: 5, losses: 2, time }.run(seed));
 }

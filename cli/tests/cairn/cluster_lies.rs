@@ -1,4 +1,4 @@
-//! Peers that answer with something else than they were given.
+//! Peers that return wrong data.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use cairn_store::{BlobId, Repository, Snapshot};
 
-use crate::lab::{Lab, PATIENCE, wait_until, with_seeds};
+use crate::lab::{Lab, TIMEOUT, wait_until, with_seeds};
 use crate::proxy::Proxy;
 
 const MIB: usize = 1 << 20;
 
-/// Reads a snapshot, and compares it.
+/// Reads a snapshot and compares it with `disk`.
 fn assert_reads(repository: &Repository, snapshot: &Snapshot, disk: &[u8]) {
     let chunk_size = snapshot.geometry.chunk_size() as usize;
     let mut buf = vec![0; chunk_size];
@@ -20,7 +20,7 @@ fn assert_reads(repository: &Repository, snapshot: &Snapshot, disk: &[u8]) {
         let (at, id) = chunk.unwrap();
         repository.read_chunk(&id, &mut buf).unwrap();
         let expected = disk.chunks(chunk_size).nth(at.0 as usize).unwrap();
-        assert!(buf[..expected.len()] == *expected, "chunk {} is something else", at.0);
+        assert!(buf[..expected.len()] == *expected, "chunk {} has the wrong content", at.0);
         found += 1;
     }
     assert_eq!(found, disk.len().div_ceil(chunk_size));
@@ -31,7 +31,7 @@ fn wrong(lab: &Lab, id: &str) -> u64 {
 }
 
 #[test]
-fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
+fn a_peer_that_flips_bits_damages_no_data_and_is_reported() {
     with_seeds(|seed| {
         let mut lab = Lab::new(4);
         let proxy = Proxy::start(seed);
@@ -39,7 +39,7 @@ fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
         proxy.leads_to(&lab.peers[liar].as_ref().unwrap().address);
         lab.wait_for_peers(5);
         let id = lab.peers[liar].as_ref().unwrap().id.clone();
-        // Of what is written meanwhile, too.
+        // Bits are flipped during the imports too.
         proxy.flip(10);
         let disk = lab.random_disk("disk.raw", seed, 8 * MIB + 4096);
         lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2", "--chunk-size", "64K"]);
@@ -52,17 +52,17 @@ fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
                 let snapshot = repository.catalog().resolve(&name.parse().unwrap()).unwrap();
                 assert_reads(&repository, &snapshot, &disk);
             }
-            assert!(begin.elapsed() < 3 * PATIENCE, "only {} answers are wrong", proxy.flipped());
+            assert!(begin.elapsed() < 3 * TIMEOUT, "only {} answers are wrong", proxy.flipped());
         }
-        wait_until("the peer is named", || wrong(&lab, &id) > 0);
-        // A program that ends at once tells of it, too.
+        wait_until("the peer is reported", || wrong(&lab, &id) > 0);
+        // A program that ends soon reports it too.
         proxy.flip(500);
         let before = wrong(&lab, &id);
         lab.assert_exports("vm", &disk);
         proxy.flip(0);
-        assert!(wrong(&lab, &id) > before, "an export has seen nothing");
+        assert!(wrong(&lab, &id) > before, "the export reported nothing");
         for other in lab.peers[..liar].iter().flatten() {
-            assert_eq!(wrong(&lab, &other.id), 0, "nobody else is named");
+            assert_eq!(wrong(&lab, &other.id), 0, "no other peer is reported");
         }
         assert_reads(
             &repository,
@@ -73,20 +73,21 @@ fn a_peer_that_flips_bits_spoils_nothing_and_is_named() {
 }
 
 #[test]
-fn a_block_that_is_damaged_on_a_peers_disk_is_replaced_when_it_is_read() {
+fn a_fragment_that_is_damaged_on_disk_is_replaced_when_it_is_read() {
     with_seeds(|seed| {
         let mut lab = Lab::new(4);
         let disk = lab.random_disk("disk.raw", seed, 6 * MIB);
         lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2", "--chunk-size", "64K"]);
         let id = lab.peers[1].as_ref().unwrap().id.clone();
-        // What its table did not know would not be found again.
+        // A stop writes the peer's table. Without it, damaged fragments would not be in the table
+        // after a restart.
         lab.stop(1);
         damage(&lab, 1);
         lab.start_peer(1, &[]);
         lab.wait_for_peers(4);
-        let damaged = unread(&lab, 1);
-        assert!(damaged.len() > 50, "{} of its blocks are damaged", damaged.len());
-        // Until nobody sees anything wrong any more.
+        let damaged = damaged_blobs(&lab, 1);
+        assert!(damaged.len() > 50, "only {} fragments are damaged", damaged.len());
+        // Read until no damage is found.
         let begin = Instant::now();
         let mut passes = 0;
         loop {
@@ -99,23 +100,23 @@ fn a_block_that_is_damaged_on_a_peers_disk_is_replaced_when_it_is_read() {
                 break;
             }
             passes += 1;
-            assert!(begin.elapsed() < PATIENCE, "it stays damaged");
+            assert!(begin.elapsed() < TIMEOUT, "the damage remains");
         }
-        assert!(passes > 0 && wrong(&lab, &id) > 0, "it is named");
-        // A read asks two of four for each blob, so that the rest is damaged still.
-        let left = unread(&lab, 1);
+        assert!(passes > 0 && wrong(&lab, &id) > 0, "the peer is reported");
+        // A read asks two of four peers for each blob, so other fragments are still damaged.
+        let left = damaged_blobs(&lab, 1);
         assert!(left.is_subset(&damaged));
         let replaced = damaged.len() - left.len();
-        println!("{replaced} of {} are replaced after {passes} passes", damaged.len());
+        println!("{replaced} of {} fragments are replaced after {passes} passes", damaged.len());
         assert!(replaced >= damaged.len() / 4, "{replaced} of {}", damaged.len());
-        // What was replaced is on the disk.
+        // The replaced fragments are durable.
         lab.kill(1);
         lab.start_peer(1, &[]);
-        assert_eq!(unread(&lab, 1), left);
+        assert_eq!(damaged_blobs(&lab, 1), left);
     });
 }
 
-/// Flips a bit in each page of what a dead peer has.
+/// Flips a bit in each page of the segments of a stopped peer.
 fn damage(lab: &Lab, at: usize) {
     for entry in std::fs::read_dir(lab.data(at).join("segments")).unwrap() {
         let path = entry.unwrap().path();
@@ -129,8 +130,8 @@ fn damage(lab: &Lab, at: usize) {
     }
 }
 
-/// The blobs of which a peer says that it has a fragment, and of which it has no right one.
-fn unread(lab: &Lab, at: usize) -> BTreeSet<BlobId> {
+/// The blobs of which a peer lists a fragment but has no correct one.
+fn damaged_blobs(lab: &Lab, at: usize) -> BTreeSet<BlobId> {
     use cairn_store::cluster::Connection;
     use cairn_store::encoding::fragment::Fragment;
     use cairn_store::net::identity::Security;

@@ -1,4 +1,4 @@
-//! What the client makes of a server's answers. The server here only says lines that it is given.
+//! How the client handles answers of a server. The server in these tests sends given lines.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ const ACCEPTED: &str =
     r#"{"event":"accepted","snapshot":"vm1@3","number":3,"dirty_bytes":4096,"pause_us":80}"#;
 const STABLE: &str = r#"{"event":"stable","snapshot":"vm1@3","number":3,"dirty_bytes":4096,"stored_bytes":0,"elapsed_ms":5}"#;
 
-/// Serves one connection: reads a request, then does as it is told.
+/// Serves one connection: reads a request, then calls `answer`. Returns the request.
 fn serve(
     place: &Place,
     answer: impl FnOnce(&mut UnixStream) + Send + 'static,
@@ -28,7 +28,7 @@ fn serve(
     })
 }
 
-/// Runs a command against a server that answers with these lines, and returns the request, too.
+/// Runs a command with a server that answers with these lines. Returns the request and the result.
 fn exchange(lines: &[&str], args: &[&str]) -> (Value, Run) {
     let place = Place::new();
     let text = lines.iter().map(|line| format!("{line}\n")).collect::<String>();
@@ -48,7 +48,7 @@ fn a_checkpoint_prints_the_name_of_its_snapshot() {
 }
 
 #[test]
-fn waiting_for_stable_goes_on_after_accepted() {
+fn waiting_for_stable_continues_after_accepted() {
     let (request, run) =
         exchange(&[ACCEPTED, STABLE], &["checkpoint", "--wait", "stable", "--json"]);
     assert_eq!(run.code, 0, "{}", run.stderr);
@@ -58,7 +58,7 @@ fn waiting_for_stable_goes_on_after_accepted() {
 }
 
 #[test]
-fn a_checkpoint_is_followed_over_the_end_of_the_connection() {
+fn a_checkpoint_is_followed_on_a_new_connection_if_the_first_one_ends() {
     let place = Place::new();
     let listener = UnixListener::bind(place.path("ctl")).unwrap();
     let server = thread::spawn(move || {
@@ -77,7 +77,7 @@ fn a_checkpoint_is_followed_over_the_end_of_the_connection() {
 }
 
 #[test]
-fn a_checkpoint_that_fails_exits_with_1_and_tells_why() {
+fn a_checkpoint_that_fails_exits_with_1_and_prints_the_reason() {
     let failed = r#"{"event":"failed","snapshot":"vm1@3","number":3,"reason":"the disk is full"}"#;
     let (_, run) = exchange(&[ACCEPTED, failed], &["checkpoint", "--wait", "stable"]);
     assert_eq!(run.code, 1);
@@ -96,11 +96,11 @@ fn refusals_have_the_exit_code_of_their_kind() {
 }
 
 #[test]
-fn answers_that_make_no_sense_are_failures() {
+fn an_answer_that_does_not_match_the_request_is_a_failure() {
     for line in ["", "hello", "{}", r#"{"event":"party"}"#, STABLE, &"x".repeat(100_000)] {
         let (_, run) = exchange(&[line], &["status"]);
         assert_eq!(run.code, 1, "{line:.20}: {}", run.stderr);
-        assert!(run.stderr.contains("not one to this request"), "{}", run.stderr);
+        assert!(run.stderr.contains("does not match the request"), "{}", run.stderr);
     }
 }
 
@@ -114,9 +114,9 @@ fn a_connection_that_closes_early_is_unavailable() {
 }
 
 #[test]
-fn a_server_that_dawdles_is_given_up_in_time() {
+fn a_server_that_answers_too_slowly_is_given_up_at_the_time_limit() {
     let place = Place::new();
-    // A byte now and then must not extend the time.
+    // Single bytes must not extend the time limit.
     let server = serve(&place, |stream| {
         while stream.write_all(b" ").is_ok() {
             thread::sleep(Duration::from_millis(50));
@@ -131,7 +131,7 @@ fn a_server_that_dawdles_is_given_up_in_time() {
 }
 
 #[test]
-fn a_socket_that_nobody_serves_is_told_apart_from_none() {
+fn a_socket_without_a_server_and_a_missing_socket_have_different_exit_codes() {
     let place = Place::new();
     assert_eq!(place.run(&["status", "--control", "ctl"]).code, 3);
     drop(UnixListener::bind(place.path("ctl")).unwrap());

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use crate::support::Place;
 
 #[test]
-fn a_disk_comes_back_byte_for_byte_and_as_sparse_as_it_was() {
+fn an_exported_disk_equals_the_imported_one_and_is_as_sparse() {
     let place = Place::new();
     let disk = place.disk("in.raw");
     let run = place.run(&["import", "in.raw", "vm1"]);
@@ -20,7 +20,7 @@ fn a_disk_comes_back_byte_for_byte_and_as_sparse_as_it_was() {
 }
 
 #[test]
-fn the_standard_input_and_output_carry_disks() {
+fn disks_are_imported_from_standard_input_and_exported_to_standard_output() {
     let place = Place::new();
     let disk = place.disk("in.raw");
     let run = place.run_with_input(&["import", "-", "vm1", "--chunk-size", "64K"], &disk);
@@ -43,7 +43,7 @@ fn a_stream_and_a_file_of_equal_content_have_one_root() {
 }
 
 #[test]
-fn a_size_that_is_no_multiple_of_a_sector_is_filled_with_zeros() {
+fn a_disk_is_padded_with_zeros_to_a_multiple_of_a_sector() {
     let place = Place::new();
     for len in [1_usize, 511, 512, 513, 262_144, 262_145, 1_000_001] {
         let disk = (0..len).map(|n| (n % 250) as u8 + 1).collect::<Vec<_>>();
@@ -124,7 +124,7 @@ fn a_corrupt_chunk_ends_the_export_and_leaves_no_file() {
 }
 
 #[test]
-fn a_missing_segment_is_corrupt_too() {
+fn a_missing_segment_is_reported_as_corrupt() {
     let place = Place::new();
     place.disk("in.raw");
     place.ok(&["import", "in.raw", "vm1"]);

@@ -5,7 +5,7 @@ use crate::support::Place;
 /// The options that every command accepts.
 const GLOBAL: [&str; 5] = ["--store", "--keys", "--insecure", "--json", "--bytes"];
 
-/// Those of them that a command's help shows.
+/// The global options that the help of a command shows.
 fn shown(place: &Place, command: &[&str]) -> Vec<&'static str> {
     let help = place.ok(&[command, &["--help"]].concat());
     let is_listed = |option: &&str| {
@@ -15,7 +15,7 @@ fn shown(place: &Place, command: &[&str]) -> Vec<&'static str> {
 }
 
 #[test]
-fn help_shows_just_the_global_options_that_a_command_uses() {
+fn help_shows_only_the_global_options_that_a_command_uses() {
     let place = Place::new();
     let repository = &["--store", "--keys", "--insecure", "--json"][..];
     let sizes = &GLOBAL[..];
@@ -45,7 +45,21 @@ fn help_shows_just_the_global_options_that_a_command_uses() {
     assert_eq!(shown(&place, &[]), GLOBAL);
 }
 
-/// A wrapper passes the same options to every command.
+#[test]
+fn help_and_the_error_without_a_repository_name_all_kinds_of_repositories() {
+    let place = Place::new();
+    let mut command = place.command(&["ls"]);
+    let output = command.env_remove("CAIRN_STORE").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let error = String::from_utf8(output.stderr).unwrap();
+    for text in [place.ok(&["--help"]), error] {
+        for kind in ["dir:PATH", "cairn://HOST:PORT", "etcd://HOST:PORT"] {
+            assert!(text.contains(kind), "{kind} is not in: {text}");
+        }
+    }
+}
+
+/// A wrapper may pass the same options to every command.
 #[test]
 fn a_global_option_that_a_command_does_not_use_is_accepted_anywhere() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! Images, snapshots, and what scripts see of errors.
+//! Images, snapshots, and errors as scripts see them.
 
 use std::fs;
 
@@ -30,7 +30,7 @@ fn an_image_is_created_listed_cloned_and_removed() {
 }
 
 #[test]
-fn show_tells_everything_about_a_snapshot() {
+fn show_prints_the_properties_of_a_snapshot() {
     let place = Place::new();
     place.disk("in.raw");
     place.ok(&["import", "in.raw", "vm1"]);
@@ -51,7 +51,7 @@ fn show_tells_everything_about_a_snapshot() {
 }
 
 #[test]
-fn every_listing_is_json_on_demand() {
+fn every_listing_can_be_json() {
     let place = Place::new();
     assert_eq!(place.json(&["create", "vm1", "64K"])["snapshot"], "vm1@1");
     assert_eq!(place.json(&["clone", "vm1", "vm2"])["snapshot"], "vm2@1");
@@ -105,13 +105,13 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
 }
 
 #[test]
-fn what_does_not_exist_exits_with_3() {
+fn a_missing_object_exits_with_3() {
     let place = Place::new();
     let run = place.run(&["ls"]);
     assert_eq!(run.code, 3);
     assert!(run.stderr.starts_with("cairn: opening dir:repository: there is no repository"));
     assert!(run.stderr.contains("; `cairn create`"), "{}", run.stderr);
-    assert!(!place.path("repository").exists(), "looking creates nothing");
+    assert!(!place.path("repository").exists(), "a command that reads creates nothing");
 
     place.ok(&["create", "vm1", "1M"]);
     for args in [
@@ -171,7 +171,7 @@ fn wrong_usage_exits_with_2_and_creates_nothing() {
 }
 
 #[test]
-fn errors_are_json_on_demand() {
+fn errors_can_be_json() {
     let place = Place::new();
     for (args, kind) in [(&["ls", "--json"][..], "notfound"), (&["create", "--json"], "usage")] {
         let run = place.run(args);
@@ -190,7 +190,7 @@ fn help_documents_the_exit_codes_and_shows_examples() {
 }
 
 #[test]
-fn a_directory_with_other_things_is_left_alone() {
+fn a_directory_with_other_files_does_not_become_a_repository() {
     let place = Place::new();
     fs::create_dir(place.path("repository")).unwrap();
     fs::write(place.path("repository/thesis.tex"), "...").unwrap();

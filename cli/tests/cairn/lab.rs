@@ -16,8 +16,8 @@ use serde_json::Value;
 
 use crate::support::{Place, Run};
 
-/// How long anything may take that happens by itself.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// How long an automatic action may take.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A server process.
 pub(crate) struct Server {
@@ -27,7 +27,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts `cairn` with these arguments, and waits until it listens.
+    /// Starts `cairn` with these arguments and waits until it listens.
     fn start(place: &Place, space: Option<&str>, args: &[&str], log: &str) -> Server {
         let log = std::fs::File::options().create(true).append(true).open(place.path(log)).unwrap();
         let mut command = place.command(&[args, &["--json"]].concat());
@@ -37,29 +37,30 @@ impl Server {
         let mut child = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let told: Value = serde_json::from_str(&line)
-            .unwrap_or_else(|error| panic!("{args:?} said {line:?}: {error}"));
-        let id = told["peer"].as_str().or(told["catalog"].as_str()).unwrap().to_owned();
-        Server { child, address: told["listen"].as_str().unwrap().to_owned(), id }
+        let started: Value = serde_json::from_str(&line)
+            .unwrap_or_else(|error| panic!("{args:?} printed {line:?}: {error}"));
+        let id = started["peer"].as_str().or(started["catalog"].as_str()).unwrap().to_owned();
+        Server { child, address: started["listen"].as_str().unwrap().to_owned(), id }
     }
 
     /// Sends a signal.
     pub(crate) fn signal(&self, signal: i32) {
         let pid = self.child.id().cast_signed();
-        assert_eq!(unsafe_free_kill(pid, signal), 0);
+        assert_eq!(kill(pid, signal), 0);
     }
 }
 
-/// The same command in a network namespace.
+/// A command that runs `command` in a network namespace.
 fn inside(space: &str, command: &Command) -> Command {
-    let mut all = Command::new("ip");
-    all.args(["netns", "exec", space]).arg(command.get_program()).args(command.get_args());
-    all.current_dir(command.get_current_dir().unwrap());
-    all
+    let mut wrapped = Command::new("ip");
+    wrapped.args(["netns", "exec", space]).arg(command.get_program()).args(command.get_args());
+    wrapped.current_dir(command.get_current_dir().unwrap());
+    wrapped
 }
 
-/// By the program of that name: this crate has no unsafe code.
-fn unsafe_free_kill(pid: i32, signal: i32) -> i32 {
+/// Sends a signal with the program `kill`, because this crate has no unsafe code. Returns its exit
+/// code.
+fn kill(pid: i32, signal: i32) -> i32 {
     let signal = format!("-{signal}");
     let status = std::process::Command::new("kill").args([signal, pid.to_string()]).status();
     status.unwrap().code().unwrap_or(-1)
@@ -72,28 +73,29 @@ impl Drop for Server {
     }
 }
 
-/// A catalog and peers, each a process, in one directory.
+/// A catalog and peers as processes, with all their data in one directory.
 pub(crate) struct Lab {
     pub(crate) place: Place,
     pub(crate) catalog: Option<Server>,
     catalog_address: String,
     pub(crate) peers: Vec<Option<Server>>,
-    /// Where each peer listens, whenever it runs.
+    /// The address of each peer, whether it runs or not.
     addresses: Vec<String>,
-    /// Peers that are in a network namespace.
+    /// The network namespaces of peers, by their number.
     spaces: HashMap<usize, String>,
     keys: bool,
-    /// More arguments of the catalog.
+    /// The value of `--lost-after` for the catalog, in seconds.
     pub(crate) lost_after: &'static str,
 }
 
 impl Lab {
-    /// A catalog and so many peers, without keys.
+    /// Starts a catalog and `peers` peers, without keys.
     pub(crate) fn new(peers: usize) -> Lab {
         Lab::with(peers, false, "600")
     }
 
-    /// The same, with keys or not, and a time after which peers are lost.
+    /// Starts a catalog and `peers` peers, with or without keys. A peer is lost after it was down
+    /// for `lost_after` seconds.
     pub(crate) fn with(peers: usize, keys: bool, lost_after: &'static str) -> Lab {
         let place = Place::new();
         if keys {
@@ -102,7 +104,7 @@ impl Lab {
         Lab::at("127.0.0.1", place, peers, keys, lost_after)
     }
 
-    /// At an address of this host, without keys.
+    /// Starts a catalog and `peers` peers at the address `host` of this machine, without keys.
     pub(crate) fn on(host: &str, peers: usize) -> Lab {
         Lab::at(host, Place::new(), peers, false, "600")
     }
@@ -139,7 +141,8 @@ impl Lab {
         self.catalog = Some(Server::start(&self.place, None, &args, "catalog.log"));
     }
 
-    /// The catalog's machine is lost, and another one takes its place, when these peers have come back to it.
+    /// Replaces the catalog by an empty one at the same address, and waits until `peers` peers have
+    /// joined it.
     pub(crate) fn replace_catalog(&mut self, peers: usize) {
         drop(self.catalog.take());
         std::fs::remove_dir_all(self.place.path("catalog")).unwrap();
@@ -147,16 +150,17 @@ impl Lab {
         self.wait_for_peers(peers);
     }
 
-    /// Starts one more peer.
+    /// Starts another peer and returns its number.
     pub(crate) fn add_peer(&mut self, more: &[&str]) -> usize {
         self.add_peer_on("127.0.0.1", None, more)
     }
 
-    /// The same, at this address, which may be one of a network namespace.
+    /// Starts another peer at the address `host`, in a network namespace if one is named, and
+    /// returns its number.
     pub(crate) fn add_peer_on(&mut self, host: &str, space: Option<&str>, more: &[&str]) -> usize {
         if let Some(space) = space {
             self.spaces.insert(self.peers.len(), space.to_owned());
-            // Nobody else is in there.
+            // No other process uses ports of the namespace.
             self.addresses.push(format!("{host}:20000"));
         } else {
             self.addresses.push(free_address_on(host));
@@ -166,7 +170,7 @@ impl Lab {
         self.peers.len() - 1
     }
 
-    /// Starts a peer again, at its address and with what is in its directory.
+    /// Starts a peer at its address, with the content of its directory.
     pub(crate) fn start_peer(&mut self, at: usize, more: &[&str]) {
         let (data, domain) = (format!("peer{at}"), format!("rack{at}"));
         let (address, listen) = (self.catalog_address.clone(), self.addresses[at].clone());
@@ -181,14 +185,14 @@ impl Lab {
         drop(self.peers[at].take());
     }
 
-    /// Stops a peer in good order.
+    /// Stops a peer with SIGTERM.
     pub(crate) fn stop(&mut self, at: usize) {
         let mut peer = self.peers[at].take().unwrap();
         peer.signal(15);
         assert!(peer.child.wait().unwrap().success());
     }
 
-    /// Removes what a dead peer had.
+    /// Removes the data of a peer that does not run.
     pub(crate) fn wipe(&self, at: usize) {
         assert!(self.peers[at].is_none());
         std::fs::remove_dir_all(self.data(at)).unwrap();
@@ -206,7 +210,7 @@ impl Lab {
         &self.catalog_address
     }
 
-    /// Somebody who runs `cairn` on this cluster, whatever becomes of its servers.
+    /// A handle that runs `cairn` on this cluster, independent of the state of its servers.
     pub(crate) fn operator(&self) -> Operator {
         let directory = self.place.dir.path().to_owned();
         Operator { directory, url: self.url(), security: self.security(), space: None }
@@ -236,67 +240,68 @@ impl Lab {
         Repository::connect(&self.url(), &security).unwrap()
     }
 
-    /// What `cairn peers` says of one.
+    /// The entry of a peer in `cairn peers`, or null.
     pub(crate) fn peer(&self, id: &str) -> Value {
-        let told = self.json(&["peers"]);
-        let peers = told["peers"].as_array().unwrap();
+        let list = self.json(&["peers"]);
+        let peers = list["peers"].as_array().unwrap();
         peers.iter().find(|peer| peer["peer"] == id).cloned().unwrap_or(Value::Null)
     }
 
-    /// Waits until so many peers are up.
+    /// Waits until `count` peers are up.
     pub(crate) fn wait_for_peers(&self, count: usize) {
         let up = || {
-            let told = self.json(&["peers"]);
-            told["peers"].as_array().unwrap().iter().filter(|peer| peer["state"] == "up").count()
+            let list = self.json(&["peers"]);
+            list["peers"].as_array().unwrap().iter().filter(|peer| peer["state"] == "up").count()
         };
         wait_until("the peers are up", || up() == count);
     }
 
-    /// Repairs. Whether there is nothing left to do.
+    /// Runs a repair. Returns whether nothing is left to do.
     pub(crate) fn is_repaired(&self) -> bool {
         let run = self.run(&["repair", "--json"]);
-        let told: Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
-        run.code == 0 && told["left"] == 0 && told["waiting"] == 0
+        let report: Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
+        run.code == 0 && report["left"] == 0 && report["waiting"] == 0
     }
 
-    /// Waits until a repair that ends after this finds everything whole. What an earlier one has found does not count.
+    /// Waits until a repair that ends after the call finds full redundancy. Earlier repairs do not
+    /// count.
     pub(crate) fn wait_until_whole(&self, survives: u64) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-        wait_until("all is repaired", || {
-            let told = self.json(&["peers"])["repair"].clone();
-            told["time"].as_u64() > Some(since)
-                && told["under"] == 0
-                && told["survives"] == survives
+        wait_until("everything is repaired", || {
+            let repair = self.json(&["peers"])["repair"].clone();
+            repair["time"].as_u64() > Some(since)
+                && repair["under"] == 0
+                && repair["survives"] == survives
         });
     }
 
-    /// Writes a disk of random bytes, and returns it.
+    /// Writes a file of random bytes and returns its content.
     pub(crate) fn random_disk(&self, name: &str, seed: u64, len: usize) -> Vec<u8> {
         let bytes = random(seed, len);
         std::fs::write(self.place.path(name), &bytes).unwrap();
         bytes
     }
 
-    /// Exports a snapshot and compares it.
+    /// Exports a snapshot and compares it with `expected`.
     pub(crate) fn assert_exports(&self, snapshot: &str, expected: &[u8]) {
         self.ok(&["export", snapshot, "exported.raw", "--force"]);
         let found = std::fs::read(self.place.path("exported.raw")).unwrap();
-        assert!(found == expected, "{snapshot} is something else");
+        assert!(found == expected, "{snapshot} has the wrong content");
     }
 }
 
-/// Somebody at a command line.
+/// Runs `cairn` on a cluster.
 #[derive(Clone)]
 pub(crate) struct Operator {
     pub(crate) directory: PathBuf,
     url: String,
     security: &'static [&'static str],
-    /// The network namespace that it is in.
+    /// The network namespace in which commands run.
     pub(crate) space: Option<String>,
 }
 
 impl Operator {
-    /// `cairn` on the cluster, without its network namespace.
+    /// A `cairn` command on the cluster, outside of the network namespace.
     pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cairn"));
         command.args(["--store", &self.url]).args(self.security).args(args);
@@ -314,7 +319,7 @@ impl Operator {
     }
 }
 
-/// Choices that follow from a seed.
+/// Random choices that a seed reproduces.
 pub(crate) struct Dice(blake3::OutputReader);
 
 impl Dice {
@@ -322,22 +327,22 @@ impl Dice {
         Dice(blake3::Hasher::new().update(b"dice").update(&seed.to_le_bytes()).finalize_xof())
     }
 
-    /// A number below this one.
+    /// A number in `0..limit`.
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
         let mut bytes = [0; 8];
         self.0.fill(&mut bytes);
         u64::from_le_bytes(bytes) % limit
     }
 
-    /// One of these, if there is one.
+    /// One of the numbers in `from`, or `None` if it is empty.
     pub(crate) fn choose(&mut self, from: &[usize]) -> Option<usize> {
         let count = from.len() as u64;
         (count > 0).then(|| from[self.below(count) as usize])
     }
 }
 
-/// Runs a test with a seed, which is printed: `CAIRN_SEED` repeats one, `CAIRN_SOAK_SECONDS` goes on with others
-/// for that long.
+/// Runs a test with a seed and prints the seed. `CAIRN_SEED` sets it. With `CAIRN_SOAK_SECONDS` the
+/// test is repeated with other seeds for that long.
 pub(crate) fn with_seeds(test: impl Fn(u64)) {
     let number = |name: &str| -> Option<u64> {
         std::env::var(name).ok().map(|text| text.parse().expect("a number"))
@@ -356,7 +361,7 @@ pub(crate) fn with_seeds(test: impl Fn(u64)) {
     }
 }
 
-/// Bytes that follow from a seed.
+/// Random bytes that a seed reproduces.
 pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&seed.to_le_bytes());
@@ -365,7 +370,8 @@ pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Waits until this process has heard that so many peers are up: it asks now and then only.
+/// Waits until this process knows that `count` peers are up. It reads the membership only from time
+/// to time.
 pub(crate) fn wait_for_members(repository: &Repository, count: usize) {
     let up = || {
         let members = repository.cluster().unwrap().0.members();
@@ -375,23 +381,25 @@ pub(crate) fn wait_for_members(repository: &Repository, count: usize) {
 }
 
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    wait_within(PATIENCE, what, condition);
+    wait_within(TIMEOUT, what, condition);
 }
 
-/// Waits for something that a repair brings about. Each that was killed while it repaired keeps others from it for a while.
+/// Waits for the effect of a repair. A repair that was killed holds its lease for a while, so this
+/// waits longer.
 pub(crate) fn wait_for_repair(what: &str, condition: impl Fn() -> bool) {
-    wait_within(3 * PATIENCE, what, condition);
+    wait_within(3 * TIMEOUT, what, condition);
 }
 
 fn wait_within(time: Duration, what: &str, condition: impl Fn() -> bool) {
     let begin = Instant::now();
     while !condition() {
-        assert!(begin.elapsed() < time, "not in time: {what}");
+        assert!(begin.elapsed() < time, "timed out waiting for: {what}");
         thread::sleep(Duration::from_millis(100));
     }
 }
 
-/// An address at this host that nobody uses, and that no outgoing connection takes: below the ports of those.
+/// A free address of this host. Its port is below the range for outgoing connections, so none of
+/// them takes it.
 fn free_address_on(host: &str) -> String {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let own = (std::process::id() % 400) as u16 * 30;

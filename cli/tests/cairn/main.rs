@@ -1,4 +1,4 @@
-//! The real program, run as an operator runs it.
+//! Tests of the real program, run as an operator runs it.
 
 mod catalog;
 mod cluster;

@@ -7,7 +7,7 @@ use cairn_store::{MirrorId, MirrorOwner, Mode, Repository};
 
 use crate::support::Place;
 
-/// Waits until the clock shows another second: the catalog remembers no finer time.
+/// Waits until the clock shows another second, because the catalog stores times in whole seconds.
 fn next_second() {
     let time = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     let begin = time();
@@ -17,7 +17,7 @@ fn next_second() {
 }
 
 #[test]
-fn mirrors_that_were_made_again_in_one_directory_are_marked_until_they_are_forgotten() {
+fn mirrors_that_another_one_replaced_in_their_directory_are_marked_until_they_are_forgotten() {
     let place = Place::new();
     place.ok(&["create", "vm1", "1M"]);
     let url = format!("dir:{}", place.path("repository").display());
@@ -59,8 +59,8 @@ fn mirrors_that_were_made_again_in_one_directory_are_marked_until_they_are_forgo
         assert_eq!(advice.contains(&command), is_named, "{table}");
     }
 
-    let told = place.ok(&["mirrors", "--forget", &ids[0]]);
-    assert!(told.contains(&ids[0]) && told.contains("can no longer be used"), "{told}");
+    let output = place.ok(&["mirrors", "--forget", &ids[0]]);
+    assert!(output.contains(&ids[0]) && output.contains("can no longer be used"), "{output}");
     assert_eq!(place.run(&["mirrors", "--forget", &ids[2]]).code, 4, "it is in use");
     assert_eq!(marks(), [true, false, false]);
     place.ok(&["mirrors", "--forget", &ids[1]]);

@@ -1,4 +1,4 @@
-//! Somebody between the clients and a peer.
+//! A proxy between the clients and a peer.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,26 +8,27 @@ use std::thread;
 
 use crate::lab::Dice;
 
-/// Bytes of a frame before its body; the first four of them are the body's length.
+/// The length of a frame's header in bytes. Its first four bytes are the length of the body.
 const HEADER: usize = 16;
 
-/// The kind of the first answer: who gets a wrong one leaves the peer alone, and asks it nothing.
+/// The kind of the first answer. It is never changed: a client that gets a wrong one stops using
+/// the peer.
 const WELCOME: u16 = 101;
 
-/// Hands on what clients and a peer tell each other, and flips a bit in some of the peer's answers.
+/// Forwards the messages of clients and a peer, and flips a bit in some answers of the peer.
 pub(crate) struct Proxy {
-    /// Where the clients come.
+    /// The address for clients.
     pub(crate) address: String,
     shared: Arc<Shared>,
 }
 
 struct Shared {
-    /// Where the peer is.
+    /// The address of the peer.
     target: Mutex<Option<String>>,
-    /// Of a thousand bodies, so many get a flipped bit.
+    /// How many of 1000 bodies get a flipped bit.
     permille: AtomicU64,
     flipped: AtomicU64,
-    /// Bytes that came from clients.
+    /// Bytes received from clients.
     received: AtomicU64,
     dice: Mutex<Dice>,
 }
@@ -44,26 +45,27 @@ impl Proxy {
             dice: Mutex::new(Dice::new(seed)),
         });
         let own = shared.clone();
-        // It ends with the process.
+        // The thread ends with the process.
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 let shared = own.clone();
-                thread::spawn(move || shared.hand_on(client));
+                thread::spawn(move || shared.forward(client));
             }
         });
         Proxy { address, shared }
     }
 
+    /// Forwards connections to the peer at `target`.
     pub(crate) fn leads_to(&self, target: &str) {
         *self.shared.target.lock().unwrap() = Some(target.to_owned());
     }
 
-    /// From now on, so many of a thousand bodies get a flipped bit.
+    /// Flips a bit in `permille` of 1000 bodies from here on.
     pub(crate) fn flip(&self, permille: u64) {
         self.shared.permille.store(permille, Ordering::SeqCst);
     }
 
-    /// Bytes that came from clients so far.
+    /// Bytes received from clients so far.
     pub(crate) fn received(&self) -> u64 {
         self.shared.received.load(Ordering::SeqCst)
     }
@@ -75,10 +77,11 @@ impl Proxy {
 }
 
 impl Shared {
-    fn hand_on(&self, client: TcpStream) {
+    fn forward(&self, client: TcpStream) {
         let target = self.target.lock().unwrap().clone();
         let Some(Ok(peer)) = target.map(TcpStream::connect) else { return };
-        // A peer that is 40 ms slower than the others is asked in vain.
+        // Delayed small packets would make the peer 40 ms slower than the others, and its answers
+        // would come too late to be used.
         let _ = (client.set_nodelay(true), peer.set_nodelay(true));
         thread::scope(|scope| {
             scope.spawn(|| {

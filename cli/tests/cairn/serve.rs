@@ -1,4 +1,4 @@
-//! A peer as a process: it is killed, and what it said to have stored is there.
+//! A peer as a process: every fragment that it acknowledged survives a kill.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
@@ -33,8 +33,8 @@ impl Peer {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let told: Value = serde_json::from_str(&line).unwrap();
-        let text = |name: &str| told[name].as_str().unwrap().to_owned();
+        let started: Value = serde_json::from_str(&line).unwrap();
+        let text = |name: &str| started[name].as_str().unwrap().to_owned();
         Peer { address: text("listen"), id: text("peer"), child }
     }
 
@@ -63,7 +63,7 @@ fn fragment(number: u64) -> Fragment {
 }
 
 #[tokio::test]
-async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
+async fn an_acknowledged_fragment_survives_a_kill_of_the_peer_at_any_moment() {
     let place = Place::new();
     let mut stored = Vec::new();
     let mut id = None;
@@ -82,7 +82,7 @@ async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
             let connection = connection.clone();
             puts.spawn(async move { connection.put(fragment(number)).await.map(|()| number) });
         }
-        // It dies when it has said so often that something is stored.
+        // The peer is killed after a number of acknowledgements.
         let mut left = 1 + round * 20;
         let mut peer = Some(peer);
         while let Some(put) = puts.join_next().await {
@@ -96,7 +96,7 @@ async fn what_a_peer_has_stored_survives_its_death_at_any_moment() {
         }
         assert!(connection.usage().await.is_err(), "the peer is dead");
     }
-    assert!(!stored.is_empty(), "nothing was stored before a death");
+    assert!(!stored.is_empty(), "nothing was stored before a kill");
 }
 
 fn content(number: u64) -> Vec<u8> {
@@ -109,7 +109,7 @@ fn member(peer: &Peer, at: usize) -> Member {
 }
 
 #[tokio::test]
-async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
+async fn blobs_survive_the_loss_of_as_many_peers_as_their_redundancy_allows() {
     for (text, lost) in [("rs=4+4", 4), ("replicas=3", 2)] {
         let redundancy: Redundancy = text.parse().unwrap();
         let place = Place::new();
@@ -132,20 +132,20 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
         for at in 0..lost {
             peers[(at * 3) % 8].take().unwrap().kill();
         }
-        // A client that knows them all, and finds out.
+        // A client that knows all peers finds out which ones are dead.
         let cluster = Cluster::new(all, Security::INSECURE);
         let mut buffer = vec![0; 256 << 10];
         for (blob, content) in &blobs {
             let len = cluster.get(blob, &mut buffer).await.unwrap();
             assert!(&buffer[..len] == content, "{text}");
         }
-        // A write goes to those who are left, if they are enough.
+        // A write goes to the remaining peers, if they are enough.
         let content = content(99);
         let written = cluster.put(&BlobId::of(&content), &content, &redundancy.into()).await;
         assert_eq!(written.is_ok(), redundancy.width() <= 8 - lost, "{text}: {written:?}");
         let missing = cluster.get(&BlobId::of(b"another"), &mut buffer).await;
         assert!(missing.is_err());
-        // One more is too many for what was cut into blocks.
+        // With Reed-Solomon codes, the loss of one more peer is too much.
         if text == "rs=4+4" {
             let next = peers.iter_mut().find_map(Option::take).unwrap();
             next.kill();
@@ -158,7 +158,7 @@ async fn blobs_survive_the_loss_of_as_many_peers_as_they_should() {
 }
 
 #[tokio::test]
-async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
+async fn a_peer_that_hangs_delays_a_read_only_for_a_short_time() {
     let redundancy: Redundancy = "rs=2+2".parse().unwrap();
     let place = Place::new();
     let peers: Vec<Peer> =
@@ -184,13 +184,13 @@ async fn a_peer_that_hangs_delays_a_read_a_little_and_no_more() {
         assert!(&buffer[..len] == content);
         slow += usize::from(begin.elapsed() > Duration::from_secs(5));
     }
-    // The machine may stall once.
+    // One read may be slow because the machine is busy.
     assert!(slow < 2, "{slow} of {} reads", blobs.len());
     signal("-CONT");
 }
 
 #[test]
-fn a_peer_is_not_insecure_by_accident() {
+fn a_peer_without_keys_needs_the_option_insecure() {
     let place = Place::new();
     let run = place.run(&["serve", "--data", "peer", "--listen", "127.0.0.1:0"]);
     assert_eq!(run.code, 2, "{}", run.stderr);
@@ -206,7 +206,7 @@ fn a_peer_is_not_insecure_by_accident() {
 }
 
 #[tokio::test]
-async fn a_peer_with_keys_serves_its_cluster_and_nobody_else() {
+async fn a_peer_with_keys_serves_only_clients_of_its_cluster() {
     let place = Place::new();
     for name in ["keys", "others"] {
         place.ok(&["keys", "init", name]);
@@ -220,7 +220,7 @@ async fn a_peer_with_keys_serves_its_cluster_and_nobody_else() {
     assert_eq!(connection.fetch(&one.description.blob).await.unwrap(), [one]);
     for stranger in [Security::INSECURE, load("others", Role::Client)] {
         let opened = Connection::open(&peer.address, &stranger).await;
-        // With TLS 1.3 a client may learn that it is refused with its first question.
+        // With TLS 1.3 a client may learn only with its first request that it is refused.
         if let Ok(connection) = opened {
             assert!(connection.usage().await.is_err());
         }

@@ -1,4 +1,4 @@
-//! Running `cairn` on a repository of its own.
+//! Runs `cairn` in a temporary directory.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -8,11 +8,12 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
+/// A temporary directory with a repository.
 pub(crate) struct Place {
     pub(crate) dir: TempDir,
 }
 
-/// What a run of the program left behind.
+/// The result of a run of the program.
 pub(crate) struct Run {
     pub(crate) code: i32,
     pub(crate) stdout: Vec<u8>,
@@ -46,12 +47,12 @@ impl Place {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // A program that refuses at once does not read its input.
+        // A program that fails early does not read its input.
         let _ = child.stdin.take().unwrap().write_all(input);
         child.wait_with_output().unwrap().into()
     }
 
-    /// Runs a command that succeeds and returns what it printed.
+    /// Runs a command, which must succeed, and returns its output.
     pub(crate) fn ok(&self, args: &[&str]) -> String {
         let run = self.run(args);
         assert_eq!(run.code, 0, "{args:?}: {}", run.stderr);
@@ -83,7 +84,7 @@ impl Place {
 impl From<Output> for Run {
     fn from(output: Output) -> Self {
         Self {
-            code: output.status.code().expect("it is not killed"),
+            code: output.status.code().expect("no signal ends the program"),
             stdout: output.stdout,
             stderr: String::from_utf8(output.stderr).unwrap(),
         }

@@ -1,4 +1,4 @@
-//! A client that commits as a backend does, in this process.
+//! A client in this process that commits as a backend does.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ const CHUNKS: u64 = 300;
 /// The seeds of a disk's chunks.
 pub(crate) type Disk = BTreeMap<u64, u64>;
 
-/// Somebody with an image's lease.
+/// A client that holds the lease of an image.
 pub(crate) struct Writer {
     pub(crate) repository: Repository,
     pub(crate) attachment: Attachment,
@@ -24,7 +24,7 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    /// Makes an image, and takes it.
+    /// Creates an image and attaches to it.
     pub(crate) fn create(repository: &Repository, image: &str, redundancy: Redundancy) -> Writer {
         let repository = repository.with_policy(redundancy.into());
         let geometry = Geometry::new(CHUNKS * CHUNK as u64, MIN_CHUNK_SIZE).unwrap();
@@ -32,7 +32,7 @@ impl Writer {
         Writer::attach(&repository, &first, image.as_bytes()[0]).unwrap()
     }
 
-    /// Takes an image that is there.
+    /// Attaches to an existing image.
     pub(crate) fn attach(repository: &Repository, first: &Snapshot, me: u8) -> Result<Writer> {
         let id = MirrorId::from_bytes([me; 16]);
         let owner = MirrorOwner::this_process(id, format!("/mirrors/{}", char::from(me)))?;
@@ -41,7 +41,7 @@ impl Writer {
         Ok(Writer { repository, attachment, geometry: first.geometry })
     }
 
-    /// Announces a snapshot.
+    /// Reserves a number and begins the snapshot with it.
     pub(crate) fn begin(&self) -> Result<u64> {
         let number = self.attachment.reserve(1)?.start;
         let (label, consistency) = (None, Consistency::Crash);
@@ -50,7 +50,7 @@ impl Writer {
         Ok(number)
     }
 
-    /// Stores these chunks over the parent.
+    /// Stores the chunks and returns the root of the parent's tree with these changes.
     pub(crate) fn store(&self, chunks: &Disk) -> Result<Root> {
         let contents: Vec<_> = chunks.values().map(|seed| content(*seed)).collect();
         let contents: Vec<_> = contents.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
@@ -65,14 +65,14 @@ impl Writer {
         self.attachment.publish(number, root, 0, 0)
     }
 
-    /// All of it.
+    /// Begins, stores and publishes a snapshot.
     pub(crate) fn commit(&self, chunks: &Disk) -> Result<Snapshot> {
         let number = self.begin()?;
         self.publish(number, &self.store(chunks)?)
     }
 }
 
-/// Chunks of which no other has the content.
+/// `count` chunks whose content differs from that of all other seeds.
 pub(crate) fn chunks(seed: u64, count: u64) -> Disk {
     (0..count).map(|at| (at, seed * 1_000_000 + at)).collect()
 }
@@ -88,7 +88,12 @@ pub(crate) fn assert_holds(repository: &Repository, snapshot: &Snapshot, disk: &
     for chunk in repository.chunks(&snapshot.root, snapshot.geometry) {
         let (at, id) = chunk.unwrap();
         repository.read_chunk(&id, &mut buf).unwrap();
-        assert!(buf == content(disk[&at.0]), "{} of {} is something else", at.0, snapshot.name());
+        assert!(
+            buf == content(disk[&at.0]),
+            "chunk {} of {} has the wrong content",
+            at.0,
+            snapshot.name()
+        );
         found.push(at.0);
     }
     assert!(found.iter().eq(disk.keys()), "{} has other chunks", snapshot.name());

@@ -1,4 +1,4 @@
-//! What the agent says to the host, what it prints, and the code it exits with.
+//! The agent's requests, its output and its exit codes.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -33,7 +33,7 @@ fn a_checkpoint_prints_the_name_of_its_snapshot() {
 }
 
 #[test]
-fn json_tells_both_the_cut_and_its_becoming_stable() {
+fn json_contains_both_the_accepted_and_the_stable_event() {
     let host = Host::accepting("vm1");
     let output = agent("checkpoint --wait stable --json", &[&host.socket()]);
     let taken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -43,7 +43,7 @@ fn json_tells_both_the_cut_and_its_becoming_stable() {
 }
 
 #[test]
-fn a_checkpoint_is_followed_over_the_end_of_the_connection() {
+fn a_checkpoint_is_followed_on_a_new_connection_if_the_first_one_ends() {
     let host = Host::answering(|request, stream| match request {
         Request::Checkpoint(_) => {
             say(stream, &accepted("vm1"));
@@ -73,7 +73,7 @@ fn one_checkpoint_spans_several_disks() {
 }
 
 #[test]
-fn what_one_disk_did_is_told_even_when_another_refuses() {
+fn the_checkpoint_of_one_disk_is_reported_even_if_another_disk_refuses() {
     let good = Host::accepting("good");
     let bad = refusing(RefusalKind::Busy);
     let output = agent("checkpoint", &[&bad.socket(), &good.socket()]);
@@ -83,19 +83,19 @@ fn what_one_disk_did_is_told_even_when_another_refuses() {
 }
 
 #[test]
-fn nobody_is_asked_when_one_disk_cannot_be_reached() {
+fn no_disk_is_asked_if_one_cannot_be_reached() {
     let host = Host::accepting("vm1");
     let output = agent("checkpoint", &[&host.socket(), Path::new("/no/such/socket")]);
     assert_eq!(output.status.code(), Some(6));
     assert_eq!(text(&output.stdout), "");
-    // The host hears of the next agent, and of none before it.
+    // The first request that the host gets is that of the next agent.
     agent("checkpoint --label second", &[&host.socket()]);
     let Request::Checkpoint(checkpoint) = host.request() else { panic!() };
     assert_eq!(checkpoint.label.as_deref(), Some("second"));
 }
 
 #[test]
-fn a_refusal_tells_the_caller_what_to_do_by_its_exit_code() {
+fn the_exit_code_of_a_refusal_depends_on_its_kind() {
     for (kind, code) in [
         (RefusalKind::Invalid, 2),
         (RefusalKind::Busy, 4),
@@ -137,11 +137,11 @@ fn a_host_that_never_answers_is_given_up_at_the_time_limit() {
 }
 
 #[test]
-fn a_host_that_talks_nonsense_or_without_end_is_not_believed() {
+fn an_answer_that_is_not_an_event_or_has_no_end_is_refused() {
     let nonsense = Host::answering(|_, stream| drop(writeln!(stream, "HTTP/1.1 400")));
     let endless = Host::answering(|_, stream| drop(stream.write_all(&vec![b'x'; MAX_LINE + 8192])));
     let long = Host::answering(|_, stream| {
-        // Blanks in front of what would be an answer: just one byte more than a line may have.
+        // Blanks before a valid answer make the line one byte too long.
         let answer = serde_json::to_vec(&accepted("vm1")).unwrap();
         let blanks = vec![b' '; MAX_LINE - answer.len()];
         drop(stream.write_all(&[&blanks[..], &answer, b"\n"].concat()));
@@ -157,7 +157,7 @@ fn a_host_that_talks_nonsense_or_without_end_is_not_believed() {
 }
 
 #[test]
-fn the_list_is_one_snapshot_a_line() {
+fn the_list_has_one_snapshot_a_line() {
     let host = Host::answering(|request, stream| {
         assert_eq!(*request, Request::List);
         let line = |number: u64, label: Option<&str>| SnapshotLine {

@@ -1,8 +1,8 @@
-//! A frozen file system thaws, whatever happens to the agent and to the host.
+//! A frozen file system is thawed, whatever happens to the agent and to the host.
 //!
-//! Each test mounts an ext4 file system of its own in a private mount namespace, so that nothing of
-//! the machine is ever frozen. That needs root and loop devices; without them the tests say so and
-//! pass.
+//! Each test mounts its own ext4 file system in a private mount namespace, so that no file system
+//! of the machine is frozen. This needs root and loop devices. Without them the tests print a
+//! message and pass.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -15,11 +15,11 @@ use tempfile::TempDir;
 
 use crate::host::{AGENT, Host};
 
-/// An ext4 file system, visible only to the processes started through [`Scratch::command`].
+/// An ext4 file system that only processes started through [`Scratch::command`] can see.
 struct Scratch {
     directory: TempDir,
-    /// Keeps the namespace, and the mount with it, until its standard input closes.
-    keeper: Child,
+    /// Keeps the namespace and its mount alive until its standard input closes.
+    holder: Child,
 }
 
 impl Scratch {
@@ -35,7 +35,7 @@ impl Scratch {
             eprintln!("skipped: no mke2fs");
             return None;
         }
-        let mut keeper = Command::new("unshare")
+        let mut holder = Command::new("unshare")
             .args(["--mount", "--propagation", "private", "sh", "-c"])
             .arg("mount -o loop \"$0\" \"$1\" && echo mounted && exec cat")
             .args([&image, &target])
@@ -44,23 +44,23 @@ impl Scratch {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(keeper.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(holder.stdout.take().unwrap()).read_line(&mut line).unwrap();
         if line != "mounted\n" {
-            let _ = keeper.wait();
+            let _ = holder.wait();
             eprintln!("skipped: mounting needs root and loop devices");
             return None;
         }
-        Some(Scratch { directory, keeper })
+        Some(Scratch { directory, holder })
     }
 
     fn target(&self) -> PathBuf {
         self.directory.path().join("mnt")
     }
 
-    /// `program`, to be run where the file system can be seen.
+    /// A command that runs `program` in the mount namespace.
     fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
-        command.arg("--mount").arg("--target").arg(self.keeper.id().to_string()).arg(program);
+        command.arg("--mount").arg("--target").arg(self.holder.id().to_string()).arg(program);
         command
     }
 
@@ -74,8 +74,8 @@ impl Scratch {
             .arg("--unix")
             .arg(host.socket())
             .args(["--timeout", &timeout.to_string()])
-            // A stopped process in the tests' own group would have the kernel hang the group up
-            // when whoever started them ends.
+            // If the tests' own process group had a stopped member, the kernel would send SIGHUP to
+            // the group when the parent of the tests ends.
             .process_group(0)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -83,7 +83,7 @@ impl Scratch {
             .unwrap()
     }
 
-    /// Starts a write, which returns only when the file system is not frozen.
+    /// Starts a write, which returns only while the file system is not frozen.
     fn write(&self) -> Write {
         let child = self.command("touch").arg(self.target().join("written")).spawn().unwrap();
         Write(child)
@@ -92,15 +92,15 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A failed test must not leave a frozen file system behind: it would block its unmount.
+        // A failed test must not leave a frozen file system, which cannot be unmounted.
         let _ = self
             .command("fsfreeze")
             .arg("--unfreeze")
             .arg(self.target())
             .stderr(Stdio::null())
             .status();
-        drop(self.keeper.stdin.take());
-        let _ = self.keeper.wait();
+        drop(self.holder.stdin.take());
+        let _ = self.holder.wait();
     }
 }
 
@@ -134,7 +134,7 @@ fn signal(name: &str, process: &Child) {
 }
 
 #[test]
-fn the_file_system_is_thawed_at_the_answer() {
+fn the_file_system_is_thawed_when_the_answer_arrives() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::accepting("vm1");
     let output = scratch.freezing_agent(&host, 10).wait_with_output().unwrap();
@@ -146,7 +146,7 @@ fn the_file_system_is_thawed_at_the_answer() {
 }
 
 #[test]
-fn the_answer_can_go_to_a_file_on_the_frozen_file_system() {
+fn the_output_can_go_to_a_file_on_the_frozen_file_system() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::accepting("vm1");
     let status = scratch
@@ -163,7 +163,7 @@ fn the_answer_can_go_to_a_file_on_the_frozen_file_system() {
 }
 
 #[test]
-fn a_host_that_never_answers_costs_no_more_than_the_time_limit() {
+fn a_host_that_never_answers_delays_writes_by_the_time_limit_at_most() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::silent();
     let agent = scratch.freezing_agent(&host, 5);
@@ -191,7 +191,7 @@ fn a_killed_agent_leaves_nothing_frozen() {
 }
 
 #[test]
-fn nothing_stays_frozen_whenever_the_agent_is_killed() {
+fn nothing_stays_frozen_at_whatever_moment_the_agent_is_killed() {
     let Some(scratch) = Scratch::mount() else { return };
     let host = Host::silent();
     for delay in 0..40 {
@@ -236,7 +236,7 @@ fn a_freeze_of_another_program_is_respected() {
 }
 
 #[test]
-fn a_thaw_by_another_program_before_the_answer_is_not_kept_secret() {
+fn a_thaw_by_another_program_before_the_answer_is_reported() {
     let Some(scratch) = Scratch::mount() else { return };
     let (released, release) = std::sync::mpsc::channel::<()>();
     let release = std::sync::Mutex::new(release);

@@ -1,4 +1,4 @@
-//! A stand-in for `cairn-blk`: a unix socket whose answers the test writes.
+//! A fake `cairn-blk`: a unix socket with answers that the test defines.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_cairn-agent");
 
-/// Serves one connection after the other with `answer` until the test ends.
+/// Serves connections one after the other until the test ends.
 pub(crate) struct Host {
     directory: TempDir,
     requests: Receiver<Request>,
@@ -37,7 +37,8 @@ impl Host {
         Host { directory, requests }
     }
 
-    /// Takes every checkpoint as `image@7`, and makes it stable when asked to.
+    /// Accepts every checkpoint as `image@7`, and reports it as stable if the client waits for
+    /// that.
     pub(crate) fn accepting(image: &'static str) -> Host {
         Host::answering(move |request, stream| {
             let Request::Checkpoint(checkpoint) = request else { panic!("{request:?}") };
@@ -48,7 +49,7 @@ impl Host {
         })
     }
 
-    /// Reads what is asked and never says a word.
+    /// Reads requests and never answers.
     pub(crate) fn silent() -> Host {
         Host::answering(|_, _| ())
     }
@@ -57,15 +58,15 @@ impl Host {
         self.directory.path().join("disk")
     }
 
-    /// The next request that arrived.
+    /// The next request that has arrived.
     pub(crate) fn request(&self) -> Request {
-        self.requests.recv_timeout(Duration::from_secs(10)).expect("the agent asks")
+        self.requests.recv_timeout(Duration::from_secs(10)).expect("the agent sends a request")
     }
 }
 
 pub(crate) fn say(stream: &mut UnixStream, event: &Event) {
     let line = serde_json::to_string(event).unwrap();
-    // The agent may have left.
+    // The agent may have ended.
     let _ = writeln!(stream, "{line}");
 }
 
@@ -84,7 +85,7 @@ pub(crate) fn stable(image: &str) -> Event {
     })
 }
 
-/// Runs the agent with the words of `line`, and with `--unix` for each of `sockets`.
+/// Runs the agent with the words of `line` as arguments, and with `--unix` for each of `sockets`.
 pub(crate) fn agent(line: &str, sockets: &[&Path]) -> Output {
     let mut command = Command::new(AGENT);
     command.args(line.split_whitespace());

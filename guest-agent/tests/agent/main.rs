@@ -1,4 +1,4 @@
-//! The agent as a program, against a stand-in for `cairn-blk` on a unix socket.
+//! The agent as a program, with a fake `cairn-blk` on a unix socket.
 
 mod conversation;
 mod freeze;

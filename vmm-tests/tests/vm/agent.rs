@@ -1,4 +1,4 @@
-//! The agent in a real guest: freezes end, and a guest learns about its own disk only.
+//! The agent in a real guest: freezes end, and a guest sees only its own disk.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -24,14 +24,19 @@ fn an_agent_killed_during_the_freeze_leaves_nothing_frozen() {
             "cairn-agent checkpoint --freeze /mnt --port 7999 --timeout 600 >/dev/null 2>&1 & \
              echo $! > /run/agent",
         )?;
-        // The agent asks when it has frozen.
-        let _connection = asked.recv_timeout(Duration::from_secs(30)).context("nobody asked")?;
+        // The agent sends its request after the freeze.
+        let _connection =
+            asked.recv_timeout(Duration::from_secs(30)).context("no request arrived")?;
         guest.run("(echo x > /mnt/file && touch /run/written) >/dev/null 2>&1 & sleep 1")?;
-        assert_ne!(guest.attempt("test -e /run/written")?.code, 0, "nothing was frozen");
+        assert_ne!(
+            guest.attempt("test -e /run/written")?.code,
+            0,
+            "the file system was not frozen"
+        );
         guest.run("kill -9 $(cat /run/agent)")?;
         guest.run("for i in $(seq 10); do test -e /run/written && exit; sleep 1; done; exit 1")?;
 
-        // And the next checkpoint is none the worse for it.
+        // The next checkpoint succeeds.
         guest.run("cairn-agent checkpoint --freeze /mnt --wait stable")?;
         Ok(())
     });
@@ -54,7 +59,7 @@ fn the_guest_sees_its_disk_and_its_snapshots() {
         assert!(last.starts_with(taken.trim()) && last.ends_with("mine"), "{list}");
         // A label names one snapshot.
         assert_eq!(guest.attempt("cairn-agent checkpoint --label mine")?.code, 2);
-        // No disk answers at another port.
+        // No disk listens at another port.
         assert_eq!(guest.attempt("cairn-agent status --port 7401")?.code, 6);
         Ok(())
     });
@@ -65,7 +70,7 @@ fn an_agent_follows_its_checkpoint_when_the_backend_is_replaced() {
     in_lab("followed", |lab| {
         lab.import_ext4("vm", 64 * MIB, 1)?;
         let disk = Disk::of("vm", "vm");
-        // Slow enough to be replaced meanwhile.
+        // So slow that the backend is replaced while it stores the checkpoint.
         let backend = Backend::start(lab, &Disk { commit_rate: 2 * MIB, ..disk.clone() })?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         guest.run("mount /dev/vda /mnt")?;
@@ -75,7 +80,7 @@ fn an_agent_follows_its_checkpoint_when_the_backend_is_replaced() {
         )?;
         let deadline = Instant::now() + Duration::from_secs(30);
         while backend.status()?.pending.is_empty() {
-            ensure!(Instant::now() < deadline, "nobody asks for a checkpoint");
+            ensure!(Instant::now() < deadline, "no checkpoint was requested");
             thread::sleep(Duration::from_millis(10));
         }
         backend.stop()?;
@@ -90,14 +95,14 @@ fn an_agent_follows_its_checkpoint_when_the_backend_is_replaced() {
     });
 }
 
-/// A host that takes a request, hands out its connection, and never answers.
+/// Accepts a connection, reads a request, and sends the connection to the caller. Never answers.
 fn silent_host(listener: UnixListener) -> Receiver<UnixStream> {
     let (sender, receiver) = channel();
     thread::spawn(move || {
         let (stream, _) = listener.accept().expect("a socket of this test");
         let asked = BufReader::new(&stream).read_line(&mut String::new());
         if asked.is_ok_and(|length| length > 0) {
-            // The test may have given up.
+            // The test may have ended.
             let _ = sender.send(stream);
         }
     });

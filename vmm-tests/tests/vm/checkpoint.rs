@@ -1,4 +1,4 @@
-//! Checkpoints asked from inside a guest, and what they hold.
+//! Checkpoints requested inside a guest, and their content.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ fn a_guest_restarts_from_its_checkpoint_on_an_empty_mirror() {
         guest.kill()?;
         backend.kill()?;
 
-        // Elsewhere: a mirror that holds nothing.
+        // Another mirror, which is empty.
         let disk = Disk { name: "elsewhere".to_owned(), ..Disk::of("vm", snapshot.trim()) };
         let backend = Backend::start(lab, &disk)?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
@@ -30,14 +30,14 @@ fn a_guest_restarts_from_its_checkpoint_on_an_empty_mirror() {
         assert_eq!(guest.run("cat /mnt/file")?, "kept\n");
 
         let (fetched, size) = (backend.stats()?.fetched_bytes, backend.status()?.size);
-        assert!(fetched > 0, "an empty mirror has to fetch");
+        assert!(fetched > 0, "an empty mirror must fetch data");
         assert!(fetched < size / 4, "fetched {fetched} of {size} bytes to read one small file");
         Ok(())
     });
 }
 
 #[test]
-fn each_of_ten_checkpoints_under_a_writing_guest_holds_what_was_synced_before_it() {
+fn each_of_ten_checkpoints_of_a_writing_guest_contains_the_data_synced_before_it() {
     in_lab("ten", |lab| {
         lab.import_ext4("vm", 128 * MIB, 8)?;
         let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
@@ -68,14 +68,14 @@ fn each_of_ten_checkpoints_under_a_writing_guest_holds_what_was_synced_before_it
                 assert_eq!(content, format!("{synced}\n").as_bytes(), "{snapshot}");
             }
             let later = format!("/{}", number + 1);
-            assert!(image::read(&file, &later).is_err(), "{snapshot} holds {later}");
+            assert!(image::read(&file, &later).is_err(), "{snapshot} contains {later}");
         }
         Ok(())
     });
 }
 
 #[test]
-fn the_operator_can_ask_for_a_checkpoint_from_the_host() {
+fn the_operator_can_take_a_checkpoint_from_the_host() {
     in_lab("operator", |lab| {
         lab.import_ext4("vm", 64 * MIB, 1)?;
         let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
@@ -108,7 +108,7 @@ fn one_freeze_spans_two_disks() {
         let second = Backend::start(lab, &disk("second", 7401))?;
         let mut guest = Guest::boot(lab, "vm", &[first.socket(), second.socket()])?;
         guest.run("mount /dev/vda /mnt && mount /dev/vdb /mnt2")?;
-        // The second count follows the first: at most one behind, never ahead.
+        // The second counter follows the first one: at most one behind, never ahead.
         let step = "n=$((n+1)); echo $n > /mnt/count; sync; echo $n > /mnt2/count; sync";
         guest.run("echo 0 > /mnt/count; echo 0 > /mnt2/count; sync")?;
         guest.run(&format!("(n=0; while :; do {step}; done) >/dev/null 2>&1 &"))?;
@@ -140,7 +140,7 @@ fn wait_until_stable(backend: &Backend) -> Result<()> {
         if status.pending.is_empty() {
             return Ok(());
         }
-        ensure!(Instant::now() < end, "not stable in a minute: {:?}", status.pending);
+        ensure!(Instant::now() < end, "not stable within a minute: {:?}", status.pending);
         thread::sleep(Duration::from_millis(50));
     }
 }

@@ -1,11 +1,11 @@
-//! Clones share what they have in common and nothing else.
+//! Clones share their common data and nothing else.
 
 use vmm_tests::{Backend, Disk, Guest, image, in_lab};
 
 use crate::MIB;
 
 #[test]
-fn two_guests_cloned_from_one_snapshot_diverge_and_share_what_is_stored() {
+fn two_clones_of_one_snapshot_diverge_and_share_stored_data() {
     in_lab("clone", |lab| {
         const DATA: u64 = 40;
         lab.import_ext4("origin", 256 * MIB, DATA)?;
@@ -13,7 +13,7 @@ fn two_guests_cloned_from_one_snapshot_diverge_and_share_what_is_stored() {
         let parent = backend.status()?.parent;
         backend.stop()?;
         let before = lab.repository_bytes()?;
-        assert!(before > DATA * MIB, "the repository holds the data");
+        assert!(before > DATA * MIB, "the repository contains the data");
 
         let mut snapshots = Vec::new();
         for name in ["left", "right"] {

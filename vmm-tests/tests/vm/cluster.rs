@@ -1,4 +1,4 @@
-//! A guest whose checkpoints are on many machines, of which half are lost.
+//! A guest whose checkpoints are in a cluster that loses half of its peers.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,10 +11,11 @@ use vmm_tests::{Backend, Disk, Guest, Lab, image, in_cluster};
 
 use crate::MIB;
 
-/// With `rs=4+4`, four are enough and four may be lost.
+/// With `rs=4+4`, four of eight peers may be lost.
 const PEERS: usize = 8;
 
-/// A checkpoint is tried again for a minute, and what is missing of it, too.
+/// How long a state may take. Storing a checkpoint is retried for a minute, and so is completing
+/// it.
 const STATE_LIMIT: Duration = Duration::from_secs(90);
 
 #[test]
@@ -22,7 +23,7 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
     in_cluster("cluster", PEERS, |lab, cluster| {
         lab.import_ext4("vm", 64 * MIB, 8)?;
         let shown: Value = serde_json::from_str(&lab.cairn(&["--json", "show", "vm"])?)?;
-        assert_eq!(shown["redundancy"], "rs=4+4", "by the number of peers");
+        assert_eq!(shown["redundancy"], "rs=4+4", "the default for eight peers");
         let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         guest.run("mount /dev/vda /mnt")?;
@@ -32,7 +33,7 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         let before = sum(&lab.export(&first)?)?;
         guest.run("echo rolled back > /mnt/later && rm /mnt/data/03 && sync")?;
 
-        // The host and half of the peers burn down together.
+        // The host and half of the peers are lost together.
         guest.kill()?;
         lose_host(lab, backend)?;
         let (lost, rest) = ([0, 2, 3, 6], [1, 4, 5, 7]);
@@ -41,31 +42,35 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
             cluster.destroy(at)?;
         }
 
-        // Elsewhere: a mirror that holds nothing.
+        // Another host with an empty mirror.
         let name = "elsewhere".to_owned();
         let elsewhere = Disk { name, optimistic: true, ..Disk::of("vm", &first) };
         let backend = Backend::start(lab, &elsewhere)?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         let disk = guest.run("sha256sum < /dev/vda")?;
-        assert_eq!(disk.split(' ').next(), Some(before.as_str()), "the disk, byte for byte");
-        ensure!(backend.stats()?.fetched_bytes > 0, "an empty mirror has to fetch");
+        assert_eq!(
+            disk.split(' ').next(),
+            Some(before.as_str()),
+            "the disk differs from the checkpoint"
+        );
+        ensure!(backend.stats()?.fetched_bytes > 0, "an empty mirror must fetch data");
         guest.run("e2fsck -fn /dev/vda && mount /dev/vda /mnt")?;
         assert_eq!(guest.run(FILES)?, files);
         assert_ne!(guest.attempt("cat /mnt/later")?.code, 0, "it was written after the checkpoint");
 
-        // Four peers are enough for a checkpoint that can be read.
+        // Four peers are enough for an available checkpoint.
         guest.run("dd if=/dev/urandom of=/mnt/meanwhile bs=64k count=8")?;
         let meanwhile = guest.run("cairn-agent checkpoint --freeze /mnt")?.trim().to_owned();
         wait_for_state(lab, &meanwhile, "available")?;
         let content = sum(&lab.export(&meanwhile)?)?;
 
-        // Others take the place of the lost ones, and the guest goes on.
+        // New peers replace the lost ones, and the guest continues.
         for id in &ids {
-            cluster.give_up(lab, id)?;
+            cluster.lose(lab, id)?;
         }
         cluster.refill(lab, PEERS)?;
-        let told = cluster.repair(lab)?;
-        assert_eq!((&told["left"], &told["survives"]), (&0.into(), &4.into()), "{told}");
+        let report = cluster.repair(lab)?;
+        assert_eq!((&report["left"], &report["survives"]), (&0.into(), &4.into()), "{report}");
         wait_for_state(lab, &meanwhile, "stable")?;
         guest.run("dd if=/dev/urandom of=/mnt/more bs=64k count=32")?;
         let files = guest.run(FILES)?;
@@ -73,7 +78,7 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         guest.kill()?;
         lose_host(lab, backend)?;
 
-        // The rest of the first eight is lost, too: what is left are the new ones alone.
+        // The other four of the first eight peers are lost too. Only new peers remain.
         for at in rest {
             cluster.destroy(at)?;
         }
@@ -84,12 +89,15 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         let more = image::read(&file, "/more")?;
         let copy = lab.path("more");
         fs::write(&copy, more)?;
-        ensure!(files.contains(&sum(&copy)?), "{second} lacks what was written last:\n{files}");
+        ensure!(
+            files.contains(&sum(&copy)?),
+            "{second} lacks the data that was written last:\n{files}"
+        );
         Ok(())
     });
 }
 
-/// Sums of all files of the disk.
+/// A command that prints the checksums of all files of the disk.
 const FILES: &str = "cd /mnt && find . -type f | sort | xargs sha256sum; cd /";
 
 fn checkpoint(guest: &mut Guest) -> Result<String> {
@@ -104,12 +112,12 @@ fn wait_for_state(lab: &Lab, snapshot: &str, wanted: &str) -> Result<()> {
         if shown["state"] == wanted {
             return Ok(());
         }
-        ensure!(Instant::now() < end, "{snapshot} is not {wanted} in {STATE_LIMIT:?}: {shown}");
+        ensure!(Instant::now() < end, "{snapshot} is not {wanted} within {STATE_LIMIT:?}: {shown}");
         thread::sleep(Duration::from_millis(100));
     }
 }
 
-/// The process dies, and all that the host has of the disk is gone.
+/// Kills the backend and deletes all its data on the host.
 fn lose_host(lab: &Lab, backend: Backend) -> Result<()> {
     let mirror = backend.mirror().to_path_buf();
     backend.kill()?;

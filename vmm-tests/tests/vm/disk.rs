@@ -1,4 +1,4 @@
-//! The disk as a disk: it keeps what is written to it, whatever comes and goes around it.
+//! The disk keeps written data when guests and backends restart or are killed.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ fn a_file_system_made_by_the_guest_survives_its_reboot() {
         let backend = Backend::start(lab, &Disk::of("vm", "vm"))?;
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
 
-        // By its path: busybox has a lesser one of its own.
+        // The full path, because busybox has its own, limited mke2fs.
         guest.run("/sbin/mke2fs -q -t ext4 /dev/vda")?;
         guest.run("mount /dev/vda /mnt")?;
         guest.run("dd if=/dev/urandom of=/mnt/data bs=1M count=8 2>/dev/null")?;
@@ -50,7 +50,7 @@ fn synced_data_survives_a_guest_that_is_killed_and_a_backend_that_stays() {
 }
 
 #[test]
-fn a_guest_goes_on_when_its_backend_is_stopped_and_started_again() {
+fn a_guest_continues_when_its_backend_is_stopped_and_started_again() {
     in_lab("restarted-backend", |lab| {
         lab.import_ext4("vm", 256 * MIB, 8)?;
         let disk = Disk::of("vm", "vm");
@@ -93,7 +93,7 @@ fn synced_data_survives_the_death_of_guest_and_backend() {
 }
 
 #[test]
-fn a_read_only_disk_can_be_read_and_nothing_else() {
+fn a_read_only_disk_can_be_read_but_not_written() {
     in_lab("read-only", |lab| {
         let original = lab.import_ext4("vm", 64 * MIB, 8)?;
         let disk = Disk { read_only: true, ..Disk::of("vm", "vm") };

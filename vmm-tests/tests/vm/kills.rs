@@ -1,27 +1,28 @@
-//! The backend dies under a running guest, again and again.
+//! The backend is killed repeatedly under a running guest.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use verifier::{Writer, mix};
+use seeded_rng::mix;
+use verifier::Writer;
 use vmm_tests::{Backend, Disk, Guest, in_lab};
 
 use crate::MIB;
 
-/// Deaths in one run.
+/// The number of kills in one run.
 const KILLS: u64 = 100;
 
-/// Threads in the guest, each with a request in flight at any time.
+/// The number of threads in the guest. Each one always has a request in flight.
 const WRITERS: u64 = 24;
 
-/// The longest that the guest may wait for one request.
-const HANG: Duration = Duration::from_secs(10);
+/// How long the guest may wait for one request.
+const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 
 const SIZE: u64 = 16 * MIB;
 
 #[test]
-fn a_guest_survives_a_hundred_deaths_of_its_backend() {
+fn a_guest_survives_a_hundred_kills_of_its_backend() {
     in_lab("kills", |lab| {
         let raw = lab.path("empty.raw");
         std::fs::File::create(&raw)?.set_len(SIZE)?;
@@ -32,7 +33,7 @@ fn a_guest_survives_a_hundred_deaths_of_its_backend() {
         guest.run(&format!("verifier /dev/vda {WRITERS} /run/stop >/run/verdict 2>&1 &"))?;
 
         let seed = u64::from(std::process::id());
-        println!("the seed of the times is {seed}");
+        println!("the seed is {seed}");
         let mut accepted = Vec::new();
         for kill in 0..KILLS {
             wait_for_writes(&backend, 50).with_context(|| {
@@ -44,7 +45,7 @@ fn a_guest_survives_a_hundred_deaths_of_its_backend() {
                 let control = backend.control().display().to_string();
                 let snapshot = lab.cairn(&["checkpoint", "--control", &control])?;
                 accepted.push(snapshot.trim().to_owned());
-                // While it is stored.
+                // The kill comes while the checkpoint is stored.
                 thread::sleep(Duration::from_millis(mix(draw) % 30));
             }
             backend.kill()?;
@@ -57,10 +58,10 @@ fn a_guest_survives_a_hundred_deaths_of_its_backend() {
         ensure!(verdict.starts_with("OK"), "{verdict}");
         let slowest =
             verdict.trim_end_matches(" ms").rsplit(' ').next().and_then(|ms| ms.parse().ok());
-        let slowest = Duration::from_millis(slowest.context("no time in the verdict")?);
-        ensure!(slowest < HANG, "a request took {slowest:?}");
-        let complaints = guest.run("dmesg | grep -iE 'I/O error|virtio.*(error|fail)' || true")?;
-        assert_eq!(complaints, "");
+        let slowest = Duration::from_millis(slowest.context("the verdict contains no time")?);
+        ensure!(slowest < REQUEST_LIMIT, "a request took {slowest:?}");
+        let errors = guest.run("dmesg | grep -iE 'I/O error|virtio.*(error|fail)' || true")?;
+        assert_eq!(errors, "");
 
         let control = backend.control().display().to_string();
         let last = lab.cairn(&["checkpoint", "--control", &control, "--wait", "stable"])?;
@@ -71,7 +72,7 @@ fn a_guest_survives_a_hundred_deaths_of_its_backend() {
     });
 }
 
-/// Every checkpoint that was accepted is there, holds a state that the disk went through, and none is
+/// Checks that every accepted checkpoint exists, contains a state that the disk had, and is not
 /// older than the one before it.
 fn check_snapshots(lab: &vmm_tests::Lab, snapshots: &[String]) -> Result<()> {
     let mut before = vec![0; WRITERS as usize];
@@ -83,16 +84,19 @@ fn check_snapshots(lab: &vmm_tests::Lab, snapshots: &[String]) -> Result<()> {
             let newest =
                 writer.check(&content).map_err(anyhow::Error::msg).context(snapshot.clone())?;
             let before = &mut before[index as usize];
-            ensure!(newest >= *before, "{snapshot} has {newest} of writer {index}, not {before}");
+            ensure!(
+                newest >= *before,
+                "{snapshot} has write {newest} of writer {index}, the one before it has {before}"
+            );
             *before = newest;
         }
     }
     Ok(())
 }
 
-/// Waits until the guest has written so often since the backend's start.
+/// Waits until the guest has written `count` times since the start of the backend.
 fn wait_for_writes(backend: &Backend, count: u64) -> Result<()> {
-    let end = Instant::now() + 2 * HANG;
+    let end = Instant::now() + 2 * REQUEST_LIMIT;
     while backend.stats()?.writes < count {
         ensure!(Instant::now() < end, "the guest does not write");
         thread::sleep(Duration::from_millis(10));

@@ -1,6 +1,6 @@
-//! What guests see, and what their checkpoints hold.
+//! Tests with real guests.
 //!
-//! `make test` builds and fetches what these tests need and runs them one after the other.
+//! `make vm-test` builds and fetches what these tests need, and runs them one after the other.
 
 mod agent;
 mod checkpoint;

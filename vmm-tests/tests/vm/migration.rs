@@ -1,4 +1,4 @@
-//! A guest that moves to another hypervisor on the same host, under its disk's one backend.
+//! A guest migrates to another hypervisor on the same host. Its disk keeps the same backend.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::MIB;
 /// Bytes of each numbered block.
 const BLOCK: usize = 32 << 10;
 
-/// How long any one thing may take.
+/// How long each step may take.
 const LIMIT: Duration = Duration::from_secs(60);
 
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
@@ -33,35 +33,42 @@ fn a_writing_guest_moves_to_another_qemu_and_loses_nothing() {
         wait_for_blocks(&mut guest, 5)?;
 
         let mut migration = Migration::begin(lab, guest, "vm-moved", &[backend.socket()])?;
-        // All of the memory has been sent. From here on the guest arrives with what the backend put
-        // there only if the backend tells QEMU about it.
-        wait_until("the memory is sent once", || Ok(migration.passes()? >= 1))?;
+        // All of the memory has been sent. Data that the backend writes to memory from here on
+        // reaches the target only if the backend marks the pages as dirty.
+        wait_until("all memory is sent once", || Ok(migration.passes()? >= 1))?;
         wait_for_requests(&backend, 50)?;
         let mut guest = migration.finish()?;
 
         guest.run("touch /run/calm")?;
-        assert_eq!(guest.run(BOOT_ID)?, boot_id, "the guest has booted anew");
-        assert_eq!(guest.run(DATA_SUM)?, data, "the guest's cache is not what was read into it");
+        assert_eq!(guest.run(BOOT_ID)?, boot_id, "the guest has rebooted");
+        assert_eq!(
+            guest.run(DATA_SUM)?,
+            data,
+            "the guest's cache differs from the data on its disk"
+        );
         let arrived = blocks(&mut guest)?;
         wait_for_blocks(&mut guest, arrived + 5)?;
         let written = stop_writer(&mut guest)?;
         guest.run(&format!("sync && {DROP_CACHE}"))?;
-        assert_eq!(guest.run(DATA_SUM)?, data, "the guest's disk is not what it was");
+        assert_eq!(guest.run(DATA_SUM)?, data, "the data on the guest's disk has changed");
         verify(&mut guest, written)?;
-        assert_eq!(complaints(&mut guest)?, "");
+        assert_eq!(kernel_errors(&mut guest)?, "");
         assert_eq!(backend.stats()?.errors, 0);
 
         let control = backend.control().display().to_string();
         let snapshot = lab.cairn(&["checkpoint", "--control", &control, "--wait", "stable"])?;
         let file = lab.export(snapshot.trim())?;
         image::recover(&file)?;
-        assert!(image::read(&file, "/blocks")? == expected(written), "not what was written");
+        assert!(
+            image::read(&file, "/blocks")? == expected(written),
+            "the snapshot differs from the written data"
+        );
         guest.power_off()?;
         backend.stop()
     });
 }
 
-/// Changes memory faster than QEMU sends it, until the file `/run/calm` is there.
+/// Changes memory faster than QEMU sends it, until the file `/run/calm` exists.
 fn keep_memory_changing(guest: &mut Guest) -> Result<()> {
     guest.run("dd if=/dev/urandom of=/run/noise bs=1M count=8 2>/dev/null")?;
     let change = "dd if=/run/noise of=/run/changed bs=1M conv=notrunc";
@@ -69,8 +76,8 @@ fn keep_memory_changing(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Reads the imported data into the guest's cache, over and over, until the file `/run/calm` is there.
-/// The backend alone writes to that memory.
+/// Reads the imported data into the guest's cache repeatedly, until the file `/run/calm` exists.
+/// Only the backend writes to that memory.
 fn keep_cache_changing(guest: &mut Guest) -> Result<()> {
     let read = "for file in /mnt/data/*; do test -e /run/calm || cat $file; done";
     let step = format!("{DROP_CACHE}; {read}");
@@ -79,7 +86,7 @@ fn keep_cache_changing(guest: &mut Guest) -> Result<()> {
 }
 
 /// Appends numbered blocks to `/mnt/blocks`, syncs each and reads it back from the disk, until the
-/// file `/run/stop` is there or something is wrong. `/run/count` tells how many are good.
+/// file `/run/stop` exists or a block is wrong. `/run/count` contains the number of correct blocks.
 fn start_writer(guest: &mut Guest) -> Result<()> {
     let write = format!(
         "yes $n | head -c {BLOCK} > /run/block && \
@@ -98,7 +105,7 @@ fn start_writer(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Ends the writer, which must have found nothing wrong, and returns how many blocks there are.
+/// Stops the writer, which must have found no wrong block, and returns the number of blocks.
 fn stop_writer(guest: &mut Guest) -> Result<u64> {
     guest.run("touch /run/stop")?;
     wait_until("the writer ends", || Ok(guest.attempt("test -e /run/ended")?.code == 0))?;
@@ -106,26 +113,26 @@ fn stop_writer(guest: &mut Guest) -> Result<u64> {
     let length = guest.run("stat -c %s /mnt/blocks")?;
     ensure!(
         length.trim().parse() == Ok(written * BLOCK as u64),
-        "{written} blocks are good of {length}bytes:\n{}",
+        "{written} blocks are correct of {length}bytes:\n{}",
         guest.run("tail /run/writer")?
     );
     Ok(written)
 }
 
-/// How many blocks the writer has written and found good.
+/// The number of blocks that the writer has written and found correct.
 fn blocks(guest: &mut Guest) -> Result<u64> {
-    guest.run("cat /run/count")?.trim().parse().context("no count")
+    guest.run("cat /run/count")?.trim().parse().context("reading the count of blocks")
 }
 
 fn wait_for_blocks(guest: &mut Guest, count: u64) -> Result<()> {
-    wait_until("the writer gets on", || {
+    wait_until("the writer makes progress", || {
         let ended = guest.attempt("test -e /run/ended")?.code == 0;
-        ensure!(!ended, "the writer gave up:\n{}", guest.run("tail /run/writer")?);
+        ensure!(!ended, "the writer has stopped:\n{}", guest.run("tail /run/writer")?);
         Ok(blocks(guest)? >= count)
     })
 }
 
-/// Waits until the guest has read and written `count` times more.
+/// Waits until the guest has made `count` more reads and `count` more writes.
 fn wait_for_requests(backend: &Backend, count: u64) -> Result<()> {
     let before = backend.stats()?;
     wait_until("the guest reads and writes", || {
@@ -134,19 +141,19 @@ fn wait_for_requests(backend: &Backend, count: u64) -> Result<()> {
     })
 }
 
-/// Compares all blocks, in the guest.
+/// Compares all blocks inside the guest.
 fn verify(guest: &mut Guest, count: u64) -> Result<()> {
     let expected = format!("for n in $(seq {count}); do yes $n | head -c {BLOCK}; done");
     guest.run(&format!("({expected}) | cmp - /mnt/blocks"))?;
     Ok(())
 }
 
-/// What the guest's kernel has to say against its disk.
-fn complaints(guest: &mut Guest) -> Result<String> {
+/// Errors about the disk in the log of the guest's kernel.
+fn kernel_errors(guest: &mut Guest) -> Result<String> {
     guest.run("dmesg | grep -iE 'I/O error|EXT4-fs (error|warning)|virtio.*(error|fail)' || true")
 }
 
-/// The blocks from the first to number `count`, as the writer makes them.
+/// The blocks 1 to `count` as the writer writes them.
 fn expected(count: u64) -> Vec<u8> {
     let block = |number: u64| format!("{number}\n").into_bytes().into_iter().cycle().take(BLOCK);
     (1..=count).flat_map(block).collect()
@@ -155,7 +162,7 @@ fn expected(count: u64) -> Vec<u8> {
 fn wait_until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
     let end = Instant::now() + LIMIT;
     while !holds()? {
-        ensure!(Instant::now() < end, "in vain for {LIMIT:?}: {what}");
+        ensure!(Instant::now() < end, "not within {LIMIT:?}: {what}");
         thread::sleep(Duration::from_millis(50));
     }
     Ok(())

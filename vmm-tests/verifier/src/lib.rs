@@ -1,37 +1,40 @@
-//! What a guest writes so that everybody can tell whether it is still there.
+//! A pattern of writes from which a state of the disk can be verified.
 //!
-//! Several writers share a disk. Block b belongs to writer b modulo their number. Each writer sends one
-//! write after the other, numbered from 1; which of its blocks a number goes to follows from the number. So a
-//! state of the disk in which a writer's newest number is n must hold all its writes up to n, and no
-//! other: anything else was lost, torn, or came back.
+//! Several writers share a disk. With `w` writers, block `b` belongs to writer `b mod w`. Each
+//! writer makes one write after the other, numbered from 1. The block of a write follows from its
+//! number. So a state of the disk in which the newest write of a writer is `n` must contain all its
+//! writes up to `n` and no other. Any other state has lost, torn or stale writes.
 
-/// Bytes of a block.
+use seeded_rng::mix;
+
+/// The size of a block in bytes.
 pub const BLOCK: usize = 4096;
 
 /// One of the writers of a disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Writer {
-    /// Its place among them.
+    /// The index of this writer.
     pub index: u64,
-    /// How many there are.
+    /// The number of writers.
     pub writers: u64,
-    /// Blocks of the disk.
+    /// The number of blocks of the disk.
     pub blocks: u64,
 }
 
 impl Writer {
-    /// Blocks that belong to it.
+    /// The number of blocks that belong to this writer.
     pub fn own_blocks(&self) -> u64 {
         (self.blocks - self.index).div_ceil(self.writers)
     }
 
-    /// The block that the write with this number goes to.
+    /// The block of the write with this number.
     pub fn block_of(&self, number: u64) -> u64 {
         let pick = mix(self.index << 48 ^ number) % self.own_blocks();
         pick * self.writers + self.index
     }
 
-    /// The content of a block after the write with this number; 0 is before the first.
+    /// The content of a block after the write with this number. Number 0 means before the first
+    /// write.
     pub fn content(&self, block: u64, number: u64) -> Vec<u8> {
         if number == 0 {
             return vec![0; BLOCK];
@@ -40,13 +43,14 @@ impl Writer {
         (0..BLOCK as u64 / 8).flat_map(word).collect()
     }
 
-    /// The number of the write that a block's content is from, if it is one of this block's.
+    /// The number of the write that left this content in the block, or `None` if no write did.
     pub fn number(&self, block: u64, content: &[u8]) -> Option<u64> {
         let number = u64::from_le_bytes(content.get(8..16)?.try_into().ok()?);
         (content == self.content(block, number)).then_some(number)
     }
 
-    /// The newest number in a state of the whole disk, if that holds all writes up to it and no other.
+    /// Verifies a state of the whole disk. Returns the number of the newest write of this writer,
+    /// or an error unless the state contains all its writes up to that one and no other.
     pub fn check(&self, disk: &[u8]) -> Result<u64, String> {
         let blocks = (self.index..self.blocks).step_by(self.writers as usize);
         let mut found = Vec::new();
@@ -54,7 +58,7 @@ impl Writer {
             let content = &disk[block as usize * BLOCK..][..BLOCK];
             let number = self
                 .number(block, content)
-                .ok_or_else(|| format!("block {block} holds nothing that was written to it"))?;
+                .ok_or_else(|| format!("the content of block {block} was never written to it"))?;
             found.push((block, number));
         }
         let newest = found.iter().map(|(_, number)| *number).max().unwrap_or(0);
@@ -66,7 +70,8 @@ impl Writer {
             let expected = last.get(&block).copied().unwrap_or(0);
             if number != expected {
                 return Err(format!(
-                    "writer {} has got to {newest}, but block {block} is of {number} instead of {expected}",
+                    "the newest write of writer {} is {newest}, but block {block} has write {number} \
+                     instead of {expected}",
                     self.index
                 ));
             }
@@ -75,20 +80,12 @@ impl Writer {
     }
 }
 
-/// A number that looks random.
-pub fn mix(seed: u64) -> u64 {
-    let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 #[cfg(test)]
 mod tests {
     use super::{BLOCK, Writer};
 
     #[test]
-    fn a_lost_an_old_and_a_torn_write_are_found() {
+    fn lost_and_torn_writes_are_found() {
         let writer = Writer { index: 1, writers: 3, blocks: 20 };
         let mut disk = vec![0; 20 * BLOCK];
         assert_eq!(writer.check(&disk), Ok(0));

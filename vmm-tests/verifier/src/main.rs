@@ -1,9 +1,9 @@
-//! Runs in a guest: writes to a disk from many threads at once, reads back, and says whether all is well.
+//! Runs in a guest. Writes to a disk from many threads, reads the data back, and verifies it.
 //!
 //! usage: verifier DEVICE THREADS STOP
 //!
-//! It goes on until the file STOP is there, then reads everything and prints `OK` with its counts. At the
-//! first thing that is wrong it prints `WRONG` with what it is, and ends.
+//! It runs until the file STOP exists. Then it reads everything and prints `OK` with its counters.
+//! At the first error it prints `WRONG` with the reason, and ends.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -11,9 +11,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use verifier::{BLOCK, Writer, mix};
+use seeded_rng::mix;
+use verifier::{BLOCK, Writer};
 
-/// Memory that direct I/O takes.
+/// Memory that is aligned for direct I/O.
 #[repr(C, align(4096))]
 struct Page([u8; BLOCK]);
 
@@ -64,7 +65,7 @@ fn wrong(what: &str) -> ! {
     std::process::exit(1);
 }
 
-/// One thread.
+/// The loop of one thread.
 fn run(writer: Writer, file: &File, counts: &Counts, stop: &Path) {
     let mut page = Box::new(Page([0; BLOCK]));
     let mut last = vec![0; writer.own_blocks() as usize];
@@ -77,11 +78,11 @@ fn run(writer: Writer, file: &File, counts: &Counts, stop: &Path) {
         let us = start.elapsed().as_micros() as u64;
         counts.slowest_us.fetch_max(us, Ordering::Relaxed);
     };
-    let mut look = Instant::now();
+    let mut last_check = Instant::now();
     loop {
-        // A look at the file system is not free in an emulated guest.
-        if look.elapsed() > Duration::from_millis(100) {
-            look = Instant::now();
+        // Checking for the file is slow in an emulated guest, so it is done at intervals.
+        if last_check.elapsed() > Duration::from_millis(100) {
+            last_check = Instant::now();
             if stop.exists() {
                 break;
             }
@@ -115,6 +116,6 @@ fn run(writer: Writer, file: &File, counts: &Counts, stop: &Path) {
 fn expect(writer: &Writer, block: u64, content: &[u8], number: u64) {
     let found = writer.number(block, content);
     if found != Some(number) {
-        wrong(&format!("block {block} is of write {found:?} instead of {number}"));
+        wrong(&format!("block {block} has write {found:?} instead of {number}"));
     }
 }

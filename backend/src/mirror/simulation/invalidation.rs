@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use cairn_store::{ChunkId, ChunkIndex, Geometry};
+use seeded_rng::Rng;
 
 use super::storing::accept;
-use super::{CHUNK, CHUNKS, PARENT, PER_CHUNK, Rng, WORKERS, crash, set_stamp, stamp};
+use super::{CHUNK, CHUNKS, PARENT, PER_CHUNK, WORKERS, crash, set_stamp, stamp};
 use crate::mirror::layout::{BLOCK_BYTES, Layout, Span};
 use crate::mirror::{Mirror, Plan};
 
@@ -144,10 +145,10 @@ fn a_block_is_not_invalidated_once_somebody_may_have_written_it() {
         thread::scope(|scope| {
             for worker in 0..WORKERS {
                 let shared = &shared;
-                scope.spawn(move || shared.write(worker, Rng(seed * 10 + worker as u64)));
+                scope.spawn(move || shared.write(worker, Rng::new(seed * 10 + worker as u64)));
             }
             scope.spawn(|| {
-                let mut rng = Rng(seed * 10 + 8);
+                let mut rng = Rng::new(seed * 10 + 8);
                 while shared.goes_on() {
                     let block = rng.below(blocks);
                     let was_present = shared.mirror.presence().get(block);

@@ -31,6 +31,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use cairn_store::{ChunkIndex, Geometry, SnapshotState};
+use seeded_rng::Rng;
 use tempfile::TempDir;
 
 use self::faults::Faults;
@@ -52,22 +53,6 @@ const STEPS: u64 = 2000;
 const PARENT: u64 = 1;
 /// What the space of an absent block holds until something is written there.
 const GARBAGE: u64 = 999_999;
-
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
-    }
-
-    fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-}
 
 /// A bug that is made on purpose: the simulation has to find it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,7 +133,7 @@ impl World {
         let rings: Vec<Ring> = (0..WORKERS).map(|_| Ring::new()).collect();
         let ledgers = ring::ledgers();
         World {
-            rng: Rng(seed),
+            rng: Rng::new(seed),
             planted_bug,
             dir,
             layout,

@@ -9,7 +9,9 @@
 use std::collections::VecDeque;
 use std::fs::File;
 
-use super::{Rng, WORKERS, World};
+use seeded_rng::Rng;
+
+use super::{WORKERS, World};
 use crate::guest::ledger::{Ledger, LedgerRegion, RingIndices};
 use crate::mirror::layout::Span;
 

@@ -1,6 +1,6 @@
-//! Cairn in one terminal: a checkpoint asked from inside a guest, the loss of the machine, and a
-//! restart that fetches only what it touches. `demo cluster` has the repository on eight peers, and
-//! loses four of them, too.
+//! A demonstration of Cairn: a checkpoint requested inside a guest, the loss of the machine, and a
+//! restart that fetches only the data that it reads. `demo cluster` uses a repository on eight
+//! peers and loses four of them too.
 
 use std::fs;
 use std::process::ExitCode;
@@ -20,18 +20,18 @@ const SIZE: u64 = 256 * MIB;
 const DATA_FILES: u64 = 40;
 
 const PEERS: usize = 8;
-/// Those that are destroyed.
+/// The peers that are destroyed.
 const LOST: [usize; 4] = [0, 2, 3, 6];
 
 const STABLE: &str = "the checkpoint became stable";
 const SPREAD: &str = "each blob survives the loss of four peers";
-const DOWN: &str = "four of the eight peers are gone, with all that they held";
-const EMPTY: &str = "the second guest began on an empty mirror";
-const KEPT: &str = "the file is as it was at the checkpoint";
-const ROLLED_BACK: &str = "what was appended later is rolled back";
+const DOWN: &str = "four of the eight peers are down, their data deleted";
+const EMPTY: &str = "the second guest started with an empty mirror";
+const KEPT: &str = "the file has its content of the checkpoint";
+const ROLLED_BACK: &str = "data appended later is rolled back";
 const LAZY: &str = "less than a quarter of the image was fetched";
-const CLEAN: &str = "the file system is clean, with nothing to replay";
-const INTACT: &str = "all other data reads back as it was";
+const CLEAN: &str = "the file system is clean, with no journal to replay";
+const INTACT: &str = "all other data is unchanged";
 
 fn main() -> ExitCode {
     let checks = [STABLE, EMPTY, KEPT, ROLLED_BACK, LAZY, CLEAN, INTACT];
@@ -47,19 +47,19 @@ fn main() -> ExitCode {
             let checks: Vec<_> = [stable, SPREAD, DOWN].into_iter().chain(rest).collect();
             let stage = Stage::open(title, &checks);
             perform(stage, |stage| {
-                let text = "make keys, start a catalog and eight peers that speak TLS";
-                let start = || Lab::with_cluster("demo", PEERS);
+                let text = "create keys, start a catalog and eight peers with TLS";
+                let start = || Cluster::with_lab("demo", PEERS);
                 stage.step(text, start).map(|(lab, cluster)| (lab, Some(cluster)))
             })
         }
         Some(other) => {
-            eprintln!("there is no demo of '{other}': say nothing, or cluster");
+            eprintln!("unknown demo '{other}'; use no argument, or `cluster`");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Plays the story in a lab that is made for it, and tells how it went.
+/// Runs the demo in a lab that `prepare` creates, and prints the results.
 fn perform(
     mut stage: Stage,
     prepare: impl FnOnce(&mut Stage) -> Result<(Lab, Option<Cluster>)>,
@@ -89,10 +89,10 @@ fn play(lab: &Lab, cluster: Option<&mut Cluster>, stage: &mut Stage) -> Result<(
             lab.import_ext4("vm", SIZE, DATA_FILES)
         })?;
 
-    // The first life.
+    // The first guest.
     let disk = Disk::of("vm", "vm");
     let backend = stage.step("start cairn-blk on the image", || Backend::start(lab, &disk))?;
-    let mut guest = stage.step("boot a guest under QEMU, its disk served by cairn-blk", || {
+    let mut guest = stage.step("boot a guest under QEMU with a disk of cairn-blk", || {
         Guest::boot(lab, "vm", &[backend.socket()])
     })?;
     let data = stage.step("in the guest: mount the disk, read all data, write a file", || {
@@ -121,14 +121,15 @@ fn play(lab: &Lab, cluster: Option<&mut Cluster>, stage: &mut Stage) -> Result<(
         lose_peers(lab, cluster, stage)?;
     }
 
-    // The second life.
+    // The second guest.
     let begin = Instant::now();
     let disk = Disk::of("vm", &snapshot);
     let backend =
         stage.step(&format!("start cairn-blk on {snapshot}"), || Backend::start(lab, &disk))?;
-    let mut guest =
-        stage.step("boot a second guest on it", || Guest::boot(lab, "vm", &[backend.socket()]))?;
-    // Without a replay of the journal: the disk is looked at as the checkpoint left it.
+    let mut guest = stage.step("boot a second guest with this disk", || {
+        Guest::boot(lab, "vm", &[backend.socket()])
+    })?;
+    // Without a replay of the journal, to see the disk as the checkpoint left it.
     let file = stage.step("in the guest: mount the disk, read the file", || {
         guest.run("mount -o ro,noload /dev/vda /mnt && cat /mnt/file")
     })?;
@@ -145,33 +146,35 @@ fn play(lab: &Lab, cluster: Option<&mut Cluster>, stage: &mut Stage) -> Result<(
     stage.check(INTACT, again.0 == data);
     stage.check(CLEAN, again.1.code == 0 && !again.1.text.contains("journal recovery"));
 
-    stage.measure("pause of the checkpoint, the cut", milliseconds(taken.accepted.pause_us));
+    stage.measure("pause of the checkpoint, at the disk", milliseconds(taken.accepted.pause_us));
     stage.measure("pause of the checkpoint, freeze to thaw", milliseconds(taken.frozen_us));
     stage.measure("changed since the import", bytes(taken.stable.dirty_bytes));
     stage.measure("stored after deduplication", bytes(taken.stable.stored_bytes));
     stage.measure("time to stable", milliseconds(taken.stable.elapsed_ms * 1000));
     stage.measure("boot of the second guest", seconds(guest.boot_time()));
-    stage.measure("from nothing to the file's content", seconds(restart));
-    stage.measure("fetched for that", format!("{} of {}", bytes(fetched), bytes(SIZE)));
+    stage.measure("from the start to the file's content", seconds(restart));
+    stage.measure("fetched until then", format!("{} of {}", bytes(fetched), bytes(SIZE)));
     Ok(())
 }
 
-/// Half of the machines burn down.
+/// Destroys half of the peers.
 fn lose_peers(lab: &Lab, cluster: &mut Cluster, stage: &mut Stage) -> Result<()> {
-    let told = stage.step("cairn repair: nothing is to be done", || cluster.repair(lab))?;
-    stage.check(SPREAD, told["survives"] == 4 && told["under"] == 0);
+    let report = stage.step("cairn repair: check the redundancy", || cluster.repair(lab))?;
+    stage.check(SPREAD, report["survives"] == 4 && report["under"] == 0);
     stage.step("kill four of the eight peers, delete their data", || {
         LOST.iter().try_for_each(|at| cluster.destroy(*at))
     })?;
-    stage.step("wait until the catalog misses them", || cluster.wait_down(lab, LOST.len()))?;
-    let told: Value = serde_json::from_str(&lab.cairn(&["--json", "peers"])?)?;
-    let down = told["peers"].as_array().into_iter().flatten().filter(|one| one["state"] == "down");
+    stage.step("wait until the catalog reports them as down", || {
+        cluster.wait_down(lab, LOST.len())
+    })?;
+    let list: Value = serde_json::from_str(&lab.cairn(&["--json", "peers"])?)?;
+    let down = list["peers"].as_array().into_iter().flatten().filter(|one| one["state"] == "down");
     stage.check(DOWN, down.count() == LOST.len());
     stage.show("cairn peers", &lab.cairn(&["peers"])?);
     Ok(())
 }
 
-/// What `cairn-agent checkpoint --json` prints.
+/// The output of `cairn-agent checkpoint --json`.
 struct Taken {
     frozen_us: u64,
     accepted: Accepted,
@@ -188,6 +191,6 @@ impl Taken {
                 stable: serde_json::from_value(answer["stable"].take())?,
             })
         };
-        parse().with_context(|| format!("the agent's answer: {text}"))
+        parse().with_context(|| format!("parsing the output of the agent: {text}"))
     }
 }

@@ -1,4 +1,4 @@
-//! What the audience sees: steps with their times, then measurements, then checks.
+//! The output of the demo: steps with their times, then measurements, then checks.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -7,6 +7,7 @@ use anyhow::Result;
 
 const WIDTH: usize = 78;
 
+/// Prints the demo and collects its results.
 pub(crate) struct Stage {
     colour: bool,
     steps: usize,
@@ -16,7 +17,7 @@ pub(crate) struct Stage {
 
 struct Check {
     name: &'static str,
-    /// `None` until the story gets there.
+    /// `None` until the demo has reached the check.
     passed: Option<bool>,
 }
 
@@ -37,19 +38,19 @@ impl Stage {
         stage
     }
 
-    /// Announces a part of the story, performs it, and tells how long it took.
-    pub(crate) fn step<T>(&mut self, text: &str, act: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Prints the text of a step, executes it, and prints how long it took.
+    pub(crate) fn step<T>(&mut self, text: &str, action: impl FnOnce() -> Result<T>) -> Result<T> {
         self.steps += 1;
         print!("{:>4}  {text:<WIDTH$}", self.steps);
-        // The audience sees what is going on before it is over.
+        // The text is visible while the step runs.
         let _ = io::stdout().flush();
         let begin = Instant::now();
-        let outcome = act();
+        let outcome = action();
         println!("{}", self.paint(Ink::Dim, &format!("{:>9}", seconds(begin.elapsed()))));
         outcome
     }
 
-    /// What a command printed.
+    /// Prints a command and its output.
     pub(crate) fn show(&self, command: &str, text: &str) {
         println!("\n      {}", self.paint(Ink::Bold, &format!("$ {command}")));
         text.lines().for_each(|line| println!("      {line}"));
@@ -62,30 +63,30 @@ impl Stage {
 
     pub(crate) fn check(&mut self, name: &'static str, passed: bool) {
         let known = self.checks.iter_mut().find(|check| check.name == name);
-        known.expect("every check is announced at the opening").passed = Some(passed);
+        known.expect("every check is passed to `open`").passed = Some(passed);
     }
 
-    /// The story cannot go on.
+    /// Prints why the demo cannot continue.
     pub(crate) fn interrupt(&self, reason: &str) {
         println!("\n{}", self.paint(Ink::Red, reason));
     }
 
-    /// Prints the tables; whether every check was reached and passed.
+    /// Prints the measurements and the checks. Returns whether every check was reached and passed.
     pub(crate) fn close(self) -> bool {
         if !self.measurements.is_empty() {
-            self.heading("Measured");
+            self.heading("Measurements");
         }
         for (name, value) in &self.measurements {
             println!("      {name:<44}{value:>24}");
         }
-        self.heading("Checked");
+        self.heading("Checks");
         for Check { name, passed } in &self.checks {
-            let verdict = match passed {
+            let result = match passed {
                 Some(true) => self.paint(Ink::Green, "yes"),
                 Some(false) => self.paint(Ink::Red, "NO"),
                 None => self.paint(Ink::Red, "not reached"),
             };
-            println!("      {name:<65}{verdict}");
+            println!("      {name:<65}{result}");
         }
         println!();
         self.checks.iter().all(|check| check.passed == Some(true))

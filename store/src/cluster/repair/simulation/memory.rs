@@ -8,9 +8,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use seeded_rng::Rng;
 use tokio::sync::{Notify, mpsc};
 
-use super::{Rng, number};
+use super::number;
 use crate::cluster::placement::matching::size;
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::protocol::{FragmentId, Held};
@@ -75,13 +76,13 @@ impl World {
             requests: 0,
             defect,
             violation: None,
-            rng: Rng(rng.below(u64::MAX)),
+            rng: Rng::new(rng.below(u64::MAX)),
         };
         (0..9).for_each(|_| world.join());
         let codes = ["replicas=2", "replicas=3", "rs=2+2", "rs=3+2"];
         for number in 0..BLOBS {
             let wanted: Redundancy = codes[number as usize % codes.len()].parse().unwrap();
-            let content = [number ^ rng.0, number].map(u64::to_le_bytes).concat();
+            let content = [number ^ rng.state(), number].map(u64::to_le_bytes).concat();
             let blob = BlobId::of(&content);
             let (description, blocks) = encode(&blob, &content, wanted);
             let encoding = description.id();
@@ -393,7 +394,7 @@ async fn end_tasks(memory: &Memory) {
 }
 
 async fn run(seed: u64, defect: bool) -> (Report, u64, u64) {
-    let world = World::new(Rng(seed), defect);
+    let world = World::new(Rng::new(seed), defect);
     let memory = Arc::new(Memory { world: Mutex::new(world), killed_notice: Notify::new() });
     let (mut all, mut kills) = (Report::default(), 0);
     for _ in 0..REPAIRS {

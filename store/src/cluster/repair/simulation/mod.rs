@@ -17,28 +17,14 @@ mod memory;
 mod repairing;
 mod world;
 
+use seeded_rng::Rng;
+
 use self::repairing::{Done, Repairing};
 use self::world::World;
 use super::members::PeerState;
 
 /// The steps before the events end.
 const STEPS: u64 = 2000;
-
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
-    }
-
-    fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-}
 
 /// A deliberate defect, which the simulation has to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +59,7 @@ struct Counts {
 }
 
 fn run(seed: u64, defect: Option<Defect>) -> Counts {
-    let mut world = World::new(Rng(seed));
+    let mut world = World::new(Rng::new(seed));
     let mut repairing = Repairing::new(defect);
     for _ in 0..STEPS {
         match world.rng.below(100) {

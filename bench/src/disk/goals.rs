@@ -1,39 +1,40 @@
-//! What Cairn has to reach beside the others.
+//! The goals of the case `disk`.
 
 use super::Row;
-use super::bed::Contender;
+use super::testbed::Contender;
 use super::workload::{RANDOM_READ_1, RANDOM_READ_32};
-use crate::report::bars::Bar;
+use crate::report::goals::Goal;
 use crate::stats::geometric_mean;
 
-/// Less than this below another is noise.
+/// A ratio from here on counts as equal; a smaller difference is noise.
 const EQUAL: f64 = 0.97;
-/// A flush of Cairn may have to sync two files.
+/// The goal for workloads with flushes. A flush of Cairn may have to sync two files.
 const FLUSH: f64 = 0.8;
 
-pub(super) fn bars(rows: &[Row]) -> Vec<Bar> {
-    let mut bars = Vec::new();
+pub(super) fn goals(rows: &[Row]) -> Vec<Goal> {
+    let mut goals = Vec::new();
     for row in rows {
         let name = row.name();
         let [raw, qemu, cairn] =
             [Contender::Raw, Contender::Qemu, Contender::Cairn].map(|c| row.of(c).iops);
         let wanted = if row.spec.flushes() { FLUSH } else { EQUAL };
-        bars.push(Bar::at_least(format!("{name}: of qemu"), cairn / qemu, wanted));
+        goals.push(Goal::at_least(format!("{name}: of qemu"), cairn / qemu, wanted));
         if [RANDOM_READ_1, RANDOM_READ_32].contains(&row.workload) {
-            // The smaller of the two, both as a ratio of qemu-storage-daemon.
+            // The smaller one of 1.25 times qemu-storage-daemon and 0.95 times the raw file.
             let wanted = f64::min(1.25, 0.95 * raw / qemu);
-            bars.push(Bar::at_least(format!("{name}: ahead of qemu"), cairn / qemu, wanted));
+            goals.push(Goal::at_least(format!("{name}: ahead of qemu"), cairn / qemu, wanted));
         }
         if row.spec.len == 256 << 10 {
-            bars.push(Bar::at_least(format!("{name}: of the raw file"), cairn / raw, 0.9));
+            goals.push(Goal::at_least(format!("{name}: of the raw file"), cairn / raw, 0.9));
         }
     }
-    bars.push(cpu(rows));
-    bars
+    goals.push(cpu(rows));
+    goals
 }
 
-/// The price of a request must not be higher in any workload.
-fn cpu(rows: &[Row]) -> Bar {
+/// The goal for CPU time: a request must not cost more than with qemu-storage-daemon, in any
+/// workload.
+fn cpu(rows: &[Row]) -> Goal {
     let ratio = |row: &Row| {
         row.of(Contender::CairnQuiet).cpu_us / row.of(Contender::QemuQuiet).cpu_us.max(0.01)
     };
@@ -46,5 +47,5 @@ fn cpu(rows: &[Row]) -> Bar {
          worst in {name}",
         rows.len()
     );
-    Bar::at_most(what, worst, 1.0 / EQUAL)
+    Goal::at_most(what, worst, 1.0 / EQUAL)
 }

@@ -1,4 +1,4 @@
-//! The disks that are compared, all of them there for the whole run.
+//! The disks that are compared. All of them exist for the whole run.
 
 use std::fs::File;
 
@@ -14,13 +14,14 @@ use crate::sys;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contender {
     Raw,
-    /// As QEMU's defaults have it: its I/O thread polls for a while before it sleeps.
+    /// qemu-storage-daemon with its defaults: the I/O thread polls for a while before it sleeps.
     Qemu,
-    /// Without polling, for the price in CPU time.
+    /// qemu-storage-daemon without polling, to measure CPU time.
     QemuQuiet,
-    /// As its defaults have it: a worker looks for a while before it sleeps if a processor is spare.
+    /// Cairn with its defaults: a worker polls for a while before it sleeps, if a processor is
+    /// idle.
     Cairn,
-    /// Without that, for the price in CPU time.
+    /// Cairn without polling, to measure CPU time.
     CairnQuiet,
 }
 
@@ -48,19 +49,19 @@ impl Contender {
     }
 }
 
-pub(super) struct Bed {
+pub(super) struct Testbed {
     pub(super) areas: Areas,
     raw: File,
     qemu: StorageDaemon,
     cairn: Cairn,
     quiet_cairn: Cairn,
-    // After the servers.
+    // Dropped after the servers.
     _areas: [Area; 2],
 }
 
-impl Bed {
-    /// Makes the disks and writes their first part, each through its own server.
-    pub(super) fn new(site: &Site, areas: Areas) -> Result<Bed> {
+impl Testbed {
+    /// Creates the disks and writes their first part, each through its own server.
+    pub(super) fn new(site: &Site, areas: Areas) -> Result<Testbed> {
         eprintln!("preparing the disks");
         let area = site.area()?;
         let raw = sys::direct_file(&area.path("raw"), areas.size())?;
@@ -70,14 +71,14 @@ impl Bed {
         let cairn = Cairn::start(site, &area, areas.size(), &[])?;
         let other = site.area()?;
         let quiet_cairn = Cairn::start(site, &other, areas.size(), &["--poll-us", "0"])?;
-        let mut bed = Bed { areas, raw, qemu, cairn, quiet_cairn, _areas: [area, other] };
+        let mut testbed = Testbed { areas, raw, qemu, cairn, quiet_cairn, _areas: [area, other] };
         for contender in [Contender::Raw, Contender::Qemu, Contender::Cairn, Contender::CairnQuiet]
         {
             let shape = Shape { queues: 1, depth: 8, longest: 256 << 10 };
-            write_once(bed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
+            write_once(testbed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
         }
         sys::settle();
-        Ok(bed)
+        Ok(testbed)
     }
 
     pub(super) fn connect(
@@ -96,7 +97,7 @@ impl Bed {
         })
     }
 
-    /// The process that does the work. For the raw file it is this one, the load included.
+    /// The process that serves the disk. For the raw file it is this process, including the load.
     pub(super) fn pid(&self, contender: Contender) -> u32 {
         match contender {
             Contender::Raw => std::process::id(),
