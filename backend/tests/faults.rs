@@ -81,7 +81,7 @@ fn a_checkpoint_waits_for_a_full_repository_and_keeps_its_content() {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let pending = control.status().pending;
-        let error = pending.first().expect("it is pending").trouble.clone();
+        let error = pending.first().expect("it is pending").last_error.clone();
         if error.is_some_and(|error| error.contains("space") || error.contains("full")) {
             break;
         }

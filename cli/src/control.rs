@@ -72,8 +72,8 @@ pub(crate) fn stats(socket: &Path, style: Style) -> Outcome {
 fn print_status(status: &Status, style: Style) -> Outcome {
     let pending = |commit: &cairn_agent::PendingCommit| {
         let progress = format!("{} ({} of {} chunks", commit.snapshot, commit.done, commit.chunks);
-        match &commit.trouble {
-            Some(trouble) => format!("{progress}; retrying: {trouble})"),
+        match &commit.last_error {
+            Some(error) => format!("{progress}; retrying: {error})"),
             None => progress + ")",
         }
     };
@@ -88,7 +88,7 @@ fn print_status(status: &Status, style: Style) -> Outcome {
         ("changed", style.size(status.dirty_bytes)),
         ("local", style.size(status.present_bytes)),
         ("pending", or_dash(Some(pending).filter(|list| !list.is_empty()))),
-        ("trouble", or_dash(status.trouble.as_ref())),
+        ("error", or_dash(status.checkpoint_error.as_ref())),
     ])?;
     print_queues(&status.queues)
 }

@@ -223,7 +223,7 @@ pub struct Status {
     pub pending: Vec<PendingCommit>,
     /// Why no checkpoint can be taken, if that is so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<String>,
+    pub checkpoint_error: Option<String>,
     /// The virtqueues, with counters since the start of the process.
     #[serde(default)]
     pub queues: Vec<QueueStatus>,
@@ -279,7 +279,7 @@ pub struct PendingCommit {
     pub done: u64,
     /// Why storing fails at present, if it does. It is retried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<String>,
+    pub last_error: Option<String>,
 }
 
 /// The content of [`Event::Snapshots`].

@@ -41,8 +41,8 @@ pub(crate) fn status(status: &Status, json: bool) -> io::Result<()> {
             commit.snapshot, commit.done, commit.chunks
         ));
     }
-    if let Some(trouble) = &status.trouble {
-        lines.push(format!("trouble   {trouble}"));
+    if let Some(error) = &status.checkpoint_error {
+        lines.push(format!("error     {error}"));
     }
     print(&lines.join("\n"))
 }

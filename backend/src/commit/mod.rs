@@ -244,7 +244,7 @@ impl Commits {
                 snapshot: self.image.snapshot_name(commit.new.number),
                 chunks: commit.layer.dirty().len(),
                 done: commit.layer.stored_count(),
-                trouble: commit.last_error().clone(),
+                last_error: commit.last_error().clone(),
             })
             .collect()
     }

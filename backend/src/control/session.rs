@@ -256,7 +256,7 @@ fn status(context: &ControlContext) -> Status {
         dirty_bytes: mirror.epoch_view().dirty().len() * layout.chunk_size() as u64,
         present_bytes: mirror.presence().local_bytes(),
         pending: context.commits.pending(),
-        trouble: context.image.poison_reason(),
+        checkpoint_error: context.image.poison_reason(),
         queues: queues.map(|(number, queue)| queue.read(number)).collect(),
     }
 }

@@ -25,7 +25,7 @@ const EXAMPLES: [&str; 9] = [
     r#"{"event":"failed","snapshot":"a@1","number":1,"reason":"\u00e4"}"#,
     r#"{"event":"snapshots","snapshots":[{"snapshot":"a@1","label":"b","state":"stable","time":1}],"omitted":1}"#,
     r#"{"event":"error","kind":"busy","message":"c"}"#,
-    r#"{"event":"status","protocol":1,"image":"a","parent":"a@1","size":1,"chunk_size":1,"read_only":false,"connected":true,"dirty_bytes":0,"present_bytes":0,"pending":[{"snapshot":"a@2","chunks":1,"done":0}],"trouble":"d","queues":[]}"#,
+    r#"{"event":"status","protocol":1,"image":"a","parent":"a@1","size":1,"chunk_size":1,"read_only":false,"connected":true,"dirty_bytes":0,"present_bytes":0,"pending":[{"snapshot":"a@2","chunks":1,"done":0}],"checkpoint_error":"d","queues":[]}"#,
 ];
 
 /// Takes `data` as everything that a client sends. The first bytes can put an example with flipped

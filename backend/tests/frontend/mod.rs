@@ -61,7 +61,7 @@ pub(crate) const UNSUPP: u8 = 2;
 /// What the status byte holds before a request.
 pub(crate) const UNTOUCHED: u8 = 0xee;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// How a queue is set up. The default is valid.
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +97,7 @@ fn watched<T>(stream: &UnixStream, work: impl FnOnce() -> T) -> T {
     let stream = stream.try_clone().expect("duplicate a socket");
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            if waiting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            if waiting.recv_timeout(TIME_LIMIT) == Err(RecvTimeoutError::Timeout) {
                 let _ = stream.shutdown(Shutdown::Both);
             }
         });
@@ -276,14 +276,14 @@ impl Guest {
         parts.extend(data);
         parts.push((STATUS, 1, WRITABLE));
         self.chain(&parts);
-        self.try_request(PATIENCE).unwrap_or_else(|| {
+        self.try_request(TIME_LIMIT).unwrap_or_else(|| {
             panic!("a request of kind {kind} at sector {sector} with {data:x?} was lost")
         })
     }
 
     /// Writes and reads back, as a valid guest does. Returns `false` if the queue does not serve.
     pub(crate) fn works(&mut self, sector: u64, fill: u8) -> bool {
-        self.works_within(PATIENCE, sector, fill)
+        self.works_within(TIME_LIMIT, sector, fill)
     }
 
     /// Does [`Guest::works`] for a queue that may not serve, with a timeout.
@@ -338,8 +338,8 @@ pub(crate) struct Raw(pub(crate) UnixStream);
 impl Raw {
     pub(crate) fn connect(socket: &Path) -> Raw {
         let stream = UnixStream::connect(socket).expect("connect to the backend");
-        stream.set_read_timeout(Some(PATIENCE)).expect("set a timeout");
-        stream.set_write_timeout(Some(PATIENCE)).expect("set a timeout");
+        stream.set_read_timeout(Some(TIME_LIMIT)).expect("set a timeout");
+        stream.set_write_timeout(Some(TIME_LIMIT)).expect("set a timeout");
         Raw(stream)
     }
 

@@ -11,7 +11,7 @@ use cairn_agent::{
 };
 
 /// Longer than any answer should take, short enough for a test to fail in time.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Control {
     reader: BufReader<UnixStream>,
@@ -20,8 +20,8 @@ pub(crate) struct Control {
 impl Control {
     pub(crate) fn connect(path: &Path) -> std::io::Result<Control> {
         let stream = UnixStream::connect(path)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIME_LIMIT))?;
+        stream.set_write_timeout(Some(TIME_LIMIT))?;
         Ok(Control { reader: BufReader::new(stream) })
     }
 
@@ -69,7 +69,7 @@ impl Control {
     pub(crate) fn checkpoint_to_the_end(&mut self) -> Event {
         let wait = Wait::Stable;
         let request = Request::Checkpoint(Checkpoint { wait, ..Checkpoint::default() });
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIME_LIMIT;
         loop {
             self.send(&request).expect("send the request");
             let last = loop {
@@ -120,7 +120,7 @@ impl Control {
 
     /// Waits until no checkpoint is pending.
     pub(crate) fn wait_until_quiet(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIME_LIMIT;
         loop {
             let pending = self.status().pending;
             if pending.is_empty() {

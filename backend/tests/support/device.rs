@@ -22,7 +22,7 @@ pub(crate) const SECTOR: u64 = 512;
 /// Room before a slot's data, so that it can start at an address with any alignment.
 const SKEW: usize = 4096;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// How a client uses the device.
 #[derive(Clone, Copy, Debug)]
@@ -84,7 +84,7 @@ impl Device {
         let (sender, receiver) = channel();
         let path = socket.to_path_buf();
         std::thread::spawn(move || sender.send(Device::keep_connecting(&path, shape)));
-        match receiver.recv_timeout(PATIENCE) {
+        match receiver.recv_timeout(TIME_LIMIT) {
             Ok(device) => device,
             Err(_) => panic!("no connection to {}", socket.display()),
         }
@@ -238,7 +238,7 @@ impl Queue {
     /// Kicks the device and collects what is done, waiting for at least `min` requests.
     pub(crate) fn reap(&mut self, min: usize) -> Vec<Done> {
         let mut done = [const { MaybeUninit::<Completion>::uninit() }; 64];
-        let mut timeout = PATIENCE;
+        let mut timeout = TIME_LIMIT;
         let count = self
             .queue
             .do_io(&mut done, min, Some(&mut timeout), None)

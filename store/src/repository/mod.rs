@@ -18,6 +18,7 @@ use self::attachment::Attachment;
 use crate::blobs::Blobs;
 use crate::catalog::{Catalog, Draft, FirstSnapshot, Record};
 use crate::cluster::client::Cluster;
+use crate::cluster::client::reservation::Reservation;
 use crate::cluster::client::watcher::MembershipWatcher;
 use crate::cluster::membership::{self, Health};
 use crate::cluster::{ClusterBlobs, Counters};
@@ -25,7 +26,7 @@ use crate::documents::Documents;
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, PeerId};
+use crate::id::{BlobId, ChunkId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{Consistency, MirrorOwner, Mode, Snapshot, SnapshotState};
@@ -42,7 +43,7 @@ pub struct PutChunk {
 
 /// Space on the peers. The reservation ends when this is dropped. In a directory no space is
 /// reserved.
-pub struct ReservedSpace(Option<(Arc<ClusterBlobs>, Vec<(PeerId, u64)>)>);
+pub struct ReservedSpace(Option<(Arc<ClusterBlobs>, Reservation)>);
 
 impl Drop for ReservedSpace {
     fn drop(&mut self) {

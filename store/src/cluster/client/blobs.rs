@@ -39,6 +39,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::cluster::{Cluster, Progress};
 use super::recent_set::RecentSet;
+use super::reservation::Reservation;
 use super::window::{Content, Entry, Status, Window};
 use crate::blobs::{Blobs, NewBlob};
 use crate::encoding::fragment::{Kind, MAX_CONTENT, Plain, cut};
@@ -417,7 +418,7 @@ impl ClusterBlobs {
 
     /// Reserves space for `bytes` of content that is stored with this policy. Returns how much each
     /// peer reserves. Fails if the peers do not have enough free space.
-    pub(crate) fn reserve(&self, bytes: u64, policy: &StoragePolicy) -> Result<Vec<(PeerId, u64)>> {
+    pub(crate) fn reserve(&self, bytes: u64, policy: &StoragePolicy) -> Result<Reservation> {
         let (width, needed) = (policy.redundancy.width() as u64, policy.redundancy.needed() as u64);
         let bytes = bytes.saturating_mul(width).div_ceil(needed.max(1));
         self.runtime.block_on(self.shared.cluster.reserve(bytes))

@@ -31,7 +31,7 @@ mod known;
 pub(crate) mod pool;
 mod recent_set;
 mod records;
-mod reservation;
+pub(crate) mod reservation;
 pub(crate) mod watcher;
 mod window;
 

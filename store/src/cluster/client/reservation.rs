@@ -60,13 +60,16 @@ impl Reserved {
     }
 }
 
+/// The bytes that each peer keeps free.
+pub(crate) type Reservation = Vec<(PeerId, u64)>;
+
 impl Cluster {
     /// Reserves space for `bytes` bytes of blocks. Returns how much is reserved on which peer. If
     /// the peers do not have enough space it fails and reserves nothing.
     ///
     /// Clients that want the last space at the same time may each get a part of it, and none
     /// enough. Each of them releases its part and retries after a random pause.
-    pub(super) async fn reserve(&self, bytes: u64) -> Result<Vec<(PeerId, u64)>> {
+    pub(super) async fn reserve(&self, bytes: u64) -> Result<Reservation> {
         for attempt in 1..MAX_ATTEMPTS {
             match self.try_reserve(bytes).await {
                 Err(Error::NoRoom { .. }) => tokio::time::sleep(pause(attempt)).await,
@@ -76,12 +79,12 @@ impl Cluster {
         self.try_reserve(bytes).await
     }
 
-    async fn try_reserve(&self, bytes: u64) -> Result<Vec<(PeerId, u64)>> {
+    async fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
         let wanted = bytes + bytes / SLACK_DIVISOR;
         let members = self.inner.members();
         let mut able: Vec<&Member> =
             members.all.iter().filter(|member| member.state == MemberState::Up).collect();
-        let mut taken: Vec<(PeerId, u64)> = Vec::new();
+        let mut taken = Reservation::new();
         let (mut left, mut is_refused) = (wanted, false);
         for _ in 0..MAX_ROUNDS {
             if left == 0 || able.is_empty() {

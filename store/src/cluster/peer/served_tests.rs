@@ -230,7 +230,7 @@ async fn assert_served(peer: &Peer, known: &Connection, one: &Fragment) {
     let mut times = Vec::new();
     let mut ask = async |connection: &Connection| {
         let start = Instant::now();
-        let asked = timeout(Duration::from_secs(20), get(&connection, &one.description.blob)).await;
+        let asked = timeout(Duration::from_secs(20), get(connection, &one.description.blob)).await;
         assert_eq!(asked.expect("in time").unwrap().len(), 1);
         times.push(start.elapsed());
     };
