@@ -16,6 +16,11 @@ impl Rng {
         Rng(seed)
     }
 
+    /// The state of the generator. It determines the rest of the sequence.
+    pub fn state(&self) -> u64 {
+        self.0
+    }
+
     /// The next number of the sequence.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(INCREMENT);

@@ -81,7 +81,7 @@ impl World {
         let codes = ["replicas=2", "replicas=3", "rs=2+2", "rs=3+2"];
         for number in 0..BLOBS {
             let wanted: Redundancy = codes[number as usize % codes.len()].parse().unwrap();
-            let content = [number ^ rng.0, number].map(u64::to_le_bytes).concat();
+            let content = [number ^ rng.state(), number].map(u64::to_le_bytes).concat();
             let blob = BlobId::of(&content);
             let (description, blocks) = encode(&blob, &content, wanted);
             let encoding = description.id();

@@ -90,7 +90,7 @@ impl World {
     pub(super) fn join(&mut self) {
         self.counts.joins += 1;
         let number = self.number();
-        let digest = blake3::hash(&(number ^ self.rng.0).to_le_bytes());
+        let digest = blake3::hash(&(number ^ self.rng.state()).to_le_bytes());
         let id = PeerId::from_bytes(digest.as_bytes()[..16].try_into().expect("16 bytes"));
         let (weight, domain) = (1 + self.rng.below(3), self.rng.below(6).to_string());
         let node = RepairPeer { id, weight, domain, state: PeerState::Up, full: false };
@@ -206,7 +206,7 @@ impl World {
                     self.peers.iter_mut().for_each(|peer| drop(peer.has.remove(&oldest)));
                 }
                 let number = self.number();
-                let id = BlobId::of(&(number ^ self.rng.0).to_le_bytes());
+                let id = BlobId::of(&(number ^ self.rng.state()).to_le_bytes());
                 let wanted = CODES[self.rng.below(CODES.len() as u64) as usize];
                 let (was_whole, losses, encodings) = (false, 0, Vec::new());
                 let blob = Blob { id, wanted, encodings, was_whole, losses };
