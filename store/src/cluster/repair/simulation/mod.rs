@@ -28,7 +28,7 @@ const STEPS: u64 = 2000;
 
 /// A deliberate defect, which the simulation has to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Defect {
+enum PlantedBug {
     /// The source of a copy is dropped before the copy is durable.
     DropTooEarly,
     /// Fragments of two encodings are counted together.
@@ -58,7 +58,7 @@ struct Counts {
     kills: u64,
 }
 
-fn run(seed: u64, defect: Option<Defect>) -> Counts {
+fn run(seed: u64, defect: Option<PlantedBug>) -> Counts {
     let mut world = World::new(Rng::new(seed));
     let mut repairing = Repairing::new(defect);
     for _ in 0..STEPS {
@@ -147,11 +147,11 @@ fn blobs_survive_and_end_at_their_places() {
 #[test]
 fn deliberate_defects_are_found() {
     let defects = [
-        Defect::DropTooEarly,
-        Defect::MixedEncodings,
-        Defect::DownIsLost,
-        Defect::TwoOnOne,
-        Defect::LostIsUp,
+        PlantedBug::DropTooEarly,
+        PlantedBug::MixedEncodings,
+        PlantedBug::DownIsLost,
+        PlantedBug::TwoOnOne,
+        PlantedBug::LostIsUp,
     ];
     for defect in defects {
         let found = |seed: &u64| std::panic::catch_unwind(|| run(*seed, Some(defect))).is_err();

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::Defect;
+use super::PlantedBug;
 use super::world::{Peer, World};
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::plan::{Holding, Plan, Step, plan};
@@ -17,7 +17,7 @@ pub(super) struct Done {
 }
 
 pub(super) struct Repairing {
-    defect: Option<Defect>,
+    defect: Option<PlantedBug>,
     /// The blob under repair.
     blob: usize,
     steps: VecDeque<Step>,
@@ -29,7 +29,7 @@ pub(super) struct Repairing {
 }
 
 impl Repairing {
-    pub(super) fn new(defect: Option<Defect>) -> Repairing {
+    pub(super) fn new(defect: Option<PlantedBug>) -> Repairing {
         Repairing {
             defect,
             blob: 0,
@@ -92,11 +92,11 @@ impl Repairing {
         let mut members = world.members();
         let mut holdings = world.holdings(number, |peer| peer.answers);
         match self.defect {
-            Some(Defect::MixedEncodings) => {
+            Some(PlantedBug::MixedEncodings) => {
                 holdings.iter_mut().for_each(|one| one.encoding = BlobId::of(b"any"));
             }
-            Some(Defect::DownIsLost) => members = with(world, PeerState::Down, PeerState::Lost),
-            Some(Defect::LostIsUp) => {
+            Some(PlantedBug::DownIsLost) => members = with(world, PeerState::Down, PeerState::Lost),
+            Some(PlantedBug::LostIsUp) => {
                 members = with(world, PeerState::Lost, PeerState::Up);
                 holdings = world.holdings(number, |_| true);
             }
@@ -138,7 +138,7 @@ impl Repairing {
     /// Applies the deliberate defect to a step.
     fn apply_defect(&self, world: &World, number: usize, mut step: Step) -> Step {
         match (&mut step, self.defect) {
-            (Step::Copy { to, .. } | Step::Rebuild { to, .. }, Some(Defect::TwoOnOne)) => {
+            (Step::Copy { to, .. } | Step::Rebuild { to, .. }, Some(PlantedBug::TwoOnOne)) => {
                 let has_one = world.peers.iter().find(|peer| peer.has.contains_key(&number));
                 *to = has_one.map_or(*to, |peer| peer.node.id);
             }
@@ -146,7 +146,7 @@ impl Repairing {
                 Step::Copy { encoding, .. }
                 | Step::Rebuild { encoding, .. }
                 | Step::Drop { encoding, .. },
-                Some(Defect::MixedEncodings),
+                Some(PlantedBug::MixedEncodings),
             ) => {
                 let all = world.holdings(number, |peer| peer.answers);
                 *encoding = all.first().map_or(*encoding, |one| one.encoding);
@@ -192,13 +192,13 @@ impl Repairing {
             }
             Step::Copy { encoding, index, from, .. } => {
                 let found = has(from, encoding, *index);
-                if self.defect == Some(Defect::DropTooEarly) && found {
+                if self.defect == Some(PlantedBug::DropTooEarly) && found {
                     remove(world, number, from, encoding, *index);
                     world.check(number);
                 }
                 found
             }
-            Step::Drop { .. } if self.defect == Some(Defect::LostIsUp) => true,
+            Step::Drop { .. } if self.defect == Some(PlantedBug::LostIsUp) => true,
             Step::Drop { kept, .. } => {
                 kept.iter().all(|one| has(&one.peer, &one.encoding, one.index))
             }
