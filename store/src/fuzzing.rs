@@ -10,6 +10,8 @@ use bytes::Bytes;
 use crate::cluster::protocol::{Answer, MAX_BODY, Request};
 use crate::documents::remote::wire as catalog;
 use crate::net::frame::Header;
+use crate::net::handshake::{PEER_PROTOCOL, choose_version};
+use crate::net::message::FAILED;
 use crate::tree::node::Node;
 use crate::{blobs, cluster};
 
@@ -47,6 +49,10 @@ pub fn wire(data: &[u8]) {
     if let Ok(answer) = Answer::from_body(kind, body) {
         assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one encoding");
     }
+    if let Ok(version) = choose_version(&PEER_PROTOCOL, &Bytes::copy_from_slice(body)) {
+        let (oldest, newest) = (PEER_PROTOCOL.oldest, PEER_PROTOCOL.newest);
+        assert!((oldest..=newest).contains(&version) && body.starts_with(&PEER_PROTOCOL.magic));
+    }
     if let Some(header) = data.first_chunk()
         && let Ok(header) = Header::from_bytes(header, crate::cluster::protocol::MAX_BODY)
     {
@@ -57,8 +63,11 @@ pub fn wire(data: &[u8]) {
 /// Decodes `data` as a message of the catalog's protocol: two bytes for its kind, then its body.
 pub fn catalog(data: &[u8]) {
     let Some((kind, body)) = data.split_first_chunk() else { return };
-    // The kinds of requests start at 200, those of answers at 300.
-    let kind = 200 + u16::from_le_bytes(*kind) % 128;
+    // The kinds of requests start at 200, those of answers at 300. A failure has a small one.
+    let kind = match u16::from_le_bytes(*kind) % 128 {
+        0 => FAILED,
+        kind => 200 + kind,
+    };
     let bytes = Bytes::copy_from_slice(body);
     if let Ok(request) = catalog::Request::from_body(kind, &bytes) {
         assert_eq!(request.to_body(), (kind, body.to_vec()), "a request has one encoding");

@@ -86,20 +86,25 @@ pub(crate) async fn introduce(
         Ok(Some(header)) => header.map_err(|_| HandshakeError::OtherProtocol)?,
     };
     let body = read_body(reader, &header).await.map_err(HandshakeError::Io)?;
-    let mut body = MessageReader::new(&body);
-    let welcome = |body: &mut MessageReader| -> Result<_> { Ok((body.u16()?, body.array()?)) };
     match header.kind {
         _ if header.number != 0 => Err(HandshakeError::OtherProtocol),
-        WELCOME => match welcome(&mut body) {
+        WELCOME => match read_welcome(&body) {
             Ok((version, id)) if (protocol.oldest..=protocol.newest).contains(&version) => Ok(id),
             _ => Err(HandshakeError::OtherProtocol),
         },
-        FAILED => match body.failure() {
+        FAILED => match MessageReader::new(&body).failure() {
             Ok((kind, reason)) => Err(HandshakeError::Refused(kind, reason)),
             Err(_) => Err(HandshakeError::OtherProtocol),
         },
         _ => Err(HandshakeError::OtherProtocol),
     }
+}
+
+/// The version to use, and the server's id.
+fn read_welcome(body: &Bytes) -> Result<(u16, [u8; 16])> {
+    let mut body = MessageReader::new(body);
+    let welcome = (body.u16()?, body.array()?);
+    body.end().map(|()| welcome)
 }
 
 /// Performs the server's part of the handshake; `id` is the server's. Returns whether the client
@@ -129,7 +134,10 @@ pub(crate) async fn greet(
 }
 
 /// The version to use with a client that sent this hello, or why the client is refused.
-fn choose_version(protocol: &Protocol, hello: &Bytes) -> Result<u16, (ErrorKind, String)> {
+pub(crate) fn choose_version(
+    protocol: &Protocol,
+    hello: &Bytes,
+) -> Result<u16, (ErrorKind, String)> {
     let (magic, oldest, newest) =
         read_hello(hello).map_err(|error| (error.kind(), reason_of(&error)))?;
     let refuse = |reason| Err((ErrorKind::Invalid, reason));
