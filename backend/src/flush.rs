@@ -3,8 +3,8 @@
 //!
 //! The order is: copy the presence bits of completed writes, sync the data, write the copied bits
 //! to the map, sync the map. So a presence bit never becomes durable before the block's data. One
-//! thread does this, for all flushes that have come in meanwhile at once. The same thread records
-//! write intent in the map before the first write to a region.
+//! thread does this. One pass serves all flushes that arrived during the previous pass. The same
+//! thread records write intent in the map before the first write to a region.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -6,8 +6,8 @@
 //! A process that is killed before the publication leaves garbage in the repository and a pending
 //! snapshot in the catalog. The next process resumes the checkpoint. A checkpoint that fails leaves
 //! a failed snapshot, and its changes go into the next checkpoint (see `EpochManager::give_up`). If
-//! a later layer waits behind a failed one, the later one absorbs it: the later snapshot takes from
-//! the failed layer the chunks that it does not have itself.
+//! a later layer waits behind a failed one, the later one absorbs it: the later snapshot adds the
+//! failed layer's chunks that it did not change itself.
 
 use std::collections::BTreeMap;
 use std::io;

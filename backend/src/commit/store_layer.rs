@@ -5,7 +5,7 @@
 //! 1. Take the chunk (Scheduled → Pending).
 //! 2. Read it from the mirror into memory.
 //! 3. Overlay the blocks that writes have preserved.
-//! 4. Take the blocks that are absent from the parent snapshot.
+//! 4. Fill absent blocks with the content of the parent snapshot.
 //! 5. Hash the chunk and store it, unless it is all zeros.
 //! 6. When it is durable, it becomes Idle, and the guest may write it without a copy.
 //!
@@ -369,7 +369,7 @@ impl LayerWriter<'_> {
         Ok(ids)
     }
 
-    /// Copies the blocks that were absent from the parent snapshot.
+    /// Fills the blocks that were absent with the content of the parent snapshot.
     fn complete(&self, item: &mut StoreItem) -> Result<(), PersistError> {
         let StoreItem { chunk, data, present } = item;
         if present.len() == self.persister.disk.mirror.layout().blocks_per_chunk() {

@@ -2,8 +2,8 @@
 //! not just written itself.
 //!
 //! Each takes arbitrary bytes and asserts what must hold for any bytes. If a format has checksums
-//! or fields that random bytes never hit, the bytes are bit flips in a valid example. Without any
-//! bytes the example stays valid.
+//! or fields that random bytes never hit, the input selects bits to flip in a valid example. An
+//! empty input leaves the example valid.
 //!
 //! `make fuzz` searches for a long time and with knowledge of the code. The tests here are a short
 //! version.

@@ -16,9 +16,9 @@
 //!
 //! QEMU and Cloud Hypervisor keep this memory (GET_INFLIGHT_FD and SET_INFLIGHT_FD), and drop it
 //! when the guest resets. For other hypervisors this process has its own file with the same layout.
-//! That file may belong to an earlier guest, so it is used only if it fits the rings. As long as no
-//! chain was returned, the rings of a new guest look the same; but then every chain in flight is
-//! still in the available ring.
+//! That file may belong to an earlier guest, so it is used only if it fits the rings. The
+//! rings of a new guest look the same until a chain is returned. That is harmless: until then each
+//! chain in flight is also in the available ring.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,9 +1,9 @@
 //! Claims: who is about to change which absent blocks.
 //!
 //! A write and a fill of the same absent block race: the fill brings old bytes, and must not
-//! overwrite the bytes of the write. So both claim their blocks first. Claims are volatile, are
-//! held only while an operation is in flight, and are taken all or none. So nobody waits while it
-//! holds one.
+//! overwrite the bytes of the write. So both claim their blocks first. Claims are volatile, and
+//! are held only while an operation is in flight. A request takes all its claims or none, so no
+//! request waits while it holds a claim.
 //!
 //! | holds \ wants | write           | fill             |
 //! |---------------|-----------------|------------------|

@@ -6,8 +6,8 @@
 //! an unclean stop, everything local in such a region counts as changed, and nothing else does.
 //!
 //! The bit of a region is cleared when nothing in the region has changed since the parent. A write
-//! marks its chunks as changed, and then checks the bit. The thread that clears the bit does so
-//! first, and then checks the chunks. So at least one of them sees the other.
+//! marks its chunks as changed, and then checks the bit. The thread that clears the bit
+//! first clears it, and then checks the chunks. So at least one of them sees the other.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 

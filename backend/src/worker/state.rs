@@ -12,9 +12,9 @@
 //!      or left                                             any ──Exit──► Exited
 //! ```
 //!
-//! A worker that is Paused stays so if it is resumed with a map that lacks a part of its ring: a
-//! region that a hypervisor replaces is away for a moment. Then the next change of memory pauses it
-//! again, or the queue stops.
+//! A resume with a map that lacks a part of the ring leaves the worker Paused. That happens while a
+//! hypervisor replaces a region. Then the next change of memory pauses the worker again, or the queue
+//! stops.
 
 use std::sync::mpsc::Sender;
 use std::time::Instant;

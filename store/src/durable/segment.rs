@@ -8,7 +8,7 @@
 //! The record of a group describes its contents. Because of the alignment, direct I/O writes
 //! contents without the page cache, and the space of each content can be punched out alone. The
 //! process that appends holds a lock on the file. When that process has ended, another may continue
-//! at the end of the content, which an index beside the segments knows.
+//! at the end of the content. The index records where the content ends.
 
 use std::fs::{self, File};
 use std::io;

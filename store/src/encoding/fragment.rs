@@ -27,7 +27,7 @@
 //! The form has the codec in its low four bits (0 none, 1 zstd, 2 lz4) and the [`Kind`] in its high
 //! four bits (0 content, 1 record).
 //!
-//! A copy is the only block of an encoding with k = 1 and m = 0, whatever number of peers has it.
+//! A copy is an encoding with k = 1 and m = 0. All copies are the same block.
 
 use std::sync::Arc;
 

@@ -13,8 +13,8 @@
 //! in use and has no live directory was left by a host that died. A link in the mirror's directory
 //! points to the live directory, so the next process finds it whatever its arguments are.
 //!
-//! A clean stop removes the directory, unless the next process has something to finish that is only
-//! there. Even then the map is exact, so the next process can go on without the live directory.
+//! A clean stop removes the directory, unless it holds work that the next process must finish. Even
+//! then the map is exact, so the next process can go on without the live directory.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -9,7 +9,8 @@
 //! - **Failure domains.** Peers that would fail together are a *domain*. The order goes in rounds:
 //!   the best peer of each domain comes before the second best of any.
 //!
-//! `members` holds the members of a cluster and applies the ranking to them.
+//! `members` holds the members of a cluster and applies the ranking to them. `matching` assigns
+//! fragments to holders, at most one to each.
 
 pub(crate) mod matching;
 pub(crate) mod members;

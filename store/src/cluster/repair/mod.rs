@@ -10,7 +10,6 @@
 //! |---|---|
 //! | `job` | `repair`: scans all blobs, and works on groups of those that have something to do |
 //! | `plan` | decides the steps for one blob; pure |
-//! | `matching` | assigns fragments to holders, each at most one; pure |
 //! | `members` | the peers and their states as repair sees them |
 //! | `execute` | `Executor`: carries out the steps for one blob |
 //! | `peers` | the trait `Peers`, and its implementation over connections |

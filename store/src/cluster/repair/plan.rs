@@ -9,13 +9,13 @@
 //! | up | gets a fragment if it has none | counts |
 //! | full | belongs to another peer, unless it has a fragment | counts |
 //! | draining | belongs to another peer, unless too few are left | counts, is copied to the places |
-//! | down | stays its own | is awaited: as many fragments are not rebuilt as places are down |
+//! | down | stays its own | is awaited: one missing fragment is not rebuilt for each place that is down |
 //! | lost | belongs to another peer | is gone |
 //!
 //! - Fragments outside their places are surplus when all places are filled and none of them is down.
 //!   Before that, nobody knows what a peer that is down has: it may be the same fragment that seems
 //!   to be surplus.
-//! - Every step is correct by itself, in any order, and if no other step is ever carried out. What
+//! - Every step is safe alone and in any order. What
 //!   a step makes surplus is dropped by the next plan, which sees that the step was done. When
 //!   nothing is left to do, a plan has no steps.
 //! - Fragments of two encodings are never counted together. Of several encodings as wanted, one is

@@ -2,7 +2,7 @@
 //!
 //! Most fragments that are put, and most blobs that are asked for, are of blobs that the peer has
 //! never seen. The filter recognises them without the table: a name that it does not contain is
-//! neither in the table nor pending. A name that it contains may be. The filter also keeps the
+//! neither in the table nor pending. If the filter contains a name, the blob may be present. The filter also keeps the
 //! names of deleted blobs, because they cannot be removed from it.
 //!
 //! ```text

@@ -7,9 +7,9 @@
 //! at a time: it reads in one half and writes in the other, and events happen in between. It is
 //! killed between any two halves.
 //!
-//! **Invariant.** Consider a blob that once had its full redundancy. At every moment its fragments,
-//! each counted on a peer of its own, are as many as its full number, less one for each holder that
-//! was lost since the blob was last whole. So no action of repair makes a blob weaker, not even for
+//! **Invariant.** Consider a blob that once had its full redundancy. At every moment it has at
+//! least its full number of fragments, each on a peer of its own, minus one for each holder that was
+//! lost since the blob was last whole. So no action of repair makes a blob weaker, not even for
 //! a moment, and the blob can be read as long as no more holders are lost than its redundancy
 //! survives. When the events end, all fragments are at their places and nowhere else.
 
