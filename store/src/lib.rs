@@ -13,12 +13,13 @@
 //!                 └─ a cluster         fragments on peers
 //! ```
 //!
-//! To store a snapshot, a writer calls [`Repository::put_chunks`] for the changed chunks that are not
-//! [zero](is_zero), then [`Repository::commit_tree`] over the parent's root, then
+//! To store a snapshot, a writer calls [`Repository::put_chunks`] for the changed chunks that are
+//! not [zero](is_zero), then [`Repository::commit_tree`] over the parent's root, then
 //! [`Attachment::publish`]. After a crash, everything before the publication is garbage, and
 //! everything after it is permanent.
 //!
-//! Modules use only modules above them in this table, and `make lint` checks that they form no cycle.
+//! Modules use only modules above them in this table, and `make lint` checks that they form no
+//! cycle.
 //!
 //! | module | is |
 //! |---|---|
@@ -35,8 +36,8 @@
 //! | `repository` | [`Repository`] and [`Attachment`] |
 //! | [`maintenance`] | supervisor, repair of everything, rebuild of a catalog |
 //!
-//! Many processes use one repository at once. `docs/formats.md` describes the bytes on disk and on the
-//! wire.
+//! Many processes use one repository at once. `docs/formats.md` describes the bytes on disk and on
+//! the wire.
 
 mod blobs;
 mod buffers;

@@ -6,9 +6,9 @@
 //! which makes them stable in the background, in order.
 //!
 //! A snapshot number that was given out is never given to another checkpoint. Before anybody can
-//! learn of a number, the live directory records it as used. After a kill, the next process continues
-//! with the first number that is not recorded as used. Without a live directory, nobody knows which of
-//! the reserved numbers were used, so the next process skips all of them.
+//! learn of a number, the live directory records it as used. After a kill, the next process
+//! continues with the first number that is not recorded as used. Without a live directory, nobody
+//! knows which of the reserved numbers were used, so the next process skips all of them.
 
 pub(crate) mod persist;
 pub(crate) mod stall;

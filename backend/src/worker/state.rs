@@ -13,8 +13,8 @@
 //! ```
 //!
 //! A resume with a map that lacks a part of the ring leaves the worker Paused. That happens while a
-//! hypervisor replaces a region. Then the next change of memory pauses the worker again, or the queue
-//! stops.
+//! hypervisor replaces a region. Then the next change of memory pauses the worker again, or the
+//! queue stops.
 
 use std::sync::mpsc::Sender;
 use std::time::Instant;

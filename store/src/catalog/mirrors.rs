@@ -1,8 +1,8 @@
 //! The mirrors that refer to images, and the lease that makes one of them an image's writer.
 //!
 //! A lease is live until it expires, unless its process is seen to be dead. Every acquisition
-//! raises the image's fence, and every operation of a writer succeeds only while the
-//! image's fence is the writer's. So a writer that was replaced learns that before it changes anything. A writer
+//! raises the image's fence, and every operation of a writer succeeds only while the image's fence
+//! is the writer's. So a writer that was replaced learns that before it changes anything. A writer
 //! whose lease has expired continues as long as no other mirror has acquired the lease.
 
 use super::Catalog;

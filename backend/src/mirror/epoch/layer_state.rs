@@ -21,11 +21,11 @@
 //! | Closed | the snapshot is published, or the changes are in another epoch | no | elsewhere |
 //!
 //! The state is one word in shared memory, so a process that takes over finds the last state that
-//! was set. Before a state is set, everything that it promises is stored: the changes of a layer join
-//! the current epoch before the layer is Failed or Lost, and before it is Closed without a snapshot.
-//! The reason of a failure is written before Failed or Lost. Recovery joins the changes of Failed
-//! and Lost layers again. After a crash no write is in flight, so Frozen becomes Settled. A Closed
-//! epoch has nothing to recover.
+//! was set. Before a state is set, everything that it promises is stored: the changes of a layer
+//! join the current epoch before the layer is Failed or Lost, and before it is Closed without a
+//! snapshot. The reason of a failure is written before Failed or Lost. Recovery joins the changes
+//! of Failed and Lost layers again. After a crash no write is in flight, so Frozen becomes Settled.
+//! A Closed epoch has nothing to recover.
 //!
 //! The record of the checkpoint that ended the epoch is not a state: a guest write may settle the
 //! layer before the checkpoint is recorded. A frozen epoch without that record belongs to a

@@ -2,8 +2,8 @@
 //!
 //! Most fragments that are put, and most blobs that are asked for, are of blobs that the peer has
 //! never seen. The filter recognises them without the table: a name that it does not contain is
-//! neither in the table nor pending. If the filter contains a name, the blob may be present. The filter also keeps the
-//! names of deleted blobs, because they cannot be removed from it.
+//! neither in the table nor pending. If the filter contains a name, the blob may be present. The
+//! filter also keeps the names of deleted blobs, because they cannot be removed from it.
 //!
 //! ```text
 //! start ─► next: all pending names ─► in steps, all names of the table ─► current ─► full ─► start

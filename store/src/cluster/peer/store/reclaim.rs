@@ -11,8 +11,8 @@
 //!
 //! A record is kept while one of its fragments is known where the record says: without the record
 //! the fragment would not be found if the table were lost. Fragments get into the table in the
-//! order of the log. So bytes after the last known fragment stay, because the table may still learn of
-//! them. Everything before it is known or deleted.
+//! order of the log. So bytes after the last known fragment stay, because the table may still learn
+//! of them. Everything before it is known or deleted.
 
 use std::collections::BTreeMap;
 use std::fs::File;

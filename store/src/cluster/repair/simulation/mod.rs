@@ -8,8 +8,8 @@
 //! killed between any two halves.
 //!
 //! **Invariant.** Consider a blob that once had its full redundancy. At every moment it has at
-//! least its full number of fragments, each on a peer of its own, minus one for each holder that was
-//! lost since the blob was last whole. So no action of repair makes a blob weaker, not even for
+//! least its full number of fragments, each on a peer of its own, minus one for each holder that
+//! was lost since the blob was last whole. So no action of repair makes a blob weaker, not even for
 //! a moment, and the blob can be read as long as no more holders are lost than its redundancy
 //! survives. When the events end, all fragments are at their places and nowhere else.
 
