@@ -116,6 +116,10 @@ struct Tree {
 impl<F: Fn() -> String + Sync> Import<'_, F> {
     /// Imports a file of known size. Reads only the ranges that have data.
     fn file(&mut self, mut file: File) -> Outcome<Geometry> {
+        if file.metadata().doing(self.doing)?.is_dir() {
+            let why = StoreError::BadArgument("it is a directory; name a file or a disk".into());
+            return Err(why).doing(self.doing);
+        }
         // Seeking finds the size of a block device, too.
         let len = file.seek(SeekFrom::End(0)).doing(self.doing)?;
         let geometry = self.geometry(len)?;

@@ -276,10 +276,13 @@ pub enum Error {
         /// The bytes that it may hold.
         capacity: u64,
     },
-    /// A blob's redundancy needs more peers than there are.
-    #[error("{peers} peers are not enough for this redundancy; add peers, or choose a lower one")]
+    /// A blob's redundancy needs more peers than are up.
+    #[error(
+        "{peers} peers are up, which are not enough for this redundancy; start or add peers, or \
+         choose a lower one"
+    )]
     TooFewPeers {
-        /// The number of peers.
+        /// The number of peers that are up.
         peers: usize,
     },
     /// A snapshot is only *available*.

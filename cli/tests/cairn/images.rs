@@ -165,6 +165,10 @@ fn wrong_usage_exits_with_2_and_creates_nothing() {
         assert!(!run.stderr.is_empty(), "{args:?}");
     }
     assert!(!place.path("repository").exists());
+    let directory = place.path("").display().to_string();
+    let run = place.run(&["import", &directory, "vm1"]);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("it is a directory"), "{}", run.stderr);
     let run = place.command(&["ls"]).env_remove("CAIRN_STORE").output().unwrap();
     assert_eq!(run.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&run.stderr).contains("CAIRN_STORE"));

@@ -270,8 +270,9 @@ impl Cluster {
     ) {
         let members = self.inner.members();
         let width = redundancy.width();
-        let peers = members.all.len();
-        if width == 0 || redundancy.needed() == 0 || width > peers {
+        let is_up = |member: &&Member| member.state != MemberState::Down;
+        let peers = members.all.iter().filter(is_up).count();
+        if width == 0 || redundancy.needed() == 0 || width > members.all.len() {
             let failed = |blob| (blob, Progress::Ended(Err(Error::TooFewPeers { peers })));
             return report((0..all.len()).map(failed).collect());
         }
