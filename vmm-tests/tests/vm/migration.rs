@@ -16,7 +16,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 const DATA_SUM: &str = "cat /mnt/data/* | sha256sum";
-const DROP_CACHE: &str = "echo 1 > /proc/sys/vm/drop_caches";
+const DROP_CACHE: &str = "verifier drop-cache /mnt/data/*";
 
 #[test]
 fn a_writing_guest_moves_to_another_qemu_and_loses_nothing() {
