@@ -48,7 +48,7 @@ pub(crate) enum CowAction {
     Copy(Vec<Blocks>),
 }
 
-/// What this process knows of a guarded chunk.
+/// The state of a guarded chunk that only this process knows.
 #[derive(Default)]
 struct TrackedChunk {
     preserved: PreservedBlocks,

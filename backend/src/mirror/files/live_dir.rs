@@ -411,7 +411,7 @@ mod tests {
         assert!(open(&base, &map).unused_numbers.load().is_empty());
     }
 
-    /// What another process would find.
+    /// The unused numbers that another process would find.
     fn open_again(base: &Path, map: &MapFile) -> std::ops::Range<u64> {
         let dir = base.join(map.identity().mirror.to_string());
         let file = super::options().open(dir.join("state")).unwrap();

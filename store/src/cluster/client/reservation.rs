@@ -2,8 +2,8 @@
 //! all fail when they are nearly done.
 //!
 //! 1. Each peer that is up is asked for a share by its weight.
-//! 2. What full peers refuse is asked of the others. A fragment that a full peer refuses goes to
-//!    another peer, too.
+//! 2. The client asks the other peers for the shares that full peers refuse. A fragment that a full
+//!    peer refuses goes to another peer, too.
 //! 3. A client that cannot reserve enough space releases everything and retries after a random
 //!    pause. Without the release, many clients could each hold a part of the last space, and none
 //!    enough.

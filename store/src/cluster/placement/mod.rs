@@ -21,7 +21,7 @@ use std::collections::HashMap;
 
 use crate::id::{BlobId, PeerId};
 
-/// What placement needs to know about a peer.
+/// The properties of a peer that placement uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// The peer.
