@@ -306,9 +306,19 @@ pub(crate) enum Peers {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Catalog {
-    /// Restore the images of which the peers have records; images in the catalog are not changed
-    #[command(after_help = "Example:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild")]
-    Rebuild,
+    /// Restore the images and snapshots of which the peers have records
+    #[command(
+        after_help = "What the catalog has is not changed. The command refuses to run while \
+                            peers are missing, because they may know of further snapshots and of \
+                            removals. Run it again with the missing peers, and it adds the rest.\n\n\
+                            Examples:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild\n  \
+                            cairn --store cairn://10.0.0.1:7400 catalog rebuild --force"
+    )]
+    Rebuild {
+        /// Restore what the peers that answer know. Removed snapshots may return
+        #[arg(long)]
+        force: bool,
+    },
 }
 
 #[derive(Debug, Subcommand)]

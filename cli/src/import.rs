@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use cairn_store::{
     ChunkId, ChunkIndex, Error as StoreError, ErrorKind, Geometry, ImageName, MAX_SIZE, PutChunk,
-    Repository, ReservedSpace, Root, SECTOR_SIZE, SnapshotState, is_zero,
+    Repository, ReservedSpace, Root, SECTOR_SIZE, is_zero,
 };
 
 use crate::args::Style;
@@ -60,6 +60,7 @@ pub(crate) fn import(
     // last.
     geometry(SECTOR_SIZE, chunk_size)?;
 
+    let commit = repository.begin_commit().doing(doing)?;
     let mut import = Import { repository, chunk_size, doing: &doing, tree: Tree::default() };
     let geometry = if path == Path::new("-") {
         import.stream(io::stdin())?
@@ -67,7 +68,7 @@ pub(crate) fn import(
         import.file(File::open(path).doing(doing)?)?
     };
     let Tree { root, data_bytes, stored_bytes, tree_bytes, .. } = import.tree;
-    let snapshot = repository
+    let snapshot = commit
         .publish_image(image, geometry, &root, stored_bytes + tree_bytes, data_bytes)
         .doing(doing)?;
 
@@ -82,13 +83,6 @@ pub(crate) fn import(
             size(snapshot.saved_bytes.max(data_bytes - stored_bytes)),
             size(snapshot.sent_bytes),
             start.elapsed().as_secs_f64()
-        );
-    }
-    if snapshot.state == SnapshotState::Available {
-        let name = snapshot.name();
-        eprintln!(
-            "warning: {name} can be read but has less than its redundancy, because a peer was lost \
-             during the import; the next repair completes it"
         );
     }
     print_name(&snapshot, style)

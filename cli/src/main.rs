@@ -90,7 +90,7 @@ fn run(cli: Cli) -> Outcome {
         Command::Peers { action: None } => peers::list(&open()?, style),
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),
-        Command::Catalog(Catalog::Rebuild) => peers::rebuild(&open()?, style),
+        Command::Catalog(Catalog::Rebuild { force }) => peers::rebuild(&open()?, force, style),
         Command::Keys(Keys::Init { directory }) => serve::init_keys(&directory, style),
         Command::Stats { control } => control::stats(&control.socket, style),
     }

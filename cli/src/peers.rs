@@ -270,9 +270,9 @@ fn report_json(report: &Report) -> Value {
     })
 }
 
-pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
+pub(crate) fn rebuild(repository: &Repository, force: bool, style: Style) -> Outcome {
     documents(repository)?;
-    let rebuilt = maintenance::rebuild_catalog(repository)
+    let rebuilt = maintenance::rebuild_catalog(repository, force)
         .doing(|| "restoring the catalog from the peers".into())?;
     if style.json {
         return print_json(&json!({
@@ -282,9 +282,10 @@ pub(crate) fn rebuild(repository: &Repository, style: Style) -> Outcome {
         }));
     }
     let mut text =
-        format!("restored {} images with {} snapshots\n", rebuilt.images, rebuilt.snapshots);
+        format!("images restored: {}, snapshots restored: {}\n", rebuilt.images, rebuilt.snapshots);
     if !rebuilt.left.is_empty() {
-        text += &format!("not changed, because the catalog has them: {}\n", rebuilt.left.join(" "));
+        let names = rebuilt.left.join(" ");
+        text += &format!("not restored, because another image has the name: {names}\n");
     }
     print(&text)
 }

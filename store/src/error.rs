@@ -226,6 +226,36 @@ pub enum Error {
         reason: String,
     },
 
+    /// Blobs of a commit were lost together with peers before the commit was published.
+    #[error(
+        "{blobs} blobs were lost together with peers before the snapshot was published, and no \
+         local copy of them is left; try again"
+    )]
+    ContentLost {
+        /// The number of blobs.
+        blobs: usize,
+    },
+    /// Peers that may have records do not answer.
+    #[error(
+        "{answered} of {expected} peers answer{}{}; start the others first, or use --force to \
+         rebuild from these alone: snapshots that only the others know are missed, and removed \
+         ones may return", if silent.is_empty() { "" } else { ": " }, silent.join(", ")
+    )]
+    PeersMissing {
+        /// The number of peers that answered.
+        answered: u64,
+        /// The number of peers that the cluster has or had.
+        expected: u64,
+        /// The members that do not answer, and why.
+        silent: Vec<String>,
+    },
+    /// An image's removal has begun and is not complete.
+    #[error("image '{name}' is being removed; `cairn rm {name}` completes that")]
+    BeingRemoved {
+        /// The image.
+        name: String,
+    },
+
     /// The repository was written by a later version of this program.
     #[error("{object} has format {found}, this program reads up to {supported}; use a newer cairn")]
     NewerFormat {
@@ -415,6 +445,7 @@ impl Error {
             | Error::NoMirror { .. } => ErrorKind::NotFound,
             Error::ImageExists { .. }
             | Error::SnapshotExists { .. }
+            | Error::BeingRemoved { .. }
             | Error::Leased { .. }
             | Error::Fenced { .. }
             | Error::Referenced { .. }
@@ -426,6 +457,8 @@ impl Error {
             Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::PeersMissing { .. }
+            | Error::ContentLost { .. }
             | Error::LostMeanwhile { .. }
             | Error::NoRoom { .. }
             | Error::NotStored { .. }

@@ -1,4 +1,4 @@
-//! Ids of chunks, tree nodes, blobs, peers, catalogs and mirrors: fixed numbers of bytes.
+//! Ids of chunks, tree nodes, blobs, peers, catalogs, images and mirrors: fixed numbers of bytes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -78,6 +78,11 @@ byte_id!(
 byte_id!(
     /// The id of a served catalog: random bytes in its data directory.
     CatalogId, 16, "a catalog's id", "it has 32 hexadecimal digits"
+);
+byte_id!(
+    /// The id of an image: random bytes, chosen when the image is created. An image that is created
+    /// again under the same name is another image.
+    ImageId, 16, "an image's id", "it has 32 hexadecimal digits"
 );
 byte_id!(
     /// The id of a mirror: random bytes, chosen when the mirror is created.

@@ -33,7 +33,7 @@
 //! | `snapshot` | what the catalog says about images, snapshots and mirrors |
 //! | [`cluster`] | peers and their clients: protocol, placement, membership, repair |
 //! | `catalog` | images, snapshots, mirrors and leases, and their records on peers |
-//! | `repository` | [`Repository`] and [`Attachment`] |
+//! | `repository` | [`Repository`], [`Attachment`] and [`Commit`] |
 //! | [`maintenance`] | supervisor, repair of everything, rebuild of a catalog |
 //!
 //! Many processes use one repository at once. `docs/formats.md` describes the bytes on disk and on
@@ -72,10 +72,11 @@ pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
 };
-pub use id::{BlobId, CatalogId, ChunkId, InvalidId, MirrorId, NodeId, PeerId};
+pub use id::{BlobId, CatalogId, ChunkId, ImageId, InvalidId, MirrorId, NodeId, PeerId};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
 pub use repository::attachment::{Attachment, MAX_RESERVED};
+pub use repository::commit::{ChangedChunks, Commit, LocalCopy, SnapshotCommit};
 pub use repository::{Durability, PutChunk, Repository, ReservedSpace};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,

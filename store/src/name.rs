@@ -8,12 +8,12 @@ use crate::error::{Error, Result};
 /// The longest name of an image and the longest label, in bytes.
 pub const MAX_NAME: usize = 64;
 
-const IMAGE_RULE: &str =
-    "it has 1 to 64 letters, digits, '.', '_' or '-', and does not start with '-' or '.'";
+const IMAGE_RULE: &str = "it has 1 to 64 letters, digits, '.', '_' or '-', in parts that are \
+                          separated by '/' and do not start with '-' or '.'";
 const LABEL_RULE: &str = "it has 1 to 64 letters, digits, '.', '_' or '-', at least one of which \
                           is not a digit, and does not start with '-' or '.'";
 
-/// The name of an image. It is safe as a file name.
+/// The name of an image. Slashes separate its parts, as in `job42/node3`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImageName(String);
 
@@ -34,7 +34,7 @@ impl FromStr for ImageName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        if is_plain(text) {
+        if text.len() <= MAX_NAME && text.split('/').all(is_plain) {
             return Ok(Self(text.into()));
         }
         Err(Error::BadName { what: "the name of an image", name: text.into(), rule: IMAGE_RULE })
@@ -102,7 +102,7 @@ impl FromStr for SnapshotRef {
     }
 }
 
-/// Checks a label. It follows the rules for image names and has at least one character that is not
+/// Checks a label. It follows the rules for one part of an image's name and has at least one character that is not
 /// a digit, so that no label looks like a number.
 pub(crate) fn check_label(label: &str) -> Result<()> {
     if is_plain(label) && !is_number(label) {
@@ -138,9 +138,25 @@ mod tests {
 
     #[test]
     fn names_that_are_empty_or_look_like_paths_or_options_are_refused() {
-        for bad in ["", ".", "..", "-x", ".x", "a/b", "a b", "ä", "a@", &"x".repeat(65)] {
+        for bad in [
+            "",
+            ".",
+            "..",
+            "-x",
+            ".x",
+            "/",
+            "a/",
+            "/a",
+            "a//b",
+            "a/../b",
+            "a b",
+            "ä",
+            "a@",
+            &"x".repeat(65),
+        ] {
             assert!(bad.parse::<ImageName>().is_err(), "{bad}");
         }
+        assert_eq!("job42/node3".parse::<ImageName>().unwrap().as_str(), "job42/node3");
         for bad in ["@1", "vm@", "vm@0", "vm@a@b", "vm@-x", "vm@99999999999999999999"] {
             assert!(bad.parse::<SnapshotRef>().is_err(), "{bad}");
         }
@@ -148,7 +164,7 @@ mod tests {
 
     #[test]
     fn the_message_states_the_rule() {
-        let message = "a/b".parse::<ImageName>().unwrap_err().to_string();
-        assert!(message.contains("'a/b'") && message.contains("letters, digits"), "{message}");
+        let message = "a b".parse::<ImageName>().unwrap_err().to_string();
+        assert!(message.contains("'a b'") && message.contains("letters, digits"), "{message}");
     }
 }

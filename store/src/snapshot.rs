@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::id::MirrorId;
+use crate::id::{ImageId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::process::{boot_id, host_name};
 use crate::tree::Root;
@@ -53,9 +53,9 @@ word_enum!(
     /// The state of a snapshot.
     ///
     /// ```text
-    /// Pending ─┬─► Available ─► Stable
-    ///          ├─────────────────▲
-    ///          └─► Failed
+    /// Pending ─┬─► Available ─┬─► Stable ─┬─► Removing
+    ///          ├──────────────│────▲      │      ▲
+    ///          └─► Failed ────┴───────────┴──────┘
     /// ```
     SnapshotState {
         /// Announced. Its content is being stored.
@@ -66,6 +66,8 @@ word_enum!(
         Stable = "stable",
         /// The commit failed. The snapshot has no content.
         Failed = "failed",
+        /// Its removal has begun and is not complete. The snapshot has no content.
+        Removing = "removing",
     }
 );
 
@@ -103,6 +105,8 @@ impl SnapshotState {
 pub struct Snapshot {
     /// The image.
     pub image: ImageName,
+    /// The image's id.
+    pub image_id: ImageId,
     /// Its number in the image, from 1.
     pub number: u64,
     /// The number of the snapshot that it was derived from.

@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-use cairn_store::{ErrorKind, NewSnapshot, Snapshot, SnapshotState};
+use cairn_store::{
+    ChangedChunks, ChunkIndex, ErrorKind, NewSnapshot, Snapshot, SnapshotCommit, SnapshotState,
+};
 
 use super::store_layer::{buffer_pool, store_layer};
 use super::throttle::CommitThrottle;
@@ -25,6 +27,7 @@ use crate::counters::Counters;
 use crate::flush::Flusher;
 use crate::image::Image;
 use crate::local_disk::LocalDisk;
+use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::epoch::layer::Layer;
 use crate::sys;
 
@@ -68,6 +71,8 @@ impl PersistError {
         match self {
             // A failed sync is reported only once, and it is unknown what was lost.
             PersistError::Repository(cairn_store::Error::Poisoned { .. }) => false,
+            // The guest has changed these chunks since.
+            PersistError::Repository(cairn_store::Error::ContentLost { .. }) => false,
             PersistError::Repository(error) => error.kind() == ErrorKind::Unavailable,
             PersistError::Journal(_) => true,
             _ => false,
@@ -139,14 +144,14 @@ impl Persister {
         self.await_settled(&commit.layer);
         let mut is_recorded = true;
         let state = match self.persist_with_retries(commit) {
-            Ok(snapshot) => {
+            Ok(published) => {
                 mirror.publish(&commit.layer);
                 // Writes do not wait for the snapshot's redundancy.
                 mirror.notify();
-                match self.complete(&snapshot) {
+                match self.complete(&published) {
                     Ok(()) => {
                         self.counters.stable(1);
-                        let stored_bytes = snapshot.stored_bytes;
+                        let stored_bytes = published.snapshot.stored_bytes;
                         let elapsed = commit.asked.elapsed();
                         let ms = elapsed.as_millis() as u64;
                         tracing::info!(%name, stored_bytes, ms, "stable");
@@ -182,14 +187,16 @@ impl Persister {
 
     /// Makes a published snapshot stable that is only available. If the process stops first, repair
     /// does the rest.
-    fn complete(&self, snapshot: &Snapshot) -> Result<(), PersistError> {
+    fn complete(&self, published: &Published<'_>) -> Result<(), PersistError> {
+        let Published { snapshot, commit, changes } = published;
         if snapshot.state == SnapshotState::Stable {
             return Ok(());
         }
         let begin = Instant::now();
         let mut delay = FIRST_RETRY_DELAY;
         loop {
-            match self.image.attachment.complete(snapshot).map_err(PersistError::from) {
+            let completed = commit.complete(snapshot, changes, &|at, buf| self.read_local(at, buf));
+            match completed.map_err(PersistError::from) {
                 Ok(_) => return Ok(()),
                 Err(error) if error.is_transient() && begin.elapsed() < self.retry_timeout => {
                     let name = snapshot.name();
@@ -216,14 +223,19 @@ impl Persister {
 
     /// Persists a checkpoint, and retries while the repository fails in a transient way. Chunks
     /// that are durable stay so, and all others are guarded as before.
-    fn persist_with_retries(&self, commit: &Commit) -> Result<Snapshot, PersistError> {
+    fn persist_with_retries(&self, commit: &Commit) -> Result<Published<'_>, PersistError> {
+        let mut announced = None;
         let mut delay = FIRST_RETRY_DELAY;
         let mut since: Option<Instant> = None;
         let mut durable = 0;
         loop {
-            let error = match self.persist(commit) {
+            let error = match self.persist(commit, &mut announced) {
                 Err(error) if error.is_transient() => error,
-                result => return result,
+                result => {
+                    let (snapshot, changes) = result?;
+                    let commit = announced.expect("a published snapshot was announced");
+                    return Ok(Published { snapshot, commit, changes });
+                }
             };
             // Any progress restarts the retry timeout.
             let stored = commit.layer.stored_count();
@@ -269,15 +281,30 @@ impl Persister {
         }
     }
 
-    fn persist(&self, commit: &Commit) -> Result<Snapshot, PersistError> {
-        let Image { repository, attachment, geometry, .. } = &*self.image;
+    /// Stores a checkpoint's layers and publishes the snapshot. `announced` is the commit of an
+    /// earlier try, or gets a new one.
+    fn persist<'a>(
+        &'a self,
+        commit: &Commit,
+        announced: &mut Option<SnapshotCommit<'a>>,
+    ) -> Result<(Snapshot, ChangedChunks), PersistError> {
+        let Image { repository, attachment, .. } = &*self.image;
         let mirror = &self.disk.mirror;
-        attachment.begin(&commit.new)?;
-        // Before anything is stored: without space this fails at once, and not near the end.
-        let _space = repository.reserve_space(commit.new.dirty_bytes)?;
         let layers = mirror.epoch_view().layers.clone();
         let mut sources: Vec<_> =
             layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
+        if announced.is_none() {
+            let begun = attachment.begin(&commit.new)?;
+            // A previous process, or a commit that failed, may have stored chunks. Peers may have
+            // been lost since.
+            if sources.iter().any(|layer| !layer.stored().is_empty()) {
+                begun.mark_unverified();
+            }
+            *announced = Some(begun);
+        }
+        let announced = announced.as_ref().expect("the snapshot is announced");
+        // Before anything is stored: without space this fails at once, and not near the end.
+        let _space = repository.reserve_space(commit.new.dirty_bytes)?;
         let stored = AtomicU64::new(0);
         let buffers = buffer_pool(mirror.layout().chunk_size());
         let mut changes = BTreeMap::new();
@@ -303,13 +330,43 @@ impl Persister {
         if let Some(reason) = used.iter().find_map(|source| source.failure()) {
             return Err(PersistError::Layer(reason));
         }
-        let (_, base) = attachment.parent();
-        let update = repository.commit_tree(&base, *geometry, &changes)?;
-        let stored_bytes = stored.load(Ordering::Relaxed) + update.new_bytes;
-        let dirty_bytes = changes.len() as u64 * mirror.layout().chunk_size() as u64;
-        let number = commit.new.number;
-        Ok(attachment.publish(number, &update.root, stored_bytes, dirty_bytes)?)
+        let local = |at: ChunkIndex, buf: &mut [u8]| self.read_local(at, buf);
+        let snapshot = announced.publish(&changes, stored.load(Ordering::Relaxed), &local)?;
+        Ok((snapshot, changes))
     }
+
+    /// Reads a chunk as the mirror has it now, for a commit whose blobs were lost with their peers.
+    /// The guest may have changed the chunk, or may be changing it: the commit compares hashes.
+    fn read_local(&self, chunk: ChunkIndex, buf: &mut [u8]) -> bool {
+        let layout = self.disk.mirror.layout();
+        let len = layout.chunk_size();
+        let Some(mut data) = BufferPool::new(len).take(len) else { return false };
+        let present = self.disk.mirror.presence().in_chunk(layout.blocks_of(chunk));
+        let read = self.disk.data.read(&mut data, layout.span_of(chunk).offset);
+        // Blocks that are not present have the parent's content.
+        let is_complete = present.len() == layout.blocks_per_chunk();
+        if read.is_err() || !(is_complete || self.read_parent(chunk, buf)) {
+            return false;
+        }
+        for run in present.runs() {
+            let span = run.span();
+            let range = span.offset as usize..span.end() as usize;
+            buf[range.clone()].copy_from_slice(&data[range]);
+        }
+        true
+    }
+
+    fn read_parent(&self, chunk: ChunkIndex, buf: &mut [u8]) -> bool {
+        buf.fill(0);
+        self.image.read_parent(chunk, buf).is_ok()
+    }
+}
+
+/// A published snapshot, and the commit that published it.
+struct Published<'a> {
+    snapshot: Snapshot,
+    commit: SnapshotCommit<'a>,
+    changes: ChangedChunks,
 }
 
 /// Waits before a retry, and doubles the delay. Ends early with the error of `check`, if it has

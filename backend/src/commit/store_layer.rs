@@ -55,7 +55,6 @@ pub(super) fn store_layer(
     stored_bytes: &AtomicU64,
 ) -> Result<(), PersistError> {
     let needed = |chunk: u64| !newer.iter().any(|layer| layer.dirty().contains(chunk));
-    store_inherited_again(persister, source, needed)?;
     let writer = LayerWriter {
         persister,
         source,
@@ -95,26 +94,6 @@ pub(super) fn store_layer(
         Some(chunk) => Err(PersistError::Incomplete(chunk)),
         None => Ok(()),
     }
-}
-
-/// Stores again the chunks that an earlier process stored. That process may have left them without
-/// their full redundancy, and nobody else knows of that, so the snapshot would wrongly be called
-/// stable. Only missing fragments are sent.
-fn store_inherited_again(
-    persister: &Persister,
-    source: &Layer,
-    needed: impl Fn(u64) -> bool,
-) -> Result<(), PersistError> {
-    let inherited = source.inherited().clone();
-    let repository = &persister.image.repository;
-    let mut content = vec![0; persister.disk.mirror.layout().chunk_size()];
-    for (_, id) in inherited.iter().filter(|(chunk, _)| needed(chunk.0)) {
-        persister.abort.check()?;
-        repository.restore_redundancy(id, &mut content)?;
-    }
-    // The next flush of the repository waits for them.
-    source.inherited().clear();
-    Ok(())
 }
 
 /// A chunk on its way to being durable.

@@ -196,6 +196,7 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
         SnapshotState::Failed => {
             failed(snapshot.reason.unwrap_or_else(|| "the reason is not known".into()))
         }
+        SnapshotState::Removing => failed("the snapshot is being removed".into()),
         SnapshotState::Available => {
             let message =
                 format!("{name} can be read, but is not yet stored with its full redundancy");

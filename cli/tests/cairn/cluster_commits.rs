@@ -10,7 +10,7 @@ use cairn_store::{Durability, Error, ErrorKind, SnapshotState};
 
 use crate::lab::{Lab, wait_until};
 use crate::proxy::Proxy;
-use crate::writer::{CHUNK, Disk, Writer, assert_holds, chunks};
+use crate::writer::{CHUNK, Disk, NO_COPY, Writer, assert_holds, chunks};
 
 const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
 
@@ -24,19 +24,20 @@ fn of_two_clients_that_commit_to_one_image_one_succeeds_and_the_other_is_fenced(
     assert!(matches!(refused, Error::Leased { .. }), "{refused}");
     assert!(refused.to_string().contains("/mirrors/v"), "{refused}");
     // Its lease is removed while it stores a snapshot, as if its host were dead.
-    let number = writer.begin().unwrap();
-    let root = writer.store(&chunks(1, 3)).unwrap();
+    let commit = writer.begin().unwrap();
+    let changes = writer.store(&chunks(1, 3)).unwrap();
     let documents = one.cluster().unwrap().1;
-    assert!(documents.commit(&Change::default().remove(Query::key("leases/vm"))).unwrap());
+    let lease = Query::Key(format!("leases/{}", first.image_id));
+    assert!(documents.commit(&Change::default().remove(lease)).unwrap());
     let second = Writer::attach(&other, &first, 2).unwrap();
     let (lost, won) = thread::scope(|scope| {
-        let lost = scope.spawn(|| writer.publish(number, &root));
+        let lost = scope.spawn(|| commit.publish(&changes, 0, NO_COPY));
         let won = second.commit(&chunks(2, 3)).unwrap();
         (lost.join().unwrap().unwrap_err(), won)
     });
     assert!(matches!(lost, Error::Fenced { .. }), "{lost}");
     assert_holds(&one, &won, &chunks(2, 3));
-    let old = one.catalog().resolve(&format!("vm@{number}").parse().unwrap()).unwrap();
+    let old = one.catalog().resolve(&format!("vm@{}", commit.number()).parse().unwrap()).unwrap();
     assert!(!old.state.has_content(), "{old:?}");
 }
 
@@ -104,19 +105,19 @@ fn an_optimistic_commit_is_available_at_once_and_stable_with_full_redundancy() {
     lab.kill(1);
     let refused = other.commit(&chunks(1, 4)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
-    let available = writer.commit(&chunks(2, 4)).unwrap();
+    let (commit, changes, available) = writer.publish(&chunks(2, 4)).unwrap();
     assert_eq!(available.state, SnapshotState::Available);
     let state = |lab: &Lab, name: &str| lab.json(&["show", name])["state"].clone();
     assert_eq!(state(&lab, "vm@2"), "available");
     assert_holds(&lab.repository(), &available, &chunks(2, 4));
-    let early = writer.attachment.complete(&available).unwrap_err();
+    let early = commit.complete(&available, &changes, NO_COPY).unwrap_err();
     assert_eq!(early.kind(), ErrorKind::Unavailable, "{early}");
     // A repair does not make it stable either while a peer is down.
     let repaired = lab.run(&["repair", "--json"]);
     assert_eq!(state(&lab, "vm@2"), "available", "{}", repaired.stderr);
     lab.start_peer(1, &[]);
     lab.wait_for_peers(4);
-    let stable = || writer.attachment.complete(&available).is_ok();
+    let stable = || commit.complete(&available, &changes, NO_COPY).is_ok();
     wait_until("it has all its fragments", stable);
     assert_eq!(state(&lab, "vm@2"), "stable");
     lab.kill(0);
@@ -135,18 +136,21 @@ fn a_stable_snapshot_has_a_record_with_all_its_copies() {
     let writer = Writer::attach(&optimist, &first, b'v').unwrap();
     lab.kill(1);
     lab.kill(2);
-    let available = writer.commit(&chunks(5, 4)).unwrap();
+    let (commit, changes, available) = writer.publish(&chunks(5, 4)).unwrap();
     assert_eq!(available.state, SnapshotState::Available);
     lab.start_peer(1, &[]);
     lab.start_peer(2, &[]);
-    let complete = || writer.attachment.complete(&available).is_ok();
+    let complete = || commit.complete(&available, &changes, NO_COPY).is_ok();
     wait_until("it has all its fragments", complete);
     // Only the peers that were down when it was published remain.
     lab.kill(0);
     lab.kill(3);
     assert_holds(&lab.repository(), &available, &chunks(5, 4));
     lab.replace_catalog(2);
-    lab.ok(&["catalog", "rebuild"]);
+    let refused = lab.run(&["catalog", "rebuild"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert!(refused.stderr.contains("2 of 4 peers answer"), "{}", refused.stderr);
+    lab.ok(&["catalog", "rebuild", "--force"]);
     let shown = lab.json(&["show", "vm@2"]);
     assert_eq!(shown["state"], "stable", "{shown}");
 }

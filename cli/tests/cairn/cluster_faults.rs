@@ -6,10 +6,10 @@ use cairn_store::cluster::Connection;
 use cairn_store::encoding::Redundancy;
 use cairn_store::encoding::fragment::{Fragment, encode};
 use cairn_store::net::identity::Security;
-use cairn_store::{BlobId, SnapshotState};
+use cairn_store::{BlobId, Error, LocalCopy, SnapshotState};
 
 use crate::lab::{Lab, TIMEOUT, random, wait_for_members, wait_until};
-use crate::writer::{Writer, assert_holds, chunks};
+use crate::writer::{NO_COPY, Writer, assert_holds, chunks, content};
 
 const MIB: usize = 1 << 20;
 const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
@@ -122,16 +122,8 @@ fn commits_continue_while_a_peer_hangs() {
     }
 }
 
-/// A repair does not see chunks that no snapshot refers to yet. So a snapshot with such chunks must
-/// not become stable if a peer was lost while they were stored.
-#[test]
-fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
-    let mut lab = Lab::new(5);
-    let repository = lab.repository();
-    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
-    let number = writer.begin().unwrap();
-    let root = writer.store(&chunks(1, 40)).unwrap();
-    repository.flush().unwrap();
+/// Replaces two peers by peers with empty disks, which come back under new ids.
+fn lose_two(lab: &mut Lab) {
     for at in [0, 3] {
         let id = lab.peers[at].as_ref().unwrap().id.clone();
         lab.kill(at);
@@ -140,20 +132,67 @@ fn a_snapshot_is_not_stable_if_a_peer_was_lost_while_it_was_stored() {
         lab.start_peer(at, &[]);
     }
     lab.wait_for_peers(5);
+}
+
+/// A repair does not see chunks that no snapshot refers to yet. So a commit that was under way when
+/// peers were lost asks for its chunks again, and restores their redundancy.
+#[test]
+fn a_commit_restores_what_was_lost_with_peers_while_it_was_stored() {
+    let mut lab = Lab::new(5);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
+    let commit = writer.begin().unwrap();
+    let changes = writer.store(&chunks(1, 40)).unwrap();
+    repository.flush().unwrap();
+    lose_two(&mut lab);
     wait_until("everything is repaired", || lab.is_repaired());
-    let snapshot = writer.publish(number, &root).unwrap();
-    assert_eq!(snapshot.state, SnapshotState::Available, "half of its fragments may be lost");
-    assert_holds(&repository, &snapshot, &chunks(1, 40));
-    let state = || repository.catalog().resolve(&snapshot.name()).unwrap().state;
-    wait_until("it is stable", || lab.is_repaired() && state() == SnapshotState::Stable);
+    wait_for_members(&repository, 5);
+    let snapshot = commit.publish(&changes, 0, NO_COPY).unwrap();
+    assert_eq!(snapshot.state, SnapshotState::Stable);
     lab.kill(1);
     lab.kill(2);
     assert_holds(&lab.repository(), &snapshot, &chunks(1, 40));
-    // The next snapshot becomes stable.
-    lab.start_peer(1, &[]);
-    lab.start_peer(2, &[]);
+}
+
+/// More peers are lost than the redundancy survives. What the client still has is stored again. If
+/// the client has no copy of a lost chunk, nothing is published.
+#[test]
+fn a_commit_whose_chunks_are_lost_uses_the_clients_copies_or_fails() {
+    let mut lab = Lab::new(5);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", Redundancy::Replicas(2));
+    let disk = chunks(1, 40);
+    let commit = writer.begin().unwrap();
+    let changes = writer.store(&disk).unwrap();
+    repository.flush().unwrap();
+    lose_two(&mut lab);
     wait_for_members(&repository, 5);
-    assert_eq!(writer.commit(&chunks(2, 4)).unwrap().state, SnapshotState::Stable);
+
+    let error = commit.publish(&changes, 0, NO_COPY).unwrap_err();
+    assert!(matches!(error, Error::ContentLost { .. }), "{error}");
+    let state = || {
+        let name = format!("vm@{}", commit.number()).parse().unwrap();
+        repository.catalog().resolve(&name).unwrap().state
+    };
+    assert_eq!(state(), SnapshotState::Pending);
+    assert_eq!(writer.attachment.parent().0, 1, "the mirror's parent has not moved");
+
+    // A copy that has changed since does not count.
+    let stale: LocalCopy<'_> = &|_, buf| {
+        buf.fill(7);
+        true
+    };
+    let error = commit.publish(&changes, 0, stale).unwrap_err();
+    assert!(matches!(error, Error::ContentLost { .. }), "{error}");
+    let local: LocalCopy<'_> = &|at, buf| {
+        buf.copy_from_slice(&content(disk[&at.0]));
+        true
+    };
+    let snapshot = commit.publish(&changes, 0, local).unwrap();
+    assert_eq!((snapshot.state, state()), (SnapshotState::Stable, SnapshotState::Stable));
+    assert_holds(&lab.repository(), &snapshot, &disk);
+    lab.kill(2);
+    assert_holds(&lab.repository(), &snapshot, &disk);
 }
 
 /// A client remembers which chunks it has stored. It must not rely on that after a peer was lost.
@@ -165,14 +204,7 @@ fn a_client_checks_stored_chunks_again_after_a_loss() {
     // No snapshot refers to these chunks.
     writer.store(&chunks(1, 40)).unwrap();
     repository.flush().unwrap();
-    for at in [0, 3] {
-        let id = lab.peers[at].as_ref().unwrap().id.clone();
-        lab.kill(at);
-        lab.wipe(at);
-        lab.ok(&["peers", "lose", &id]);
-        lab.start_peer(at, &[]);
-    }
-    lab.wait_for_peers(5);
+    lose_two(&mut lab);
     wait_for_members(&repository, 5);
     let snapshot = writer.commit(&chunks(1, 40)).unwrap();
     assert_eq!(snapshot.state, SnapshotState::Stable);

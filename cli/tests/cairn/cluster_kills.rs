@@ -18,7 +18,7 @@ use cairn_store::maintenance;
 use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkId, ChunkIndex, Consistency, Error, ErrorKind, Geometry, MIN_CHUNK_SIZE,
-    MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Root, Snapshot, SnapshotState,
+    MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Snapshot, SnapshotState,
 };
 
 use crate::lab::{Dice, Lab, Operator, TIMEOUT, random, wait_for_repair, with_seeds};
@@ -100,8 +100,6 @@ struct Writer<'a> {
     attachment: Attachment,
     first: Snapshot,
     disk: Disk,
-    /// Snapshots that are only available, because a peer was lost while they were stored.
-    available: Vec<(Snapshot, Disk)>,
 }
 
 impl<'a> Writer<'a> {
@@ -112,16 +110,7 @@ impl<'a> Writer<'a> {
         let first = repository.create_image(&name, geometry).unwrap();
         let attachment = attach(&repository, me, &first).unwrap();
         let dice = Dice::new(seed + u64::from(me));
-        Writer {
-            world,
-            me,
-            dice,
-            repository,
-            attachment,
-            first,
-            disk: Disk::new(),
-            available: Vec::new(),
-        }
+        Writer { world, me, dice, repository, attachment, first, disk: Disk::new() }
     }
 
     fn run(mut self) {
@@ -132,11 +121,6 @@ impl<'a> Writer<'a> {
                 self.attachment = retry(|| attach(&self.repository, self.me, &self.first));
             }
             self.commit();
-        }
-        for (snapshot, disk) in std::mem::take(&mut self.available) {
-            // This succeeds only after a repair.
-            let snapshot = retry(|| self.attachment.complete(&snapshot));
-            self.world.stable.lock().unwrap().push((snapshot, disk));
         }
     }
 
@@ -164,7 +148,10 @@ impl<'a> Writer<'a> {
                 match self.give_up(number) {
                     None => return,
                     // It was published, and only the answer was lost.
-                    Some(snapshot) => return self.record(snapshot, disk),
+                    Some(snapshot) => {
+                        self.attachment = retry(|| attach(&self.repository, self.me, &self.first));
+                        return self.record(snapshot, disk);
+                    }
                 }
             }
             thread::sleep(Duration::from_millis(200));
@@ -173,27 +160,23 @@ impl<'a> Writer<'a> {
 
     fn publish(&self, number: u64, changes: &Disk) -> Result<Snapshot> {
         self.attachment.renew()?;
-        match self.attachment.begin(&new_snapshot(number)) {
+        let commit = match self.attachment.begin(&new_snapshot(number)) {
+            Ok(commit) => commit,
             // It was published before, and only the answer was lost.
-            Ok(()) | Err(Error::WrongState { state: "stable" | "available", .. }) => {}
+            Err(Error::WrongState { state: "stable" | "available", .. }) => {
+                self.attachment.announced(number)
+            }
             Err(error) => return Err(error),
-        }
+        };
         let chunks: Vec<_> = changes.values().map(|seed| content(*seed)).collect();
         let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
         let stored = self.repository.put_chunks(&chunks)?;
         let tree = changes.keys().zip(&chunks);
         let tree = tree.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect();
-        let base = self.base(number)?;
-        let update = self.repository.commit_tree(&base, self.first.geometry, &tree)?;
-        let dirty = (chunks.len() * CHUNK) as u64;
-        self.attachment.publish(number, &update.root, stored + update.new_bytes, dirty)
-    }
-
-    /// The root of the snapshot before the one with this number.
-    fn base(&self, number: u64) -> Result<Root> {
-        let all = self.repository.catalog().snapshots(&self.first.image)?;
-        let before = all.iter().rev().find(|one| one.number < number && one.state.has_content());
-        Ok(before.expect("the first snapshot exists").root)
+        commit.publish(&tree, stored, &|at, buf| {
+            buf.copy_from_slice(&content(changes[&at.0]));
+            true
+        })
     }
 
     /// Marks a checkpoint as failed. Returns the snapshot if it was published after all.
@@ -211,11 +194,9 @@ impl<'a> Writer<'a> {
 
     /// Remembers a published snapshot.
     fn record(&mut self, snapshot: Snapshot, disk: Disk) {
+        assert_eq!(snapshot.state, SnapshotState::Stable);
         self.disk = disk.clone();
-        match snapshot.state {
-            SnapshotState::Stable => self.world.stable.lock().unwrap().push((snapshot, disk)),
-            _ => self.available.push((snapshot, disk)),
-        }
+        self.world.stable.lock().unwrap().push((snapshot, disk));
     }
 }
 

@@ -81,7 +81,7 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     };
     attachment.begin(&new).unwrap();
     assert_eq!(place.run(&["export", "vm1@golden", "out.raw"]).code, 4, "it is pending");
-    attachment.publish(number, &first.root, 0, 0).unwrap();
+    attachment.announced(number).publish_tree(&first.root, 0, 0).unwrap();
     assert_eq!(place.json(&["show", "vm1@golden"])["number"], 2);
 
     let id = "07".repeat(16);

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use cairn_store::encoding::Redundancy;
 use cairn_store::{
-    Attachment, ChunkId, ChunkIndex, Consistency, Geometry, MIN_CHUNK_SIZE, MirrorId, MirrorOwner,
-    Mode, NewSnapshot, Repository, Result, Root, Snapshot,
+    Attachment, ChangedChunks, ChunkId, ChunkIndex, Consistency, Geometry, LocalCopy,
+    MIN_CHUNK_SIZE, MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Snapshot,
+    SnapshotCommit,
 };
 
 use crate::lab::random;
@@ -20,7 +21,6 @@ pub(crate) type Disk = BTreeMap<u64, u64>;
 pub(crate) struct Writer {
     pub(crate) repository: Repository,
     pub(crate) attachment: Attachment,
-    geometry: Geometry,
 }
 
 impl Writer {
@@ -38,46 +38,52 @@ impl Writer {
         let owner = MirrorOwner::this_process(id, format!("/mirrors/{}", char::from(me)))?;
         let attachment = repository.attach(&owner, first, Mode::ReadWrite)?;
         let repository = repository.with_policy(first.policy);
-        Ok(Writer { repository, attachment, geometry: first.geometry })
+        Ok(Writer { repository, attachment })
     }
 
     /// Reserves a number and begins the snapshot with it.
-    pub(crate) fn begin(&self) -> Result<u64> {
+    pub(crate) fn begin(&self) -> Result<SnapshotCommit<'_>> {
         let number = self.attachment.reserve(1)?.start;
         let (label, consistency) = (None, Consistency::Crash);
         let new = NewSnapshot { number, label, consistency, time: 0, dirty_bytes: 0, pause_us: 0 };
-        self.attachment.begin(&new)?;
-        Ok(number)
+        self.attachment.begin(&new)
     }
 
-    /// Stores the chunks and returns the root of the parent's tree with these changes.
-    pub(crate) fn store(&self, chunks: &Disk) -> Result<Root> {
+    /// Stores the chunks and returns their names.
+    pub(crate) fn store(&self, chunks: &Disk) -> Result<ChangedChunks> {
         let contents: Vec<_> = chunks.values().map(|seed| content(*seed)).collect();
         let contents: Vec<_> = contents.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
         self.repository.put_chunks(&contents)?;
         let changes = chunks.keys().zip(&contents);
-        let changes = changes.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect();
-        let (_, base) = self.attachment.parent();
-        Ok(self.repository.commit_tree(&base, self.geometry, &changes)?.root)
-    }
-
-    pub(crate) fn publish(&self, number: u64, root: &Root) -> Result<Snapshot> {
-        self.attachment.publish(number, root, 0, 0)
+        Ok(changes.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect())
     }
 
     /// Begins, stores and publishes a snapshot.
     pub(crate) fn commit(&self, chunks: &Disk) -> Result<Snapshot> {
-        let number = self.begin()?;
-        self.publish(number, &self.store(chunks)?)
+        self.publish(chunks).map(|(_, _, snapshot)| snapshot)
+    }
+
+    /// As [`commit`](Self::commit). Returns also what is needed to complete the snapshot.
+    pub(crate) fn publish(
+        &self,
+        chunks: &Disk,
+    ) -> Result<(SnapshotCommit<'_>, ChangedChunks, Snapshot)> {
+        let commit = self.begin()?;
+        let changes = self.store(chunks)?;
+        let snapshot = commit.publish(&changes, 0, NO_COPY)?;
+        Ok((commit, changes, snapshot))
     }
 }
+
+/// A client that has no copy of what it stores.
+pub(crate) const NO_COPY: LocalCopy<'static> = &|_, _| false;
 
 /// `count` chunks whose content differs from that of all other seeds.
 pub(crate) fn chunks(seed: u64, count: u64) -> Disk {
     (0..count).map(|at| (at, seed * 1_000_000 + at)).collect()
 }
 
-fn content(seed: u64) -> Vec<u8> {
+pub(crate) fn content(seed: u64) -> Vec<u8> {
     random(seed, CHUNK)
 }
 

@@ -4,15 +4,16 @@ use std::ops::Range;
 
 use super::Catalog;
 use super::documents::{
-    ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument, image_key, label_key,
-    lease_key, mirror_key, snapshot_key, snapshots, snapshots_of,
+    AvailableDocument, ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument,
+    available_key, image_key, label_key, lease_key, mirror_key, snapshot_key, snapshots,
+    snapshots_of,
 };
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
-use crate::cluster::membership::{LOSSES, losses};
+use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
-use crate::id::{BlobId, MirrorId};
+use crate::id::{BlobId, ImageId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::process::Process;
 use crate::snapshot::{MirrorOwner, NewSnapshot, Snapshot, SnapshotState};
@@ -24,7 +25,7 @@ pub(crate) struct Holder {
     pub(super) owner: MirrorOwner,
     pub(super) process: Process,
     /// The image's id. Another image may get the same name later.
-    pub(super) image: MirrorId,
+    pub(super) image: ImageId,
     pub(super) image_name: ImageName,
     /// The image's fence after this mirror acquired the lease; `None` if the mirror only reads.
     pub(super) fence: Option<u64>,
@@ -40,31 +41,23 @@ pub(crate) struct Published {
     pub(crate) saved_bytes: u64,
     /// The number of the snapshot that it was derived from.
     pub(crate) parent: u64,
-    /// The count of lost peers when the snapshot was announced.
-    pub(crate) losses: u64,
+    /// The epoch in which all of its blobs are known to be stored.
+    pub(crate) epoch: ClusterEpoch,
     /// The name of the snapshot's record, if it has one.
     pub(crate) record: Option<BlobId>,
 }
 
 impl Published {
-    /// The publication with the state that it can have. It is at most *available* in two cases:
-    ///
-    /// - A peer was lost since the announcement. A repair before the publication did not know the
-    ///   snapshot's blobs.
-    /// - The parent is only *available*. Unchanged blobs are the parent's.
-    fn as_of(&self, view: &View, image: &ImageName) -> Result<Published> {
-        let parent: Option<SnapshotDocument> = view.get(&snapshot_key(image, self.parent))?;
-        let is_parent_whole = parent.is_none_or(|one| one.state != SnapshotState::Available);
-        let is_whole = is_parent_whole && losses(view)? == self.losses;
-        let is_stable = is_whole || self.root.0.is_none();
-        let state = if is_stable { self.state } else { SnapshotState::Available };
-        Ok(Published { state, ..*self })
-    }
-
     /// The document of an announced snapshot after its publication.
-    fn apply(&self, snapshot: SnapshotDocument, parent: u64) -> SnapshotDocument {
+    fn apply(
+        &self,
+        snapshot: SnapshotDocument,
+        parent: u64,
+        is_parent_available: bool,
+    ) -> SnapshotDocument {
         SnapshotDocument {
             parent: Some(parent),
+            is_parent_available,
             root: self.root.0,
             stored_bytes: self.stored_bytes,
             sent_bytes: self.sent_bytes,
@@ -91,7 +84,7 @@ impl Holder {
     }
 
     fn snapshot_key(&self, number: u64) -> String {
-        snapshot_key(&self.image_name, number)
+        snapshot_key(&self.image, number)
     }
 
     /// The image, if this mirror is still its writer.
@@ -134,27 +127,50 @@ impl Holder {
     }
 
     /// The document of a snapshot of this mirror after it is published. A snapshot that was
-    /// published before does not change, except that it may become stable.
+    /// published before does not change, except that it may become stable. Returns `None` if the
+    /// cluster is in another epoch than the one in which the content was stored.
+    ///
+    /// A snapshot whose parent is only *available* is at most *available*: unchanged blobs are the
+    /// parent's. If the parent's document was removed, the state that the parent had when it became
+    /// the parent counts.
     fn published(
         &self,
         view: &View,
         number: u64,
         before: SnapshotDocument,
         published: &Published,
-    ) -> Result<SnapshotDocument> {
-        let published = published.as_of(view, &self.image_name)?;
+    ) -> Result<Option<SnapshotDocument>> {
+        if published.root.0.is_some() && ClusterEpoch::of(view)? != published.epoch {
+            return Ok(None);
+        }
+        let mirror = self.mirror(view)?;
+        let parent = self.find(view, published.parent)?;
+        let is_parent_available = match parent.filter(|one| one.state.has_content()) {
+            Some(parent) => parent.state == SnapshotState::Available,
+            None if before.state == SnapshotState::Pending => mirror.is_parent_available,
+            None => before.is_parent_available,
+        };
+        let state = match is_parent_available && published.root.0.is_some() {
+            true => SnapshotState::Available,
+            false => published.state,
+        };
+        let published = Published { state, ..*published };
         let same = before.root == published.root.0;
         match (before.state, published.state) {
-            (SnapshotState::Pending, _) => Ok(published.apply(before, self.mirror(view)?.parent)),
-            (SnapshotState::Available, SnapshotState::Stable) if same => Ok(SnapshotDocument {
-                state: SnapshotState::Stable,
-                stored_bytes: published.stored_bytes,
-                sent_bytes: published.sent_bytes,
-                saved_bytes: published.saved_bytes,
-                record: published.record.or(before.record),
-                ..before
-            }),
-            (SnapshotState::Stable | SnapshotState::Available, _) if same => Ok(before),
+            (SnapshotState::Pending, _) => {
+                Ok(Some(published.apply(before, mirror.parent, is_parent_available)))
+            }
+            (SnapshotState::Available, SnapshotState::Stable) if same => {
+                Ok(Some(SnapshotDocument {
+                    state: SnapshotState::Stable,
+                    stored_bytes: published.stored_bytes,
+                    sent_bytes: published.sent_bytes,
+                    saved_bytes: published.saved_bytes,
+                    record: published.record.or(before.record),
+                    ..before
+                }))
+            }
+            (SnapshotState::Stable | SnapshotState::Available, _) if same => Ok(Some(before)),
             _ => Err(self.wrong_state(number, before)),
         }
     }
@@ -170,7 +186,6 @@ impl Holder {
             Query::Key(self.image_key()),
             Query::Key(self.snapshot_key(number)),
             Query::Key(mirror_key(&self.owner.id)),
-            Query::key(LOSSES),
         ]
     }
 
@@ -178,6 +193,7 @@ impl Holder {
     fn publish_queries(&self, number: u64, published: &Published) -> Vec<Query> {
         let mut queries = self.queries(number);
         queries.push(Query::Key(self.snapshot_key(published.parent)));
+        queries.push(Query::key(LOSSES));
         queries
     }
 
@@ -219,12 +235,12 @@ impl Catalog {
         let queries = [
             Query::Key(holder.image_key()),
             Query::key(&mirror_key),
-            Query::Prefix(snapshots_of(&holder.image_name)),
+            Query::Prefix(snapshots_of(&holder.image)),
         ];
         self.change(&queries, |view| {
             holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
-            let all = snapshots(view, &holder.image_name)?;
+            let all = snapshots(view, &holder.image)?;
             let last = all.iter().map(|(number, _)| *number).max().unwrap_or(0);
             let start = left.start.max(mirror.reserved.start).max(last + 1);
             let is_own = mirror.reserved.start < left.end && start < mirror.reserved.end;
@@ -242,20 +258,21 @@ impl Catalog {
         self.change(&[Query::Key(holder.image_key())], |view| {
             holder.check(view)?;
             let lease = LeaseDocument::new(&holder.owner, holder.process.clone());
-            let key = lease_key(&holder.image_name);
+            let key = lease_key(&holder.image);
             Ok((Change::default().put_for(LEASE_SECONDS as u32, key, &lease), ()))
         })
     }
 
-    /// Announces a snapshot. Returns the count of lost peers.
+    /// Announces a snapshot. Returns the cluster's epoch.
     ///
     /// A snapshot may be announced again, even if it is published: a writer that was restarted, or
     /// whose catalog was unreachable, cannot know how far it had come. A failed snapshot cannot be
     /// announced again.
-    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<u64> {
+    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<ClusterEpoch> {
         let number = new.number;
-        let label = new.label.as_ref().map(|label| label_key(&holder.image_name, label));
+        let label = new.label.as_ref().map(|label| label_key(&holder.image, label));
         let mut queries = holder.queries(number);
+        queries.push(Query::key(LOSSES));
         queries.extend(label.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
             let image = holder.check(view)?;
@@ -268,7 +285,7 @@ impl Catalog {
                 let known = holder.own(known, number)?;
                 return match known.state {
                     SnapshotState::Failed => Err(holder.wrong_state(number, known)),
-                    _ => Ok((Change::default(), losses(view)?)),
+                    _ => Ok((Change::default(), ClusterEpoch::of(view)?)),
                 };
             }
             if label.as_ref().is_some_and(|label| view.version(label) != 0) {
@@ -290,6 +307,7 @@ impl Catalog {
                 pause_us: new.pause_us,
                 reason: None,
                 mirror: Some(holder.owner.id),
+                is_parent_available: false,
                 record: None,
             };
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
@@ -297,52 +315,65 @@ impl Catalog {
                 Some(label) => change.put(label, &number),
                 None => change,
             };
-            Ok((change, losses(view)?))
+            Ok((change, ClusterEpoch::of(view)?))
         })
     }
 
-    /// The record of a snapshot as it will be published.
+    /// The record of a snapshot as it will be published. Returns `None` if the cluster is in
+    /// another epoch.
     pub(crate) fn record(
         &self,
         holder: &Holder,
         number: u64,
         published: &Published,
-    ) -> Result<Record> {
+    ) -> Result<Option<Record>> {
         let view = self.read(&holder.publish_queries(number, published))?;
         let image = holder.check(&view)?;
         let before = holder.own(holder.existing(&view, number)?, number)?;
         let snapshot = holder.published(&view, number, before, published)?;
-        Ok(Record::new(&holder.image_name, &image, number, Some(snapshot)))
+        Ok(snapshot.map(|one| Record::new(&holder.image_name, &image, number, one)))
     }
 
     /// Publishes an announced snapshot and makes it the mirror's parent. The same content may be
     /// published again, for the reason given in [`Catalog::begin`]. That may also make an available
-    /// snapshot stable.
+    /// snapshot stable. Returns `None`, and changes nothing, if the cluster is in another epoch.
     pub(crate) fn publish(
         &self,
         holder: &Holder,
         number: u64,
         published: &Published,
-    ) -> Result<Snapshot> {
+    ) -> Result<Option<Snapshot>> {
         self.change(&holder.publish_queries(number, published), |view| {
             let image = holder.check(view)?;
             let before = holder.own(holder.existing(view, number)?, number)?;
-            let snapshot = holder.published(view, number, before.clone(), published)?;
+            let published = holder.published(view, number, before.clone(), published)?;
+            let Some(snapshot) = published else { return Ok((Change::default(), None)) };
             let mut change = Change::default();
             if snapshot.state != before.state {
                 change = change.put(holder.snapshot_key(number), &snapshot);
+                let index = available_key(&holder.image, number);
+                change = match snapshot.state {
+                    SnapshotState::Available => {
+                        let entry = AvailableDocument { image: holder.image_name.clone() };
+                        change.put(index, &entry)
+                    }
+                    _ => change.remove(Query::Key(index)),
+                };
             }
             if before.state == SnapshotState::Pending {
-                let mirror =
-                    MirrorDocument { parent: number, root: snapshot.root, ..holder.mirror(view)? };
+                let mirror = MirrorDocument {
+                    parent: number,
+                    root: snapshot.root,
+                    is_parent_available: snapshot.state == SnapshotState::Available,
+                    ..holder.mirror(view)?
+                };
                 change = change.put(mirror_key(&holder.owner.id), &mirror);
             }
-            Ok((change, snapshot.snapshot(&holder.image_name, &image, number)?))
+            Ok((change, Some(snapshot.snapshot(&holder.image_name, &image, number)?)))
         })
     }
 
-    /// Marks an announced snapshot as failed. Returns the record of the failure. The snapshot may
-    /// be of another mirror, which may be lost: the holder of the lease is the image's only writer.
+    /// Marks an announced snapshot as failed. Returns its tombstone. The snapshot may be of another mirror, which may be lost: the holder of the lease is the image's only writer.
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<Record> {
         self.change(&holder.queries(number), |view| {
             let image = holder.check(view)?;
@@ -350,16 +381,19 @@ impl Catalog {
             if snapshot.state.has_content() {
                 return Err(holder.wrong_state(number, snapshot));
             }
-            let had_label = snapshot.state == SnapshotState::Pending;
+            let record = Record::removal(&holder.image_name, &image, number);
+            if snapshot.state != SnapshotState::Pending {
+                return Ok((Change::default(), record));
+            }
             snapshot.state = SnapshotState::Failed;
             snapshot.reason = Some(reason.to_owned());
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
-            let change = match snapshot.label.filter(|_| had_label) {
+            let change = match snapshot.label {
                 // The next attempt may use the label.
-                Some(label) => change.remove(Query::Key(label_key(&holder.image_name, &label))),
+                Some(label) => change.remove(Query::Key(label_key(&holder.image, &label))),
                 None => change,
             };
-            Ok((change, Record::new(&holder.image_name, &image, number, None)))
+            Ok((change, record))
         })
     }
 
@@ -370,7 +404,7 @@ impl Catalog {
         let queries = [
             Query::Key(holder.image_key()),
             Query::key(&mirror_key),
-            Query::Prefix(snapshots_of(&holder.image_name)),
+            Query::Prefix(snapshots_of(&holder.image)),
         ];
         self.change(&queries, |view| {
             let mut image = holder.check(view)?;
@@ -380,7 +414,7 @@ impl Catalog {
                 .filter(|range| range.start < range.end && range.start > 0)
                 .filter(|range| range.end == image.next_number)
             {
-                let all = snapshots(view, &holder.image_name)?;
+                let all = snapshots(view, &holder.image)?;
                 if all.iter().all(|(number, _)| *number < unused.start) {
                     image.next_number = unused.start;
                 }

@@ -8,7 +8,7 @@ use crate::documents::View;
 use crate::encoding::{Compression, Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::id::{BlobId, MirrorId, NodeId};
+use crate::id::{BlobId, ImageId, MirrorId, NodeId};
 use crate::name::ImageName;
 use crate::process::Process;
 use crate::snapshot::{
@@ -16,31 +16,50 @@ use crate::snapshot::{
 };
 use crate::tree::Root;
 
+/// The key of the version of all other documents.
+pub(super) const SCHEMA: &str = "schema";
+
+/// The version of the documents that this program reads and writes.
+pub(super) const SCHEMA_VERSION: u64 = 1;
+
 pub(super) const IMAGES: &str = "images/";
 pub(super) const SNAPSHOTS: &str = "snapshots/";
+pub(super) const AVAILABLE: &str = "available/";
 pub(super) const MIRRORS: &str = "mirrors/";
 pub(super) const LEASES: &str = "leases/";
 
+/// The key of an image. All other keys have the image's id: one image's name may begin with the
+/// name of another, and a name may be used again.
 pub(super) fn image_key(image: &ImageName) -> String {
     format!("{IMAGES}{image}")
 }
 
 /// The prefix of the keys of an image's snapshots.
-pub(super) fn snapshots_of(image: &ImageName) -> String {
+pub(super) fn snapshots_of(image: &ImageId) -> String {
     format!("{SNAPSHOTS}{image}/")
 }
 
 /// The key of a snapshot. Keys sort by number.
-pub(super) fn snapshot_key(image: &ImageName, number: u64) -> String {
+pub(super) fn snapshot_key(image: &ImageId, number: u64) -> String {
     format!("{SNAPSHOTS}{image}/{number:016x}")
 }
 
+/// The prefix of the keys of an image's [`AvailableDocument`]s.
+pub(super) fn available_of(image: &ImageId) -> String {
+    format!("{AVAILABLE}{image}/")
+}
+
+/// The key of the [`AvailableDocument`] of a snapshot.
+pub(super) fn available_key(image: &ImageId, number: u64) -> String {
+    format!("{AVAILABLE}{image}/{number:016x}")
+}
+
 /// The prefix of the keys of an image's labels.
-pub(super) fn labels_of(image: &ImageName) -> String {
+pub(super) fn labels_of(image: &ImageId) -> String {
     format!("labels/{image}/")
 }
 
-pub(super) fn label_key(image: &ImageName, label: &str) -> String {
+pub(super) fn label_key(image: &ImageId, label: &str) -> String {
     format!("labels/{image}/{label}")
 }
 
@@ -48,7 +67,7 @@ pub(super) fn mirror_key(mirror: &MirrorId) -> String {
     format!("{MIRRORS}{mirror}")
 }
 
-pub(super) fn lease_key(image: &ImageName) -> String {
+pub(super) fn lease_key(image: &ImageId) -> String {
     format!("{LEASES}{image}")
 }
 
@@ -96,9 +115,8 @@ pub(super) mod optional_text {
 /// An image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct ImageDocument {
-    /// Random: an image that is created again under the same name is another image.
     #[serde(with = "text")]
-    pub(super) id: MirrorId,
+    pub(super) id: ImageId,
     pub(super) size: u64,
     pub(super) chunk_size: u32,
     pub(super) created: u64,
@@ -113,6 +131,8 @@ pub(super) struct ImageDocument {
     /// The mirror that acquired the lease with this fence, until it releases the lease.
     #[serde(with = "optional_text")]
     pub(super) writer: Option<MirrorId>,
+    /// Whether the image is being removed.
+    pub(super) removing: bool,
 }
 
 impl ImageDocument {
@@ -163,15 +183,14 @@ pub(super) struct SnapshotDocument {
     pub(super) consistency: Consistency,
     pub(super) dirty_bytes: u64,
     pub(super) stored_bytes: u64,
-    // Older documents do not have the next two fields.
-    #[serde(default)]
     pub(super) sent_bytes: u64,
-    #[serde(default)]
     pub(super) saved_bytes: u64,
     pub(super) pause_us: u64,
     pub(super) reason: Option<String>,
     #[serde(with = "optional_text")]
     pub(super) mirror: Option<MirrorId>,
+    /// Whether its parent was only *available* when this snapshot was published.
+    pub(super) is_parent_available: bool,
     /// The name of the snapshot's record, in a cluster.
     #[serde(with = "optional_text")]
     pub(super) record: Option<BlobId>,
@@ -186,6 +205,7 @@ impl SnapshotDocument {
     ) -> Result<Snapshot> {
         Ok(Snapshot {
             image: image.clone(),
+            image_id: document.id,
             number,
             parent: self.parent,
             root: Root(self.root),
@@ -206,11 +226,21 @@ impl SnapshotDocument {
     }
 }
 
+/// An entry of the index of *available* snapshots. It exists exactly as long as its snapshot is
+/// *available*.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct AvailableDocument {
+    #[serde(with = "text")]
+    pub(super) image: ImageName,
+}
+
 /// A mirror, which refers to an image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MirrorDocument {
     #[serde(with = "text")]
     pub(super) image: ImageName,
+    #[serde(with = "text")]
+    pub(super) image_id: ImageId,
     pub(super) host: String,
     pub(super) path: String,
     #[serde(with = "text")]
@@ -218,9 +248,10 @@ pub(super) struct MirrorDocument {
     pub(super) parent: u64,
     #[serde(with = "optional_text")]
     pub(super) root: Option<NodeId>,
+    /// Whether the parent was only *available* when it became the parent.
+    pub(super) is_parent_available: bool,
     pub(super) attached: u64,
     /// Snapshot numbers that only this mirror may use. It has used some of them.
-    #[serde(default)]
     pub(super) reserved: Range<u64>,
 }
 
@@ -281,18 +312,22 @@ impl LeaseDocument {
     }
 }
 
-/// The image's document. Fails if there is none.
+/// The image's document. Fails if there is none, or if the image is being removed.
 pub(super) fn image(view: &View, name: &ImageName) -> Result<ImageDocument> {
-    view.get(&image_key(name))?.ok_or_else(|| Error::NoImage { name: name.to_string() })
+    match view.get::<ImageDocument>(&image_key(name))? {
+        None => Err(Error::NoImage { name: name.to_string() }),
+        Some(image) if image.removing => Err(Error::BeingRemoved { name: name.to_string() }),
+        Some(image) => Ok(image),
+    }
 }
 
 /// The snapshots of an image with their numbers, in order.
-pub(super) fn snapshots(view: &View, image: &ImageName) -> Result<Vec<(u64, SnapshotDocument)>> {
+pub(super) fn snapshots(view: &View, image: &ImageId) -> Result<Vec<(u64, SnapshotDocument)>> {
     let all = view.under::<SnapshotDocument>(&snapshots_of(image))?;
     all.into_iter().map(|(key, one)| Ok((number_of(&key)?, one))).collect()
 }
 
-fn number_of(key: &str) -> Result<u64> {
+pub(super) fn number_of(key: &str) -> Result<u64> {
     u64::from_str_radix(key, 16)
         .map_err(|_| Error::corrupt("the catalog", format!("'{key}' is not a snapshot number")))
 }
@@ -300,7 +335,7 @@ fn number_of(key: &str) -> Result<u64> {
 /// The lease of an image, unless `observer` sees that its holder is dead.
 pub(super) fn live_lease(
     view: &View,
-    image: &ImageName,
+    image: &ImageId,
     observer: &Process,
 ) -> Result<Option<LeaseDocument>> {
     let lease = view.get::<LeaseDocument>(&lease_key(image))?;

@@ -1,23 +1,22 @@
-//! Creating, listing and removing images and snapshots.
+//! Creating and listing images and snapshots.
 
 use std::collections::HashMap;
 
 use super::Catalog;
 use super::documents::{
-    IMAGES, ImageDocument, LEASES, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, image,
-    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, newest, snapshot_key,
-    snapshots, snapshots_of,
+    AVAILABLE, AvailableDocument, IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS,
+    SnapshotDocument, available_key, image_key, newest, number_of, snapshot_key, snapshots,
+    snapshots_of,
 };
 use super::records::Record;
 use crate::clock::now;
-use crate::cluster::membership::{LOSSES, losses};
+use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query, View};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::id::{BlobId, MirrorId};
+use crate::id::{BlobId, ImageId};
 use crate::name::{ImageName, Selector, SnapshotRef};
-use crate::process::Process;
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
 use crate::sys;
 use crate::tree::Root;
@@ -55,6 +54,8 @@ pub(crate) struct Available {
     pub(crate) refers: Referrer,
     key: String,
     version: u64,
+    /// The key of its entry in the index of available snapshots.
+    index: String,
 }
 
 /// An image that is to be created.
@@ -62,9 +63,8 @@ pub(crate) struct Draft {
     name: ImageName,
     image: ImageDocument,
     snapshot: SnapshotDocument,
-    source: Option<(ImageName, u64)>,
-    /// The count of lost peers before the image's content was stored, if it has content.
-    losses: Option<u64>,
+    /// The snapshot that it is a clone of, if it is one.
+    source: Option<Snapshot>,
 }
 
 impl Draft {
@@ -77,7 +77,7 @@ impl Draft {
         let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
         let time = now();
         let image = ImageDocument {
-            id: MirrorId::from_bytes(random),
+            id: ImageId::from_bytes(random),
             size: geometry.size(),
             chunk_size: geometry.chunk_size(),
             created: time,
@@ -87,6 +87,7 @@ impl Draft {
             next_number: FIRST + 1,
             fence: 0,
             writer: None,
+            removing: false,
         };
         let snapshot = SnapshotDocument {
             parent: None,
@@ -102,14 +103,10 @@ impl Draft {
             pause_us: 0,
             reason: None,
             mirror: None,
+            is_parent_available: false,
             record: None,
         };
-        Ok(Draft { name: name.clone(), image, snapshot, source: None, losses: None })
-    }
-
-    /// Notes the count of lost peers before the image's content was stored.
-    pub(crate) fn since(self, losses: u64) -> Draft {
-        Draft { losses: self.snapshot.root.map(|_| losses), ..self }
+        Ok(Draft { name: name.clone(), image, snapshot, source: None })
     }
 
     /// An image whose first snapshot has the content of a snapshot of another image.
@@ -127,17 +124,17 @@ impl Draft {
         };
         let mut draft = Draft::new(name, source.geometry, source.policy, &first)?;
         draft.image.origin = Some(source.name().to_string());
-        draft.source = Some((source.image.clone(), source.number));
+        draft.source = Some(source.clone());
         Ok(draft)
     }
 
     pub(crate) fn record(&self) -> Record {
-        Record::new(&self.name, &self.image, FIRST, Some(self.snapshot.clone()))
+        Record::new(&self.name, &self.image, FIRST, self.snapshot.clone())
     }
 
     /// The record that says that the image was not created.
     pub(crate) fn removal(&self) -> Record {
-        Record::new(&self.name, &self.image, 0, None)
+        Record::removal(&self.name, &self.image, 0)
     }
 }
 
@@ -146,29 +143,26 @@ impl Catalog {
     pub fn images(&self) -> Result<Vec<Image>> {
         let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
         let all = view.under::<ImageDocument>(IMAGES)?.into_iter();
-        all.map(|(name, document)| {
-            let name = name.parse()?;
-            document.image(&name, &snapshots(&view, &name)?)
-        })
-        .collect()
+        all.map(|(name, document)| document.image(&name.parse()?, &snapshots(&view, &document.id)?))
+            .collect()
     }
 
     /// The content that snapshots and mirrors refer to, by storage policy.
     pub(crate) fn roots(&self) -> Result<HashMap<StoragePolicy, Vec<Referrer>>> {
         let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Query::prefix))?;
         let mut all: HashMap<StoragePolicy, Vec<Referrer>> = HashMap::new();
-        let images = view.under::<ImageDocument>(IMAGES)?;
-        for (name, image) in &images {
+        let images = view.under::<ImageDocument>(IMAGES)?.into_iter();
+        let images: HashMap<_, _> = images.map(|(_, image)| (image.id, image)).collect();
+        for (id, image) in &images {
             let geometry = image.geometry()?;
-            let known = snapshots(&view, &name.parse()?)?.into_iter();
+            let known = snapshots(&view, id)?.into_iter();
             let known = known.filter(|(_, one)| one.state.has_content());
             let known = known.map(|(_, one)| Referrer::snapshot(geometry, &one));
             all.entry(image.policy()).or_default().extend(known);
         }
         // A mirror keeps its parent's content, even if the parent snapshot was removed.
-        let images: HashMap<_, _> = images.into_iter().collect();
         for (_, mirror) in view.under::<MirrorDocument>(MIRRORS)? {
-            if let Some(image) = images.get(mirror.image.as_str()) {
+            if let Some(image) = images.get(&mirror.image_id) {
                 let (geometry, root) = (image.geometry()?, Root(mirror.root));
                 let referrer = Referrer { geometry, root, record: None };
                 all.entry(image.policy()).or_default().push(referrer);
@@ -177,33 +171,47 @@ impl Catalog {
         Ok(all)
     }
 
-    /// The snapshots that are *available*: published, perhaps without full redundancy.
+    /// Whether a snapshot is *available*: published, perhaps without full redundancy.
+    pub(crate) fn has_available(&self) -> Result<bool> {
+        Ok(!self.read(&[Query::prefix(AVAILABLE)])?.documents.is_empty())
+    }
+
+    /// The snapshots that are *available*.
     pub(crate) fn available(&self) -> Result<Vec<Available>> {
-        let view = self.read(&[IMAGES, SNAPSHOTS].map(Query::prefix))?;
+        let index = self.read(&[Query::prefix(AVAILABLE)])?;
         let mut found = Vec::new();
-        for (name, image) in view.under::<ImageDocument>(IMAGES)? {
-            let name: ImageName = name.parse()?;
-            let (policy, geometry) = (image.policy(), image.geometry()?);
-            let all = snapshots(&view, &name)?.into_iter();
-            let available = all.filter(|(_, one)| one.state == SnapshotState::Available);
-            found.extend(available.map(|(number, one)| {
-                let key = snapshot_key(&name, number);
-                let version = view.version(&key);
-                Available { policy, refers: Referrer::snapshot(geometry, &one), key, version }
-            }));
+        for (key, entry) in index.under::<AvailableDocument>(AVAILABLE)? {
+            let (id, number) = parse_available(&key)?;
+            let snapshot_key = snapshot_key(&id, number);
+            let keys = [image_key(&entry.image), snapshot_key.clone()];
+            let view = self.read(&keys.map(Query::Key))?;
+            let image = view.get::<ImageDocument>(&image_key(&entry.image))?;
+            let snapshot = view.get::<SnapshotDocument>(&snapshot_key)?;
+            // The snapshot may have been removed since the index was read.
+            if let (Some(image), Some(one)) = (image.filter(|image| image.id == id), snapshot)
+                && one.state == SnapshotState::Available
+            {
+                found.push(Available {
+                    policy: image.policy(),
+                    refers: Referrer::snapshot(image.geometry()?, &one),
+                    version: view.version(&snapshot_key),
+                    key: snapshot_key,
+                    index: available_key(&id, number),
+                });
+            }
         }
         Ok(found)
     }
 
     /// Makes an available snapshot stable. Leaves it alone if it was removed or has changed since
-    /// it was read: its key may belong to another snapshot.
+    /// it was read.
     pub(crate) fn promote(&self, available: &Available) -> Result<()> {
-        let Available { key, version, .. } = available;
+        let Available { key, version, index, .. } = available;
         self.change(&[Query::key(key)], |view| {
             let change = match view.get::<SnapshotDocument>(key)? {
                 Some(one) if view.version(key) == *version => {
                     let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
-                    Change::default().put(key, &stable)
+                    Change::default().put(key, &stable).remove(Query::key(index))
                 }
                 _ => Change::default(),
             };
@@ -213,169 +221,105 @@ impl Catalog {
 
     /// One image.
     pub fn image(&self, name: &ImageName) -> Result<Image> {
-        let view = self.read(&with_snapshots(name))?;
-        image(&view, name)?.image(name, &snapshots(&view, name)?)
+        let (view, document) = self.read_image(name, all_snapshots)?;
+        document.image(name, &snapshots(&view, &document.id)?)
     }
 
     /// The snapshots of an image, oldest first, in any state.
     pub fn snapshots(&self, name: &ImageName) -> Result<Vec<Snapshot>> {
-        let view = self.read(&with_snapshots(name))?;
-        let document = image(&view, name)?;
-        let all = snapshots(&view, name)?.into_iter();
+        let (view, document) = self.read_image(name, all_snapshots)?;
+        let all = snapshots(&view, &document.id)?.into_iter();
         all.map(|(number, one)| one.snapshot(name, &document, number)).collect()
     }
 
-    /// The snapshot with this name. Without a selector it is the newest one with content. A snapshot that is
-    /// named may be pending or failed, so callers that need content ask
+    /// The snapshot with this name. Without a selector it is the newest one with content. A
+    /// snapshot that is named may be pending or failed, so callers that need content ask
     /// [`Snapshot::require_content`].
     pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        let queries = match name.selector {
-            Selector::Number(number) => {
-                let key = snapshot_key(&name.image, number);
-                [Query::Key(image_key(&name.image)), Query::Key(key)]
-            }
-            _ => with_snapshots(&name.image),
-        };
-        resolve(&self.read(&queries)?, name)
+        let (view, document) = self.read_image(&name.image, |id| match name.selector {
+            Selector::Number(number) => vec![Query::Key(snapshot_key(id, number))],
+            _ => all_snapshots(id),
+        })?;
+        resolve(&view, &document, name)
     }
 
     /// Fails if there is an image with the name of the draft.
     pub(crate) fn check_free(&self, draft: &Draft) -> Result<()> {
         let key = image_key(&draft.name);
-        match self.read(&[Query::key(&key)])?.version(&key) {
-            0 => Ok(()),
-            _ => Err(Error::ImageExists { name: draft.name.to_string() }),
-        }
+        check_free(&self.read(&[Query::key(&key)])?, &draft.name)
     }
 
-    /// Creates the image of a draft. `record` is the name of its first snapshot's record. Fails if
-    /// the image is a clone and its source was removed.
-    pub(crate) fn insert(&self, draft: &Draft, record: Option<BlobId>) -> Result<Snapshot> {
-        let Draft { name, image, snapshot, source, .. } = draft;
+    /// Creates the image of a draft. `record` is the name of its first snapshot's record. Returns
+    /// `None` if the cluster is in another epoch than the one in which the content was stored.
+    /// Fails if the image is a clone and its source was removed.
+    pub(crate) fn insert(
+        &self,
+        draft: &Draft,
+        epoch: Option<ClusterEpoch>,
+        record: Option<BlobId>,
+    ) -> Result<Option<Snapshot>> {
+        let Draft { name, image, snapshot, source } = draft;
         let mut queries = vec![Query::Key(image_key(name)), Query::key(LOSSES)];
-        if let Some((image, number)) = source {
-            queries.push(Query::Key(snapshot_key(image, *number)));
-        }
+        let source_key = source.as_ref().map(|one| snapshot_key(&one.image_id, one.number));
+        queries.extend(source_key.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
-            if view.version(&image_key(name)) != 0 {
-                return Err(Error::ImageExists { name: name.to_string() });
-            }
-            if let Some((image, number)) = source
-                && view.version(&snapshot_key(image, *number)) == 0
-            {
-                let name = SnapshotRef::number(image, *number).to_string();
-                return Err(Error::NoSnapshot { name });
-            }
-            let mut snapshot = SnapshotDocument { record, ..snapshot.clone() };
-            let losses = losses(view)?;
-            if draft.losses.is_some_and(|before| before != losses) {
-                // A repair before this moment did not know the blobs that the lost peer held.
-                snapshot.state = SnapshotState::Available;
-            }
-            let change = Change::default()
-                .put(image_key(name), image)
-                .put(snapshot_key(name, FIRST), &snapshot);
-            Ok((change, snapshot.snapshot(name, image, FIRST)?))
-        })
-    }
-
-    /// The count of lost peers.
-    pub(crate) fn losses(&self) -> Result<u64> {
-        losses(&self.read(&[Query::key(LOSSES)])?)
-    }
-
-    /// Removes a snapshot. Also returns the record of the removal.
-    pub(crate) fn remove_snapshot(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
-        let observer = Process::current()?;
-        let queries = [
-            Query::Key(image_key(&name.image)),
-            Query::Prefix(snapshots_of(&name.image)),
-            Query::Key(lease_key(&name.image)),
-        ];
-        self.change(&queries, |view| {
-            let document = image(view, &name.image)?;
-            let snapshot = resolve(view, name)?;
-            match snapshot.state {
-                SnapshotState::Pending => {
-                    // A live writer is about to publish it.
-                    if let Some(lease) = live_lease(view, &name.image, &observer)? {
-                        return Err(lease.conflict(&name.image));
-                    }
+            check_free(view, name)?;
+            if let (Some(source), Some(key)) = (source, &source_key) {
+                let found = view.get::<SnapshotDocument>(key)?;
+                if found.is_none_or(|one| !one.state.has_content()) {
+                    return Err(Error::NoSnapshot { name: source.name().to_string() });
                 }
-                SnapshotState::Stable | SnapshotState::Available => {
-                    let mut others = snapshots(view, &name.image)?;
-                    others.retain(|(number, _)| *number != snapshot.number);
-                    if newest(&others).is_none() {
-                        return Err(Error::OnlyStable { name: snapshot.name().to_string() });
-                    }
-                }
-                SnapshotState::Failed => {}
             }
-            let key = snapshot_key(&name.image, snapshot.number);
-            // A writer whose lease has expired may be publishing the snapshot.
-            let relies_on = vec![(key.clone(), view.version(&key))];
-            // The image is written, so that two processes that remove the last two snapshots
-            // conflict.
-            let change = Change { relies_on, ..Change::default() }
-                .put(image_key(&name.image), &document)
-                .remove(Query::Key(key));
-            let label = snapshot.label.as_ref().filter(|_| snapshot.state != SnapshotState::Failed);
-            let change = match label {
-                Some(label) => change.remove(Query::Key(label_key(&name.image, label))),
-                None => change,
-            };
-            let record = Record::new(&name.image, &document, snapshot.number, None);
-            Ok((change, (snapshot, record)))
-        })
-    }
-
-    /// Removes an image with its snapshots and mirrors. Returns the record of the removal.
-    pub(crate) fn remove_image(&self, name: &ImageName, force: bool) -> Result<Record> {
-        let observer = Process::current()?;
-        let queries = [
-            Query::Key(image_key(name)),
-            Query::Key(lease_key(name)),
-            Query::prefix(MIRRORS),
-            Query::prefix(LEASES),
-        ];
-        self.change(&queries, |view| {
-            let document = image(view, name)?;
-            if let Some(lease) = live_lease(view, name, &observer)? {
-                return Err(lease.conflict(name));
+            if epoch.is_some_and(|epoch| ClusterEpoch::of(view).ok() != Some(epoch)) {
+                return Ok((Change::default(), None));
             }
-            let mut users = view.under::<MirrorDocument>(MIRRORS)?;
-            users.retain(|(_, mirror)| mirror.image == *name);
-            if let Some((id, mirror)) = users.first().filter(|_| !force) {
-                return Err(Error::Referenced {
-                    image: name.to_string(),
-                    mirror: id.clone(),
-                    host: mirror.host.clone(),
-                    path: mirror.path.clone(),
-                });
-            }
+            let snapshot = SnapshotDocument { record, ..snapshot.clone() };
             let mut change = Change::default()
-                .remove(Query::Key(image_key(name)))
-                .remove(Query::Key(lease_key(name)))
-                .remove(Query::Prefix(snapshots_of(name)))
-                .remove(Query::Prefix(labels_of(name)));
-            for (id, _) in users {
-                change = change.remove(Query::Key(mirror_key(&id.parse()?)));
+                .put(image_key(name), image)
+                .put(snapshot_key(&image.id, FIRST), &snapshot);
+            if snapshot.state == SnapshotState::Available {
+                let entry = AvailableDocument { image: name.clone() };
+                change = change.put(available_key(&image.id, FIRST), &entry);
             }
-            // Number 0 stands for the whole image.
-            Ok((change, Record::new(name, &document, 0, None)))
+            Ok((change, Some(snapshot.snapshot(name, image, FIRST)?)))
         })
+    }
+
+    /// The current epoch of the cluster.
+    pub(crate) fn cluster_epoch(&self) -> Result<ClusterEpoch> {
+        ClusterEpoch::of(&self.read(&[Query::key(LOSSES)])?)
     }
 }
 
-fn with_snapshots(name: &ImageName) -> [Query; 2] {
-    [Query::Key(image_key(name)), Query::Prefix(snapshots_of(name))]
+pub(super) fn all_snapshots(image: &ImageId) -> Vec<Query> {
+    vec![Query::Prefix(snapshots_of(image))]
 }
 
-/// The snapshot with this name. The view has the image and all its snapshots, or at least the
-/// snapshot with the selected number.
-fn resolve(view: &View, name: &SnapshotRef) -> Result<Snapshot> {
-    let document = image(view, &name.image)?;
-    let all = snapshots(view, &name.image)?;
+fn check_free(view: &View, name: &ImageName) -> Result<()> {
+    match view.get::<ImageDocument>(&image_key(name))? {
+        None => Ok(()),
+        Some(image) if image.removing => Err(Error::BeingRemoved { name: name.to_string() }),
+        Some(_) => Err(Error::ImageExists { name: name.to_string() }),
+    }
+}
+
+/// The image and the number of an entry of the index of available snapshots.
+fn parse_available(key: &str) -> Result<(ImageId, u64)> {
+    let parts = key.split_once('/');
+    let (id, number) = parts.ok_or_else(|| {
+        Error::corrupt("the catalog", format!("'{AVAILABLE}{key}' names no snapshot"))
+    })?;
+    Ok((id.parse()?, number_of(number)?))
+}
+
+/// The snapshot with this name. The view has all snapshots of the image, or at least the one with
+/// the selected number.
+pub(super) fn resolve(
+    view: &View,
+    document: &ImageDocument,
+    name: &SnapshotRef,
+) -> Result<Snapshot> {
+    let all = snapshots(view, &document.id)?;
     let wanted = match &name.selector {
         Selector::Number(number) => Some(*number),
         Selector::Newest => newest(&all),
@@ -389,5 +333,5 @@ fn resolve(view: &View, name: &SnapshotRef) -> Result<Snapshot> {
     };
     let found = all.into_iter().find(|(number, _)| Some(*number) == wanted);
     let (number, one) = found.ok_or_else(|| Error::NoSnapshot { name: name.to_string() })?;
-    one.snapshot(&name.image, &document, number)
+    one.snapshot(&name.image, document, number)
 }

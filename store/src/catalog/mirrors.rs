@@ -16,7 +16,7 @@ use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::id::MirrorId;
 use crate::process::Process;
-use crate::snapshot::{MirrorOwner, MirrorRecord, Mode, Snapshot};
+use crate::snapshot::{MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// How long a lease lasts without a renewal, in seconds.
@@ -30,7 +30,7 @@ impl Catalog {
         let all = view.under::<MirrorDocument>(MIRRORS)?.into_iter();
         let mut all: Vec<_> = all
             .map(|(id, mirror)| {
-                let lease = view.get(&lease_key(&mirror.image))?;
+                let lease = view.get(&lease_key(&mirror.image_id))?;
                 Ok(mirror.record(id.parse()?, lease, &observer))
             })
             .collect::<Result<_>>()?;
@@ -44,7 +44,7 @@ impl Catalog {
     pub fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
         let view = self.read(&[Query::Key(mirror_key(id)), Query::prefix(LEASES)])?;
         let Some(mirror) = view.get::<MirrorDocument>(&mirror_key(id))? else { return Ok(None) };
-        let lease = view.get(&lease_key(&mirror.image))?;
+        let lease = view.get(&lease_key(&mirror.image_id))?;
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
     }
 
@@ -52,20 +52,20 @@ impl Catalog {
     pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
         let observer = Process::current()?;
         let unknown = || Error::NoMirror { id: id.to_string() };
-        let MirrorRecord { image: name, .. } = self.mirror(id)?.ok_or_else(unknown)?;
-        let queries = [
-            Query::Key(mirror_key(id)),
-            Query::Key(image_key(&name)),
-            Query::Key(lease_key(&name)),
-        ];
+        let key = mirror_key(id);
+        let found = self.read(&[Query::key(&key)])?.get::<MirrorDocument>(&key)?;
+        let MirrorDocument { image: name, image_id, .. } = found.ok_or_else(unknown)?;
+        let queries =
+            [Query::key(&key), Query::Key(image_key(&name)), Query::Key(lease_key(&image_id))];
         self.change(&queries, |view| {
-            view.get::<MirrorDocument>(&mirror_key(id))?.ok_or_else(unknown)?;
-            let lease = live_lease(view, &name, &observer)?;
+            view.get::<MirrorDocument>(&key)?.ok_or_else(unknown)?;
+            let lease = live_lease(view, &image_id, &observer)?;
             if let Some(lease) = lease.filter(|lease| lease.mirror == *id) {
                 return Err(lease.conflict(&name));
             }
-            let change = Change::default().remove(Query::Key(mirror_key(id)));
+            let change = Change::default().remove(Query::key(&key));
             let document = view.get::<ImageDocument>(&image_key(&name))?;
+            let document = document.filter(|image| image.id == image_id);
             Ok((without_writer(change, &Holding { id, name: &name, document }), ()))
         })
     }
@@ -84,16 +84,19 @@ impl Catalog {
                 "a mirror can only be attached by a process of its own host".into(),
             ));
         }
-        let name = &snapshot.image;
+        let (name, id) = (&snapshot.image, &snapshot.image_id);
         let queries = [
             Query::Key(image_key(name)),
-            Query::Key(snapshot_key(name, snapshot.number)),
+            Query::Key(snapshot_key(id, snapshot.number)),
             Query::Key(mirror_key(&owner.id)),
-            Query::Key(lease_key(name)),
+            Query::Key(lease_key(id)),
         ];
         self.change(&queries, |view| {
             let mut document = image(view, name)?;
-            if let Some(lease) = live_lease(view, name, &process)?
+            if document.id != *id {
+                return Err(Error::NoSnapshot { name: snapshot.name().to_string() });
+            }
+            if let Some(lease) = live_lease(view, id, &process)?
                 && (mode == Mode::ReadWrite || lease.mirror == owner.id)
                 && !(lease.mirror == owner.id && lease.process == process)
             {
@@ -107,12 +110,12 @@ impl Catalog {
                     document.fence += 1;
                     document.writer = Some(owner.id);
                     let lease = LeaseDocument::new(owner, process.clone());
-                    change = change.put_for(LEASE_SECONDS as u32, lease_key(name), &lease);
+                    change = change.put_for(LEASE_SECONDS as u32, lease_key(id), &lease);
                     Some(document.fence)
                 }
                 Mode::ReadOnly if document.writer == Some(owner.id) => {
                     document.writer = None;
-                    change = change.remove(Query::Key(lease_key(name)));
+                    change = change.remove(Query::Key(lease_key(id)));
                     None
                 }
                 Mode::ReadOnly => None,
@@ -145,7 +148,7 @@ pub(super) fn without_writer(change: Change, holding: &Holding<'_>) -> Change {
             let document = ImageDocument { writer: None, ..document.clone() };
             change
                 .put(image_key(holding.name), &document)
-                .remove(Query::Key(lease_key(holding.name)))
+                .remove(Query::Key(lease_key(&document.id)))
         }
         _ => change,
     }
@@ -159,34 +162,35 @@ fn attached_mirror(
     snapshot: &Snapshot,
     mode: Mode,
 ) -> Result<MirrorDocument> {
-    let (parent, root, reserved) = match view.get::<MirrorDocument>(&mirror_key(&owner.id))? {
-        Some(known) if known.image != snapshot.image => {
+    let known = view.get::<MirrorDocument>(&mirror_key(&owner.id))?;
+    if let Some(known) = known {
+        if known.image_id != snapshot.image_id {
             return Err(Error::BadArgument(format!(
-                "mirror {} belongs to image '{}', not to '{}'; use another directory",
-                owner.id, known.image, snapshot.image
+                "mirror {} belongs to image '{}' ({}), not to '{}' ({}); use another directory",
+                owner.id, known.image, known.image_id, snapshot.image, snapshot.image_id
             )));
         }
-        Some(known) => (known.parent, known.root, known.reserved),
-        // The snapshot may have been removed since it was looked up. Only content that the catalog
-        // refers to is safe from garbage collection.
-        None => {
-            let found = view
-                .get::<SnapshotDocument>(&snapshot_key(&snapshot.image, snapshot.number))?
-                .ok_or_else(|| Error::NoSnapshot { name: snapshot.name().to_string() })?;
-            let document = image(view, &snapshot.image)?;
-            let found = found.snapshot(&snapshot.image, &document, snapshot.number)?;
-            found.require_content()?;
-            (found.number, found.root.0, 0..0)
-        }
-    };
+        let (host, path) = (owner.host.clone(), owner.path.clone());
+        return Ok(MirrorDocument { host, path, mode, attached: now(), ..known });
+    }
+    // The snapshot may have been removed since it was looked up. Only content that the catalog
+    // refers to is safe from garbage collection.
+    let found = view
+        .get::<SnapshotDocument>(&snapshot_key(&snapshot.image_id, snapshot.number))?
+        .ok_or_else(|| Error::NoSnapshot { name: snapshot.name().to_string() })?;
+    let document = image(view, &snapshot.image)?;
+    let found = found.snapshot(&snapshot.image, &document, snapshot.number)?;
+    found.require_content()?;
     Ok(MirrorDocument {
         image: snapshot.image.clone(),
+        image_id: snapshot.image_id,
         host: owner.host.clone(),
         path: owner.path.clone(),
         mode,
-        parent,
-        root,
+        parent: found.number,
+        root: found.root.0,
+        is_parent_available: found.state == SnapshotState::Available,
         attached: now(),
-        reserved,
+        reserved: 0..0,
     })
 }

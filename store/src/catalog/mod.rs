@@ -11,7 +11,8 @@
 //! | file | holds |
 //! |---|---|
 //! | `documents` | the documents, their fields and their keys |
-//! | `images` | creating, listing and removing images and snapshots |
+//! | `images` | creating and listing images and snapshots |
+//! | `removal` | removing images and snapshots |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
 //! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
 //! | `records` | records of snapshots, and rebuilding a lost catalog from them |
@@ -21,6 +22,7 @@ mod documents;
 mod images;
 mod mirrors;
 mod records;
+mod removal;
 #[cfg(test)]
 mod tests;
 
@@ -32,10 +34,13 @@ pub(crate) use self::attachments::{Holder, Published};
 pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
-pub(crate) use self::records::Record;
+pub(crate) use self::records::{Record, recorded_peers};
 
+use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};
 use crate::error::{Error, Result};
+use crate::id::ImageId;
+use crate::name::ImageName;
 
 /// How long a change that conflicts with other changes is retried.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -58,6 +63,48 @@ impl Catalog {
         self.documents.read(queries)
     }
 
+    /// Reads the image and the documents that `queries` selects by the image's id, as of one
+    /// moment.
+    fn read_image(
+        &self,
+        name: &ImageName,
+        queries: impl Fn(&ImageId) -> Vec<Query>,
+    ) -> Result<(View, ImageDocument)> {
+        loop {
+            let id = self.image_id(name)?;
+            let view = self.read(&with_image(name, queries(&id)))?;
+            let document = image(&view, name)?;
+            if document.id == id {
+                return Ok((view, document));
+            }
+            // Another image got the name between the two reads.
+        }
+    }
+
+    fn image_id(&self, name: &ImageName) -> Result<ImageId> {
+        Ok(image(&self.read(&[Query::Key(image_key(name))])?, name)?.id)
+    }
+
+    /// As [`change`](Self::change), with the image and the documents that `queries` selects by the
+    /// image's id.
+    fn change_image<T>(
+        &self,
+        name: &ImageName,
+        queries: impl Fn(&ImageId) -> Vec<Query>,
+        decide: impl Fn(&View, ImageDocument) -> Result<(Change, T)>,
+    ) -> Result<T> {
+        self.retry(|| {
+            let id = self.image_id(name)?;
+            self.try_change(&with_image(name, queries(&id)), |view| {
+                let document = image(view, name)?;
+                if document.id != id {
+                    return Ok(None);
+                }
+                decide(view, document).map(Some)
+            })
+        })
+    }
+
     /// Carries out the change that `decide` returns for a view of these documents. The change
     /// relies on the documents that are queried by key, not on those that are queried by prefix.
     fn change<T>(
@@ -65,19 +112,40 @@ impl Catalog {
         queries: &[Query],
         decide: impl Fn(&View) -> Result<(Change, T)>,
     ) -> Result<T> {
+        self.retry(|| self.try_change(queries, |view| decide(view).map(Some)))
+    }
+
+    /// Tries a change once. Returns `None` if a document that it relies on has changed, or if
+    /// `decide` returns `None`.
+    fn try_change<T>(
+        &self,
+        queries: &[Query],
+        decide: impl Fn(&View) -> Result<Option<(Change, T)>>,
+    ) -> Result<Option<T>> {
+        let mut queries = queries.to_vec();
+        queries.push(Query::key(SCHEMA));
+        let view = self.documents.read(&queries)?;
+        check_schema(&view)?;
+        let Some((mut change, value)) = decide(&view)? else { return Ok(None) };
+        if change.puts.is_empty() && change.removes.is_empty() {
+            return Ok(Some(value));
+        }
+        if view.version(SCHEMA) == 0 {
+            change = change.put(SCHEMA, &SCHEMA_VERSION);
+        }
+        change.relies_on.extend(queries.iter().filter_map(|one| match one {
+            Query::Key(key) => Some((key.clone(), view.version(key))),
+            Query::Prefix(_) => None,
+        }));
+        Ok(self.documents.commit(&change)?.then_some(value))
+    }
+
+    /// Repeats an operation until it returns a value.
+    fn retry<T>(&self, attempt: impl Fn() -> Result<Option<T>>) -> Result<T> {
         let begin = Instant::now();
         let mut pause = Duration::from_millis(1);
         loop {
-            let view = self.documents.read(queries)?;
-            let (mut change, value) = decide(&view)?;
-            if change.puts.is_empty() && change.removes.is_empty() {
-                return Ok(value);
-            }
-            change.relies_on.extend(queries.iter().filter_map(|one| match one {
-                Query::Key(key) => Some((key.clone(), view.version(key))),
-                Query::Prefix(_) => None,
-            }));
-            if self.documents.commit(&change)? {
+            if let Some(value) = attempt()? {
                 return Ok(value);
             }
             if begin.elapsed() > RETRY_TIMEOUT {
@@ -87,4 +155,23 @@ impl Catalog {
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
+}
+
+/// Fails if the documents are of a newer version than this program's. Every change relies on the
+/// version, so a process that was started before an upgrade of the documents changes nothing after
+/// it.
+fn check_schema(view: &View) -> Result<()> {
+    match view.get::<u64>(SCHEMA)? {
+        Some(found) if found > SCHEMA_VERSION => Err(Error::NewerFormat {
+            object: "the catalog".into(),
+            found,
+            supported: SCHEMA_VERSION,
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn with_image(name: &ImageName, mut queries: Vec<Query>) -> Vec<Query> {
+    queries.push(Query::Key(image_key(name)));
+    queries
 }

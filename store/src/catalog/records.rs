@@ -1,32 +1,35 @@
 //! The record of a snapshot: a blob with the catalog's documents of the snapshot and its image.
 //!
-//! Records are immutable. A record is stored before its snapshot is published. Another one is
-//! stored when a snapshot fails, or when a snapshot or its image is removed. If the catalog is
-//! lost, it is rebuilt from the newest record of each snapshot.
+//! Records are immutable. A record is stored before its snapshot is published. A *tombstone* is a
+//! record without a snapshot. It is stored when a snapshot fails, and before the removal of a
+//! snapshot or an image is complete. If the catalog is lost, it is rebuilt from the records.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
 use super::Catalog;
-use super::documents::{ImageDocument, SnapshotDocument, image_key, label_key, snapshot_key, text};
+use super::documents::{
+    AvailableDocument, IMAGES, ImageDocument, SNAPSHOTS, SnapshotDocument, available_key,
+    image_key, label_key, snapshot_key, text,
+};
 use crate::clock::now;
 use crate::documents::{Change, Query};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
-use crate::id::{BlobId, MirrorId};
+use crate::id::{BlobId, ImageId};
 use crate::name::ImageName;
 use crate::snapshot::SnapshotState;
 
 /// The format name in every record.
 const FORMAT: &str = "cairn-snapshot-record";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The most snapshots that a rebuild restores with one change, so that no document store refuses
 /// the change as too large.
 const SNAPSHOTS_IN_CHANGE: usize = 50;
 
-/// A record of a snapshot, of its failure or removal, or of the removal of an image.
+/// A record of a snapshot, or a tombstone of a snapshot or an image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Record {
     format: String,
@@ -34,11 +37,14 @@ pub(crate) struct Record {
     #[serde(with = "text")]
     image_name: ImageName,
     image: ImageDocument,
+    /// The snapshot's number. In a tombstone, 0 stands for the whole image.
     number: u64,
-    /// `None` if the snapshot failed or was removed; with number 0, if the whole image was removed.
+    /// `None` in a tombstone.
     snapshot: Option<SnapshotDocument>,
     /// When this was recorded: seconds since 1970.
     recorded: u64,
+    /// The number of peers that the cluster had at that time.
+    peers: u64,
 }
 
 impl Record {
@@ -46,11 +52,32 @@ impl Record {
         image_name: &ImageName,
         image: &ImageDocument,
         number: u64,
-        snapshot: Option<SnapshotDocument>,
+        snapshot: SnapshotDocument,
     ) -> Record {
-        let (format, version, recorded) = (FORMAT.to_owned(), VERSION, now());
-        let (image_name, image) = (image_name.clone(), image.clone());
-        Record { format, version, image_name, image, number, snapshot, recorded }
+        Record { snapshot: Some(snapshot), ..Record::removal(image_name, image, number) }
+    }
+
+    /// The tombstone of a snapshot, or of the whole image if the number is 0.
+    pub(super) fn removal(image_name: &ImageName, image: &ImageDocument, number: u64) -> Record {
+        Record {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            image_name: image_name.clone(),
+            image: image.clone(),
+            number,
+            snapshot: None,
+            recorded: now(),
+            peers: 0,
+        }
+    }
+
+    /// The same record with the number of peers that the cluster has.
+    pub(crate) fn with_peers(self, peers: u64) -> Record {
+        Record { peers, ..self }
+    }
+
+    pub(super) fn image_id(&self) -> ImageId {
+        self.image.id
     }
 
     /// The storage policy of the image.
@@ -58,7 +85,7 @@ impl Record {
         self.image.policy()
     }
 
-    /// The snapshot's state; `None` if this is the record of a removal or a failure.
+    /// The snapshot's state; `None` for a tombstone.
     pub(crate) fn state(&self) -> Option<SnapshotState> {
         self.snapshot.as_ref().map(|snapshot| snapshot.state)
     }
@@ -68,157 +95,199 @@ impl Record {
     }
 
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Record> {
-        let record: Record = serde_json::from_slice(bytes)
-            .map_err(|error| Error::corrupt("a snapshot's record", error.to_string()))?;
-        if record.format != FORMAT || record.version != VERSION {
-            let (object, found) = ("a snapshot's record".into(), record.version.into());
-            return Err(Error::NewerFormat { object, found, supported: VERSION.into() });
+        /// The fields that every version has.
+        #[derive(Deserialize)]
+        struct Header {
+            format: String,
+            version: u32,
         }
-        Ok(record)
+        let object = "a snapshot's record";
+        let corrupt = |error: serde_json::Error| Error::corrupt(object, error.to_string());
+        let header: Header = serde_json::from_slice(bytes).map_err(corrupt)?;
+        if header.format != FORMAT {
+            return Err(Error::corrupt(object, format!("its format is '{}'", header.format)));
+        }
+        Error::check_format(object.as_ref(), header.version.into(), VERSION.into())?;
+        serde_json::from_slice(bytes).map_err(corrupt)
     }
 }
 
 /// The result of a rebuild of the catalog.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rebuilt {
-    /// The number of restored images.
+    /// The number of images that were restored.
     pub images: u64,
-    /// The number of their snapshots.
+    /// The number of snapshots that were restored, of these images and of others.
     pub snapshots: u64,
-    /// The names of images that were left alone, because the catalog has an image of that name.
+    /// The names of images that were left alone, because another image has the name.
     pub left: Vec<String>,
 }
 
+/// What a catalog had before a rebuild read the records.
+///
+/// A snapshot that is missing here and is not restored by anybody else was removed, or was lost. If
+/// it was removed, its tombstone was stored before. So the records that are read later have the
+/// tombstone, and a rebuild that runs beside removals brings nothing back.
+pub(crate) struct Inventory {
+    images: HashMap<String, ImageId>,
+    snapshots: BTreeSet<String>,
+}
+
 impl Catalog {
-    /// Restores the images of these records, except those whose names are in the catalog.
-    pub(crate) fn rebuild(&self, records: Vec<(BlobId, Record)>) -> Result<Rebuilt> {
-        let mut images: BTreeMap<MirrorId, Vec<Record>> = BTreeMap::new();
+    /// Lists what the catalog has. A rebuild calls this before it reads the records.
+    pub(crate) fn inventory(&self) -> Result<Inventory> {
+        let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
+        let images = view.under::<ImageDocument>(IMAGES)?.into_iter();
+        let images = images.map(|(name, image)| (name, image.id)).collect();
+        let snapshots = view.documents.into_keys().filter(|key| key.starts_with(SNAPSHOTS));
+        Ok(Inventory { images, snapshots: snapshots.collect() })
+    }
+
+    /// Restores the images and snapshots of these records that the catalog does not have.
+    pub(crate) fn rebuild(
+        &self,
+        inventory: &Inventory,
+        records: Vec<(BlobId, Record)>,
+    ) -> Result<Rebuilt> {
+        let mut images: BTreeMap<ImageId, Vec<Record>> = BTreeMap::new();
         for (id, mut record) in records {
             // A record cannot contain its own hash, so the document gets it here.
             record.snapshot.iter_mut().for_each(|snapshot| snapshot.record = Some(id));
             images.entry(record.image.id).or_default().push(record);
         }
-        let mut rebuilt = Rebuilt::default();
+        let images = images.into_values().map(RecordedImage::new).filter(RecordedImage::exists);
+        let mut images: Vec<_> = images.collect();
         // Of two images that had one name at different times, the image that was created later gets
-        // it.
-        let mut images: Vec<_> = images.into_values().collect();
-        images
-            .sort_by_key(|records| std::cmp::Reverse(records.first().map(|one| one.image.created)));
-        images.iter_mut().for_each(|records| {
-            // The record that counts for a number comes last: the newest, or a removal whatever its
-            // time is. Clocks of two hosts differ, and no number is used twice.
-            records.sort_by_key(|one| (one.snapshot.is_none(), one.recorded));
-        });
-        let mut taken = HashSet::new();
-        for records in &images {
-            let newest = records.iter().map(|record| (record.number, record));
-            let newest: BTreeMap<u64, &Record> = newest.collect();
-            let Some(last) = records.last() else { continue };
-            let stored =
-                newest.iter().filter_map(|(number, one)| Some((*number, one.snapshot.clone()?)));
-            let stored: Vec<_> = stored.filter(|(_, one)| one.state.has_content()).collect();
-            if newest.contains_key(&0) || stored.is_empty() || !taken.insert(&last.image_name) {
+        // it, unless the catalog has one of them.
+        images.sort_by_key(|image| std::cmp::Reverse(image.last.image.created));
+        let mut names = inventory.images.clone();
+        let mut rebuilt = Rebuilt::default();
+        for image in &images {
+            let (name, id) = (image.last.image_name.to_string(), image.last.image.id);
+            if *names.entry(name.clone()).or_insert(id) != id {
+                rebuilt.left.push(name);
                 continue;
             }
-            let next = records.iter().map(|one| one.image.next_number).max().unwrap_or(0);
-            match self.restore(last, next, &stored)? {
-                true => {
-                    rebuilt.images += 1;
-                    rebuilt.snapshots += stored.len() as u64;
-                }
-                false => rebuilt.left.push(last.image_name.to_string()),
-            }
+            let is_known = inventory.images.contains_key(&name);
+            rebuilt.snapshots += self.restore(image, inventory, is_known)?;
+            rebuilt.images += u64::from(!is_known);
         }
         rebuilt.left.sort_unstable();
+        rebuilt.left.dedup();
         Ok(rebuilt)
     }
 
-    /// Restores an image. Returns `false` if the catalog has an image of that name.
-    fn restore(
-        &self,
-        record: &Record,
-        next: u64,
-        stored: &[(u64, SnapshotDocument)],
-    ) -> Result<bool> {
-        let name = &record.image_name;
+    /// Restores an image, or what is missing of an image that the catalog has. Returns the number
+    /// of restored snapshots.
+    fn restore(&self, image: &RecordedImage, inventory: &Inventory, is_known: bool) -> Result<u64> {
+        let RecordedImage { last, next_number, snapshots } = image;
+        let (name, id) = (&last.image_name, &last.image.id);
+        let missing = snapshots
+            .iter()
+            .filter(|(number, _)| !inventory.snapshots.contains(&snapshot_key(id, *number)));
+        let missing: Vec<_> = missing.collect();
+        // Nobody sees the snapshots of an image without its document, which comes last.
+        for part in missing.chunks(SNAPSHOTS_IN_CHANGE) {
+            self.restore_snapshots(image, part, is_known)?;
+        }
         let key = image_key(name);
-        if self.read(&[Query::key(&key)])?.version(&key) != 0 {
-            return Ok(false);
-        }
-        // Snapshots come first, so that a visible image is complete.
-        for part in stored.chunks(SNAPSHOTS_IN_CHANGE) {
-            let change = part.iter().fold(Change::default(), |change, (number, one)| {
-                let change = change.put(snapshot_key(name, *number), one);
-                match &one.label {
-                    Some(label) => change.put(label_key(name, label), number),
-                    None => change,
+        self.change(&[Query::key(&key)], |view| {
+            let document = match view.get::<ImageDocument>(&key)? {
+                Some(found) if found.id == *id && found.next_number < *next_number => {
+                    ImageDocument { next_number: *next_number, ..found }
                 }
-            });
-            self.documents.commit(&change)?;
-        }
-        let last = stored.iter().map(|(number, _)| *number).max().unwrap_or(0);
-        let image =
-            ImageDocument { next_number: next.max(last + 1), writer: None, ..record.image.clone() };
-        let change = Change { relies_on: vec![(key.clone(), 0)], ..Change::default() };
-        self.documents.commit(&change.put(&key, &image))
+                None if !is_known => {
+                    ImageDocument { next_number: *next_number, writer: None, ..last.image.clone() }
+                }
+                _ => return Ok((Change::default(), ())),
+            };
+            Ok((Change::default().put(&key, &document), ()))
+        })?;
+        Ok(missing.len() as u64)
     }
+
+    fn restore_snapshots(
+        &self,
+        image: &RecordedImage,
+        missing: &[&(u64, SnapshotDocument)],
+        is_known: bool,
+    ) -> Result<()> {
+        let (name, id) = (&image.last.image_name, &image.last.image.id);
+        let mut queries = vec![Query::Key(image_key(name))];
+        for (number, one) in missing {
+            queries.push(Query::Key(snapshot_key(id, *number)));
+            queries.extend(one.label.iter().map(|label| Query::Key(label_key(id, label))));
+        }
+        self.change(&queries, |view| {
+            let mut change = Change::default();
+            let found = view.get::<ImageDocument>(&image_key(name))?;
+            // A known image may have been removed meanwhile, and its name may be used again.
+            if is_known && found.is_none_or(|found| found.id != *id || found.removing) {
+                return Ok((change, ()));
+            }
+            for (number, one) in missing {
+                let key = snapshot_key(id, *number);
+                // Another rebuild may have restored it.
+                if view.version(&key) != 0 {
+                    continue;
+                }
+                let label = one.label.as_ref().map(|label| label_key(id, label));
+                let label = label.filter(|label| view.version(label) == 0);
+                let one = SnapshotDocument {
+                    label: one.label.clone().filter(|_| label.is_some()),
+                    ..one.clone()
+                };
+                change = change.put(key, &one);
+                if let Some(label) = label {
+                    change = change.put(label, number);
+                }
+                if one.state == SnapshotState::Available {
+                    let entry = AvailableDocument { image: name.clone() };
+                    change = change.put(available_key(id, *number), &entry);
+                }
+            }
+            Ok((change, ()))
+        })
+    }
+}
+
+/// What the records say about one image.
+struct RecordedImage {
+    /// The record that was stored last.
+    last: Record,
+    /// A number that no snapshot of the image has used, and none above it.
+    next_number: u64,
+    /// The snapshots with content that were not removed, by number. Empty if the image was removed.
+    snapshots: Vec<(u64, SnapshotDocument)>,
+}
+
+impl RecordedImage {
+    fn new(mut records: Vec<Record>) -> RecordedImage {
+        // The record that counts for a number comes last: the newest, or a tombstone whatever its
+        // time is. Clocks of two hosts differ, and no number is used twice.
+        records.sort_by_key(|one| (one.snapshot.is_none(), one.recorded));
+        let last = records.last().expect("an image has a record").clone();
+        let next = records.iter().map(|one| one.image.next_number.max(one.number + 1)).max();
+        let newest: BTreeMap<u64, Record> =
+            records.into_iter().map(|record| (record.number, record)).collect();
+        let is_removed = newest.contains_key(&0);
+        let snapshots =
+            newest.into_iter().filter_map(|(number, one)| Some((number, one.snapshot?)));
+        let snapshots = snapshots.filter(|(_, one)| one.state.has_content() && !is_removed);
+        RecordedImage { last, next_number: next.unwrap_or(0), snapshots: snapshots.collect() }
+    }
+
+    /// Whether the image was not removed.
+    fn exists(&self) -> bool {
+        !self.snapshots.is_empty()
+    }
+}
+
+/// The number of peers that the cluster had, according to the newest of these records.
+pub(crate) fn recorded_peers(records: &[(BlobId, Record)]) -> u64 {
+    let newest = records.iter().max_by_key(|(_, record)| record.recorded);
+    newest.map_or(0, |(_, record)| record.peers)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use tempfile::TempDir;
-
-    use super::{BlobId, Catalog, Record, SnapshotState, StoragePolicy};
-    use crate::catalog::{Draft, FirstSnapshot};
-    use crate::documents::SqliteDocuments;
-    use crate::geometry::Geometry;
-    use crate::snapshot::Consistency;
-    use crate::tree::Root;
-
-    #[test]
-    fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_clocks_say() {
-        let dir = TempDir::new().unwrap();
-        let path = dir.path().join("catalog.db");
-        SqliteDocuments::create(&path).unwrap();
-        let catalog = Catalog::new(Arc::new(SqliteDocuments::open(&path).unwrap()));
-        let first = FirstSnapshot {
-            root: Root(None),
-            state: SnapshotState::Stable,
-            consistency: Consistency::Crash,
-            dirty_bytes: 0,
-            stored_bytes: 0,
-            sent_bytes: 0,
-            saved_bytes: 0,
-        };
-        let geometry = Geometry::new(1 << 20, 65536).unwrap();
-        let name = "a".parse().unwrap();
-        let draft = Draft::new(&name, geometry, StoragePolicy::default(), &first).unwrap();
-        let of = |number: u64, recorded: u64, is_removal: bool, next_number: u64| {
-            let mut record = draft.record();
-            (record.number, record.recorded) = (number, recorded);
-            record.image.next_number = next_number;
-            record.snapshot = record.snapshot.filter(|_| !is_removal);
-            (BlobId::of(&record.to_bytes()), record)
-        };
-        let records: Vec<(BlobId, Record)> = vec![
-            of(1, 100, false, 2),
-            of(2, 200, false, 70),
-            // Recorded by a host whose clock is late.
-            of(2, 150, true, 70),
-            of(3, 300, false, 4),
-        ];
-        let rebuilt = catalog.rebuild(records).unwrap();
-        assert_eq!((rebuilt.images, rebuilt.snapshots), (1, 2));
-        let all = catalog.snapshots(&name).unwrap();
-        assert_eq!(all.iter().map(|one| one.number).collect::<Vec<_>>(), [1, 3]);
-        let owner = crate::snapshot::MirrorOwner::this_process(
-            crate::id::MirrorId::from_bytes([7; 16]),
-            "/m",
-        );
-        let mode = crate::snapshot::Mode::ReadWrite;
-        let (holder, ..) = catalog.attach(&owner.unwrap(), &all[0], mode).unwrap();
-        assert_eq!(catalog.reserve(&holder, 1).unwrap().start, 70);
-    }
-}
+mod tests;

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-use super::documents::lease_key;
+use super::documents::{SCHEMA, SCHEMA_VERSION, image_key, lease_key};
 use super::{Catalog, Draft, FirstSnapshot, Holder, Published};
+use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Documents, Query, SqliteDocuments, View};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
 use crate::name::{ImageName, SnapshotRef};
@@ -74,7 +75,21 @@ impl TestCatalog {
         let draft =
             Draft::new(&self.image, geometry, crate::encoding::StoragePolicy::default(), &first)
                 .unwrap();
-        self.catalog.insert(&draft, None).unwrap();
+        self.catalog.insert(&draft, None, None).unwrap().unwrap();
+    }
+
+    /// Removes a snapshot.
+    fn remove(&self, number: u64) {
+        let name = SnapshotRef::number(&self.image, number);
+        let (snapshot, _) = self.catalog.begin_removal(&name).unwrap();
+        self.catalog.finish_removal(&snapshot).unwrap();
+    }
+
+    /// Lets the lease of the image expire. Its holder continues.
+    fn expire_lease(&self) {
+        let newest = self.catalog.snapshots(&self.image).unwrap().pop().unwrap();
+        let expired = Change::default().remove(Query::Key(lease_key(&newest.image_id)));
+        assert!(self.documents.commit(&expired).unwrap());
     }
 
     fn state(&self, number: u64) -> Option<SnapshotState> {
@@ -108,7 +123,7 @@ fn published(state: SnapshotState) -> Published {
         sent_bytes: 0,
         saved_bytes: 0,
         parent: 1,
-        losses: 0,
+        epoch: ClusterEpoch::of(&View::default()).unwrap(),
         record: None,
     }
 }
@@ -118,9 +133,7 @@ fn a_removal_of_a_pending_snapshot_restarts_if_the_snapshot_is_published_meanwhi
     let test = TestCatalog::new();
     test.create(SnapshotState::Stable);
     let (holder, number) = test.writer();
-    // The writer's lease has expired, and the writer continues.
-    let expired = Change::default().remove(Query::Key(lease_key(&test.image)));
-    assert!(test.documents.commit(&expired).unwrap());
+    test.expire_lease();
     let catalog = test.catalog.clone();
     let hook = move || {
         catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
@@ -128,8 +141,10 @@ fn a_removal_of_a_pending_snapshot_restarts_if_the_snapshot_is_published_meanwhi
     let after_read = Mutex::new(Some(Box::new(hook) as Hook));
     let documents = test.documents.clone();
     let hooked = Catalog::new(Arc::new(HookedDocuments { documents, after_read }));
-    let (removed, _) = hooked.remove_snapshot(&SnapshotRef::number(&test.image, number)).unwrap();
+    let (removed, _) = hooked.begin_removal(&SnapshotRef::number(&test.image, number)).unwrap();
     assert_eq!(removed.state, SnapshotState::Stable, "the state when it was removed");
+    assert_eq!(test.state(number), Some(SnapshotState::Removing));
+    hooked.finish_removal(&removed).unwrap();
     assert_eq!(test.state(number), None);
 }
 
@@ -138,7 +153,8 @@ fn a_snapshot_that_changed_after_it_was_found_available_is_not_made_stable() {
     let test = TestCatalog::new();
     test.create(SnapshotState::Available);
     let found = test.catalog.available().unwrap();
-    test.catalog.remove_image(&test.image, false).unwrap();
+    let tombstone = test.catalog.begin_image_removal(&test.image, false).unwrap();
+    test.catalog.finish_image_removal(&test.image, &tombstone).unwrap();
     test.create(SnapshotState::Available);
     for one in &found {
         test.catalog.promote(one).unwrap();
@@ -157,10 +173,10 @@ fn a_snapshot_whose_parent_is_only_available_is_at_most_available() {
     test.create(SnapshotState::Available);
     let (holder, number) = test.writer();
     let stable = published(SnapshotState::Stable);
-    let publish = || test.catalog.publish(&holder, number, &stable).unwrap().state;
+    let publish = || test.catalog.publish(&holder, number, &stable).unwrap().unwrap().state;
     assert_eq!(publish(), SnapshotState::Available);
     assert_eq!(publish(), SnapshotState::Available, "also when it is published again");
-    let record = test.catalog.record(&holder, number, &stable).unwrap();
+    let record = test.catalog.record(&holder, number, &stable).unwrap().unwrap();
     assert_eq!(record.state(), Some(SnapshotState::Available));
     let first = test.catalog.available().unwrap().remove(0);
     test.catalog.promote(&first).unwrap();
@@ -176,10 +192,122 @@ fn a_writer_may_announce_and_publish_again_after_a_lost_answer() {
         test.catalog.begin(&holder, &new(number)).unwrap();
         let again =
             test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap();
+        let again = again.unwrap();
         assert_eq!((again.number, again.state), (number, SnapshotState::Stable));
     }
     let failed = test.catalog.reserve(&holder, 1).unwrap().start;
     test.catalog.begin(&holder, &new(failed)).unwrap();
     test.catalog.fail(&holder, failed, "no").unwrap();
     test.catalog.begin(&holder, &new(failed)).unwrap_err();
+}
+
+#[test]
+fn a_publication_in_another_epoch_of_the_cluster_changes_nothing() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
+    let stable = published(SnapshotState::Stable);
+    let lost = Change::default().put(LOSSES, &1);
+    assert!(test.documents.commit(&lost).unwrap());
+    assert!(test.catalog.record(&holder, number, &stable).unwrap().is_none());
+    assert!(test.catalog.publish(&holder, number, &stable).unwrap().is_none());
+    assert_eq!(test.state(number), Some(SnapshotState::Pending));
+    let epoch = test.catalog.cluster_epoch().unwrap();
+    let again = Published { epoch, ..stable };
+    let snapshot = test.catalog.publish(&holder, number, &again).unwrap().unwrap();
+    assert_eq!(snapshot.state, SnapshotState::Stable);
+}
+
+/// The state of the parent is not forgotten with the parent's name.
+#[test]
+fn a_snapshot_whose_available_parent_was_removed_is_at_most_available() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, parent) = test.writer();
+    let available = published(SnapshotState::Available);
+    test.catalog.publish(&holder, parent, &available).unwrap().unwrap();
+    let number = test.catalog.reserve(&holder, 1).unwrap().start;
+    test.catalog.begin(&holder, &new(number)).unwrap();
+    test.remove(parent);
+    let stable = Published { parent, ..published(SnapshotState::Stable) };
+    let publish = || test.catalog.publish(&holder, number, &stable).unwrap().unwrap().state;
+    assert_eq!(publish(), SnapshotState::Available);
+    assert_eq!(publish(), SnapshotState::Available, "also when it is published again");
+    let found = test.catalog.available().unwrap();
+    assert_eq!(found.len(), 1, "only what is available is in the index");
+    test.catalog.promote(&found[0]).unwrap();
+    assert_eq!(test.state(number), Some(SnapshotState::Stable));
+    assert!(!test.catalog.has_available().unwrap());
+}
+
+#[test]
+fn an_image_whose_name_begins_with_another_images_name_is_independent() {
+    let mut test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (_, number) = test.writer();
+    let short = std::mem::replace(&mut test.image, "a/b".parse().unwrap());
+    test.create(SnapshotState::Stable);
+    let tombstone = test.catalog.begin_image_removal(&short, true);
+    assert!(tombstone.is_err(), "a live writer has it");
+    assert_eq!(test.catalog.snapshots(&short).unwrap().len(), 2, "{number}");
+    assert_eq!(test.catalog.snapshots(&test.image).unwrap().len(), 1);
+    let long = std::mem::replace(&mut test.image, short.clone());
+    test.expire_lease();
+    let tombstone = test.catalog.begin_image_removal(&short, true).unwrap();
+    test.catalog.finish_image_removal(&short, &tombstone).unwrap();
+    assert_eq!(test.catalog.snapshots(&long).unwrap().len(), 1);
+    let names: Vec<_> = test.catalog.images().unwrap().into_iter().map(|one| one.name).collect();
+    assert_eq!(names, [long]);
+}
+
+#[test]
+fn an_interrupted_removal_hides_the_object_and_is_completed_by_the_next_one() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
+    test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap().unwrap();
+    let name = SnapshotRef::number(&test.image, 1);
+    test.catalog.begin_removal(&name).unwrap();
+    let removing = test.catalog.resolve(&name).unwrap();
+    assert_eq!(removing.state, SnapshotState::Removing);
+    removing.require_content().unwrap_err();
+    let last = test.catalog.begin_removal(&SnapshotRef::number(&test.image, number));
+    assert!(matches!(last, Err(Error::OnlyStable { .. })), "it is the last one with content");
+    test.remove(1);
+    assert_eq!(test.state(1), None);
+
+    test.expire_lease();
+    test.catalog.begin_image_removal(&test.image, true).unwrap();
+    let refused = test.catalog.snapshots(&test.image).unwrap_err();
+    assert!(matches!(refused, Error::BeingRemoved { .. }), "{refused}");
+    let tombstone = test.catalog.begin_image_removal(&test.image, false).unwrap();
+    test.catalog.finish_image_removal(&test.image, &tombstone).unwrap();
+    test.create(SnapshotState::Stable);
+    // The removal of the old image does not touch the new one.
+    test.catalog.finish_image_removal(&test.image, &tombstone).unwrap();
+    assert_eq!(test.state(1), Some(SnapshotState::Stable));
+}
+
+#[test]
+fn a_catalog_of_a_newer_version_is_changed_by_no_older_process() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
+    // A newer program adds a field and raises the version.
+    let key = image_key(&test.image);
+    let view = test.documents.read(&[Query::key(&key)]).unwrap();
+    let mut image: serde_json::Value = view.get(&key).unwrap().unwrap();
+    image["color"] = "green".into();
+    let newer = Change::default().put(&key, &image).put(SCHEMA, &(SCHEMA_VERSION + 1));
+    assert!(test.documents.commit(&newer).unwrap());
+    let refused = [
+        test.catalog.reserve(&holder, 1).map(drop).unwrap_err(),
+        test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap_err(),
+        test.catalog.begin_image_removal(&test.image, true).map(drop).unwrap_err(),
+    ];
+    for error in refused {
+        assert!(matches!(error, Error::NewerFormat { .. }), "{error}");
+    }
+    let view = test.documents.read(&[Query::key(&key)]).unwrap();
+    assert_eq!(view.get::<serde_json::Value>(&key).unwrap(), Some(image), "it keeps the field");
 }

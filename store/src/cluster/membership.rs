@@ -5,7 +5,7 @@
 //! | `members/ID` | address, domain, weight, draining, lost | when the peer joins or changes |
 //! | `alive/ID` | capacity, used, reserved, fragments, load | by every heartbeat; it expires |
 //! | `suspects/ID` | how often clients got wrong bytes from the peer | by clients |
-//! | `health/losses` | how many peers were ever declared lost | with each loss |
+//! | `health/losses` | how many peers were ever declared lost: the [`ClusterEpoch`] | with each loss |
 //!
 //! ```text
 //! joins ──► up ──► down ── lost_after ──► lost ──► forgotten
@@ -38,12 +38,25 @@ const MEMBERS: &str = "members/";
 const ALIVE: &str = "alive/";
 const SUSPECTS: &str = "suspects/";
 
-/// The key of the count of all peers that were ever declared lost. Repair does not see blobs that
-/// are stored but not yet referenced, so a commit compares the count before and after it stores.
+/// The key of the count of all peers that were ever declared lost.
 pub(crate) const LOSSES: &str = "health/losses";
 
-/// The count of losses. A missing document counts as 0.
-pub(crate) fn losses(view: &View) -> Result<u64> {
+/// An epoch of the cluster. It ends when a peer is declared lost.
+///
+/// Repair restores only blobs that the catalog refers to. So content that is not yet published is
+/// known to be whole only in the epoch in which it was stored, or in which the peers were asked for
+/// all of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ClusterEpoch(u64);
+
+impl ClusterEpoch {
+    /// The epoch of a view that has the document [`LOSSES`]. A missing document counts as 0.
+    pub(crate) fn of(view: &View) -> Result<ClusterEpoch> {
+        losses(view).map(ClusterEpoch)
+    }
+}
+
+fn losses(view: &View) -> Result<u64> {
     Ok(view.get(LOSSES)?.unwrap_or(0))
 }
 

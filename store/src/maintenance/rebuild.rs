@@ -1,17 +1,33 @@
 //! The catalog, rebuilt from the records on the peers.
 
-use crate::catalog::{Rebuilt, Record};
+use crate::catalog::{Rebuilt, Record, recorded_peers};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::repository::Repository;
 
-/// Creates again the images and snapshots that the peers' records describe, after the catalog was lost.
-pub fn rebuild_catalog(repository: &Repository) -> Result<Rebuilt> {
-    let records = repository.records().ok_or(Error::NoCluster)?;
-    let records = records.into_iter().filter_map(|bytes| {
+/// Restores the images and snapshots that the peers' records describe and the catalog does not
+/// have.
+///
+/// Fails without `force` if a peer does not answer, or if fewer peers answer than the cluster had.
+/// Such a peer may have the only record of a snapshot or the only tombstone of a removed one.
+pub fn rebuild_catalog(repository: &Repository, force: bool) -> Result<Rebuilt> {
+    // Before the records are read: see `Inventory`.
+    let inventory = repository.catalog().inventory()?;
+    let found = repository.records().ok_or(Error::NoCluster)?;
+    let records = found.records.into_iter().filter_map(|bytes| {
         let record = Record::from_bytes(&bytes);
         let record = record.inspect_err(|error| tracing::warn!(%error, "a record is skipped"));
         record.ok().map(|record| (BlobId::of(&bytes), record))
     });
-    repository.catalog().rebuild(records.collect())
+    let records: Vec<_> = records.collect();
+    let expected = recorded_peers(&records).max(found.answered + found.silent.len() as u64);
+    if !force && found.answered < expected {
+        let silent = found.silent.iter().map(|(peer, reason)| format!("{peer}: {reason}"));
+        return Err(Error::PeersMissing {
+            answered: found.answered,
+            expected,
+            silent: silent.collect(),
+        });
+    }
+    repository.catalog().rebuild(&inventory, records)
 }

@@ -42,7 +42,7 @@ type WantedBlobs = HashMap<(BlobId, usize, usize), Redundancy>;
 
 /// Whether a published snapshot lacks redundancy.
 pub fn has_available(repository: &Repository) -> Result<bool> {
-    Ok(!repository.catalog().available()?.is_empty())
+    repository.catalog().has_available()
 }
 
 /// Restores the redundancy of every blob that the catalog refers to, and moves fragments to the peers

@@ -106,7 +106,7 @@ fn a_rebuild_does_not_restore_an_image_that_could_not_be_created() {
     let second = documents(&dir, "again.db");
     let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
-    let rebuilt = rebuild_catalog(&again).unwrap();
+    let rebuilt = rebuild_catalog(&again, false).unwrap();
     assert_eq!((rebuilt.images, rebuilt.snapshots), (3, 3));
     assert_eq!(again.catalog().images().unwrap(), before);
 }

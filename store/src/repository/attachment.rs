@@ -1,13 +1,13 @@
 //! The attachment of a mirror to its image.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use super::Repository;
-use crate::catalog::{Holder, Published, Record};
-use crate::cluster::Counters;
+use super::commit::{Commit, SnapshotCommit};
+use crate::catalog::{Holder, Published};
 use crate::error::{Error, Result};
+use crate::geometry::Geometry;
 use crate::name::{ImageName, check_label};
 use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
@@ -20,7 +20,7 @@ const MAX_REASON_CHARS: usize = 1000;
 
 /// A mirror that is attached to its image.
 ///
-/// - Each checkpoint goes from [`begin`](Self::begin) to [`publish`](Self::publish) or
+/// - Each checkpoint goes from [`begin`](Self::begin) to [`SnapshotCommit::publish`] or
 ///   [`fail`](Self::fail), in the order of the snapshot numbers.
 /// - Every operation fails with a conflict when another writer has taken over the image.
 /// - Dropping the attachment changes nothing in the repository: the lease ends with the process, or
@@ -28,24 +28,27 @@ const MAX_REASON_CHARS: usize = 1000;
 pub struct Attachment {
     repository: Repository,
     holder: Holder,
+    geometry: Geometry,
     parent: Mutex<(u64, Root)>,
-    /// The announced snapshots that are not stable, by number.
-    announced: Mutex<BTreeMap<u64, Announced>>,
-}
-
-/// The counters at the moment when a snapshot was first announced.
-#[derive(Clone, Copy, Default)]
-struct Announced {
-    /// The catalog's count of lost peers.
-    losses: u64,
-    /// The bytes that had gone to the peers. If several snapshots are announced at the same time,
-    /// each of them counts the bytes of all.
-    counters: Counters,
 }
 
 impl Attachment {
-    pub(crate) fn new(repository: Repository, holder: Holder, parent: u64, root: Root) -> Self {
-        Self { repository, holder, parent: Mutex::new((parent, root)), announced: Mutex::default() }
+    pub(crate) fn new(
+        repository: Repository,
+        holder: Holder,
+        geometry: Geometry,
+        parent: (u64, Root),
+    ) -> Self {
+        Self { repository, holder, geometry, parent: Mutex::new(parent) }
+    }
+
+    pub(super) fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Returns the bytes of this many chunks.
+    pub(super) fn chunk_bytes(&self, chunks: usize) -> u64 {
+        chunks as u64 * u64::from(self.geometry.chunk_size())
     }
 
     /// Returns the name of the image.
@@ -88,115 +91,74 @@ impl Attachment {
 
     /// Announces a snapshot. A snapshot that has not failed may be announced again: its publication
     /// may have been carried out even though the answer was lost.
-    pub fn begin(&self, new: &NewSnapshot) -> Result<()> {
+    ///
+    /// Chunks that are put after this call belong to the returned commit. If others belong to it
+    /// too, the caller must say so: see [`SnapshotCommit::mark_unverified`].
+    pub fn begin(&self, new: &NewSnapshot) -> Result<SnapshotCommit<'_>> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
-        let losses = self.repository.catalog().begin(&self.holder, new)?;
-        // Before any chunk of the snapshot is put, or put again.
-        self.repository.note_losses(losses);
-        let counters = self.repository.counters();
-        self.all_announced().entry(new.number).or_insert(Announced { losses, counters });
-        Ok(())
+        let epoch = self.repository.catalog().begin(&self.holder, new)?;
+        Ok(SnapshotCommit::new(self, new.number, Commit::new(&self.repository, epoch)))
     }
 
-    /// Makes the content durable. Then, in one transaction, publishes the snapshot and moves the
-    /// mirror's reference to it. The same content may be published again.
-    ///
-    /// A snapshot that would become *stable* becomes only *available* in two cases. The next repair
-    /// makes it stable.
-    ///
-    /// - A peer was lost since the snapshot was announced, and part of the content may be lost with
-    ///   it.
-    /// - The parent of the snapshot is only *available*.
-    pub fn publish(
-        &self,
-        number: u64,
-        root: &Root,
-        stored_bytes: u64,
-        dirty_bytes: u64,
-    ) -> Result<Snapshot> {
-        self.repository.flush()?;
-        let state = self.repository.published_state();
-        let parent = self.parent().0;
-        let published = self.published(state, parent, number, root, stored_bytes, dirty_bytes);
-        let record = self.repository.catalog().record(&self.holder, number, &published)?;
-        let snapshot = self.publish_with(&record, number, published)?;
-        let mut parent = self.lock();
-        // A repeated publication of an older snapshot does not move the mirror back.
-        if snapshot.number > parent.0 {
-            *parent = (snapshot.number, snapshot.root);
-        }
-        if snapshot.state == SnapshotState::Stable {
-            self.all_announced().remove(&number);
+    /// Returns the commit of a snapshot that was announced before. It is unverified: it does not
+    /// know when the content was stored.
+    pub fn announced(&self, number: u64) -> SnapshotCommit<'_> {
+        SnapshotCommit::new(self, number, Commit::unverified(&self.repository))
+    }
+
+    /// Publishes a snapshot whose content is stored. Returns `None` if the cluster is in another
+    /// epoch.
+    pub(super) fn publish(&self, number: u64, published: Published) -> Result<Option<Snapshot>> {
+        let snapshot = self.publish_with_record(number, published)?;
+        if let Some(snapshot) = &snapshot {
+            let mut parent = self.lock();
+            // A repeated publication of an older snapshot does not move the mirror back.
+            if snapshot.number > parent.0 {
+                *parent = (snapshot.number, snapshot.root);
+            }
         }
         Ok(snapshot)
     }
 
-    /// Waits until a published snapshot has its full redundancy, and makes it stable. Fails if a
-    /// peer was lost in the meantime, or if the parent is not stable, until a repair has checked
-    /// the snapshot.
-    pub fn complete(&self, snapshot: &Snapshot) -> Result<Snapshot> {
-        self.repository.flush_all()?;
-        // The caller may retry until a repair has run. So a record is stored only if it will be
-        // used.
-        let mut completed = self.repository.catalog().resolve(&snapshot.name())?;
-        let Snapshot { number, root, stored_bytes, dirty_bytes, .. } = *snapshot;
-        let state = SnapshotState::Stable;
-        if completed.state != state {
-            let parent = snapshot.parent.unwrap_or(0);
-            let published = self.published(state, parent, number, &root, stored_bytes, dirty_bytes);
-            let record = self.repository.catalog().record(&self.holder, number, &published)?;
-            if record.state() == Some(state) {
-                completed = self.publish_with(&record, number, published)?;
-            }
-        }
-        if completed.state != state {
-            return Err(Error::LostMeanwhile { name: snapshot.name().to_string() });
-        }
-        self.all_announced().remove(&number);
-        Ok(completed)
-    }
-
-    /// Builds the publication of a snapshot whose content is stored.
-    fn published(
+    /// Makes a published snapshot stable, if its parent is stable. Returns `None` if the cluster is
+    /// in another epoch.
+    pub(super) fn complete(
         &self,
-        state: SnapshotState,
-        parent: u64,
-        number: u64,
-        root: &Root,
-        stored_bytes: u64,
-        dirty_bytes: u64,
-    ) -> Published {
-        let Announced { losses, counters } = self.announced(number);
-        let (sent_bytes, saved_bytes) =
-            self.repository.traffic_since(&counters, stored_bytes, dirty_bytes);
-        let (root, record) = (*root, None);
-        Published {
-            root,
-            state,
-            stored_bytes,
-            dirty_bytes,
-            sent_bytes,
-            saved_bytes,
-            parent,
-            losses,
-            record,
+        snapshot: &Snapshot,
+        published: Published,
+    ) -> Result<Option<Snapshot>> {
+        // A repair may have made it stable. The caller may retry until that, so a record is stored
+        // only if it will be used.
+        let found = self.repository.catalog().resolve(&snapshot.name())?;
+        if found.state == SnapshotState::Stable {
+            return Ok(Some(found));
+        }
+        let record = self.repository.catalog().record(&self.holder, snapshot.number, &published)?;
+        match record.map(|record| record.state()) {
+            Some(Some(SnapshotState::Stable)) => {
+                self.publish_with_record(snapshot.number, published)
+            }
+            Some(_) => Ok(Some(found)),
+            None => Ok(None),
         }
     }
 
     /// Stores the record with the same durability as the content, and publishes the snapshot.
-    fn publish_with(&self, record: &Record, number: u64, published: Published) -> Result<Snapshot> {
+    fn publish_with_record(&self, number: u64, published: Published) -> Result<Option<Snapshot>> {
+        let catalog = self.repository.catalog();
+        let Some(record) = catalog.record(&self.holder, number, &published)? else {
+            return Ok(None);
+        };
         let record = self.repository.put_record(record, published.state)?;
-        self.repository.catalog().publish(&self.holder, number, &Published { record, ..published })
+        catalog.publish(&self.holder, number, &Published { record, ..published })
     }
 
-    /// Marks an announced snapshot as failed.
+    /// Marks an announced snapshot as failed. May be repeated until it succeeds.
     pub fn fail(&self, number: u64, reason: &str) -> Result<()> {
         let reason = reason.chars().take(MAX_REASON_CHARS).collect::<String>();
-        let record = self.repository.catalog().fail(&self.holder, number, &reason)?;
-        // A record may have been stored for the publication, so the removal is recorded as well.
-        self.repository.put_removal(&record);
-        self.all_announced().remove(&number);
-        Ok(())
+        let tombstone = self.repository.catalog().fail(&self.holder, number, &reason)?;
+        // A record may have been stored for the publication.
+        self.repository.put_record(tombstone, SnapshotState::Stable).map(drop)
     }
 
     /// Ends the lease and returns the reserved numbers that were not used, if they are still the
@@ -211,16 +173,6 @@ impl Attachment {
     /// Ends the lease and removes the reference to the parent: the mirror no longer exists.
     pub fn detach(&self) -> Result<()> {
         self.repository.catalog().detach(&self.holder)
-    }
-
-    /// Returns the counters of a snapshot's announcement. They are 0 if the snapshot was not
-    /// announced through this attachment.
-    fn announced(&self, number: u64) -> Announced {
-        self.all_announced().get(&number).copied().unwrap_or_default()
-    }
-
-    fn all_announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {
-        self.announced.lock().expect("no thread panics with the announcements locked")
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Root)> {

@@ -4,23 +4,25 @@
 //! |---|---|
 //! | `open` | the constructors: in a directory, or on peers |
 //! | `layout` | the layout of a repository in a directory |
-//! | `attachment` | the attachment of a mirror to its image: reserve, begin, publish, fail |
+//! | `attachment` | the attachment of a mirror to its image: reserve, begin, fail, release |
+//! | `commit` | content on its way into the catalog: publish, complete |
 
 pub(crate) mod attachment;
+pub(crate) mod commit;
 mod layout;
 mod open;
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use self::attachment::Attachment;
+use self::commit::{ChangedChunks, Commit};
 use crate::blobs::Blobs;
-use crate::catalog::{Catalog, Draft, FirstSnapshot, Record};
+use crate::catalog::{Catalog, Draft, Record};
 use crate::cluster::client::Cluster;
+use crate::cluster::client::records::FoundRecords;
 use crate::cluster::client::reservation::Reservation;
 use crate::cluster::client::watcher::MembershipWatcher;
-use crate::cluster::membership::{self, Health};
+use crate::cluster::membership::{self, ClusterEpoch, Health};
 use crate::cluster::{ClusterBlobs, Counters};
 use crate::documents::Documents;
 use crate::encoding::{Redundancy, StoragePolicy};
@@ -29,7 +31,7 @@ use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
-use crate::snapshot::{Consistency, MirrorOwner, Mode, Snapshot, SnapshotState};
+use crate::snapshot::{MirrorOwner, Mode, Snapshot, SnapshotState};
 use crate::tree::{Chunks, Root, TreeUpdate, Trees};
 
 /// The result of [`Repository::put_chunk`].
@@ -79,10 +81,8 @@ struct Inner {
     documents: Arc<dyn Documents>,
     /// `None` if the blobs are in a directory.
     cluster: Option<ClusterPart>,
-    /// The catalog's count of lost peers when the repository was opened.
-    losses: u64,
-    /// The count of lost peers for which the cache of stored blobs was last cleared.
-    forgotten_at: AtomicU64,
+    /// The epoch in which the cached names of stored blobs were learned.
+    known_since: Mutex<Option<ClusterEpoch>>,
 }
 
 /// The parts that only the repository of a cluster has.
@@ -135,11 +135,13 @@ impl Repository {
         self.publish_image(name, geometry, &Root::default(), 0, 0)
     }
 
-    /// Creates an image whose first snapshot has this content. Makes the content durable first.
-    ///
-    /// `dirty_bytes` is the length of the image's content, and `stored_bytes` the part of it that
-    /// was not in the repository before. All bytes that were sent to the peers since the repository
-    /// was opened are attributed to the snapshot.
+    /// Begins a commit of content that is put after this call.
+    pub fn begin_commit(&self) -> Result<Commit> {
+        Ok(Commit::new(self, self.inner.catalog.cluster_epoch()?))
+    }
+
+    /// Creates an image whose first snapshot has this content, which may have been put at any time:
+    /// see [`Commit::publish_image`].
     pub fn publish_image(
         &self,
         name: &ImageName,
@@ -148,35 +150,33 @@ impl Repository {
         stored_bytes: u64,
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
-        self.flush()?;
-        let (consistency, state) = (Consistency::Crash, self.published_state());
-        let (sent_bytes, saved_bytes) =
-            self.traffic_since(&Counters::default(), stored_bytes, dirty_bytes);
-        let first = FirstSnapshot {
-            root: *root,
-            state,
-            consistency,
-            dirty_bytes,
-            stored_bytes,
-            sent_bytes,
-            saved_bytes,
-        };
-        self.insert(&Draft::new(name, geometry, self.policy, &first)?.since(self.inner.losses))
+        let commit = Commit::unverified(self);
+        commit.publish_image(name, geometry, root, stored_bytes, dirty_bytes)
     }
 
-    /// Stores the record of a draft and adds the image to the catalog.
-    fn insert(&self, draft: &Draft) -> Result<Snapshot> {
+    /// Stores the record of a draft and adds the image to the catalog. Returns `None` if the
+    /// cluster is in another epoch than `epoch`.
+    pub(crate) fn insert(
+        &self,
+        draft: &Draft,
+        epoch: Option<ClusterEpoch>,
+    ) -> Result<Option<Snapshot>> {
         // Before the record is stored: a rebuilt catalog must not mistake this draft for the image
         // that has the name.
         self.inner.catalog.check_free(draft)?;
-        let record = self.put_record(&draft.record(), self.published_state())?;
-        let inserted = self.inner.catalog.insert(draft, record);
-        // Another process took the name, or the source is gone. After other errors, such as an
-        // unreachable catalog, the image may have been inserted, so its record must stay valid.
-        if let Err(error) = &inserted
-            && matches!(error, Error::ImageExists { .. } | Error::NoSnapshot { .. })
-        {
-            self.put_removal(&draft.removal());
+        let record = self.put_record(draft.record(), self.published_state())?;
+        let inserted = self.inner.catalog.insert(draft, epoch, record);
+        let is_refused = match &inserted {
+            Ok(inserted) => inserted.is_none(),
+            // Another process took the name, or the source is gone. After other errors, such as an
+            // unreachable catalog, the image may have been inserted, so its record must stay valid.
+            Err(error) => matches!(
+                error,
+                Error::ImageExists { .. } | Error::BeingRemoved { .. } | Error::NoSnapshot { .. }
+            ),
+        };
+        if is_refused && let Err(error) = self.put_record(draft.removal(), SnapshotState::Stable) {
+            tracing::warn!(%error, "a rebuilt catalog may have an image that was not created");
         }
         inserted
     }
@@ -207,15 +207,21 @@ impl Repository {
         (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
     }
 
-    /// Takes the catalog's count of lost peers. If the count has grown, clears the cache of stored
-    /// blobs: a lost peer may have held blobs that no snapshot refers to, which repair does not
-    /// restore.
-    pub(crate) fn note_losses(&self, losses: u64) {
-        if let Some(cluster) = &self.inner.cluster
-            && self.inner.forgotten_at.fetch_max(losses, Ordering::SeqCst) < losses
+    /// Forgets which blobs are stored, if that was learned in another epoch. A lost peer may have
+    /// held blobs that no snapshot refers to, which repair does not restore.
+    pub(crate) fn forget_known_before(&self, epoch: ClusterEpoch) {
+        let known_since = &self.inner.known_since;
+        let mut known_since = known_since.lock().unwrap_or_else(PoisonError::into_inner);
+        if known_since.replace(epoch) != Some(epoch)
+            && let Some(blobs) = self.blobs_on_peers()
         {
-            cluster.blobs.forget_known();
+            blobs.forget_known();
         }
+    }
+
+    /// Returns the blobs on the peers; `None` in a directory.
+    pub(crate) fn blobs_on_peers(&self) -> Option<&ClusterBlobs> {
+        self.inner.cluster.as_ref().map(|cluster| &*cluster.blobs)
     }
 
     /// Returns the state of a snapshot whose content was flushed.
@@ -231,46 +237,44 @@ impl Repository {
     /// its catalog is lost together with the blobs; the result is then `None`.
     pub(crate) fn put_record(
         &self,
-        record: &Record,
+        record: Record,
         state: SnapshotState,
     ) -> Result<Option<BlobId>> {
         let Some(cluster) = &self.inner.cluster else { return Ok(None) };
+        let record = record.with_peers(cluster.watcher.cluster().members().len() as u64);
         let policy = record.policy().of_small_blobs();
         let lenient = state != SnapshotState::Stable;
         cluster.blobs.put_record(&record.to_bytes(), &policy, lenient).map(Some)
     }
 
-    /// Stores a record that a snapshot or an image was removed. The removal itself has already
-    /// happened, so a failure is only logged.
-    pub(crate) fn put_removal(&self, record: &Record) {
-        if let Err(error) = self.put_record(record, SnapshotState::Available) {
-            tracing::warn!(
-                %error,
-                "a removal record is not stored: a rebuilt catalog may undo the removal"
-            );
-        }
-    }
-
     /// Creates an image whose first snapshot has the content of `source`. Copies no content.
     pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
-        self.insert(&Draft::clone_of(&self.inner.catalog.resolve(source)?, name)?)
+        let source = self.inner.catalog.resolve(source)?;
+        let inserted = self.insert(&Draft::clone_of(&source, name)?, None)?;
+        inserted.ok_or_else(|| Error::NoSnapshot { name: source.name().to_string() })
     }
 
     /// Removes a snapshot from the catalog. Refuses to remove the last snapshot with content. The
     /// blobs stay until garbage collection, and mirrors that are based on the snapshot keep their
     /// content.
+    ///
+    /// In a cluster the removal is complete when the peers have a record of it with its full
+    /// redundancy. If they cannot store it, the call fails and the snapshot is *removing*; the same
+    /// call completes the removal later.
     pub fn remove_snapshot(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        let (snapshot, record) = self.inner.catalog.remove_snapshot(name)?;
-        self.put_removal(&record);
+        let (snapshot, tombstone) = self.inner.catalog.begin_removal(name)?;
+        self.put_record(tombstone, SnapshotState::Stable)?;
+        self.inner.catalog.finish_removal(&snapshot)?;
         Ok(snapshot)
     }
 
     /// Removes an image and all its snapshots from the catalog. Fails while mirrors refer to the
-    /// image, unless `force` is set. Always fails while a live writer holds the image's lease.
+    /// image, unless `force` is set. Always fails while a live writer holds the image's lease. It is
+    /// complete under the same condition as [`remove_snapshot`](Self::remove_snapshot).
     pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
-        let record = self.inner.catalog.remove_image(name, force)?;
-        self.put_removal(&record);
-        Ok(())
+        let tombstone = self.inner.catalog.begin_image_removal(name, force)?;
+        self.put_record(tombstone.clone(), SnapshotState::Stable)?;
+        self.inner.catalog.finish_image_removal(name, &tombstone)
     }
 
     // Content.
@@ -316,17 +320,6 @@ impl Repository {
         self.inner.blobs.put(&blobs, &self.policy)
     }
 
-    /// Stores again a chunk of a previous process, which may have left the chunk without its full
-    /// redundancy. Only missing fragments are sent. `buf` must have the length of the image's
-    /// chunks. Does nothing in a directory, where a stored chunk is complete.
-    pub fn restore_redundancy(&self, chunk: &ChunkId, buf: &mut [u8]) -> Result<()> {
-        if self.inner.cluster.is_some() {
-            self.read_chunk(chunk, buf)?;
-            self.put_chunks(&[(*chunk, buf)])?;
-        }
-        Ok(())
-    }
-
     /// Stores one chunk and returns its name.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
         let id = ChunkId::of(content);
@@ -339,7 +332,7 @@ impl Repository {
         &self,
         base: &Root,
         geometry: Geometry,
-        changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
+        changes: &ChangedChunks,
     ) -> Result<TreeUpdate> {
         self.inner.trees.commit(base, geometry, changes, &self.policy)
     }
@@ -381,7 +374,8 @@ impl Repository {
         mode: Mode,
     ) -> Result<Attachment> {
         let (holder, parent, root) = self.inner.catalog.attach(owner, snapshot, mode)?;
-        Ok(Attachment::new(self.with_policy(snapshot.policy), holder, parent, root))
+        let repository = self.with_policy(snapshot.policy);
+        Ok(Attachment::new(repository, holder, snapshot.geometry, (parent, root)))
     }
 
     /// Returns the keys of the cluster's connections; `None` in a directory.
@@ -390,8 +384,8 @@ impl Repository {
     }
 
     /// Reads the records on the peers; `None` in a directory.
-    pub(crate) fn records(&self) -> Option<Vec<Vec<u8>>> {
-        self.inner.cluster.as_ref().map(|cluster| cluster.blobs.records())
+    pub(crate) fn records(&self) -> Option<FoundRecords> {
+        self.blobs_on_peers().map(ClusterBlobs::records)
     }
 
     pub(crate) fn trees(&self) -> &Trees {

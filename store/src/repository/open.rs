@@ -1,7 +1,6 @@
 //! Opening a repository, in a directory or on peers.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 
 use super::{ClusterPart, Durability, Inner, Repository, layout};
 use crate::blobs::Blobs;
@@ -39,7 +38,7 @@ impl Repository {
         layout::check(&path)?;
         let blobs = wrap(Arc::new(DirectoryBlobs::open(&path)?));
         let documents = Arc::new(SqliteDocuments::open(&layout::catalog(&path))?);
-        Ok(Self::new(blobs, documents, None, 0))
+        Ok(Self::new(blobs, documents, None))
     }
 
     /// Opens a repository whose blobs are in a directory and whose catalog is elsewhere, for tests: the
@@ -48,7 +47,7 @@ impl Repository {
     pub fn with_documents(url: &str, documents: Arc<dyn Documents>) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
-        Ok(Self::new(Arc::new(DirectoryBlobs::open(&path)?), documents, None, 0))
+        Ok(Self::new(Arc::new(DirectoryBlobs::open(&path)?), documents, None))
     }
 
     /// Opens the repository of a cluster. `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an
@@ -60,10 +59,9 @@ impl Repository {
 
     /// The repository of the cluster whose documents these are.
     pub fn of_cluster(documents: Arc<dyn Documents>, security: &Security) -> Result<Self> {
-        let losses = Catalog::new(Arc::clone(&documents)).losses()?;
         let (blobs, watcher) = watch_members(&documents, security)?;
         let cluster = ClusterPart { blobs: Arc::clone(&blobs), watcher };
-        Ok(Self::new(blobs, documents, Some(cluster), losses))
+        Ok(Self::new(blobs, documents, Some(cluster)))
     }
 
     /// Opens an existing repository, in a directory or of a cluster.
@@ -87,13 +85,11 @@ impl Repository {
         blobs: Arc<dyn Blobs>,
         documents: Arc<dyn Documents>,
         cluster: Option<ClusterPart>,
-        losses: u64,
     ) -> Self {
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE_BYTES));
         let catalog = Catalog::new(Arc::clone(&documents));
-        let forgotten_at = AtomicU64::new(losses);
-        let inner =
-            Arc::new(Inner { blobs, trees, catalog, documents, cluster, losses, forgotten_at });
+        let known_since = Mutex::default();
+        let inner = Arc::new(Inner { blobs, trees, catalog, documents, cluster, known_since });
         Self { inner, policy: StoragePolicy::default(), durability: Durability::default() }
     }
 }

@@ -104,7 +104,7 @@ fn the_last_snapshot_with_content_cannot_be_removed(test: &TestRepository) {
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
     assert_eq!(kind(test.repository.remove_snapshot(&at("a@2"))), ErrorKind::Conflict, "pending");
-    attachment.publish(number, &Root::default(), 0, 0).unwrap();
+    attachment.announced(number).publish_tree(&Root::default(), 0, 0).unwrap();
     assert_eq!(test.repository.remove_snapshot(&at("a@1")).unwrap().number, 1);
     assert_eq!(kind(test.repository.catalog().resolve(&at("a@1"))), ErrorKind::NotFound);
 }
@@ -273,7 +273,10 @@ fn a_snapshot_is_published_only_if_its_content_is_durable() {
     let root = write(&repository, &first.root, &[(1, 1)]);
 
     failing.store(true, Ordering::Relaxed);
-    assert_eq!(kind(attachment.publish(number, &root, 0, 0)), ErrorKind::Unavailable);
+    assert_eq!(
+        kind(attachment.announced(number).publish_tree(&root, 0, 0)),
+        ErrorKind::Unavailable
+    );
     assert_eq!(
         kind(repository.publish_image(&name("b"), disk(1000), &root, 0, 0)),
         ErrorKind::Unavailable
@@ -282,6 +285,6 @@ fn a_snapshot_is_published_only_if_its_content_is_durable() {
     assert_eq!(attachment.parent(), (1, Root(None)));
 
     failing.store(false, Ordering::Relaxed);
-    let snapshot = attachment.publish(number, &root, 0, 0).unwrap();
+    let snapshot = attachment.announced(number).publish_tree(&root, 0, 0).unwrap();
     assert_holds(&repository, &snapshot, &[(1, 1)]);
 }

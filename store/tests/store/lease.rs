@@ -40,7 +40,7 @@ fn kind<T>(result: Result<T>) -> ErrorKind {
 fn publish(attachment: &Attachment, root: &Root) -> u64 {
     let number = attachment.reserve(1).unwrap().start;
     attachment.begin(&new_snapshot(number)).unwrap();
-    attachment.publish(number, root, 0, 0).unwrap().number
+    attachment.announced(number).publish_tree(root, 0, 0).unwrap().number
 }
 
 fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent(test: &TestRepository) {
@@ -55,7 +55,7 @@ fn a_checkpoint_is_pending_then_stable_and_becomes_the_parent(test: &TestReposit
     assert_eq!(test.repository.catalog().resolve(&at).unwrap().state, SnapshotState::Pending);
 
     let root = write(&test.repository, &first.root, &[(1, 1)]);
-    let snapshot = attachment.publish(2, &root, 111, 222).unwrap();
+    let snapshot = attachment.announced(2).publish_tree(&root, 111, 222).unwrap();
     assert_eq!(test.repository.catalog().resolve(&at).unwrap(), snapshot);
     assert_eq!((snapshot.root, snapshot.parent), (root, Some(1)));
     assert_eq!((snapshot.stored_bytes, snapshot.dirty_bytes, snapshot.pause_us), (111, 222, 12));
@@ -70,8 +70,11 @@ fn the_parent_of_a_published_snapshot_is_the_one_published_before_it(test: &Test
     attachment.reserve(2).unwrap();
     attachment.begin(&new_snapshot(2)).unwrap();
     attachment.begin(&new_snapshot(3)).unwrap();
-    attachment.publish(2, &Root::default(), 0, 0).unwrap();
-    assert_eq!(attachment.publish(3, &Root::default(), 0, 0).unwrap().parent, Some(2));
+    attachment.announced(2).publish_tree(&Root::default(), 0, 0).unwrap();
+    assert_eq!(
+        attachment.announced(3).publish_tree(&Root::default(), 0, 0).unwrap().parent,
+        Some(2)
+    );
 }
 
 fn a_second_writer_is_refused_and_the_error_names_the_holder(test: &TestRepository) {
@@ -97,7 +100,7 @@ fn readers_do_not_need_the_lease(test: &TestRepository) {
     reader.renew().unwrap();
     reader.release(None).unwrap();
     assert_eq!(kind(reader.reserve(1)), ErrorKind::Invalid);
-    assert_eq!(kind(reader.publish(2, &Root::default(), 0, 0)), ErrorKind::Invalid);
+    assert_eq!(kind(reader.announced(2).publish_tree(&Root::default(), 0, 0)), ErrorKind::Invalid);
     reader.detach().unwrap();
     assert!(test.repository.catalog().mirror(&owner(2).id).unwrap().is_none());
 }
@@ -115,10 +118,10 @@ fn a_fenced_writer_can_change_nothing(test: &TestRepository) {
         assert!(matches!(error, Error::Fenced { .. }), "{error}");
         assert_eq!(error.kind(), ErrorKind::Conflict);
     };
-    fenced(old.publish(number, &Root::default(), 0, 0).map(drop));
+    fenced(old.announced(number).publish_tree(&Root::default(), 0, 0).map(drop));
     fenced(old.reserve(1).map(drop));
     fenced(old.renew());
-    fenced(old.begin(&new_snapshot(number + 1)));
+    fenced(old.begin(&new_snapshot(number + 1)).map(drop));
     fenced(old.fail(number, "x"));
     fenced(old.release(Some(2..4)));
     fenced(old.detach());
@@ -175,7 +178,7 @@ fn a_clean_stop_leaves_no_gap_in_the_numbers(test: &TestRepository) {
     let attachment = test.attach(1, &first).unwrap();
     assert_eq!(attachment.reserve(16).unwrap(), 2..18);
     attachment.begin(&new_snapshot(2)).unwrap();
-    attachment.publish(2, &Root::default(), 0, 0).unwrap();
+    attachment.announced(2).publish_tree(&Root::default(), 0, 0).unwrap();
     attachment.release(Some(3..18)).unwrap();
     assert_eq!(kind(attachment.renew()), ErrorKind::Conflict);
 
@@ -300,9 +303,12 @@ fn a_restarted_writer_may_repeat_its_last_steps(test: &TestRepository) {
 
     let attachment = test.attach(1, &first).unwrap();
     attachment.begin(&new_snapshot(2)).unwrap();
-    let published = attachment.publish(2, &root, 0, 0).unwrap();
-    assert_eq!(attachment.publish(2, &root, 0, 0).unwrap(), published);
-    assert_eq!(kind(attachment.publish(2, &Root::default(), 0, 0)), ErrorKind::Conflict);
+    let published = attachment.announced(2).publish_tree(&root, 0, 0).unwrap();
+    assert_eq!(attachment.announced(2).publish_tree(&root, 0, 0).unwrap(), published);
+    assert_eq!(
+        kind(attachment.announced(2).publish_tree(&Root::default(), 0, 0)),
+        ErrorKind::Conflict
+    );
     attachment.begin(&new_snapshot(2)).expect("the answer to its publication may have been lost");
     assert_eq!(
         test.repository.catalog().snapshots(&name("a")).unwrap()[1],
@@ -310,7 +316,7 @@ fn a_restarted_writer_may_repeat_its_last_steps(test: &TestRepository) {
         "nothing changes"
     );
     assert_eq!(kind(attachment.fail(2, "x")), ErrorKind::Conflict);
-    assert_eq!(kind(attachment.publish(3, &root, 0, 0)), ErrorKind::NotFound);
+    assert_eq!(kind(attachment.announced(3).publish_tree(&root, 0, 0)), ErrorKind::NotFound);
 }
 
 fn an_image_in_use_cannot_be_removed(test: &TestRepository) {

@@ -58,7 +58,7 @@ fn store(repository: &Repository, attachment: &Attachment, number: u64) {
     let (_, base) = attachment.parent();
     let all = chunks_of(number);
     let root = write(repository, &base, &all[all.len() - 2..]);
-    attachment.publish(number, &root, 0, 0).unwrap();
+    attachment.announced(number).publish_tree(&root, 0, 0).unwrap();
     mark(&format!("published {number}"));
 }
 
@@ -177,7 +177,7 @@ fn take_snapshot(repository: &Repository) -> (Snapshot, Vec<(u64, u64)>) {
     // Chunks that the repository has, may have, and does not have.
     let new = [(2, 20), (900, UNPUBLISHED[0]), (901, UNPUBLISHED[1]), (902, 1000)];
     let root = write(repository, &base, &new);
-    let snapshot = attachment.publish(number, &root, 0, 0).unwrap();
+    let snapshot = attachment.announced(number).publish_tree(&root, 0, 0).unwrap();
     let old = chunks_of(parent).into_iter().filter(|(index, _)| *index != 2);
     (snapshot, old.chain(new).collect())
 }

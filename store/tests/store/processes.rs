@@ -84,7 +84,7 @@ fn fill(url: &str, seed: u64) {
             write(&repository, &root, part)
         });
         attachment.begin(&new_snapshot(number)).unwrap();
-        attachment.publish(number, &root, 0, 0).unwrap();
+        attachment.announced(number).publish_tree(&root, 0, 0).unwrap();
         attachment.renew().unwrap();
         number += 1;
     }
@@ -128,7 +128,7 @@ fn contend(url: &str, seed: u64) {
         let number = attachment.reserve(1).unwrap().start;
         attachment.begin(&new_snapshot(number)).unwrap();
         let root = write(&repository, &root, &[(published, 100 * seed + published)]);
-        attachment.publish(number, &root, 0, 0).unwrap();
+        attachment.announced(number).publish_tree(&root, 0, 0).unwrap();
         attachment.release(None).unwrap();
         published += 1;
     }
@@ -172,7 +172,7 @@ fn checkpoint_forever(url: &str, seed: u64) {
         let number = attachment.reserve(1).unwrap().start;
         attachment.begin(&new_snapshot(number)).unwrap();
         root = write(&repository, &root, &[step(number)]);
-        attachment.publish(number, &root, 0, 0).unwrap();
+        attachment.announced(number).publish_tree(&root, 0, 0).unwrap();
         println!("published {number}");
     }
 }

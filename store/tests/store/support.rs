@@ -77,20 +77,26 @@ impl TestRepository {
 
     /// Lets the lease of image `a` expire.
     pub(crate) fn expire_lease(&self) {
-        let change = Change::default().remove(Query::key("leases/a"));
+        let change = Change::default().remove(Query::Key(self.lease_key()));
         assert!(self.documents().commit(&change).unwrap());
+    }
+
+    fn lease_key(&self) -> String {
+        let newest = self.repository.catalog().resolve(&"a".parse().unwrap()).unwrap();
+        format!("leases/{}", newest.image_id)
     }
 
     /// Changes the holder of the lease of image `a` to a dead process, of this host or of another.
     pub(crate) fn end_holder(&self, boot_id: Option<&str>) {
         let documents = self.documents();
-        let view = documents.read(&[Query::key("leases/a")]).unwrap();
-        let mut lease: serde_json::Value = view.get("leases/a").unwrap().unwrap();
+        let key = self.lease_key();
+        let view = documents.read(&[Query::key(&key)]).unwrap();
+        let mut lease: serde_json::Value = view.get(&key).unwrap().unwrap();
         lease["process"]["start_time"] = 1.into();
         if let Some(boot_id) = boot_id {
             lease["process"]["boot_id"] = boot_id.into();
         }
-        assert!(documents.commit(&Change::default().put_for(60, "leases/a", &lease)).unwrap());
+        assert!(documents.commit(&Change::default().put_for(60, key, &lease)).unwrap());
     }
 
     /// All blobs in the index.

@@ -70,8 +70,6 @@ pub(crate) struct Layer {
     done: AtomicU64,
     /// Chunks whose content is durable (`None`: the chunk is a hole).
     stored: Mutex<BTreeMap<ChunkIndex, Option<ChunkId>>>,
-    /// Chunks that an earlier process stored, perhaps without their full redundancy.
-    inherited: Mutex<Vec<(ChunkIndex, ChunkId)>>,
 }
 
 impl Layer {
@@ -84,7 +82,6 @@ impl Layer {
             tracked: (0..SHARDS).map(|_| Mutex::default()).collect(),
             done: AtomicU64::new(0),
             stored: Mutex::default(),
-            inherited: Mutex::default(),
         }
     }
 
@@ -122,7 +119,6 @@ impl Layer {
         for Record { chunk, event, .. } in own() {
             if let ChunkEvent::Stored(id) = event {
                 self.stored().insert(*chunk, *id);
-                self.inherited().extend(id.map(|id| (*chunk, id)));
                 // The process may have ended before it set the chunk's state.
                 self.begin_store(*chunk);
                 self.finish_store(*chunk);
@@ -199,12 +195,6 @@ impl Layer {
     /// The chunks that are durable so far.
     pub(crate) fn stored(&self) -> MutexGuard<'_, BTreeMap<ChunkIndex, Option<ChunkId>>> {
         self.stored.lock().expect("no code panics with a layer locked")
-    }
-
-    /// The chunks that an earlier process stored. The list is cleared once they are known to have
-    /// their full redundancy.
-    pub(crate) fn inherited(&self) -> MutexGuard<'_, Vec<(ChunkIndex, ChunkId)>> {
-        self.inherited.lock().expect("no code panics with a layer locked")
     }
 
     /// Whether writes have to preserve blocks of `chunk`. This is a few loads.

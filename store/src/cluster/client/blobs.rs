@@ -39,6 +39,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::cluster::{Cluster, Progress};
 use super::recent_set::RecentSet;
+use super::records::FoundRecords;
 use super::reservation::Reservation;
 use super::window::{Content, Entry, Status, Window};
 use crate::blobs::{Blobs, NewBlob};
@@ -411,8 +412,14 @@ impl ClusterBlobs {
         self.runtime.block_on(self.shared.cluster.put_record(record, policy, lenient))
     }
 
+    /// Returns, for each blob, whether it is stored with the policy's redundancy: see
+    /// [`Cluster::known`].
+    pub(crate) fn known(&self, blobs: &[BlobId], policy: &StoragePolicy) -> Vec<bool> {
+        self.runtime.block_on(self.shared.cluster.known(blobs, policy))
+    }
+
     /// Reads all records that the peers have.
-    pub(crate) fn records(&self) -> Vec<Vec<u8>> {
+    pub(crate) fn records(&self) -> FoundRecords {
         self.runtime.block_on(self.shared.cluster.records())
     }
 

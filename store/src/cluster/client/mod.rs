@@ -30,7 +30,7 @@ pub(crate) mod connection;
 mod known;
 pub(crate) mod pool;
 mod recent_set;
-mod records;
+pub(crate) mod records;
 pub(crate) mod reservation;
 pub(crate) mod watcher;
 mod window;

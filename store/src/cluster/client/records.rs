@@ -5,12 +5,22 @@ use std::sync::Arc;
 
 use super::cluster::Cluster;
 use super::connection::Connection;
-use crate::cluster::placement::members::{Member, MemberState};
+use crate::cluster::placement::members::Member;
 use crate::encoding::compression::Compression;
 use crate::encoding::fragment::encode_record;
 use crate::encoding::redundancy::StoragePolicy;
 use crate::error::Result;
-use crate::id::BlobId;
+use crate::id::{BlobId, PeerId};
+
+/// The records on the peers of a cluster.
+pub(crate) struct FoundRecords {
+    /// The records, each once.
+    pub(crate) records: Vec<Vec<u8>>,
+    /// The number of peers that returned all their records.
+    pub(crate) answered: u64,
+    /// The other peers, and why each of them did not.
+    pub(crate) silent: Vec<(PeerId, String)>,
+}
 
 impl Cluster {
     /// Stores a record durably with its full redundancy. With `lenient` it is enough that the
@@ -33,17 +43,17 @@ impl Cluster {
         }
     }
 
-    /// All records that the peers have. A peer that does not answer is left out: other peers have
-    /// copies of its records, unless too many are away.
-    pub(super) async fn records(&self) -> Vec<Vec<u8>> {
+    /// All records that the peers have.
+    pub(super) async fn records(&self) -> FoundRecords {
         let mut found = BTreeMap::new();
+        let (mut answered, mut silent) = (0, Vec::new());
         for member in self.members() {
-            if let Err(error) = self.records_of(&member, &mut found).await {
-                let (peer, is_down) = (member.id, member.state == MemberState::Down);
-                tracing::warn!(%peer, is_down, %error, "failed to read the records of a peer");
+            match self.records_of(&member, &mut found).await {
+                Ok(()) => answered += 1,
+                Err(error) => silent.push((member.id, error.to_string())),
             }
         }
-        found.into_values().collect()
+        FoundRecords { records: found.into_values().collect(), answered, silent }
     }
 
     async fn records_of(

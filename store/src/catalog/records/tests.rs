@@ -1,0 +1,165 @@
+//! Rebuilding a catalog from records.
+
+use std::sync::Arc;
+
+use tempfile::TempDir;
+
+use super::{BlobId, Catalog, Change, Record, SnapshotState, StoragePolicy, snapshot_key};
+use crate::catalog::{Draft, FirstSnapshot};
+use crate::documents::{Documents, SqliteDocuments};
+use crate::error::Error;
+use crate::geometry::Geometry;
+use crate::id::MirrorId;
+use crate::name::{ImageName, SnapshotRef};
+use crate::snapshot::{Consistency, MirrorOwner, Mode};
+use crate::tree::Root;
+
+struct Bench {
+    _dir: TempDir,
+    documents: Arc<SqliteDocuments>,
+    catalog: Catalog,
+    draft: Draft,
+    name: ImageName,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("catalog.db");
+        SqliteDocuments::create(&path).unwrap();
+        let documents = Arc::new(SqliteDocuments::open(&path).unwrap());
+        let catalog = Catalog::new(documents.clone());
+        let name: ImageName = "a".parse().unwrap();
+        let draft = draft(&name);
+        Bench { _dir: dir, documents, catalog, draft, name }
+    }
+
+    /// A record of a snapshot, or its tombstone.
+    fn record(&self, number: u64, recorded: u64, is_removal: bool) -> (BlobId, Record) {
+        let mut record = self.draft.record();
+        (record.number, record.recorded) = (number, recorded);
+        record.snapshot = record.snapshot.filter(|_| !is_removal);
+        (BlobId::of(&record.to_bytes()), record)
+    }
+
+    fn rebuild(&self, records: &[(BlobId, Record)]) -> (u64, u64, Vec<String>) {
+        let inventory = self.catalog.inventory().unwrap();
+        let rebuilt = self.catalog.rebuild(&inventory, records.to_vec()).unwrap();
+        (rebuilt.images, rebuilt.snapshots, rebuilt.left)
+    }
+
+    fn numbers(&self) -> Vec<u64> {
+        let all = self.catalog.snapshots(&self.name).unwrap();
+        all.into_iter().map(|one| one.number).collect()
+    }
+}
+
+fn draft(name: &ImageName) -> Draft {
+    let first = FirstSnapshot {
+        root: Root(None),
+        state: SnapshotState::Stable,
+        consistency: Consistency::Crash,
+        dirty_bytes: 0,
+        stored_bytes: 0,
+        sent_bytes: 0,
+        saved_bytes: 0,
+    };
+    let geometry = Geometry::new(1 << 20, 65536).unwrap();
+    Draft::new(name, geometry, StoragePolicy::default(), &first).unwrap()
+}
+
+#[test]
+fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_clocks_say() {
+    let bench = Bench::new();
+    let mut second = bench.record(2, 200, false);
+    second.1.image.next_number = 70;
+    let records = [
+        bench.record(1, 100, false),
+        second,
+        // Recorded by a host whose clock is late.
+        bench.record(2, 150, true),
+        bench.record(3, 300, false),
+    ];
+    assert_eq!(bench.rebuild(&records), (1, 2, vec![]));
+    assert_eq!(bench.numbers(), [1, 3]);
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
+    let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite).unwrap();
+    assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().start, 70);
+}
+
+#[test]
+fn a_second_rebuild_adds_the_snapshots_that_the_first_did_not_know() {
+    let bench = Bench::new();
+    let [one, two, three] = [1, 2, 3].map(|number| bench.record(number, number, false));
+    assert_eq!(bench.rebuild(&[one.clone(), three.clone()]), (1, 2, vec![]));
+    assert_eq!(bench.rebuild(&[one.clone(), two.clone(), three]), (0, 1, vec![]));
+    assert_eq!(bench.numbers(), [1, 2, 3]);
+    assert_eq!(bench.rebuild(&[two]), (0, 0, vec![]), "nothing is missing");
+    // Another image has the name, so the image cannot be restored.
+    let other = Bench { draft: draft(&bench.name), ..bench };
+    assert_eq!(other.rebuild(&[other.record(1, 9, false)]), (0, 0, vec!["a".into()]));
+    assert_eq!(other.numbers(), [1, 2, 3]);
+}
+
+/// A rebuild was killed after it had restored snapshots and before it restored their image.
+#[test]
+fn a_killed_rebuild_leaves_nothing_that_an_image_of_the_same_name_shows() {
+    let bench = Bench::new();
+    let records = [bench.record(1, 1, false), bench.record(2, 2, false)];
+    let id = &records[0].1.image.id;
+    let left = records.iter().fold(Change::default(), |change, (_, one)| {
+        change.put(snapshot_key(id, one.number), one.snapshot.as_ref().unwrap())
+    });
+    assert!(bench.documents.commit(&left).unwrap());
+    assert!(bench.catalog.images().unwrap().is_empty());
+    let imported = draft(&bench.name);
+    bench.catalog.insert(&imported, None, None).unwrap().unwrap();
+    assert_eq!(bench.numbers(), [1], "only its own snapshot");
+    let shown = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    assert_eq!(shown.image_id, imported.record().image.id);
+    assert_eq!(bench.rebuild(&records), (0, 0, vec!["a".into()]));
+
+    // Without such an image, a second run completes the first.
+    let tombstone = bench.catalog.begin_image_removal(&bench.name, false).unwrap();
+    bench.catalog.finish_image_removal(&bench.name, &tombstone).unwrap();
+    assert_eq!(bench.rebuild(&records).0, 1);
+    assert_eq!(bench.numbers(), [1, 2]);
+}
+
+#[test]
+fn a_rebuild_beside_a_removal_brings_nothing_back() {
+    let bench = Bench::new();
+    let records = [1, 2, 3].map(|number| bench.record(number, number, false));
+    assert_eq!(bench.rebuild(&records).0, 1);
+    // The rebuild lists the catalog and reads the records, all before the removal.
+    let inventory = bench.catalog.inventory().unwrap();
+    let name = SnapshotRef::number(&bench.name, 2);
+    let (removed, _) = bench.catalog.begin_removal(&name).unwrap();
+    bench.catalog.finish_removal(&removed).unwrap();
+    bench.catalog.rebuild(&inventory, records.to_vec()).unwrap();
+    assert_eq!(bench.numbers(), [1, 3]);
+    let inventory = bench.catalog.inventory().unwrap();
+    let tombstone = bench.catalog.begin_image_removal(&bench.name, false).unwrap();
+    bench.catalog.finish_image_removal(&bench.name, &tombstone).unwrap();
+    bench.catalog.rebuild(&inventory, records.to_vec()).unwrap();
+    let gone = bench.catalog.snapshots(&bench.name).unwrap_err();
+    assert!(matches!(gone, Error::NoImage { .. }), "{gone}");
+}
+
+#[test]
+fn a_record_of_another_format_is_refused_with_the_right_reason() {
+    let bench = Bench::new();
+    let parse = |version: u32, format: &str| {
+        let mut record = bench.draft.record();
+        (record.version, record.format) = (version, format.into());
+        Record::from_bytes(&record.to_bytes()).map(drop)
+    };
+    parse(super::VERSION, super::FORMAT).unwrap();
+    let newer = parse(super::VERSION + 1, super::FORMAT).unwrap_err();
+    assert!(matches!(newer, Error::NewerFormat { .. }), "{newer}");
+    let older = parse(super::VERSION - 1, super::FORMAT).unwrap_err();
+    assert!(matches!(older, Error::OlderFormat { .. }), "{older}");
+    let other = parse(super::VERSION, "poem").unwrap_err();
+    assert!(matches!(other, Error::Corrupt { .. }), "{other}");
+}

@@ -1,0 +1,161 @@
+//! Removing snapshots and images.
+//!
+//! A removal has three steps, and the caller carries out the second:
+//!
+//! ```text
+//! begin: the document says *removing* ──► the tombstone is stable on the peers ──► finish: the
+//!                                                                      documents are removed
+//! ```
+//!
+//! So a snapshot whose removal was reported does not return when the catalog is rebuilt. A removal
+//! that was interrupted is completed by the same command.
+
+use super::Catalog;
+use super::documents::{
+    ImageDocument, MIRRORS, MirrorDocument, SnapshotDocument, available_key, available_of,
+    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, newest, snapshot_key,
+    snapshots, snapshots_of,
+};
+use super::images::{all_snapshots, resolve};
+use super::records::Record;
+use crate::documents::{Change, Query, View};
+use crate::error::{Error, Result};
+use crate::name::{ImageName, SnapshotRef};
+use crate::process::Process;
+use crate::snapshot::{Snapshot, SnapshotState};
+
+impl Catalog {
+    /// Begins the removal of a snapshot. Returns the snapshot as it was, and its tombstone. Refuses
+    /// to remove the last snapshot with content.
+    pub(crate) fn begin_removal(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
+        let observer = Process::current()?;
+        let queries = |id: &_| {
+            let mut queries = all_snapshots(id);
+            queries.push(Query::Key(lease_key(id)));
+            queries
+        };
+        self.change_image(&name.image, queries, |view, image| {
+            let snapshot = resolve(view, &image, name)?;
+            let record = Record::removal(&name.image, &image, snapshot.number);
+            match snapshot.state {
+                SnapshotState::Pending => {
+                    // A live writer is about to publish it.
+                    if let Some(lease) = live_lease(view, &image.id, &observer)? {
+                        return Err(lease.conflict(&name.image));
+                    }
+                }
+                SnapshotState::Stable | SnapshotState::Available => {
+                    let mut others = snapshots(view, &image.id)?;
+                    others.retain(|(number, _)| *number != snapshot.number);
+                    if newest(&others).is_none() {
+                        return Err(Error::OnlyStable { name: snapshot.name().to_string() });
+                    }
+                }
+                SnapshotState::Failed => {}
+                SnapshotState::Removing => return Ok((Change::default(), (snapshot, record))),
+            }
+            let key = snapshot_key(&image.id, snapshot.number);
+            let Some(document) = view.get::<SnapshotDocument>(&key)? else {
+                return Err(Error::NoSnapshot { name: name.to_string() });
+            };
+            // A writer whose lease has expired may be publishing the snapshot.
+            let relies_on = vec![(key.clone(), view.version(&key))];
+            let removing = SnapshotDocument {
+                state: SnapshotState::Removing,
+                label: None,
+                reason: None,
+                ..document
+            };
+            // The image is written, so that two processes that remove the last two snapshots
+            // conflict.
+            let mut change = Change { relies_on, ..Change::default() }
+                .put(image_key(&name.image), &image)
+                .put(key, &removing)
+                .remove(Query::Key(available_key(&image.id, snapshot.number)));
+            let label = snapshot.label.as_ref().filter(|_| snapshot.state != SnapshotState::Failed);
+            if let Some(label) = label {
+                change = change.remove(Query::Key(label_key(&image.id, label)));
+            }
+            Ok((change, (snapshot, record)))
+        })
+    }
+
+    /// Removes the document of a snapshot whose tombstone is stored.
+    pub(crate) fn finish_removal(&self, snapshot: &Snapshot) -> Result<()> {
+        let key = snapshot_key(&snapshot.image_id, snapshot.number);
+        self.change(&[Query::key(&key)], |view| {
+            let found = view.get::<SnapshotDocument>(&key)?;
+            let is_removing = found.is_some_and(|one| one.state == SnapshotState::Removing);
+            let change = match is_removing {
+                true => Change::default().remove(Query::key(&key)),
+                false => Change::default(),
+            };
+            Ok((change, ()))
+        })
+    }
+
+    /// Begins the removal of an image. Returns its tombstone. Fails while a live writer holds the
+    /// image's lease, and, without `force`, while mirrors refer to the image.
+    pub(crate) fn begin_image_removal(&self, name: &ImageName, force: bool) -> Result<Record> {
+        let observer = Process::current()?;
+        let key = image_key(name);
+        self.retry(|| {
+            // An image whose removal was interrupted is found, too.
+            let find = |view: &View| match view.get::<ImageDocument>(&key)? {
+                Some(image) => Ok(image),
+                None => Err(Error::NoImage { name: name.to_string() }),
+            };
+            let id = find(&self.read(&[Query::key(&key)])?)?.id;
+            let queries = [Query::key(&key), Query::Key(lease_key(&id)), Query::prefix(MIRRORS)];
+            self.try_change(&queries, |view| {
+                let image = find(view)?;
+                if image.id != id {
+                    return Ok(None);
+                }
+                let tombstone = Record::removal(name, &image, 0);
+                if image.removing {
+                    return Ok(Some((Change::default(), tombstone)));
+                }
+                if let Some(lease) = live_lease(view, &id, &observer)? {
+                    return Err(lease.conflict(name));
+                }
+                let users = view.under::<MirrorDocument>(MIRRORS)?;
+                let user = users.iter().find(|(_, mirror)| mirror.image_id == id);
+                if let Some((mirror_id, mirror)) = user.filter(|_| !force) {
+                    return Err(Error::Referenced {
+                        image: name.to_string(),
+                        mirror: mirror_id.clone(),
+                        host: mirror.host.clone(),
+                        path: mirror.path.clone(),
+                    });
+                }
+                let removing = ImageDocument { removing: true, ..image };
+                Ok(Some((Change::default().put(&key, &removing), tombstone)))
+            })
+        })
+    }
+
+    /// Removes the documents of an image whose tombstone is stored: the image, its snapshots and
+    /// its mirrors.
+    pub(crate) fn finish_image_removal(&self, name: &ImageName, tombstone: &Record) -> Result<()> {
+        let (id, key) = (tombstone.image_id(), image_key(name));
+        self.change(&[Query::key(&key), Query::prefix(MIRRORS)], |view| {
+            let found = view.get::<ImageDocument>(&key)?;
+            if found.is_none_or(|image| image.id != id || !image.removing) {
+                return Ok((Change::default(), ()));
+            }
+            let mut change = Change::default()
+                .remove(Query::key(&key))
+                .remove(Query::Key(lease_key(&id)))
+                .remove(Query::Prefix(snapshots_of(&id)))
+                .remove(Query::Prefix(available_of(&id)))
+                .remove(Query::Prefix(labels_of(&id)));
+            for (mirror, document) in view.under::<MirrorDocument>(MIRRORS)? {
+                if document.image_id == id {
+                    change = change.remove(Query::Key(mirror_key(&mirror.parse()?)));
+                }
+            }
+            Ok((change, ()))
+        })
+    }
+}

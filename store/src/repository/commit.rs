@@ -1,0 +1,394 @@
+//! [`Commit`]: content on its way into the catalog.
+//!
+//! Repair restores only blobs that the catalog refers to. So while content is stored and not yet
+//! published, the loss of peers may take blobs away that nobody restores. A commit therefore pins
+//! an epoch of the cluster, which ends with the loss of a peer:
+//!
+//! ```text
+//! begin ──► store blobs ──► flush ──► publish ──► same epoch: published
+//!  pins E        ▲                       │
+//!                │                       └─► another epoch E': ask the peers for all blobs
+//!                │                                                    │
+//!                └── store again what is missing ◄── pin E' ◄─────────┘
+//! ```
+//!
+//! What is missing is read from the peers that still have enough of it, or from the copy that the
+//! caller has. If a blob is in neither place, the commit fails and nothing is published.
+//!
+//! - The change of the catalog relies on the epoch. So no loss between the last question to the
+//!   peers and the publication goes unnoticed.
+//! - A commit that continues the work of a previous process, or of a commit that failed, is
+//!   *unverified*: it does not know in which epoch the older blobs were stored. It asks for all
+//!   blobs before it publishes.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Mutex, PoisonError};
+
+use super::Repository;
+use super::attachment::Attachment;
+use crate::blobs::Blobs;
+use crate::catalog::{Draft, FirstSnapshot, Published};
+use crate::cluster::membership::ClusterEpoch;
+use crate::cluster::{ClusterBlobs, Counters};
+use crate::encoding::StoragePolicy;
+use crate::encoding::fragment::MAX_CONTENT;
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::{ChunkIndex, Geometry};
+use crate::id::{BlobId, ChunkId};
+use crate::name::ImageName;
+use crate::snapshot::{Consistency, Snapshot, SnapshotState};
+use crate::tree::{Referred, Root, TreeUpdate};
+
+/// The most blobs in one question to the peers.
+const QUERY_BATCH: usize = 4096;
+
+/// The chunks that a snapshot changes; `None` is a hole.
+pub type ChangedChunks = BTreeMap<ChunkIndex, Option<ChunkId>>;
+
+/// Reads a local copy of a chunk into a buffer of the image's chunk size. The copy need not be
+/// right: it is used only if its hash is the chunk's name. Returns `false` if there is none.
+pub type LocalCopy<'a> = &'a dyn Fn(ChunkIndex, &mut [u8]) -> bool;
+
+/// Content on its way into the catalog.
+pub struct Commit {
+    repository: Repository,
+    /// The epoch in which all blobs of the commit are known to be stored; `None` if it is unknown.
+    epoch: Mutex<Option<ClusterEpoch>>,
+    /// The bytes that had gone to the peers when the commit began. If several commits run at the
+    /// same time, each of them counts the bytes of all.
+    counters: Counters,
+}
+
+impl Commit {
+    /// A commit whose blobs are all stored later, through this process.
+    pub(super) fn new(repository: &Repository, epoch: ClusterEpoch) -> Commit {
+        // Before any blob is put: blobs that are known from an older epoch may be lost.
+        repository.forget_known_before(epoch);
+        Commit { counters: repository.counters(), ..Commit::unverified(repository) }.pinned(epoch)
+    }
+
+    /// A commit whose blobs were stored in an unknown epoch.
+    pub(super) fn unverified(repository: &Repository) -> Commit {
+        let (epoch, counters) = (Mutex::new(None), Counters::default());
+        Commit { repository: repository.clone(), epoch, counters }
+    }
+
+    fn pinned(self, epoch: ClusterEpoch) -> Commit {
+        Commit { epoch: Mutex::new(Some(epoch)), ..self }
+    }
+
+    /// Notes that a part of the content was stored before the commit began.
+    pub fn mark_unverified(&self) {
+        self.pin(None);
+    }
+
+    fn pin(&self, epoch: Option<ClusterEpoch>) {
+        *self.epoch.lock().unwrap_or_else(PoisonError::into_inner) = epoch;
+    }
+
+    fn epoch(&self) -> Option<ClusterEpoch> {
+        *self.epoch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Creates an image whose first snapshot has this content, which the caller has put.
+    ///
+    /// `dirty_bytes` is the length of the image's content, and `stored_bytes` the part of it that
+    /// was not in the repository before.
+    pub fn publish_image(
+        &self,
+        name: &ImageName,
+        geometry: Geometry,
+        root: &Root,
+        stored_bytes: u64,
+        dirty_bytes: u64,
+    ) -> Result<Snapshot> {
+        let repository = &self.repository;
+        let verify = || self.verify_tree(root, geometry);
+        self.in_epoch(verify, |epoch| {
+            repository.flush()?;
+            let (sent_bytes, saved_bytes) =
+                repository.traffic_since(&self.counters, stored_bytes, dirty_bytes);
+            let first = FirstSnapshot {
+                root: *root,
+                state: repository.published_state(),
+                consistency: Consistency::Crash,
+                dirty_bytes,
+                stored_bytes,
+                sent_bytes,
+                saved_bytes,
+            };
+            let epoch = root.0.map(|_| epoch);
+            repository.insert(&Draft::new(name, geometry, repository.policy, &first)?, epoch)
+        })
+    }
+
+    /// Calls `publish` with the epoch in which all blobs are stored, until that is still the
+    /// cluster's epoch when the catalog is changed. Before each call in a further epoch, `verify`
+    /// ensures that all blobs are stored.
+    fn in_epoch<T>(
+        &self,
+        verify: impl Fn() -> Result<()>,
+        publish: impl Fn(ClusterEpoch) -> Result<Option<T>>,
+    ) -> Result<T> {
+        loop {
+            let epoch = match self.epoch() {
+                Some(epoch) => epoch,
+                None => {
+                    let epoch = self.repository.catalog().cluster_epoch()?;
+                    if self.repository.blobs_on_peers().is_some() {
+                        self.repository.forget_known_before(epoch);
+                        verify()?;
+                    }
+                    self.pin(Some(epoch));
+                    epoch
+                }
+            };
+            if let Some(published) = publish(epoch)? {
+                return Ok(published);
+            }
+            tracing::warn!("a peer was lost during a commit; asking the peers for its blobs");
+            self.pin(None);
+        }
+    }
+
+    /// Ensures that all blobs of a tree are stored.
+    fn verify_tree(&self, root: &Root, geometry: Geometry) -> Result<()> {
+        let none: LocalCopy<'_> = &|_, _| false;
+        let policy = self.repository.policy;
+        let mut chunks = Verification::new(&self.repository, policy, none, 0)?;
+        let mut nodes = Verification::new(&self.repository, policy.of_small_blobs(), none, 0)?;
+        let mut failed = None;
+        let trees = self.repository.trees();
+        let unreadable = trees.references(root, geometry, &mut HashSet::new(), &mut |referred| {
+            let added = match referred {
+                Referred::Node(id) => nodes.add(id.into(), None),
+                Referred::Chunk(id) => chunks.add(id.into(), None),
+            };
+            failed = failed.take().or(added.err());
+        });
+        match failed {
+            Some(error) => Err(error),
+            None => none_lost(nodes.end()? + chunks.end()? + unreadable as usize),
+        }
+    }
+
+    /// Ensures that changed chunks are stored.
+    fn verify_chunks(
+        &self,
+        changes: &ChangedChunks,
+        local: LocalCopy<'_>,
+        geometry: Geometry,
+    ) -> Result<()> {
+        let (policy, chunk_size) = (self.repository.policy, geometry.chunk_size() as usize);
+        let mut chunks = Verification::new(&self.repository, policy, local, chunk_size)?;
+        for (index, id) in changes.iter().filter_map(|(index, id)| Some((*index, (*id)?))) {
+            chunks.add(id.into(), Some(index))?;
+        }
+        none_lost(chunks.end()?)
+    }
+}
+
+fn none_lost(lost: usize) -> Result<()> {
+    if lost == 0 { Ok(()) } else { Err(Error::ContentLost { blobs: lost }) }
+}
+
+/// Asks the peers for blobs, and stores again those that lack redundancy.
+struct Verification<'a> {
+    peers: &'a ClusterBlobs,
+    policy: StoragePolicy,
+    local: LocalCopy<'a>,
+    /// The length of a local copy.
+    chunk_size: usize,
+    /// Blobs that wait for the next question, with their positions in the image.
+    batch: Vec<(BlobId, Option<ChunkIndex>)>,
+    buf: Vec<u8>,
+    /// How many blobs are nowhere any more.
+    lost: usize,
+}
+
+impl<'a> Verification<'a> {
+    fn new(
+        repository: &'a Repository,
+        policy: StoragePolicy,
+        local: LocalCopy<'a>,
+        chunk_size: usize,
+    ) -> Result<Verification<'a>> {
+        let peers = repository.blobs_on_peers().ok_or(Error::NoCluster)?;
+        let (batch, buf) = (Vec::new(), vec![0; MAX_CONTENT]);
+        Ok(Verification { peers, policy, local, chunk_size, batch, buf, lost: 0 })
+    }
+
+    fn add(&mut self, blob: BlobId, index: Option<ChunkIndex>) -> Result<()> {
+        self.batch.push((blob, index));
+        if self.batch.len() >= QUERY_BATCH { self.ask() } else { Ok(()) }
+    }
+
+    /// Returns how many of the blobs are lost. The others are on their way to full redundancy: a
+    /// flush waits for that.
+    fn end(mut self) -> Result<usize> {
+        self.ask()?;
+        Ok(self.lost)
+    }
+
+    fn ask(&mut self) -> Result<()> {
+        let batch = std::mem::take(&mut self.batch);
+        let blobs: Vec<_> = batch.iter().map(|(blob, _)| *blob).collect();
+        let known = self.peers.known(&blobs, &self.policy);
+        for ((blob, index), _) in batch.into_iter().zip(known).filter(|(_, is_known)| !is_known) {
+            self.store_again(blob, index)?;
+        }
+        Ok(())
+    }
+
+    fn store_again(&mut self, blob: BlobId, index: Option<ChunkIndex>) -> Result<()> {
+        let len = match self.peers.get(&blob, &mut self.buf) {
+            Ok(len) => len,
+            Err(error) => {
+                let len = index.and_then(|index| self.read_local(&blob, index));
+                match len {
+                    Some(len) => len,
+                    // The peers may answer later.
+                    None if error.kind() == ErrorKind::Unavailable => return Err(error),
+                    None => {
+                        tracing::error!(%blob, %error, "a blob of a commit is lost");
+                        self.lost += 1;
+                        return Ok(());
+                    }
+                }
+            }
+        };
+        self.peers.put(&[(blob, &self.buf[..len])], &self.policy).map(drop)
+    }
+
+    /// Reads the local copy of a chunk, if it has the right content.
+    fn read_local(&mut self, blob: &BlobId, index: ChunkIndex) -> Option<usize> {
+        let len = self.chunk_size;
+        let buf = &mut self.buf[..len];
+        ((self.local)(index, buf) && BlobId::of(buf) == *blob).then_some(len)
+    }
+}
+
+/// A snapshot of an attached mirror on its way into the catalog. [`Attachment::begin`] returns it.
+pub struct SnapshotCommit<'a> {
+    attachment: &'a Attachment,
+    number: u64,
+    commit: Commit,
+    /// The number and the root of the snapshot that it is derived from, after the publication.
+    base: Mutex<(u64, Root)>,
+}
+
+impl<'a> SnapshotCommit<'a> {
+    pub(super) fn new(attachment: &'a Attachment, number: u64, commit: Commit) -> Self {
+        SnapshotCommit { attachment, number, commit, base: Mutex::default() }
+    }
+
+    /// Returns the snapshot's number.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Notes that a part of the content was stored before the commit began.
+    pub fn mark_unverified(&self) {
+        self.commit.mark_unverified();
+    }
+
+    /// Stores the tree that differs from the mirror's parent by these chunks, which the caller has
+    /// put. Makes everything durable. Then, in one transaction, publishes the snapshot and moves
+    /// the mirror's reference to it. The same content may be published again.
+    ///
+    /// A snapshot whose parent is only *available* is published as *available*. A later
+    /// [`complete`](Self::complete) or the next repair makes it stable.
+    pub fn publish(
+        &self,
+        changes: &ChangedChunks,
+        stored_bytes: u64,
+        local: LocalCopy<'_>,
+    ) -> Result<Snapshot> {
+        let (parent, base) = self.attachment.parent();
+        *self.base.lock().unwrap_or_else(PoisonError::into_inner) = (parent, base);
+        let state = self.commit.repository.published_state();
+        let verify = || self.commit.verify_chunks(changes, local, self.attachment.geometry());
+        self.commit.in_epoch(verify, |epoch| {
+            let update = self.store_tree(&base, changes)?;
+            self.commit.repository.flush()?;
+            let stored_bytes = stored_bytes + update.new_bytes;
+            let dirty_bytes = self.attachment.chunk_bytes(changes.len());
+            let published =
+                self.published(state, parent, &update.root, stored_bytes, dirty_bytes, epoch);
+            self.attachment.publish(self.number, published)
+        })
+    }
+
+    /// As [`publish`](Self::publish), for a whole tree that the caller has put.
+    pub fn publish_tree(
+        &self,
+        root: &Root,
+        stored_bytes: u64,
+        dirty_bytes: u64,
+    ) -> Result<Snapshot> {
+        let (parent, _) = self.attachment.parent();
+        let state = self.commit.repository.published_state();
+        let verify = || self.commit.verify_tree(root, self.attachment.geometry());
+        self.commit.in_epoch(verify, |epoch| {
+            self.commit.repository.flush()?;
+            let published = self.published(state, parent, root, stored_bytes, dirty_bytes, epoch);
+            self.attachment.publish(self.number, published)
+        })
+    }
+
+    /// Waits until a snapshot that [`publish`](Self::publish) has published with these chunks has
+    /// its full redundancy, and makes it *stable*. Fails while its parent is not stable.
+    pub fn complete(
+        &self,
+        snapshot: &Snapshot,
+        changes: &ChangedChunks,
+        local: LocalCopy<'_>,
+    ) -> Result<Snapshot> {
+        let (parent, base) = *self.base.lock().unwrap_or_else(PoisonError::into_inner);
+        let Snapshot { root, stored_bytes, dirty_bytes, .. } = *snapshot;
+        let verify = || {
+            self.commit.verify_chunks(changes, local, self.attachment.geometry())?;
+            self.store_tree(&base, changes).map(drop)
+        };
+        let completed = self.commit.in_epoch(verify, |epoch| {
+            self.commit.repository.flush_all()?;
+            let state = SnapshotState::Stable;
+            let published = self.published(state, parent, &root, stored_bytes, dirty_bytes, epoch);
+            self.attachment.complete(snapshot, published)
+        })?;
+        match completed.state {
+            SnapshotState::Stable => Ok(completed),
+            _ => Err(Error::LostMeanwhile { name: snapshot.name().to_string() }),
+        }
+    }
+
+    fn store_tree(&self, base: &Root, changes: &ChangedChunks) -> Result<TreeUpdate> {
+        self.commit.repository.commit_tree(base, self.attachment.geometry(), changes)
+    }
+
+    fn published(
+        &self,
+        state: SnapshotState,
+        parent: u64,
+        root: &Root,
+        stored_bytes: u64,
+        dirty_bytes: u64,
+        epoch: ClusterEpoch,
+    ) -> Published {
+        let Commit { repository, counters, .. } = &self.commit;
+        let (sent_bytes, saved_bytes) =
+            repository.traffic_since(counters, stored_bytes, dirty_bytes);
+        let (root, record) = (*root, None);
+        Published {
+            root,
+            state,
+            stored_bytes,
+            dirty_bytes,
+            sent_bytes,
+            saved_bytes,
+            parent,
+            epoch,
+            record,
+        }
+    }
+}
