@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
+use cairn_store::Root;
+
 use crate::local_disk::LocalDisk;
 use crate::mirror::Mirror;
 use crate::mirror::files::disk_file::DiskFile;
@@ -128,6 +130,11 @@ impl Flusher {
     /// Clears the intent of regions in which nothing has changed since the parent snapshot.
     pub(crate) fn clear_unchanged_intent(&self) -> io::Result<()> {
         self.writer.clear_unchanged_intent(&self.disk.mirror, &self.disk.data)
+    }
+
+    /// Records durably that the mirror's unchanged parts come from this snapshot.
+    pub(crate) fn record_parent(&self, number: u64, root: Root) -> io::Result<()> {
+        self.writer.map().set_parent(number, root)
     }
 
     /// Makes everything durable, and marks the map as cleanly closed. `knows_guests` tells whether

@@ -71,7 +71,7 @@ fn maybe_stale(mirrors: &[MirrorRecord]) -> impl Iterator<Item = MirrorId> {
 }
 
 pub(crate) fn forget(repository: &Repository, id: &MirrorId, style: Style) -> Outcome {
-    repository.catalog().forget_mirror(id).doing(|| format!("forgetting mirror {id}"))?;
+    repository.forget_mirror(id).doing(|| format!("forgetting mirror {id}"))?;
     if style.json {
         return print_json(&json!({ "forgotten": id.to_string() }));
     }

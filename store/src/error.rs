@@ -249,6 +249,26 @@ pub enum Error {
         /// The members that do not answer, and why.
         silent: Vec<String>,
     },
+    /// The catalog was rebuilt, and a running mirror has not taken its image again.
+    #[error(
+        "the catalog was rebuilt, and the mirror {mirror} has not taken image '{image}' again; it \
+         does so with the next renewal of its lease"
+    )]
+    CatalogRebuilt {
+        /// The image.
+        image: String,
+        /// The mirror.
+        mirror: String,
+    },
+    /// The parent of a mirror is not in the catalog.
+    #[error(
+        "the mirror continues {name}, which the catalog does not have with the same content; \
+         `cairn catalog rebuild` restores what the peers know"
+    )]
+    UnknownParent {
+        /// The snapshot.
+        name: String,
+    },
     /// An image's removal has begun and is not complete.
     #[error("image '{name}' is being removed; `cairn rm {name}` completes that")]
     BeingRemoved {
@@ -441,6 +461,7 @@ impl Error {
             Error::NoRepository { .. }
             | Error::NoImage { .. }
             | Error::NoSnapshot { .. }
+            | Error::UnknownParent { .. }
             | Error::NoPeer { .. }
             | Error::NoMirror { .. } => ErrorKind::NotFound,
             Error::ImageExists { .. }
@@ -459,6 +480,7 @@ impl Error {
             | Error::TooFewPeers { .. }
             | Error::PeersMissing { .. }
             | Error::ContentLost { .. }
+            | Error::CatalogRebuilt { .. }
             | Error::LostMeanwhile { .. }
             | Error::NoRoom { .. }
             | Error::NotStored { .. }

@@ -79,7 +79,8 @@ pub use repository::attachment::{Attachment, MAX_RESERVED};
 pub use repository::commit::{ChangedChunks, Commit, LocalCopy, SnapshotCommit};
 pub use repository::{Durability, PutChunk, Repository, ReservedSpace};
 pub use snapshot::{
-    Consistency, Image, MirrorOwner, MirrorRecord, Mode, NewSnapshot, Snapshot, SnapshotState,
+    Consistency, Image, MirrorOwner, MirrorParent, MirrorRecord, Mode, NewSnapshot, Snapshot,
+    SnapshotState,
 };
 pub use tree::{Chunks, Root, TreeUpdate};
 pub use zero::is_zero;

@@ -216,6 +216,18 @@ impl MirrorOwner {
     }
 }
 
+/// The parent of a mirror, as the mirror's own files name it. With it a mirror can continue after
+/// the catalog was rebuilt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MirrorParent {
+    /// The mirror's image.
+    pub image: ImageId,
+    /// The number of the snapshot that its unchanged parts come from.
+    pub number: u64,
+    /// The content of that snapshot.
+    pub root: Root,
+}
+
 /// A mirror that the catalog knows, in use or not. Its parent's content is not removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MirrorRecord {

@@ -146,6 +146,10 @@ impl Persister {
         let state = match self.persist_with_retries(commit) {
             Ok(published) => {
                 mirror.publish(&commit.layer);
+                let (number, root) = self.image.attachment.parent();
+                if let Err(error) = self.flusher.record_parent(number, root) {
+                    tracing::warn!(%error, "cannot record the parent in the map");
+                }
                 // Writes do not wait for the snapshot's redundancy.
                 mirror.notify();
                 match self.complete(&published) {

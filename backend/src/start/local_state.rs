@@ -61,6 +61,7 @@ impl LocalState {
                 let identity = Identity {
                     mirror: MirrorId::from_bytes(sys::random_id().map_err(failed)?),
                     image: snapshot.image.clone(),
+                    image_id: snapshot.image_id,
                     geometry: snapshot.geometry,
                     origin: snapshot.number,
                 };
@@ -70,7 +71,7 @@ impl LocalState {
                 })?;
                 // A process that finds a map also finds the file that it describes.
                 data.sync_name(path).map_err(failed)?;
-                MapFile::create(&map_path, identity).map_err(map_failed)?
+                MapFile::create(&map_path, identity, snapshot.root).map_err(map_failed)?
             }
             Err(error) => return Err(map_failed(error)),
         };
@@ -85,6 +86,12 @@ impl LocalState {
                 snapshot.image,
                 snapshot.geometry.size(),
                 snapshot.geometry.chunk_size(),
+            )));
+        }
+        if identity.image_id != snapshot.image_id {
+            return Err(mismatch(&format!(
+                "belongs to an earlier image '{}', which was removed; choose another directory",
+                identity.image
             )));
         }
         if data.len().map_err(failed)? != layout.file_len() {
@@ -105,6 +112,12 @@ impl LocalState {
         Ok(LocalState { data, spill, map, journal: Arc::new(journal), layout, live, next_use })
     }
 
+    /// Whether the mirror has data, or changes that are not in its parent.
+    pub(super) fn is_used(&self) -> bool {
+        let changed = self.live.epochs.iter().any(|record| record.chunks.dirty().len() > 0);
+        changed || self.live.presence.local_bytes() > 0
+    }
+
     /// Checks that the mirror continues the snapshot that was requested.
     pub(super) fn check(
         &self,
@@ -114,13 +127,8 @@ impl LocalState {
         record: Option<&MirrorRecord>,
         store: &Repository,
     ) -> Result<(), String> {
-        let changed = self.live.epochs.iter().any(|record| record.chunks.dirty().len() > 0);
-        let untouched = self.live.presence.local_bytes() == 0 && !changed;
-        let Some(record) = record else {
-            let reason = "is not known to the repository: it belongs to another one, or was removed; \
-                          delete the directory to start again from a snapshot";
-            return if untouched { Ok(()) } else { Err(reason.into()) };
-        };
+        // The catalog was rebuilt, or the mirror was forgotten: see `Repository::attach_again`.
+        let Some(record) = record else { return Ok(()) };
         let identity = self.map.identity();
         // With the same arguments as at its creation, the mirror goes on where it is.
         let same = record.parent == snapshot.number

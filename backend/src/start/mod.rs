@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use cairn_store::net::identity::Access;
 use cairn_store::{
-    Attachment, MirrorOwner, Mode, Repository, Snapshot, SnapshotRef, SnapshotState,
+    Attachment, ErrorKind, MirrorOwner, Mode, Repository, Snapshot, SnapshotRef, SnapshotState,
 };
 
 use self::error::serving;
@@ -73,7 +73,11 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let path = fs::canonicalize(&args.mirror).unwrap_or(args.mirror.clone());
     let owner = MirrorOwner::this_process(local.map.identity().mirror, path.display().to_string())
         .map_err(repository)?;
-    let attachment = store.attach(&owner, &snapshot, mode).map_err(repository)?;
+    let attachment = match local.is_used() {
+        true => store.attach_again(&owner, &snapshot, mode, &local.map.parent()),
+        false => store.attach(&owner, &snapshot, mode),
+    };
+    let attachment = attachment.map_err(repository)?;
     serve(args, sockets, local, store, attachment)
 }
 
@@ -102,9 +106,14 @@ impl CommitSetup {
         };
         let pending = snapshots.iter().filter(|one| one.state == SnapshotState::Pending);
         for snapshot in pending.filter(|one| !is_resumed(one)) {
-            image
-                .attachment
-                .fail(snapshot.number, "the disk's process died before the snapshot was stable")?;
+            let reason = "the disk's process died before the snapshot was stable";
+            match image.attachment.fail(snapshot.number, reason) {
+                // The disk can be served all the same. What else needs the catalog fails below.
+                Err(error) if error.kind() == ErrorKind::Unavailable => {
+                    tracing::warn!(%error, "cannot record completely that a snapshot failed");
+                }
+                result => result?,
+            }
         }
         let labels = snapshots
             .into_iter()
@@ -136,6 +145,8 @@ fn serve(
         ),
     }
     live.begin(&mut map, next_use).map_err(serving("marking the mirror as in use"))?;
+    let (number, root) = attachment.parent();
+    map.set_parent(number, root).map_err(serving("recording the mirror's parent"))?;
     let _lock = live.lock;
     if !live.is_adopted {
         // Not before: until here the next process may still need them.

@@ -6,11 +6,11 @@ use std::thread;
 
 use cairn_store::documents::{Change, Query};
 use cairn_store::encoding::Redundancy;
-use cairn_store::{Durability, Error, ErrorKind, SnapshotState};
+use cairn_store::{Durability, Error, ErrorKind, MirrorParent, Mode, SnapshotState};
 
 use crate::lab::{Lab, wait_until};
 use crate::proxy::Proxy;
-use crate::writer::{CHUNK, Disk, NO_COPY, Writer, assert_holds, chunks};
+use crate::writer::{CHUNK, Disk, NO_COPY, Writer, assert_holds, chunks, owner};
 
 const TWO_AND_TWO: Redundancy = Redundancy::ReedSolomon { data: 2, parity: 2 };
 
@@ -230,11 +230,11 @@ fn data_that_the_peers_have_is_not_sent_again() {
 
 #[test]
 fn of_ten_concurrent_commits_those_with_a_reservation_succeed_and_the_others_fail_early() {
-    const EACH: u64 = 32;
+    const EACH: u64 = 64;
     let mut lab = Lab::new(0);
-    // Space for four commits: each takes 4 MiB, and a fifth more because placement is uneven.
+    // Space for four commits: each takes 8 MiB, and a fifth more because placement is uneven.
     for _ in 0..6 {
-        lab.add_peer(&["--capacity", "4M"]);
+        lab.add_peer(&["--capacity", "8M"]);
     }
     lab.wait_for_peers(6);
     let writers: Vec<_> = (0..10u8)
@@ -285,4 +285,48 @@ fn of_ten_concurrent_commits_those_with_a_reservation_succeed_and_the_others_fai
         peers.iter().map(|peer| peer["reserved"].as_u64().unwrap()).sum::<u64>()
     };
     wait_until("the reservations are released", || reserved() == 0);
+}
+
+/// A client of an image, and a mirror that was stopped, both continue after the catalog's disk was
+/// lost.
+#[test]
+fn mirrors_continue_after_the_catalog_was_rebuilt() {
+    let mut lab = Lab::new(4);
+    let repository = lab.repository();
+    let writer = Writer::create(&repository, "vm", TWO_AND_TWO);
+    let stopped = Writer::create(&repository, "stopped", TWO_AND_TWO);
+    let first = repository.catalog().resolve(&"stopped@1".parse().unwrap()).unwrap();
+    writer.commit(&chunks(1, 4)).unwrap();
+    stopped.commit(&chunks(2, 4)).unwrap();
+    let standing = stopped.attachment.standing();
+    stopped.attachment.release(None).unwrap();
+
+    lab.replace_catalog(4);
+    let lost = writer.attachment.renew().unwrap_err();
+    assert_eq!(lost.kind(), ErrorKind::NotFound, "{lost}");
+    lab.ok(&["catalog", "rebuild"]);
+    let early = writer.begin().map(drop).unwrap_err();
+    assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
+    writer.attachment.renew().unwrap();
+    let snapshot = writer.commit(&chunks(3, 2)).unwrap();
+    assert_eq!((snapshot.state, snapshot.parent), (SnapshotState::Stable, Some(2)));
+    let mut disk = chunks(1, 4);
+    disk.extend(chunks(3, 2));
+    assert_holds(&lab.repository(), &snapshot, &disk);
+    let second = Writer::attach(&lab.repository(), &snapshot, b'x').err().unwrap();
+    assert!(matches!(second, Error::Leased { .. }), "it holds the lease again: {second}");
+
+    let repository = lab.repository();
+    let owner = owner(b's');
+    let newest = repository.catalog().resolve(&"stopped".parse().unwrap()).unwrap();
+    let wrong = MirrorParent { number: 1, ..standing };
+    let attach = |parent| repository.attach_again(&owner, &newest, Mode::ReadWrite, parent);
+    let refused = attach(&wrong).err().unwrap();
+    assert!(matches!(refused, Error::UnknownParent { .. }), "{refused}");
+    let attachment = attach(&standing).unwrap();
+    assert_eq!(attachment.parent(), (2, newest.root));
+    assert_eq!(first.image_id, newest.image_id);
+    // Another writer has acquired the image since, so the old one is fenced.
+    let fenced = stopped.attachment.renew().unwrap_err();
+    assert_eq!(fenced.kind(), ErrorKind::Conflict, "{fenced}");
 }

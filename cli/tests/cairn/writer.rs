@@ -34,9 +34,7 @@ impl Writer {
 
     /// Attaches to an existing image.
     pub(crate) fn attach(repository: &Repository, first: &Snapshot, me: u8) -> Result<Writer> {
-        let id = MirrorId::from_bytes([me; 16]);
-        let owner = MirrorOwner::this_process(id, format!("/mirrors/{}", char::from(me)))?;
-        let attachment = repository.attach(&owner, first, Mode::ReadWrite)?;
+        let attachment = repository.attach(&owner(me), first, Mode::ReadWrite)?;
         let repository = repository.with_policy(first.policy);
         Ok(Writer { repository, attachment })
     }
@@ -73,6 +71,12 @@ impl Writer {
         let snapshot = commit.publish(&changes, 0, NO_COPY)?;
         Ok((commit, changes, snapshot))
     }
+}
+
+/// The mirror of a client.
+pub(crate) fn owner(me: u8) -> MirrorOwner {
+    let id = MirrorId::from_bytes([me; 16]);
+    MirrorOwner::this_process(id, format!("/mirrors/{}", char::from(me))).unwrap()
 }
 
 /// A client that has no copy of what it stores.

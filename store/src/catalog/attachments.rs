@@ -5,18 +5,19 @@ use std::ops::Range;
 use super::Catalog;
 use super::documents::{
     AvailableDocument, ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument,
-    available_key, image_key, label_key, lease_key, mirror_key, snapshot_key, snapshots,
+    available_key, image, image_key, label_key, lease_key, mirror_key, snapshot_key, snapshots,
     snapshots_of,
 };
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
+use crate::clock::now;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
-use crate::id::{BlobId, ImageId};
+use crate::id::{BlobId, ImageId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::process::Process;
-use crate::snapshot::{MirrorOwner, NewSnapshot, Snapshot, SnapshotState};
+use crate::snapshot::{MirrorOwner, Mode, NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// An attached mirror, as the catalog identifies it.
@@ -29,6 +30,8 @@ pub(crate) struct Holder {
     pub(super) image_name: ImageName,
     /// The image's fence after this mirror acquired the lease; `None` if the mirror only reads.
     pub(super) fence: Option<u64>,
+    /// How often the image had been restored when the mirror was attached.
+    pub(super) restored: u64,
 }
 
 /// What is to be published of a snapshot.
@@ -75,6 +78,14 @@ impl Holder {
         &self.image_name
     }
 
+    pub(crate) fn mirror_id(&self) -> MirrorId {
+        self.owner.id
+    }
+
+    pub(crate) fn image_id(&self) -> ImageId {
+        self.image
+    }
+
     pub(crate) fn may_write(&self) -> bool {
         self.fence.is_some()
     }
@@ -95,14 +106,23 @@ impl Holder {
                 "mirror {mirror} is attached for reading only"
             )));
         };
-        let image = view.get::<ImageDocument>(&self.image_key())?;
-        let ours = |image: &ImageDocument| {
-            image.id == self.image && image.fence == fence && image.writer == Some(self.owner.id)
-        };
-        image.filter(ours).ok_or_else(|| Error::Fenced {
-            image: self.image_name.to_string(),
-            mirror: self.owner.id.to_string(),
-        })
+        let found = view.get::<ImageDocument>(&self.image_key())?;
+        let image = found.ok_or_else(|| Error::NoImage { name: self.image_name.to_string() })?;
+        let is_ours = image.writer == Some(self.owner.id) && image.fence == fence;
+        let (name, mirror) = (self.image_name.to_string(), self.owner.id.to_string());
+        match image.id == self.image {
+            true if is_ours => Ok(image),
+            true if self.is_free_after_rebuild(&image, fence) => {
+                Err(Error::CatalogRebuilt { image: name, mirror })
+            }
+            _ => Err(Error::Fenced { image: name, mirror }),
+        }
+    }
+
+    /// Whether the image was restored since the mirror was attached, and no writer has acquired it
+    /// since.
+    fn is_free_after_rebuild(&self, image: &ImageDocument, fence: u64) -> bool {
+        image.restored > self.restored && image.writer.is_none() && image.fence <= fence
     }
 
     /// The snapshot with this number, if it exists.
@@ -180,6 +200,31 @@ impl Holder {
         mirror.ok_or_else(|| Error::NoMirror { id: self.owner.id.to_string() })
     }
 
+    /// The mirror's document in a rebuilt catalog.
+    fn mirror_after_rebuild(&self, view: &View, parent: (u64, Root)) -> Result<MirrorDocument> {
+        let (number, Root(root)) = parent;
+        // The catalog may know of a later publication, whose answer was lost.
+        if let Some(known) = view.get::<MirrorDocument>(&mirror_key(&self.owner.id))?
+            && known.parent >= number
+        {
+            return Ok(known);
+        }
+        let parent = self.find(view, number)?.filter(|one| one.root == root);
+        let is_stable = parent.is_some_and(|one| one.state == SnapshotState::Stable);
+        Ok(MirrorDocument {
+            image: self.image_name.clone(),
+            image_id: self.image,
+            host: self.owner.host.clone(),
+            path: self.owner.path.clone(),
+            mode: Mode::ReadWrite,
+            parent: number,
+            root,
+            is_parent_available: !is_stable,
+            attached: now(),
+            reserved: 0..0,
+        })
+    }
+
     /// The documents that an operation on a snapshot relies on.
     fn queries(&self, number: u64) -> Vec<Query> {
         vec![
@@ -253,13 +298,34 @@ impl Catalog {
         })
     }
 
-    /// Renews the lease.
-    pub(crate) fn renew(&self, holder: &Holder) -> Result<()> {
-        self.change(&[Query::Key(holder.image_key())], |view| {
-            holder.check(view)?;
+    /// Renews the lease. After a rebuild of the catalog, acquires it again and refers to the
+    /// mirror's `parent` again, unless another writer has acquired the image.
+    pub(crate) fn renew(&self, holder: &Holder, parent: (u64, Root)) -> Result<()> {
+        let mirror_key = mirror_key(&holder.owner.id);
+        let queries = [
+            Query::Key(holder.image_key()),
+            Query::key(&mirror_key),
+            Query::Key(holder.snapshot_key(parent.0)),
+        ];
+        self.change(&queries, |view| {
             let lease = LeaseDocument::new(&holder.owner, holder.process.clone());
             let key = lease_key(&holder.image);
-            Ok((Change::default().put_for(LEASE_SECONDS as u32, key, &lease), ()))
+            let change = Change::default().put_for(LEASE_SECONDS as u32, key, &lease);
+            match holder.check(view) {
+                Ok(_) => Ok((change, ())),
+                Err(Error::CatalogRebuilt { .. }) => {
+                    let image = ImageDocument {
+                        writer: Some(holder.owner.id),
+                        fence: holder.fence.unwrap_or(0),
+                        ..image(view, &holder.image_name)?
+                    };
+                    let mirror = holder.mirror_after_rebuild(view, parent)?;
+                    tracing::info!(image = %holder.image_name, "attached again to a rebuilt catalog");
+                    let change = change.put(holder.image_key(), &image);
+                    Ok((change.put(&mirror_key, &mirror), ()))
+                }
+                Err(error) => Err(error),
+            }
         })
     }
 
@@ -360,12 +426,14 @@ impl Catalog {
                     _ => change.remove(Query::Key(index)),
                 };
             }
-            if before.state == SnapshotState::Pending {
+            let known = holder.mirror(view)?;
+            // After a rebuild the mirror may refer to an older snapshot than this published one.
+            if before.state == SnapshotState::Pending || known.parent < number {
                 let mirror = MirrorDocument {
                     parent: number,
                     root: snapshot.root,
                     is_parent_available: snapshot.state == SnapshotState::Available,
-                    ..holder.mirror(view)?
+                    ..known
                 };
                 change = change.put(mirror_key(&holder.owner.id), &mirror);
             }

@@ -133,6 +133,8 @@ pub(super) struct ImageDocument {
     pub(super) writer: Option<MirrorId>,
     /// Whether the image is being removed.
     pub(super) removing: bool,
+    /// How often the image was restored by a rebuild of the catalog.
+    pub(super) restored: u64,
 }
 
 impl ImageDocument {

@@ -88,6 +88,7 @@ impl Draft {
             fence: 0,
             writer: None,
             removing: false,
+            restored: 0,
         };
         let snapshot = SnapshotDocument {
             parent: None,

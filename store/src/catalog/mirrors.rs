@@ -13,10 +13,12 @@ use super::documents::{
 };
 use crate::clock::now;
 use crate::documents::{Change, Query, View};
+use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::MirrorId;
+use crate::name::SnapshotRef;
 use crate::process::Process;
-use crate::snapshot::{MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState};
+use crate::snapshot::{MirrorOwner, MirrorParent, MirrorRecord, Mode, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// How long a lease lasts without a renewal, in seconds.
@@ -48,8 +50,9 @@ impl Catalog {
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
     }
 
-    /// Removes a mirror, and its lease. Fails if the lease is live.
-    pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
+    /// Removes a mirror, and its lease. Returns the storage policy of its image, if the image
+    /// exists. Fails if the lease is live.
+    pub(crate) fn forget_mirror(&self, id: &MirrorId) -> Result<Option<StoragePolicy>> {
         let observer = Process::current()?;
         let unknown = || Error::NoMirror { id: id.to_string() };
         let key = mirror_key(id);
@@ -66,17 +69,22 @@ impl Catalog {
             let change = Change::default().remove(Query::key(&key));
             let document = view.get::<ImageDocument>(&image_key(&name))?;
             let document = document.filter(|image| image.id == image_id);
-            Ok((without_writer(change, &Holding { id, name: &name, document }), ()))
+            let policy = document.as_ref().map(ImageDocument::policy);
+            Ok((without_writer(change, &Holding { id, name: &name, document }), policy))
         })
     }
 
     /// Records the mirror, and acquires the lease if it may write. Returns the holder, and the
     /// number and the content of the mirror's parent.
+    ///
+    /// A mirror that the catalog does not know continues from `parent`, if that is given and the
+    /// catalog has it. Otherwise it starts from the snapshot.
     pub(crate) fn attach(
         &self,
         owner: &MirrorOwner,
         snapshot: &Snapshot,
         mode: Mode,
+        parent: Option<&MirrorParent>,
     ) -> Result<(Holder, u64, Root)> {
         let process = Process::on_this_host(owner.pid)?;
         if process.boot_id != owner.boot_id {
@@ -85,12 +93,7 @@ impl Catalog {
             ));
         }
         let (name, id) = (&snapshot.image, &snapshot.image_id);
-        let queries = [
-            Query::Key(image_key(name)),
-            Query::Key(snapshot_key(id, snapshot.number)),
-            Query::Key(mirror_key(&owner.id)),
-            Query::Key(lease_key(id)),
-        ];
+        let queries = attach_queries(owner, snapshot, parent);
         self.change(&queries, |view| {
             let mut document = image(view, name)?;
             if document.id != *id {
@@ -102,7 +105,7 @@ impl Catalog {
             {
                 return Err(lease.conflict(name));
             }
-            let mirror = attached_mirror(view, owner, snapshot, mode)?;
+            let mirror = attached_mirror(view, owner, snapshot, mode, parent)?;
             let (parent, root) = (mirror.parent, Root(mirror.root));
             let mut change = Change::default().put(mirror_key(&owner.id), &mirror);
             let fence = match mode {
@@ -126,6 +129,7 @@ impl Catalog {
                 image: document.id,
                 image_name: name.clone(),
                 fence,
+                restored: document.restored,
             };
             // The image is written in any case, so that a concurrent removal of the image
             // conflicts.
@@ -154,13 +158,26 @@ pub(super) fn without_writer(change: Change, holding: &Holding<'_>) -> Change {
     }
 }
 
+/// The documents that an attachment relies on.
+pub(super) fn attach_queries(
+    owner: &MirrorOwner,
+    snapshot: &Snapshot,
+    parent: Option<&MirrorParent>,
+) -> Vec<Query> {
+    let (name, id) = (&snapshot.image, &snapshot.image_id);
+    let start = parent.map_or(snapshot.number, |parent| parent.number);
+    let keys = [image_key(name), snapshot_key(id, start), mirror_key(&owner.id), lease_key(id)];
+    keys.map(Query::Key).into()
+}
+
 /// The mirror's document after it is attached. A mirror that was attached before keeps its parent,
 /// whatever snapshot is requested: its local data is derived from that parent.
-fn attached_mirror(
+pub(super) fn attached_mirror(
     view: &View,
     owner: &MirrorOwner,
     snapshot: &Snapshot,
     mode: Mode,
+    parent: Option<&MirrorParent>,
 ) -> Result<MirrorDocument> {
     let known = view.get::<MirrorDocument>(&mirror_key(&owner.id))?;
     if let Some(known) = known {
@@ -175,11 +192,19 @@ fn attached_mirror(
     }
     // The snapshot may have been removed since it was looked up. Only content that the catalog
     // refers to is safe from garbage collection.
-    let found = view
-        .get::<SnapshotDocument>(&snapshot_key(&snapshot.image_id, snapshot.number))?
-        .ok_or_else(|| Error::NoSnapshot { name: snapshot.name().to_string() })?;
+    let start = parent.map_or(snapshot.number, |parent| parent.number);
+    let name = SnapshotRef::number(&snapshot.image, start).to_string();
+    let found = view.get::<SnapshotDocument>(&snapshot_key(&snapshot.image_id, start))?;
+    if let Some(parent) = parent {
+        let is_same =
+            |one: &SnapshotDocument| one.state.has_content() && Root(one.root) == parent.root;
+        if parent.image != snapshot.image_id || !found.as_ref().is_some_and(is_same) {
+            return Err(Error::UnknownParent { name });
+        }
+    }
+    let found = found.ok_or(Error::NoSnapshot { name })?;
     let document = image(view, &snapshot.image)?;
-    let found = found.snapshot(&snapshot.image, &document, snapshot.number)?;
+    let found = found.snapshot(&snapshot.image, &document, start)?;
     found.require_content()?;
     Ok(MirrorDocument {
         image: snapshot.image.clone(),

@@ -16,10 +16,12 @@
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
 //! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
 //! | `records` | records of snapshots, and rebuilding a lost catalog from them |
+//! | `mirror_records` | records of mirrors |
 
 mod attachments;
 mod documents;
 mod images;
+mod mirror_records;
 mod mirrors;
 mod records;
 mod removal;
@@ -32,9 +34,10 @@ use std::time::{Duration, Instant};
 
 pub(crate) use self::attachments::{Holder, Published};
 pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
+pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
-pub(crate) use self::records::{Record, recorded_peers};
+pub(crate) use self::records::{Record, Records};
 
 use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};

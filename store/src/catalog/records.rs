@@ -13,13 +13,15 @@ use super::documents::{
     AvailableDocument, IMAGES, ImageDocument, SNAPSHOTS, SnapshotDocument, available_key,
     image_key, label_key, snapshot_key, text,
 };
+use super::mirror_records::{self, MirrorReference};
 use crate::clock::now;
 use crate::documents::{Change, Query};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
-use crate::id::{BlobId, ImageId};
+use crate::id::{BlobId, ImageId, MirrorId};
 use crate::name::ImageName;
 use crate::snapshot::SnapshotState;
+use crate::tree::Root;
 
 /// The format name in every record.
 const FORMAT: &str = "cairn-snapshot-record";
@@ -94,21 +96,54 @@ impl Record {
         serde_json::to_vec(self).expect("records are plain data")
     }
 
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Record> {
-        /// The fields that every version has.
+    /// The image, the mirror, the number and the root, if a mirror has published the snapshot.
+    pub(super) fn published_by(&self) -> Option<((ImageId, MirrorId), u64, Root)> {
+        let snapshot = self.snapshot.as_ref().filter(|one| one.state.has_content())?;
+        Some(((self.image.id, snapshot.mirror?), self.number, Root(snapshot.root)))
+    }
+}
+
+/// The records that a catalog is rebuilt from.
+#[derive(Default)]
+pub(crate) struct Records {
+    pub(crate) snapshots: Vec<(BlobId, Record)>,
+    mirrors: Vec<MirrorReference>,
+}
+
+impl Records {
+    /// Adds the record that these bytes hold.
+    pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<()> {
+        /// The fields that every record has.
         #[derive(Deserialize)]
         struct Header {
             format: String,
             version: u32,
         }
-        let object = "a snapshot's record";
+        let object = "a record";
         let corrupt = |error: serde_json::Error| Error::corrupt(object, error.to_string());
         let header: Header = serde_json::from_slice(bytes).map_err(corrupt)?;
-        if header.format != FORMAT {
-            return Err(Error::corrupt(object, format!("its format is '{}'", header.format)));
+        let check = |supported: u32| {
+            Error::check_format(object.as_ref(), header.version.into(), supported.into())
+        };
+        match header.format.as_str() {
+            FORMAT => {
+                check(VERSION)?;
+                let record = serde_json::from_slice(bytes).map_err(corrupt)?;
+                self.snapshots.push((BlobId::of(bytes), record));
+            }
+            mirror_records::FORMAT => {
+                check(mirror_records::VERSION)?;
+                self.mirrors.push(mirror_records::parse(bytes)?);
+            }
+            other => return Err(Error::corrupt(object, format!("its format is '{other}'"))),
         }
-        Error::check_format(object.as_ref(), header.version.into(), VERSION.into())?;
-        serde_json::from_slice(bytes).map_err(corrupt)
+        Ok(())
+    }
+
+    /// The number of peers that the cluster had, according to the newest record.
+    pub(crate) fn peers(&self) -> u64 {
+        let newest = self.snapshots.iter().max_by_key(|(_, record)| record.recorded);
+        newest.map_or(0, |(_, record)| record.peers)
     }
 }
 
@@ -119,6 +154,8 @@ pub struct Rebuilt {
     pub images: u64,
     /// The number of snapshots that were restored, of these images and of others.
     pub snapshots: u64,
+    /// The number of mirrors that were restored.
+    pub mirrors: u64,
     /// The names of images that were left alone, because another image has the name.
     pub left: Vec<String>,
 }
@@ -143,14 +180,12 @@ impl Catalog {
         Ok(Inventory { images, snapshots: snapshots.collect() })
     }
 
-    /// Restores the images and snapshots of these records that the catalog does not have.
-    pub(crate) fn rebuild(
-        &self,
-        inventory: &Inventory,
-        records: Vec<(BlobId, Record)>,
-    ) -> Result<Rebuilt> {
+    /// Restores the images, snapshots and mirrors of these records that the catalog does not have.
+    pub(crate) fn rebuild(&self, inventory: &Inventory, records: Records) -> Result<Rebuilt> {
+        let Records { snapshots, mirrors } = records;
+        let all: Vec<Record> = snapshots.iter().map(|(_, record)| record.clone()).collect();
         let mut images: BTreeMap<ImageId, Vec<Record>> = BTreeMap::new();
-        for (id, mut record) in records {
+        for (id, mut record) in snapshots {
             // A record cannot contain its own hash, so the document gets it here.
             record.snapshot.iter_mut().for_each(|snapshot| snapshot.record = Some(id));
             images.entry(record.image.id).or_default().push(record);
@@ -174,6 +209,7 @@ impl Catalog {
         }
         rebuilt.left.sort_unstable();
         rebuilt.left.dedup();
+        rebuilt.mirrors = self.rebuild_mirrors(mirrors, &all)?;
         Ok(rebuilt)
     }
 
@@ -196,9 +232,12 @@ impl Catalog {
                 Some(found) if found.id == *id && found.next_number < *next_number => {
                     ImageDocument { next_number: *next_number, ..found }
                 }
-                None if !is_known => {
-                    ImageDocument { next_number: *next_number, writer: None, ..last.image.clone() }
-                }
+                None if !is_known => ImageDocument {
+                    next_number: *next_number,
+                    writer: None,
+                    restored: last.image.restored + 1,
+                    ..last.image.clone()
+                },
                 _ => return Ok((Change::default(), ())),
             };
             Ok((Change::default().put(&key, &document), ()))
@@ -281,12 +320,6 @@ impl RecordedImage {
     fn exists(&self) -> bool {
         !self.snapshots.is_empty()
     }
-}
-
-/// The number of peers that the cluster had, according to the newest of these records.
-pub(crate) fn recorded_peers(records: &[(BlobId, Record)]) -> u64 {
-    let newest = records.iter().max_by_key(|(_, record)| record.recorded);
-    newest.map_or(0, |(_, record)| record.peers)
 }
 
 #[cfg(test)]

@@ -101,7 +101,7 @@ impl TestCatalog {
     fn writer(&self) -> (Holder, u64) {
         let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
         let newest = self.catalog.resolve(&SnapshotRef::number(&self.image, 1)).unwrap();
-        let (holder, ..) = self.catalog.attach(&owner, &newest, Mode::ReadWrite).unwrap();
+        let (holder, ..) = self.catalog.attach(&owner, &newest, Mode::ReadWrite, None).unwrap();
         let number = self.catalog.reserve(&holder, 1).unwrap().start;
         self.catalog.begin(&holder, &new(number)).unwrap();
         (holder, number)

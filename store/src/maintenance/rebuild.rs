@@ -1,12 +1,11 @@
 //! The catalog, rebuilt from the records on the peers.
 
-use crate::catalog::{Rebuilt, Record, recorded_peers};
+use crate::catalog::{Rebuilt, Records};
 use crate::error::{Error, Result};
-use crate::id::BlobId;
 use crate::repository::Repository;
 
-/// Restores the images and snapshots that the peers' records describe and the catalog does not
-/// have.
+/// Restores the images, snapshots and mirrors that the peers' records describe and the catalog does
+/// not have.
 ///
 /// Fails without `force` if a peer does not answer, or if fewer peers answer than the cluster had.
 /// Such a peer may have the only record of a snapshot or the only tombstone of a removed one.
@@ -14,13 +13,13 @@ pub fn rebuild_catalog(repository: &Repository, force: bool) -> Result<Rebuilt> 
     // Before the records are read: see `Inventory`.
     let inventory = repository.catalog().inventory()?;
     let found = repository.records().ok_or(Error::NoCluster)?;
-    let records = found.records.into_iter().filter_map(|bytes| {
-        let record = Record::from_bytes(&bytes);
-        let record = record.inspect_err(|error| tracing::warn!(%error, "a record is skipped"));
-        record.ok().map(|record| (BlobId::of(&bytes), record))
-    });
-    let records: Vec<_> = records.collect();
-    let expected = recorded_peers(&records).max(found.answered + found.silent.len() as u64);
+    let mut records = Records::default();
+    for bytes in &found.records {
+        if let Err(error) = records.add(bytes) {
+            tracing::warn!(%error, "a record is skipped");
+        }
+    }
+    let expected = records.peers().max(found.answered + found.silent.len() as u64);
     if !force && found.answered < expected {
         let silent = found.silent.iter().map(|(peer, reason)| format!("{peer}: {reason}"));
         return Err(Error::PeersMissing {

@@ -9,7 +9,7 @@ use crate::catalog::{Holder, Published};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::name::{ImageName, check_label};
-use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
+use crate::snapshot::{MirrorParent, NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 /// The most snapshot numbers that one call reserves.
@@ -56,6 +56,13 @@ impl Attachment {
         self.holder.image_name()
     }
 
+    /// Returns where the mirror stands. A process that attaches the mirror later, to a catalog that
+    /// was rebuilt, proves with it which snapshot the mirror continues.
+    pub fn standing(&self) -> MirrorParent {
+        let (number, root) = self.parent();
+        MirrorParent { image: self.holder.image_id(), number, root }
+    }
+
     /// Returns the number and the root of the snapshot that holds the mirror's unchanged chunks.
     pub fn parent(&self) -> (u64, Root) {
         *self.lock()
@@ -85,8 +92,13 @@ impl Attachment {
 
     /// Renews the lease. The interval between two calls must be well below
     /// [`LEASE_SECONDS`](crate::LEASE_SECONDS). A reader has no lease, so the call does nothing.
+    ///
+    /// If the catalog was rebuilt, this attaches the mirror again.
     pub fn renew(&self) -> Result<()> {
-        if self.holder.may_write() { self.repository.catalog().renew(&self.holder) } else { Ok(()) }
+        match self.holder.may_write() {
+            true => self.repository.catalog().renew(&self.holder, self.parent()),
+            false => Ok(()),
+        }
     }
 
     /// Announces a snapshot. A snapshot that has not failed may be announced again: its publication
@@ -172,7 +184,9 @@ impl Attachment {
 
     /// Ends the lease and removes the reference to the parent: the mirror no longer exists.
     pub fn detach(&self) -> Result<()> {
-        self.repository.catalog().detach(&self.holder)
+        self.repository.catalog().detach(&self.holder)?;
+        self.repository.put_mirror_removal(&self.holder.mirror_id());
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Root)> {

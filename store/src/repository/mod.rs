@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use self::attachment::Attachment;
 use self::commit::{ChangedChunks, Commit};
 use crate::blobs::Blobs;
-use crate::catalog::{Catalog, Draft, Record};
+use crate::catalog::{Catalog, Draft, MirrorReference, Record};
 use crate::cluster::client::Cluster;
 use crate::cluster::client::records::FoundRecords;
 use crate::cluster::client::reservation::Reservation;
@@ -28,10 +28,10 @@ use crate::documents::Documents;
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId};
+use crate::id::{BlobId, ChunkId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
-use crate::snapshot::{MirrorOwner, Mode, Snapshot, SnapshotState};
+use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
 use crate::tree::{Chunks, Root, TreeUpdate, Trees};
 
 /// The result of [`Repository::put_chunk`].
@@ -247,6 +247,29 @@ impl Repository {
         cluster.blobs.put_record(&record.to_bytes(), &policy, lenient).map(Some)
     }
 
+    /// Stores the record of a mirror on the peers, so that it can be read. Repair completes its
+    /// redundancy.
+    fn put_mirror_record(&self, record: &MirrorReference) -> Result<()> {
+        let Some(blobs) = self.blobs_on_peers() else { return Ok(()) };
+        let policy = self.policy.of_small_blobs();
+        blobs.put_record(&record.to_bytes(), &policy, true).map(drop)
+    }
+
+    /// Stores a record that a mirror is gone. A failure is only logged: a rebuilt catalog then
+    /// keeps content that nobody needs.
+    pub(crate) fn put_mirror_removal(&self, mirror: &MirrorId) {
+        if let Err(error) = self.put_mirror_record(&MirrorReference::removal(*mirror)) {
+            tracing::warn!(%error, "a rebuilt catalog may have a mirror that is gone");
+        }
+    }
+
+    /// Removes a mirror that no longer exists from the catalog. Fails while a process uses it.
+    pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
+        let policy = self.inner.catalog.forget_mirror(id)?;
+        self.with_policy(policy.unwrap_or(self.policy)).put_mirror_removal(id);
+        Ok(())
+    }
+
     /// Creates an image whose first snapshot has the content of `source`. Copies no content.
     pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
         let source = self.inner.catalog.resolve(source)?;
@@ -373,9 +396,37 @@ impl Repository {
         snapshot: &Snapshot,
         mode: Mode,
     ) -> Result<Attachment> {
-        let (holder, parent, root) = self.inner.catalog.attach(owner, snapshot, mode)?;
-        let repository = self.with_policy(snapshot.policy);
-        Ok(Attachment::new(repository, holder, snapshot.geometry, (parent, root)))
+        self.attach_at(owner, snapshot, mode, None)
+    }
+
+    /// As [`attach`](Self::attach), for a mirror that has data. If the catalog does not know the
+    /// mirror, because it was rebuilt, the mirror continues from `parent`, its own record of its
+    /// parent. Fails if the catalog does not have that snapshot.
+    pub fn attach_again(
+        &self,
+        owner: &MirrorOwner,
+        snapshot: &Snapshot,
+        mode: Mode,
+        parent: &MirrorParent,
+    ) -> Result<Attachment> {
+        self.attach_at(owner, snapshot, mode, Some(parent))
+    }
+
+    fn attach_at(
+        &self,
+        owner: &MirrorOwner,
+        snapshot: &Snapshot,
+        mode: Mode,
+        parent: Option<&MirrorParent>,
+    ) -> Result<Attachment> {
+        let (catalog, repository) = (&self.inner.catalog, self.with_policy(snapshot.policy));
+        if repository.blobs_on_peers().is_some()
+            && let Some(record) = catalog.new_mirror(owner, snapshot, mode, parent)?
+        {
+            repository.put_mirror_record(&record)?;
+        }
+        let (holder, number, root) = catalog.attach(owner, snapshot, mode, parent)?;
+        Ok(Attachment::new(repository, holder, snapshot.geometry, (number, root)))
     }
 
     /// Returns the keys of the cluster's connections; `None` in a directory.

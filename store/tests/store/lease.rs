@@ -324,7 +324,7 @@ fn an_image_in_use_cannot_be_removed(test: &TestRepository) {
     let attachment = test.attach(1, &first).unwrap();
     let remove = |force| test.repository.remove_image(&name("a"), force);
     assert!(matches!(remove(true), Err(Error::Leased { .. })), "never under a live writer");
-    assert_eq!(kind(test.repository.catalog().forget_mirror(&owner(1).id)), ErrorKind::Conflict);
+    assert_eq!(kind(test.repository.forget_mirror(&owner(1).id)), ErrorKind::Conflict);
 
     attachment.release(None).unwrap();
     let error = remove(false).unwrap_err();
@@ -336,10 +336,10 @@ fn an_image_in_use_cannot_be_removed(test: &TestRepository) {
 
 fn a_forgotten_mirror_frees_its_image(test: &TestRepository) {
     test.attach(1, &test.image("a")).unwrap().release(None).unwrap();
-    test.repository.catalog().forget_mirror(&owner(1).id).unwrap();
+    test.repository.forget_mirror(&owner(1).id).unwrap();
     test.repository.remove_image(&name("a"), false).unwrap();
     let unknown = MirrorId::from_bytes([9; 16]);
-    assert_eq!(kind(test.repository.catalog().forget_mirror(&unknown)), ErrorKind::NotFound);
+    assert_eq!(kind(test.repository.forget_mirror(&unknown)), ErrorKind::NotFound);
 }
 
 fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it(test: &TestRepository) {

@@ -332,7 +332,7 @@ mod tests {
     use std::path::Path;
     use std::sync::atomic::Ordering;
 
-    use cairn_store::{Geometry, MirrorId};
+    use cairn_store::{Geometry, ImageId, MirrorId, Root};
 
     use super::{LiveDir, NEXT_USE_ID_RANGE};
     use crate::mirror::files::map::{Identity, MapFile, UseId};
@@ -353,10 +353,11 @@ mod tests {
         let identity = Identity {
             mirror: MirrorId::from_bytes([7; 16]),
             image: "vm1".parse().unwrap(),
+            image_id: ImageId::from_bytes([9; 16]),
             geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
             origin: 3,
         };
-        MapFile::create(&dir.join("map"), identity).unwrap()
+        MapFile::create(&dir.join("map"), identity, Root::default()).unwrap()
     }
 
     #[test]

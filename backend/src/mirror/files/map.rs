@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use cairn_store::{ChunkIndex, Geometry, ImageName, MirrorId};
+use cairn_store::{ChunkIndex, Geometry, ImageId, ImageName, MirrorId, MirrorParent, NodeId, Root};
 
 use crate::mapping::Buffer;
 use crate::mirror::bits::DirtySet;
@@ -20,14 +20,17 @@ use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::{PAGE_BYTES, Page, Presence};
 
 const MAGIC: &[u8; 8] = b"CAIRNMAP";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const SLOT_BYTES: u64 = 4096;
 const PRESENCE_OFFSET: u64 = 2 * SLOT_BYTES;
-const HEADER_BYTES: usize = 256;
-const HASHED_BYTES: usize = 224;
+const HEADER_BYTES: usize = 512;
+const HASHED_BYTES: usize = 480;
 const NAME_RANGE: std::ops::Range<usize> = 66..130;
 const USE_ID_RANGE: std::ops::Range<usize> = 136..152;
 const BITMAP_HASH_RANGE: std::ops::Range<usize> = 160..192;
+const IMAGE_ID_RANGE: std::ops::Range<usize> = 192..208;
+const PARENT_OFFSET: usize = 208;
+const ROOT_RANGE: std::ops::Range<usize> = 216..248;
 /// Up to this many pages are cheaper to write directly than with a sync.
 const DIRECT_WRITE_MAX_PAGES: usize = 2;
 
@@ -74,6 +77,7 @@ pub enum MapError {
 pub(crate) struct Identity {
     pub(crate) mirror: MirrorId,
     pub(crate) image: ImageName,
+    pub(crate) image_id: ImageId,
     pub(crate) geometry: Geometry,
     /// The snapshot that the mirror started from.
     pub(crate) origin: u64,
@@ -97,12 +101,15 @@ struct Header {
     use_id: UseId,
     /// The checksum of the bitmaps, after a clean stop.
     bitmaps: [u8; 32],
+    /// The number and the root of the snapshot that the mirror's unchanged parts come from. After a
+    /// kill it may be an older one: both name the same content for every block that is not local.
+    parent: (u64, Root),
 }
 
 impl MapFile {
     /// Creates the map of a new mirror: nothing is local, and it counts as cleanly stopped. The
     /// file appears atomically and durably.
-    pub(crate) fn create(path: &Path, identity: Identity) -> Result<MapFile, MapError> {
+    pub(crate) fn create(path: &Path, identity: Identity, root: Root) -> Result<MapFile, MapError> {
         let fresh = path.with_extension("new");
         let mut file = OpenOptions::new()
             .read(true)
@@ -111,8 +118,13 @@ impl MapFile {
             .truncate(true)
             .mode(0o600)
             .open(&fresh)?;
-        let header =
-            Header { sequence: 1, state: MapState::Fresh, use_id: [0; 16], bitmaps: [0; 32] };
+        let header = Header {
+            sequence: 1,
+            state: MapState::Fresh,
+            use_id: [0; 16],
+            bitmaps: [0; 32],
+            parent: (identity.origin, root),
+        };
         file.write_all(&encode(&identity, header))?;
         // Allocates all space, so that a later flush does not fail for lack of it.
         allocate(&file, file_len(&Layout::new(identity.geometry)))?;
@@ -155,6 +167,20 @@ impl MapFile {
 
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
+    }
+
+    /// The snapshot that the mirror's unchanged parts come from.
+    pub(crate) fn parent(&self) -> MirrorParent {
+        let (number, root) = self.header.parent;
+        MirrorParent { image: self.identity.image_id, number, root }
+    }
+
+    /// Records durably that the mirror has another parent.
+    pub(crate) fn set_parent(&mut self, number: u64, root: Root) -> io::Result<()> {
+        if self.header.parent == (number, root) {
+            return Ok(());
+        }
+        self.write_header(Header { parent: (number, root), ..self.header })
     }
 
     /// The id of the current use, or of the last one.
@@ -253,8 +279,8 @@ impl MapFile {
 
     /// Records durably that a use of the mirror begins, which may end uncleanly.
     pub(crate) fn begin(&mut self, use_id: UseId) -> io::Result<()> {
-        self.header.use_id = use_id;
-        self.write_header(MapState::InUse, [0; 32])
+        let (state, bitmaps) = (MapState::InUse, [0; 32]);
+        self.write_header(Header { use_id, state, bitmaps, ..self.header })
     }
 
     /// Records durably that the mirror was stopped cleanly with these changed chunks, and whether
@@ -282,12 +308,12 @@ impl MapFile {
         }
         checksum.update(&bytes);
         let state = if knows_guests { MapState::Clean } else { MapState::GuestsUnknown };
-        self.write_header(state, *checksum.finalize().as_bytes())
+        let bitmaps = *checksum.finalize().as_bytes();
+        self.write_header(Header { state, bitmaps, ..self.header })
     }
 
-    fn write_header(&mut self, state: MapState, bitmaps: [u8; 32]) -> io::Result<()> {
-        let sequence = self.header.sequence + 1;
-        let header = Header { sequence, state, use_id: self.header.use_id, bitmaps };
+    fn write_header(&mut self, header: Header) -> io::Result<()> {
+        let header = Header { sequence: self.header.sequence + 1, ..header };
         let bytes = encode(&self.identity, header);
         self.file.write_all_at(&bytes, if header.sequence % 2 == 1 { 0 } else { SLOT_BYTES })?;
         self.file.sync_data()?;
@@ -346,6 +372,11 @@ fn encode(identity: &Identity, header: Header) -> [u8; HEADER_BYTES] {
     bytes[NAME_RANGE][..name.len()].copy_from_slice(name);
     bytes[USE_ID_RANGE].copy_from_slice(&header.use_id);
     bytes[BITMAP_HASH_RANGE].copy_from_slice(&header.bitmaps);
+    bytes[IMAGE_ID_RANGE].copy_from_slice(identity.image_id.as_bytes());
+    let (number, Root(root)) = header.parent;
+    bytes[PARENT_OFFSET..PARENT_OFFSET + 8].copy_from_slice(&number.to_le_bytes());
+    // No node has this name: an empty disk has no root.
+    bytes[ROOT_RANGE].copy_from_slice(&root.map_or([0; 32], |root| *root.as_bytes()));
     let hash = blake3::hash(&bytes[..HASHED_BYTES]);
     bytes[HASHED_BYTES..].copy_from_slice(hash.as_bytes());
     bytes
@@ -380,8 +411,14 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
         .and_then(|name| std::str::from_utf8(name).ok())
         .and_then(|name| name.parse().ok())
         .ok_or(MapError::Damaged("an impossible image name"))?;
-    let identity =
-        Identity { mirror: MirrorId::from_bytes(mirror), image, geometry, origin: u64_at(56) };
+    let image_id: [u8; 16] = bytes[IMAGE_ID_RANGE].try_into().expect("16 bytes");
+    let identity = Identity {
+        mirror: MirrorId::from_bytes(mirror),
+        image,
+        image_id: ImageId::from_bytes(image_id),
+        geometry,
+        origin: u64_at(56),
+    };
     let state = match u32_at(12) {
         0 => MapState::InUse,
         1 => MapState::Clean,
@@ -396,7 +433,10 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
     }
     let bitmaps = bytes[BITMAP_HASH_RANGE].try_into().expect("32 bytes");
     let use_id = bytes[USE_ID_RANGE].try_into().expect("16 bytes");
-    Ok((identity, Header { sequence, state, use_id, bitmaps }))
+    let root: [u8; 32] = bytes[ROOT_RANGE].try_into().expect("32 bytes");
+    let root = Root((root != [0; 32]).then(|| NodeId::from_bytes(root)));
+    let parent = (u64_at(PARENT_OFFSET), root);
+    Ok((identity, Header { sequence, state, use_id, bitmaps, parent }))
 }
 
 #[cfg(test)]

@@ -4,12 +4,15 @@ use std::sync::Arc;
 
 use tempfile::TempDir;
 
-use super::{BlobId, Catalog, Change, Record, SnapshotState, StoragePolicy, snapshot_key};
+use super::{
+    BlobId, Catalog, Change, MirrorReference, Record, Records, SnapshotState, StoragePolicy,
+    snapshot_key,
+};
 use crate::catalog::{Draft, FirstSnapshot};
 use crate::documents::{Documents, SqliteDocuments};
 use crate::error::Error;
 use crate::geometry::Geometry;
-use crate::id::MirrorId;
+use crate::id::{MirrorId, NodeId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, MirrorOwner, Mode};
 use crate::tree::Root;
@@ -44,7 +47,7 @@ impl Bench {
 
     fn rebuild(&self, records: &[(BlobId, Record)]) -> (u64, u64, Vec<String>) {
         let inventory = self.catalog.inventory().unwrap();
-        let rebuilt = self.catalog.rebuild(&inventory, records.to_vec()).unwrap();
+        let rebuilt = self.catalog.rebuild(&inventory, of(records)).unwrap();
         (rebuilt.images, rebuilt.snapshots, rebuilt.left)
     }
 
@@ -52,6 +55,10 @@ impl Bench {
         let all = self.catalog.snapshots(&self.name).unwrap();
         all.into_iter().map(|one| one.number).collect()
     }
+}
+
+fn of(snapshots: &[(BlobId, Record)]) -> Records {
+    Records { snapshots: snapshots.to_vec(), mirrors: Vec::new() }
 }
 
 fn draft(name: &ImageName) -> Draft {
@@ -84,7 +91,7 @@ fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_cloc
     assert_eq!(bench.numbers(), [1, 3]);
     let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
     let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
-    let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite).unwrap();
+    let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite, None).unwrap();
     assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().start, 70);
 }
 
@@ -137,12 +144,12 @@ fn a_rebuild_beside_a_removal_brings_nothing_back() {
     let name = SnapshotRef::number(&bench.name, 2);
     let (removed, _) = bench.catalog.begin_removal(&name).unwrap();
     bench.catalog.finish_removal(&removed).unwrap();
-    bench.catalog.rebuild(&inventory, records.to_vec()).unwrap();
+    bench.catalog.rebuild(&inventory, of(&records)).unwrap();
     assert_eq!(bench.numbers(), [1, 3]);
     let inventory = bench.catalog.inventory().unwrap();
     let tombstone = bench.catalog.begin_image_removal(&bench.name, false).unwrap();
     bench.catalog.finish_image_removal(&bench.name, &tombstone).unwrap();
-    bench.catalog.rebuild(&inventory, records.to_vec()).unwrap();
+    bench.catalog.rebuild(&inventory, of(&records)).unwrap();
     let gone = bench.catalog.snapshots(&bench.name).unwrap_err();
     assert!(matches!(gone, Error::NoImage { .. }), "{gone}");
 }
@@ -153,7 +160,7 @@ fn a_record_of_another_format_is_refused_with_the_right_reason() {
     let parse = |version: u32, format: &str| {
         let mut record = bench.draft.record();
         (record.version, record.format) = (version, format.into());
-        Record::from_bytes(&record.to_bytes()).map(drop)
+        Records::default().add(&record.to_bytes())
     };
     parse(super::VERSION, super::FORMAT).unwrap();
     let newer = parse(super::VERSION + 1, super::FORMAT).unwrap_err();
@@ -162,4 +169,38 @@ fn a_record_of_another_format_is_refused_with_the_right_reason() {
     assert!(matches!(older, Error::OlderFormat { .. }), "{older}");
     let other = parse(super::VERSION, "poem").unwrap_err();
     assert!(matches!(other, Error::Corrupt { .. }), "{other}");
+}
+
+/// A mirror keeps its parent, also if the parent was removed, until the mirror is forgotten.
+#[test]
+fn a_rebuild_restores_mirrors_with_the_last_parent_that_they_published() {
+    let bench = Bench::new();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let first = bench.record(1, 1, false);
+    bench.rebuild(std::slice::from_ref(&first));
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let mode = Mode::ReadWrite;
+    let reference = bench.catalog.new_mirror(&owner, &snapshot, mode, None).unwrap().unwrap();
+    bench.catalog.attach(&owner, &snapshot, mode, None).unwrap();
+    assert!(bench.catalog.new_mirror(&owner, &snapshot, mode, None).unwrap().is_none());
+
+    let mut published = bench.record(2, 2, false);
+    let root = NodeId::from_bytes([5; 32]);
+    let document = published.1.snapshot.as_mut().unwrap();
+    (document.mirror, document.root) = (Some(owner.id), Some(root));
+    let snapshots = vec![first, published, bench.record(2, 3, true), bench.record(3, 3, false)];
+    let rebuild = |mirrors: Vec<MirrorReference>| {
+        let lost = Bench::new();
+        let inventory = lost.catalog.inventory().unwrap();
+        let records = Records { snapshots: snapshots.clone(), mirrors };
+        let rebuilt = lost.catalog.rebuild(&inventory, records).unwrap();
+        assert_eq!(rebuilt.snapshots, 2);
+        (rebuilt.mirrors, lost.catalog.mirror(&owner.id).unwrap())
+    };
+    let (count, mirror) = rebuild(vec![reference.clone()]);
+    let mirror = mirror.unwrap();
+    assert_eq!((count, mirror.parent, mirror.root), (1, 2, Root(Some(root))));
+    let mut removal = MirrorReference::removal(owner.id);
+    removal.set_recorded(u64::MAX);
+    assert_eq!(rebuild(vec![removal, reference]), (0, None));
 }

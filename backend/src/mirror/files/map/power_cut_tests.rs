@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use cairn_store::Geometry;
+use cairn_store::{Geometry, Root};
 use crash_images::{
     Draw, Recording, cut_the_power, kill_and_cut_the_power, leave_out_syncs, mark, record,
     recorded_root,
@@ -88,7 +88,7 @@ fn map_workload() {
     let layout = Layout::new(identity().geometry);
     for number in 0..SESSIONS {
         let map = match number {
-            0 => MapFile::create(&path, identity()).unwrap(),
+            0 => MapFile::create(&path, identity(), Root::default()).unwrap(),
             _ => MapFile::open(&path).unwrap(),
         };
         mark("created");
@@ -249,7 +249,7 @@ fn flush_workload() {
     disk.set_len(DISK_BYTES).unwrap();
     disk.punch(Span { offset: 0, len: DISK_BYTES }).unwrap();
     disk.sync_name(&path).unwrap();
-    let mut map = MapFile::create(&path.join("map"), small()).unwrap();
+    let mut map = MapFile::create(&path.join("map"), small(), Root::default()).unwrap();
     mark("created");
     let layout = Layout::new(small().geometry);
     let live = LiveDir::open(

@@ -1,7 +1,7 @@
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use cairn_store::{Geometry, MirrorId};
+use cairn_store::{Geometry, ImageId, MirrorId, MirrorParent, NodeId, Root};
 use tempfile::TempDir;
 
 use super::{
@@ -15,6 +15,7 @@ pub(super) fn identity() -> Identity {
     Identity {
         mirror: MirrorId::from_bytes([7; 16]),
         image: "vm1".parse().unwrap(),
+        image_id: ImageId::from_bytes([9; 16]),
         geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
         origin: 3,
     }
@@ -31,7 +32,7 @@ pub(super) fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochRec
 fn in_use() -> (TempDir, PathBuf, Layout, MapFile) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("map");
-    let mut map = MapFile::create(&path, identity()).unwrap();
+    let mut map = MapFile::create(&path, identity(), Root::default()).unwrap();
     map.begin([1; 16]).unwrap();
     (dir, path, Layout::new(identity().geometry), map)
 }
@@ -107,7 +108,8 @@ fn what_is_beyond_the_disks_end_is_refused_whatever_the_checksum_says() {
     let geometry = Geometry::new((1 << 30) - 256 * 1024, 256 * 1024).unwrap();
     let smaller = Layout::new(geometry);
     let end = |presence: Option<u64>, dirty: Option<u64>| {
-        let mut map = MapFile::create(&path, Identity { geometry, ..identity() }).unwrap();
+        let mut map =
+            MapFile::create(&path, Identity { geometry, ..identity() }, Root::default()).unwrap();
         let (written, _) = load(&map, &smaller).unwrap();
         presence.iter().for_each(|first| written.set(Blocks { first: *first, count: 1 }));
         map.write_pages(&written.take_changed()).unwrap();
@@ -122,8 +124,13 @@ fn what_is_beyond_the_disks_end_is_refused_whatever_the_checksum_says() {
 
 #[test]
 fn a_sequence_number_that_has_none_behind_it_is_refused() {
-    let header =
-        |sequence| Header { sequence, state: MapState::InUse, use_id: [0; 16], bitmaps: [0; 32] };
+    let header = |sequence| Header {
+        sequence,
+        state: MapState::InUse,
+        use_id: [0; 16],
+        bitmaps: [0; 32],
+        parent: (1, Root::default()),
+    };
     assert!(decode(&encode(&identity(), header(u64::MAX / 2))).is_ok());
     let last = decode(&encode(&identity(), header(u64::MAX)));
     assert!(matches!(last, Err(MapError::Damaged(_))));
@@ -137,4 +144,23 @@ fn an_empty_or_foreign_file_is_damaged_not_fresh() {
     assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
     std::fs::write(&path, vec![1; 10_000]).unwrap();
     assert!(matches!(MapFile::open(&path), Err(MapError::Damaged(_))));
+}
+
+#[test]
+fn the_parent_survives_a_clean_stop_and_a_kill() {
+    let (_dir, path, layout, mut map) = in_use();
+    assert_eq!((map.parent().number, map.parent().root), (3, Root::default()));
+    let root = Root(Some(NodeId::from_bytes([5; 32])));
+    map.set_parent(4, root).unwrap();
+    drop(map);
+    let parent = MirrorParent { image: identity().image_id, number: 4, root };
+    let mut map = MapFile::open(&path).unwrap();
+    assert_eq!((map.parent(), map.is_clean(), map.use_id()), (parent, false, &[1; 16]));
+    let (presence, _) = load(&map, &layout).unwrap();
+    map.end(&presence, &layout, std::iter::empty(), true).unwrap();
+    // A change of the parent does not make a clean map unclean.
+    map.set_parent(5, Root::default()).unwrap();
+    let map = MapFile::open(&path).unwrap();
+    assert_eq!((map.parent().number, map.is_clean()), (5, true));
+    load(&map, &layout).unwrap();
 }
