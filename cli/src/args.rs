@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use cairn_agent::Wait;
 use cairn_store::encoding::{Compression, Redundancy};
-use cairn_store::{ImageName, MirrorId, SnapshotRef};
+use cairn_store::maintenance::supervisor::SupervisorConfig;
+use cairn_store::{ImageName, MirrorId, PeerId, SnapshotRef};
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use crate::size::parse_size;
@@ -30,7 +31,8 @@ pub(crate) struct Cli {
     /// etcd://HOST:PORT[,HOST:PORT...] (etcd)
     #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
-    /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role
+    /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role;
+    /// for `keys sign` and `keys revoke`, the directory of the authority
     #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
     pub(crate) keys: Option<PathBuf>,
     /// Connect to a cluster without TLS: everyone on the network can read and change the data
@@ -44,7 +46,7 @@ pub(crate) struct Cli {
 
 /// The ids of the global options that a command does not use. The command accepts them, so that a
 /// wrapper can pass them to every command. Its help does not show them.
-const UNUSED: [(&str, &[&str]); 11] = [
+const UNUSED: [(&str, &[&str]); 12] = [
     ("create", &["bytes"]),
     ("clone", &["bytes"]),
     ("export", &["bytes"]),
@@ -54,7 +56,8 @@ const UNUSED: [(&str, &[&str]); 11] = [
     ("status", &["store", "keys", "insecure"]),
     ("stats", &["store", "keys", "insecure"]),
     ("serve", &["store", "bytes"]),
-    ("keys", &["store", "keys", "insecure", "bytes"]),
+    ("supervise", &["bytes"]),
+    ("keys", &["store", "insecure", "bytes"]),
     ("catalog", &["bytes"]),
 ];
 
@@ -78,7 +81,10 @@ impl Cli {
                 .map(|option| option.clone().hide(true));
             command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
         }
-        command
+        // `keys init` names its directory as an argument.
+        let hidden = options.into_iter().find(|option| option.get_id() == "keys");
+        let hidden = hidden.map(|option| option.hide(true));
+        command.mut_subcommand("keys", |keys| keys.mut_subcommand("init", |init| init.args(hidden)))
     }
 }
 
@@ -201,8 +207,23 @@ pub(crate) enum Command {
                             --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
-    /// Create the keys of a cluster
-    #[command(subcommand, after_help = "Example:\n  cairn keys init cluster-keys")]
+    /// Supervise a cluster whose catalog is an etcd: declare peers lost, and repair
+    #[command(
+        after_help = "A catalog server supervises its cluster itself. Several supervisors may run: one of them \
+                      acts at a time.\n\n\
+                      Example:\n  cairn supervise --store etcd://10.0.0.1:2379,10.0.0.2:2379 --keys /etc/cairn"
+    )]
+    Supervise {
+        #[command(flatten)]
+        options: SupervisorOptions,
+    },
+    /// Create, sign and revoke the keys of a cluster
+    #[command(
+        subcommand,
+        after_help = "Examples:\n  cairn keys init cluster-keys\n  \
+                      cairn keys sign --keys cluster-keys peer1-keys\n  \
+                      cairn keys revoke --keys cluster-keys 3f8a"
+    )]
     Keys(Keys),
     /// List the peers of a cluster, or drain or remove a peer
     #[command(
@@ -263,13 +284,28 @@ pub(crate) struct Serve {
     /// The HOST:PORT at which others reach the peer [default: the address of --listen]
     #[arg(long, value_name = "ADDR")]
     pub(crate) advertise: Option<String>,
+    #[command(flatten)]
+    pub(crate) supervisor: SupervisorOptions,
+}
+
+/// The options of a supervisor.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct SupervisorOptions {
     /// Treat a peer as lost, and rebuild its fragments on other peers, after it has been down for
-    /// this many seconds
-    #[arg(long, value_name = "SECONDS", default_value = "900", value_parser = parse_seconds)]
-    pub(crate) lost_after: Duration,
+    /// this many seconds [default: 900]
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(crate) lost_after: Option<Duration>,
     /// Transfer at most this many bytes a second for repair in the background [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) repair_rate: Option<u64>,
+}
+
+impl SupervisorOptions {
+    /// The settings of a supervisor with these options.
+    pub(crate) fn config(&self) -> SupervisorConfig {
+        let lost_after = self.lost_after.unwrap_or(Duration::from_secs(900));
+        SupervisorConfig { lost_after, rate: self.repair_rate }
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -313,12 +349,48 @@ pub(crate) enum Catalog {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Keys {
-    /// Create a private certificate authority, and keys for peers, catalog and clients
+    /// Create a private certificate authority, and the keys of catalog, supervisor and clients
     #[command(after_help = "Example:\n  cairn keys init cluster-keys")]
     Init {
         /// A directory that does not exist or is empty
+        #[arg(value_name = "DIR")]
         directory: PathBuf,
     },
+    /// Create the keys of a new peer, or of another process, signed by the authority in --keys
+    #[command(after_help = "Examples:\n  cairn keys sign --keys cluster-keys peer1-keys\n  \
+                            cairn keys sign --keys cluster-keys --role client client2-keys")]
+    Sign {
+        /// A directory that does not exist or is empty; it gets ca.pem, revoked.crl.pem, and the
+        /// certificate and key of the role
+        #[arg(value_name = "DIR")]
+        directory: PathBuf,
+        /// What the keys are for
+        #[arg(long, value_enum, default_value = "peer")]
+        role: SignRole,
+        /// Create keys for the peer that has this id, in place of its former keys, not for a new
+        /// peer
+        #[arg(long, value_name = "ID")]
+        peer: Option<PeerId>,
+    },
+    /// Revoke all keys of a peer or of a role that were created so far
+    #[command(
+        after_help = "The list of revoked certificates, revoked.crl.pem in the directory --keys, takes effect \
+                      on each machine when it is copied into the directory of keys there.\n\n\
+                      Examples:\n  cairn keys revoke --keys cluster-keys 3f8a\n  \
+                      cairn keys revoke --keys cluster-keys client"
+    )]
+    Revoke {
+        /// The beginning of a peer's id, or catalog, supervisor or client
+        name: String,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SignRole {
+    Peer,
+    Client,
+    Supervisor,
+    Catalog,
 }
 
 /// The properties of a new image.

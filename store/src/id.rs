@@ -71,13 +71,16 @@ byte_id!(
     BlobId, 32, "a blob's id", "it has 64 hexadecimal digits"
 );
 byte_id!(
-    /// The id of a peer: random bytes in its data directory. A peer that returns with an empty disk
-    /// is another peer.
+    /// The id of a peer: random bytes in its certificate, or, without TLS, in its data directory.
     PeerId, 16, "a peer's id", "it has 32 hexadecimal digits"
 );
 byte_id!(
     /// The id of a served catalog: random bytes in its data directory.
     CatalogId, 16, "a catalog's id", "it has 32 hexadecimal digits"
+);
+byte_id!(
+    /// The serial number of a certificate: random bytes.
+    CertificateSerial, 16, "a serial number", "it has 32 hexadecimal digits"
 );
 byte_id!(
     /// The id of a mirror: random bytes, chosen when the mirror is created.
