@@ -28,7 +28,7 @@ pub(crate) struct Server {
 
 impl Server {
     /// Starts `cairn` with these arguments and waits until it listens.
-    fn start(place: &Place, space: Option<&str>, args: &[&str], log: &str) -> Server {
+    pub(crate) fn start(place: &Place, space: Option<&str>, args: &[&str], log: &str) -> Server {
         let log = std::fs::File::options().create(true).append(true).open(place.path(log)).unwrap();
         let mut command = place.command(&[args, &["--json"]].concat());
         if let Some(space) = space {
@@ -406,7 +406,7 @@ fn wait_within(time: Duration, what: &str, condition: impl Fn() -> bool) {
 
 /// A free address of this host. Its port is below the range for outgoing connections, so none of
 /// them takes it.
-fn free_address_on(host: &str) -> String {
+pub(crate) fn free_address_on(host: &str) -> String {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let own = (std::process::id() % 400) as u16 * 30;
     loop {

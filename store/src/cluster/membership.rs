@@ -397,10 +397,11 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{
-        Announcement, Health, PeerStats, declare_lost_peers, drain, forget, leave, peers,
-        send_heartbeat, suspect,
+        Announcement, Health, PeerStats, check_no_data, declare_lost_peers, drain, forget, leave,
+        lose, peers, send_heartbeat, suspect,
     };
-    use crate::documents::{Documents, SqliteDocuments};
+    use crate::documents::{Change, Documents, SqliteDocuments};
+    use crate::error::Error;
     use crate::id::PeerId;
 
     const LOST_AFTER: Duration = Duration::from_secs(60);
@@ -486,6 +487,42 @@ mod tests {
         drain(&documents, &announcement(9).id, true).unwrap_err();
         forget(&documents, &announcement(1).id).unwrap();
         assert_eq!(health(&documents, 1), None);
+    }
+
+    #[test]
+    fn a_peer_that_writes_nonsense_is_lost_and_others_are_not_affected() {
+        let (_dir, documents) = documents();
+        for n in [1, 2, 3] {
+            send_heartbeat(&documents, &announcement(n), &stats(100), 1).unwrap();
+        }
+        let [first, second] = [1, 2].map(|n| announcement(n).id);
+        let put = |key: String| documents.commit(&Change::default().put(key, &"nonsense")).unwrap();
+        assert!(put(format!("members/{first}")) && put(format!("alive/{second}")));
+        assert_eq!(
+            [1, 2, 3].map(|n| health(&documents, n).unwrap()),
+            [Health::Lost, Health::Down, Health::Up]
+        );
+        declare_lost_peers(&documents, LOST_AFTER, 1).unwrap();
+        // Its next heartbeat, in good order, makes it a member again.
+        send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Up));
+        assert!(put(format!("members/{first}")));
+        forget(&documents, &first).unwrap();
+        assert_eq!(health(&documents, 1), None);
+    }
+
+    #[test]
+    fn a_peer_with_an_empty_disk_is_refused_unless_it_is_lost_or_new() {
+        let (_dir, documents) = documents();
+        let id = announcement(1).id;
+        check_no_data(&documents, &id).unwrap();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
+        for _ in 0..2 {
+            assert!(matches!(check_no_data(&documents, &id), Err(Error::DataElsewhere { .. })));
+            leave(&documents, &id).unwrap();
+        }
+        lose(&documents, &id).unwrap();
+        check_no_data(&documents, &id).unwrap();
     }
 
     #[test]

@@ -11,6 +11,8 @@
 //! write gets a lease of its own. The lease of an overwritten document expires by itself.
 
 #[cfg(test)]
+mod auth_tests;
+#[cfg(test)]
 pub(super) mod tests;
 
 use std::collections::{BTreeMap, HashMap};
