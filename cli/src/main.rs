@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! args ──► images, mirrors, import, export ──► cairn-store
-//!      ├─► serve, peers ─────────────────────► cairn-store's servers and cluster
+//!      ├─► serve, supervise, peers, keys ────► cairn-store's servers and cluster
 //!      └─► control ──► socket of cairn-blk
 //! ```
 
@@ -13,13 +13,16 @@ mod export;
 mod failure;
 mod images;
 mod import;
+mod keys;
 mod mirrors;
 mod output;
 mod peers;
 mod progress;
 mod serve;
+mod service;
 mod size;
 mod sparse;
+mod supervise;
 mod time;
 
 use std::process::ExitCode;
@@ -27,7 +30,7 @@ use std::process::ExitCode;
 use cairn_store::Repository;
 use cairn_store::net::identity::Access;
 
-use crate::args::{Catalog, Cli, Command, Keys};
+use crate::args::{Catalog, Cli, Command};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 
 fn main() -> ExitCode {
@@ -91,7 +94,8 @@ fn run(cli: Cli) -> Outcome {
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),
         Command::Catalog(Catalog::Rebuild { force }) => peers::rebuild(&open()?, force, style),
-        Command::Keys(Keys::Init { directory }) => serve::init_keys(&directory, style),
+        Command::Supervise { options } => supervise::supervise(url()?, &access, &options, style),
+        Command::Keys(command) => keys::run(&command, cli.keys.as_deref(), style),
         Command::Stats { control } => control::stats(&control.socket, style),
     }
 }

@@ -1,42 +1,25 @@
-//! `serve` runs a peer or the catalog server. `keys` creates the keys of a cluster.
+//! `serve` runs a peer or the catalog server.
 
-use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use cairn_store::cluster::membership::Announcement;
+use cairn_store::cluster::membership::{Announcement, check_no_data};
 use cairn_store::cluster::peer;
 use cairn_store::cluster::peer::PeerStore;
 use cairn_store::cluster::peer::heartbeat::Heartbeat;
 use cairn_store::documents;
-use cairn_store::documents::{CatalogStore, remote};
-use cairn_store::maintenance::supervisor::{Supervisor, SupervisorConfig};
-use cairn_store::net::identity;
-use cairn_store::net::identity::{Access, Role, Security};
+use cairn_store::documents::{CatalogStore, Documents, remote};
+use cairn_store::maintenance::supervisor::Supervisor;
+use cairn_store::net::identity::{Access, Identity, Role, Security};
 use cairn_store::{Repository, host_name};
 use serde_json::json;
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 
 use crate::args::{Serve, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{print, print_json};
-
-/// Creates the keys of a cluster.
-pub(crate) fn init_keys(directory: &Path, style: Style) -> Outcome {
-    identity::init(directory).doing(|| format!("creating keys in {}", directory.display()))?;
-    match style.json {
-        true => print_json(&json!({ "keys": directory })),
-        false => print(&format!(
-            "{0}: a certificate authority, and keys for each role\n\
-             Copy ca.pem and the two files of a role to the machines with that role. Keep ca.key \
-             private.\n",
-            directory.display()
-        )),
-    }
-}
+use crate::service::{run, signals, start_log};
 
 fn wrong_usage(role: Role, why: &str) -> Failure {
     Failure::new(Exit::Usage, format!("starting a {}", role.name()), why)
@@ -50,7 +33,7 @@ fn security(access: &Access<'_>, role: Role) -> Outcome<Security> {
 pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
     match &args.catalog {
         None => serve_peer(args, None, access, style),
-        Some(None) => serve_catalog(args, &security(access, Role::Catalog)?, style),
+        Some(None) => serve_catalog(args, access, style),
         Some(Some(address)) => {
             documents::check_address(address).doing(|| "starting a peer".into())?;
             serve_peer(args, Some(address), access, style)
@@ -59,27 +42,35 @@ pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome 
 }
 
 fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: Style) -> Outcome {
+    if args.supervisor.lost_after.is_some() || args.supervisor.repair_rate.is_some() {
+        let why = "--lost-after and --repair-rate are for the catalog server and for `cairn \
+                   supervise`; omit them for a peer";
+        return Err(wrong_usage(Role::Peer, why));
+    }
     let security = security(access, Role::Peer)?;
-    // The supervisor deletes fragments on other peers, which a peer's keys do not allow.
-    let supervisor = access.security(Role::Client).unwrap_or_else(|_| security.clone());
     start_log();
     let Serve { data, listen, capacity, .. } = args;
-    let store = PeerStore::open(data, *capacity).doing(|| opening(data))?;
+    let own = security.identity().and_then(Identity::peer);
+    let documents = catalog.map(|catalog| {
+        documents::open(catalog, &security).doing(|| format!("joining the catalog at {catalog}"))
+    });
+    let documents = documents.transpose()?;
+    if let (Some(id), Some(documents)) = (own, &documents)
+        && !PeerStore::is_in(data).doing(|| opening(data))?
+    {
+        check_no_data(&**documents, &id).doing(|| opening(data))?;
+    }
+    let store = PeerStore::open_as(data, *capacity, own).doing(|| opening(data))?;
     let store = Arc::new(store);
     run(Role::Peer, async {
         let (listener, address) = bind(listen).await?;
         let stop = signals();
-        let member = match catalog {
-            Some(catalog) => {
+        let heartbeat = match (catalog, documents) {
+            (Some(catalog), Some(documents)) => {
                 let announcement = announcement(args, &store, address)?;
-                let (catalog, config) = (catalog.to_owned(), config(args));
-                let (store, security) = (store.clone(), security.clone());
-                // Joining may wait for the catalog, so it must not block the runtime.
-                let join =
-                    move || join(&catalog, announcement, store, &security, &supervisor, config);
-                Some(blocking(join).await??)
+                Some(start_heartbeat(catalog, documents, announcement, &store, &security)?)
             }
-            None => None,
+            _ => None,
         };
         match style.json {
             true => print_json(&json!({ "peer": store.id().to_string(), "listen": address }))?,
@@ -87,7 +78,7 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
         }
         let served = peer::serve(listener, store, security.clone(), stop).await;
         // This tells the catalog that the peer leaves.
-        blocking(move || drop(member)).await?;
+        blocking(move || drop(heartbeat)).await?;
         served.doing(|| "serving fragments".into())
     })
 }
@@ -98,38 +89,18 @@ async fn blocking<T: Send + 'static>(function: impl FnOnce() -> T + Send + 'stat
     ended.map_err(std::io::Error::other).doing(|| "waiting for a thread".into())
 }
 
-/// Keeps a peer a member of the cluster until it is dropped.
-struct Membership {
-    _heartbeat: Heartbeat,
-    _supervisor: Option<Supervisor>,
-}
-
-fn join(
+/// Keeps a peer a member of the cluster until the heartbeat is dropped.
+fn start_heartbeat(
     catalog: &str,
+    documents: Arc<dyn Documents>,
     announcement: Announcement,
-    store: Arc<PeerStore>,
+    store: &Arc<PeerStore>,
     security: &Security,
-    supervisor: &Security,
-    config: SupervisorConfig,
-) -> Outcome<Membership> {
-    let doing = || format!("joining the catalog at {catalog}");
-    let documents = documents::open(catalog, security).doing(doing)?;
-    let (address, own) = (catalog.to_owned(), security.clone());
-    let open = move || documents::open(&address, &own);
-    let heartbeat = Heartbeat::start(documents.clone(), open, announcement, store).doing(doing)?;
-    // Without a catalog server, one of the peers runs the supervisor.
-    let supervisor = match catalog.starts_with("etcd://") {
-        true => {
-            let repository = Repository::of_cluster(documents, supervisor).doing(doing)?;
-            Some(Supervisor::start(repository, config).doing(doing)?)
-        }
-        false => None,
-    };
-    Ok(Membership { _heartbeat: heartbeat, _supervisor: supervisor })
-}
-
-fn config(args: &Serve) -> SupervisorConfig {
-    SupervisorConfig { lost_after: args.lost_after, rate: args.repair_rate }
+) -> Outcome<Heartbeat> {
+    let (address, security) = (catalog.to_owned(), security.clone());
+    let open = move || documents::open(&address, &security);
+    Heartbeat::start(documents, open, announcement, store.clone())
+        .doing(|| format!("joining the catalog at {catalog}"))
 }
 
 fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome<Announcement> {
@@ -149,18 +120,21 @@ fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome
     Ok(Announcement { id: store.id(), address, domain })
 }
 
-fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
+fn serve_catalog(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
     if args.capacity.is_some() || args.domain.is_some() || args.advertise.is_some() {
         let why =
             "--capacity, --domain and --advertise are for peers; omit them for a catalog server";
         return Err(wrong_usage(Role::Catalog, why));
     }
+    let security = security(access, Role::Catalog)?;
+    // The supervisor runs in this process. Peers do not serve a catalog.
+    let supervisor = access.security(Role::Supervisor).doing(|| "starting a catalog".into())?;
     start_log();
     let store = CatalogStore::open(&args.data).doing(|| opening(&args.data))?;
     let store = Arc::new(store);
     let doing = || "starting the supervisor".to_owned();
-    let repository = Repository::of_cluster(store.documents().clone(), security).doing(doing)?;
-    let supervisor = Supervisor::start(repository, config(args)).doing(doing)?;
+    let repository = Repository::of_cluster(store.documents().clone(), &supervisor).doing(doing)?;
+    let supervisor = Supervisor::start(repository, args.supervisor.config()).doing(doing)?;
     let served = run(Role::Catalog, async {
         let (listener, address) = bind(&args.listen).await?;
         let stop = signals();
@@ -179,41 +153,9 @@ fn opening(data: &Path) -> String {
     format!("opening {}", data.display())
 }
 
-/// Starts logging to standard error.
-fn start_log() {
-    let filter = EnvFilter::try_from_env("CAIRN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
-}
-
-fn run(role: Role, serving: impl Future<Output = Outcome>) -> Outcome {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    runtime.doing(|| format!("starting a {}", role.name()))?.block_on(serving)
-}
-
 async fn bind(listen: &str) -> Outcome<(TcpListener, SocketAddr)> {
     let doing = || format!("listening at {listen}");
     let listener = TcpListener::bind(listen).await.doing(doing)?;
     let address = listener.local_addr().doing(doing)?;
     Ok((listener, address))
-}
-
-/// A future that ends when a signal asks the process to stop. Signals are caught as soon as this
-/// function returns, before the future is polled.
-fn signals() -> impl Future<Output = ()> {
-    let mut ends = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
-    async move {
-        let [terminate, interrupt] = &mut ends;
-        if let (Ok(terminate), Ok(interrupt)) = (terminate, interrupt) {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
-        } else {
-            std::future::pending().await
-        }
-    }
 }

@@ -101,6 +101,20 @@ pub enum Error {
         /// Which role may not do what.
         what: String,
     },
+    /// A data directory belongs to another peer than the certificate.
+    #[error(
+        "{} holds the data of peer {found}, but the certificate is that of peer {wanted}; use the \
+         keys of {found}, which `cairn keys sign --peer {found}` creates again, or name another \
+         directory", path.display()
+    )]
+    OtherPeer {
+        /// The data directory.
+        path: PathBuf,
+        /// The id in the directory.
+        found: String,
+        /// The id in the certificate.
+        wanted: String,
+    },
     /// The operation needs peers.
     #[error("a repository in a directory has no peers; name the repository of a cluster")]
     NoCluster,
@@ -420,6 +434,15 @@ pub enum Error {
         /// The directory.
         path: PathBuf,
     },
+    /// A peer with an empty data directory is a member, so its data is somewhere else.
+    #[error(
+        "peer {peer} is a member, and its data is not in the data directory, which is empty; mount \
+         its disk, or, if the data is gone, run `cairn peers lose {peer}` and start the peer again"
+    )]
+    DataElsewhere {
+        /// The peer's id.
+        peer: String,
+    },
     /// Another repair of the cluster runs.
     #[error("another repair is running; `cairn peers` shows its result when it has ended")]
     RepairRuns,
@@ -453,6 +476,7 @@ impl Error {
             | Error::TooLarge { .. }
             | Error::NotEmpty { .. }
             | Error::NotPermitted { .. }
+            | Error::OtherPeer { .. }
             | Error::NoCluster
             | Error::NotARepository { .. }
             | Error::NewerFormat { .. }
@@ -472,6 +496,7 @@ impl Error {
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
             | Error::RepairRuns
+            | Error::DataElsewhere { .. }
             | Error::InUse { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,

@@ -71,8 +71,7 @@ byte_id!(
     BlobId, 32, "a blob's id", "it has 64 hexadecimal digits"
 );
 byte_id!(
-    /// The id of a peer: random bytes in its data directory. A peer that returns with an empty disk
-    /// is another peer.
+    /// The id of a peer: random bytes in its certificate, or, without TLS, in its data directory.
     PeerId, 16, "a peer's id", "it has 32 hexadecimal digits"
 );
 byte_id!(
@@ -83,6 +82,10 @@ byte_id!(
     /// The id of an image: random bytes, chosen when the image is created. An image that is created
     /// again under the same name is another image.
     ImageId, 16, "an image's id", "it has 32 hexadecimal digits"
+);
+byte_id!(
+    /// The serial number of a certificate: random bytes.
+    CertificateSerial, 16, "a serial number", "it has 32 hexadecimal digits"
 );
 byte_id!(
     /// The id of a mirror: random bytes, chosen when the mirror is created.

@@ -72,7 +72,9 @@ pub use error::{Error, ErrorKind, Result};
 pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
 };
-pub use id::{BlobId, CatalogId, ChunkId, ImageId, InvalidId, MirrorId, NodeId, PeerId};
+pub use id::{
+    BlobId, CatalogId, CertificateSerial, ChunkId, ImageId, InvalidId, MirrorId, NodeId, PeerId,
+};
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{boot_id, host_name};
 pub use repository::attachment::{Attachment, MAX_RESERVED};

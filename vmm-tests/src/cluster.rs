@@ -82,7 +82,10 @@ impl Cluster {
             ("--data", &data.display().to_string()),
         ];
         let arguments = arguments.into_iter().flat_map(|(name, value)| [name.into(), value.into()]);
-        let (process, id, _) = serve(lab, &name, &self.keys, arguments)?;
+        let keys = lab.path(&format!("{name}-keys"));
+        let [authority, own] = [&self.keys, &keys].map(|path| path.display().to_string());
+        lab.cairn(&["keys", "sign", "--keys", &authority, &own])?;
+        let (process, id, _) = serve(lab, &name, &keys, arguments)?;
         self.peers.push(Some(Peer { id, data, process }));
         Ok(())
     }

@@ -5,7 +5,7 @@ pub(crate) mod data;
 pub(crate) mod link;
 pub(crate) mod persist;
 
-use std::path::Path;
+use std::ffi::OsStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -45,10 +45,17 @@ impl Testbed {
         let keys = area.path("keys");
         let keys = tls.then_some(&*keys);
         if let Some(keys) = keys {
-            make_keys(site, keys)?;
+            make_keys(site, &["init".as_ref(), keys.as_os_str()])?;
         }
         let at = link.map_or((None, "127.0.0.1"), |link| (Some(link.namespace()), link::FAR));
-        let peers = (0..count).map(|number| Peer::start(site, &area, number, at, keys));
+        let peers = (0..count).map(|number| {
+            let own = area.path(&format!("peer{number}-keys"));
+            if let Some(keys) = keys {
+                let sign = ["sign".as_ref(), "--keys".as_ref(), keys.as_os_str(), own.as_os_str()];
+                make_keys(site, &sign)?;
+            }
+            Peer::start(site, &area, number, at, keys.map(|_| &*own))
+        });
         let peers = peers.collect::<Result<_>>()?;
         let security = match keys {
             Some(keys) => {
@@ -97,10 +104,11 @@ impl Testbed {
     }
 }
 
-fn make_keys(site: &Site, directory: &Path) -> Result<()> {
+/// Runs `cairn keys` with these arguments.
+fn make_keys(site: &Site, arguments: &[&OsStr]) -> Result<()> {
     let made = std::process::Command::new(&site.cairn)
-        .args(["keys", "init"])
-        .arg(directory)
+        .arg("keys")
+        .args(arguments)
         .output()
         .context("starting cairn")?;
     match made.status.success() {

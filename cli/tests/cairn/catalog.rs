@@ -142,17 +142,25 @@ fn a_catalog_that_hangs_is_named_in_the_error() {
 fn a_catalog_with_keys_lets_peers_send_heartbeats_and_clients_change_documents() {
     let place = Place::new();
     place.ok(&["keys", "init", "keys"]);
+    let id = place.json(&["keys", "sign", "--keys", "keys", "peer"])["peer"].clone();
     let catalog = Catalog::start(&place, &["--keys", "keys"]);
-    let by = |role| {
-        let security = Security::load(&place.path("keys"), role).unwrap();
+    let by = |keys: &str, role| {
+        let security = Security::load(&place.path(keys), role).unwrap();
         documents::open(&catalog.address, &security).unwrap()
     };
-    assert!(try_increment(&*by(Role::Client)));
-    let peer = by(Role::Peer);
-    assert!(peer.commit(&Change::default().put_for(5, "alive/x", &1)).unwrap());
+    let client = by("keys", Role::Client);
+    assert!(try_increment(&*client));
+    let peer = by("peer", Role::Peer);
+    let alive = format!("alive/{}", id.as_str().unwrap());
+    assert!(peer.commit(&Change::default().put_for(5, alive, &1)).unwrap());
     let error = peer.commit(&Change::default().put("count", &9)).unwrap_err().to_string();
     assert!(error.contains("a peer may not change 'count'"), "{error}");
-    assert_eq!(count(&*peer), 1);
+    assert_eq!(count(&*client), 1);
+    // The supervisor runs in the catalog's process and needs keys of its own.
+    std::fs::remove_file(place.path("keys/supervisor.key")).unwrap();
+    let args = ["serve", "--catalog", "--data", "other", "--listen", "127.0.0.1:0"];
+    let run = place.run(&[&args, &["--keys", "keys"][..]].concat());
+    assert!(run.code == 2 && run.stderr.contains("supervisor.key"), "{}", run.stderr);
 }
 
 #[test]

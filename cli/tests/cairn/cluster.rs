@@ -1,9 +1,6 @@
 //! A repository in a cluster of real processes that are killed.
 
-use cairn_store::cluster::Connection;
-use cairn_store::net::identity::{Role, Security};
-
-use crate::lab::{Lab, wait_until};
+use crate::lab::{Lab, wait_for_repair, wait_until};
 
 const MIB: usize = 1 << 20;
 
@@ -34,7 +31,7 @@ fn a_disk_is_read_back_after_four_of_eight_peers_and_the_catalog_died() {
 }
 
 #[test]
-fn a_cluster_with_keys_uses_tls_and_a_peer_cannot_change_the_catalog() {
+fn a_cluster_with_keys_uses_tls_and_the_keys_of_a_peer_are_no_clients_keys() {
     let lab = Lab::with(3, true, "600");
     let disk = lab.random_disk("disk.raw", 1, 3 * MIB);
     assert_eq!(lab.json(&["import", "disk.raw", "vm"])["redundancy"], "replicas=3");
@@ -45,32 +42,82 @@ fn a_cluster_with_keys_uses_tls_and_a_peer_cannot_change_the_catalog() {
     let refused = lab.place.run(&["--store", &url, "ls"]);
     assert_eq!(refused.code, 2, "plain TCP needs --insecure: {}", refused.stderr);
     assert!(refused.stderr.contains("--keys"), "{}", refused.stderr);
-    // A client with the keys of a peer can only read.
+    // The keys of a peer are of no use for a client, also if the files have other names.
     let stolen = lab.place.path("stolen");
     std::fs::create_dir(&stolen).unwrap();
     for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
     {
-        std::fs::copy(lab.place.path("keys").join(from), stolen.join(to)).unwrap();
+        std::fs::copy(lab.place.path("peer0-keys").join(from), stolen.join(to)).unwrap();
     }
-    let stolen =
-        |args: &[&str]| lab.place.run(&[&["--store", &url, "--keys", "stolen"], args].concat());
-    assert_eq!(stolen(&["ls"]).code, 0);
-    let refused = stolen(&["create", "mine", "1M"]);
-    assert_ne!(refused.code, 0);
-    assert_eq!(lab.json(&["ls"]).as_array().unwrap().len(), 1, "{}", refused.stderr);
-    let peer = lab.peers[0].as_ref().unwrap().address.clone();
-    let deleted = |role| {
-        let security = Security::load(&lab.place.path("keys"), role).unwrap();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
-            Connection::open(&peer, &security).await.unwrap().delete(&[], 0).await
-        })
-    };
-    let refused = deleted(Role::Peer).unwrap_err().to_string();
-    assert!(refused.contains("may not delete"), "{refused}");
-    assert_eq!(deleted(Role::Client).unwrap(), 0);
-    assert_ne!(stolen(&["rm", "vm"]).code, 0);
+    for args in [&["ls"][..], &["create", "mine", "1M"], &["rm", "vm"]] {
+        let run = lab.place.run(&[&["--store", &url, "--keys", "stolen"], args].concat());
+        assert_eq!(run.code, 2, "{args:?}: {}", run.stderr);
+        assert!(run.stderr.contains("that of a peer"), "{}", run.stderr);
+    }
     lab.assert_exports("vm", &disk);
+}
+
+#[test]
+fn the_certificate_of_a_peer_decides_its_id() {
+    let mut lab = Lab::with(2, true, "600");
+    let id = lab.peers[0].as_ref().unwrap().id.clone();
+    let signed = lab.place.json(&["keys", "sign", "--keys", "keys", "more-keys"]);
+    assert_eq!((&signed["role"], &signed["keys"]), (&"peer".into(), &"more-keys".into()));
+    let disk = lab.random_disk("disk.raw", 1, MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=2"]);
+    lab.stop(0);
+    // Other keys with the data of the peer.
+    let address = lab.address().to_owned();
+    let serve = |data: &str, keys: &str| {
+        let args = ["serve", "--data", data, "--listen", "127.0.0.1:0", "--catalog", &address];
+        lab.place.run(&[&args, &["--keys", keys][..]].concat())
+    };
+    let refused = serve("peer0", "more-keys");
+    assert_eq!(refused.code, 2, "{}", refused.stderr);
+    assert!(refused.stderr.contains(&format!("cairn keys sign --peer {id}")), "{}", refused.stderr);
+    // The keys of the peer with an empty disk.
+    let refused = serve("empty", "peer0-keys");
+    assert_eq!(refused.code, 4, "{}", refused.stderr);
+    assert!(refused.stderr.contains(&format!("cairn peers lose {id}")), "{}", refused.stderr);
+    assert!(!lab.place.path("empty").exists());
+    // New keys of the same peer, in place of the former.
+    let again = ["keys", "sign", "--keys", "keys", "--peer", &id, "again"];
+    lab.place.ok(&again);
+    std::fs::remove_dir_all(lab.place.path("peer0-keys")).unwrap();
+    std::fs::rename(lab.place.path("again"), lab.place.path("peer0-keys")).unwrap();
+    lab.start_peer(0, &[]);
+    assert_eq!(lab.peers[0].as_ref().unwrap().id, id);
+    lab.wait_for_peers(2);
+    // The disk is lost, and the operator says so: the peer returns with an empty one.
+    lab.kill(0);
+    lab.wipe(0);
+    lab.ok(&["peers", "lose", &id]);
+    lab.start_peer(0, &[]);
+    assert_eq!(lab.peers[0].as_ref().unwrap().id, id);
+    lab.wait_for_peers(2);
+    wait_for_repair("the peer has its fragments again", || lab.is_repaired());
+    lab.kill(1);
+    lab.assert_exports("vm", &disk);
+}
+
+#[test]
+fn a_revoked_peer_is_cut_off_and_the_others_go_on() {
+    let mut lab = Lab::with(3, true, "600");
+    let disk = lab.random_disk("disk.raw", 1, MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "replicas=2"]);
+    let id = lab.peers[0].as_ref().unwrap().id.clone();
+    let revoked = lab.place.json(&["keys", "revoke", "--keys", "keys", &id[..8]]);
+    assert_eq!(revoked["revoked"], 1);
+    // Catalog and clients read the list in their directory of keys; no process is restarted.
+    wait_until("the peer is down", || lab.peer(&id)["state"] == "down");
+    lab.assert_exports("vm", &disk);
+    lab.ok(&["import", "disk.raw", "other", "--redundancy", "replicas=2"]);
+    lab.kill(0);
+    lab.start_peer(0, &[]);
+    lab.assert_exports("other", &disk);
+    assert_eq!(lab.peer(&id)["state"], "down", "also after a restart");
+    let refused = lab.place.run(&["keys", "revoke", "--keys", "keys", &id]);
+    assert_eq!(refused.code, 2, "{}", refused.stderr);
 }
 
 #[test]

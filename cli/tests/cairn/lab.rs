@@ -28,7 +28,7 @@ pub(crate) struct Server {
 
 impl Server {
     /// Starts `cairn` with these arguments and waits until it listens.
-    fn start(place: &Place, space: Option<&str>, args: &[&str], log: &str) -> Server {
+    pub(crate) fn start(place: &Place, space: Option<&str>, args: &[&str], log: &str) -> Server {
         let log = std::fs::File::options().create(true).append(true).open(place.path(log)).unwrap();
         let mut command = place.command(&[args, &["--json"]].concat());
         if let Some(space) = space {
@@ -166,6 +166,10 @@ impl Lab {
             self.addresses.push(free_address_on(host));
         }
         self.peers.push(None);
+        if self.keys {
+            let directory = format!("peer{}-keys", self.peers.len() - 1);
+            self.place.ok(&["keys", "sign", "--keys", "keys", &directory]);
+        }
         self.start_peer(self.peers.len() - 1, more);
         self.peers.len() - 1
     }
@@ -174,8 +178,10 @@ impl Lab {
     pub(crate) fn start_peer(&mut self, at: usize, more: &[&str]) {
         let (data, domain) = (format!("peer{at}"), format!("rack{at}"));
         let (address, listen) = (self.catalog_address.clone(), self.addresses[at].clone());
+        let keys = format!("peer{at}-keys");
+        let security = if self.keys { &["--keys", &*keys][..] } else { &["--insecure"] };
         let args = ["serve", "--data", &data, "--listen", &listen, "--domain", &domain];
-        let args = [&args, &["--catalog", &address][..], self.security(), more].concat();
+        let args = [&args, &["--catalog", &address][..], security, more].concat();
         let (space, log) = (self.spaces.get(&at).map(String::as_str), format!("peer{at}.log"));
         self.peers[at] = Some(Server::start(&self.place, space, &args, &log));
     }
@@ -400,7 +406,7 @@ fn wait_within(time: Duration, what: &str, condition: impl Fn() -> bool) {
 
 /// A free address of this host. Its port is below the range for outgoing connections, so none of
 /// them takes it.
-fn free_address_on(host: &str) -> String {
+pub(crate) fn free_address_on(host: &str) -> String {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let own = (std::process::id() % 400) as u16 * 30;
     loop {

@@ -16,5 +16,6 @@ mod mirrors;
 mod proxy;
 mod repair;
 mod serve;
+mod supervise;
 mod support;
 mod writer;

@@ -212,20 +212,24 @@ async fn a_peer_with_keys_serves_only_clients_of_its_cluster() {
         place.ok(&["keys", "init", name]);
     }
     assert_ne!(place.run(&["keys", "init", "keys"]).code, 0, "keys are not replaced");
-    let peer = Peer::start(&place, &["--keys", "keys"]);
+    let signed = place.json(&["keys", "sign", "--keys", "keys", "peer-keys"]);
+    let peer = Peer::start(&place, &["--keys", "peer-keys"]);
+    assert_eq!(peer.id, signed["peer"], "the id is in the certificate");
     let load = |name: &str, role| Security::load(&place.path(name), role).unwrap();
     let connection = Connection::open(&peer.address, &load("keys", Role::Client)).await.unwrap();
     let one = fragment(1);
     connection.put(one.clone()).await.unwrap();
     assert_eq!(connection.fetch(&one.description.blob).await.unwrap(), [one]);
-    for stranger in [Security::INSECURE, load("others", Role::Client)] {
+    let other_peer = load("peer-keys", Role::Peer);
+    for stranger in [Security::INSECURE, load("others", Role::Client), other_peer] {
         let opened = Connection::open(&peer.address, &stranger).await;
         // With TLS 1.3 a client may learn only with its first request that it is refused.
         if let Ok(connection) = opened {
             assert!(connection.usage().await.is_err());
         }
     }
-    assert!(Connection::open(&peer.address, &load("keys", Role::Peer)).await.is_ok());
+    let supervisor = Connection::open(&peer.address, &load("keys", Role::Supervisor)).await;
+    assert!(supervisor.unwrap().usage().await.is_ok());
     let run =
         place.run(&["serve", "--data", "other", "--listen", "127.0.0.1:0", "--keys", "nowhere"]);
     assert!(run.code != 0 && run.stderr.contains("ca.pem"), "{}", run.stderr);

@@ -18,9 +18,12 @@
 //! - The supervisor notes since when a peer is down, and declares it *lost* after a configurable
 //!   time. A lost peer has no rank, and repair replaces what it held.
 //! - A lost peer that sends a heartbeat again is a member as before, with everything it has.
+//! - A peer writes `members/ID` and `alive/ID` itself and is not trusted. A member whose document
+//!   cannot be read is *lost*, and the others are not affected.
 
 use std::time::Duration;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::placement::members::{Member, MemberState};
@@ -102,7 +105,7 @@ pub struct PeerStats {
     pub load: u64,
 }
 
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct MemberDocument {
     address: String,
     domain: String,
@@ -195,14 +198,24 @@ impl Peer {
 pub fn peers(documents: &dyn Documents) -> Result<(Vec<Peer>, u64)> {
     let folders = [MEMBERS, ALIVE, SUSPECTS].map(Query::prefix);
     let view = documents.read(&folders)?;
-    let members = view.under::<MemberDocument>(MEMBERS)?.into_iter();
-    let all =
-        members.map(|(id, document)| peer(&view, id.parse()?, document)).collect::<Result<_>>();
+    let keys = view.documents.range(MEMBERS.to_owned()..).map(|(key, _)| key);
+    let ids = keys.map_while(|key| key.strip_prefix(MEMBERS)).map(str::parse);
+    let all = ids.map(|id| peer(&view, id?)).collect::<Result<_>>();
     Ok((all?, view.revision))
 }
 
-fn peer(view: &View, id: PeerId, document: MemberDocument) -> Result<Peer> {
-    let stats = view.get::<PeerStats>(&alive_key(&id))?;
+/// A document that a peer writes; `None` if it does not exist or cannot be read.
+fn written_by_peer<T: DeserializeOwned>(view: &View, key: &str) -> Option<T> {
+    view.get(key).unwrap_or_else(|error| {
+        tracing::warn!(%error, "a peer has written a wrong document; run `cairn peers`");
+        None
+    })
+}
+
+fn peer(view: &View, id: PeerId) -> Result<Peer> {
+    let stats = written_by_peer::<PeerStats>(view, &alive_key(&id));
+    let unreadable = || MemberDocument { lost: true, ..MemberDocument::default() };
+    let document = written_by_peer(view, &member_key(&id)).unwrap_or_else(unreadable);
     let health = match stats {
         _ if document.lost => Health::Lost,
         None => Health::Down,
@@ -233,7 +246,7 @@ pub fn send_heartbeat(
     let key = member_key(&announcement.id);
     loop {
         let view = documents.read(&[Query::key(&key)])?;
-        let known = view.get::<MemberDocument>(&key)?;
+        let known = written_by_peer::<MemberDocument>(&view, &key);
         let weight = |known: &MemberDocument| {
             let difference = known.weight.abs_diff(stats.capacity);
             let same = difference <= known.weight / WEIGHT_STEP;
@@ -261,6 +274,16 @@ pub fn send_heartbeat(
         ))? {
             return Ok(());
         }
+    }
+}
+
+/// Fails if the peer is a member that is not lost, so that its data must be somewhere. A peer whose
+/// data directory is empty calls this before it joins: its blobs would otherwise count as stored.
+pub fn check_no_data(documents: &dyn Documents, id: &PeerId) -> Result<()> {
+    let key = member_key(id);
+    match written_by_peer::<MemberDocument>(&documents.read(&[Query::key(&key)])?, &key) {
+        Some(document) if !document.lost => Err(Error::DataElsewhere { peer: id.to_string() }),
+        _ => Ok(()),
     }
 }
 
@@ -387,10 +410,11 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{
-        Announcement, Health, PeerStats, declare_lost_peers, drain, forget, leave, peers,
-        send_heartbeat, suspect,
+        Announcement, Health, PeerStats, check_no_data, declare_lost_peers, drain, forget, leave,
+        lose, peers, send_heartbeat, suspect,
     };
-    use crate::documents::{Documents, SqliteDocuments};
+    use crate::documents::{Change, Documents, SqliteDocuments};
+    use crate::error::Error;
     use crate::id::PeerId;
 
     const LOST_AFTER: Duration = Duration::from_secs(60);
@@ -476,6 +500,42 @@ mod tests {
         drain(&documents, &announcement(9).id, true).unwrap_err();
         forget(&documents, &announcement(1).id).unwrap();
         assert_eq!(health(&documents, 1), None);
+    }
+
+    #[test]
+    fn a_peer_that_writes_nonsense_is_lost_and_others_are_not_affected() {
+        let (_dir, documents) = documents();
+        for n in [1, 2, 3] {
+            send_heartbeat(&documents, &announcement(n), &stats(100), 1).unwrap();
+        }
+        let [first, second] = [1, 2].map(|n| announcement(n).id);
+        let put = |key: String| documents.commit(&Change::default().put(key, &"nonsense")).unwrap();
+        assert!(put(format!("members/{first}")) && put(format!("alive/{second}")));
+        assert_eq!(
+            [1, 2, 3].map(|n| health(&documents, n).unwrap()),
+            [Health::Lost, Health::Down, Health::Up]
+        );
+        declare_lost_peers(&documents, LOST_AFTER, 1).unwrap();
+        // Its next heartbeat, in good order, makes it a member again.
+        send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
+        assert_eq!(health(&documents, 1), Some(Health::Up));
+        assert!(put(format!("members/{first}")));
+        forget(&documents, &first).unwrap();
+        assert_eq!(health(&documents, 1), None);
+    }
+
+    #[test]
+    fn a_peer_with_an_empty_disk_is_refused_unless_it_is_lost_or_new() {
+        let (_dir, documents) = documents();
+        let id = announcement(1).id;
+        check_no_data(&documents, &id).unwrap();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
+        for _ in 0..2 {
+            assert!(matches!(check_no_data(&documents, &id), Err(Error::DataElsewhere { .. })));
+            leave(&documents, &id).unwrap();
+        }
+        lose(&documents, &id).unwrap();
+        check_no_data(&documents, &id).unwrap();
     }
 
     #[test]

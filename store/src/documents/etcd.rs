@@ -3,11 +3,15 @@
 //! | key in etcd | is |
 //! |---|---|
 //! | `/cairn/documents/KEY` | a document; its version is the key's `mod_revision` |
-//! | `/cairn/tokens/TOKEN` | a mark that the change with this token was carried out |
+//! | `/cairn/tokens/WRITER/TOKEN` | a mark that the change with this token was carried out |
+//!
+//! WRITER is the id of a peer, or else the role, so that etcd can restrict a peer to its own tokens.
 //!
 //! A change is one transaction. A document with a time to live is attached to an etcd lease. Each
 //! write gets a lease of its own. The lease of an overwritten document expires by itself.
 
+#[cfg(test)]
+mod auth_tests;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -55,6 +59,8 @@ pub struct EtcdDocuments {
 struct Inner {
     address: String,
     retry_timeout: Duration,
+    /// The prefix of the tokens of this process.
+    tokens: String,
     kv: KvClient,
     leases: LeaseClient,
     watches: WatchClient,
@@ -91,9 +97,13 @@ impl EtcdDocuments {
         let background = Background::start(address)?;
         let client = background.run(async move { Client::connect(members, Some(options)).await });
         let client = client.map_err(|error| unavailable(address, &error.to_string()))?;
+        let writer = security.identity().map_or("insecure".into(), |identity| {
+            identity.peer().map_or(identity.role().name().into(), |id| id.to_string())
+        });
         let inner = Inner {
             address: address.into(),
             retry_timeout,
+            tokens: format!("{BASE}tokens/{writer}/"),
             kv: client.kv_client().max_decoding_message_size(MAX_ANSWER),
             leases: client.lease_client(),
             watches: client.watch_client(),
@@ -115,8 +125,9 @@ impl Documents for EtcdDocuments {
     fn commit(&self, change: &Change) -> Result<bool> {
         let token = new_token(change)
             .map_err(|error| unavailable(&self.inner.address, &no_random(&error)))?;
-        let token = token.map(|token| format!("{BASE}tokens/{:032x}", u128::from_be_bytes(token)));
         let (inner, change) = (self.inner.clone(), change.clone());
+        let token =
+            token.map(|token| format!("{}{:032x}", inner.tokens, u128::from_be_bytes(token)));
         self.background.run(async move {
             let commit = || inner.in_time(inner.commit(token.as_deref(), &change));
             retry(&inner.address, inner.retry_timeout, false, commit).await

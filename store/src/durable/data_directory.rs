@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! DIR/lock          locked by the process that uses the directory
-//! DIR/NAME.json     the marker: format, version, and a random id
+//! DIR/NAME.json     the marker: format, version, and an id
 //! DIR/…             the server's own files
 //! ```
 
@@ -35,12 +35,13 @@ pub(crate) struct DataDirectory {
 }
 
 impl DataDirectory {
-    /// Locks a directory for this process. If it is empty or does not exist, creates it first;
-    /// `make` then creates the server's files. Returns the lock, which closing the file releases,
-    /// and the server's id.
+    /// Locks a directory for this process. If it is empty or does not exist, creates it first, with
+    /// the id `new_id` or a random one; `make` then creates the server's files. Returns the lock,
+    /// which closing the file releases, and the server's id.
     pub(crate) fn take(
         &self,
         directory: &Path,
+        new_id: Option<String>,
         make: impl FnOnce() -> Result<()>,
     ) -> Result<(File, String)> {
         fs::create_dir_all(directory).map_err(|error| Error::io("creating", directory, error))?;
@@ -55,14 +56,14 @@ impl DataDirectory {
             // The marker is written last. Files without it are unfinished and are created again.
             None => {
                 make()?;
-                self.write_marker(directory)?
+                self.write_marker(directory, new_id)?
             }
         };
         Ok((lock, id))
     }
 
     /// The id in the marker; `None` if there is no marker.
-    fn read_marker(&self, directory: &Path) -> Result<Option<String>> {
+    pub(crate) fn read_marker(&self, directory: &Path) -> Result<Option<String>> {
         let path = directory.join(self.marker);
         let text = match fs::read(&path) {
             Ok(text) => text,
@@ -97,12 +98,17 @@ impl DataDirectory {
         Ok(())
     }
 
-    /// Writes a marker with a random id, atomically. Returns the id.
-    fn write_marker(&self, directory: &Path) -> Result<String> {
+    /// Writes a marker with the id `new_id` or a random one, atomically. Returns the id.
+    fn write_marker(&self, directory: &Path, new_id: Option<String>) -> Result<String> {
         let path = directory.join(self.marker);
         let failed = |error| Error::io("writing", &path, error);
-        let random: [u8; 16] = sys::random().map_err(failed)?;
-        let id: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+        let id: String = match new_id {
+            Some(id) => id,
+            None => {
+                let random: [u8; 16] = sys::random().map_err(failed)?;
+                random.iter().map(|byte| format!("{byte:02x}")).collect()
+            }
+        };
         let marker = Marker { format: self.format.into(), version: self.version, id: id.clone() };
         let text = serde_json::to_string_pretty(&marker).expect("a marker is plain data") + "\n";
         let new = directory.join(format!("{}.new", self.marker));

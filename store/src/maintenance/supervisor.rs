@@ -1,5 +1,8 @@
 //! The supervisor of a cluster: it declares peers lost and starts repairs.
 //!
+//! It runs in the process of a served catalog, or as `cairn supervise`, with the keys of the role
+//! supervisor. A peer never runs one, because its keys must not reach what other peers hold.
+//!
 //! Several processes may run a supervisor. Only the one that holds the document `leader/supervisor`
 //! acts. The document expires when it is not renewed in time, so there may be two acting
 //! supervisors for a moment. Each action is correct even if both perform it.

@@ -14,8 +14,9 @@ use tokio::task::AbortHandle;
 
 use super::frame::{Message, OutgoingFrames, READ_AHEAD_BYTES, read_body, read_header};
 use super::handshake::{HandshakeError, Protocol, introduce};
-use super::identity::{Reader, Role, Security, Writer};
+use super::identity::{Identity, Reader, Role, Secured, Security, Writer};
 use crate::error::Result;
+use crate::id::PeerId;
 
 /// The most requests that wait to be sent.
 const QUEUED_REQUESTS: usize = 16;
@@ -64,7 +65,8 @@ impl Drop for Connection {
 
 impl Connection {
     /// Connects to the server at `address`, which must have this role. Its answers have at most
-    /// `max_answer` bytes.
+    /// `max_answer` bytes. A server with the certificate of a peer must be that peer. The connection
+    /// ends when the server's certificate is revoked.
     pub(crate) async fn open(
         address: &str,
         security: &Security,
@@ -73,10 +75,17 @@ impl Connection {
         max_answer: usize,
     ) -> Result<Connection, HandshakeError> {
         let stream = connect_tcp(address).await.map_err(HandshakeError::Io)?;
-        let (reader, mut writer) =
-            security.connect(stream, role).await.map_err(HandshakeError::Io)?;
+        let secured = security.connect(stream, role).await.map_err(HandshakeError::Io)?;
+        let Secured { reader, mut writer, remote } = secured;
         let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
         let server = introduce(&mut reader, &mut writer, protocol).await?;
+        if let Some(Identity::Peer(id)) = remote.identity()
+            && *id.as_bytes() != server
+        {
+            let said = PeerId::from_bytes(server);
+            let reason = format!("it says that it is {said}, but its certificate is that of {id}");
+            return Err(HandshakeError::OtherIdentity(reason));
+        }
         let (requests, queue) = mpsc::channel(QUEUED_REQUESTS);
         let shared = Arc::new(Shared {
             waiting: Mutex::new(Some(HashMap::new())),
@@ -89,6 +98,7 @@ impl Connection {
             tokio::select! {
                 () = send(writer, queue, &own) => {}
                 () = receive(reader, max_answer, &own) => {}
+                () = remote.revoked() => {}
             }
             own.lose();
         });

@@ -60,6 +60,8 @@ pub(crate) enum HandshakeError {
     Refused(ErrorKind, String),
     /// The server does not speak the protocol.
     OtherProtocol,
+    /// The certificate of the server is that of another peer than the server says it is.
+    OtherIdentity(String),
 }
 
 /// The hello of a client that knows the versions from `oldest` to `newest`.

@@ -8,4 +8,5 @@ mod lease;
 mod peer_power_cut;
 mod power_cut;
 mod processes;
+mod stolen_keys;
 mod support;

@@ -39,6 +39,7 @@ impl Connection {
             Err(HandshakeError::Closed | HandshakeError::OtherProtocol) => {
                 Err(unavailable(address, "it does not answer like a peer"))
             }
+            Err(HandshakeError::OtherIdentity(reason)) => Err(unavailable(address, &reason)),
         }
     }
 

@@ -198,7 +198,8 @@ impl ConnectionPool {
         let opened =
             match timeout(CONNECT_TIMEOUT, Connection::open(&member.address, &self.security)).await
             {
-                // At the address of a peer there may be another peer with another disk.
+                // At the address of a peer there may be another peer. With TLS, the certificate
+                // proves the id.
                 Ok(Ok(connection)) if connection.peer() != member.id => {
                     let reason = format!("it is {}, not {}", connection.peer(), member.id);
                     Err(unavailable(member, &reason))

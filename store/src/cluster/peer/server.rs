@@ -28,10 +28,14 @@ use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
     Answer, GET, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request, read_request_body,
 };
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_header};
 use crate::net::handshake::{PEER_PROTOCOL, greet};
-use crate::net::identity::{Role, Security};
+use crate::net::identity::{Role, Secured, Security};
+
+/// The roles that a peer serves. A peer has no business with another peer: a stolen peer key must
+/// not read or delete what others hold.
+const CALLERS: [Role; 2] = [Role::Client, Role::Supervisor];
 
 /// The most connections at a time.
 const MAX_CONNECTIONS: usize = 1024;
@@ -120,10 +124,10 @@ async fn client(
     puts: &mpsc::UnboundedSender<Put>,
 ) -> io::Result<()> {
     let greeted = async {
-        let (mut reader, mut writer, role) = security.accept(stream, &Role::ALL).await?;
+        let Secured { mut reader, mut writer, remote } = security.accept(stream, &CALLERS).await?;
         let is_welcome =
             greet(&mut reader, &mut writer, &PEER_PROTOCOL, store.id().as_bytes()).await?;
-        io::Result::Ok(is_welcome.then_some((reader, writer, role)))
+        io::Result::Ok(is_welcome.then_some((reader, writer, remote)))
     };
     let greeted = tokio::select! {
         greeted = greeted => greeted?,
@@ -131,12 +135,13 @@ async fn client(
             return Err(io::Error::other("too many unauthenticated connections"));
         }
     };
-    let Some((reader, writer, role)) = greeted else { return Ok(()) };
+    let Some((reader, writer, remote)) = greeted else { return Ok(()) };
     let slot = unauthenticated.into_slot();
     let (reader, writer) = (slot.count(reader), slot.count(writer));
     tokio::select! {
-        served = connection(reader, writer, role, &slot, store, puts) => served,
+        served = connection(reader, writer, &slot, store, puts) => served,
         () = slot.ended() => Err(io::Error::other("it holds memory and does not move")),
+        () = remote.revoked() => Err(io::Error::other("the client's certificate is revoked")),
     }
 }
 
@@ -144,7 +149,6 @@ async fn client(
 async fn connection(
     reader: impl AsyncRead + Unpin,
     writer: impl AsyncWrite + Unpin + Send + 'static,
-    role: Option<Role>,
     slot: &ClientSlot,
     store: &Arc<PeerStore>,
     puts: &mpsc::UnboundedSender<Put>,
@@ -176,8 +180,7 @@ async fn connection(
             Ok(request) => {
                 let (store, room, answers) = (store.clone(), room.clone(), answers.clone());
                 tokio::task::spawn_blocking(move || {
-                    let answer =
-                        allow(role, &request).and_then(|()| answer(&store, &room, request));
+                    let answer = answer(&store, &room, request);
                     let answer = answer.unwrap_or_else(|error| Answer::failed(&error));
                     drop(room);
                     // The client may have disconnected.
@@ -197,18 +200,6 @@ async fn connection(
     // Earlier requests are answered as long as the client takes answers.
     while sending.join_next().await.is_some() {}
     Ok(())
-}
-
-/// Fails if the role may not send this request. A stolen peer key must not delete what other peers
-/// hold.
-fn allow(role: Option<Role>, request: &Request) -> Result<()> {
-    match (role, request) {
-        (Some(Role::Peer), Request::Delete { .. }) => {
-            let what = "a peer may not delete what another peer holds".into();
-            Err(Error::NotPermitted { what })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// The memory of a request and its answer, in KiB.

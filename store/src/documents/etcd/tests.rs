@@ -1,4 +1,4 @@
-//! Documents in a real etcd: kills and restarts, lost answers, keys.
+//! Documents in a real etcd: kills and restarts, lost answers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -12,13 +12,12 @@ use std::time::{Duration, Instant};
 
 use proptest::collection::btree_set;
 use proptest::prelude::{prop_assert_eq, proptest};
-use rcgen::{CertificateParams, IsCa, Issuer, KeyPair};
 use tempfile::TempDir;
 
 use super::{EtcdDocuments, document, removes};
 use crate::documents::{Change, Documents, Query};
 use crate::error::ErrorKind;
-use crate::net::identity::{Role, Security, init};
+use crate::net::identity::Security;
 use crate::testing::own_port;
 
 /// An etcd of one member.
@@ -35,7 +34,7 @@ impl Process {
         Process::start_with(&[])
     }
 
-    fn start_with(more: &[String]) -> Process {
+    pub(super) fn start_with(more: &[String]) -> Process {
         for _ in 0..20 {
             let dir = TempDir::new().unwrap();
             let (port, other_port) = (free_port(), free_port());
@@ -71,7 +70,7 @@ impl Process {
         assert!(self.is_ready(), "etcd does not start again");
     }
 
-    fn address(&self) -> String {
+    pub(super) fn address(&self) -> String {
         format!("etcd://127.0.0.1:{}", self.port)
     }
 
@@ -113,12 +112,12 @@ fn spawn(dir: &Path, port: u16, other_port: u16, more: &[String]) -> Child {
     spawned.expect("etcd cannot be started; `make setup` installs it")
 }
 
-fn count(documents: &dyn Documents) -> u64 {
+pub(super) fn count(documents: &dyn Documents) -> u64 {
     documents.read(&[Query::key("count")]).unwrap().get("count").unwrap().unwrap_or(0)
 }
 
 /// Increments the counter, unless another client changes it meanwhile.
-fn try_increment(documents: &dyn Documents) -> bool {
+pub(super) fn try_increment(documents: &dyn Documents) -> bool {
     let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
     let relies_on = vec![("count".into(), view.version("count"))];
@@ -260,60 +259,6 @@ fn a_read_of_more_documents_than_fit_in_a_transaction_shows_one_moment() {
     // Leases and tokens are not documents.
     let all = documents.read(&[Query::prefix("")]).unwrap();
     assert_eq!(all.documents.len(), 300);
-}
-
-/// Makes a certificate for `hosts`. Returns its parameters, its key and its text.
-fn certificate(
-    hosts: &[&str],
-    issuer: Option<&Issuer<'_, KeyPair>>,
-) -> (CertificateParams, KeyPair, String) {
-    let key = KeyPair::generate().unwrap();
-    let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-    let mut params = CertificateParams::new(hosts).unwrap();
-    let text = match issuer {
-        Some(issuer) => params.signed_by(&key, issuer).unwrap().pem(),
-        None => {
-            params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-            params.self_signed(&key).unwrap().pem()
-        }
-    };
-    (params, key, text)
-}
-
-#[test]
-fn an_etcd_with_keys_accepts_only_clients_with_keys() {
-    let keys = TempDir::new().unwrap();
-    init(keys.path()).unwrap();
-    let without = Security::load(keys.path(), Role::Client).unwrap();
-    let (params, key, authority) = certificate(&[], None);
-    let issuer = Issuer::new(params, key);
-    let file = |name: &str| keys.path().join(name).display().to_string();
-    std::fs::write(file("etcd-ca.pem"), authority).unwrap();
-    for (name, hosts) in [("etcd", &["client"][..]), ("server", &["127.0.0.1", "localhost"])] {
-        let (_, key, text) = certificate(hosts, Some(&issuer));
-        std::fs::write(file(&format!("{name}.pem")), text).unwrap();
-        std::fs::write(file(&format!("{name}.key")), key.serialize_pem()).unwrap();
-    }
-    let more = [
-        ("--cert-file", file("server.pem")),
-        ("--key-file", file("server.key")),
-        ("--trusted-ca-file", file("etcd-ca.pem")),
-    ];
-    let mut more: Vec<String> =
-        more.into_iter().flat_map(|(name, file)| [name.into(), file]).collect();
-    more.push("--client-cert-auth".into());
-    let process = Process::start_with(&more);
-    let security = Security::load(keys.path(), Role::Client).unwrap();
-    let documents = crate::documents::open(&process.address(), &security).unwrap();
-    assert!(try_increment(&*documents));
-    assert_eq!(count(&*documents), 1);
-    let error = EtcdDocuments::new(&process.address(), &without).map(drop).unwrap_err().to_string();
-    assert!(error.contains("etcd-ca.pem"), "{error}");
-    let retry_timeout = Duration::from_secs(2);
-    let plain =
-        EtcdDocuments::with_retry_timeout(&process.address(), &Security::INSECURE, retry_timeout)
-            .unwrap();
-    assert!(plain.read(&[]).is_err());
 }
 
 proptest! {

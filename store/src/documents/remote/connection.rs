@@ -25,7 +25,7 @@ impl From<io::Error> for CallError {
                 "the server there does not use TLS; was it started with --insecure?".into()
             }
             Some(error) => {
-                format!("{error}; use the keys that `cairn keys init` made for its cluster")
+                format!("{error}; use keys of its cluster that are not revoked")
             }
         };
         CallError::Permanent(ErrorKind::Invalid, reason)
@@ -43,6 +43,9 @@ impl From<HandshakeError> for CallError {
             HandshakeError::Refused(kind, reason) => CallError::Permanent(kind, reason),
             HandshakeError::OtherProtocol => {
                 CallError::Permanent(ErrorKind::Invalid, "it does not speak the protocol".into())
+            }
+            HandshakeError::OtherIdentity(reason) => {
+                CallError::Permanent(ErrorKind::Invalid, reason)
             }
         }
     }

@@ -10,7 +10,8 @@
 //! | `client` | [`RemoteDocuments`]: connects, retries, checks the catalog's id |
 //! | `connection` | one connection of a client, and what its errors mean |
 //! | [`wire`] | requests and answers as bytes |
-//! | `server` | [`serve`]: connections, limits, permissions of peers |
+//! | `server` | [`serve`]: connections and limits |
+//! | `permissions` | what each role may read and change |
 //! | `store` | [`CatalogStore`]: the data directory of a catalog |
 //!
 //! A change whose answer is lost may have been carried out. So each change carries a random token,
@@ -19,6 +20,7 @@
 
 mod client;
 mod connection;
+mod permissions;
 mod server;
 mod store;
 #[cfg(test)]

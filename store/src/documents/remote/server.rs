@@ -19,13 +19,14 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use super::permissions;
 use super::store::CatalogStore;
 use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
-use crate::documents::{Change, Documents, Query, folder};
-use crate::error::{Error, ErrorKind, Result};
+use crate::documents::{Change, Documents};
+use crate::error::{ErrorKind, Result};
 use crate::net::frame::{OutgoingFrames, read_body, read_header};
 use crate::net::handshake::{CATALOG_PROTOCOL, greet};
-use crate::net::identity::{Role, Security};
+use crate::net::identity::{Identity, Reader, Secured, Security, Writer};
 
 /// Memory for requests and answers, in KiB.
 const MEMORY_KIB: usize = 256 << 10;
@@ -50,10 +51,6 @@ const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// How often the server looks for changes by other processes.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-
-/// The folders that a peer may change: membership, and what peers observe. Images, snapshots and
-/// mirrors are not in them.
-const PEER_FOLDERS: [&str; 5] = ["members", "alive", "suspects", "leader", "health"];
 
 struct Server {
     store: Arc<CatalogStore>,
@@ -152,20 +149,36 @@ impl Server {
         }
     }
 
-    /// Serves one client. `unauthenticated` is released after the handshake.
+    /// Serves one client until its certificate is revoked. `unauthenticated` is released after the
+    /// handshake.
     async fn connection(
         self: &Arc<Server>,
         stream: TcpStream,
         unauthenticated: OwnedSemaphorePermit,
     ) -> io::Result<()> {
         let _ = stream.set_nodelay(true);
-        let (reader, writer, role) = self.security.accept(stream, &Role::ALL).await?;
-        let (mut reader, mut writer) = (BufReader::new(reader), writer);
+        let secured = self.security.accept(stream, &permissions::CALLERS).await?;
+        let Secured { reader, mut writer, remote } = secured;
+        let mut reader = BufReader::new(reader);
         let id = self.store.id();
         if !greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await? {
             return Ok(());
         }
         drop(unauthenticated);
+        let caller = remote.identity();
+        tokio::select! {
+            served = self.serve(reader, writer, caller) => served,
+            () = remote.revoked() => Err(io::Error::other("the client's certificate is revoked")),
+        }
+    }
+
+    /// Reads the requests of one client, and sends the answers.
+    async fn serve(
+        self: &Arc<Server>,
+        mut reader: BufReader<Reader>,
+        writer: Writer,
+        caller: Option<Identity>,
+    ) -> io::Result<()> {
         let slots = Arc::new(Semaphore::new(MAX_REQUESTS));
         let (answers, outgoing) = mpsc::unbounded_channel();
         let mut sending = JoinSet::new();
@@ -188,7 +201,7 @@ impl Server {
                 Ok(request) => {
                     let (server, answers) = (self.clone(), answers.clone());
                     answering.spawn(async move {
-                        let (body, _memory) = server.answer(request, role, memory).await;
+                        let (body, _memory) = server.answer(request, caller, memory).await;
                         // This fails if the client has disconnected.
                         let _ = answers.send(Outgoing { number, body, _memory, _slot: slot });
                     });
@@ -220,9 +233,12 @@ impl Server {
     async fn answer(
         self: &Arc<Server>,
         request: Request,
-        role: Option<Role>,
+        caller: Option<Identity>,
         memory: OwnedSemaphorePermit,
     ) -> ((u16, Vec<u8>), Option<OwnedSemaphorePermit>) {
+        if let Err(error) = permissions::check(caller, &request) {
+            return (Answer::failed(&error).to_body(), Some(memory));
+        }
         if let Request::Wait(folder, revision, milliseconds) = &request {
             let limit = Duration::from_millis((*milliseconds).into());
             self.wait(folder, *revision, limit).await;
@@ -230,7 +246,7 @@ impl Server {
         }
         let _worker = self.workers.acquire().await;
         let server = self.clone();
-        let work = move || server.work(request, role);
+        let work = move || server.work(request);
         let worked = tokio::task::spawn_blocking(work).await;
         let body = worked.unwrap_or_else(|_| {
             Answer::Failed(ErrorKind::Unavailable, "the request panicked".into()).to_body()
@@ -250,11 +266,11 @@ impl Server {
     }
 
     /// Carries out a request.
-    fn work(&self, request: Request, role: Option<Role>) -> (u16, Vec<u8>) {
+    fn work(&self, request: Request) -> (u16, Vec<u8>) {
         let answer = match request {
             Request::Read(queries) => self.store.documents().read(&queries).map(Answer::View),
             Request::Commit(token, change) => {
-                self.commit(token.as_ref(), &change, role).map(Answer::Committed)
+                self.commit(token.as_ref(), &change).map(Answer::Committed)
             }
             Request::Wait(..) => unreachable!("waits are answered without a worker"),
         };
@@ -270,10 +286,7 @@ impl Server {
         }
     }
 
-    fn commit(&self, token: Option<&Token>, change: &Change, role: Option<Role>) -> Result<bool> {
-        if role == Some(Role::Peer) {
-            check_peer(change)?;
-        }
+    fn commit(&self, token: Option<&Token>, change: &Change) -> Result<bool> {
         let documents = self.store.documents();
         let carried_out = match token {
             Some(token) => documents.commit_once(token, change),
@@ -283,26 +296,6 @@ impl Server {
             self.poll_now.notify_one();
         }
         Ok(carried_out)
-    }
-}
-
-/// Fails if a peer may not make this change.
-fn check_peer(change: &Change) -> Result<()> {
-    let own = |key: &str| PEER_FOLDERS.contains(&folder(key));
-    let removed = change.removes.iter().find(|query| match query {
-        Query::Key(key) => !own(key),
-        // A prefix without a slash can match keys in other folders.
-        Query::Prefix(prefix) => !own(prefix) || !prefix.contains('/'),
-    });
-    let removed = removed.map(|(Query::Key(key) | Query::Prefix(key))| key);
-    let put = change.puts.iter().map(|put| &put.key).find(|key| !own(key));
-    match removed.or(put) {
-        None => Ok(()),
-        Some(key) => {
-            let folders = PEER_FOLDERS.join(", ");
-            let what = format!("a peer may not change '{key}', only the folders {folders}");
-            Err(Error::NotPermitted { what })
-        }
     }
 }
 
@@ -326,32 +319,4 @@ async fn send(
         held.clear();
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{Change, Query, check_peer};
-
-    #[test]
-    fn a_peer_may_change_only_the_folders_of_peers() {
-        let change = Change::default;
-        for good in [
-            change(),
-            change().put("alive/x", &1).put("leader", &1).put("members/a/b", &1),
-            change().remove(Query::prefix("suspects/")).remove(Query::key("health/x")),
-        ] {
-            check_peer(&good).unwrap();
-        }
-        for bad in [
-            change().put("images/vm1", &1),
-            change().put("alive/x", &1).put("aliveness/x", &1),
-            change().remove(Query::key("images/vm1")),
-            change().remove(Query::prefix("images/")),
-            change().remove(Query::prefix("alive")),
-            change().remove(Query::prefix("")),
-            change().put("", &1),
-        ] {
-            assert!(check_peer(&bad).is_err(), "{bad:?}");
-        }
-    }
 }

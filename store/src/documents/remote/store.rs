@@ -36,7 +36,7 @@ impl CatalogStore {
     /// Opens a data directory. Creates it if it does not exist or is empty.
     pub fn open(directory: &Path) -> Result<CatalogStore> {
         let database = directory.join(DATABASE);
-        let (lock, id) = DIRECTORY.take(directory, || SqliteDocuments::create(&database))?;
+        let (lock, id) = DIRECTORY.take(directory, None, || SqliteDocuments::create(&database))?;
         let id = id.parse()?;
         let documents = Arc::new(SqliteDocuments::open(&database)?);
         Ok(CatalogStore { id, documents, _lock: lock })

@@ -20,7 +20,7 @@ use crate::error::ErrorKind;
 use crate::net::frame::{HEADER, Header};
 use crate::net::handshake::testing::{Heard, frames_in, hello_frame};
 use crate::net::handshake::{CATALOG_PROTOCOL, HANDSHAKE_TIMEOUT};
-use crate::net::identity::{Role, Security, init};
+use crate::net::identity::{Identity, Role, Security, init, sign_new_peer};
 use crate::sys;
 use crate::testing::own_port;
 
@@ -370,14 +370,17 @@ fn silent_connections_are_bounded_and_do_not_disturb_authenticated_clients() {
 #[test]
 fn a_client_detects_a_peer_in_place_of_a_catalog_and_a_catalog_in_place_of_a_peer() {
     let keys = TempDir::new().unwrap();
-    init(keys.path()).unwrap();
-    let load = |role| Security::load(keys.path(), role).unwrap();
+    let of = |name: &str| keys.path().join(name);
+    init(&of("keys")).unwrap();
+    sign_new_peer(&of("keys"), &of("peer")).unwrap();
+    let load = |name: &str, role| Security::load(&of(name), role).unwrap();
     let plain = || Security::INSECURE;
-    for (as_peer, as_catalog, as_client) in
-        [(plain(), plain(), plain()), (load(Role::Peer), load(Role::Catalog), load(Role::Client))]
-    {
+    let secure =
+        (load("peer", Role::Peer), load("keys", Role::Catalog), load("keys", Role::Client));
+    for (as_peer, as_catalog, as_client) in [(plain(), plain(), plain()), secure] {
         let dir = TempDir::new().unwrap();
-        let store = Arc::new(PeerStore::open(dir.path(), None).unwrap());
+        let id = as_peer.identity().and_then(Identity::peer);
+        let store = Arc::new(PeerStore::open_as(dir.path(), None, id).unwrap());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let (stop, stopped) = oneshot::channel::<()>();
@@ -401,35 +404,41 @@ fn a_client_detects_a_peer_in_place_of_a_catalog_and_a_catalog_in_place_of_a_pee
 }
 
 #[test]
-fn the_role_of_a_client_decides_which_documents_it_may_change() {
-    let (keys, others) = (TempDir::new().unwrap(), TempDir::new().unwrap());
-    init(keys.path()).unwrap();
-    init(others.path()).unwrap();
-    let load = |role| Security::load(keys.path(), role).unwrap();
-    let catalog = Catalog::start_with(load(Role::Catalog));
+fn the_identity_of_a_client_decides_which_documents_it_may_read_and_change() {
+    let keys = TempDir::new().unwrap();
+    let of = |name: &str| keys.path().join(name);
+    for authority in ["keys", "others"] {
+        init(&of(authority)).unwrap();
+    }
+    let id = sign_new_peer(&of("keys"), &of("peer")).unwrap();
+    let load = |name: &str, role| Security::load(&of(name), role).unwrap();
+    let catalog = Catalog::start_with(load("keys", Role::Catalog));
     let by = |security: &Security, seconds| {
         let retry_timeout = Duration::from_secs(seconds);
         RemoteDocuments::with_retry_timeout(&catalog.address(), security, retry_timeout).unwrap()
     };
-    for role in [Role::Client, Role::Catalog] {
-        let documents = by(&load(role), 60);
-        assert!(documents.commit(&Change::default().put("images/vm1", &1)).unwrap(), "{role:?}");
+    let client = by(&load("keys", Role::Client), 60);
+    assert!(client.commit(&Change::default().put("images/vm1", &1)).unwrap());
+    let peer = by(&load("peer", Role::Peer), 60);
+    let alive = format!("alive/{id}");
+    assert!(peer.commit(&Change::default().put_for(60, &alive, &1)).unwrap());
+    assert_eq!(peer.read(&[Query::key(&alive)]).unwrap().get(&alive).unwrap(), Some(1));
+    for refused in [Query::prefix(""), Query::key("images/vm1"), Query::prefix("members/")] {
+        let error = peer.read(&[refused]).unwrap_err();
+        assert!(error.to_string().contains("a peer may not read"), "{error}");
     }
-    let peer = by(&load(Role::Peer), 60);
-    assert!(peer.commit(&Change::default().put_for(9, "alive/x", &1)).unwrap());
-    assert_eq!(peer.read(&[Query::prefix("")]).unwrap().documents.len(), 2);
-    let change = Change::default().put("alive/x", &2).remove(Query::key("images/vm1"));
+    let change = Change::default().put(&alive, &2).remove(Query::key("images/vm1"));
     let error = peer.commit(&change).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("a peer may not change 'images/vm1'"), "{error}");
-    let view = peer.read(&[Query::prefix("")]).unwrap();
-    assert_eq!(view.get("alive/x").unwrap(), Some(1), "no part of the change was carried out");
-    let foreign = Security::load(others.path(), Role::Client).unwrap();
-    for foreign in [Security::INSECURE, foreign] {
-        assert!(by(&foreign, 2).read(&[Query::prefix("")]).is_err());
+    let view = client.read(&[Query::prefix("")]).unwrap();
+    assert_eq!(view.get(&alive).unwrap(), Some(1), "no part of the change was carried out");
+    let strangers = [Security::INSECURE, load("others", Role::Client), load("keys", Role::Catalog)];
+    for stranger in strangers {
+        assert!(by(&stranger, 2).read(&[]).is_err());
     }
     let open = Catalog::start();
-    let client = RemoteDocuments::new(&open.address(), &load(Role::Client)).unwrap();
+    let client = RemoteDocuments::new(&open.address(), &load("keys", Role::Client)).unwrap();
     let error = client.read(&[]).unwrap_err().to_string();
     assert!(error.contains("--insecure") || error.contains("unreachable"), "{error}");
 }

@@ -195,9 +195,23 @@ impl PeerStore {
     /// Opens a data directory, and creates it first if it is empty or missing. Without a `capacity`
     /// the free space of the file system is the limit.
     pub fn open(directory: &Path, capacity: Option<u64>) -> Result<PeerStore> {
+        PeerStore::open_as(directory, capacity, None)
+    }
+
+    /// Opens a data directory like [`PeerStore::open`]. With an `own` id, a new directory gets that
+    /// id, and a directory with another id is refused.
+    pub fn open_as(
+        directory: &Path,
+        capacity: Option<u64>,
+        own: Option<PeerId>,
+    ) -> Result<PeerStore> {
         let make = || log::make(directory).and_then(|()| table::make(directory));
-        let (lock, id) = DIRECTORY.take(directory, make)?;
-        let id = id.parse()?;
+        let (lock, id) = DIRECTORY.take(directory, own.map(|id| id.to_string()), make)?;
+        let id: PeerId = id.parse()?;
+        if let Some(own) = own.filter(|own| *own != id) {
+            let (found, wanted) = (id.to_string(), own.to_string());
+            return Err(Error::OtherPeer { path: directory.to_owned(), found, wanted });
+        }
         // If the table is missing, this creates an empty one, and `Log::open` fills it from the
         // log.
         make()?;
@@ -220,6 +234,11 @@ impl PeerStore {
         };
         store.read_names()?;
         Ok(store)
+    }
+
+    /// Whether a peer has stored data in this directory.
+    pub fn is_in(directory: &Path) -> Result<bool> {
+        DIRECTORY.read_marker(directory).map(|found| found.is_some())
     }
 
     /// Returns the id of this peer.

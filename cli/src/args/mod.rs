@@ -1,5 +1,7 @@
 //! The command line.
 
+mod cluster;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -8,6 +10,7 @@ use cairn_store::encoding::{Compression, Redundancy};
 use cairn_store::{ImageName, MirrorId, SnapshotRef};
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
+pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
 use crate::size::parse_size;
 
 const EXIT_CODES: &str = "\
@@ -30,7 +33,8 @@ pub(crate) struct Cli {
     /// etcd://HOST:PORT[,HOST:PORT...] (etcd)
     #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
-    /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role
+    /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role;
+    /// for `keys sign` and `keys revoke`, the directory of the authority
     #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
     pub(crate) keys: Option<PathBuf>,
     /// Connect to a cluster without TLS: everyone on the network can read and change the data
@@ -44,7 +48,7 @@ pub(crate) struct Cli {
 
 /// The ids of the global options that a command does not use. The command accepts them, so that a
 /// wrapper can pass them to every command. Its help does not show them.
-const UNUSED: [(&str, &[&str]); 11] = [
+const UNUSED: [(&str, &[&str]); 12] = [
     ("create", &["bytes"]),
     ("clone", &["bytes"]),
     ("export", &["bytes"]),
@@ -54,7 +58,8 @@ const UNUSED: [(&str, &[&str]); 11] = [
     ("status", &["store", "keys", "insecure"]),
     ("stats", &["store", "keys", "insecure"]),
     ("serve", &["store", "bytes"]),
-    ("keys", &["store", "keys", "insecure", "bytes"]),
+    ("supervise", &["bytes"]),
+    ("keys", &["store", "insecure", "bytes"]),
     ("catalog", &["bytes"]),
 ];
 
@@ -78,7 +83,10 @@ impl Cli {
                 .map(|option| option.clone().hide(true));
             command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
         }
-        command
+        // `keys init` names its directory as an argument.
+        let hidden = options.into_iter().find(|option| option.get_id() == "keys");
+        let hidden = hidden.map(|option| option.hide(true));
+        command.mut_subcommand("keys", |keys| keys.mut_subcommand("init", |init| init.args(hidden)))
     }
 }
 
@@ -201,8 +209,23 @@ pub(crate) enum Command {
                             --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
-    /// Create the keys of a cluster
-    #[command(subcommand, after_help = "Example:\n  cairn keys init cluster-keys")]
+    /// Supervise a cluster whose catalog is an etcd: declare peers lost, and repair
+    #[command(
+        after_help = "A catalog server supervises its cluster itself. Several supervisors may run: one of them \
+                      acts at a time.\n\n\
+                      Example:\n  cairn supervise --store etcd://10.0.0.1:2379,10.0.0.2:2379 --keys /etc/cairn"
+    )]
+    Supervise {
+        #[command(flatten)]
+        options: SupervisorOptions,
+    },
+    /// Create, sign and revoke the keys of a cluster
+    #[command(
+        subcommand,
+        after_help = "Examples:\n  cairn keys init cluster-keys\n  \
+                      cairn keys sign --keys cluster-keys peer1-keys\n  \
+                      cairn keys revoke --keys cluster-keys 3f8a"
+    )]
     Keys(Keys),
     /// List the peers of a cluster, or drain or remove a peer
     #[command(
@@ -237,97 +260,6 @@ pub(crate) enum Command {
     Stats {
         #[command(flatten)]
         control: Control,
-    },
-}
-
-/// The options of `cairn serve`.
-#[derive(Debug, Args)]
-pub(crate) struct Serve {
-    /// The data directory of the peer or of the catalog server; created if it does not exist
-    #[arg(long, value_name = "DIR")]
-    pub(crate) data: PathBuf,
-    /// The ADDRESS:PORT to listen at; port 0 selects a free port
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) listen: String,
-    /// Without a value: run the catalog server. With a value: run a peer of the catalog at
-    /// HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]
-    #[arg(long, value_name = "ADDR", num_args = 0..=1)]
-    pub(crate) catalog: Option<Option<String>>,
-    /// Store at most this many bytes [default: all free space of its file system]
-    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
-    pub(crate) capacity: Option<u64>,
-    /// The failure domain of the peer, such as a rack: peers of one domain may fail together
-    /// [default: the name of the host]
-    #[arg(long, value_name = "NAME")]
-    pub(crate) domain: Option<String>,
-    /// The HOST:PORT at which others reach the peer [default: the address of --listen]
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) advertise: Option<String>,
-    /// Treat a peer as lost, and rebuild its fragments on other peers, after it has been down for
-    /// this many seconds
-    #[arg(long, value_name = "SECONDS", default_value = "900", value_parser = parse_seconds)]
-    pub(crate) lost_after: Duration,
-    /// Transfer at most this many bytes a second for repair in the background [default: no limit]
-    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
-    pub(crate) repair_rate: Option<u64>,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Peers {
-    /// Move all fragments of a peer to other peers
-    #[command(after_help = "Example:\n  cairn peers drain 3f8a")]
-    Drain {
-        /// The beginning of the peer's id, or its address
-        peer: String,
-        /// Cancel the drain: the peer receives its share of the data again
-        #[arg(long)]
-        undo: bool,
-    },
-    /// Declare a peer lost, so that its fragments are rebuilt on other peers at once
-    #[command(
-        after_help = "Use it when the peer or its disk will not return. A lost peer that starts again is a \
-                            member again, with everything it holds.\n\n\
-                            Example:\n  cairn peers lose 3f8a"
-    )]
-    Lose {
-        /// The beginning of the peer's id, or its address
-        peer: String,
-    },
-    /// Remove a peer from the list: one that is lost, or one that is running and empty
-    #[command(
-        after_help = "A peer that is down must be declared lost first, with `cairn peers lose`.\n\n\
-                            Example:\n  cairn peers forget 3f8a"
-    )]
-    Forget {
-        /// The beginning of the peer's id, or its address
-        peer: String,
-    },
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Catalog {
-    /// Restore the images and snapshots of which the peers have records
-    #[command(
-        after_help = "What the catalog has is not changed. The command refuses to run while \
-                            peers are missing, because they may know of further snapshots and of \
-                            removals. Run it again with the missing peers, and it adds the rest.\n\n\
-                            Examples:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild\n  \
-                            cairn --store cairn://10.0.0.1:7400 catalog rebuild --force"
-    )]
-    Rebuild {
-        /// Restore what the peers that answer know. Removed snapshots may return
-        #[arg(long)]
-        force: bool,
-    },
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Keys {
-    /// Create a private certificate authority, and keys for peers, catalog and clients
-    #[command(after_help = "Example:\n  cairn keys init cluster-keys")]
-    Init {
-        /// A directory that does not exist or is empty
-        directory: PathBuf,
     },
 }
 

@@ -1,0 +1,153 @@
+//! The commands that run and administer a cluster.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cairn_store::PeerId;
+use cairn_store::maintenance::supervisor::SupervisorConfig;
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::parse_seconds;
+use crate::size::parse_size;
+
+/// The options of `cairn serve`.
+#[derive(Debug, Args)]
+pub(crate) struct Serve {
+    /// The data directory of the peer or of the catalog server; created if it does not exist
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data: PathBuf,
+    /// The ADDRESS:PORT to listen at; port 0 selects a free port
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) listen: String,
+    /// Without a value: run the catalog server. With a value: run a peer of the catalog at
+    /// HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]
+    #[arg(long, value_name = "ADDR", num_args = 0..=1)]
+    pub(crate) catalog: Option<Option<String>>,
+    /// Store at most this many bytes [default: all free space of its file system]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    pub(crate) capacity: Option<u64>,
+    /// The failure domain of the peer, such as a rack: peers of one domain may fail together
+    /// [default: the name of the host]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) domain: Option<String>,
+    /// The HOST:PORT at which others reach the peer [default: the address of --listen]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) advertise: Option<String>,
+    #[command(flatten)]
+    pub(crate) supervisor: SupervisorOptions,
+}
+
+/// The options of a supervisor.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct SupervisorOptions {
+    /// Treat a peer as lost, and rebuild its fragments on other peers, after it has been down for
+    /// this many seconds [default: 900]
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(crate) lost_after: Option<Duration>,
+    /// Transfer at most this many bytes a second for repair in the background [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    pub(crate) repair_rate: Option<u64>,
+}
+
+impl SupervisorOptions {
+    /// The settings of a supervisor with these options.
+    pub(crate) fn config(&self) -> SupervisorConfig {
+        let lost_after = self.lost_after.unwrap_or(Duration::from_secs(900));
+        SupervisorConfig { lost_after, rate: self.repair_rate }
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Peers {
+    /// Move all fragments of a peer to other peers
+    #[command(after_help = "Example:\n  cairn peers drain 3f8a")]
+    Drain {
+        /// The beginning of the peer's id, or its address
+        peer: String,
+        /// Cancel the drain: the peer receives its share of the data again
+        #[arg(long)]
+        undo: bool,
+    },
+    /// Declare a peer lost, so that its fragments are rebuilt on other peers at once
+    #[command(
+        after_help = "Use it when the peer or its disk will not return. A lost peer that starts again is a \
+                            member again, with everything it holds.\n\n\
+                            Example:\n  cairn peers lose 3f8a"
+    )]
+    Lose {
+        /// The beginning of the peer's id, or its address
+        peer: String,
+    },
+    /// Remove a peer from the list: one that is lost, or one that is running and empty
+    #[command(
+        after_help = "A peer that is down must be declared lost first, with `cairn peers lose`.\n\n\
+                            Example:\n  cairn peers forget 3f8a"
+    )]
+    Forget {
+        /// The beginning of the peer's id, or its address
+        peer: String,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Catalog {
+    /// Restore the images and snapshots of which the peers have records
+    #[command(
+        after_help = "What the catalog has is not changed. The command refuses to run while peers \
+                      are missing, because they may know of further snapshots and of removals. Run \
+                      it again with the missing peers, and it adds the rest.\n\n\
+                      Examples:\n  cairn --store cairn://10.0.0.1:7400 catalog rebuild\n  \
+                      cairn --store cairn://10.0.0.1:7400 catalog rebuild --force"
+    )]
+    Rebuild {
+        /// Restore what the peers that answer know. Removed snapshots may return
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Keys {
+    /// Create a private certificate authority, and the keys of catalog, supervisor and clients
+    #[command(after_help = "Example:\n  cairn keys init cluster-keys")]
+    Init {
+        /// A directory that does not exist or is empty
+        #[arg(value_name = "DIR")]
+        directory: PathBuf,
+    },
+    /// Create the keys of a new peer, or of another process, signed by the authority in --keys
+    #[command(after_help = "Examples:\n  cairn keys sign --keys cluster-keys peer1-keys\n  \
+                            cairn keys sign --keys cluster-keys --role client client2-keys")]
+    Sign {
+        /// A directory that does not exist or is empty; it gets ca.pem, revoked.crl.pem, and the
+        /// certificate and key of the role
+        #[arg(value_name = "DIR")]
+        directory: PathBuf,
+        /// What the keys are for
+        #[arg(long, value_enum, default_value = "peer")]
+        role: SignRole,
+        /// Create keys for the peer that has this id, in place of its former keys, not for a new
+        /// peer
+        #[arg(long, value_name = "ID")]
+        peer: Option<PeerId>,
+    },
+    /// Revoke all keys of a peer or of a role that were created so far
+    #[command(
+        after_help = "The list of revoked certificates, revoked.crl.pem in the directory --keys, takes effect \
+                      on each machine when it is copied into the directory of keys there.\n\n\
+                      Examples:\n  cairn keys revoke --keys cluster-keys 3f8a\n  \
+                      cairn keys revoke --keys cluster-keys client"
+    )]
+    Revoke {
+        /// The beginning of a peer's id, or catalog, supervisor or client
+        name: String,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SignRole {
+    Peer,
+    Client,
+    Supervisor,
+    Catalog,
+}
