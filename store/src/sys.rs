@@ -137,6 +137,25 @@ fn file_system(path: &Path) -> io::Result<libc::statfs> {
     Ok(unsafe { stat.assume_init() })
 }
 
+/// Raises the number of files that this process may have open as far as the system permits. Returns
+/// the number.
+pub(crate) fn raise_open_files() -> io::Result<u64> {
+    let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
+    // SAFETY: `limit` has room for the structure that the kernel fills.
+    if unsafe { libc::getrlimit64(libc::RLIMIT_NOFILE, limit.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so the kernel has filled the structure.
+    let before = unsafe { limit.assume_init() };
+    let raised = libc::rlimit64 { rlim_cur: before.rlim_max, ..before };
+    // SAFETY: the kernel only reads the structure.
+    match unsafe { libc::setrlimit64(libc::RLIMIT_NOFILE, &raw const raised) } {
+        0 => Ok(raised.rlim_cur),
+        // A sandbox may forbid the change.
+        _ => Ok(before.rlim_cur),
+    }
+}
+
 /// Random bytes that nobody can predict.
 pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];

@@ -17,6 +17,8 @@
 //! which is stored in the same transaction. A retry with a known token returns the result of the
 //! first attempt and does nothing.
 
+#[cfg(test)]
+mod admission_tests;
 mod client;
 mod connection;
 mod server;

@@ -5,15 +5,14 @@
 //!            └─► wait ──► one task polls the database for all waiting requests
 //! ```
 //!
-//! These are bounded: the memory of all connections together, the connections, and, more tightly,
-//! the connections that have not authenticated.
+//! The memory of all connections together is bounded. `net::admission` bounds the connections.
 
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncWrite, BufReader};
+use tokio::io::{AsyncRead, AsyncWrite, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
@@ -23,6 +22,7 @@ use super::store::CatalogStore;
 use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
 use crate::documents::{Change, Documents, Query, folder};
 use crate::error::{Error, ErrorKind, Result};
+use crate::net::admission::{Admission, Unauthenticated};
 use crate::net::frame::{OutgoingFrames, read_body, read_header};
 use crate::net::handshake::{CATALOG_PROTOCOL, greet};
 use crate::net::identity::{Role, Security};
@@ -30,11 +30,8 @@ use crate::net::identity::{Role, Security};
 /// Memory for requests and answers, in KiB.
 const MEMORY_KIB: usize = 256 << 10;
 
-/// Connections at a time.
+/// The most authenticated connections at a time.
 const MAX_CONNECTIONS: usize = 4096;
-
-/// Connections at a time that have not authenticated.
-const MAX_UNAUTHENTICATED: usize = 64;
 
 /// Requests of one connection at a time.
 const MAX_REQUESTS: usize = 256;
@@ -61,7 +58,6 @@ struct Server {
     /// Free memory, in KiB.
     memory: Arc<Semaphore>,
     workers: Semaphore,
-    unauthenticated: Arc<Semaphore>,
     /// The revision of the last change in each folder.
     folders: watch::Sender<HashMap<String, u64>>,
     /// Makes the polling task look for changes at once.
@@ -83,12 +79,22 @@ pub async fn serve(
     security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
+    serve_admitted(listener, store, security, Admission::new(MAX_CONNECTIONS), stop).await
+}
+
+/// Serves connections until `stop` ends, as many as `admission` admits.
+pub(super) async fn serve_admitted(
+    listener: TcpListener,
+    store: Arc<CatalogStore>,
+    security: Security,
+    admission: Arc<Admission>,
+    stop: impl Future<Output = ()>,
+) -> io::Result<()> {
     let server = Arc::new(Server {
         store,
         security,
         memory: Arc::new(Semaphore::new(MEMORY_KIB)),
         workers: Semaphore::new(WORKERS),
-        unauthenticated: Arc::new(Semaphore::new(MAX_UNAUTHENTICATED)),
         folders: watch::Sender::new(HashMap::new()),
         poll_now: Notify::new(),
     });
@@ -104,15 +110,9 @@ pub async fn serve(
         };
         match accepted {
             Ok((stream, address)) => {
-                let permit = server.unauthenticated.clone().try_acquire_owned();
-                // A connection beyond the limits is closed at once.
-                let Some(permit) = permit.ok().filter(|_| connections.len() <= MAX_CONNECTIONS)
-                else {
-                    continue;
-                };
-                let server = server.clone();
+                let (server, unauthenticated) = (server.clone(), admission.admit(address.ip()));
                 connections.spawn(async move {
-                    if let Err(error) = server.connection(stream, permit).await {
+                    if let Err(error) = server.client(stream, unauthenticated).await {
                         tracing::debug!(%address, %error, "connection closed");
                     }
                 });
@@ -152,20 +152,36 @@ impl Server {
         }
     }
 
-    /// Serves one client. `unauthenticated` is released after the handshake.
-    async fn connection(
+    /// Serves one client while there is room for it.
+    async fn client(
         self: &Arc<Server>,
         stream: TcpStream,
-        unauthenticated: OwnedSemaphorePermit,
+        unauthenticated: Unauthenticated,
     ) -> io::Result<()> {
         let _ = stream.set_nodelay(true);
-        let (reader, writer, role) = self.security.accept(stream, &Role::ALL).await?;
-        let (mut reader, mut writer) = (BufReader::new(reader), writer);
-        let id = self.store.id();
-        if !greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await? {
-            return Ok(());
+        let greeted = async {
+            let (mut reader, mut writer, role) = self.security.accept(stream, &Role::ALL).await?;
+            let id = self.store.id();
+            let is_welcome =
+                greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await?;
+            io::Result::Ok(is_welcome.then_some((reader, writer, role)))
+        };
+        match unauthenticated.complete(greeted).await? {
+            Some(((reader, writer, role), admitted)) => {
+                admitted.serve(self.connection(reader, writer, role)).await
+            }
+            None => Ok(()),
         }
-        drop(unauthenticated);
+    }
+
+    /// Reads the requests of one client, and sends the answers.
+    async fn connection(
+        self: &Arc<Server>,
+        reader: impl AsyncRead + Unpin,
+        writer: impl AsyncWrite + Unpin + Send + 'static,
+        role: Option<Role>,
+    ) -> io::Result<()> {
+        let mut reader = BufReader::new(reader);
         let slots = Arc::new(Semaphore::new(MAX_REQUESTS));
         let (answers, outgoing) = mpsc::unbounded_channel();
         let mut sending = JoinSet::new();
