@@ -13,14 +13,17 @@
 mod tests;
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior, params};
+use rusqlite::{
+    Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior, params,
+};
 
-use super::{Change, Document, Documents, Put, Query, View, folder};
+use super::ranges::{KeyRange, prefix_end, ranges};
+use super::{Change, Document, Documents, Each, Put, Query, View, folder, prefix_queries};
 use crate::clock::BootClock;
 use crate::durable::database;
 use crate::error::{Error, Result};
@@ -73,6 +76,11 @@ CREATE TABLE clock (
 INSERT INTO clock VALUES (1, '');
 ";
 
+/// The documents in a range of keys that have not expired, in the order of their keys. A prefix is
+/// such a range.
+const IN_RANGE: &str = "SELECT key, value, version FROM documents
+    WHERE key >= ?1 AND key < ?3 AND (expires IS NULL OR expires > ?2) ORDER BY key";
+
 /// Who renews the documents that expire.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Users {
@@ -84,6 +92,7 @@ enum Users {
 
 /// Documents in one database file.
 pub struct SqliteDocuments {
+    path: PathBuf,
     clock: BootClock,
     writer: Mutex<Connection>,
     /// A connection of its own, so that a read does not wait for the writer's sync.
@@ -109,7 +118,8 @@ impl SqliteDocuments {
     fn open_with(path: &Path, clock: BootClock, users: Users) -> Result<SqliteDocuments> {
         let (mut writer, reader) = database::open(path, VERSION)?;
         adopt_lifetimes(&mut writer, &clock, users)?;
-        Ok(SqliteDocuments { clock, writer: Mutex::new(writer), reader: Mutex::new(reader) })
+        let (path, writer, reader) = (path.into(), Mutex::new(writer), Mutex::new(reader));
+        Ok(SqliteDocuments { path, clock, writer, reader })
     }
 
     /// Carries out a change like [`Documents::commit`], but once: if a change with this token was
@@ -124,6 +134,58 @@ impl SqliteDocuments {
         let mut query = reader.prepare_cached("SELECT name, revision FROM folders")?;
         let rows = query.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
         Ok(rows.collect::<rusqlite::Result<_>>()?)
+    }
+
+    /// Reads like [`Documents::read`]. Returns `None` if the keys and the contents of the documents
+    /// have more than `max` bytes.
+    pub(super) fn read_within(&self, queries: &[Query], max: usize) -> Result<Option<View>> {
+        let mut reader = self.reader();
+        let tx = reader.transaction_with_behavior(TransactionBehavior::Deferred)?;
+        let mut view = View { revision: current_revision(&tx)?, ..View::default() };
+        let now = self.clock.now_ms();
+        let mut by_key = tx.prepare_cached(
+            "SELECT key, value, version FROM documents
+             WHERE key = ?1 AND (expires IS NULL OR expires > ?2)",
+        )?;
+        let mut by_prefix = tx.prepare_cached(IN_RANGE)?;
+        let mut bytes = 0;
+        for query in queries {
+            let mut rows = match query {
+                Query::Key(key) => by_key.query(params![key, now])?,
+                Query::Prefix(prefix) => {
+                    by_prefix.query(params![prefix, now, prefix_end(prefix)])?
+                }
+            };
+            while let Some(row) = rows.next()? {
+                let key: String = row.get(0)?;
+                let document = Document { value: row.get(1)?, version: row.get(2)? };
+                bytes += key.len() + document.value.len();
+                if bytes > max {
+                    return Ok(None);
+                }
+                view.documents.insert(key, document);
+            }
+        }
+        Ok(Some(view))
+    }
+
+    /// Passes the documents that match a query to `each`, like [`Documents::scan`].
+    pub(super) fn scan_queries(&self, queries: &[Query], each: Each<'_>) -> Result<u64> {
+        // `each` may take long, and may read or write documents. So the scan has a connection of
+        // its own.
+        let mut connection = database::connect(&self.path, OpenFlags::empty())?;
+        let tx = connection.transaction_with_behavior(TransactionBehavior::Deferred)?;
+        let revision = current_revision(&tx)?;
+        let now = self.clock.now_ms();
+        let mut in_range = tx.prepare(IN_RANGE)?;
+        for KeyRange { begin, end } in ranges(queries) {
+            let mut rows = in_range.query(params![begin, now, end])?;
+            while let Some(row) = rows.next()? {
+                let key: String = row.get(0)?;
+                each(&key, Document { value: row.get(1)?, version: row.get(2)? })?;
+            }
+        }
+        Ok(revision)
     }
 
     fn commit_as(&self, token: Option<&[u8; 16]>, change: &Change) -> Result<bool> {
@@ -146,31 +208,12 @@ impl SqliteDocuments {
 
 impl Documents for SqliteDocuments {
     fn read(&self, queries: &[Query]) -> Result<View> {
-        let mut reader = self.reader();
-        let tx = reader.transaction_with_behavior(TransactionBehavior::Deferred)?;
-        let mut view = View { revision: current_revision(&tx)?, ..View::default() };
-        let now = self.clock.now_ms();
-        let mut by_key = tx.prepare_cached(
-            "SELECT key, value, version FROM documents
-             WHERE key = ?1 AND (expires IS NULL OR expires > ?2)",
-        )?;
-        let mut by_prefix = tx.prepare_cached(
-            "SELECT key, value, version FROM documents
-             WHERE key >= ?1 AND key < ?3 AND (expires IS NULL OR expires > ?2)",
-        )?;
-        for query in queries {
-            let mut rows = match query {
-                Query::Key(key) => by_key.query(params![key, now])?,
-                Query::Prefix(prefix) => {
-                    by_prefix.query(params![prefix, now, prefix_end(prefix)])?
-                }
-            };
-            while let Some(row) = rows.next()? {
-                let document = Document { value: row.get(1)?, version: row.get(2)? };
-                view.documents.insert(row.get(0)?, document);
-            }
-        }
-        Ok(view)
+        let view = self.read_within(queries, usize::MAX)?;
+        Ok(view.expect("documents in memory have fewer bytes than addresses"))
+    }
+
+    fn scan(&self, prefixes: &[&str], each: Each<'_>) -> Result<u64> {
+        self.scan_queries(&prefix_queries(prefixes), each)
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
@@ -299,9 +342,4 @@ fn current_revision(tx: &Transaction<'_>) -> Result<u64> {
         .query_row([], |row| row.get(0))
         .optional()?
         .ok_or_else(|| Error::corrupt("the catalog", "it has no revision"))
-}
-
-/// The end of the range of keys that begin with `prefix`. No key contains this character.
-fn prefix_end(prefix: &str) -> String {
-    format!("{prefix}\u{10ffff}")
 }

@@ -20,6 +20,9 @@ use crate::error::Result;
 /// The most requests that wait to be sent.
 const QUEUED_REQUESTS: usize = 16;
 
+/// The number of the request on an [`AnswerStream`].
+const STREAM_NUMBER: u64 = 1;
+
 /// The kind and the body of an answer.
 pub(crate) type RawAnswer = (u16, Bytes);
 
@@ -72,11 +75,7 @@ impl Connection {
         protocol: &Protocol,
         max_answer: usize,
     ) -> Result<Connection, HandshakeError> {
-        let stream = connect_tcp(address).await.map_err(HandshakeError::Io)?;
-        let (reader, mut writer) =
-            security.connect(stream, role).await.map_err(HandshakeError::Io)?;
-        let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
-        let server = introduce(&mut reader, &mut writer, protocol).await?;
+        let (reader, writer, server) = connect(address, security, role, protocol).await?;
         let (requests, queue) = mpsc::channel(QUEUED_REQUESTS);
         let shared = Arc::new(Shared {
             waiting: Mutex::new(Some(HashMap::new())),
@@ -122,6 +121,66 @@ impl Connection {
         self.requests.send((request, sender)).await.map_err(|_| ConnectionLost)?;
         answer.await.map_err(|_| ConnectionLost)
     }
+}
+
+/// A connection for one request that has many answers. The server can send another answer when this
+/// side has received those before it.
+pub(crate) struct AnswerStream {
+    server: [u8; 16],
+    max_answer: usize,
+    reader: BufReader<Reader>,
+    writer: Writer,
+}
+
+impl AnswerStream {
+    /// Connects like [`Connection::open`].
+    pub(crate) async fn open(
+        address: &str,
+        security: &Security,
+        role: Role,
+        protocol: &Protocol,
+        max_answer: usize,
+    ) -> Result<AnswerStream, HandshakeError> {
+        let (reader, writer, server) = connect(address, security, role, protocol).await?;
+        Ok(AnswerStream { server, max_answer, reader, writer })
+    }
+
+    /// The id of the server.
+    pub(crate) fn server(&self) -> [u8; 16] {
+        self.server
+    }
+
+    /// Sends the request.
+    pub(crate) async fn send(&mut self, request: Message) -> io::Result<()> {
+        let mut frames = OutgoingFrames::default();
+        frames.push(STREAM_NUMBER, request);
+        frames.send(&mut self.writer).await
+    }
+
+    /// Waits for the next answer, which must begin within `limit`.
+    pub(crate) async fn next(&mut self, limit: Duration) -> Result<RawAnswer, ConnectionLost> {
+        match read_header(&mut self.reader, limit, self.max_answer).await {
+            Ok(Some(Ok(header))) if header.number == STREAM_NUMBER => {
+                let body = read_body(&mut self.reader, &header).await;
+                body.map(|body| (header.kind, body)).map_err(|_| ConnectionLost)
+            }
+            _ => Err(ConnectionLost),
+        }
+    }
+}
+
+/// Connects to a server with this role, and performs the handshake. Also returns the server's id.
+async fn connect(
+    address: &str,
+    security: &Security,
+    role: Role,
+    protocol: &Protocol,
+) -> Result<(BufReader<Reader>, Writer, [u8; 16]), HandshakeError> {
+    let stream = connect_tcp(address).await.map_err(HandshakeError::Io)?;
+    let (reader, mut writer) = security.connect(stream, role).await.map_err(HandshakeError::Io)?;
+    let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
+    let server = introduce(&mut reader, &mut writer, protocol).await?;
+    Ok((reader, writer, server))
 }
 
 async fn connect_tcp(address: &str) -> io::Result<TcpStream> {

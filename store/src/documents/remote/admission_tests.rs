@@ -8,6 +8,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 use super::RemoteDocuments;
+use super::serve_scan::ScanLimits;
 use super::tests::{Catalog, try_increment};
 use crate::net::admission::Admission;
 use crate::net::handshake::CATALOG_PROTOCOL;
@@ -93,7 +94,10 @@ fn the_flood_of_one_host_does_not_end_the_handshake_of_another() {
 
 #[test]
 fn one_host_cannot_take_the_places_of_all_clients() {
-    let catalog = Catalog::start_admitting(Security::INSECURE, Admission::with_limits(64, 8));
+    let catalog = Catalog::start_within(
+        Security::INSECURE,
+        (Admission::with_limits(64, 8), ScanLimits::default()),
+    );
     let mut greedy: Vec<_> = (0..20).map(|_| connect_from(OTHER, catalog.address)).collect();
     greedy.iter_mut().for_each(say_hello);
     // Whichever come first are served, and the other twelve are refused.

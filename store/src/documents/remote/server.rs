@@ -2,23 +2,25 @@
 //!
 //! ```text
 //! connection ──► read, commit ──► a few threads ──► answers, in any order
+//!            ├─► scan ──► a thread of its own ──► many answers
 //!            └─► wait ──► one task polls the database for all waiting requests
 //! ```
 //!
 //! The memory of all connections together is bounded. `net::admission` bounds the connections.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
+use super::serve_scan::{ScanLimits, ScanStep, Scans};
 use super::store::CatalogStore;
+use super::waits::Waits;
 use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
 use crate::documents::{Change, Documents, Query, folder};
 use crate::error::{Error, ErrorKind, Result};
@@ -45,9 +47,6 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 /// The longest wait. A client that wants to wait longer sends another request.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 
-/// How often the server looks for changes by other processes.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
-
 /// The folders that a peer may change: membership, and what peers observe. Images, snapshots and
 /// mirrors are not in them.
 const PEER_FOLDERS: [&str; 5] = ["members", "alive", "suspects", "leader", "health"];
@@ -58,10 +57,8 @@ struct Server {
     /// Free memory, in KiB.
     memory: Arc<Semaphore>,
     workers: Semaphore,
-    /// The revision of the last change in each folder.
-    folders: watch::Sender<HashMap<String, u64>>,
-    /// Makes the polling task look for changes at once.
-    poll_now: Notify,
+    scans: Scans,
+    waits: Waits,
 }
 
 /// An answer, and the permits that are released when it is sent.
@@ -79,15 +76,16 @@ pub async fn serve(
     security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    serve_admitted(listener, store, security, Admission::new(MAX_CONNECTIONS), stop).await
+    let limits = (Admission::new(MAX_CONNECTIONS), ScanLimits::default());
+    serve_within(listener, store, security, limits, stop).await
 }
 
-/// Serves connections until `stop` ends, as many as `admission` admits.
-pub(super) async fn serve_admitted(
+/// Serves connections until `stop` ends, within these limits.
+pub(super) async fn serve_within(
     listener: TcpListener,
     store: Arc<CatalogStore>,
     security: Security,
-    admission: Arc<Admission>,
+    (admission, scan_limits): (Arc<Admission>, ScanLimits),
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let server = Arc::new(Server {
@@ -95,12 +93,12 @@ pub(super) async fn serve_admitted(
         security,
         memory: Arc::new(Semaphore::new(MEMORY_KIB)),
         workers: Semaphore::new(WORKERS),
-        folders: watch::Sender::new(HashMap::new()),
-        poll_now: Notify::new(),
+        scans: Scans::new(scan_limits),
+        waits: Waits::default(),
     });
     let mut connections = JoinSet::new();
     let own = server.clone();
-    connections.spawn(async move { own.poll_for_changes().await });
+    connections.spawn(async move { own.waits.poll(own.store.documents()).await });
     tokio::pin!(stop);
     loop {
         let accepted = tokio::select! {
@@ -129,29 +127,6 @@ pub(super) async fn serve_admitted(
 }
 
 impl Server {
-    /// Polls the database and notifies the requests that wait for a change.
-    async fn poll_for_changes(self: &Arc<Server>) {
-        loop {
-            if self.folders.receiver_count() == 0 {
-                self.poll_now.notified().await;
-            }
-            let store = self.store.clone();
-            match tokio::task::spawn_blocking(move || store.documents().folders()).await {
-                Ok(Ok(found)) => {
-                    self.folders.send_if_modified(|folders| {
-                        let changed = *folders != found;
-                        *folders = found;
-                        changed
-                    });
-                }
-                Ok(Err(error)) => tracing::warn!(%error, "cannot look for changes"),
-                Err(error) => tracing::warn!(%error, "cannot look for changes"),
-            }
-            // A change by a client of this server is found at once.
-            let _ = timeout(POLL_INTERVAL, self.poll_now.notified()).await;
-        }
-    }
-
     /// Serves one client while there is room for it.
     async fn client(
         self: &Arc<Server>,
@@ -204,7 +179,13 @@ impl Server {
                 Ok(request) => {
                     let (server, answers) = (self.clone(), answers.clone());
                     answering.spawn(async move {
-                        let (body, _memory) = server.answer(request, role, memory).await;
+                        let (body, _memory) = match request {
+                            Request::Scan(queries) => {
+                                drop(memory);
+                                (server.scan(queries, number, &answers).await, None)
+                            }
+                            request => server.answer(request, role, memory).await,
+                        };
                         // This fails if the client has disconnected.
                         let _ = answers.send(Outgoing { number, body, _memory, _slot: slot });
                     });
@@ -241,7 +222,7 @@ impl Server {
     ) -> ((u16, Vec<u8>), Option<OwnedSemaphorePermit>) {
         if let Request::Wait(folder, revision, milliseconds) = &request {
             let limit = Duration::from_millis((*milliseconds).into());
-            self.wait(folder, *revision, limit).await;
+            self.waits.wait(folder, *revision, limit.min(MAX_WAIT)).await;
             return (Answer::Waited.to_body(), Some(memory));
         }
         let _worker = self.workers.acquire().await;
@@ -257,33 +238,48 @@ impl Server {
         (body, memory)
     }
 
-    /// Returns when a document in `folder` has changed after `revision`, or after `limit`.
-    async fn wait(&self, folder: &str, revision: u64, limit: Duration) {
-        let mut folders = self.folders.subscribe();
-        self.poll_now.notify_one();
-        let changed = folders.wait_for(|all| all.get(folder).is_some_and(|last| *last > revision));
-        let _ = timeout(limit.min(MAX_WAIT), changed).await;
+    /// Sends the pages of a scan. Returns its last answer.
+    async fn scan(
+        &self,
+        queries: Vec<Query>,
+        number: u64,
+        answers: &mpsc::UnboundedSender<Outgoing>,
+    ) -> (u16, Vec<u8>) {
+        let mut scan = match self.scans.start(self.store.documents(), queries).await {
+            Ok(scan) => scan,
+            Err(error) => {
+                return Answer::Failed(ErrorKind::Unavailable, error.to_string()).to_body();
+            }
+        };
+        loop {
+            match scan.next().await {
+                ScanStep::Page(page, sent) => {
+                    let body = page.to_body();
+                    // This fails if the client has disconnected.
+                    let _ = answers.send(Outgoing { number, body, _memory: None, _slot: sent });
+                }
+                ScanStep::End(answer) => return answer.to_body(),
+            }
+        }
     }
 
     /// Carries out a request.
     fn work(&self, request: Request, role: Option<Role>) -> (u16, Vec<u8>) {
         let answer = match request {
-            Request::Read(queries) => self.store.documents().read(&queries).map(Answer::View),
+            Request::Read(queries) => {
+                let view = self.store.documents().read_within(&queries, MAX_ANSWER);
+                view.map(|view| view.map_or(Answer::TooLarge, Answer::View))
+            }
             Request::Commit(token, change) => {
                 self.commit(token.as_ref(), &change, role).map(Answer::Committed)
             }
-            Request::Wait(..) => unreachable!("waits are answered without a worker"),
+            Request::Wait(..) | Request::Scan(_) => {
+                unreachable!("waits and scans are answered without a worker")
+            }
         };
         let body = answer.unwrap_or_else(|error| Answer::failed(&error)).to_body();
-        match body.1.len() {
-            len if len > MAX_ANSWER => {
-                let reason = format!(
-                    "the answer has {len} bytes, and may have {MAX_ANSWER}; read fewer documents"
-                );
-                Answer::Failed(ErrorKind::Invalid, reason).to_body()
-            }
-            _ => body,
-        }
+        // Versions and lengths may make the message longer than the documents.
+        if body.1.len() > MAX_ANSWER { Answer::TooLarge.to_body() } else { body }
     }
 
     fn commit(&self, token: Option<&Token>, change: &Change, role: Option<Role>) -> Result<bool> {
@@ -296,7 +292,7 @@ impl Server {
             None => documents.commit(change),
         }?;
         if carried_out {
-            self.poll_now.notify_one();
+            self.waits.look_now();
         }
         Ok(carried_out)
     }
