@@ -127,7 +127,7 @@ mod tests {
 
         #[test]
         fn catalog(
-            kind in prop_oneof![1u16..5, 101u16..106],
+            kind in prop_oneof![1u16..6, 101u16..108],
             // Small numbers, so that counts and lengths sometimes fit.
             body in vec(0u8..4, 0..60),
         ) {

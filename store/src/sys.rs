@@ -11,6 +11,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 
@@ -135,6 +136,35 @@ fn file_system(path: &Path) -> io::Result<libc::statfs> {
     }
     // SAFETY: the call succeeded, so the kernel has filled the structure, which has only numbers.
     Ok(unsafe { stat.assume_init() })
+}
+
+/// The time since the boot of the kernel, with the time that the host slept (`CLOCK_BOOTTIME`).
+/// Nobody can set this clock.
+pub(crate) fn time_since_boot() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is the structure that the kernel fills.
+    let got = unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut time) };
+    assert_eq!(got, 0, "Linux has this clock since 2.6.39");
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Raises the number of files that this process may have open as far as the system permits. Returns
+/// the number.
+pub(crate) fn raise_open_files() -> io::Result<u64> {
+    let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
+    // SAFETY: `limit` has room for the structure that the kernel fills.
+    if unsafe { libc::getrlimit64(libc::RLIMIT_NOFILE, limit.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so the kernel has filled the structure.
+    let before = unsafe { limit.assume_init() };
+    let raised = libc::rlimit64 { rlim_cur: before.rlim_max, ..before };
+    // SAFETY: the kernel only reads the structure.
+    match unsafe { libc::setrlimit64(libc::RLIMIT_NOFILE, &raw const raised) } {
+        0 => Ok(raised.rlim_cur),
+        // A sandbox may forbid the change.
+        _ => Ok(before.rlim_cur),
+    }
 }
 
 /// Random bytes that nobody can predict.

@@ -12,6 +12,7 @@
 
 #[cfg(test)]
 mod auth_tests;
+mod scan;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -21,15 +22,16 @@ use std::time::Duration;
 
 use etcd_client::{
     Certificate, Client, Compare, CompareOp, ConnectOptions, DeleteOptions, Error as EtcdError,
-    GetOptions, Identity, KvClient, LeaseClient, PutOptions, TlsOptions, Txn, TxnOp, TxnOpResponse,
-    WatchClient, WatchOptions,
+    GetOptions, Identity, KeyValue, KvClient, LeaseClient, PutOptions, TlsOptions, Txn, TxnOp,
+    TxnOpResponse, WatchClient, WatchOptions,
 };
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
 use super::background::{Background, CallError, no_random, retry, unavailable};
 use super::{
-    Change, Document, Documents, ETCD, LONGEST_WAIT, Put, Query, RETRY_TIMEOUT, View, new_token,
+    Change, Document, Documents, ETCD, Each, LONGEST_WAIT, Put, Query, RETRY_TIMEOUT, View,
+    collect, new_token, prefix_queries,
 };
 use crate::error::{ErrorKind, Result};
 use crate::net::identity::Security;
@@ -115,11 +117,19 @@ impl EtcdDocuments {
 
 impl Documents for EtcdDocuments {
     fn read(&self, queries: &[Query]) -> Result<View> {
-        let (inner, queries) = (self.inner.clone(), queries.to_vec());
-        self.background.run(async move {
-            let read = || inner.in_time(inner.read(&queries));
+        let (inner, own) = (self.inner.clone(), queries.to_vec());
+        let read = self.background.run(async move {
+            let read = || inner.in_time(inner.read(&own));
             retry(&inner.address, inner.retry_timeout, false, read).await
-        })
+        });
+        match read? {
+            Some(view) => Ok(view),
+            None => collect(|each| self.scan_queries(queries, each)),
+        }
+    }
+
+    fn scan(&self, prefixes: &[&str], each: Each<'_>) -> Result<u64> {
+        self.scan_queries(&prefix_queries(prefixes), each)
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
@@ -152,7 +162,8 @@ impl Inner {
         timeout(self.retry_timeout / 3, call).await.unwrap_or_else(|_| Err(CallError::timed_out()))
     }
 
-    async fn read(&self, queries: &[Query]) -> Result<View, CallError> {
+    /// Reads documents; `None` if they do not fit into one answer.
+    async fn read(&self, queries: &[Query]) -> Result<Option<View>, CallError> {
         let mut view = View::default();
         // A read without queries asks for the revision. This key never exists.
         let no_document = [Query::key("")];
@@ -171,24 +182,22 @@ impl Inner {
                 }
             };
             let gets: Vec<TxnOp> = some.iter().map(get).collect();
-            let answer = self.kv.clone().txn(Txn::new().and_then(gets)).await?;
+            let answer = match self.kv.clone().txn(Txn::new().and_then(gets)).await {
+                Err(error) if is_too_large(&error) => return Ok(None),
+                answer => answer?,
+            };
             if view.revision == 0 {
                 view.revision = answer.header().map_or(0, |header| header.revision()) as u64;
             }
             for response in answer.op_responses() {
                 let TxnOpResponse::Get(mut found) = response else { continue };
-                for found in found.take_kvs() {
-                    let version = found.mod_revision() as u64;
-                    let (key, value) = found.into_key_value();
-                    let key = String::from_utf8_lossy(&key[document("").len()..]).into_owned();
-                    view.documents.insert(key, Document { value, version });
-                }
+                view.documents.extend(found.take_kvs().into_iter().map(read_document));
             }
         }
         if queries.is_empty() {
             view.documents.clear();
         }
-        Ok(view)
+        Ok(Some(view))
     }
 
     async fn commit(&self, token: Option<&str>, change: &Change) -> Result<bool, CallError> {
@@ -289,6 +298,14 @@ fn document(key: &str) -> String {
     format!("{BASE}documents/{key}")
 }
 
+/// A document and its key, as etcd returns them.
+fn read_document(found: KeyValue) -> (String, Document) {
+    let version = found.mod_revision() as u64;
+    let (key, value) = found.into_key_value();
+    let key = String::from_utf8_lossy(&key[document("").len()..]).into_owned();
+    (key, Document { value, version })
+}
+
 /// The end of the range of keys that begin with `prefix`, which is not empty.
 fn prefix_end(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
@@ -331,11 +348,24 @@ fn is_lease_expired(error: &EtcdError) -> bool {
     matches!(error, EtcdError::GRpcStatus(status) if status.code() as i32 == NOT_FOUND)
 }
 
+/// Whether an answer is longer than [`MAX_ANSWER`].
+fn is_too_large(error: &EtcdError) -> bool {
+    matches!(error, EtcdError::GRpcStatus(status)
+        if status.code() as i32 == OUT_OF_RANGE && !is_compacted(status.message()))
+}
+
+/// Whether etcd no longer has the documents as of the revision that was asked for. Its status code
+/// is that of an answer that is too long.
+fn is_compacted(message: &str) -> bool {
+    message.contains("compacted")
+}
+
 // Status codes of gRPC.
 const INVALID_ARGUMENT: i32 = 3;
 const NOT_FOUND: i32 = 5;
 const PERMISSION_DENIED: i32 = 7;
 const RESOURCE_EXHAUSTED: i32 = 8;
+const OUT_OF_RANGE: i32 = 11;
 const UNAUTHENTICATED: i32 = 16;
 
 impl From<EtcdError> for CallError {
@@ -347,6 +377,10 @@ impl From<EtcdError> for CallError {
         match status.code() as i32 {
             INVALID_ARGUMENT | PERMISSION_DENIED | UNAUTHENTICATED => {
                 CallError::Permanent(ErrorKind::Invalid, reason)
+            }
+            OUT_OF_RANGE if is_compacted(&reason) => {
+                let reason = format!("{reason}; try again");
+                CallError::Permanent(ErrorKind::Unavailable, reason)
             }
             RESOURCE_EXHAUSTED => CallError::Permanent(ErrorKind::Unavailable, reason),
             _ => CallError::Transient(reason),

@@ -15,10 +15,11 @@
 //! | [`remote`] | documents that another process serves: client, server and wire format |
 //! | `etcd` | documents in an etcd |
 //! | `background` | the thread and the retries of both network clients |
+//! | `ranges` | queries as ranges of keys |
 //!
 //! All implementations keep the same promises:
 //!
-//! - A read shows one moment.
+//! - A read shows one moment, and so does a scan, however many documents it passes.
 //! - A change is carried out as a whole or not at all, and only if every document that it relies on
 //!   has the version that was read. It is durable when it returns, unless it is *relaxed*.
 //! - Each change has a number, the *revision*, which is higher than all before. A document's
@@ -28,6 +29,7 @@
 
 mod background;
 mod etcd;
+mod ranges;
 pub mod remote;
 mod sqlite;
 #[cfg(test)]
@@ -167,8 +169,25 @@ fn encode(value: &impl Serialize) -> Vec<u8> {
 
 /// A document store. Many threads, processes and hosts use one at once.
 pub trait Documents: Send + Sync {
-    /// Reads the documents that match a query, as of one moment.
+    /// Reads the documents that match a query, as of one moment. They are all in memory at once:
+    /// see [`Documents::scan`].
     fn read(&self, queries: &[Query]) -> Result<View>;
+
+    /// Passes all documents under these prefixes to `each`, as of one moment, in the order of their
+    /// keys and each once. Returns the revision of that moment. Few documents are in memory at a
+    /// time, however many there are.
+    ///
+    /// Fails with the error of `each` if it returns one. After any error, `each` has seen only some
+    /// of the documents. `each` should be quick: a served catalog ends a scan that takes minutes.
+    fn scan(
+        &self,
+        prefixes: &[&str],
+        each: &mut dyn FnMut(&str, Document) -> Result<()>,
+    ) -> Result<u64> {
+        let view = self.read(&prefix_queries(prefixes))?;
+        view.documents.into_iter().try_for_each(|(key, document)| each(&key, document))?;
+        Ok(view.revision)
+    }
 
     /// Carries out a change. Returns `false`, and changes nothing, if a document does not have the
     /// version that the change relies on.
@@ -212,6 +231,24 @@ fn change_own(documents: &dyn Documents, key: &str, me: &str) -> Result<Option<C
     }
     let relies_on = vec![(key.to_owned(), view.version(key))];
     Ok(Some(Change { relies_on, relaxed: true, ..Change::default() }))
+}
+
+/// Receives the documents of a scan.
+type Each<'a> = &'a mut dyn FnMut(&str, Document) -> Result<()>;
+
+/// Queries for the documents under these prefixes.
+fn prefix_queries(prefixes: &[&str]) -> Vec<Query> {
+    prefixes.iter().copied().map(Query::prefix).collect()
+}
+
+/// Collects the documents of a scan.
+fn collect(scan: impl FnOnce(Each<'_>) -> Result<u64>) -> Result<View> {
+    let mut documents = BTreeMap::new();
+    let revision = scan(&mut |key, document| {
+        documents.insert(key.to_owned(), document);
+        Ok(())
+    })?;
+    Ok(View { revision, documents })
 }
 
 /// How long a call retries while the catalog is unreachable.

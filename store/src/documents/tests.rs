@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use super::{Change, Documents, Query, SqliteDocuments, View, try_lock, unlock};
 use crate::documents::etcd::tests::Process;
 use crate::documents::remote::tests::Catalog;
+use crate::error::Error;
 
 /// A document store that is empty at first.
 trait DocumentStore {
@@ -51,6 +52,11 @@ macro_rules! conformance {
                 a_document_with_a_time_to_live_expires,
                 one_process_at_a_time_holds_a_lock,
                 a_wait_returns_after_a_change,
+                a_heartbeat_wakes_no_client_that_waits_for_members,
+                a_scan_passes_each_document_once_in_the_order_of_the_keys,
+                a_scan_shows_one_moment_while_documents_change,
+                more_documents_than_any_message_holds_are_scanned_and_read,
+                a_scan_ends_with_the_error_of_its_caller,
                 concurrent_increments_are_not_lost
             );
         }
@@ -224,6 +230,135 @@ fn a_wait_returns_after_a_change(store: &dyn DocumentStore) {
     let begin = Instant::now();
     documents.wait("a", revision, Duration::from_secs(60)).unwrap();
     assert!(begin.elapsed() < Duration::from_secs(30), "a change before the wait counts, too");
+}
+
+/// Every client waits for changes of the members. If each heartbeat woke all of them, their reads
+/// would grow with the square of the cluster's size.
+fn a_heartbeat_wakes_no_client_that_waits_for_members(store: &dyn DocumentStore) {
+    let (documents, peer) = (store.open(), store.open());
+    put(&*documents, "members/x", 1);
+    let revision = read(&*documents, "members/x").revision;
+    let limit = Duration::from_secs(2);
+    let (waited, beats) = thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let begin = Instant::now();
+            documents.wait("members", revision, limit).unwrap();
+            begin.elapsed()
+        });
+        let mut beats = 0;
+        while !waiting.is_finished() {
+            let beat = Change { relaxed: true, ..Change::default() };
+            assert!(peer.commit(&beat.put_for(7, "alive/x", &beats)).unwrap());
+            beats += 1;
+        }
+        (waiting.join().unwrap(), beats)
+    });
+    assert!(beats > 1 && waited >= limit, "{beats} heartbeats, woken after {waited:?}");
+}
+
+/// The keys and contents that a scan passes, and its revision.
+fn scan(documents: &dyn Documents, prefixes: &[&str]) -> (Vec<(String, Vec<u8>)>, u64) {
+    let mut found = Vec::new();
+    let revision = documents.scan(prefixes, &mut |key, document| {
+        found.push((key.to_owned(), document.value));
+        Ok(())
+    });
+    (found, revision.unwrap())
+}
+
+fn a_scan_passes_each_document_once_in_the_order_of_the_keys(store: &dyn DocumentStore) {
+    let documents = store.open();
+    for key in ["b/2", "a/x", "c", "b/1/y", "a", "b0", "b/ä", "b/1"] {
+        put(&*documents, key, 1);
+    }
+    let keys = |prefixes: &[&str]| -> Vec<String> {
+        scan(&*documents, prefixes).0.into_iter().map(|(key, _)| key).collect()
+    };
+    assert_eq!(keys(&["b/"]), ["b/1", "b/1/y", "b/2", "b/ä"]);
+    assert_eq!(keys(&["c", "b/1", "b/", "a/", "b/1/"]), keys(&["a/", "b/", "c"]));
+    assert_eq!(keys(&["c", "b/", "a/"]), ["a/x", "b/1", "b/1/y", "b/2", "b/ä", "c"]);
+    assert_eq!(keys(&[""]).len(), 8);
+    assert_eq!(keys(&["d"]).len(), 0);
+    assert_eq!(keys(&[]).len(), 0);
+    let view = documents.read(&[Query::prefix("b/")]).unwrap();
+    let read: Vec<_> = view.documents.into_iter().map(|(key, one)| (key, one.value)).collect();
+    for prefixes in [&["b/"][..], &[]] {
+        let (found, revision) = scan(&*documents, prefixes);
+        assert_eq!(revision, view.revision);
+        assert!(prefixes.is_empty() || found == read);
+    }
+}
+
+/// The documents come in several messages, and others are written between them.
+fn a_scan_shows_one_moment_while_documents_change(store: &dyn DocumentStore) {
+    const COUNT: u64 = 3000;
+    let (documents, writer) = (store.open(), store.open());
+    let key = |number: u64| format!("x/{number:04}");
+    let filler = "y".repeat(300);
+    let write = |documents: &dyn Documents, round: u64, numbers: &[u64]| {
+        let change = Change { relaxed: true, ..Change::default() };
+        let change =
+            numbers.iter().fold(change, |change, n| change.put(key(*n), &(round, &filler)));
+        assert!(documents.commit(&change).unwrap());
+    };
+    let all: Vec<u64> = (0..COUNT).collect();
+    all.chunks(100).for_each(|numbers| write(&*documents, 0, numbers));
+    let before = documents.read(&[]).unwrap().revision;
+    let mut seen = 0;
+    let revision = documents.scan(&["x/"], &mut |found, document| {
+        assert_eq!(found, key(seen));
+        let (round, _): (u64, String) = serde_json::from_slice(&document.value).unwrap();
+        assert_eq!(round, 0, "{found} was written after the scan began");
+        assert!(document.version <= before);
+        if seen % 500 == 0 {
+            // Every document that is yet to come changes, some are removed, others are added. The
+            // scan may use the same connection.
+            let client = if seen % 1000 == 0 { &documents } else { &writer };
+            let later: Vec<u64> = (seen + 1..COUNT).step_by(50).collect();
+            write(&**client, seen + 1, &later);
+            let change = Change::default().remove(Query::key(key(seen + 60)));
+            assert!(client.commit(&change.put(format!("x/{:04}a", seen + 70), &1)).unwrap());
+        }
+        seen += 1;
+        Ok(())
+    });
+    assert_eq!((seen, revision.unwrap()), (COUNT, before));
+    assert!(scan(&*documents, &["x/"]).1 > before);
+}
+
+fn more_documents_than_any_message_holds_are_scanned_and_read(store: &dyn DocumentStore) {
+    let documents = store.open();
+    let text = "z".repeat(900 << 10);
+    let all: Vec<String> = (0..75).map(|number| format!("large/{number:02}")).collect();
+    for key in &all {
+        let change = Change { relaxed: true, ..Change::default() };
+        assert!(documents.commit(&change.put(key, &text)).unwrap());
+    }
+    put(&*documents, "small/1", 1);
+    let (mut keys, mut bytes) = (Vec::new(), 0);
+    let scanned = documents.scan(&["large/"], &mut |key, document| {
+        keys.push(key.to_owned());
+        bytes += document.value.len();
+        Ok(())
+    });
+    assert_eq!((&keys, bytes), (&all, 75 * ((900 << 10) + 2)));
+    let view = documents.read(&[Query::prefix("large/"), Query::key("small/1")]).unwrap();
+    assert_eq!((view.documents.len(), view.revision), (76, scanned.unwrap()));
+    assert_eq!(view.get::<u64>("small/1").unwrap(), Some(1));
+    assert_eq!(view.get::<String>("large/74").unwrap(), Some(text));
+}
+
+fn a_scan_ends_with_the_error_of_its_caller(store: &dyn DocumentStore) {
+    let documents = store.open();
+    (0..5).for_each(|number| put(&*documents, &format!("a/{number}"), number));
+    let mut seen = 0;
+    let scanned = documents.scan(&["a/"], &mut |_, _| {
+        seen += 1;
+        if seen == 3 { Err(Error::BadArgument("enough".into())) } else { Ok(()) }
+    });
+    assert!(matches!(scanned, Err(Error::BadArgument(reason)) if reason == "enough"));
+    assert_eq!(seen, 3);
+    assert_eq!(scan(&*documents, &["a/"]).0.len(), 5);
 }
 
 fn concurrent_increments_are_not_lost(store: &dyn DocumentStore) {

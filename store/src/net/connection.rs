@@ -14,12 +14,15 @@ use tokio::task::AbortHandle;
 
 use super::frame::{Message, OutgoingFrames, READ_AHEAD_BYTES, read_body, read_header};
 use super::handshake::{HandshakeError, Protocol, introduce};
-use super::identity::{Identity, Reader, Role, Secured, Security, Writer};
+use super::identity::{Identity, Reader, Remote, Role, Secured, Security, Writer};
 use crate::error::Result;
 use crate::id::PeerId;
 
 /// The most requests that wait to be sent.
 const QUEUED_REQUESTS: usize = 16;
+
+/// The number of the request on an [`AnswerStream`].
+const STREAM_NUMBER: u64 = 1;
 
 /// The kind and the body of an answer.
 pub(crate) type RawAnswer = (u16, Bytes);
@@ -74,18 +77,7 @@ impl Connection {
         protocol: &Protocol,
         max_answer: usize,
     ) -> Result<Connection, HandshakeError> {
-        let stream = connect_tcp(address).await.map_err(HandshakeError::Io)?;
-        let secured = security.connect(stream, role).await.map_err(HandshakeError::Io)?;
-        let Secured { reader, mut writer, remote } = secured;
-        let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
-        let server = introduce(&mut reader, &mut writer, protocol).await?;
-        if let Some(Identity::Peer(id)) = remote.identity()
-            && *id.as_bytes() != server
-        {
-            let said = PeerId::from_bytes(server);
-            let reason = format!("it says that it is {said}, but its certificate is that of {id}");
-            return Err(HandshakeError::OtherIdentity(reason));
-        }
+        let (reader, writer, remote, server) = connect(address, security, role, protocol).await?;
         let (requests, queue) = mpsc::channel(QUEUED_REQUESTS);
         let shared = Arc::new(Shared {
             waiting: Mutex::new(Some(HashMap::new())),
@@ -132,6 +124,75 @@ impl Connection {
         self.requests.send((request, sender)).await.map_err(|_| ConnectionLost)?;
         answer.await.map_err(|_| ConnectionLost)
     }
+}
+
+/// A connection for one request that has many answers. The server can send another answer when this
+/// side has received those before it.
+pub(crate) struct AnswerStream {
+    server: [u8; 16],
+    max_answer: usize,
+    reader: BufReader<Reader>,
+    writer: Writer,
+}
+
+impl AnswerStream {
+    /// Connects like [`Connection::open`].
+    pub(crate) async fn open(
+        address: &str,
+        security: &Security,
+        role: Role,
+        protocol: &Protocol,
+        max_answer: usize,
+    ) -> Result<AnswerStream, HandshakeError> {
+        let (reader, writer, _, server) = connect(address, security, role, protocol).await?;
+        Ok(AnswerStream { server, max_answer, reader, writer })
+    }
+
+    /// The id of the server.
+    pub(crate) fn server(&self) -> [u8; 16] {
+        self.server
+    }
+
+    /// Sends the request.
+    pub(crate) async fn send(&mut self, request: Message) -> io::Result<()> {
+        let mut frames = OutgoingFrames::default();
+        frames.push(STREAM_NUMBER, request);
+        frames.send(&mut self.writer).await
+    }
+
+    /// Waits for the next answer, which must begin within `limit`.
+    pub(crate) async fn next(&mut self, limit: Duration) -> Result<RawAnswer, ConnectionLost> {
+        match read_header(&mut self.reader, limit, self.max_answer).await {
+            Ok(Some(Ok(header))) if header.number == STREAM_NUMBER => {
+                let body = read_body(&mut self.reader, &header).await;
+                body.map(|body| (header.kind, body)).map_err(|_| ConnectionLost)
+            }
+            _ => Err(ConnectionLost),
+        }
+    }
+}
+
+/// Connects to a server with this role, and performs the handshake. Also returns who the server is,
+/// and its id.
+async fn connect(
+    address: &str,
+    security: &Security,
+    role: Role,
+    protocol: &Protocol,
+) -> Result<(BufReader<Reader>, Writer, Remote, [u8; 16]), HandshakeError> {
+    let stream = connect_tcp(address).await.map_err(HandshakeError::Io)?;
+    let secured = security.connect(stream, role).await.map_err(HandshakeError::Io)?;
+    let Secured { reader, mut writer, remote } = secured;
+    let mut reader = BufReader::with_capacity(READ_AHEAD_BYTES, reader);
+    let server = introduce(&mut reader, &mut writer, protocol).await?;
+    if let Some(Identity::Peer(id)) = remote.identity()
+        && *id.as_bytes() != server
+    {
+        let said = PeerId::from_bytes(server);
+        let reason = format!("it says that it is {said}, but its certificate is that of {id}");
+        return Err(HandshakeError::OtherIdentity(reason));
+    }
+    Ok((reader, writer, remote, server))
 }
 
 async fn connect_tcp(address: &str) -> io::Result<TcpStream> {

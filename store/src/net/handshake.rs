@@ -45,9 +45,9 @@ const PROTOCOLS: [&Protocol; 2] = [&PEER_PROTOCOL, &CATALOG_PROTOCOL];
 pub(crate) const PEER_PROTOCOL: Protocol =
     Protocol { server: "peer", magic: *b"CRNW", oldest: 3, newest: 3 };
 
-/// The protocol of catalogs. Version 1 was never released.
+/// The protocol of catalogs. Versions 1 and 2 were never released.
 pub(crate) const CATALOG_PROTOCOL: Protocol =
-    Protocol { server: "catalog", magic: *b"CRNC", oldest: 2, newest: 2 };
+    Protocol { server: "catalog", magic: *b"CRNC", oldest: 3, newest: 3 };
 
 /// Why a handshake failed.
 #[derive(Debug)]

@@ -8,9 +8,11 @@
 //! frame        header and body                   where a message begins and ends
 //! handshake    hello ──► welcome or refusal      which protocol, which version
 //! identity     TLS 1.3 with roles, or plain TCP  which process is at the other end
+//! admission    few strangers, many clients       which connections a server keeps
 //! batched_reader                                 fewer wake-ups on plain TCP
 //! ```
 
+pub(crate) mod admission;
 mod batched_reader;
 pub(crate) mod connection;
 pub(crate) mod frame;

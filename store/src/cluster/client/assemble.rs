@@ -4,6 +4,10 @@
 //! when the decoded content does not have the blob's name. Then one more block is fetched, and
 //! every choice of *k* blocks that contains it is tried, until one gives the blob. The other blocks
 //! are compared with that choice: those that differ are wrong.
+//!
+//! A description can be forged, too: its blocks have the checksums that it states, and decode to
+//! something else. Its sender is known if it sent everything that was decoded, which is always so
+//! for a copy.
 
 use std::collections::HashMap;
 
@@ -175,6 +179,16 @@ impl<T: Copy + Eq> EncodingAssembly<T> {
         all
     }
 
+    /// The senders that certainly sent forged blocks: of a copy that did not have the blob's name,
+    /// or of all blocks, if a choice of them could not be decoded.
+    fn forgers(&self) -> Vec<T> {
+        let copies = self.wrong.iter().map(|(from, _)| *from);
+        let only = self.candidates.first().map(|one| one.from);
+        let only = only
+            .filter(|only| self.tries > 0 && self.candidates.iter().all(|one| one.from == *only));
+        copies.chain(only).collect()
+    }
+
     /// Rebuilds the fragment with this index.
     pub(crate) fn rebuild(&self, index: u8) -> Result<Fragment> {
         let block = self.description.rebuild(&self.blocks(), index.into())?.into();
@@ -198,18 +212,20 @@ fn choices(count: usize, chosen: usize) -> impl Iterator<Item = Vec<usize>> {
 pub(crate) struct BlobAssembly<T> {
     blob: BlobId,
     all: HashMap<BlobId, EncodingAssembly<T>>,
+    /// The senders of forged encodings that were given up.
+    forgers: Vec<T>,
 }
 
 /// A decoded blob.
 pub(crate) struct AssembledBlob<T> {
     pub(crate) partial: EncodingAssembly<T>,
-    /// The senders and indices of forged blocks.
+    /// The senders and indices of forged blocks of this encoding.
     pub(crate) wrong: Vec<(T, u8)>,
 }
 
 impl<T: Copy + Eq> BlobAssembly<T> {
     pub(crate) fn new(blob: BlobId) -> BlobAssembly<T> {
-        BlobAssembly { blob, all: HashMap::new() }
+        BlobAssembly { blob, all: HashMap::new(), forgers: Vec::new() }
     }
 
     /// Adds a fragment. Returns it if its block does not match its checksum or it is not of this
@@ -262,8 +278,28 @@ impl<T: Copy + Eq> BlobAssembly<T> {
             let partial = self.all.remove(&encoding)?;
             return Some(AssembledBlob { partial, wrong });
         }
-        self.all.retain(|_, partial| !partial.is_hopeless());
+        let forgers = &mut self.forgers;
+        self.all.retain(|_, partial| {
+            let is_kept = !partial.is_hopeless();
+            if !is_kept {
+                forgers.extend(partial.forgers());
+            }
+            is_kept
+        });
         None
+    }
+
+    /// The senders that certainly sent a forged encoding, each once. A decoded encoding is not
+    /// among these: its wrong blocks were returned with it.
+    pub(crate) fn forgers(&self) -> Vec<T> {
+        let mut all: Vec<T> = Vec::new();
+        let open = self.all.values().flat_map(EncodingAssembly::forgers);
+        for one in self.forgers.iter().copied().chain(open) {
+            if !all.contains(&one) {
+                all.push(one);
+            }
+        }
+        all
     }
 }
 

@@ -386,6 +386,7 @@ impl Cluster {
             {
                 let description = &partial.description;
                 self.inner.remember(buf.len(), description.needed());
+                self.inner.mark_all(&members, found.forgers(), blob);
                 for (at, index) in forged {
                     self.inner.mark_suspect(&members.all[at], blob);
                     wrong.push((at, description.clone(), index));
@@ -399,6 +400,7 @@ impl Cluster {
                 ask(&mut asked, ranks.next());
             }
         }
+        self.inner.mark_all(&members, found.forgers(), blob);
         match reasons.into_iter().max_by_key(|reason| reason.kind() == ErrorKind::Unavailable) {
             Some(reason) => Err(reason),
             None if wrong.is_empty() => Err(Error::MissingBlob { id: *blob }),
@@ -440,13 +442,18 @@ impl Inner {
         Ok(found)
     }
 
+    /// Counts a wrong answer of each of these peers.
+    fn mark_all(&self, members: &RankedMembers, which: Vec<usize>, blob: &BlobId) {
+        which.into_iter().for_each(|at| self.mark_suspect(&members.all[at], blob));
+    }
+
     /// Counts a wrong answer of a peer.
-    fn mark_suspect(&self, member: &Member, blob: &BlobId) {
+    pub(super) fn mark_suspect(&self, member: &Member, blob: &BlobId) {
         let mut suspects = lock(&self.suspects);
         let count = suspects.entry(member.id).or_default();
         *count += 1;
         let (peer, address, count) = (member.id, &member.address, *count);
-        tracing::warn!(%peer, address, %blob, count, "a peer sent a wrong block");
+        tracing::warn!(%peer, address, %blob, count, "a peer sent a wrong answer");
     }
 
     /// Remembers that a blob that was read into a buffer of `len` bytes needed `needed` peers.

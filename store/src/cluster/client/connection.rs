@@ -5,7 +5,8 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use crate::cluster::protocol::{
-    Answer, FragmentId, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_PUT, Request, Usage,
+    Answer, FragmentId, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED, MAX_PUT, Request,
+    Usage,
 };
 use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, ErrorKind, Result};
@@ -103,10 +104,18 @@ impl Connection {
         }
     }
 
-    /// The peer's fragments of a blob. They are not verified: see [`Fragment::is_of`].
+    /// The peer's fragments of a blob, as many as an answer can have. They are not verified: see
+    /// [`Fragment::is_of`].
     pub async fn fetch(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
         match self.ask(Request::Get(*blob)).await? {
-            Answer::Fragments(fragments) => Ok(fragments),
+            Answer::Fragments(fragments) if fragments.len() <= MAX_FETCHED => Ok(fragments),
+            Answer::Fragments(all) => {
+                let reason = format!(
+                    "it sent {} fragments of a blob, and may send {MAX_FETCHED}",
+                    all.len()
+                );
+                Err(Error::Peer { peer: self.address.clone(), kind: ErrorKind::Corrupt, reason })
+            }
             _ => Err(self.unexpected()),
         }
     }

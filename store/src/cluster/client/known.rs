@@ -11,6 +11,7 @@ use crate::cluster::placement::matching;
 use crate::cluster::placement::members::RankedMembers;
 use crate::cluster::protocol::Held;
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
+use crate::error::ErrorKind;
 use crate::id::BlobId;
 
 /// The most blobs in one query. The answer must fit into a message.
@@ -88,8 +89,11 @@ impl Cluster {
                         held[number].extend(fragments.into_iter().map(|one| (at, one)));
                     }
                 }
-                Ok((_, _, Err(error))) => {
-                    tracing::debug!(%error, "a peer did not report which fragments it has")
+                Ok((at, numbers, Err(error))) => {
+                    tracing::debug!(%error, "a peer did not report which fragments it has");
+                    if error.kind() == ErrorKind::Corrupt {
+                        self.inner.mark_suspect(&members.all[at], &blobs[numbers[0]]);
+                    }
                 }
                 Err(error) => tracing::warn!(%error, "a query ended without an answer"),
             }

@@ -27,6 +27,8 @@ mod blobs;
 pub(crate) mod blobs_tests;
 mod cluster;
 pub(crate) mod connection;
+#[cfg(test)]
+mod hostile_peer_tests;
 mod known;
 pub(crate) mod pool;
 mod recent_set;

@@ -1,4 +1,4 @@
-//! Limits on what clients use of a peer: memory, time and connections.
+//! Limits on what clients use of a peer: memory and time.
 //!
 //! A request is read when there is memory for it and for its answer. The memory is free when the
 //! answer is sent. So a client that sends a body slowly, or takes no answers, keeps memory from the
@@ -9,9 +9,10 @@
 //!   answer before or want little.
 //! - A connection that holds memory and moves hardly a byte is ended: after a while, or almost at
 //!   once when others wait and such connections hold a quarter of all memory.
-//! - Of the connections that have not authenticated, the oldest is ended when there are too many.
+//!
+//! `net::admission` bounds the connections.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -20,7 +21,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 /// Memory for the requests and answers of any connection, in KiB.
@@ -35,9 +36,6 @@ const CONNECTION_KIB: usize = (COMMON_KIB + PROVEN_KIB) / 4;
 
 /// The memory of a request that counts as little, in KiB.
 const SMALL_REQUEST_KIB: usize = 64;
-
-/// The most connections that have not authenticated.
-const MAX_UNAUTHENTICATED: usize = 64;
 
 /// The bytes a second that a connection that holds memory must move.
 const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
@@ -59,9 +57,6 @@ pub(super) struct Limits {
     waiting: AtomicUsize,
     numbers: AtomicU64,
     clients: Mutex<HashMap<u64, Arc<Client>>>,
-    /// The connections that have not authenticated, oldest first. Dropping the sender ends the
-    /// connection.
-    unauthenticated: Mutex<BTreeMap<u64, oneshot::Sender<()>>>,
 }
 
 /// The state of one connection.
@@ -91,13 +86,6 @@ pub(super) struct ClientSlot {
     client: Arc<Client>,
 }
 
-/// A connection that has not authenticated.
-pub(super) struct Unauthenticated {
-    limits: Arc<Limits>,
-    number: u64,
-    ended: oneshot::Receiver<()>,
-}
-
 /// The memory that a request holds until its answer is sent.
 pub(super) struct Memory {
     permit: OwnedSemaphorePermit,
@@ -122,22 +110,15 @@ impl Limits {
             waiting: AtomicUsize::new(0),
             numbers: AtomicU64::new(0),
             clients: Mutex::default(),
-            unauthenticated: Mutex::default(),
         })
     }
 
-    /// Adds a connection that has not authenticated. If there are too many, ends the oldest, which
-    /// has had the most time.
-    pub(super) fn unauthenticated(self: &Arc<Limits>) -> Unauthenticated {
+    /// Adds an authenticated connection.
+    pub(super) fn slot(self: &Arc<Limits>) -> ClientSlot {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        let (end, ended) = oneshot::channel();
-        let mut unauthenticated = lock(&self.unauthenticated);
-        if unauthenticated.len() >= MAX_UNAUTHENTICATED {
-            unauthenticated.pop_first();
-        }
-        unauthenticated.insert(number, end);
-        drop(unauthenticated);
-        Unauthenticated { limits: self.clone(), number, ended }
+        let client = Arc::new(Client::new());
+        lock(&self.clients).insert(number, client.clone());
+        ClientSlot { limits: self.clone(), number, client }
     }
 
     /// Ends connections that keep memory from others. Never returns.
@@ -205,27 +186,6 @@ impl Client {
             }
         }
         (window.slow > 0).then_some(window.slow)
-    }
-}
-
-impl Unauthenticated {
-    /// Returns when the connection must end.
-    pub(super) async fn ended(&mut self) {
-        // Nothing is ever sent: the sender is dropped.
-        let _ = (&mut self.ended).await;
-    }
-
-    /// Turns this into an authenticated connection.
-    pub(super) fn into_slot(self) -> ClientSlot {
-        let client = Arc::new(Client::new());
-        lock(&self.limits.clients).insert(self.number, client.clone());
-        ClientSlot { limits: self.limits.clone(), number: self.number, client }
-    }
-}
-
-impl Drop for Unauthenticated {
-    fn drop(&mut self) {
-        lock(&self.limits.unauthenticated).remove(&self.number);
     }
 }
 
@@ -440,7 +400,7 @@ mod tests {
     #[tokio::test]
     async fn memory_is_free_again_when_its_answer_is_sent() {
         let limits = Limits::new();
-        let slot = limits.unauthenticated().into_slot();
+        let slot = limits.slot();
         let mut memory = slot.take(5000).await.unwrap();
         assert_eq!(slot.client.stuck(), 5000);
         memory.received();

@@ -23,12 +23,13 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use super::group_commit::{Put, ReplyTo, store_puts};
-use super::limits::{ClientSlot, Limits, Memory, Unauthenticated};
+use super::limits::{ClientSlot, Limits, Memory};
 use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
     Answer, GET, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request, read_request_body,
 };
 use crate::error::Result;
+use crate::net::admission::{Admission, Unauthenticated};
 use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_header};
 use crate::net::handshake::{PEER_PROTOCOL, greet};
 use crate::net::identity::{Role, Secured, Security};
@@ -37,7 +38,7 @@ use crate::net::identity::{Role, Secured, Security};
 /// not read or delete what others hold.
 const CALLERS: [Role; 2] = [Role::Client, Role::Supervisor];
 
-/// The most connections at a time.
+/// The most authenticated connections at a time.
 const MAX_CONNECTIONS: usize = 1024;
 
 /// The memory of one entry of a list, in bytes.
@@ -69,7 +70,7 @@ pub async fn serve(
     security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    let limits = Limits::new();
+    let (limits, admission) = (Limits::new(), Admission::new(MAX_CONNECTIONS));
     // The channel is bounded by the memory that each put holds.
     let (puts, waiting) = mpsc::unbounded_channel();
     let (own, runtime) = (store.clone(), Handle::current());
@@ -86,15 +87,13 @@ pub async fn serve(
             () = &mut stop => break,
         };
         match accepted {
-            // Beyond the limit, a connection is closed at once.
-            Ok(_) if connections.len() >= MAX_CONNECTIONS => {}
             Ok((stream, address)) => {
                 let (store, puts, security) = (store.clone(), puts.clone(), security.clone());
-                let unauthenticated = limits.unauthenticated();
+                let (limits, unauthenticated) = (limits.clone(), admission.admit(address.ip()));
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
                     if let Err(error) =
-                        client(stream, unauthenticated, &security, &store, &puts).await
+                        client(stream, unauthenticated, &limits, &security, &store, &puts).await
                     {
                         tracing::debug!(%address, %error, "a connection ended with an error");
                     }
@@ -118,7 +117,8 @@ pub async fn serve(
 /// Serves one client while it stays within the limits.
 async fn client(
     stream: TcpStream,
-    mut unauthenticated: Unauthenticated,
+    unauthenticated: Unauthenticated,
+    limits: &Arc<Limits>,
     security: &Security,
     store: &Arc<PeerStore>,
     puts: &mpsc::UnboundedSender<Put>,
@@ -129,20 +129,20 @@ async fn client(
             greet(&mut reader, &mut writer, &PEER_PROTOCOL, store.id().as_bytes()).await?;
         io::Result::Ok(is_welcome.then_some((reader, writer, remote)))
     };
-    let greeted = tokio::select! {
-        greeted = greeted => greeted?,
-        () = unauthenticated.ended() => {
-            return Err(io::Error::other("too many unauthenticated connections"));
+    let Some(((reader, writer, remote), admitted)) = unauthenticated.complete(greeted).await?
+    else {
+        return Ok(());
+    };
+    let slot = limits.slot();
+    let (reader, writer) = (slot.count(reader), slot.count(writer));
+    let served = async {
+        tokio::select! {
+            served = connection(reader, writer, &slot, store, puts) => served,
+            () = slot.ended() => Err(io::Error::other("it holds memory and does not move")),
+            () = remote.revoked() => Err(io::Error::other("the client's certificate is revoked")),
         }
     };
-    let Some((reader, writer, remote)) = greeted else { return Ok(()) };
-    let slot = unauthenticated.into_slot();
-    let (reader, writer) = (slot.count(reader), slot.count(writer));
-    tokio::select! {
-        served = connection(reader, writer, &slot, store, puts) => served,
-        () = slot.ended() => Err(io::Error::other("it holds memory and does not move")),
-        () = remote.revoked() => Err(io::Error::other("the client's certificate is revoked")),
-    }
+    admitted.serve(served).await
 }
 
 /// Reads the requests of one client, and sends the answers.

@@ -29,6 +29,17 @@ pub const MAX_ASKED: usize = 4096;
 /// The most fragments in the answer to a `have` request. Further ones are left out.
 pub const MAX_HELD: usize = 65536;
 
+/// The most fragments of one blob that a peer stores, over all encodings of the blob.
+pub(crate) const MAX_FRAGMENTS: usize = 64;
+
+/// The most fragments in the answer to a get request. A peer has one fragment of each encoding of
+/// the blob, seldom more, and one encoding is as good as another. A reader decodes what it gets, so
+/// this bounds the work that one answer causes.
+pub(crate) const MAX_FETCHED: usize = 6;
+
+/// The most fragments in one page of records.
+pub(crate) const MAX_RECORDS: usize = 1024;
+
 /// The most fragments in one delete request.
 pub const MAX_DELETED: usize = 1024;
 
@@ -350,15 +361,22 @@ impl Answer {
             }
             FRAGMENTS => {
                 let count = body.u16()?;
+                if usize::from(count) > MAX_RECORDS {
+                    return Err(malformed("an answer with too many fragments"));
+                }
                 Answer::Fragments((0..count).map(|_| body.fragment()).collect::<Result<_>>()?)
             }
             HELD => {
-                let mut all = Vec::new();
+                let (mut all, mut held) = (Vec::new(), 0);
                 while !body.is_empty() {
                     if all.len() == MAX_ASKED {
                         return Err(malformed("an answer about too many blobs"));
                     }
                     let count = body.u8()?;
+                    held += usize::from(count);
+                    if usize::from(count) > MAX_FRAGMENTS || held > MAX_HELD {
+                        return Err(malformed("an answer about too many fragments"));
+                    }
                     all.push((0..count).map(|_| body.held()).collect::<Result<_>>()?);
                 }
                 Answer::Held(all)

@@ -299,3 +299,52 @@ proptest! {
         prop_assert_eq!(deleted, expected);
     }
 }
+
+/// Whatever happens to etcd during a scan: a part of the documents is never taken for all.
+#[test]
+fn a_scan_that_etcd_cannot_complete_is_an_error() {
+    const COUNT: usize = 1500;
+    let mut process = Process::start();
+    let long = process.client();
+    for number in 0..COUNT / 100 {
+        let change = Change { relaxed: true, ..Change::default() };
+        let put = |change: Change, n: usize| change.put(format!("x/{number:02}{n:02}"), &1);
+        assert!(long.commit(&(0..100).fold(change, put)).unwrap());
+    }
+    let scan = |documents: &EtcdDocuments, at_first: &mut dyn FnMut()| {
+        let mut seen = 0;
+        let scanned = documents.scan(&["x/"], &mut |_, _| {
+            if seen == 0 {
+                at_first();
+            }
+            seen += 1;
+            Ok(())
+        });
+        (seen, scanned)
+    };
+    assert!(matches!(scan(&long, &mut || {}), (COUNT, Ok(1..))));
+
+    // etcd forgets the revision that the scan shows.
+    let member = format!("127.0.0.1:{}", process.port);
+    let (seen, scanned) = scan(&long, &mut || {
+        assert!(long.commit(&Change::default().put("y", &1)).unwrap());
+        let revision = long.read(&[]).unwrap().revision as i64;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut client = etcd_client::Client::connect([&member], None).await.unwrap();
+            client.compact(revision, None).await.unwrap();
+        });
+    });
+    let error = scanned.unwrap_err();
+    assert!(seen < COUNT && error.to_string().contains("compacted"), "{seen}: {error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+
+    // It dies.
+    let address = process.address();
+    let retry_timeout = Duration::from_secs(5);
+    let short =
+        EtcdDocuments::with_retry_timeout(&address, &Security::INSECURE, retry_timeout).unwrap();
+    let (seen, scanned) = scan(&short, &mut || process.kill());
+    assert!(seen < COUNT);
+    assert_eq!(scanned.unwrap_err().kind(), ErrorKind::Unavailable);
+}

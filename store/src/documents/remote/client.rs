@@ -7,9 +7,13 @@ use tokio::sync::Mutex;
 use tokio::time::timeout;
 
 use super::connection::Connection;
+use super::scan::{ScanPage, ScanPages};
 use super::wire::{Answer, MAX_QUERIES, MAX_REQUEST, Request, check_key};
 use crate::documents::background::{Background, CallError, no_random, retry, unavailable};
-use crate::documents::{Change, Documents, LONGEST_WAIT, Query, RETRY_TIMEOUT, View, new_token};
+use crate::documents::{
+    Change, Documents, Each, LONGEST_WAIT, Query, RETRY_TIMEOUT, View, collect, new_token,
+    prefix_queries,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CatalogId;
 use crate::net::frame::Message;
@@ -56,13 +60,7 @@ impl RemoteDocuments {
 
     /// Sends a request, with retries. The server may take `wait` longer than usual to answer.
     fn ask(&self, request: &Request, wait: Duration) -> Result<Answer> {
-        let (kind, body) = request.to_body();
-        let len = body.len();
-        if len > MAX_REQUEST {
-            let what = "a request to the catalog, in bytes,";
-            return Err(Error::TooLarge { what, actual: len, limit: MAX_REQUEST });
-        }
-        let request: Message = (kind, vec![body.into()]);
+        let request = message(request)?;
         let link = self.link.clone();
         self.background.run(async move {
             let ask = || link.ask(&request, wait);
@@ -70,9 +68,56 @@ impl RemoteDocuments {
         })
     }
 
+    /// Passes the documents that match a query to `each`, like [`Documents::scan`]. Retries until
+    /// the first page comes. Later, `each` has seen some documents.
+    fn scan_queries(&self, queries: &[Query], each: Each<'_>) -> Result<u64> {
+        let request = message(&Request::Scan(queries.to_vec()))?;
+        let link = self.link.clone();
+        let begin = async move {
+            let begin = || link.begin_scan(&request);
+            retry(&link.address, link.retry_timeout, false, begin).await
+        };
+        let (mut pages, mut page) = self.background.run(begin)?;
+        loop {
+            match page {
+                ScanPage::End(revision) => return Ok(revision),
+                ScanPage::Documents(documents) => {
+                    documents.into_iter().try_for_each(|(key, document)| each(&key, document))?;
+                }
+            }
+            let next = async move {
+                let next = pages.next().await;
+                (pages, next)
+            };
+            let (kept, next) = self.background.run(next);
+            pages = kept;
+            page = next.map_err(|error| self.broken_off(error))?;
+        }
+    }
+
+    /// The error of a scan that passed some documents.
+    fn broken_off(&self, error: CallError) -> Error {
+        let (kind, reason) = match error {
+            CallError::Transient(reason) => (ErrorKind::Unavailable, reason),
+            CallError::Permanent(kind, reason) => (kind, reason),
+        };
+        let reason = format!("a listing broke off: {reason}; try again");
+        Error::Catalog { address: self.link.address.clone(), kind, reason }
+    }
+
     fn unexpected(&self) -> Error {
         unavailable(&self.link.address, "its answer does not match the request")
     }
+}
+
+/// A request as it is sent.
+fn message(request: &Request) -> Result<Message> {
+    let (kind, body) = request.to_body();
+    if body.len() > MAX_REQUEST {
+        let what = "a request to the catalog, in bytes,";
+        return Err(Error::TooLarge { what, actual: body.len(), limit: MAX_REQUEST });
+    }
+    Ok((kind, vec![body.into()]))
 }
 
 impl Documents for RemoteDocuments {
@@ -84,8 +129,14 @@ impl Documents for RemoteDocuments {
         queries.iter().try_for_each(|(Query::Key(key) | Query::Prefix(key))| check_key(key))?;
         match self.ask(&Request::Read(queries.to_vec()), Duration::ZERO)? {
             Answer::View(view) => Ok(view),
+            Answer::TooLarge => collect(|each| self.scan_queries(queries, each)),
             _ => Err(self.unexpected()),
         }
+    }
+
+    fn scan(&self, prefixes: &[&str], each: Each<'_>) -> Result<u64> {
+        prefixes.iter().try_for_each(|prefix| check_key(prefix))?;
+        self.scan_queries(&prefix_queries(prefixes), each)
     }
 
     fn commit(&self, change: &Change) -> Result<bool> {
@@ -128,6 +179,31 @@ impl CatalogLink {
         }
     }
 
+    /// Connects for a scan, and waits for its first page.
+    async fn begin_scan(&self, request: &Message) -> Result<(ScanPages, ScanPage), CallError> {
+        let open = ScanPages::open(&self.address, &self.security, self.retry_timeout);
+        let mut pages = match timeout(self.retry_timeout / 3, open).await {
+            Ok(pages) => pages?,
+            Err(_) => return Err(CallError::Transient("the connection timed out".into())),
+        };
+        self.check_catalog(pages.catalog())?;
+        pages.send(request.clone()).await?;
+        let first = pages.next().await?;
+        Ok((pages, first))
+    }
+
+    /// Fails if another catalog answered at this address before.
+    fn check_catalog(&self, catalog: CatalogId) -> Result<(), CallError> {
+        let first = *self.catalog.get_or_init(|| catalog);
+        if catalog == first {
+            return Ok(());
+        }
+        let reason = format!(
+            "it is catalog {catalog}, but was {first} before; start it with the right directory"
+        );
+        Err(CallError::Permanent(ErrorKind::Unavailable, reason))
+    }
+
     async fn connection(&self) -> Result<Arc<Connection>, CallError> {
         // One task connects at a time; the others wait for the lock and use its connection.
         let mut connection = self.connection.lock().await;
@@ -135,14 +211,7 @@ impl CatalogLink {
             return Ok(connection.clone());
         }
         let opened = Connection::open(&self.address, &self.security).await?;
-        let first = *self.catalog.get_or_init(|| opened.catalog());
-        if opened.catalog() != first {
-            let reason = format!(
-                "it is catalog {}, but was {first} before; start it with the right directory",
-                opened.catalog()
-            );
-            return Err(CallError::Permanent(ErrorKind::Unavailable, reason));
-        }
+        self.check_catalog(opened.catalog())?;
         let opened = Arc::new(opened);
         *connection = Some(opened.clone());
         Ok(opened)

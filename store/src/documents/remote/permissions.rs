@@ -32,7 +32,7 @@ pub(super) fn check(caller: Option<Identity>, request: &Request) -> Result<()> {
         None | Some(Identity::Client) => Ok(()),
         Some(Identity::Supervisor) => match request {
             Request::Commit(_, change) => check_supervisor(change),
-            Request::Read(_) | Request::Wait(..) => Ok(()),
+            Request::Read(_) | Request::Scan(_) | Request::Wait(..) => Ok(()),
         },
         Some(Identity::Peer(id)) => check_peer(&id, request),
         Some(Identity::Catalog) => refuse("a catalog may not use another catalog".into()),
@@ -64,7 +64,7 @@ fn check_peer(id: &PeerId, request: &Request) -> Result<()> {
         Query::Key(key) | Query::Prefix(key) => Some(key.clone()),
     };
     let change = match request {
-        Request::Read(queries) => {
+        Request::Read(queries) | Request::Scan(queries) => {
             return match queries.iter().find_map(foreign) {
                 None => Ok(()),
                 Some(key) => refuse(format!("a peer may not read '{key}', only its own documents")),

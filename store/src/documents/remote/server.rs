@@ -2,40 +2,39 @@
 //!
 //! ```text
 //! connection ──► read, commit ──► a few threads ──► answers, in any order
+//!            ├─► scan ──► a thread of its own ──► many answers
 //!            └─► wait ──► one task polls the database for all waiting requests
 //! ```
 //!
-//! These are bounded: the memory of all connections together, the connections, and, more tightly,
-//! the connections that have not authenticated.
+//! The memory of all connections together is bounded. `net::admission` bounds the connections.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncWrite, BufReader};
+use tokio::io::{AsyncRead, AsyncWrite, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use super::permissions;
+use super::serve_scan::{ScanLimits, ScanStep, Scans};
 use super::store::CatalogStore;
+use super::waits::Waits;
 use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
-use crate::documents::{Change, Documents};
+use crate::documents::{Change, Documents, Query};
 use crate::error::{ErrorKind, Result};
+use crate::net::admission::{Admission, Unauthenticated};
 use crate::net::frame::{OutgoingFrames, read_body, read_header};
 use crate::net::handshake::{CATALOG_PROTOCOL, greet};
-use crate::net::identity::{Identity, Reader, Secured, Security, Writer};
+use crate::net::identity::{Identity, Secured, Security};
 
 /// Memory for requests and answers, in KiB.
 const MEMORY_KIB: usize = 256 << 10;
 
-/// Connections at a time.
+/// The most authenticated connections at a time.
 const MAX_CONNECTIONS: usize = 4096;
-
-/// Connections at a time that have not authenticated.
-const MAX_UNAUTHENTICATED: usize = 64;
 
 /// Requests of one connection at a time.
 const MAX_REQUESTS: usize = 256;
@@ -49,20 +48,14 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 /// The longest wait. A client that wants to wait longer sends another request.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 
-/// How often the server looks for changes by other processes.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
-
 struct Server {
     store: Arc<CatalogStore>,
     security: Security,
     /// Free memory, in KiB.
     memory: Arc<Semaphore>,
     workers: Semaphore,
-    unauthenticated: Arc<Semaphore>,
-    /// The revision of the last change in each folder.
-    folders: watch::Sender<HashMap<String, u64>>,
-    /// Makes the polling task look for changes at once.
-    poll_now: Notify,
+    scans: Scans,
+    waits: Waits,
 }
 
 /// An answer, and the permits that are released when it is sent.
@@ -80,18 +73,29 @@ pub async fn serve(
     security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
+    let limits = (Admission::new(MAX_CONNECTIONS), ScanLimits::default());
+    serve_within(listener, store, security, limits, stop).await
+}
+
+/// Serves connections until `stop` ends, within these limits.
+pub(super) async fn serve_within(
+    listener: TcpListener,
+    store: Arc<CatalogStore>,
+    security: Security,
+    (admission, scan_limits): (Arc<Admission>, ScanLimits),
+    stop: impl Future<Output = ()>,
+) -> io::Result<()> {
     let server = Arc::new(Server {
         store,
         security,
         memory: Arc::new(Semaphore::new(MEMORY_KIB)),
         workers: Semaphore::new(WORKERS),
-        unauthenticated: Arc::new(Semaphore::new(MAX_UNAUTHENTICATED)),
-        folders: watch::Sender::new(HashMap::new()),
-        poll_now: Notify::new(),
+        scans: Scans::new(scan_limits),
+        waits: Waits::default(),
     });
     let mut connections = JoinSet::new();
     let own = server.clone();
-    connections.spawn(async move { own.poll_for_changes().await });
+    connections.spawn(async move { own.waits.poll(own.store.documents()).await });
     tokio::pin!(stop);
     loop {
         let accepted = tokio::select! {
@@ -101,15 +105,9 @@ pub async fn serve(
         };
         match accepted {
             Ok((stream, address)) => {
-                let permit = server.unauthenticated.clone().try_acquire_owned();
-                // A connection beyond the limits is closed at once.
-                let Some(permit) = permit.ok().filter(|_| connections.len() <= MAX_CONNECTIONS)
-                else {
-                    continue;
-                };
-                let server = server.clone();
+                let (server, unauthenticated) = (server.clone(), admission.admit(address.ip()));
                 connections.spawn(async move {
-                    if let Err(error) = server.connection(stream, permit).await {
+                    if let Err(error) = server.client(stream, unauthenticated).await {
                         tracing::debug!(%address, %error, "connection closed");
                     }
                 });
@@ -126,59 +124,46 @@ pub async fn serve(
 }
 
 impl Server {
-    /// Polls the database and notifies the requests that wait for a change.
-    async fn poll_for_changes(self: &Arc<Server>) {
-        loop {
-            if self.folders.receiver_count() == 0 {
-                self.poll_now.notified().await;
-            }
-            let store = self.store.clone();
-            match tokio::task::spawn_blocking(move || store.documents().folders()).await {
-                Ok(Ok(found)) => {
-                    self.folders.send_if_modified(|folders| {
-                        let changed = *folders != found;
-                        *folders = found;
-                        changed
-                    });
-                }
-                Ok(Err(error)) => tracing::warn!(%error, "cannot look for changes"),
-                Err(error) => tracing::warn!(%error, "cannot look for changes"),
-            }
-            // A change by a client of this server is found at once.
-            let _ = timeout(POLL_INTERVAL, self.poll_now.notified()).await;
-        }
-    }
-
-    /// Serves one client until its certificate is revoked. `unauthenticated` is released after the
-    /// handshake.
-    async fn connection(
+    /// Serves one client while there is room for it, until its certificate is revoked.
+    async fn client(
         self: &Arc<Server>,
         stream: TcpStream,
-        unauthenticated: OwnedSemaphorePermit,
+        unauthenticated: Unauthenticated,
     ) -> io::Result<()> {
         let _ = stream.set_nodelay(true);
-        let secured = self.security.accept(stream, &permissions::CALLERS).await?;
-        let Secured { reader, mut writer, remote } = secured;
-        let mut reader = BufReader::new(reader);
-        let id = self.store.id();
-        if !greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await? {
-            return Ok(());
-        }
-        drop(unauthenticated);
-        let caller = remote.identity();
-        tokio::select! {
-            served = self.serve(reader, writer, caller) => served,
-            () = remote.revoked() => Err(io::Error::other("the client's certificate is revoked")),
+        let greeted = async {
+            let secured = self.security.accept(stream, &permissions::CALLERS).await?;
+            let Secured { mut reader, mut writer, remote } = secured;
+            let id = self.store.id();
+            let is_welcome =
+                greet(&mut reader, &mut writer, &CATALOG_PROTOCOL, id.as_bytes()).await?;
+            io::Result::Ok(is_welcome.then_some((reader, writer, remote)))
+        };
+        match unauthenticated.complete(greeted).await? {
+            Some(((reader, writer, remote), admitted)) => {
+                let caller = remote.identity();
+                let served = async {
+                    tokio::select! {
+                        served = self.connection(reader, writer, caller) => served,
+                        () = remote.revoked() => {
+                            Err(io::Error::other("the client's certificate is revoked"))
+                        }
+                    }
+                };
+                admitted.serve(served).await
+            }
+            None => Ok(()),
         }
     }
 
     /// Reads the requests of one client, and sends the answers.
-    async fn serve(
+    async fn connection(
         self: &Arc<Server>,
-        mut reader: BufReader<Reader>,
-        writer: Writer,
+        reader: impl AsyncRead + Unpin,
+        writer: impl AsyncWrite + Unpin + Send + 'static,
         caller: Option<Identity>,
     ) -> io::Result<()> {
+        let mut reader = BufReader::new(reader);
         let slots = Arc::new(Semaphore::new(MAX_REQUESTS));
         let (answers, outgoing) = mpsc::unbounded_channel();
         let mut sending = JoinSet::new();
@@ -201,7 +186,15 @@ impl Server {
                 Ok(request) => {
                     let (server, answers) = (self.clone(), answers.clone());
                     answering.spawn(async move {
-                        let (body, _memory) = server.answer(request, caller, memory).await;
+                        let (body, _memory) = match (permissions::check(caller, &request), request)
+                        {
+                            (Err(error), _) => (Answer::failed(&error).to_body(), Some(memory)),
+                            (Ok(()), Request::Scan(queries)) => {
+                                drop(memory);
+                                (server.scan(queries, number, &answers).await, None)
+                            }
+                            (Ok(()), request) => server.answer(request, memory).await,
+                        };
                         // This fails if the client has disconnected.
                         let _ = answers.send(Outgoing { number, body, _memory, _slot: slot });
                     });
@@ -233,15 +226,11 @@ impl Server {
     async fn answer(
         self: &Arc<Server>,
         request: Request,
-        caller: Option<Identity>,
         memory: OwnedSemaphorePermit,
     ) -> ((u16, Vec<u8>), Option<OwnedSemaphorePermit>) {
-        if let Err(error) = permissions::check(caller, &request) {
-            return (Answer::failed(&error).to_body(), Some(memory));
-        }
         if let Request::Wait(folder, revision, milliseconds) = &request {
             let limit = Duration::from_millis((*milliseconds).into());
-            self.wait(folder, *revision, limit).await;
+            self.waits.wait(folder, *revision, limit.min(MAX_WAIT)).await;
             return (Answer::Waited.to_body(), Some(memory));
         }
         let _worker = self.workers.acquire().await;
@@ -257,33 +246,48 @@ impl Server {
         (body, memory)
     }
 
-    /// Returns when a document in `folder` has changed after `revision`, or after `limit`.
-    async fn wait(&self, folder: &str, revision: u64, limit: Duration) {
-        let mut folders = self.folders.subscribe();
-        self.poll_now.notify_one();
-        let changed = folders.wait_for(|all| all.get(folder).is_some_and(|last| *last > revision));
-        let _ = timeout(limit.min(MAX_WAIT), changed).await;
+    /// Sends the pages of a scan. Returns its last answer.
+    async fn scan(
+        &self,
+        queries: Vec<Query>,
+        number: u64,
+        answers: &mpsc::UnboundedSender<Outgoing>,
+    ) -> (u16, Vec<u8>) {
+        let mut scan = match self.scans.start(self.store.documents(), queries).await {
+            Ok(scan) => scan,
+            Err(error) => {
+                return Answer::Failed(ErrorKind::Unavailable, error.to_string()).to_body();
+            }
+        };
+        loop {
+            match scan.next().await {
+                ScanStep::Page(page, sent) => {
+                    let body = page.to_body();
+                    // This fails if the client has disconnected.
+                    let _ = answers.send(Outgoing { number, body, _memory: None, _slot: sent });
+                }
+                ScanStep::End(answer) => return answer.to_body(),
+            }
+        }
     }
 
     /// Carries out a request.
     fn work(&self, request: Request) -> (u16, Vec<u8>) {
         let answer = match request {
-            Request::Read(queries) => self.store.documents().read(&queries).map(Answer::View),
+            Request::Read(queries) => {
+                let view = self.store.documents().read_within(&queries, MAX_ANSWER);
+                view.map(|view| view.map_or(Answer::TooLarge, Answer::View))
+            }
             Request::Commit(token, change) => {
                 self.commit(token.as_ref(), &change).map(Answer::Committed)
             }
-            Request::Wait(..) => unreachable!("waits are answered without a worker"),
+            Request::Wait(..) | Request::Scan(_) => {
+                unreachable!("waits and scans are answered without a worker")
+            }
         };
         let body = answer.unwrap_or_else(|error| Answer::failed(&error)).to_body();
-        match body.1.len() {
-            len if len > MAX_ANSWER => {
-                let reason = format!(
-                    "the answer has {len} bytes, and may have {MAX_ANSWER}; read fewer documents"
-                );
-                Answer::Failed(ErrorKind::Invalid, reason).to_body()
-            }
-            _ => body,
-        }
+        // Versions and lengths may make the message longer than the documents.
+        if body.1.len() > MAX_ANSWER { Answer::TooLarge.to_body() } else { body }
     }
 
     fn commit(&self, token: Option<&Token>, change: &Change) -> Result<bool> {
@@ -293,7 +297,7 @@ impl Server {
             None => documents.commit(change),
         }?;
         if carried_out {
-            self.poll_now.notify_one();
+            self.waits.look_now();
         }
         Ok(carried_out)
     }

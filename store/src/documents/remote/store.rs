@@ -38,7 +38,7 @@ impl CatalogStore {
         let database = directory.join(DATABASE);
         let (lock, id) = DIRECTORY.take(directory, None, || SqliteDocuments::create(&database))?;
         let id = id.parse()?;
-        let documents = Arc::new(SqliteDocuments::open(&database)?);
+        let documents = Arc::new(SqliteDocuments::open_served(&database)?);
         Ok(CatalogStore { id, documents, _lock: lock })
     }
 

@@ -10,24 +10,28 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 
+use super::serve_scan::ScanLimits;
+use super::server::serve_within;
 use super::wire::{MAX_REQUEST, Request};
-use super::{CatalogStore, RemoteDocuments, serve};
+use super::{CatalogStore, RemoteDocuments};
 use crate::cluster::client::Connection as PeerConnection;
 use crate::cluster::peer;
 use crate::cluster::peer::PeerStore;
 use crate::documents::{Change, Documents, Query};
 use crate::error::ErrorKind;
+use crate::net::admission::Admission;
 use crate::net::frame::{HEADER, Header};
+use crate::net::handshake::CATALOG_PROTOCOL;
 use crate::net::handshake::testing::{Heard, frames_in, hello_frame};
-use crate::net::handshake::{CATALOG_PROTOCOL, HANDSHAKE_TIMEOUT};
 use crate::net::identity::{Identity, Role, Security, init, sign_new_peer};
 use crate::sys;
 use crate::testing::own_port;
 
 /// A catalog that a thread of its own serves.
 pub(in crate::documents) struct Catalog {
-    dir: TempDir,
-    address: SocketAddr,
+    pub(super) dir: TempDir,
+    pub(super) address: SocketAddr,
+    limits: (Arc<Admission>, ScanLimits),
     stop: Option<oneshot::Sender<()>>,
     served: Option<JoinHandle<io::Result<()>>>,
 }
@@ -37,11 +41,18 @@ impl Catalog {
         Catalog::start_with(Security::INSECURE)
     }
 
-    fn start_with(security: Security) -> Catalog {
+    pub(super) fn start_with(security: Security) -> Catalog {
+        Catalog::start_within(security, (Admission::new(1024), ScanLimits::default()))
+    }
+
+    pub(super) fn start_within(
+        security: Security,
+        limits: (Arc<Admission>, ScanLimits),
+    ) -> Catalog {
         let dir = TempDir::new().unwrap();
         let listener = own_port();
         let address = listener.local_addr().unwrap();
-        let mut catalog = Catalog { dir, address, stop: None, served: None };
+        let mut catalog = Catalog { dir, address, limits, stop: None, served: None };
         catalog.serve(listener, security);
         catalog
     }
@@ -50,9 +61,10 @@ impl Catalog {
         let store = Arc::new(CatalogStore::open(self.dir.path()).unwrap());
         let (stop, stopped) = oneshot::channel();
         let stopped = async { drop(stopped.await) };
+        let limits = self.limits.clone();
         self.stop = Some(stop);
         self.served = Some(in_background(listener, move |listener| async move {
-            serve(listener, store, security, stopped).await
+            serve_within(listener, store, security, limits, stopped).await
         }));
     }
 
@@ -61,7 +73,7 @@ impl Catalog {
         self.served.take().unwrap().join().unwrap().unwrap();
     }
 
-    fn address(&self) -> String {
+    pub(super) fn address(&self) -> String {
         self.address.to_string()
     }
 
@@ -95,7 +107,7 @@ fn count(documents: &dyn Documents) -> u64 {
 }
 
 /// Increments the counter, unless another client changes it meanwhile.
-fn try_increment(documents: &dyn Documents) -> bool {
+pub(super) fn try_increment(documents: &dyn Documents) -> bool {
     let view = documents.read(&[Query::key("count")]).unwrap();
     let count: u64 = view.get("count").unwrap().unwrap_or(0);
     let relies_on = vec![("count".into(), view.version("count"))];
@@ -147,7 +159,11 @@ fn proxy(to: SocketAddr, decide: impl FnMut() -> Fate + Send + 'static) -> Strin
 }
 
 /// Forwards frames until one may not pass, then closes both connections.
-fn relay(from: &mut TcpStream, into: &mut TcpStream, mut may_pass: impl FnMut(&Header) -> bool) {
+pub(super) fn relay(
+    from: &mut TcpStream,
+    into: &mut TcpStream,
+    mut may_pass: impl FnMut(&Header) -> bool,
+) {
     let mut pass = || -> io::Result<bool> {
         let mut head = [0; HEADER];
         from.read_exact(&mut head)?;
@@ -285,7 +301,7 @@ fn large_documents_pass_and_too_large_ones_are_refused() {
     let catalog = Catalog::start();
     let documents = catalog.client();
     let text = "x".repeat(900 << 10);
-    for number in 0..75 {
+    for number in 0..20 {
         let change = Change { relaxed: true, ..Change::default() };
         assert!(documents.commit(&change.put(format!("large/{number:02}"), &text)).unwrap());
         if number == 9 {
@@ -293,8 +309,6 @@ fn large_documents_pass_and_too_large_ones_are_refused() {
             assert_eq!(view.get::<String>("large/07").unwrap(), Some(text.clone()));
         }
     }
-    let error = documents.read(&[Query::prefix("large/")]).unwrap_err();
-    assert!(error.to_string().contains("read fewer documents"), "{error}");
     assert_eq!(documents.read(&[Query::prefix("large/0")]).unwrap().documents.len(), 10);
     let long = Change::default().put("large", &"x".repeat(MAX_REQUEST));
     assert_eq!(documents.commit(&long).unwrap_err().kind(), ErrorKind::Invalid);
@@ -320,7 +334,7 @@ fn exchange(catalog: &Catalog, frames: &[(Header, Vec<u8>)]) -> Vec<Heard> {
     frames_in(&bytes)
 }
 
-fn frame(request: &Request) -> (Header, Vec<u8>) {
+pub(super) fn frame(request: &Request) -> (Header, Vec<u8>) {
     let (kind, body) = request.to_body();
     (Header { kind, number: 7, len: body.len() }, body)
 }
@@ -329,42 +343,33 @@ fn frame(request: &Request) -> (Header, Vec<u8>) {
 fn a_client_that_breaks_the_protocol_gets_a_failure_or_is_disconnected() {
     let catalog = Catalog::start();
     let hello = |oldest, newest| hello_frame(&CATALOG_PROTOCOL, oldest, newest);
-    let future = exchange(&catalog, &[hello(3, 9)]);
+    let future = exchange(&catalog, &[hello(4, 9)]);
     assert!(
         matches!(&future[..], [Heard::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
     );
-    assert!(matches!(exchange(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(2)]));
+    assert!(matches!(exchange(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(3)]));
     let without_hello = exchange(&catalog, &[frame(&Request::Read(vec![]))]);
     assert!(matches!(without_hello[..], [Heard::Failed(ErrorKind::Invalid, _)]));
-    let twice = exchange(&catalog, &[hello(2, 2), hello(2, 2)]);
+    let twice = exchange(&catalog, &[hello(3, 3), hello(3, 3)]);
     assert!(matches!(twice[..], [Heard::Welcome(_), Heard::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 250, number: 1, len: 3 }, vec![1, 2, 3]);
-    let answers = exchange(&catalog, &[hello(2, 2), unknown]);
+    let answers = exchange(&catalog, &[hello(3, 3), unknown]);
     assert!(matches!(answers[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     let long = (Header { kind: 203, number: 1, len: MAX_REQUEST + 1 }, vec![0; 100]);
-    assert!(matches!(exchange(&catalog, &[hello(2, 2), long])[..], [Heard::Welcome(_)]));
+    assert!(matches!(exchange(&catalog, &[hello(3, 3), long])[..], [Heard::Welcome(_)]));
     let cut = (Header { kind: 203, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(exchange(&catalog, &[hello(2, 2), cut])[..], [Heard::Welcome(_)]));
+    assert!(matches!(exchange(&catalog, &[hello(3, 3), cut])[..], [Heard::Welcome(_)]));
     assert!(try_increment(&catalog.client()), "the catalog still serves");
 }
 
 #[test]
-fn silent_connections_are_bounded_and_do_not_disturb_authenticated_clients() {
+fn silent_connections_do_not_disturb_authenticated_clients() {
     let catalog = Catalog::start();
     let documents = catalog.client();
     assert!(try_increment(&documents));
-    let begin = Instant::now();
-    let mut silent: Vec<_> =
-        (0..200).map(|_| TcpStream::connect(catalog.address).unwrap()).collect();
+    let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(catalog.address).unwrap()).collect();
     assert!(try_increment(&documents), "it is connected already");
-    // The first ones get time for their first message. Those beyond the limit are closed at once.
-    for stream in &mut silent[70..] {
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        assert!(!matches!(stream.read(&mut [0]), Ok(1..)));
-    }
-    assert!(begin.elapsed() < HANDSHAKE_TIMEOUT, "{:?}", begin.elapsed());
     drop(silent);
-    assert!(try_increment(&catalog.client()), "connections are accepted again");
 }
 
 #[test]

@@ -3,8 +3,6 @@
 //! Their kinds differ from those of the peers' protocol. Every count and length is checked against
 //! the bytes that are there before memory is allocated for it. Each message has one encoding.
 
-use std::collections::BTreeMap;
-
 use bytes::Bytes;
 
 use crate::documents::{Change, Document, Put, Query, View};
@@ -14,13 +12,13 @@ use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason
 /// The longest request, in bytes.
 pub const MAX_REQUEST: usize = 1 << 20;
 
-/// The longest answer, in bytes.
-pub const MAX_ANSWER: usize = 64 << 20;
+/// The longest answer, in bytes. Documents that do not fit into one answer are scanned.
+pub const MAX_ANSWER: usize = 8 << 20;
 
 /// The longest key, prefix or folder name, in bytes.
 pub const MAX_KEY: usize = 1024;
 
-/// The most keys and prefixes in one read.
+/// The most keys and prefixes in one read or scan.
 pub const MAX_QUERIES: usize = 4096;
 
 /// Identifies a change, so that it is carried out once even if it is sent several times.
@@ -36,6 +34,8 @@ pub enum Request {
     /// Answer when a document in this folder has changed after this revision, or after this many
     /// milliseconds.
     Wait(String, u64, u32),
+    /// Send the documents that match a query in several answers.
+    Scan(Vec<Query>),
 }
 
 /// An answer of a catalog.
@@ -43,6 +43,17 @@ pub enum Request {
 pub enum Answer {
     /// The documents of a read.
     View(View),
+    /// The documents of a read do not fit into one answer.
+    TooLarge,
+    /// The next documents of a scan, at least one, in the order of their keys.
+    Page(Vec<(String, Document)>),
+    /// The end of a scan.
+    Scanned {
+        /// The latest revision at the moment that the scan shows.
+        revision: u64,
+        /// The number of documents in all pages.
+        documents: u64,
+    },
     /// Whether the change was carried out.
     Committed(bool),
     /// A document has changed, or the time is over.
@@ -54,9 +65,13 @@ pub enum Answer {
 const READ: u16 = 202;
 const COMMIT: u16 = 203;
 const WAIT: u16 = 204;
+const SCAN: u16 = 205;
 const VIEW: u16 = 302;
 const COMMITTED: u16 = 303;
 const WAITED: u16 = 304;
+const PAGE: u16 = 305;
+const SCANNED: u16 = 306;
+const TOO_LARGE: u16 = 307;
 
 impl Request {
     /// The kind and the body of the message.
@@ -90,6 +105,10 @@ impl Request {
                 body.extend_from_slice(&milliseconds.to_le_bytes());
                 WAIT
             }
+            Request::Scan(queries) => {
+                write_all(&mut body, queries, write_query);
+                SCAN
+            }
         };
         (kind, body)
     }
@@ -98,12 +117,8 @@ impl Request {
     pub fn from_body(kind: u16, body: &Bytes) -> Result<Request> {
         let mut body = MessageReader::new(body);
         let request = match kind {
-            READ => match body.all(MessageReader::query)? {
-                queries if queries.len() > MAX_QUERIES => {
-                    return Err(malformed("a read with too many queries"));
-                }
-                queries => Request::Read(queries),
-            },
+            READ => Request::Read(body.queries()?),
+            SCAN => Request::Scan(body.queries()?),
             COMMIT => {
                 let token = body.option(MessageReader::array)?;
                 let relaxed = body.flag()?;
@@ -135,12 +150,18 @@ impl Answer {
             Answer::View(view) => {
                 body.extend_from_slice(&view.revision.to_le_bytes());
                 body.extend_from_slice(&(view.documents.len() as u32).to_le_bytes());
-                for (key, Document { value, version }) in &view.documents {
-                    write_text(&mut body, key);
-                    body.extend_from_slice(&version.to_le_bytes());
-                    write_bytes(&mut body, value);
-                }
+                view.documents.iter().for_each(|(key, one)| write_document(&mut body, key, one));
                 VIEW
+            }
+            Answer::TooLarge => TOO_LARGE,
+            Answer::Page(page) => {
+                write_all(&mut body, page, |body, (key, one)| write_document(body, key, one));
+                PAGE
+            }
+            Answer::Scanned { revision, documents } => {
+                body.extend_from_slice(&revision.to_le_bytes());
+                body.extend_from_slice(&documents.to_le_bytes());
+                SCANNED
             }
             Answer::Committed(carried_out) => {
                 body.push((*carried_out).into());
@@ -161,17 +182,12 @@ impl Answer {
         let answer = match kind {
             VIEW => {
                 let revision = body.u64()?;
-                let mut documents = BTreeMap::<String, Document>::new();
-                for _ in 0..body.u32()? {
-                    let (key, version) = (body.text()?, body.u64()?);
-                    let value = body.bytes()?;
-                    if documents.last_key_value().is_some_and(|(last, _)| *last >= key) {
-                        return Err(malformed("documents that are not in order"));
-                    }
-                    documents.insert(key, Document { value, version });
-                }
+                let documents = body.documents()?.into_iter().collect();
                 Answer::View(View { revision, documents })
             }
+            TOO_LARGE => Answer::TooLarge,
+            PAGE => Answer::Page(body.documents()?),
+            SCANNED => Answer::Scanned { revision: body.u64()?, documents: body.u64()? },
             COMMITTED => Answer::Committed(body.flag()?),
             WAITED => Answer::Waited,
             FAILED => {
@@ -202,6 +218,17 @@ fn write_text(body: &mut Vec<u8>, text: &str) {
 fn write_bytes(body: &mut Vec<u8>, bytes: &[u8]) {
     body.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
     body.extend_from_slice(bytes);
+}
+
+fn write_document(body: &mut Vec<u8>, key: &str, Document { value, version }: &Document) {
+    write_text(body, key);
+    body.extend_from_slice(&version.to_le_bytes());
+    write_bytes(body, value);
+}
+
+/// The length of a document in a message, in bytes.
+pub(super) fn document_len(key: &str, document: &Document) -> usize {
+    2 + key.len() + 8 + 4 + document.value.len()
 }
 
 fn write_query(body: &mut Vec<u8>, query: &Query) {
@@ -243,6 +270,25 @@ impl MessageReader<'_> {
         Ok(if self.flag()? { Query::Prefix(self.text()?) } else { Query::Key(self.text()?) })
     }
 
+    fn queries(&mut self) -> Result<Vec<Query>> {
+        match self.all(MessageReader::query)? {
+            queries if queries.len() > MAX_QUERIES => Err(malformed("too many queries")),
+            queries => Ok(queries),
+        }
+    }
+
+    /// Documents in the order of their keys.
+    fn documents(&mut self) -> Result<Vec<(String, Document)>> {
+        let documents = self.all(|body| {
+            let (key, version) = (body.text()?, body.u64()?);
+            Ok((key, Document { value: body.bytes()?, version }))
+        })?;
+        match documents.windows(2).all(|pair| pair[0].0 < pair[1].0) {
+            true => Ok(documents),
+            false => Err(malformed("documents that are not in order")),
+        }
+    }
+
     fn option<T>(&mut self, read: impl Fn(&mut Self) -> Result<T>) -> Result<Option<T>> {
         if self.flag()? { read(self).map(Some) } else { Ok(None) }
     }
@@ -258,87 +304,4 @@ impl MessageReader<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::collection::{btree_map, vec};
-    use proptest::option;
-    use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
-
-    use super::{Answer, Bytes, Change, Document, Put, Query, Request, View};
-    use crate::net::message::FAILURE_KINDS;
-
-    fn query() -> impl Strategy<Value = Query> {
-        (any::<bool>(), ".{0,20}").prop_map(|(whole, text)| match whole {
-            true => Query::Key(text),
-            false => Query::Prefix(text),
-        })
-    }
-
-    fn change() -> impl Strategy<Value = Change> {
-        let put = (".{0,20}", vec(any::<u8>(), 0..50), option::of(any::<u32>()))
-            .prop_map(|(key, value, seconds)| Put { key, value, seconds });
-        let relies_on = vec((".{0,20}", any::<u64>()), 0..4);
-        (relies_on, vec(query(), 0..4), vec(put, 0..4), any::<bool>()).prop_map(
-            |(relies_on, removes, puts, relaxed)| Change { relies_on, removes, puts, relaxed },
-        )
-    }
-
-    fn request() -> impl Strategy<Value = Request> {
-        prop_oneof![
-            vec(query(), 0..5).prop_map(Request::Read),
-            (any::<Option<[u8; 16]>>(), change()).prop_map(|(t, c)| Request::Commit(t, c)),
-            (".{0,20}", any::<(u64, u32)>())
-                .prop_map(|(folder, (revision, time))| Request::Wait(folder, revision, time)),
-        ]
-    }
-
-    fn answer() -> impl Strategy<Value = Answer> {
-        let document = (vec(any::<u8>(), 0..50), any::<u64>())
-            .prop_map(|(value, version)| Document { value, version });
-        let documents = btree_map(".{0,20}", document, 0..6);
-        prop_oneof![
-            (any::<u64>(), documents)
-                .prop_map(|(revision, documents)| Answer::View(View { revision, documents })),
-            any::<bool>().prop_map(Answer::Committed),
-            Just(Answer::Waited),
-            (0usize..5, ".{0,40}")
-                .prop_map(|(kind, text)| Answer::Failed(FAILURE_KINDS[kind], text)),
-        ]
-    }
-
-    proptest! {
-        #[test]
-        fn a_message_decodes_to_what_was_encoded(request in request(), answer in answer()) {
-            let (kind, body) = request.to_body();
-            prop_assert_eq!(Request::from_body(kind, &body.into()).unwrap(), request);
-            let (kind, body) = answer.to_body();
-            prop_assert_eq!(Answer::from_body(kind, &body.into()).unwrap(), answer);
-        }
-
-        #[test]
-        fn damaged_bytes_are_refused_or_are_the_one_encoding_of_a_message(
-            request in request(),
-            answer in answer(),
-            flips in vec((any::<usize>(), any::<u8>()), 0..4),
-            cut in any::<usize>(),
-        ) {
-            for (kind, mut body) in [request.to_body(), answer.to_body()] {
-                for (at, mask) in &flips {
-                    if !body.is_empty() {
-                        let at = at % body.len();
-                        body[at] ^= mask;
-                    }
-                }
-                if cut % 3 == 0 {
-                    body.truncate(cut % (body.len() + 1));
-                }
-                let bytes = Bytes::copy_from_slice(&body);
-                if let Ok(found) = Request::from_body(kind, &bytes) {
-                    prop_assert_eq!(found.to_body(), (kind, body.clone()));
-                }
-                if let Ok(found) = Answer::from_body(kind, &bytes) {
-                    prop_assert_eq!(found.to_body(), (kind, body));
-                }
-            }
-        }
-    }
-}
+mod tests;

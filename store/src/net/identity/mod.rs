@@ -35,7 +35,7 @@ use webpki::EndEntityCert;
 
 pub use authority::{init, revoke, sign, sign_new_peer};
 pub use security::{Access, Security};
-pub(crate) use security::{Reader, Secured, Writer};
+pub(crate) use security::{Reader, Remote, Secured, Writer};
 
 use crate::id::PeerId;
 

@@ -49,7 +49,7 @@ use self::log::{Files, Log};
 use self::pending::Pending;
 use self::reclaim::reclaim;
 use self::table::{DATABASE, Table};
-use crate::cluster::protocol::{FragmentId, Usage};
+use crate::cluster::protocol::{FragmentId, MAX_FRAGMENTS, Usage};
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
 use crate::durable::sync::SegmentSync;
@@ -66,9 +66,6 @@ const DIRECTORY: DataDirectory = DataDirectory {
     version: 3,
     parts: &["segments", DATABASE],
 };
-
-/// The most fragments of one blob, over all its encodings.
-const MAX_FRAGMENTS: usize = 64;
 
 /// Pending fragments are written to the table when there are this many of them.
 const PENDING_LIMIT: usize = 1024;

@@ -6,7 +6,9 @@ use super::PeerStore;
 use super::group::KnownFragment;
 use super::table::Found;
 use crate::cluster::protocol::Held;
-use crate::cluster::protocol::{MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, fragment_len};
+use crate::cluster::protocol::{
+    MAX_FETCHED, MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, MAX_RECORDS, fragment_len,
+};
 use crate::encoding::fragment::{Fragment, Kind, MAX_CONTENT};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
@@ -14,12 +16,6 @@ use crate::id::BlobId;
 /// The blobs that are looked up at a time. A blob's fragments take more memory than the answer
 /// about them.
 const LOOKUP_BATCH: usize = 64;
-
-/// The most fragments of a blob in one answer.
-const MAX_GET_FRAGMENTS: usize = 6;
-
-/// The most fragments of records in one answer.
-const MAX_RECORDS: usize = 1024;
 
 impl PeerStore {
     /// The fragments of a blob, as many as an answer can hold. A blob has several only if it was
@@ -35,7 +31,7 @@ impl PeerStore {
             room -= if fits { len } else { 0 };
             fits
         });
-        known.truncate(MAX_GET_FRAGMENTS);
+        known.truncate(MAX_FETCHED);
         self.read(known, true)
     }
 
