@@ -15,6 +15,7 @@ use super::documents::{
 };
 use super::mirror_records::{self, MirrorReference};
 use crate::clock::now;
+use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
@@ -183,6 +184,9 @@ impl Catalog {
     /// Restores the images, snapshots and mirrors of these records that the catalog does not have.
     pub(crate) fn rebuild(&self, inventory: &Inventory, records: Records) -> Result<Rebuilt> {
         let Records { snapshots, mirrors } = records;
+        if !snapshots.is_empty() {
+            self.begin_epoch()?;
+        }
         let all: Vec<Record> = snapshots.iter().map(|(_, record)| record.clone()).collect();
         let mut images: BTreeMap<ImageId, Vec<Record>> = BTreeMap::new();
         for (id, mut record) in snapshots {
@@ -211,6 +215,15 @@ impl Catalog {
         rebuilt.left.dedup();
         rebuilt.mirrors = self.rebuild_mirrors(mirrors, &all)?;
         Ok(rebuilt)
+    }
+
+    /// Begins an epoch of the cluster that no catalog has had. The count of lost peers is not known:
+    /// a commit that began before must ask the peers for its blobs.
+    fn begin_epoch(&self) -> Result<()> {
+        self.change(&[Query::key(LOSSES)], |view| {
+            let next = ClusterEpoch::of(view)?.after(now() << 24);
+            Ok((Change::default().put(LOSSES, &next), ()))
+        })
     }
 
     /// Restores an image, or what is missing of an image that the catalog has. Returns the number

@@ -57,6 +57,11 @@ impl ClusterEpoch {
     pub(crate) fn of(view: &View) -> Result<ClusterEpoch> {
         losses(view).map(ClusterEpoch)
     }
+
+    /// A later epoch, and at least this one.
+    pub(crate) fn after(self, least: u64) -> u64 {
+        least.max(self.0 + 1)
+    }
 }
 
 fn losses(view: &View) -> Result<u64> {

@@ -24,9 +24,10 @@ use rusqlite::{
 
 use super::ranges::{KeyRange, prefix_end, ranges};
 use super::{Change, Document, Documents, Each, Put, Query, View, folder, prefix_queries};
-use crate::clock::BootClock;
+use crate::clock::{BootClock, now};
 use crate::durable::database;
 use crate::error::{Error, Result};
+use crate::sys;
 
 /// The version of the tables, kept as `user_version`.
 const VERSION: u64 = 3;
@@ -58,8 +59,6 @@ CREATE TABLE revision (
     id      INTEGER PRIMARY KEY CHECK (id = 1),
     current INTEGER NOT NULL
 ) STRICT;
-
-INSERT INTO revision VALUES (1, 0);
 
 CREATE TABLE tokens (
     token   BLOB    NOT NULL PRIMARY KEY,
@@ -102,7 +101,12 @@ pub struct SqliteDocuments {
 impl SqliteDocuments {
     /// Creates the file, unless it exists.
     pub fn create(path: &Path) -> Result<()> {
-        database::make(path, VERSION, |transaction| Ok(transaction.execute_batch(TABLES)?))
+        database::make(path, VERSION, |transaction| {
+            transaction.execute_batch(TABLES)?;
+            let first = first_revision()?;
+            transaction.execute("INSERT INTO revision VALUES (1, ?1)", [first])?;
+            Ok(())
+        })
     }
 
     /// Opens an existing file, which only processes of this host use.
@@ -333,6 +337,14 @@ fn commit(
     }
     tx.commit()?;
     Ok(true)
+}
+
+/// The revision before the first change. It differs for each catalog, so that a client whose
+/// catalog was replaced does not mistake a document's version for that of the old catalog.
+fn first_revision() -> Result<u64> {
+    let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
+    let random = u64::from(u16::from_le_bytes(random));
+    Ok((now() << 24) | (random << 8))
 }
 
 /// The revision of the last change.

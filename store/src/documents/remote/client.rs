@@ -1,6 +1,6 @@
 //! The client of a served catalog.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Mutex;
@@ -30,8 +30,8 @@ struct CatalogLink {
     address: String,
     security: Security,
     retry_timeout: Duration,
-    /// The id of the first catalog at this address. Another catalog has other documents.
-    catalog: OnceLock<CatalogId>,
+    /// The id of the last catalog at this address. Another catalog has other documents.
+    catalog: SyncMutex<Option<CatalogId>>,
     connection: Mutex<Option<Arc<Connection>>>,
 }
 
@@ -52,7 +52,7 @@ impl RemoteDocuments {
             address: address.into(),
             security: security.clone(),
             retry_timeout,
-            catalog: OnceLock::new(),
+            catalog: SyncMutex::default(),
             connection: Mutex::default(),
         };
         Ok(RemoteDocuments { background: Background::start(address)?, link: Arc::new(link) })
@@ -192,16 +192,22 @@ impl CatalogLink {
         Ok((pages, first))
     }
 
-    /// Fails if another catalog answered at this address before.
+    /// Fails if another catalog answered at this address before: the request may have been carried
+    /// out there. Later requests use the new catalog. What they rely on was read from it, because
+    /// no version of a document comes in two catalogs.
     fn check_catalog(&self, catalog: CatalogId) -> Result<(), CallError> {
-        let first = *self.catalog.get_or_init(|| catalog);
-        if catalog == first {
-            return Ok(());
+        let mut known = self.catalog.lock().unwrap_or_else(PoisonError::into_inner);
+        match known.replace(catalog) {
+            Some(before) if before != catalog => {
+                let reason = format!(
+                    "it is catalog {catalog}, but was {before} before; start it with the right \
+                     directory, or restore the catalog with `cairn catalog rebuild`"
+                );
+                tracing::error!(address = self.address, %reason, "another catalog answers");
+                Err(CallError::Permanent(ErrorKind::Unavailable, reason))
+            }
+            _ => Ok(()),
         }
-        let reason = format!(
-            "it is catalog {catalog}, but was {first} before; start it with the right directory"
-        );
-        Err(CallError::Permanent(ErrorKind::Unavailable, reason))
     }
 
     async fn connection(&self) -> Result<Arc<Connection>, CallError> {

@@ -134,7 +134,12 @@ mod tests {
         ] {
             assert!(commit(bad.clone()).is_err(), "{bad:?}");
         }
-        let read = |queries: Vec<Query>| check(caller, &Request::Read(queries));
+        let read = |queries: Vec<Query>| {
+            let scanned = check(caller, &Request::Scan(queries.clone()));
+            let read = check(caller, &Request::Read(queries));
+            assert_eq!(scanned.is_ok(), read.is_ok());
+            read
+        };
         read(vec![]).unwrap();
         read(vec![Query::key(own("members")), Query::key(own("alive"))]).unwrap();
         for bad in ["", "members/", "alive/", "images/", "mirrors/", "snapshots/"] {

@@ -266,12 +266,19 @@ fn an_unreachable_catalog_is_reported_in_time_and_used_when_it_returns() {
     });
     assert_eq!(count(&long), 3);
     retry(is_reached);
-    // Another catalog at the same address is refused.
+    // A request that meets another catalog at the same address fails. Later ones go there.
+    let version = long.read(&[Query::key("count")]).unwrap().version("count");
     catalog.stop();
     catalog.dir = TempDir::new().unwrap();
     catalog.serve(TcpListener::bind(address).unwrap(), Security::INSECURE);
     let error = short.read(&[]).unwrap_err().to_string();
     assert!(error.contains("right directory"), "{error}");
+    retry(is_reached);
+    assert!(short.read(&[Query::key("count")]).unwrap().documents.is_empty());
+    assert!(try_increment(&short) && try_increment(&short) && try_increment(&short));
+    let relies_on = vec![("count".to_owned(), version)];
+    let stale = Change { relies_on, ..Change::default() }.put("count", &0);
+    assert!(!short.commit(&stale).unwrap(), "the version is that of the old catalog");
 }
 
 #[test]
