@@ -396,7 +396,8 @@ pub fn declare_lost_peers(
 ) -> Result<Vec<PeerId>> {
     let mut lost = Vec::new();
     for peer in peers(documents)?.0.into_iter().filter(|peer| peer.health == Health::Down) {
-        let since = peer.down_since.unwrap_or(now);
+        // A time in the future is that of a clock that was set back.
+        let since = peer.down_since.unwrap_or(now).min(now);
         let is_lost = now.saturating_sub(since) >= lost_after.as_secs();
         update(documents, &peer.id, |document| MemberDocument {
             down_since: Some(since),
@@ -477,6 +478,18 @@ mod tests {
         send_heartbeat(&documents, &announcement(1), &stats(100), 1200).unwrap();
         assert_eq!(health(&documents, 1), Some(Health::Up));
         assert_eq!(peers(&documents).unwrap().0[0].joined, 1000);
+    }
+
+    /// A supervisor whose clock was decades ahead has noted the time.
+    #[test]
+    fn a_peer_that_is_down_since_the_future_is_lost_in_time() {
+        let (_dir, documents) = documents();
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
+        leave(&documents, &announcement(1).id).unwrap();
+        assert!(declare_lost_peers(&documents, LOST_AFTER, u64::MAX / 2).unwrap().is_empty());
+        assert!(declare_lost_peers(&documents, LOST_AFTER, 1010).unwrap().is_empty());
+        assert!(declare_lost_peers(&documents, LOST_AFTER, 1069).unwrap().is_empty());
+        assert_eq!(declare_lost_peers(&documents, LOST_AFTER, 1070).unwrap(), [announcement(1).id]);
     }
 
     #[test]
