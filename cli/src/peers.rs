@@ -326,8 +326,7 @@ mod tests {
     #[test]
     fn a_peer_is_forgotten_if_it_is_lost_or_known_to_be_empty() {
         let with = |health, fragments: Option<u64>| {
-            let stats =
-                |fragments| PeerStats { capacity: 9, used: 0, reserved: 0, fragments, load: 0 };
+            let stats = |fragments| PeerStats { capacity: 9, fragments, ..PeerStats::default() };
             Peer { health, draining: true, stats: fragments.map(stats), ..peer(0x12) }
         };
         assert_eq!(why_not_forget(&with(Health::Lost, None)), None);

@@ -113,6 +113,33 @@ pub(crate) fn end_direct_io(file: &File) -> io::Result<()> {
     Ok(())
 }
 
+/// Lets the kernel serve the I/O of the calling thread only when no other thread wants the disk. Not
+/// every I/O scheduler honours that.
+pub(crate) fn set_idle_io_priority() -> io::Result<()> {
+    /// The target of the call is one thread; its id 0 is the calling thread.
+    const WHO_PROCESS: libc::c_int = 1;
+    const CLASS_IDLE: libc::c_int = 3;
+    const CLASS_SHIFT: libc::c_int = 13;
+    let priority = CLASS_IDLE << CLASS_SHIFT;
+    // SAFETY: the call takes no pointers.
+    match unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, priority) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Drops a part of the file from the page cache, except pages that are dirty or in use.
+pub(crate) fn drop_cached(file: &File, part: Range<u64>) -> io::Result<()> {
+    let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
+    // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
+    match unsafe {
+        libc::posix_fadvise64(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED)
+    } {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
+}
+
 /// The magic number of the file system that holds `path`.
 pub(crate) fn file_system_type(path: &Path) -> io::Result<u64> {
     // The field's type differs between targets; the magic numbers have 32 bits.
