@@ -9,6 +9,7 @@ use cairn_store::{ImageName, MirrorId, SnapshotRef};
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use crate::size::parse_size;
+use crate::time::{Interval, parse_interval};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -226,6 +227,21 @@ pub(crate) enum Command {
         #[arg(long, value_name = "BYTES", value_parser = parse_size)]
         rate: Option<u64>,
     },
+    /// Read all data of snapshots and verify it
+    #[command(
+        after_help = "Each chunk is read once, whichever snapshots share it. In a cluster the command \
+                            verifies that the data can be read; `cairn repair` checks its redundancy.\n\n\
+                            The exit code is 5 if data is damaged or missing, and 6 if data could not be read \
+                            now, for example because peers are down.\n\n\
+                            Examples:\n  cairn verify\n  cairn verify vm1\n  \
+                            cairn verify vm1@3 vm2@before-upgrade --json"
+    )]
+    Verify {
+        /// IMAGE for all its snapshots, IMAGE@NUMBER or IMAGE@LABEL for one [default: all
+        /// snapshots of all images]
+        #[arg(value_name = "IMAGE[@SNAPSHOT]")]
+        names: Vec<SnapshotRef>,
+    },
     /// Restore the catalog of a cluster from its peers
     #[command(
         subcommand,
@@ -270,6 +286,10 @@ pub(crate) struct Serve {
     /// Transfer at most this many bytes a second for repair in the background [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) repair_rate: Option<u64>,
+    /// Read and verify everything that the peer holds once in this time: seconds, or a number with
+    /// a suffix m, h or d; `off` never does [default: 14d]
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
+    pub(crate) scrub_interval: Option<Interval>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -2,8 +2,8 @@
 //! disk, and prints the result.
 //!
 //! ```text
-//! args ──► images, mirrors, import, export ──► cairn-store
-//!      ├─► serve, peers ─────────────────────► cairn-store's servers and cluster
+//! args ──► images, mirrors, import, export, verify ──► cairn-store
+//!      ├─► serve, peers ─────────────────────────────► cairn-store's servers and cluster
 //!      └─► control ──► socket of cairn-blk
 //! ```
 
@@ -21,6 +21,7 @@ mod serve;
 mod size;
 mod sparse;
 mod time;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -90,6 +91,7 @@ fn run(cli: Cli) -> Outcome {
         Command::Peers { action: None } => peers::list(&open()?, style),
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),
+        Command::Verify { names } => verify::verify(&open()?, &names, style),
         Command::Catalog(Catalog::Rebuild) => peers::rebuild(&open()?, style),
         Command::Keys(Keys::Init { directory }) => serve::init_keys(&directory, style),
         Command::Stats { control } => control::stats(&control.socket, style),

@@ -9,6 +9,7 @@ use cairn_store::cluster::membership::Announcement;
 use cairn_store::cluster::peer;
 use cairn_store::cluster::peer::PeerStore;
 use cairn_store::cluster::peer::heartbeat::Heartbeat;
+use cairn_store::cluster::peer::scrubber::{DEFAULT_SCRUB_INTERVAL, Scrubber};
 use cairn_store::documents;
 use cairn_store::documents::{CatalogStore, remote};
 use cairn_store::maintenance::supervisor::{Supervisor, SupervisorConfig};
@@ -66,6 +67,9 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
     let Serve { data, listen, capacity, .. } = args;
     let store = PeerStore::open(data, *capacity).doing(|| opening(data))?;
     let store = Arc::new(store);
+    let interval = args.scrub_interval.map_or(Some(DEFAULT_SCRUB_INTERVAL), |wanted| wanted.0);
+    let scrubber = interval.map(|interval| Scrubber::start(store.clone(), interval)).transpose();
+    let scrubber = scrubber.doing(|| "starting the scrub".into())?;
     run(Role::Peer, async {
         let (listener, address) = bind(listen).await?;
         let stop = signals();
@@ -87,7 +91,7 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
         }
         let served = peer::serve(listener, store, security.clone(), stop).await;
         // This tells the catalog that the peer leaves.
-        blocking(move || drop(member)).await?;
+        blocking(move || drop((member, scrubber))).await?;
         served.doing(|| "serving fragments".into())
     })
 }
@@ -150,9 +154,13 @@ fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome
 }
 
 fn serve_catalog(args: &Serve, security: &Security, style: Style) -> Outcome {
-    if args.capacity.is_some() || args.domain.is_some() || args.advertise.is_some() {
-        let why =
-            "--capacity, --domain and --advertise are for peers; omit them for a catalog server";
+    let is_for_peers = args.capacity.is_some()
+        || args.domain.is_some()
+        || args.advertise.is_some()
+        || args.scrub_interval.is_some();
+    if is_for_peers {
+        let why = "--capacity, --domain, --advertise and --scrub-interval are for peers; omit \
+                   them for a catalog server";
         return Err(wrong_usage(Role::Catalog, why));
     }
     start_log();

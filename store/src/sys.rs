@@ -132,9 +132,8 @@ pub(crate) fn set_idle_io_priority() -> io::Result<()> {
 pub(crate) fn drop_cached(file: &File, part: Range<u64>) -> io::Result<()> {
     let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
     // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
-    match unsafe {
-        libc::posix_fadvise64(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED)
-    } {
+    match unsafe { libc::posix_fadvise64(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED) }
+    {
         0 => Ok(()),
         error => Err(io::Error::from_raw_os_error(error)),
     }

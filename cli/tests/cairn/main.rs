@@ -15,6 +15,8 @@ mod lab;
 mod mirrors;
 mod proxy;
 mod repair;
+mod scrub;
 mod serve;
 mod support;
+mod verify;
 mod writer;

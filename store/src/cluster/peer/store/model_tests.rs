@@ -148,8 +148,7 @@ fn scrub(store: &PeerStore, steps: usize) {
 /// A fragment as the peer has it: `None` if it has none, and whether it is whole.
 fn found(store: &PeerStore, number: u8) -> Option<bool> {
     let wanted = fragment(number);
-    let is_it =
-        |one: &Fragment| one.index == wanted.index && one.description == wanted.description;
+    let is_it = |one: &Fragment| one.index == wanted.index && one.description == wanted.description;
     let all = store.get(&wanted.description.blob).unwrap();
     all.into_iter().find(is_it).map(|one| one == wanted)
 }

@@ -290,7 +290,11 @@ impl PeerStore {
     }
 
     /// Reads the pages of a block from the disk, not from the page cache.
-    pub(super) fn read_from_disk(&self, known: &KnownFragment, buffer: &mut [u8]) -> io::Result<()> {
+    pub(super) fn read_from_disk(
+        &self,
+        known: &KnownFragment,
+        buffer: &mut [u8],
+    ) -> io::Result<()> {
         let (path, offset) = (self.files.path(known.place.segment), known.place.offset);
         let mut options = File::options();
         options.read(true);

@@ -402,8 +402,8 @@ fn the_scrub_finds_the_damage_and_nothing_else_beside_puts_and_deletions() {
                 scope.spawn(move || {
                     let mut damaged = 0;
                     for round in 0..ROUNDS {
-                        let [one, other, third] = [0, 1, 2]
-                            .map(|n| fragment(10_000 * thread + 10 * round + n, CODE, 0));
+                        let [one, other, third] =
+                            [0, 1, 2].map(|n| fragment(10_000 * thread + 10 * round + n, CODE, 0));
                         put(store, &[one.clone(), other.clone(), third.clone()]);
                         store.settle(false).unwrap();
                         store.delete(&[id(&other)], 0).unwrap();
