@@ -113,18 +113,34 @@ pub(crate) fn end_direct_io(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Lets the kernel serve the I/O of the calling thread only when no other thread wants the disk. Not
-/// every I/O scheduler honours that.
-pub(crate) fn set_idle_io_priority() -> io::Result<()> {
-    /// The target of the call is one thread; its id 0 is the calling thread.
-    const WHO_PROCESS: libc::c_int = 1;
+/// Until it is dropped, the kernel serves the I/O of the calling thread only when no other thread
+/// wants the disk. Not every I/O scheduler honours that. The thread should hold no lock meanwhile:
+/// others would wait with it.
+pub(crate) struct IdleIoPriority(());
+
+impl IdleIoPriority {
+    const CLASS_NONE: libc::c_int = 0;
     const CLASS_IDLE: libc::c_int = 3;
-    const CLASS_SHIFT: libc::c_int = 13;
-    let priority = CLASS_IDLE << CLASS_SHIFT;
-    // SAFETY: the call takes no pointers.
-    match unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, priority) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
+
+    pub(crate) fn set() -> IdleIoPriority {
+        Self::set_class(Self::CLASS_IDLE);
+        IdleIoPriority(())
+    }
+
+    /// Sets the class of the calling thread. A failure is ignored: the thread then has another
+    /// priority, which is not wrong.
+    fn set_class(class: libc::c_int) {
+        /// The target of the call is one thread; its id 0 is the calling thread.
+        const WHO_PROCESS: libc::c_int = 1;
+        const CLASS_SHIFT: libc::c_int = 13;
+        // SAFETY: the call takes no pointers.
+        unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, class << CLASS_SHIFT) };
+    }
+}
+
+impl Drop for IdleIoPriority {
+    fn drop(&mut self) {
+        Self::set_class(Self::CLASS_NONE);
     }
 }
 

@@ -9,7 +9,6 @@ use super::PeerStore;
 use super::store::{ScrubPause, ScrubRound};
 use crate::clock::now;
 use crate::error::{Error, Result};
-use crate::sys;
 
 /// The interval in which all fragments are read once, unless it is set otherwise.
 pub const DEFAULT_SCRUB_INTERVAL: Duration = Duration::from_secs(14 * 24 * 3600);
@@ -38,9 +37,6 @@ impl Scrubber {
     pub fn start(store: Arc<PeerStore>, interval: Duration) -> Result<Scrubber> {
         let (stop, stopped) = channel::<()>();
         let run = move || {
-            if let Err(error) = sys::set_idle_io_priority() {
-                tracing::debug!(%error, "the scrub runs with the usual I/O priority");
-            }
             let pause =
                 |time: Duration| stopped.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
             scrub(&store, interval, &pause);

@@ -40,6 +40,7 @@ mod model_tests;
 mod pending;
 mod reading;
 mod reclaim;
+mod room;
 mod running_time;
 mod scrub;
 #[cfg(test)]
@@ -70,6 +71,7 @@ use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::sys;
 
+pub use self::room::Room;
 pub use self::scrub::{ScrubPause, ScrubRound, ScrubStatus};
 
 /// The format of the data directory. Versions 1 and 2 were never released.
@@ -154,46 +156,6 @@ pub struct PeerStore {
     scrub: Mutex<ScrubRecord>,
     /// The requests that are being carried out.
     requests: AtomicUsize,
-}
-
-/// The space that one client has reserved on a peer. The unused rest is released when this is
-/// dropped.
-pub struct Room {
-    store: Arc<PeerStore>,
-    left: Mutex<u64>,
-}
-
-impl Room {
-    /// Creates an empty reservation.
-    pub fn new(store: Arc<PeerStore>) -> Room {
-        Room { store, left: Mutex::new(0) }
-    }
-
-    /// Sets the reservation to `bytes`. Fails if the peer does not have enough free space; the
-    /// previous reservation then stays.
-    pub fn reserve(&self, bytes: u64) -> Result<()> {
-        let capacity = self.store.usage()?.capacity;
-        let mut state = self.store.state();
-        let mut left = self.left();
-        let others = state.used + state.staged_bytes + state.reserved - *left;
-        if others.checked_add(bytes).is_none_or(|all| all > capacity) && bytes > *left {
-            return Err(Error::PeerFull { path: self.store.directory.clone(), capacity });
-        }
-        state.reserved = state.reserved - *left + bytes;
-        *left = bytes;
-        Ok(())
-    }
-
-    fn left(&self) -> MutexGuard<'_, u64> {
-        self.left.lock().expect("no thread panics with the reservation locked")
-    }
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        let left = *self.left();
-        self.store.state().reserved -= left;
-    }
 }
 
 /// The decision about a fragment that is put.

@@ -52,6 +52,8 @@ enum Step {
     LoseTable,
     /// A bit of a block is flipped.
     Damage(u8),
+    /// A bit of a block is flipped, and its fragment is put.
+    DamageAndPut(u8),
     /// A round of the scrub begins, and continues up to this many steps.
     Scrub(u8),
     /// The round continues until it is over.
@@ -68,6 +70,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => Just(Step::Kill),
         1 => Just(Step::LoseTable),
         3 => (0u8..24).prop_map(Step::Damage),
+        2 => (0u8..24).prop_map(Step::DamageAndPut),
         2 => (0u8..6).prop_map(Step::Scrub),
         2 => Just(Step::EndScrub),
     ]
@@ -255,13 +258,18 @@ proptest! {
                     open.delete(&ids, 0).unwrap();
                     model.retain(|number, _| !numbers.contains(number));
                 }
-                Step::Damage(number) => {
+                Step::Damage(number) | Step::DamageAndPut(number) => {
                     if model.get(&number) == Some(&Expected::Stored) {
                         // A put that relies on the fragment may have verified it before.
                         open.flush().unwrap();
                         flushed(&mut model);
                         damage(dir.path(), number);
                         model.insert(number, Expected::Damaged);
+                    }
+                    let is_damaged = model.get(&number) == Some(&Expected::Damaged);
+                    if is_damaged && matches!(step, Step::DamageAndPut(_)) {
+                        open.put(&[fragment(number)]).unwrap().remove(0).unwrap();
+                        model.insert(number, Expected::Replacing);
                     }
                 }
                 Step::Scrub(steps) => {

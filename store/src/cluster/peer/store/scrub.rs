@@ -289,12 +289,14 @@ impl PeerStore {
         )
     }
 
-    /// Reads the pages of a block from the disk, not from the page cache.
+    /// Reads the pages of a block from the disk, not from the page cache, when the disk is idle.
     pub(super) fn read_from_disk(
         &self,
         known: &KnownFragment,
         buffer: &mut [u8],
     ) -> io::Result<()> {
+        // Not for the whole thread: a request may wait for what it writes to the table.
+        let _idle = sys::IdleIoPriority::set();
         let (path, offset) = (self.files.path(known.place.segment), known.place.offset);
         let mut options = File::options();
         options.read(true);
