@@ -212,7 +212,10 @@ fn only_damage_that_is_seen_twice_counts() {
         // The first read of each block fails, or has wrong bytes.
         scrub_with(&store, &|known, buffer| match seen.borrow_mut().insert(known.place) {
             true if known.place.offset % 8192 == 0 => errors(error),
-            true => Ok(buffer.fill(9)),
+            true => {
+                buffer.fill(9);
+                Ok(())
+            }
             false => store.read_from_disk(known, buffer),
         });
         let status = store.scrub_status();
