@@ -2,8 +2,8 @@
 //! disk, and prints the result.
 //!
 //! ```text
-//! args ──► images, mirrors, import, export ──► cairn-store
-//!      ├─► serve, supervise, peers, keys ────► cairn-store's servers and cluster
+//! args ──► images, mirrors, import, export, verify ──► cairn-store
+//!      ├─► serve, supervise, peers, keys ────────────► cairn-store's servers and cluster
 //!      └─► control ──► socket of cairn-blk
 //! ```
 
@@ -24,6 +24,7 @@ mod size;
 mod sparse;
 mod supervise;
 mod time;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -93,6 +94,7 @@ fn run(cli: Cli) -> Outcome {
         Command::Peers { action: None } => peers::list(&open()?, style),
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),
+        Command::Verify { names } => verify::verify(&open()?, &names, style),
         Command::Catalog(Catalog::Rebuild { force }) => peers::rebuild(&open()?, force, style),
         Command::Supervise { options } => supervise::supervise(url()?, &access, &options, style),
         Command::Keys(command) => keys::run(&command, cli.keys.as_deref(), style),

@@ -1,18 +1,18 @@
 //! `peers`, `repair` and `catalog rebuild`: the administration of a cluster.
 
-use cairn_store::Repository;
 use cairn_store::cluster::membership;
 use cairn_store::cluster::membership::{Health, LastRepair, Peer};
 use cairn_store::cluster::repair::Report;
 use cairn_store::documents::Documents;
 use cairn_store::maintenance;
+use cairn_store::{Repository, now};
 use serde_json::{Value, json};
 
 use crate::args::{Peers, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{Align, Table, or_dash, print, print_json};
 use crate::progress::Progress;
-use crate::time::utc;
+use crate::time::{ago, utc};
 
 /// The documents of the cluster. Fails if the repository is in a directory.
 fn documents(repository: &Repository) -> Outcome<&dyn Documents> {
@@ -43,6 +43,8 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ("FRAGMENTS", Align::Right),
         ("LOAD", Align::Right),
         ("WRONG", Align::Right),
+        ("BAD", Align::Right),
+        ("SCRUBBED", Align::Left),
         ("SINCE", Align::Left),
     ]);
     for peer in &peers {
@@ -59,11 +61,18 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
             or_dash(stats.map(|stats| stats.fragments)),
             or_dash(stats.map(|stats| format!("{:.2}", stats.load as f64 / 100.0))),
             peer.wrong.to_string(),
+            or_dash(stats.map(|stats| stats.bad)),
+            or_dash(stats.map(|stats| scrubbed(stats.scrubbed, now()))),
             utc(peer.down_since.unwrap_or(peer.joined)),
         ]);
     }
     table.print()?;
     print(&format!("{}\n", summary(health.as_ref())))
+}
+
+/// How long ago a peer had last read and verified all its fragments.
+fn scrubbed(time: Option<u64>, now: u64) -> String {
+    time.map_or_else(|| "never".into(), |time| ago(time, now))
 }
 
 /// What the last repair found, in one line.
@@ -88,7 +97,7 @@ fn summary(repair: Option<&LastRepair>) -> String {
 }
 
 /// A number with its noun, which gets an "s" unless there is one.
-fn count(number: u64, noun: &str) -> String {
+pub(crate) fn count(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
@@ -107,6 +116,8 @@ fn peer_json(peer: &Peer) -> Value {
         "fragments": peer.stats.map(|stats| stats.fragments),
         "load": peer.stats.map(|stats| stats.load as f64 / 100.0),
         "wrong": peer.wrong,
+        "bad": peer.stats.map(|stats| stats.bad),
+        "scrubbed": peer.stats.and_then(|stats| stats.scrubbed),
     })
 }
 
@@ -327,8 +338,7 @@ mod tests {
     #[test]
     fn a_peer_is_forgotten_if_it_is_lost_or_known_to_be_empty() {
         let with = |health, fragments: Option<u64>| {
-            let stats =
-                |fragments| PeerStats { capacity: 9, used: 0, reserved: 0, fragments, load: 0 };
+            let stats = |fragments| PeerStats { capacity: 9, fragments, ..PeerStats::default() };
             Peer { health, draining: true, stats: fragments.map(stats), ..peer(0x12) }
         };
         assert_eq!(why_not_forget(&with(Health::Lost, None)), None);

@@ -8,6 +8,7 @@ use cairn_store::cluster::membership::{Announcement, check_no_data};
 use cairn_store::cluster::peer;
 use cairn_store::cluster::peer::PeerStore;
 use cairn_store::cluster::peer::heartbeat::Heartbeat;
+use cairn_store::cluster::peer::scrubber::{DEFAULT_SCRUB_INTERVAL, Scrubber};
 use cairn_store::documents;
 use cairn_store::documents::{CatalogStore, Documents, remote};
 use cairn_store::maintenance::supervisor::Supervisor;
@@ -62,6 +63,9 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
     }
     let store = PeerStore::open_as(data, *capacity, own).doing(|| opening(data))?;
     let store = Arc::new(store);
+    let interval = args.scrub_interval.map_or(Some(DEFAULT_SCRUB_INTERVAL), |wanted| wanted.0);
+    let scrubber = interval.map(|interval| Scrubber::start(store.clone(), interval)).transpose();
+    let scrubber = scrubber.doing(|| "starting the scrub".into())?;
     run(Role::Peer, async {
         let (listener, address) = bind(listen).await?;
         let stop = signals();
@@ -78,7 +82,7 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
         }
         let served = peer::serve(listener, store, security.clone(), stop).await;
         // This tells the catalog that the peer leaves.
-        blocking(move || drop(heartbeat)).await?;
+        blocking(move || drop((heartbeat, scrubber))).await?;
         served.doing(|| "serving fragments".into())
     })
 }
@@ -121,9 +125,13 @@ fn announcement(args: &Serve, store: &PeerStore, listens: SocketAddr) -> Outcome
 }
 
 fn serve_catalog(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
-    if args.capacity.is_some() || args.domain.is_some() || args.advertise.is_some() {
-        let why =
-            "--capacity, --domain and --advertise are for peers; omit them for a catalog server";
+    let is_for_peers = args.capacity.is_some()
+        || args.domain.is_some()
+        || args.advertise.is_some()
+        || args.scrub_interval.is_some();
+    if is_for_peers {
+        let why = "--capacity, --domain, --advertise and --scrub-interval are for peers; omit \
+                   them for a catalog server";
         return Err(wrong_usage(Role::Catalog, why));
     }
     let security = security(access, Role::Catalog)?;

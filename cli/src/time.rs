@@ -1,4 +1,44 @@
-//! Formatting times in UTC.
+//! Formatting times in UTC, ages, and parsing intervals.
+
+use std::time::Duration;
+
+/// The units of intervals and ages, in seconds, the longest first.
+const UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)];
+
+/// An interval between actions. `None` means that the action never happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Interval(pub(crate) Option<Duration>);
+
+/// Parses an interval such as `14d`, `12h`, `90` (seconds) or `off`.
+pub(crate) fn parse_interval(text: &str) -> Result<Interval, String> {
+    if text == "off" {
+        return Ok(Interval(None));
+    }
+    let unit = |last: char| UNITS.iter().find(|(suffix, _)| *suffix == last);
+    let (number, seconds) = match text.chars().last().and_then(unit) {
+        Some((_, seconds)) => (&text[..text.len() - 1], *seconds),
+        None => (text, 1),
+    };
+    match number.parse::<f64>().map(|number| number * seconds as f64) {
+        Ok(0.0) => Ok(Interval(None)),
+        Ok(seconds) if seconds > 0.0 && seconds <= 1e9 => {
+            Ok(Interval(Some(Duration::from_secs_f64(seconds))))
+        }
+        _ => {
+            Err("expected a number of seconds, a number with a suffix s, m, h or d, or 'off'"
+                .into())
+        }
+    }
+}
+
+/// Formats the time from `then` to `now`, both in seconds since 1970, such as `3 d ago`.
+pub(crate) fn ago(then: u64, now: u64) -> String {
+    // The clocks of two machines differ.
+    let seconds = now.saturating_sub(then);
+    let (suffix, unit) = UNITS.into_iter().find(|(_, unit)| seconds >= *unit).unwrap_or(('s', 1));
+    let name = if suffix == 'm' { "min".to_owned() } else { suffix.to_string() };
+    format!("{} {name} ago", seconds / unit)
+}
 
 /// Formats seconds since 1970, such as `2024-02-29 23:59:59Z`.
 pub(crate) fn utc(seconds: u64) -> String {
@@ -27,7 +67,45 @@ fn date(days: u64) -> (u64, u64, u64) {
 
 #[cfg(test)]
 mod tests {
-    use super::utc;
+    use std::time::Duration;
+
+    use super::{Interval, ago, parse_interval, utc};
+
+    #[test]
+    fn intervals_have_units_and_can_be_off() {
+        let seconds = |seconds| Ok(Interval(Some(Duration::from_secs_f64(seconds))));
+        for (text, wanted) in [
+            ("14d", seconds(14.0 * 86_400.0)),
+            ("12h", seconds(12.0 * 3600.0)),
+            ("1.5m", seconds(90.0)),
+            ("0.5s", seconds(0.5)),
+            ("90", seconds(90.0)),
+            ("0", Ok(Interval(None))),
+            ("0d", Ok(Interval(None))),
+            ("off", Ok(Interval(None))),
+        ] {
+            assert_eq!(parse_interval(text), wanted, "{text}");
+        }
+        for bad in ["", "d", "-1d", "1w", "never", "1e99", "nan", "inf", "1 d", "5é"] {
+            assert!(parse_interval(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn ages_have_one_unit() {
+        let day = 86_400;
+        for (seconds, text) in [
+            (0, "0 s ago"),
+            (59, "59 s ago"),
+            (60, "1 min ago"),
+            (7199, "1 h ago"),
+            (3 * day + 7, "3 d ago"),
+            (400 * day, "400 d ago"),
+        ] {
+            assert_eq!(ago(1_800_000_000, 1_800_000_000 + seconds), text);
+        }
+        assert_eq!(ago(1_800_000_009, 1_800_000_000), "0 s ago");
+    }
 
     #[test]
     fn times_are_printed_in_utc() {

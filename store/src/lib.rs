@@ -34,7 +34,7 @@
 //! | [`cluster`] | peers and their clients: protocol, placement, membership, repair |
 //! | `catalog` | images, snapshots, mirrors and leases, and their records on peers |
 //! | `repository` | [`Repository`], [`Attachment`] and [`Commit`] |
-//! | [`maintenance`] | supervisor, repair of everything, rebuild of a catalog |
+//! | [`maintenance`] | supervisor, repair of everything, rebuild of a catalog, verification |
 //!
 //! Many processes use one repository at once. `docs/formats.md` describes the bytes on disk and on
 //! the wire.

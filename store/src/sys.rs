@@ -114,6 +114,48 @@ pub(crate) fn end_direct_io(file: &File) -> io::Result<()> {
     Ok(())
 }
 
+/// Until it is dropped, the kernel serves the I/O of the calling thread only when no other thread
+/// wants the disk. Not every I/O scheduler honours that. The thread should hold no lock meanwhile:
+/// others would wait with it.
+pub(crate) struct IdleIoPriority(());
+
+impl IdleIoPriority {
+    const CLASS_NONE: libc::c_int = 0;
+    const CLASS_IDLE: libc::c_int = 3;
+
+    pub(crate) fn set() -> IdleIoPriority {
+        Self::set_class(Self::CLASS_IDLE);
+        IdleIoPriority(())
+    }
+
+    /// Sets the class of the calling thread. A failure is ignored: the thread then has another
+    /// priority, which is not wrong.
+    fn set_class(class: libc::c_int) {
+        /// The target of the call is one thread; its id 0 is the calling thread.
+        const WHO_PROCESS: libc::c_int = 1;
+        const CLASS_SHIFT: libc::c_int = 13;
+        // SAFETY: the call takes no pointers.
+        unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, class << CLASS_SHIFT) };
+    }
+}
+
+impl Drop for IdleIoPriority {
+    fn drop(&mut self) {
+        Self::set_class(Self::CLASS_NONE);
+    }
+}
+
+/// Drops a part of the file from the page cache, except pages that are dirty or in use.
+pub(crate) fn drop_cached(file: &File, part: Range<u64>) -> io::Result<()> {
+    let (start, len) = (part.start as libc::off64_t, (part.end - part.start) as libc::off64_t);
+    // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
+    match unsafe { libc::posix_fadvise64(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED) }
+    {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
+}
+
 /// The magic number of the file system that holds `path`.
 pub(crate) fn file_system_type(path: &Path) -> io::Result<u64> {
     // The field's type differs between targets; the magic numbers have 32 bits.

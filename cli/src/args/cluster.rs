@@ -9,6 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::parse_seconds;
 use crate::size::parse_size;
+use crate::time::{Interval, parse_interval};
 
 /// The options of `cairn serve`.
 #[derive(Debug, Args)]
@@ -33,6 +34,10 @@ pub(crate) struct Serve {
     /// The HOST:PORT at which others reach the peer [default: the address of --listen]
     #[arg(long, value_name = "ADDR")]
     pub(crate) advertise: Option<String>,
+    /// Read and verify everything that the peer holds once in this time: seconds, or a number with
+    /// a suffix m, h or d; `off` never does [default: 14d]
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
+    pub(crate) scrub_interval: Option<Interval>,
     #[command(flatten)]
     pub(crate) supervisor: SupervisorOptions,
 }

@@ -249,6 +249,21 @@ pub(crate) enum Command {
         #[arg(long, value_name = "BYTES", value_parser = parse_size)]
         rate: Option<u64>,
     },
+    /// Read all data of snapshots and verify it
+    #[command(
+        after_help = "Each chunk is read once, whichever snapshots share it. In a cluster the command \
+                            verifies that the data can be read; `cairn repair` checks its redundancy.\n\n\
+                            The exit code is 5 if data is damaged or missing, and 6 if data could not be read \
+                            now, for example because peers are down.\n\n\
+                            Examples:\n  cairn verify\n  cairn verify vm1\n  \
+                            cairn verify vm1@3 vm2@before-upgrade --json"
+    )]
+    Verify {
+        /// IMAGE for all its snapshots, IMAGE@NUMBER or IMAGE@LABEL for one [default: all
+        /// snapshots of all images]
+        #[arg(value_name = "IMAGE[@SNAPSHOT]")]
+        names: Vec<SnapshotRef>,
+    },
     /// Restore the catalog of a cluster from its peers
     #[command(
         subcommand,

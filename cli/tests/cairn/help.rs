@@ -40,6 +40,7 @@ fn help_shows_only_the_global_options_that_a_command_uses() {
         (&["keys", "revoke"], &["--keys", "--json"]),
         (&["peers"], sizes),
         (&["repair"], sizes),
+        (&["verify"], sizes),
         (&["catalog"], repository),
         (&["catalog", "rebuild"], repository),
     ] {

@@ -3,7 +3,7 @@
 //! | document | holds | written |
 //! |---|---|---|
 //! | `members/ID` | address, domain, weight, draining, lost | when the peer joins or changes |
-//! | `alive/ID` | capacity, used, reserved, fragments, load | by every heartbeat; it expires |
+//! | `alive/ID` | capacity, used, reserved, fragments, load, scrub | by every heartbeat; it expires |
 //! | `suspects/ID` | how often clients got wrong bytes from the peer | by clients |
 //! | `health/losses` | how many peers were ever declared lost: the [`ClusterEpoch`] | with each loss |
 //!
@@ -96,7 +96,7 @@ pub struct Announcement {
 }
 
 /// The figures that a heartbeat carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerStats {
     /// Bytes that the peer may hold.
     pub capacity: u64,
@@ -108,6 +108,12 @@ pub struct PeerStats {
     pub fragments: u64,
     /// The load average of the peer's host, times 100.
     pub load: u64,
+    /// When the peer had last read and verified all its fragments: seconds since 1970.
+    #[serde(default)]
+    pub scrubbed: Option<u64>,
+    /// Bad fragments that the peer has ever found on its disk.
+    #[serde(default)]
+    pub bad: u64,
 }
 
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -439,7 +445,8 @@ mod tests {
     }
 
     const fn stats(capacity: u64) -> PeerStats {
-        PeerStats { capacity, used: 1, reserved: 2, fragments: 3, load: 4 }
+        let (used, reserved, fragments, load) = (1, 2, 3, 4);
+        PeerStats { capacity, used, reserved, fragments, load, scrubbed: Some(5), bad: 6 }
     }
 
     fn health(documents: &dyn Documents, n: u8) -> Option<Health> {

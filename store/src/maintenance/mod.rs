@@ -1,10 +1,11 @@
-//! Scheduled and manual work that keeps a cluster whole.
+//! Scheduled and manual work that keeps a repository whole.
 //!
 //! ```text
 //! supervisor ─► repair ─► repair_lease: one repair at a time
 //!                  ├─► references: which blobs the catalog refers to
 //!                  └─► cluster::repair: plan and execute
 //! rebuild: records on the peers ─► catalog
+//! verify: all blobs of snapshots ─► which of them cannot be read
 //! ```
 //!
 //! | file | responsibility |
@@ -14,6 +15,7 @@
 //! | `repair_lease` | the document that lets one repair run at a time |
 //! | `references` | the blobs that the catalog refers to |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
+//! | [`verify`] | reads every blob of snapshots, in a directory too |
 
 mod rebuild;
 mod references;
@@ -22,6 +24,7 @@ mod repair_lease;
 pub mod supervisor;
 #[cfg(test)]
 mod sweep_tests;
+pub mod verify;
 
 pub use rebuild::rebuild_catalog;
 pub use repair::{has_available, repair_all, repair_while};

@@ -12,8 +12,9 @@
 //! | note since when a peer is down, and declare it lost | every `POLL_INTERVAL` |
 //! | repair after a change of the members | when they have been the same for `SETTLE_TIME` |
 //! | repair everything | every `FULL_SCAN_INTERVAL` |
-//! | repair again: something was left, or a snapshot is only *available* | after a growing interval |
+//! | repair again: something was left, a peer found bad fragments, or a snapshot is only *available* | after a growing interval |
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
@@ -156,18 +157,22 @@ impl Shared {
     }
 
     /// Repairs when the members have changed and when the last repair is long ago. Repairs again
-    /// while something is left to do, and soon when a peer is back.
+    /// while something is left to do, after a peer has found bad fragments, and soon when a peer is
+    /// back.
     fn repair(&self) {
         let mut done: Option<(Situation, Instant)> = None;
         let mut seen: Option<(Situation, Instant)> = None;
         let (mut left, mut wait, mut down) = (false, FIRST_RETRY, 0);
+        // The bad fragments that each peer has reported last, and their sum at the last repair.
+        let (mut bad, mut bad_at_repair) = (HashMap::new(), 0);
         while self.pause(POLL_INTERVAL) {
             if !self.leads.load(Ordering::SeqCst) {
                 (done, seen) = (None, None);
                 continue;
             }
             let Some(documents) = self.documents() else { return };
-            let Ok((situation, now_down)) = situation(documents) else { continue };
+            let Ok((situation, now_down)) = situation(documents, &mut bad) else { continue };
+            let found: u64 = bad.values().sum();
             if now_down < std::mem::replace(&mut down, now_down) {
                 wait = FIRST_RETRY;
             }
@@ -177,7 +182,9 @@ impl Shared {
             }
             let is_settled = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= SETTLE_TIME);
             let is_due = done.as_ref().is_none_or(|(before, at)| {
-                let again = left || has_available(&self.repository).unwrap_or(false);
+                let again = left
+                    || found != bad_at_repair
+                    || has_available(&self.repository).unwrap_or(false);
                 *before != situation
                     || at.elapsed() >= FULL_SCAN_INTERVAL
                     || (at.elapsed() >= wait && again)
@@ -210,7 +217,7 @@ impl Shared {
                     true
                 }
             };
-            done = Some((situation, Instant::now()));
+            (done, bad_at_repair) = (Some((situation, Instant::now())), found);
             wait = (wait * 2).min(LONGEST_RETRY);
         }
     }
@@ -220,9 +227,14 @@ impl Shared {
     }
 }
 
-/// The situation, and the number of peers that are down.
-fn situation(documents: &dyn Documents) -> Result<(Situation, usize)> {
+/// The situation, and the number of peers that are down. Updates the number of bad fragments that
+/// each peer has found: only a peer that is up reports it.
+fn situation(
+    documents: &dyn Documents,
+    bad: &mut HashMap<PeerId, u64>,
+) -> Result<(Situation, usize)> {
     let (peers, _) = membership::peers(documents)?;
+    bad.extend(peers.iter().filter_map(|peer| Some((peer.id, peer.stats?.bad))));
     let down = peers.iter().filter(|peer| peer.health == Health::Down).count();
     let one = |peer: membership::Peer| {
         (peer.id, peer.weight, peer.domain, peer.health == Health::Lost, peer.draining)

@@ -38,7 +38,7 @@ impl Heartbeats {
             Announcement { id: peer.id, address: peer.address.clone(), domain }
         });
         let (announcements, documents): (Vec<_>, _) = (announcements.collect(), documents.clone());
-        let stats = PeerStats { capacity: 1 << 40, used: 0, reserved: 0, fragments: 0, load: 0 };
+        let stats = PeerStats { capacity: 1 << 40, ..PeerStats::default() };
         let all_beat = move || {
             announcements
                 .iter()

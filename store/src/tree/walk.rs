@@ -1,13 +1,13 @@
 //! Walks over a tree: its chunks in order, and all blobs that it refers to.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::node::Node;
 use super::{NodePosition, Root, Trees};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{ChunkId, NodeId};
+use crate::id::{BlobId, ChunkId, NodeId};
 
 /// The chunks of a snapshot that are not holes, in order. It holds one path of nodes at a time, and
 /// ends after the first error.
@@ -78,6 +78,22 @@ impl Trees {
         visit: &mut dyn FnMut(Referred),
     ) -> u64 {
         let mut unreadable = 0;
+        self.walk(root, geometry, seen, visit, &mut |_, error| {
+            tracing::error!(%error, "cannot read a tree node");
+            unreadable += 1;
+        });
+        unreadable
+    }
+
+    /// Visits blobs like [`Trees::references`]. Calls `failed` for each node that cannot be read.
+    pub(crate) fn walk(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        seen: &mut HashSet<NodeId>,
+        visit: &mut dyn FnMut(Referred),
+        failed: &mut dyn FnMut(NodeId, Error),
+    ) {
         let mut left: Vec<_> =
             root.0.map(|id| (id, NodePosition::top(geometry))).into_iter().collect();
         while let Some((id, position)) = left.pop() {
@@ -88,8 +104,7 @@ impl Trees {
             let node = match self.load(id, geometry, position) {
                 Ok(node) => node,
                 Err(error) => {
-                    tracing::error!(%error, "cannot read a tree node");
-                    unreadable += 1;
+                    failed(id, error);
                     continue;
                 }
             };
@@ -103,7 +118,53 @@ impl Trees {
                 next = slot.checked_add(1).and_then(|from| node.next_present(from));
             }
         }
-        unreadable
+    }
+
+    /// Whether a tree refers to one of these blobs, or has a node that cannot be read. `answers`
+    /// has the answers for nodes that were visited before, and gets those for others.
+    pub(crate) fn refers_to(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        blobs: &HashSet<BlobId>,
+        answers: &mut HashMap<NodeId, bool>,
+    ) -> bool {
+        let top = NodePosition::top(geometry);
+        root.0.is_some_and(|id| self.node_refers_to(id, geometry, top, blobs, answers))
+    }
+
+    fn node_refers_to(
+        &self,
+        id: NodeId,
+        geometry: Geometry,
+        position: NodePosition,
+        blobs: &HashSet<BlobId>,
+        answers: &mut HashMap<NodeId, bool>,
+    ) -> bool {
+        if let Some(answer) = answers.get(&id) {
+            return *answer;
+        }
+        let children = |node: Arc<Node>| {
+            let mut next = node.next_present(0);
+            std::iter::from_fn(move || {
+                let slot = next?;
+                next = slot.checked_add(1).and_then(|from| node.next_present(from));
+                Some((slot, *node.get(slot).expect("the slot is present")))
+            })
+        };
+        let answer = blobs.contains(&id.into())
+            || match self.load(id, geometry, position) {
+                Err(_) => true,
+                Ok(node) => children(node).any(|(slot, child)| match position.level {
+                    0 => blobs.contains(&ChunkId::from_bytes(child).into()),
+                    _ => {
+                        let (child, below) = (NodeId::from_bytes(child), position.child(slot));
+                        self.node_refers_to(child, geometry, below, blobs, answers)
+                    }
+                }),
+            };
+        answers.insert(id, answer);
+        answer
     }
 }
 

@@ -1,15 +1,17 @@
-//! A power cut while a peer stores and deletes fragments. The peer is then opened again.
+//! A power cut while a peer stores, deletes and scrubs fragments. The peer is then opened again.
 //!
 //! `power_cut` describes the method: a workload is recorded, and for each of its points, the states
 //! that a power cut could leave are checked. Fragments that the peer reported as stored are there,
-//! those that it reported as deleted are not, and every fragment that it reports can be read.
+//! those that it reported as deleted or found bad are not, and every fragment that it reports can be
+//! read, unless its block was damaged and not scrubbed since.
 
 use std::collections::BTreeMap;
-use std::env;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
+use std::{env, fs};
 
 use cairn_store::cluster::peer::PeerStore;
 use cairn_store::cluster::protocol::FragmentId;
@@ -74,6 +76,33 @@ fn delete(store: &PeerStore, numbers: &[u64]) {
     mark_all("deleted", numbers);
 }
 
+/// Flips a bit of the blocks of fragments, and scrubs all fragments.
+fn damage_and_scrub(root: &Path, store: &PeerStore, numbers: &[u64]) {
+    mark_all("damaging", numbers);
+    let segment = root.join(PEER).join("segments/00000001");
+    let bytes = fs::read(&segment).unwrap();
+    let file = fs::File::options().write(true).open(&segment).unwrap();
+    for number in numbers {
+        let block = fragment(*number).block;
+        for at in (0..bytes.len()).step_by(4096).filter(|at| bytes[*at..].starts_with(&block)) {
+            file.write_all_at(&[block[5] ^ 1], at as u64 + 5).unwrap();
+        }
+    }
+    assert_eq!(scrub(store), numbers.len() as u64);
+    mark_all("deleted", numbers);
+}
+
+/// Scrubs all fragments that the table has. Returns how many bad ones were found.
+fn scrub(store: &PeerStore) -> u64 {
+    let before = store.scrub_status().bad;
+    store.settle(false).unwrap();
+    store.begin_scrub(1).unwrap();
+    while store.scrub_round().is_some_and(|round| !round.is_over) {
+        store.scrub_step(1, Duration::ZERO, &|_| true).unwrap();
+    }
+    store.scrub_status().bad - before
+}
+
 /// The recorded workload. It does nothing if it is not recorded.
 #[test]
 fn workload() {
@@ -86,11 +115,15 @@ fn workload() {
         // These are in the segment that the peer appends to.
         delete(&store, &[1, 2, 3]);
         put(&store, &[7, 2]);
+        damage_and_scrub(&root, &store, &[6, 7]);
+        put(&store, &[6, 7]);
     }
     {
         let store = open(&root);
         delete(&store, &[4, 5]);
-        put(&store, &[8, 9, 4]);
+        damage_and_scrub(&root, &store, &[0, 2]);
+        put(&store, &[8, 9, 4, 0]);
+        // Fragment 2 is bad.
         delete(&store, &[0, 2, 4, 6, 7, 8, 9]);
         put(&store, &[10, 0]);
     }
@@ -111,16 +144,26 @@ fn command() -> Command {
     command
 }
 
-/// Which fragments must exist (`true`) and which must not (`false`). During an operation, `None`:
-/// both are correct.
-fn expected(marks: &[String]) -> BTreeMap<u64, Option<bool>> {
-    let mut expected: BTreeMap<_, _> = (0..FRAGMENTS).map(|number| (number, Some(false))).collect();
+#[derive(Clone, Copy, PartialEq)]
+enum Expected {
+    Present,
+    Absent,
+    /// An operation has begun and has not ended.
+    Either,
+    /// The block may be damaged.
+    Damaged,
+}
+
+fn expected(marks: &[String]) -> BTreeMap<u64, Expected> {
+    let mut expected: BTreeMap<_, _> =
+        (0..FRAGMENTS).map(|number| (number, Expected::Absent)).collect();
     for mark in marks {
         let Some((word, number)) = mark.split_once(' ') else { continue };
         let state = match word {
-            "stored" => Some(true),
-            "deleted" => Some(false),
-            _ => None,
+            "stored" => Expected::Present,
+            "deleted" => Expected::Absent,
+            "damaging" => Expected::Damaged,
+            _ => Expected::Either,
         };
         expected.insert(number.parse().unwrap(), state);
     }
@@ -134,9 +177,12 @@ fn check(root: &Path, marks: &[String]) {
         let found = store.get(&wanted.description.blob).unwrap();
         let held = store.have(&[wanted.description.blob], false).unwrap().remove(0);
         assert_eq!(held.len(), found.len(), "fragment {number} is reported and cannot be read");
-        assert!(found.is_empty() || found == [wanted], "fragment {number} has other content");
-        if let Some(expected) = expected {
-            assert_eq!(!found.is_empty(), expected, "whether fragment {number} exists");
+        if expected != Expected::Damaged {
+            assert!(found.is_empty() || found == [wanted], "fragment {number} has other content");
+        }
+        if matches!(expected, Expected::Present | Expected::Absent) {
+            let is_expected = expected == Expected::Present;
+            assert_eq!(!found.is_empty(), is_expected, "whether fragment {number} exists");
         }
     }
     let all: Vec<_> = (0..FRAGMENTS).map(fragment).collect();
@@ -147,6 +193,8 @@ fn check(root: &Path, marks: &[String]) {
     for one in &all {
         assert_eq!(store.get(&one.description.blob).unwrap(), std::slice::from_ref(one));
     }
+    assert_eq!(store.usage().unwrap().fragments, FRAGMENTS);
+    assert_eq!(scrub(&store), 0, "a good fragment counts as bad");
     assert_eq!(store.usage().unwrap().fragments, FRAGMENTS);
 }
 

@@ -107,7 +107,15 @@ impl Site {
         for id in [own, other] {
             let address = site.peer.clone();
             let announcement = Announcement { id, address, domain: "rack".into() };
-            let stats = PeerStats { capacity: 1, used: 0, reserved: 0, fragments: 0, load: 0 };
+            let stats = PeerStats {
+                capacity: 1,
+                used: 0,
+                reserved: 0,
+                fragments: 0,
+                load: 0,
+                bad: 0,
+                scrubbed: None,
+            };
             let client = site.documents(&load(&site.path("keys"), Role::Client), true);
             send_heartbeat(&client, &announcement, &stats, 1).unwrap();
         }

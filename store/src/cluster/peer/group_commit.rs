@@ -132,6 +132,7 @@ pub(super) fn store_puts(
     while let Some(first) = next {
         let puts = gather(first, last > 1, &mut waiting);
         last = puts.len();
+        let serving = store.serving();
         let (mut batch, mut bytes, mut count, mut group) = (Vec::new(), 0, 0, Vec::new());
         for one in puts {
             (bytes, count) = (bytes + one.bytes(), count + one.fragments.len());
@@ -144,6 +145,7 @@ pub(super) fn store_puts(
         put(store, batch, &mut group);
         let flushed = store.flush();
         group.into_iter().for_each(|one| one.answer(&flushed));
+        drop(serving);
         next = next_put(store, &mut waiting, runtime);
     }
 }

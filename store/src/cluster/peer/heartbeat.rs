@@ -71,12 +71,15 @@ impl Drop for Heartbeat {
 
 fn stats(store: &PeerStore) -> Result<PeerStats> {
     let usage = store.usage()?;
+    let scrub = store.scrub_status();
     Ok(PeerStats {
         capacity: usage.capacity,
         used: usage.used,
         reserved: usage.reserved,
         fragments: usage.fragments,
         load: load(),
+        scrubbed: scrub.scrubbed,
+        bad: scrub.bad,
     })
 }
 

@@ -180,6 +180,7 @@ async fn connection(
             Ok(request) => {
                 let (store, room, answers) = (store.clone(), room.clone(), answers.clone());
                 tokio::task::spawn_blocking(move || {
+                    let _serving = store.serving();
                     let answer = answer(&store, &room, request);
                     let answer = answer.unwrap_or_else(|error| Answer::failed(&error));
                     drop(room);

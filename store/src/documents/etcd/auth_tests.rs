@@ -172,7 +172,15 @@ fn with_the_users_of_the_documentation_a_peer_changes_only_its_own_documents() {
     // A peer in good order.
     let peer = open("peer", Role::Peer);
     let announcement = Announcement { id, address: "10.0.0.1:7500".into(), domain: "rack".into() };
-    let stats = PeerStats { capacity: 9, used: 0, reserved: 0, fragments: 0, load: 0 };
+    let stats = PeerStats {
+        capacity: 9,
+        used: 0,
+        reserved: 0,
+        fragments: 0,
+        load: 0,
+        bad: 0,
+        scrubbed: None,
+    };
     for _ in 0..2 {
         send_heartbeat(&peer, &announcement, &stats, 1).unwrap();
     }

@@ -3,7 +3,7 @@
 //! ```text
 //! DIR/peer.json      the marker, with the peer's id
 //! DIR/segments/      the log that fragments are appended to
-//! DIR/fragments.db   the table of fragments and their positions
+//! DIR/fragments.db   the table of fragments and their positions, the clock, the scrub's progress
 //! ```
 //!
 //! ```text
@@ -20,7 +20,11 @@
 //!   between the two leaves unused space and nothing else.
 //! - **Busy.** A put may rely on a fragment that is already stored. Such a fragment is not deleted
 //!   before the put has ended.
-//! - **Lock order:** `flushing`, `log`, `settling`, `state`.
+//! - **Idle time** is measured by a clock that counts the time for which the peer has run, not by
+//!   the wall clock: see `running_time`.
+//! - **Bad.** The scrub reads every block from the disk. A fragment whose block is damaged counts
+//!   as missing from then on: see `scrub`.
+//! - **Lock order:** `flushing`, `log`, `settling`, `state`, `scrub`.
 
 #[cfg(test)]
 mod delete_tests;
@@ -28,12 +32,19 @@ mod filter;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod group;
+#[cfg(test)]
+mod idle_tests;
 mod log;
 #[cfg(test)]
 mod model_tests;
 mod pending;
 mod reading;
 mod reclaim;
+mod room;
+mod running_time;
+mod scrub;
+#[cfg(test)]
+mod scrub_tests;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -41,6 +52,7 @@ pub(crate) mod tests;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use self::filter::Filter;
@@ -48,7 +60,8 @@ use self::group::{Key, KnownFragment, MAX_GROUP};
 use self::log::{Files, Log};
 use self::pending::Pending;
 use self::reclaim::reclaim;
-use self::table::{DATABASE, Table};
+use self::running_time::{Elapsed, since_now};
+use self::table::{DATABASE, Deleted, ScrubRecord, Table};
 use crate::cluster::protocol::{FragmentId, MAX_FRAGMENTS, Usage};
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
@@ -57,6 +70,9 @@ use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 use crate::sys;
+
+pub use self::room::Room;
+pub use self::scrub::{ScrubPause, ScrubRound, ScrubStatus};
 
 /// The format of the data directory. Versions 1 and 2 were never released.
 const DIRECTORY: DataDirectory = DataDirectory {
@@ -134,46 +150,9 @@ pub struct PeerStore {
     /// Locked by the thread that writes pending fragments to the table or loads the filter.
     settling: Mutex<()>,
     state: Mutex<StoreState>,
-}
-
-/// The space that one client has reserved on a peer. The unused rest is released when this is
-/// dropped.
-pub struct Room {
-    store: Arc<PeerStore>,
-    left: Mutex<u64>,
-}
-
-impl Room {
-    /// Creates an empty reservation.
-    pub fn new(store: Arc<PeerStore>) -> Room {
-        Room { store, left: Mutex::new(0) }
-    }
-
-    /// Sets the reservation to `bytes`. Fails if the peer does not have enough free space; the
-    /// previous reservation then stays.
-    pub fn reserve(&self, bytes: u64) -> Result<()> {
-        let capacity = self.store.usage()?.capacity;
-        let mut state = self.store.state();
-        let mut left = self.left();
-        let others = state.used + state.staged_bytes + state.reserved - *left;
-        if others.checked_add(bytes).is_none_or(|all| all > capacity) && bytes > *left {
-            return Err(Error::PeerFull { path: self.store.directory.clone(), capacity });
-        }
-        state.reserved = state.reserved - *left + bytes;
-        *left = bytes;
-        Ok(())
-    }
-
-    fn left(&self) -> MutexGuard<'_, u64> {
-        self.left.lock().expect("no thread panics with the reservation locked")
-    }
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        let left = *self.left();
-        self.store.state().reserved -= left;
-    }
+    scrub: Mutex<ScrubRecord>,
+    /// The requests that are being carried out.
+    requests: AtomicUsize,
 }
 
 /// The decision about a fragment that is put.
@@ -202,6 +181,16 @@ impl PeerStore {
         capacity: Option<u64>,
         own: Option<PeerId>,
     ) -> Result<PeerStore> {
+        Self::open_with_clock(directory, capacity, own, since_now())
+    }
+
+    /// Opens a data directory like [`PeerStore::open_as`]. Idle times are measured with `elapsed`.
+    fn open_with_clock(
+        directory: &Path,
+        capacity: Option<u64>,
+        own: Option<PeerId>,
+        elapsed: Elapsed,
+    ) -> Result<PeerStore> {
         let make = || log::make(directory).and_then(|()| table::make(directory));
         let (lock, id) = DIRECTORY.take(directory, own.map(|id| id.to_string()), make)?;
         let id: PeerId = id.parse()?;
@@ -212,9 +201,10 @@ impl PeerStore {
         // If the table is missing, this creates an empty one, and `Log::open` fills it from the
         // log.
         make()?;
-        let table = Table::open(directory)?;
+        let table = Table::open(directory, elapsed)?;
         let log = Log::open(directory, &id, &table)?;
         let (fragments, used) = table.count()?;
+        let scrub = table.scrub()?;
         let store = PeerStore {
             id,
             capacity,
@@ -228,6 +218,8 @@ impl PeerStore {
             log: Mutex::new(log),
             settling: Mutex::default(),
             state: Mutex::new(StoreState { fragments, used, ..StoreState::default() }),
+            scrub: Mutex::new(scrub),
+            requests: AtomicUsize::new(0),
         };
         store.read_names()?;
         Ok(store)
@@ -436,10 +428,10 @@ impl PeerStore {
         if batch.all.is_empty() {
             return Ok(());
         }
-        self.table.insert(&batch.all, &batch.ends, &batch.replaced_places())?;
+        let mut old = self.table.insert(&batch.all, &batch.ends, &batch.replaced_places())?;
         self.state().pending.remove(&batch);
-        if !batch.replaced.is_empty() {
-            let old: Vec<_> = batch.replaced.iter().map(|one| KnownFragment::clone(one)).collect();
+        old.extend(batch.replaced.iter().map(|one| KnownFragment::clone(one)));
+        if !old.is_empty() {
             reclaim(&self.files, &self.key, &self.table, &old, false);
         }
         self.read_names_step().map(drop)
@@ -484,13 +476,9 @@ impl PeerStore {
             let used: HashSet<_> = staged.chain(log.current()).collect();
             (unused, used, state.staged.is_empty())
         };
-        let deleted = self.table.delete(&unused, idle)?;
-        {
-            let mut state = self.state();
-            state.fragments = state.fragments.saturating_sub(deleted.len() as u64);
-            let space = deleted.iter().map(KnownFragment::space).sum();
-            state.used = state.used.saturating_sub(space);
-        }
+        let Deleted { known: mut deleted, bad } = self.table.delete(&unused, idle)?;
+        self.uncount(&deleted);
+        deleted.extend(bad);
         let freed = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
         let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
         for number in segments.difference(&used) {
@@ -501,6 +489,14 @@ impl PeerStore {
             }
         }
         Ok(freed)
+    }
+
+    /// Subtracts fragments from the counts of known fragments.
+    fn uncount(&self, gone: &[KnownFragment]) {
+        let mut state = self.state();
+        state.fragments = state.fragments.saturating_sub(gone.len() as u64);
+        let space = gone.iter().map(KnownFragment::space).sum();
+        state.used = state.used.saturating_sub(space);
     }
 
     /// Returns the capacity, the used and reserved space, and the number of fragments.
@@ -526,9 +522,10 @@ impl PeerStore {
 }
 
 impl Drop for PeerStore {
-    /// Writes the pending fragments to the table, so that the next start has less to scan.
+    /// Writes the pending fragments to the table, so that the next start has less to scan, and the
+    /// clock, so that it continues.
     fn drop(&mut self) {
-        if let Err(error) = self.settle(false) {
+        if let Err(error) = self.settle(false).and_then(|()| self.table.close()) {
             tracing::warn!(%error, "cannot write the table; the log is scanned at the next start");
         }
     }

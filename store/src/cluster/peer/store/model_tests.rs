@@ -1,10 +1,11 @@
-//! Model tests: after any sequence of puts, flushes, deletions and kills, what was flushed is
-//! there, and what was deleted is not.
+//! Model tests: after any sequence of puts, flushes, deletions, damage, scrubs and kills, what was
+//! flushed is there, and what was deleted or found bad is not.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
+use std::time::Duration;
 
 use proptest::collection::vec;
 use proptest::prelude::{
@@ -51,6 +52,12 @@ enum Step {
     LoseTable,
     /// A bit of a block is flipped.
     Damage(u8),
+    /// A bit of a block is flipped, and its fragment is put.
+    DamageAndPut(u8),
+    /// A round of the scrub begins, and continues up to this many steps.
+    Scrub(u8),
+    /// The round continues until it is over.
+    EndScrub,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -62,7 +69,10 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Close),
         2 => Just(Step::Kill),
         1 => Just(Step::LoseTable),
-        1 => (0u8..24).prop_map(Step::Damage),
+        3 => (0u8..24).prop_map(Step::Damage),
+        2 => (0u8..24).prop_map(Step::DamageAndPut),
+        2 => (0u8..6).prop_map(Step::Scrub),
+        2 => Just(Step::EndScrub),
     ]
 }
 
@@ -126,6 +136,24 @@ fn damage(dir: &Path, number: u8) {
             }
         }
     }
+}
+
+/// Continues a round of the scrub up to this many steps.
+fn scrub(store: &PeerStore, steps: usize) {
+    for _ in 0..steps {
+        if store.scrub_round().is_none_or(|round| round.is_over) {
+            return;
+        }
+        store.scrub_step(1, Duration::ZERO, &|_| true).unwrap();
+    }
+}
+
+/// A fragment as the peer has it: `None` if it has none, and whether it is whole.
+fn found(store: &PeerStore, number: u8) -> Option<bool> {
+    let wanted = fragment(number);
+    let is_it = |one: &Fragment| one.index == wanted.index && one.description == wanted.description;
+    let all = store.get(&wanted.description.blob).unwrap();
+    all.into_iter().find(is_it).map(|one| one == wanted)
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -201,6 +229,8 @@ proptest! {
         let mut dir = TempDir::new().unwrap();
         let mut store = Some(PeerStore::open(dir.path(), None).unwrap());
         let mut model = BTreeMap::<u8, Expected>::new();
+        // The damaged fragments that were found bad.
+        let mut bad = 0;
         for step in steps {
             let open = store.as_ref().unwrap();
             match step {
@@ -228,7 +258,7 @@ proptest! {
                     open.delete(&ids, 0).unwrap();
                     model.retain(|number, _| !numbers.contains(number));
                 }
-                Step::Damage(number) => {
+                Step::Damage(number) | Step::DamageAndPut(number) => {
                     if model.get(&number) == Some(&Expected::Stored) {
                         // A put that relies on the fragment may have verified it before.
                         open.flush().unwrap();
@@ -236,6 +266,30 @@ proptest! {
                         damage(dir.path(), number);
                         model.insert(number, Expected::Damaged);
                     }
+                    let is_damaged = model.get(&number) == Some(&Expected::Damaged);
+                    if is_damaged && matches!(step, Step::DamageAndPut(_)) {
+                        open.put(&[fragment(number)]).unwrap().remove(0).unwrap();
+                        model.insert(number, Expected::Replacing);
+                    }
+                }
+                Step::Scrub(steps) => {
+                    open.begin_scrub(1).unwrap();
+                    scrub(open, steps.into());
+                    model.retain(|number, expected| {
+                        let stays = *expected != Expected::Damaged || found(open, *number).is_some();
+                        bad += u64::from(!stays);
+                        stays
+                    });
+                }
+                Step::EndScrub => {
+                    scrub(open, usize::MAX);
+                    open.settle(false).unwrap();
+                    open.begin_scrub(1).unwrap();
+                    scrub(open, usize::MAX);
+                    // A put has not ended that replaces a damaged fragment, so that one stays.
+                    let before = model.len();
+                    model.retain(|_, expected| *expected != Expected::Damaged);
+                    bad += (before - model.len()) as u64;
                 }
                 Step::Close | Step::Kill | Step::LoseTable => {
                     // After a kill, what was not flushed may be present or not. From here on the
@@ -251,14 +305,7 @@ proptest! {
                         lose_table(dir.path());
                     }
                     let open = store.insert(PeerStore::open(dir.path(), None).unwrap());
-                    let found = |number: u8| {
-                        let wanted = fragment(number);
-                        let is_it = |one: &Fragment| {
-                            one.index == wanted.index && one.description == wanted.description
-                        };
-                        let all = open.get(&wanted.description.blob).unwrap();
-                        all.into_iter().find(is_it).map(|one| one == wanted)
-                    };
+                    let found = |number: u8| found(open, number);
                     let lost = matches!(step, Step::LoseTable);
                     model.retain(|number, expected| match expected {
                         Expected::Staged => {
@@ -277,9 +324,14 @@ proptest! {
                         }
                         _ => true,
                     });
+                    if lost {
+                        bad = 0;
+                    }
                 }
             }
             check(store.as_ref().unwrap(), &model)?;
+            let found_bad = store.as_ref().unwrap().scrub_status().bad;
+            prop_assert_eq!(found_bad, bad, "the number of bad fragments");
         }
         // An empty store takes no space except where the next group goes.
         let store = store.unwrap();

@@ -6,6 +6,14 @@
 //! table knows all fragments up to some offset, less the deleted ones.
 //!
 //! A deletion removes the row before the block.
+//!
+//! A fragment that the scrub has found bad keeps its row, marked as `bad`, and with it its block.
+//! It counts as missing: it is in no answer and in no count. The row and the block go when the
+//! fragment is stored again or deleted.
+
+mod pages;
+mod scrub;
+mod space;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,17 +24,19 @@ use rusqlite::{
 };
 
 use super::group::{KnownFragment, LogPosition};
-use crate::clock::now;
+use super::running_time::{Elapsed, RunningTime};
 use crate::cluster::protocol::FragmentId;
 use crate::durable::database;
 use crate::encoding::fragment::Description;
 use crate::error::Result;
 use crate::id::BlobId;
 
+pub(super) use self::scrub::ScrubRecord;
+
 pub(super) const DATABASE: &str = "fragments.db";
 
-/// The version of the tables. Versions 1 and 2 were never released.
-const VERSION: u64 = 3;
+/// The version of the tables. Versions 1 to 3 were never released.
+const VERSION: u64 = 4;
 
 /// The age of a fragment is renewed only when it is older than this many seconds: most fragments
 /// are asked for again and again, and a read is cheaper than a write. Deletion adds this time to
@@ -48,11 +58,30 @@ CREATE TABLE fragments (
     kind        INTEGER NOT NULL,
     space       INTEGER NOT NULL,
     description BLOB    NOT NULL,
-    touched     INTEGER NOT NULL
+    touched     INTEGER NOT NULL,
+    bad         INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE INDEX fragments_by_blob ON fragments (blob);
 CREATE INDEX records ON fragments (blob) WHERE kind = 1;
+CREATE INDEX bad_fragments ON fragments (blob) WHERE bad = 1;
+
+CREATE TABLE clock (
+    running INTEGER NOT NULL
+) STRICT;
+INSERT INTO clock VALUES (0);
+
+CREATE TABLE scrub (
+    started  INTEGER,
+    place    INTEGER NOT NULL,
+    until    INTEGER NOT NULL,
+    total    INTEGER NOT NULL,
+    done     INTEGER NOT NULL,
+    unread   INTEGER NOT NULL,
+    scrubbed INTEGER,
+    bad      INTEGER NOT NULL
+) STRICT;
+INSERT INTO scrub VALUES (NULL, 0, 0, 0, 0, 0, NULL, 0);
 ";
 
 /// The database of fragments.
@@ -60,6 +89,17 @@ pub(super) struct Table {
     /// Separate from the writer: a lookup must not wait for a sync.
     reader: Mutex<Connection>,
     writer: Mutex<Connection>,
+    /// The clock of the column `touched`.
+    time: RunningTime,
+}
+
+/// The fragments that a deletion has removed from the table.
+#[derive(Default)]
+pub(super) struct Deleted {
+    /// Fragments that were known until then.
+    pub(super) known: Vec<KnownFragment>,
+    /// Fragments that were bad, and counted as missing already.
+    pub(super) bad: Vec<KnownFragment>,
 }
 
 /// The fragments of a blob.
@@ -70,14 +110,6 @@ pub(super) struct Found {
     pub(super) is_old: bool,
 }
 
-/// A page of fragments in the order of their blobs.
-pub(super) struct Page {
-    pub(super) all: Vec<KnownFragment>,
-    /// The last blob of the page, whose fragments are all in it; `None` if the page is the last
-    /// one.
-    pub(super) until: Option<BlobId>,
-}
-
 /// Creates the database, unless it exists.
 pub(super) fn make(directory: &Path) -> Result<()> {
     database::make(&directory.join(DATABASE), VERSION, |transaction| {
@@ -86,14 +118,37 @@ pub(super) fn make(directory: &Path) -> Result<()> {
 }
 
 impl Table {
-    pub(super) fn open(directory: &Path) -> Result<Table> {
+    /// Opens the table. Its clock advances with `elapsed`.
+    pub(super) fn open(directory: &Path, elapsed: Elapsed) -> Result<Table> {
         let (writer, reader) = database::open(&directory.join(DATABASE), VERSION)?;
-        Ok(Table { reader: Mutex::new(reader), writer: Mutex::new(writer) })
+        let base = writer.query_row("SELECT running FROM clock", [], |row| row.get(0))?;
+        let time = RunningTime::new(base, elapsed);
+        Ok(Table { reader: Mutex::new(reader), writer: Mutex::new(writer), time })
+    }
+
+    /// The clock of the column `touched`.
+    fn now(&self) -> i64 {
+        self.time.now().cast_signed()
+    }
+
+    /// Writes the clock with another change, if the table has an old time.
+    fn save_time(&self, transaction: &Transaction<'_>) -> Result<()> {
+        if let Some(now) = self.time.unsaved() {
+            set_time(transaction, now)?;
+            // If the commit fails, the table has an older time, which is harmless.
+            self.time.set_saved(now);
+        }
+        Ok(())
+    }
+
+    /// Writes the clock, so that the next process continues at this time.
+    pub(super) fn close(&self) -> Result<()> {
+        set_time(&lock(&self.writer), self.time.now())
     }
 
     /// The number of fragments, and the bytes that they take on the disk.
     pub(super) fn count(&self) -> Result<(u64, u64)> {
-        let query = "SELECT count(*), coalesce(sum(space), 0) FROM fragments";
+        let query = "SELECT count(*), coalesce(sum(space), 0) FROM fragments WHERE bad = 0";
         Ok(lock(&self.reader).query_row(query, [], |row| Ok((row.get(0)?, row.get(1)?)))?)
     }
 
@@ -116,9 +171,9 @@ impl Table {
         let mut reader = lock(&self.reader);
         let transaction = reader.transaction()?;
         let mut query = transaction.prepare_cached(
-            "SELECT place, number, description, touched FROM fragments WHERE blob = ?",
+            "SELECT place, number, description, touched FROM fragments WHERE blob = ? AND bad = 0",
         )?;
-        let old = now() as i64 - RENEWAL_SECONDS;
+        let old = self.now() - RENEWAL_SECONDS;
         let mut of_blob = |blob: &BlobId| {
             let mut rows = query.query([blob.as_bytes()])?;
             let mut found = Found::default();
@@ -131,30 +186,30 @@ impl Table {
         blobs.iter().map(&mut of_blob).collect()
     }
 
-    /// Whether a fragment is known at this position.
-    pub(super) fn is_at(&self, place: LogPosition) -> Result<bool> {
-        let reader = lock(&self.reader);
-        let mut query = reader.prepare_cached("SELECT 1 FROM fragments WHERE place = ?")?;
-        Ok(query.exists([place.number()])?)
-    }
-
     /// Adds fragments of the log, sets the offsets up to which the segments are known, and removes
-    /// the rows at the positions in `replaced`.
+    /// the rows at the positions in `replaced`. Also removes the bad ones of the added fragments,
+    /// and returns these.
     pub(super) fn insert(
         &self,
         all: &[Arc<KnownFragment>],
         ends: &BTreeMap<u64, u64>,
         replaced: &[LogPosition],
-    ) -> Result<()> {
+    ) -> Result<Vec<KnownFragment>> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        insert(&transaction, all.iter().map(|one| &**one))?;
+        let mut bad = Vec::new();
+        for one in all {
+            bad.extend(remove_bad(&transaction, one)?);
+        }
+        insert(&transaction, all.iter().map(|one| &**one), self.now())?;
         // A replaced fragment may be among the added ones.
         for place in replaced {
             remove(&transaction, *place)?;
         }
         ends.iter().try_for_each(|(number, end)| set_end(&transaction, *number, *end))?;
-        Ok(transaction.commit()?)
+        self.save_time(&transaction)?;
+        transaction.commit()?;
+        Ok(bad)
     }
 
     /// Adds the fragments that were found at the end of a segment. Later ones replace earlier ones.
@@ -173,7 +228,7 @@ impl Table {
                     remove(&transaction, other.place)?;
                 }
             }
-            insert(&transaction, std::iter::once(one))?;
+            insert(&transaction, std::iter::once(one), self.now())?;
         }
         set_end(&transaction, number, end)?;
         Ok(transaction.commit()?)
@@ -195,142 +250,61 @@ impl Table {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         {
-            let mut update = transaction.prepare_cached(update)?;
+            let (mut update, now) = (transaction.prepare_cached(update)?, self.now());
             for key in keys {
-                update.execute(params![now() as i64, key])?;
+                update.execute(params![now, key])?;
             }
         }
+        self.save_time(&transaction)?;
         Ok(transaction.commit()?)
     }
 
     /// Removes fragments that no client has stored or renewed for `idle` seconds. Returns the
     /// removed ones. The removal is durable when this returns.
-    pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Vec<KnownFragment>> {
+    pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Deleted> {
         let until = match idle {
             0 => i64::MAX,
-            seconds => now() as i64 - i64::from(seconds) - RENEWAL_SECONDS,
+            seconds => self.now() - i64::from(seconds) - RENEWAL_SECONDS,
         };
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut deleted = Vec::new();
+        let mut deleted = Deleted::default();
         for FragmentId { blob, encoding, index } in all {
-            let found = {
+            let mut found = Vec::new();
+            {
                 let mut query = transaction.prepare_cached(
-                    "SELECT place, number, description FROM fragments
+                    "SELECT place, number, description, bad FROM fragments
                      WHERE blob = ? AND number = ? AND touched <= ?",
                 )?;
-                read_rows(query.query(params![blob.as_bytes(), index, until])?)?
-            };
-            for one in found {
+                let mut rows = query.query(params![blob.as_bytes(), index, until])?;
+                while let Some(row) = rows.next()? {
+                    let is_bad: bool = row.get(3)?;
+                    found.extend(known(row)?.map(|one| (one, is_bad)));
+                }
+            }
+            for (one, is_bad) in found {
                 if one.description.id() == *encoding {
                     remove(&transaction, one.place)?;
-                    deleted.push(one);
+                    if is_bad { &mut deleted.bad } else { &mut deleted.known }.push(one);
                 }
             }
         }
+        self.save_time(&transaction)?;
         transaction.commit()?;
         Ok(deleted)
     }
-
-    /// A page of fragments, in the order of their blobs, starting after this blob: all fragments of
-    /// a blob or none, and at most `most`.
-    pub(super) fn list(&self, after: &BlobId, most: usize) -> Result<Page> {
-        let reader = lock(&self.reader);
-        let mut query = reader.prepare_cached(
-            "SELECT place, number, description, blob FROM fragments WHERE blob > ?
-             ORDER BY blob LIMIT ?",
-        )?;
-        let mut rows = query.query(params![after.as_bytes(), most + 1])?;
-        let (mut all, mut read, mut before, mut last) = (Vec::new(), 0, None, None);
-        while let Some(row) = rows.next()? {
-            let blob = BlobId::from_bytes(row.get(3)?);
-            if last != Some(blob) {
-                (before, last) = (last, Some(blob));
-            }
-            read += 1;
-            all.extend(known(row)?);
-        }
-        if read <= most {
-            return Ok(Page { all, until: None });
-        }
-        // The last blob may have more fragments.
-        all.retain(|one| Some(one.description.blob) != last);
-        Ok(Page { all, until: before })
-    }
-
-    /// The first `most` blobs after this one, in their order, that have fragments.
-    pub(super) fn names(&self, after: &BlobId, most: usize) -> Result<Vec<BlobId>> {
-        let reader = lock(&self.reader);
-        let mut query = reader.prepare_cached(
-            "SELECT DISTINCT blob FROM fragments WHERE blob > ? ORDER BY blob LIMIT ?",
-        )?;
-        let names = query.query_map(params![after.as_bytes(), most], |row| row.get(0))?;
-        Ok(names.map(|name| name.map(BlobId::from_bytes)).collect::<rusqlite::Result<_>>()?)
-    }
-
-    /// The first blob after this one that is a record; `None` if there is none.
-    pub(super) fn record(&self, after: &BlobId) -> Result<Option<BlobId>> {
-        let reader = lock(&self.reader);
-        let mut query = reader.prepare_cached(
-            "SELECT blob FROM fragments WHERE kind = 1 AND blob > ? ORDER BY blob LIMIT 1",
-        )?;
-        let next = query.query_row([after.as_bytes()], |row| row.get(0)).optional()?;
-        Ok(next.map(BlobId::from_bytes))
-    }
-
-    /// The gap around a position in which no fragment is known: from the end of the block before it
-    /// to the start of the one after it; `None` if there is no later one.
-    pub(super) fn gap(&self, place: LogPosition) -> Result<(u64, Option<u64>)> {
-        let reader = lock(&self.reader);
-        let (first, end) = (LogPosition { offset: 0, ..place }, segment_end_number(place.segment));
-        let mut next = reader.prepare_cached(
-            "SELECT place FROM fragments WHERE place > ? AND place < ? ORDER BY place LIMIT 1",
-        )?;
-        let next = next.query_row([place.number(), end], |row| row.get(0)).optional()?;
-        let next = next.map(|number| LogPosition::from_number(number).offset);
-        let mut before = reader.prepare_cached(
-            "SELECT place, space FROM fragments WHERE place < ? AND place >= ?
-             ORDER BY place DESC LIMIT 1",
-        )?;
-        let block_end = |row: &Row<'_>| {
-            let space: usize = row.get(1)?;
-            Ok(LogPosition::from_number(row.get(0)?).end_of_block(space))
-        };
-        let before = before.query_row([place.number(), first.number()], block_end).optional()?;
-        Ok((before.unwrap_or(0), next))
-    }
-
-    /// Whether a segment holds no known fragment.
-    pub(super) fn is_empty(&self, segment: u64) -> Result<bool> {
-        let reader = lock(&self.reader);
-        let (first, end) = (LogPosition { segment, offset: 0 }, segment_end_number(segment));
-        let mut query = reader
-            .prepare_cached("SELECT 1 FROM fragments WHERE place >= ? AND place < ? LIMIT 1")?;
-        Ok(!query.exists([first.number(), end])?)
-    }
-
-    /// Removes an empty segment. Its number is never used again.
-    pub(super) fn forget_segment(&self, segment: u64) -> Result<()> {
-        let writer = lock(&self.writer);
-        writer.prepare_cached("DELETE FROM segments WHERE number = ?")?.execute([segment])?;
-        Ok(())
-    }
-}
-
-/// The number of the first position after a segment.
-fn segment_end_number(segment: u64) -> i64 {
-    LogPosition { segment: segment + 1, offset: 0 }.number()
 }
 
 fn insert<'a>(
     transaction: &Transaction<'_>,
     all: impl Iterator<Item = &'a KnownFragment>,
+    now: i64,
 ) -> Result<()> {
     let mut insert = transaction.prepare_cached(
         "INSERT OR REPLACE INTO fragments (place, blob, number, kind, space, description, touched)
          VALUES (?, ?, ?, ?, ?, ?, ?)",
     )?;
-    let (now, mut bytes) = (now() as i64, Vec::new());
+    let mut bytes = Vec::new();
     for one in all {
         bytes.clear();
         one.description.write(&mut bytes);
@@ -350,6 +324,25 @@ fn insert<'a>(
 fn remove(transaction: &Transaction<'_>, place: LogPosition) -> Result<()> {
     let mut delete = transaction.prepare_cached("DELETE FROM fragments WHERE place = ?")?;
     delete.execute([place.number()])?;
+    Ok(())
+}
+
+/// Removes the bad ones of a fragment that was stored again.
+fn remove_bad(transaction: &Transaction<'_>, stored: &KnownFragment) -> Result<Vec<KnownFragment>> {
+    let mut bad = {
+        let mut query = transaction.prepare_cached(
+            "SELECT place, number, description FROM fragments WHERE blob = ? AND bad = 1",
+        )?;
+        read_rows(query.query([stored.description.blob.as_bytes()])?)?
+    };
+    bad.retain(|one| one.is_like(stored));
+    bad.iter().try_for_each(|one| remove(transaction, one.place))?;
+    Ok(bad)
+}
+
+fn set_time(connection: &Connection, time: u64) -> Result<()> {
+    let mut update = connection.prepare_cached("UPDATE clock SET running = max(running, ?)")?;
+    update.execute([time.cast_signed()])?;
     Ok(())
 }
 
