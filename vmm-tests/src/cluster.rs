@@ -32,7 +32,7 @@ pub struct Cluster {
     peers: Vec<Option<Peer>>,
     address: String,
     keys: PathBuf,
-    _catalog: Process,
+    catalog: Process,
 }
 
 #[derive(Debug)]
@@ -56,13 +56,21 @@ impl Cluster {
     fn start(lab: &Lab, peers: usize) -> Result<Cluster> {
         let keys = lab.path("keys");
         lab.cairn(&["keys", "init", &keys.display().to_string()])?;
-        let arguments = ["--catalog", "--listen", "127.0.0.1:0", "--data"].map(str::to_owned);
-        let data = lab.path("catalog").display().to_string();
-        let arguments = arguments.into_iter().chain([data]);
-        let (_catalog, _, address) = serve(lab, "catalog", &keys, arguments)?;
-        let mut cluster = Cluster { peers: Vec::new(), address, keys, _catalog };
+        let (catalog, address) = serve_catalog(lab, &keys, "127.0.0.1:0")?;
+        let mut cluster = Cluster { peers: Vec::new(), address, keys, catalog };
         cluster.refill(lab, peers)?;
         Ok(cluster)
+    }
+
+    /// Replaces the catalog by one with an empty disk at the same address, and rebuilds it.
+    pub fn lose_catalog(&mut self, lab: &Lab) -> Result<()> {
+        self.catalog.kill()?;
+        let data = lab.path("catalog");
+        fs::remove_dir_all(&data).with_context(|| format!("deleting {}", data.display()))?;
+        (self.catalog, _) = serve_catalog(lab, &self.keys, &self.address)?;
+        self.refill(lab, self.peers.iter().flatten().count())?;
+        lab.cairn(&["catalog", "rebuild"])?;
+        Ok(())
     }
 
     /// The repository, for the command lines of the programs.
@@ -162,6 +170,14 @@ pub fn in_cluster(name: &str, peers: usize, test: impl FnOnce(&Lab, &mut Cluster
     let made = Cluster::with_lab(name, peers).unwrap_or_else(|e| panic!("{e:#}"));
     let (lab, mut cluster) = made;
     run_test(name, lab, |lab| test(lab, &mut cluster));
+}
+
+/// Starts a catalog that listens at `address`. Returns the process and its address.
+fn serve_catalog(lab: &Lab, keys: &Path, address: &str) -> Result<(Process, String)> {
+    let data = lab.path("catalog").display().to_string();
+    let arguments = ["--catalog", "--listen", address, "--data", &data].map(str::to_owned);
+    let (process, _, address) = serve(lab, "catalog", keys, arguments)?;
+    Ok((process, address))
 }
 
 /// Starts a `cairn serve` and waits until it listens. Returns the process, its id and its address.

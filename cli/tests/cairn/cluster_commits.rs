@@ -302,8 +302,8 @@ fn mirrors_continue_after_the_catalog_was_rebuilt() {
     stopped.attachment.release(None).unwrap();
 
     lab.replace_catalog(4);
-    let lost = writer.attachment.renew().unwrap_err();
-    assert_eq!(lost.kind(), ErrorKind::NotFound, "{lost}");
+    let renewed = || writer.attachment.renew().map_err(|error| error.kind());
+    wait_until("the new catalog answers", || renewed() == Err(ErrorKind::NotFound));
     lab.ok(&["catalog", "rebuild"]);
     let early = writer.begin().map(drop).unwrap_err();
     assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
@@ -319,8 +319,13 @@ fn mirrors_continue_after_the_catalog_was_rebuilt() {
     let repository = lab.repository();
     let owner = owner(b's');
     let newest = repository.catalog().resolve(&"stopped".parse().unwrap()).unwrap();
-    let wrong = MirrorParent { number: 1, ..standing };
     let attach = |parent| repository.attach_again(&owner, &newest, Mode::ReadWrite, parent);
+    let attachment = attach(&standing).unwrap();
+    assert_eq!(attachment.parent(), (2, newest.root), "the peers had a record of the mirror");
+    attachment.release(None).unwrap();
+    // If the catalog does not know the mirror, the mirror must know its parent.
+    repository.forget_mirror(&owner.id).unwrap();
+    let wrong = MirrorParent { number: 1, ..standing };
     let refused = attach(&wrong).err().unwrap();
     assert!(matches!(refused, Error::UnknownParent { .. }), "{refused}");
     let attachment = attach(&standing).unwrap();

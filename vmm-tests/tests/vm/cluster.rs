@@ -28,8 +28,13 @@ fn a_guest_survives_the_loss_of_its_host_and_of_four_of_eight_peers() {
         let mut guest = Guest::boot(lab, "vm", &[backend.socket()])?;
         guest.run("mount /dev/vda /mnt")?;
         guest.run("dd if=/dev/urandom of=/mnt/noise bs=64k count=64")?;
+        checkpoint(&mut guest)?;
+
+        // The catalog's disk is lost. The guest continues, and so do its checkpoints.
+        cluster.lose_catalog(lab)?;
+        guest.run("echo after the loss > /mnt/after && sync")?;
         let files = guest.run(FILES)?;
-        let first = checkpoint(&mut guest)?;
+        let first = checkpoint_again(&mut guest)?;
         let before = sum(&lab.export(&first)?)?;
         guest.run("echo rolled back > /mnt/later && rm /mnt/data/03 && sync")?;
 
@@ -103,6 +108,19 @@ const FILES: &str = "cd /mnt && find . -type f | sort | xargs sha256sum; cd /";
 fn checkpoint(guest: &mut Guest) -> Result<String> {
     let answer = guest.run("cairn-agent checkpoint --freeze /mnt --wait stable")?;
     Ok(answer.trim().to_owned())
+}
+
+/// Takes a checkpoint as soon as the disk has found its rebuilt catalog.
+fn checkpoint_again(guest: &mut Guest) -> Result<String> {
+    let end = Instant::now() + STATE_LIMIT;
+    loop {
+        let answer = guest.attempt("cairn-agent checkpoint --freeze /mnt --wait stable")?;
+        if answer.code == 0 {
+            return Ok(answer.text.trim().to_owned());
+        }
+        ensure!(Instant::now() < end, "no checkpoint within {STATE_LIMIT:?}: {}", answer.text);
+        thread::sleep(Duration::from_secs(1));
+    }
 }
 
 fn wait_for_state(lab: &Lab, snapshot: &str, wanted: &str) -> Result<()> {
