@@ -63,7 +63,8 @@ fn a_cluster_with_keys_uses_tls_and_a_peer_cannot_change_the_catalog() {
         let security = Security::load(&lab.place.path("keys"), role).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            Connection::open(&peer, &security).await.unwrap().delete(&[], 0).await
+            let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+            Connection::open(&peer, &security).await.unwrap().delete(&[], 0, until).await
         })
     };
     let refused = deleted(Role::Peer).unwrap_err().to_string();

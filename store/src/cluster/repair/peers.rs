@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
@@ -72,8 +72,10 @@ impl ConnectedPeers {
         fragments: &[FragmentId],
         idle: u32,
     ) -> Result<u64> {
-        let delete =
-            |connection: Arc<Connection>| async move { connection.delete(fragments, idle).await };
+        let until = Instant::now() + DELETION_TIMEOUT;
+        let delete = |connection: Arc<Connection>| async move {
+            connection.delete(fragments, idle, until).await
+        };
         self.pool.ask(self.member(peer)?, delete).await
     }
 

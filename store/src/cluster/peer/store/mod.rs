@@ -42,6 +42,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use self::filter::Filter;
 use self::group::{Key, KnownFragment, MAX_GROUP};
@@ -49,7 +50,7 @@ use self::log::{Files, Log};
 use self::pending::Pending;
 use self::reclaim::reclaim;
 use self::table::{DATABASE, Table};
-use crate::cluster::protocol::{FragmentId, Usage};
+use crate::cluster::protocol::{FragmentId, PeerTime, Usage};
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
 use crate::durable::sync::SegmentSync;
@@ -124,6 +125,7 @@ pub struct PeerStore {
     id: PeerId,
     capacity: Option<u64>,
     directory: PathBuf,
+    opened: Instant,
     /// Locks the directory, which only one process may use.
     _lock: File,
     table: Table,
@@ -208,6 +210,7 @@ impl PeerStore {
             id,
             capacity,
             directory: directory.to_owned(),
+            opened: Instant::now(),
             _lock: lock,
             table,
             files: Files::new(directory),
@@ -449,14 +452,33 @@ impl PeerStore {
         Ok(!is_end)
     }
 
+    /// The time on this peer's clock.
+    pub fn clock(&self) -> PeerTime {
+        PeerTime(self.opened.elapsed().as_millis() as u64)
+    }
+
     /// Deletes those of the fragments that were neither stored nor asked for with renewal in the
     /// last `idle` seconds. Returns the bytes that were freed on the disk. The deletion is durable
     /// when this returns.
     pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        self.delete_before(PeerTime(u64::MAX), fragments, idle)
+    }
+
+    /// Deletes fragments like [`PeerStore::delete`], unless the deadline is over.
+    pub fn delete_before(
+        &self,
+        deadline: PeerTime,
+        fragments: &[FragmentId],
+        idle: u32,
+    ) -> Result<u64> {
         // With both locks held, no fragment becomes known and no put starts to rely on one.
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         let log = self.log();
         self.settle(false)?;
+        // The locks may have taken long.
+        if self.clock() >= deadline {
+            return Err(Error::LateDeletion);
+        }
         let (unused, used, quiet) = {
             let state = self.state();
             let is_unused = |id: &&FragmentId| {
