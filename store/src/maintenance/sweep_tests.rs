@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -12,6 +12,8 @@ use super::{rebuild_catalog, repair_all};
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
 use crate::cluster::membership::{Announcement, PeerStats, drain, send_heartbeat};
+use crate::cluster::repair::DELETION_TIMEOUT;
+use crate::cluster::stalling_proxy::{Stall, StallingProxy};
 use crate::cluster::tests::content;
 use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::Redundancy;
@@ -62,9 +64,12 @@ impl Drop for Heartbeats {
     }
 }
 
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
 fn has(address: &str, blob: BlobId) -> bool {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    runtime().block_on(async {
         let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
         !connection.have(&[blob], false).await.unwrap()[0].is_empty()
     })
@@ -155,4 +160,34 @@ fn nothing_counts_as_garbage_while_a_tree_node_cannot_be_read() {
         repository.read_chunk(id, &mut buffer).unwrap();
         assert!(buffer == *content);
     }
+}
+
+#[test]
+fn a_sweep_deletes_nothing_after_its_time_from_a_peer_that_stalls() {
+    let mut site = Site::new(3);
+    let proxy = StallingProxy::start(&site.peers[0].address, Stall::Deletions);
+    site.peers[0].address = proxy.address.clone();
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let repository = Repository::of_cluster(documents.clone(), &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::NONE.into());
+    // Nothing refers to these chunks.
+    let chunks: Vec<_> = (0..30).map(|number| content(number, CHUNK).1).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+    repository.put_chunks(&chunks).unwrap();
+    repository.flush_all().unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    let before = site.fragments_of(0);
+    assert!(before > 0, "no chunk of 30 is on the peer");
+    drain(&*documents, &site.peers[0].id, true).unwrap();
+    let begin = Instant::now();
+    repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(begin.elapsed() < DELETION_TIMEOUT + Duration::from_secs(20), "{:?}", begin.elapsed());
+    // Another repair may hold the lease by now.
+    proxy.release();
+    runtime().block_on(proxy.wait_for_answers(1));
+    assert_eq!(site.fragments_of(0), before, "chunks were deleted too late");
+    repair_all(&repository, None, &|_| ()).unwrap();
+    assert_eq!(site.fragments_of(0), 0, "a sweep in time deletes them");
 }
