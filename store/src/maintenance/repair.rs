@@ -1,10 +1,14 @@
-//! The repair of everything that the catalog refers to.
+//! The repair of everything that the catalog refers to, and of all records.
 //!
 //! ```text
-//! catalog: roots ──► references ──► repair::repair: plan, add, remove ──► promote snapshots that
-//!                                                                         are whole, sweep drained
+//! catalog: roots ──► references ─┐
+//!                                ├─► repair::repair: plan, add, remove ──► promote snapshots that
+//! peers: lists of records ───────┘                                        are whole, sweep drained
 //!                                                                         peers
 //! ```
+//!
+//! Records are repaired whether or not the catalog refers to them: the record of a removal, which
+//! nothing refers to, keeps a rebuilt catalog from restoring what was removed.
 //!
 //! One process repairs at a time: it holds the [`RepairLease`].
 
@@ -14,6 +18,7 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
+use super::records::listed_records;
 use super::references::{all_references, references_of};
 use super::repair_lease::RepairLease;
 use crate::catalog::Available;
@@ -51,7 +56,7 @@ pub fn has_available(repository: &Repository) -> Result<bool> {
     Ok(!repository.catalog().available()?.is_empty())
 }
 
-/// Restores the redundancy of every blob that the catalog refers to, and moves
+/// Restores the redundancy of every blob that the catalog refers to and of every record, and moves
 /// fragments to the peers where they belong. `rate` limits the bytes per second. `progress` receives
 /// the bytes that were transferred so far.
 pub fn repair_all(
@@ -115,6 +120,9 @@ impl<'a> RepairJob<'a> {
         let available = catalog.available()?;
         let mut wanted = WantedBlobs::new();
         let unread = all_references(self.repository, |one| want(&mut wanted, one))?;
+        self.runtime.block_on(listed_records(&self.connected, &self.peers, |record| {
+            want(&mut wanted, record);
+        }));
         let mut report = self.repair_blobs(&wanted, rate, &|report| progress(report.bytes));
         report.unread = unread;
         self.note_suspects(&report);
@@ -184,7 +192,8 @@ impl<'a> RepairJob<'a> {
         }
     }
 
-    /// Deletes unreferenced fragments from drained peers, which would never become empty otherwise.
+    /// Deletes unreferenced content from drained peers, which would never become empty otherwise.
+    /// Records are never garbage: repair moves them to other peers.
     ///
     /// The references are read again: a snapshot that was published while the repair was at work is not
     /// garbage, however old its blobs are. Nothing is deleted if a tree node cannot be read.
@@ -213,14 +222,16 @@ impl<'a> RepairJob<'a> {
         Ok(())
     }
 
-    /// Deletes from a peer what is old and not referenced.
+    /// Deletes from a peer what is old, not referenced and no record.
     async fn sweep(&self, peer: &Peer, referenced: &HashSet<BlobId>) -> Result<()> {
         let mut after = BlobId::from_bytes([0; 32]);
         loop {
             let page = self.connected.list(&peer.id, after).await?;
             let Some((last, _)) = page.last() else { return Ok(()) };
             after = *last;
-            let garbage = page.iter().filter(|(blob, _)| !referenced.contains(blob));
+            let garbage = page
+                .iter()
+                .filter(|(blob, held)| held.kind != Kind::Record && !referenced.contains(blob));
             let garbage: Vec<FragmentId> = garbage
                 .map(|(blob, held)| FragmentId {
                     blob: *blob,

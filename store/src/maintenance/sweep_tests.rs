@@ -1,6 +1,6 @@
 //! Tests of the sweep of drained peers, and of records of images that were never created.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::{rebuild_catalog, repair_all};
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
-use crate::cluster::membership::{Announcement, PeerStats, drain, send_heartbeat};
+use crate::cluster::membership::{Announcement, PeerStats, drain, lose, send_heartbeat};
 use crate::cluster::repair::DELETION_TIMEOUT;
 use crate::cluster::stalling_proxy::{Stall, StallingProxy};
 use crate::cluster::tests::content;
@@ -35,7 +35,12 @@ struct Heartbeats {
 
 impl Heartbeats {
     fn of(site: &Site, documents: &Arc<dyn Documents>) -> Heartbeats {
-        let announcements = site.peers.iter().map(|peer| {
+        Heartbeats::of_some(site, &(0..site.peers.len()).collect::<Vec<_>>(), documents)
+    }
+
+    /// The heartbeats of some of the peers.
+    fn of_some(site: &Site, peers: &[usize], documents: &Arc<dyn Documents>) -> Heartbeats {
+        let announcements = peers.iter().map(|at| &site.peers[*at]).map(|peer| {
             let domain = peer.id.to_string();
             Announcement { id: peer.id, address: peer.address.clone(), domain }
         });
@@ -66,6 +71,15 @@ impl Drop for Heartbeats {
 
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// The names of a peer's records.
+fn records(address: &str) -> BTreeSet<BlobId> {
+    runtime().block_on(async {
+        let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
+        let page = connection.records(&BlobId::from_bytes([0; 32])).await.unwrap();
+        page.iter().map(|record| record.description.blob).collect()
+    })
 }
 
 fn has(address: &str, blob: BlobId) -> bool {
@@ -160,6 +174,63 @@ fn nothing_counts_as_garbage_while_a_tree_node_cannot_be_read() {
         repository.read_chunk(id, &mut buffer).unwrap();
         assert!(buffer == *content);
     }
+}
+
+/// The catalog refers to no record of a removed image.
+#[test]
+fn records_of_removals_keep_their_redundancy_when_peers_are_drained_and_lost() {
+    let mut site = Site::new(5);
+    let dir = TempDir::new().unwrap();
+    let first = documents(&dir, "catalog.db");
+    let beating = Heartbeats::of(&site, &first);
+    let repository = Repository::of_cluster(first.clone(), &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::Replicas(2).into());
+    let geometry = Geometry::new(4 * CHUNK as u64, CHUNK as u32).unwrap();
+    let name: ImageName = "vm".parse().unwrap();
+    repository.create_image(&name, geometry).unwrap();
+    repository.remove_image(&name, true).unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    let holders = |site: &Site, left: &[usize]| {
+        let mut holders: BTreeMap<BlobId, Vec<usize>> = BTreeMap::new();
+        for at in left {
+            for record in records(&site.peers[*at].address) {
+                holders.entry(record).or_default().push(*at);
+            }
+        }
+        holders
+    };
+    let mut left: Vec<usize> = (0..5).collect();
+    let before = holders(&site, &left);
+    assert_eq!(before.len(), 2, "the record of the image, and that of its removal");
+    assert!(before.values().all(|on| on.len() == 2), "{before:?}");
+
+    // A holder is drained and ends empty. Nothing is lost with it.
+    let drained = before.values().next().unwrap()[0];
+    drain(&*first, &site.peers[drained].id, true).unwrap();
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete() && report.moved > 0, "{report:?}");
+    assert_eq!(site.fragments_of(drained), 0);
+    left.retain(|at| *at != drained);
+    let after = holders(&site, &left);
+    assert!(after.keys().eq(before.keys()) && after.values().all(|on| on.len() == 2), "{after:?}");
+
+    // Another holder is lost.
+    let gone = after.values().next_back().unwrap()[0];
+    drop(beating);
+    site.stop(gone);
+    lose(&*first, &site.peers[gone].id).unwrap();
+    left.retain(|at| *at != gone);
+    let _beating = Heartbeats::of_some(&site, &left, &first);
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete() && report.moved > 0, "{report:?}");
+    let after = holders(&site, &left);
+    assert!(after.keys().eq(before.keys()) && after.values().all(|on| on.len() == 2), "{after:?}");
+
+    // The catalog is lost, too. The image stays removed.
+    let second = documents(&dir, "again.db");
+    let _also_beating = Heartbeats::of_some(&site, &left, &second);
+    let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
+    assert_eq!(rebuild_catalog(&again).unwrap().images, 0);
 }
 
 #[test]

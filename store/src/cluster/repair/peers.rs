@@ -77,6 +77,12 @@ impl ConnectedPeers {
         self.pool.ask(self.member(peer)?, list).await
     }
 
+    /// A page of a peer's records, starting after this blob: see [`Connection::records`].
+    pub(crate) async fn records(&self, peer: &PeerId, after: BlobId) -> Result<Vec<Fragment>> {
+        let records = |connection: Arc<Connection>| async move { connection.records(&after).await };
+        self.pool.ask(self.member(peer)?, records).await
+    }
+
     fn member(&self, peer: &PeerId) -> Result<&Member> {
         self.members.get(peer).ok_or_else(|| unavailable(peer, "its address is unknown"))
     }
