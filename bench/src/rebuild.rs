@@ -7,7 +7,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use cairn_store::BlobId;
 use cairn_store::cluster::repair::{
-    ConnectedPeers, PeerState, RepairLimits, RepairMembers, RepairPeer, Report as Repaired, repair,
+    ConnectedPeers, PeerState, RepairLimits, RepairMembers, RepairPeer, Report as Repaired, Wanted,
+    repair,
 };
 use cairn_store::encoding::{Redundancy, StoragePolicy};
 use serde::Serialize;
@@ -95,14 +96,15 @@ fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> 
     let peers = left.iter().map(RepairPeer::from);
     let lost = RepairPeer { state: PeerState::Lost, ..RepairPeer::from(&lost) };
     let members = RepairMembers::new(peers.chain([lost]));
-    let connected = Arc::new(ConnectedPeers::new(left, testbed.security().clone()));
+    let security = testbed.security().clone();
+    let connected = Arc::new(ConnectedPeers::new(left, security, Arc::new(|| true)));
     let blobs: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {
         let (sender, receiver) = mpsc::channel(1024);
         let feed = async move {
             for blob in blobs {
-                if sender.send((blob, redundancy)).await.is_err() {
+                if sender.send(Wanted::content(blob, redundancy)).await.is_err() {
                     return;
                 }
             }

@@ -251,6 +251,16 @@ fn report_text(report: &Report, style: Style) -> String {
             },
         );
     }
+    if !report.wrong.is_empty() {
+        let peers: Vec<String> =
+            report.suspects().keys().map(|peer| peer.to_string()[..8].to_owned()).collect();
+        text += &format!(
+            "{} had the right checksum and another content, on peers {}; they are not used, and \
+             the log names the blobs\n",
+            count(report.wrong.len() as u64, "fragment"),
+            peers.join(" "),
+        );
+    }
     let others = report.left.saturating_sub(report.waiting);
     if others > 0 {
         text += &format!(
@@ -265,6 +275,7 @@ fn report_text(report: &Report, style: Style) -> String {
 }
 
 fn report_json(report: &Report) -> Value {
+    let suspects: Vec<String> = report.suspects().keys().map(ToString::to_string).collect();
     json!({
         "blobs": report.blobs,
         "under": report.under,
@@ -273,6 +284,9 @@ fn report_json(report: &Report) -> Value {
         "rebuilt": report.rebuilt,
         "moved": report.moved,
         "dropped": report.dropped,
+        "damaged": report.damaged,
+        "wrong": report.wrong.len(),
+        "suspects": suspects,
         "bytes": report.bytes,
         "survives": report.survives,
         "unreadable": report.unreadable.iter().map(ToString::to_string).collect::<Vec<_>>(),
@@ -303,9 +317,9 @@ pub(crate) fn rebuild(repository: &Repository, force: bool, style: Style) -> Out
 
 #[cfg(test)]
 mod tests {
-    use cairn_store::PeerId;
-
     use cairn_store::cluster::membership::{LastRepair, PeerStats};
+    use cairn_store::cluster::repair::WrongFragment;
+    use cairn_store::{BlobId, PeerId};
 
     use super::{Health, Peer, Report, Style, find, report_text, summary, why_not_forget};
 
@@ -389,5 +403,19 @@ mod tests {
         assert!(lines[1].starts_with("4 blobs wait for peers that are down"), "{text}");
         assert!(lines[1].contains("cairn peers lose"), "{text}");
         assert!(lines[2].starts_with("1 blob has still less"), "{text}");
+    }
+
+    #[test]
+    fn the_report_of_a_repair_names_the_peers_with_wrong_fragments() {
+        let mut report = Report::default();
+        let blob = BlobId::from_bytes([9; 32]);
+        for (n, index) in [(0x12, 0), (0x12, 1), (0x34, 2)] {
+            let peer = PeerId::from_bytes([n; 16]);
+            report.wrong.insert(WrongFragment { peer, blob, encoding: blob, index });
+        }
+        let text = report_text(&report, Style { json: false, bytes: true });
+        let line = text.lines().nth(1).unwrap();
+        assert!(line.starts_with("3 fragments had the right checksum"), "{text}");
+        assert!(line.contains("on peers 12121212 34343434;"), "{text}");
     }
 }

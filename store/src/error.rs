@@ -396,6 +396,20 @@ pub enum Error {
         /// Why the request failed.
         reason: String,
     },
+    /// A peer has no space for a fragment.
+    #[error("peer {peer} has no space left: {reason}")]
+    PeerRefusedFull {
+        /// The peer's address.
+        peer: String,
+        /// What the peer says.
+        reason: String,
+    },
+    /// A deletion arrived after the time until which it was meant.
+    #[error("the deletion came too late and was not carried out; the next repair decides again")]
+    LateDeletion,
+    /// A repair that does not hold its lease must not delete.
+    #[error("this repair no longer holds its lease, so it deletes nothing; repair again")]
+    LeaseLost,
     /// The catalog did not carry out a request.
     #[error("catalog {address}: {reason}")]
     Catalog {
@@ -497,6 +511,8 @@ impl Error {
             | Error::OnlyStable { .. }
             | Error::RepairRuns
             | Error::DataElsewhere { .. }
+            | Error::LateDeletion
+            | Error::LeaseLost
             | Error::InUse { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
@@ -510,6 +526,7 @@ impl Error {
             | Error::NoRoom { .. }
             | Error::NotStored { .. }
             | Error::PeerFull { .. }
+            | Error::PeerRefusedFull { .. }
             | Error::Io { .. }
             | Error::Internal { .. }
             | Error::Contended

@@ -14,7 +14,8 @@ use super::documents::{ImageDocument, MirrorDocument, image_key, mirror_key, tex
 use super::records::Record;
 use crate::clock::now;
 use crate::documents::{Change, Query};
-use crate::error::{Error, Result};
+use crate::encoding::Redundancy;
+use crate::error::Result;
 use crate::id::{ImageId, MirrorId};
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot};
 use crate::tree::Root;
@@ -30,6 +31,9 @@ pub(crate) struct MirrorReference {
     version: u32,
     #[serde(with = "text")]
     mirror: MirrorId,
+    /// The redundancy of the mirror's image.
+    #[serde(with = "text")]
+    pub(super) redundancy: Redundancy,
     /// `None` in a tombstone.
     document: Option<MirrorDocument>,
     /// When this was recorded: seconds since 1970.
@@ -37,14 +41,14 @@ pub(crate) struct MirrorReference {
 }
 
 impl MirrorReference {
-    fn new(mirror: MirrorId, document: MirrorDocument) -> MirrorReference {
-        MirrorReference { document: Some(document), ..MirrorReference::removal(mirror) }
+    fn new(mirror: MirrorId, redundancy: Redundancy, document: MirrorDocument) -> MirrorReference {
+        MirrorReference { document: Some(document), ..MirrorReference::removal(mirror, redundancy) }
     }
 
     /// The tombstone of a mirror.
-    pub(crate) fn removal(mirror: MirrorId) -> MirrorReference {
+    pub(crate) fn removal(mirror: MirrorId, redundancy: Redundancy) -> MirrorReference {
         let (format, version, recorded) = (FORMAT.to_owned(), VERSION, now());
-        MirrorReference { format, version, mirror, document: None, recorded }
+        MirrorReference { format, version, mirror, redundancy, document: None, recorded }
     }
 
     #[cfg(test)]
@@ -73,7 +77,7 @@ impl Catalog {
             return Ok(None);
         }
         let document = super::mirrors::attached_mirror(&view, owner, snapshot, mode, parent)?;
-        Ok(Some(MirrorReference::new(owner.id, document)))
+        Ok(Some(MirrorReference::new(owner.id, snapshot.policy.redundancy, document)))
     }
 
     /// Restores the mirrors that the catalog does not have, of images that it has.
@@ -129,10 +133,4 @@ fn published_by_mirrors(records: &[Record]) -> BTreeMap<(ImageId, MirrorId), (u6
         }
     }
     last
-}
-
-/// Reads a record of a mirror.
-pub(super) fn parse(bytes: &[u8]) -> Result<MirrorReference> {
-    let corrupt = |error: serde_json::Error| Error::corrupt("a mirror's record", error.to_string());
-    serde_json::from_slice(bytes).map_err(corrupt)
 }

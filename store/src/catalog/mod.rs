@@ -37,7 +37,7 @@ pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
-pub(crate) use self::records::{Record, Records};
+pub(crate) use self::records::{Record, Records, recorded_redundancy};
 
 use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};

@@ -17,7 +17,7 @@ use super::mirror_records::{self, MirrorReference};
 use crate::clock::now;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query};
-use crate::encoding::StoragePolicy;
+use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, ImageId, MirrorId};
 use crate::name::ImageName;
@@ -104,16 +104,14 @@ impl Record {
     }
 }
 
-/// The records that a catalog is rebuilt from.
-#[derive(Default)]
-pub(crate) struct Records {
-    pub(crate) snapshots: Vec<(BlobId, Record)>,
-    mirrors: Vec<MirrorReference>,
+/// A record of any kind.
+enum AnyRecord {
+    Snapshot(Record),
+    Mirror(MirrorReference),
 }
 
-impl Records {
-    /// Adds the record that these bytes hold.
-    pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<()> {
+impl AnyRecord {
+    fn parse(bytes: &[u8]) -> Result<AnyRecord> {
         /// The fields that every record has.
         #[derive(Deserialize)]
         struct Header {
@@ -129,14 +127,38 @@ impl Records {
         match header.format.as_str() {
             FORMAT => {
                 check(VERSION)?;
-                let record = serde_json::from_slice(bytes).map_err(corrupt)?;
-                self.snapshots.push((BlobId::of(bytes), record));
+                serde_json::from_slice(bytes).map(AnyRecord::Snapshot).map_err(corrupt)
             }
             mirror_records::FORMAT => {
                 check(mirror_records::VERSION)?;
-                self.mirrors.push(mirror_records::parse(bytes)?);
+                serde_json::from_slice(bytes).map(AnyRecord::Mirror).map_err(corrupt)
             }
-            other => return Err(Error::corrupt(object, format!("its format is '{other}'"))),
+            other => Err(Error::corrupt(object, format!("its format is '{other}'"))),
+        }
+    }
+}
+
+/// The redundancy of the image that a record belongs to; `None` if the record cannot be read.
+pub(crate) fn recorded_redundancy(record: &[u8]) -> Option<Redundancy> {
+    match AnyRecord::parse(record).ok()? {
+        AnyRecord::Snapshot(record) => Some(record.policy().redundancy),
+        AnyRecord::Mirror(reference) => Some(reference.redundancy),
+    }
+}
+
+/// The records that a catalog is rebuilt from.
+#[derive(Default)]
+pub(crate) struct Records {
+    pub(crate) snapshots: Vec<(BlobId, Record)>,
+    mirrors: Vec<MirrorReference>,
+}
+
+impl Records {
+    /// Adds the record that these bytes hold.
+    pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<()> {
+        match AnyRecord::parse(bytes)? {
+            AnyRecord::Snapshot(record) => self.snapshots.push((BlobId::of(bytes), record)),
+            AnyRecord::Mirror(reference) => self.mirrors.push(reference),
         }
         Ok(())
     }

@@ -27,6 +27,8 @@ pub mod placement;
 pub mod protocol;
 pub mod repair;
 #[cfg(test)]
+pub(crate) mod stalling_proxy;
+#[cfg(test)]
 pub(crate) mod tests;
 
 pub use client::{Cluster, ClusterBlobs, Connection, Counters, Stored};

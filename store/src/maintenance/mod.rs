@@ -3,6 +3,7 @@
 //! ```text
 //! supervisor ─► repair ─► repair_lease: one repair at a time
 //!                  ├─► references: which blobs the catalog refers to
+//!                  ├─► records: which records the peers list
 //!                  └─► cluster::repair: plan and execute
 //! rebuild: records on the peers ─► catalog
 //! verify: all blobs of snapshots ─► which of them cannot be read
@@ -13,11 +14,13 @@
 //! | [`supervisor`] | the threads that declare peers lost and decide when to repair |
 //! | `repair` | the repair job: repairs all referenced blobs, sweeps drained peers |
 //! | `repair_lease` | the document that lets one repair run at a time |
+//! | `records` | the records that the peers list |
 //! | `references` | the blobs that the catalog refers to |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
 //! | [`verify`] | reads every blob of snapshots, in a directory too |
 
 mod rebuild;
+mod records;
 mod references;
 mod repair;
 mod repair_lease;

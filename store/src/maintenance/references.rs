@@ -3,9 +3,10 @@
 use std::collections::HashSet;
 
 use crate::catalog::Referrer;
-use crate::encoding::{Redundancy, StoragePolicy};
+use crate::cluster::repair::Wanted;
+use crate::encoding::StoragePolicy;
 use crate::error::Result;
-use crate::id::{BlobId, NodeId};
+use crate::id::NodeId;
 use crate::repository::Repository;
 use crate::tree::Referred;
 
@@ -14,7 +15,7 @@ use crate::tree::Referred;
 /// number of such nodes.
 pub(super) fn all_references(
     repository: &Repository,
-    mut report: impl FnMut(BlobId, Redundancy),
+    mut report: impl FnMut(Wanted),
 ) -> Result<u64> {
     let mut unreadable = 0;
     for (policy, roots) in repository.catalog().roots()? {
@@ -33,13 +34,13 @@ pub(super) fn references_of(
     referrer: &Referrer,
     policy: &StoragePolicy,
     seen: &mut HashSet<NodeId>,
-    report: &mut dyn FnMut(BlobId, Redundancy),
+    report: &mut dyn FnMut(Wanted),
 ) -> u64 {
     let (chunks, small) = (policy.redundancy, policy.redundancy.of_small_blobs());
     let Referrer { geometry, root, record } = referrer;
-    record.iter().for_each(|record| report(*record, small));
+    record.iter().for_each(|record| report(Wanted::record(*record, small)));
     repository.trees().references(root, *geometry, seen, &mut |referred| match referred {
-        Referred::Node(id) => report(id.into(), small),
-        Referred::Chunk(id) => report(id.into(), chunks),
+        Referred::Node(id) => report(Wanted::content(id.into(), small)),
+        Referred::Chunk(id) => report(Wanted::content(id.into(), chunks)),
     })
 }

@@ -1,9 +1,14 @@
-//! The repair of everything that the catalog refers to.
+//! The repair of everything that the catalog refers to, and of all records.
 //!
 //! ```text
-//! catalog: roots ──► references ──► repair::repair: plan and execute ──► promote snapshots that are
-//!                                                                       whole, sweep drained peers
+//! catalog: roots ──► references ─┐
+//!                                ├─► repair::repair: plan, add, remove ──► promote snapshots that
+//! peers: lists of records ───────┘                                        are whole, sweep drained
+//!                                                                         peers
 //! ```
+//!
+//! Records are repaired whether or not the catalog refers to them: the record of a removal, which
+//! nothing refers to, keeps a rebuilt catalog from restoring what was removed.
 //!
 //! One process repairs at a time: it holds the [`RepairLease`].
 
@@ -13,6 +18,7 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
+use super::records::listed_records;
 use super::references::{all_references, references_of};
 use super::repair_lease::RepairLease;
 use crate::catalog::Available;
@@ -20,10 +26,12 @@ use crate::clock::now;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
 use crate::cluster::protocol::{FragmentId, MAX_DELETED};
 use crate::cluster::repair::{
-    ConnectedPeers, PeerState, RepairLimits, RepairMembers, RepairPeer, Report, repair,
+    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, Wanted,
+    repair,
 };
 use crate::documents::Documents;
 use crate::encoding::Redundancy;
+use crate::encoding::fragment::Kind;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
@@ -37,17 +45,20 @@ const GARBAGE_AGE_SECONDS: u32 = 24 * 3600;
 /// Blobs that wait for repair to look at them.
 const QUEUED_BLOBS: usize = 4096;
 
-/// The redundancy that each blob is to have, by the numbers of its data and parity blocks.
-type WantedBlobs = HashMap<(BlobId, usize, usize), Redundancy>;
+/// A blob's name, whether it is a record, and the numbers of its data and parity blocks.
+type Shape = (BlobId, bool, usize, usize);
+
+/// The redundancy that each blob is to have.
+type WantedBlobs = HashMap<Shape, Redundancy>;
 
 /// Whether a published snapshot lacks redundancy.
 pub fn has_available(repository: &Repository) -> Result<bool> {
     repository.catalog().has_available()
 }
 
-/// Restores the redundancy of every blob that the catalog refers to, and moves fragments to the peers
-/// where they belong. `rate` limits the bytes per second. `progress` receives the bytes that were
-/// transferred so far.
+/// Restores the redundancy of every blob that the catalog refers to and of every record, and moves
+/// fragments to the peers where they belong. `rate` limits the bytes per second. `progress` receives
+/// the bytes that were transferred so far.
 pub fn repair_all(
     repository: &Repository,
     rate: Option<u64>,
@@ -69,8 +80,7 @@ pub fn repair_while(
     };
     RepairLease::with(documents, |lease| {
         let proceed = || proceed() && lease.is_held();
-        let job = RepairJob { repository, documents, security, proceed: &proceed };
-        job.run(rate, progress)
+        RepairJob::new(repository, documents, security, lease, &proceed)?.run(rate, progress)
     })
 }
 
@@ -78,25 +88,44 @@ pub fn repair_while(
 struct RepairJob<'a> {
     repository: &'a Repository,
     documents: &'a dyn Documents,
-    security: &'a Security,
+    /// All peers that the catalog knows.
+    peers: Vec<Peer>,
+    connected: Arc<ConnectedPeers>,
+    runtime: Runtime,
     /// Whether to go on.
     proceed: &'a dyn Fn() -> bool,
 }
 
-impl RepairJob<'_> {
+impl<'a> RepairJob<'a> {
+    fn new(
+        repository: &'a Repository,
+        documents: &'a dyn Documents,
+        security: &Security,
+        lease: &RepairLease,
+        proceed: &'a dyn Fn() -> bool,
+    ) -> Result<RepairJob<'a>> {
+        let (peers, _) = membership::peers(documents)?;
+        let members = peers.iter().filter_map(Peer::member);
+        let connected = ConnectedPeers::new(members, security.clone(), lease.permit());
+        let failed = |error| Error::io("starting", "a thread".as_ref(), error);
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let connected = Arc::new(connected);
+        Ok(RepairJob { repository, documents, peers, connected, runtime, proceed })
+    }
+
     fn run(&self, rate: Option<u64>, progress: &dyn Fn(u64)) -> Result<Report> {
         let catalog = self.repository.catalog();
         // Before any blob is looked at: a snapshot that becomes available later is left to the next
         // repair.
         let available = catalog.available()?;
-        let (peers, _) = membership::peers(self.documents)?;
         let mut wanted = WantedBlobs::new();
-        let unread = all_references(self.repository, |blob, redundancy| {
-            want(&mut wanted, blob, redundancy);
-        })?;
-        let mut report =
-            self.repair_blobs(&peers, &wanted, rate, &|report| progress(report.bytes))?;
+        let unread = all_references(self.repository, |one| want(&mut wanted, one))?;
+        self.runtime.block_on(listed_records(&self.connected, &self.peers, |record| {
+            want(&mut wanted, record);
+        }));
+        let mut report = self.repair_blobs(&wanted, rate, &|report| progress(report.bytes));
         report.unread = unread;
+        self.note_suspects(&report);
         if let Some(short) = report.short() {
             let is_all_whole = unread == 0 && short.is_empty();
             for snapshot in available {
@@ -106,7 +135,7 @@ impl RepairJob<'_> {
             }
         }
         if !report.is_stopped {
-            self.sweep_drained(&peers)?;
+            self.sweep_drained()?;
         }
         if !report.is_stopped {
             let unreadable = (report.unreadable.len() as u64).max(unread);
@@ -120,13 +149,11 @@ impl RepairJob<'_> {
 
     fn repair_blobs(
         &self,
-        peers: &[Peer],
         wanted: &WantedBlobs,
         rate: Option<u64>,
         progress: &dyn Fn(&Report),
-    ) -> Result<Report> {
-        let members: Vec<_> = peers.iter().filter_map(Peer::member).collect();
-        let peers = peers.iter().map(|peer| RepairPeer {
+    ) -> Report {
+        let members = RepairMembers::new(self.peers.iter().map(|peer| RepairPeer {
             id: peer.id,
             weight: peer.weight,
             domain: peer.domain.clone(),
@@ -137,37 +164,48 @@ impl RepairJob<'_> {
                 Health::Lost => PeerState::Lost,
             },
             full: false,
-        });
-        let peers = RepairMembers::new(peers);
-        runtime()?.block_on(async {
-            let connected = Arc::new(ConnectedPeers::new(members, self.security.clone()));
+        }));
+        self.runtime.block_on(async {
             let (queue, blobs) = mpsc::channel(QUEUED_BLOBS);
             let feed = async move {
-                for ((blob, ..), redundancy) in wanted {
-                    if queue.send((*blob, *redundancy)).await.is_err() {
+                for ((blob, is_record, ..), redundancy) in wanted {
+                    let kind = if *is_record { Kind::Record } else { Kind::Content };
+                    let wanted = Wanted { blob: *blob, kind, redundancy: *redundancy };
+                    if queue.send(wanted).await.is_err() {
                         return;
                     }
                 }
             };
             let limits = RepairLimits { rate, ..RepairLimits::default() };
-            let repair = repair(connected, peers, blobs, limits, self.proceed, progress);
-            let ((), report) = tokio::join!(feed, repair);
-            Ok(report)
+            let connected = self.connected.clone();
+            let repair = repair(connected, members, blobs, limits, self.proceed, progress);
+            tokio::join!(feed, repair).1
         })
     }
 
-    /// Deletes unreferenced fragments from drained peers, which would never become empty otherwise.
+    /// Counts the wrong fragments that peers hold, so that `cairn peers` shows them.
+    fn note_suspects(&self, report: &Report) {
+        for (peer, wrong) in report.suspects() {
+            if let Err(error) = membership::suspect(self.documents, &peer, wrong, now()) {
+                tracing::warn!(%peer, wrong, %error, "failed to report a peer with wrong fragments");
+            }
+        }
+    }
+
+    /// Deletes unreferenced content from drained peers, which would never become empty otherwise.
+    /// Records are never garbage: repair moves them to other peers.
     ///
     /// The references are read again: a snapshot that was published while the repair was at work is not
     /// garbage, however old its blobs are. Nothing is deleted if a tree node cannot be read.
-    fn sweep_drained(&self, peers: &[Peer]) -> Result<()> {
-        let drained: Vec<_> = peers.iter().filter(|peer| peer.health == Health::Draining).collect();
+    fn sweep_drained(&self) -> Result<()> {
+        let is_drained = |peer: &&Peer| peer.health == Health::Draining;
+        let drained: Vec<_> = self.peers.iter().filter(is_drained).collect();
         if drained.is_empty() {
             return Ok(());
         }
         let mut referenced = HashSet::new();
-        let unread = all_references(self.repository, |blob, _| {
-            referenced.insert(blob);
+        let unread = all_references(self.repository, |one| {
+            referenced.insert(one.blob);
         })?;
         if unread > 0 {
             tracing::warn!(
@@ -176,25 +214,24 @@ impl RepairJob<'_> {
             );
             return Ok(());
         }
-        let runtime = runtime()?;
         for peer in drained {
-            if let Err(error) = runtime.block_on(self.sweep(peer, &referenced)) {
+            if let Err(error) = self.runtime.block_on(self.sweep(peer, &referenced)) {
                 tracing::warn!(peer = %peer.id, %error, "garbage stays on a drained peer");
             }
         }
         Ok(())
     }
 
-    /// Deletes from a peer what is old and not referenced.
+    /// Deletes from a peer what is old, not referenced and no record.
     async fn sweep(&self, peer: &Peer, referenced: &HashSet<BlobId>) -> Result<()> {
-        // As for all of repair: with time limits, and only if the right peer is at the address.
-        let connected = ConnectedPeers::new(peer.member(), self.security.clone());
         let mut after = BlobId::from_bytes([0; 32]);
         loop {
-            let page = connected.list(&peer.id, after).await?;
+            let page = self.connected.list(&peer.id, after).await?;
             let Some((last, _)) = page.last() else { return Ok(()) };
             after = *last;
-            let garbage = page.iter().filter(|(blob, _)| !referenced.contains(blob));
+            let garbage = page
+                .iter()
+                .filter(|(blob, held)| held.kind != Kind::Record && !referenced.contains(blob));
             let garbage: Vec<FragmentId> = garbage
                 .map(|(blob, held)| FragmentId {
                     blob: *blob,
@@ -206,7 +243,7 @@ impl RepairJob<'_> {
                 if !(self.proceed)() {
                     return Ok(());
                 }
-                connected.delete_idle(&peer.id, part, GARBAGE_AGE_SECONDS).await?;
+                self.connected.delete(peer.id, part, GARBAGE_AGE_SECONDS).await?;
             }
         }
     }
@@ -222,33 +259,29 @@ fn is_whole(
 ) -> bool {
     let mut is_whole = true;
     let Available { refers, policy, .. } = snapshot;
-    let unread =
-        references_of(repository, refers, policy, &mut HashSet::new(), &mut |blob, wanted| {
-            let seen = looked_at.get(&shape(blob, wanted));
-            is_whole &= seen.is_some_and(|seen| seen.width() >= wanted.width());
-            is_whole &= !short.contains(&blob);
-        });
+    let unread = references_of(repository, refers, policy, &mut HashSet::new(), &mut |wanted| {
+        let seen = looked_at.get(&shape(&wanted));
+        is_whole &= seen.is_some_and(|seen| seen.width() >= wanted.redundancy.width());
+        is_whole &= !short.contains(&wanted.blob);
+    });
     unread == 0 && is_whole
 }
 
-fn runtime() -> Result<Runtime> {
-    let failed = |error| Error::io("starting", "a thread".as_ref(), error);
-    Builder::new_current_thread().enable_all().build().map_err(failed)
-}
-
 /// The key under which a blob is wanted.
-fn shape(blob: BlobId, redundancy: Redundancy) -> (BlobId, usize, usize) {
-    match redundancy {
-        Redundancy::Replicas(_) => (blob, 1, 0),
-        code => (blob, code.needed(), code.survives()),
+fn shape(wanted: &Wanted) -> Shape {
+    let is_record = wanted.kind == Kind::Record;
+    match wanted.redundancy {
+        Redundancy::Replicas(_) => (wanted.blob, is_record, 1, 0),
+        code => (wanted.blob, is_record, code.needed(), code.survives()),
     }
 }
 
-/// Adds a blob once for each number of blocks. Of several numbers of copies, the largest counts.
-fn want(wanted: &mut WantedBlobs, blob: BlobId, redundancy: Redundancy) {
-    let known = wanted.entry(shape(blob, redundancy)).or_insert(redundancy);
-    if redundancy.width() > known.width() {
-        *known = redundancy;
+/// Adds a blob once for each kind and number of blocks. Of several numbers of copies, the largest
+/// counts.
+fn want(all: &mut WantedBlobs, wanted: Wanted) {
+    let known = all.entry(shape(&wanted)).or_insert(wanted.redundancy);
+    if wanted.redundancy.width() > known.width() {
+        *known = wanted.redundancy;
     }
 }
 
@@ -258,7 +291,7 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{Redundancy, WantedBlobs, all_references, is_whole, want};
+    use super::{Redundancy, Wanted, WantedBlobs, all_references, is_whole, want};
     use crate::geometry::{ChunkIndex, Geometry};
     use crate::id::{BlobId, ChunkId};
     use crate::repository::{Durability, Repository};
@@ -279,7 +312,7 @@ mod tests {
         repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
         let available = repository.catalog().available().unwrap();
         let mut wanted = WantedBlobs::new();
-        let unread = all_references(&repository, |blob, how| want(&mut wanted, blob, how)).unwrap();
+        let unread = all_references(&repository, |one| want(&mut wanted, one)).unwrap();
         assert_eq!((available.len(), unread, wanted.len()), (1, 0, 2), "a node and a chunk");
         let whole = |looked_at: &WantedBlobs, short: &[BlobId]| {
             let short: HashSet<_> = short.iter().copied().collect();
@@ -287,23 +320,24 @@ mod tests {
         };
         assert!(whole(&wanted, &[]));
         assert!(whole(&wanted, &[BlobId::of(b"another one")]));
-        for (blob, data, parity) in wanted.keys() {
-            assert!(!whole(&wanted, &[*blob]));
+        for shape in wanted.keys() {
+            assert!(!whole(&wanted, &[shape.0]));
             let mut less = wanted.clone();
-            less.remove(&(*blob, *data, *parity));
-            assert!(!whole(&less, &[]), "nobody has looked at {blob}");
+            less.remove(shape);
+            assert!(!whole(&less, &[]), "nobody has looked at {}", shape.0);
         }
     }
 
     #[test]
-    fn a_blob_is_wanted_once_for_each_way_to_cut_it() {
+    fn a_blob_is_wanted_once_for_each_kind_and_each_way_to_cut_it() {
         let mut wanted = WantedBlobs::new();
         let blob = BlobId::of(b"one");
         for text in ["replicas=2", "rs=4+4", "replicas=3", "none", "rs=2+2", "rs=4+4"] {
-            want(&mut wanted, blob, text.parse().unwrap());
+            want(&mut wanted, Wanted::content(blob, text.parse().unwrap()));
         }
+        want(&mut wanted, Wanted::record(blob, "replicas=5".parse().unwrap()));
         let mut all: Vec<String> = wanted.values().map(Redundancy::to_string).collect();
         all.sort();
-        assert_eq!(all, ["replicas=3", "rs=2+2", "rs=4+4"]);
+        assert_eq!(all, ["replicas=3", "replicas=5", "rs=2+2", "rs=4+4"]);
     }
 }

@@ -2,9 +2,11 @@
 //! drop what the other keeps.
 //!
 //! A repair holds a document that expires, and renews it from a thread of its own. A repair that
-//! cannot renew the document stops well before it expires, so its last deletion has ended or timed
-//! out before another repair starts. After a kill the next repair starts when the document has
-//! expired.
+//! cannot renew the document stops well before it expires: each deletion asks the lease right before
+//! it is sent ([`RepairLease::permit`]), and the peer refuses it after
+//! [`DELETION_TIMEOUT`]. So no deletion of a repair is
+//! carried out after another repair has started. After a kill the next repair starts when the
+//! document has expired.
 //!
 //! | | value |
 //! |---|---|
@@ -12,10 +14,11 @@
 //! | it is renewed every | [`RENEW_INTERVAL`] |
 //! | it counts as held until | [`SAFE_HOLD`] after the last renewal that was granted |
 
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::cluster::repair::{DELETION_TIMEOUT, DeletionPermit};
 use crate::documents::{Documents, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
@@ -31,21 +34,42 @@ const LEASE_SECONDS: u32 = 30;
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
 /// How long the lease counts as held after a renewal. The rest of [`LEASE_SECONDS`] is longer than
-/// a deletion takes ([`DELETION_TIMEOUT`](crate::cluster::repair::DELETION_TIMEOUT)).
+/// a deletion takes ([`DELETION_TIMEOUT`]).
 const SAFE_HOLD: Duration = Duration::from_secs(12);
+
+const _: () = assert!(
+    SAFE_HOLD.as_secs() + DELETION_TIMEOUT.as_secs() + 5 <= LEASE_SECONDS as u64,
+    "a deletion that is sent while the lease is held ends before the lease can pass to another"
+);
 
 /// The lease of a running repair.
 pub(super) struct RepairLease<'a> {
     documents: &'a dyn Documents,
     me: String,
+    shared: Arc<SharedState>,
+}
+
+/// The state that the lease shares with its renewal and with its permits.
+struct SharedState {
     state: Mutex<LeaseState>,
     wake: Condvar,
+}
+
+impl SharedState {
+    fn state(&self) -> MutexGuard<'_, LeaseState> {
+        self.state.lock().expect("no code panics with the state locked")
+    }
+
+    fn is_held(&self) -> bool {
+        let state = self.state();
+        !state.is_lost && state.renewed.elapsed() < SAFE_HOLD
+    }
 }
 
 struct LeaseState {
     /// When the last renewal that was granted was requested.
     renewed: Instant,
-    /// Another repair holds the lease, or a renewal came too late.
+    /// Another repair holds the lease, a renewal came too late, or the lease was given back.
     is_lost: bool,
     /// The work has ended.
     is_ended: bool,
@@ -73,7 +97,8 @@ impl RepairLease<'_> {
         let me = sys::random().map(PeerId::from_bytes);
         let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
         let state = LeaseState { renewed: Instant::now(), is_lost: false, is_ended: false };
-        let lease = RepairLease { documents, me, state: Mutex::new(state), wake: Condvar::new() };
+        let shared = SharedState { state: Mutex::new(state), wake: Condvar::new() };
+        let lease = RepairLease { documents, me, shared: Arc::new(shared) };
         match lease.renew()? {
             true => Ok(lease),
             false => Err(Error::RepairRuns),
@@ -82,8 +107,13 @@ impl RepairLease<'_> {
 
     /// Whether no other repair can hold the lease.
     pub(super) fn is_held(&self) -> bool {
-        let state = self.state();
-        !state.is_lost && state.renewed.elapsed() < SAFE_HOLD
+        self.shared.is_held()
+    }
+
+    /// Permits deletions while the lease is held.
+    pub(super) fn permit(&self) -> DeletionPermit {
+        let shared = self.shared.clone();
+        Arc::new(move || shared.is_held())
     }
 
     /// Requests the document again. Returns whether this repair holds it.
@@ -91,16 +121,16 @@ impl RepairLease<'_> {
         let asked = Instant::now();
         let is_ours = try_lock(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
         if is_ours {
-            self.state().renewed = asked;
+            self.shared.state().renewed = asked;
         }
         Ok(is_ours)
     }
 
     fn renew_until_ended(&self) {
-        let mut state = self.state();
+        let mut state = self.shared.state();
         loop {
             let is_waiting = |state: &mut LeaseState| !state.is_ended;
-            let woken = self.wake.wait_timeout_while(state, RENEW_INTERVAL, is_waiting);
+            let woken = self.shared.wake.wait_timeout_while(state, RENEW_INTERVAL, is_waiting);
             state = woken.expect("no code panics with the state locked").0;
             if state.is_ended {
                 return;
@@ -108,21 +138,19 @@ impl RepairLease<'_> {
             drop(state);
             // While the catalog is away the lease stays valid until its time is up.
             let is_lost = matches!(self.renew(), Ok(false)) || !self.is_held();
-            state = self.state();
+            state = self.shared.state();
             if is_lost {
                 state.is_lost = true;
                 return;
             }
         }
     }
-
-    fn state(&self) -> MutexGuard<'_, LeaseState> {
-        self.state.lock().expect("no code panics with the state locked")
-    }
 }
 
 impl Drop for RepairLease<'_> {
     fn drop(&mut self) {
+        // A permit may outlive the lease.
+        self.shared.state().is_lost = true;
         // If this fails, the document expires.
         let _ = unlock(self.documents, LEASE_KEY, &self.me);
     }
@@ -133,8 +161,8 @@ struct EndRenewal<'a>(&'a RepairLease<'a>);
 
 impl Drop for EndRenewal<'_> {
     fn drop(&mut self) {
-        self.0.state().is_ended = true;
-        self.0.wake.notify_all();
+        self.0.shared.state().is_ended = true;
+        self.0.shared.wake.notify_all();
     }
 }
 
@@ -164,6 +192,13 @@ mod tests {
             Ok(7)
         });
         assert_eq!(repaired.unwrap(), 7);
+        // Nothing is deleted after the lease was given back.
+        let permit = RepairLease::with(&documents, |lease| {
+            let permit = lease.permit();
+            assert!(permit());
+            Ok(permit)
+        });
+        assert!(!permit.unwrap()());
         // The lease is free at once, however the work ended.
         let failed =
             RepairLease::with(&documents, |_| Err::<(), _>(Error::BadArgument("no".into())));
@@ -185,10 +220,12 @@ mod tests {
             let stolen = Change::default().put_for(60, LEASE_KEY, &"another repair".to_owned());
             assert!(documents.commit(&stolen).unwrap());
             let end = Instant::now() + RENEW_INTERVAL * 4;
+            let permit = lease.permit();
             while lease.is_held() {
                 assert!(Instant::now() < end, "the loss of the lease was not noticed");
                 std::thread::sleep(Duration::from_millis(10));
             }
+            assert!(!permit(), "nothing is deleted without the lease");
             Ok(())
         })
         .unwrap();

@@ -1,17 +1,19 @@
 //! Tests of the sweep of drained peers, and of records of images that were never created.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
 use super::{rebuild_catalog, repair_all};
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
-use crate::cluster::membership::{Announcement, PeerStats, drain, send_heartbeat};
+use crate::cluster::membership::{Announcement, PeerStats, drain, lose, send_heartbeat};
+use crate::cluster::repair::DELETION_TIMEOUT;
+use crate::cluster::stalling_proxy::{Stall, StallingProxy};
 use crate::cluster::tests::content;
 use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::Redundancy;
@@ -33,7 +35,12 @@ struct Heartbeats {
 
 impl Heartbeats {
     fn of(site: &Site, documents: &Arc<dyn Documents>) -> Heartbeats {
-        let announcements = site.peers.iter().map(|peer| {
+        Heartbeats::of_some(site, &(0..site.peers.len()).collect::<Vec<_>>(), documents)
+    }
+
+    /// The heartbeats of some of the peers.
+    fn of_some(site: &Site, peers: &[usize], documents: &Arc<dyn Documents>) -> Heartbeats {
+        let announcements = peers.iter().map(|at| &site.peers[*at]).map(|peer| {
             let domain = peer.id.to_string();
             Announcement { id: peer.id, address: peer.address.clone(), domain }
         });
@@ -62,9 +69,21 @@ impl Drop for Heartbeats {
     }
 }
 
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// The names of a peer's records.
+fn records(address: &str) -> BTreeSet<BlobId> {
+    runtime().block_on(async {
+        let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
+        let page = connection.records(&BlobId::from_bytes([0; 32])).await.unwrap();
+        page.iter().map(|record| record.description.blob).collect()
+    })
+}
+
 fn has(address: &str, blob: BlobId) -> bool {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    runtime().block_on(async {
         let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
         !connection.have(&[blob], false).await.unwrap()[0].is_empty()
     })
@@ -155,4 +174,91 @@ fn nothing_counts_as_garbage_while_a_tree_node_cannot_be_read() {
         repository.read_chunk(id, &mut buffer).unwrap();
         assert!(buffer == *content);
     }
+}
+
+/// The catalog refers to no record of a removed image.
+#[test]
+fn records_of_removals_keep_their_redundancy_when_peers_are_drained_and_lost() {
+    let mut site = Site::new(5);
+    let dir = TempDir::new().unwrap();
+    let first = documents(&dir, "catalog.db");
+    let beating = Heartbeats::of(&site, &first);
+    let repository = Repository::of_cluster(first.clone(), &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::Replicas(2).into());
+    let geometry = Geometry::new(4 * CHUNK as u64, CHUNK as u32).unwrap();
+    let name: ImageName = "vm".parse().unwrap();
+    repository.create_image(&name, geometry).unwrap();
+    repository.remove_image(&name, true).unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    let holders = |site: &Site, left: &[usize]| {
+        let mut holders: BTreeMap<BlobId, Vec<usize>> = BTreeMap::new();
+        for at in left {
+            for record in records(&site.peers[*at].address) {
+                holders.entry(record).or_default().push(*at);
+            }
+        }
+        holders
+    };
+    let mut left: Vec<usize> = (0..5).collect();
+    let before = holders(&site, &left);
+    assert_eq!(before.len(), 2, "the record of the image, and that of its removal");
+    assert!(before.values().all(|on| on.len() == 2), "{before:?}");
+
+    // A holder is drained and ends empty. Nothing is lost with it.
+    let drained = before.values().next().unwrap()[0];
+    drain(&*first, &site.peers[drained].id, true).unwrap();
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete() && report.moved > 0, "{report:?}");
+    assert_eq!(site.fragments_of(drained), 0);
+    left.retain(|at| *at != drained);
+    let after = holders(&site, &left);
+    assert!(after.keys().eq(before.keys()) && after.values().all(|on| on.len() == 2), "{after:?}");
+
+    // Another holder is lost.
+    let gone = after.values().next_back().unwrap()[0];
+    drop(beating);
+    site.stop(gone);
+    lose(&*first, &site.peers[gone].id).unwrap();
+    left.retain(|at| *at != gone);
+    let _beating = Heartbeats::of_some(&site, &left, &first);
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete() && report.moved > 0, "{report:?}");
+    let after = holders(&site, &left);
+    assert!(after.keys().eq(before.keys()) && after.values().all(|on| on.len() == 2), "{after:?}");
+
+    // The catalog is lost, too. The image stays removed.
+    let second = documents(&dir, "again.db");
+    let _also_beating = Heartbeats::of_some(&site, &left, &second);
+    let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
+    assert_eq!(rebuild_catalog(&again, true).unwrap().images, 0);
+}
+
+#[test]
+fn a_sweep_deletes_nothing_after_its_time_from_a_peer_that_stalls() {
+    let mut site = Site::new(3);
+    let proxy = StallingProxy::start(&site.peers[0].address, Stall::Deletions);
+    site.peers[0].address = proxy.address.clone();
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let repository = Repository::of_cluster(documents.clone(), &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::NONE.into());
+    // Nothing refers to these chunks.
+    let chunks: Vec<_> = (0..30).map(|number| content(number, CHUNK).1).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+    repository.put_chunks(&chunks).unwrap();
+    repository.flush_all().unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    let before = site.fragments_of(0);
+    assert!(before > 0, "no chunk of 30 is on the peer");
+    drain(&*documents, &site.peers[0].id, true).unwrap();
+    let begin = Instant::now();
+    repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(begin.elapsed() < DELETION_TIMEOUT + Duration::from_secs(20), "{:?}", begin.elapsed());
+    // Another repair may hold the lease by now.
+    proxy.release();
+    runtime().block_on(proxy.wait_for_answers(1));
+    assert_eq!(site.fragments_of(0), before, "chunks were deleted too late");
+    repair_all(&repository, None, &|_| ()).unwrap();
+    assert_eq!(site.fragments_of(0), 0, "a sweep in time deletes them");
 }

@@ -258,7 +258,9 @@ impl Repository {
     /// Stores a record that a mirror is gone. A failure is only logged: a rebuilt catalog then
     /// keeps content that nobody needs.
     pub(crate) fn put_mirror_removal(&self, mirror: &MirrorId) {
-        if let Err(error) = self.put_mirror_record(&MirrorReference::removal(*mirror)) {
+        if let Err(error) =
+            self.put_mirror_record(&MirrorReference::removal(*mirror, self.policy.redundancy))
+        {
             tracing::warn!(%error, "a rebuilt catalog may have a mirror that is gone");
         }
     }

@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cairn_store::cluster::membership::{Announcement, PeerStats, send_heartbeat};
 use cairn_store::cluster::peer::{self, PeerStore};
@@ -194,7 +194,8 @@ impl Site {
             }),
             Action::StoreFragments => self.ask(security, async |peer| peer.put(fragment()).await),
             Action::DeleteFragments => {
-                self.ask(security, async |peer| peer.delete(&[], 0).await.map(drop))
+                let until = Instant::now() + Duration::from_secs(60);
+                self.ask(security, async |peer| peer.delete(&[], 0, until).await.map(drop))
             }
             Action::ServeAsOwn => self.reads_from(self.own, security),
             Action::ServeAsOther => self.reads_from(self.other, security),

@@ -200,7 +200,7 @@ fn a_rebuild_restores_mirrors_with_the_last_parent_that_they_published() {
     let (count, mirror) = rebuild(vec![reference.clone()]);
     let mirror = mirror.unwrap();
     assert_eq!((count, mirror.parent, mirror.root), (1, 2, Root(Some(root))));
-    let mut removal = MirrorReference::removal(owner.id);
+    let mut removal = MirrorReference::removal(owner.id, StoragePolicy::default().redundancy);
     removal.set_recorded(u64::MAX);
     assert_eq!(rebuild(vec![removal, reference]), (0, None));
 }

@@ -104,9 +104,11 @@ impl<T: Copy + Eq> EncodingAssembly<T> {
                 }
                 match self.description.decode(&chosen, content) {
                     Ok(()) => {
-                        let wrong =
-                            if self.tries > 0 { self.differing(&chosen) } else { Ok(vec![]) };
-                        return Some(wrong.map(|wrong| self.keep(&choice, wrong)));
+                        let wrong = match self.tries {
+                            0 => Vec::new(),
+                            _ => self.differing(&chosen),
+                        };
+                        return Some(Ok(self.keep(&choice, wrong)));
                     }
                     Err(error) => failure = Some(error),
                 }
@@ -153,18 +155,17 @@ impl<T: Copy + Eq> EncodingAssembly<T> {
     }
 
     /// The candidates that differ from the encoding that the blocks in `right` determine.
-    fn differing(&self, right: &[Option<&Bytes>]) -> Result<Vec<(T, u8)>> {
-        let mut wrong = Vec::new();
-        for CandidateBlock { index, from, block } in &self.candidates {
-            let is_right = match right[*index] {
-                Some(right) => right == block,
-                None => self.description.rebuild(right, *index)? == **block,
-            };
-            if !is_right {
-                wrong.push((*from, *index as u8));
+    fn differing(&self, right: &[Option<&Bytes>]) -> Vec<(T, u8)> {
+        let is_right = |one: &&CandidateBlock<T>| match right[one.index] {
+            Some(right) => *right == one.block,
+            // A block that cannot be rebuilt has another checksum than the description says, so the
+            // candidate, which has the checksum, is not it.
+            None => {
+                self.description.rebuild(right, one.index).is_ok_and(|right| right == *one.block)
             }
-        }
-        Ok(wrong)
+        };
+        let wrong = self.candidates.iter().filter(|one| !is_right(one));
+        wrong.map(|one| (one.from, one.index as u8)).collect()
     }
 
     /// Keeps only the candidates in `right`. Returns all wrong ones.
@@ -308,7 +309,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
 
-    use super::{BlobAssembly, BlobId, Fragment, choices};
+    use super::{BlobAssembly, BlobId, Description, Fragment, choices};
     use crate::encoding::Redundancy;
     use crate::encoding::fragment::encode;
 
@@ -484,6 +485,35 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The description has the checksums of the forged parity blocks, so these cannot be rebuilt.
+    #[test]
+    fn forged_parity_with_its_own_checksums_does_not_prevent_a_read() {
+        let redundancy: Redundancy = "rs=4+4".parse().unwrap();
+        let (content, other) = (vec![7; 3000], vec![9; 3000]);
+        let blob = BlobId::of(&content);
+        let (right, blocks) = encode(&blob, &content, redundancy);
+        let (wrong, forgeries) = encode(&blob, &other, redundancy);
+        // The checksums are at the end, eight bytes for each of eight blocks.
+        let (right, wrong) = (right.to_bytes(), wrong.to_bytes());
+        let parity = right.len() - 4 * 8;
+        let mixed = [&right[..parity], &wrong[parity..]].concat();
+        let description = Description::from_bytes(&mixed).unwrap().0;
+        let mut assembly = BlobAssembly::new(blob);
+        let mut buf = vec![0; 3000];
+        let mut whole = None;
+        for index in [4, 5, 6, 7, 0, 1, 2, 3] {
+            let from = if index < 4 { &blocks } else { &forgeries };
+            let block = from.share(index);
+            let fragment = Fragment { description: description.clone(), index: index as u8, block };
+            assert!(assembly.add(index, fragment).is_ok(), "its checksum is right");
+            whole = assembly.decode(&mut buf, &mut Vec::new());
+            assert_eq!(whole.is_some(), index == 3, "{index}");
+        }
+        assert!(buf == content);
+        let wrong: Vec<_> = whole.unwrap().wrong.into_iter().map(|(from, _)| from).collect();
+        assert_eq!(wrong, [4, 5, 6, 7]);
     }
 
     #[test]

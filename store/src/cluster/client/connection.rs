@@ -1,12 +1,12 @@
 //! A client's connection to one peer: the protocol's requests as calls.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
 use crate::cluster::protocol::{
-    Answer, FragmentId, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED, MAX_PUT, Request,
-    Usage,
+    Answer, FragmentId, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED, MAX_PUT, PeerTime,
+    Refusal, Request, Usage,
 };
 use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, ErrorKind, Result};
@@ -91,13 +91,16 @@ impl Connection {
         match self.ask(Request::Put(fragments)).await? {
             Answer::Stored => Ok((0..count).map(|_| Ok(())).collect()),
             Answer::Refused { which, reason } if which.len() == count => {
-                let failed = |kind| {
+                let failed = |refusal| {
                     let (peer, reason) = (self.address.clone(), reason.clone());
-                    Error::Peer { peer, kind, reason }
+                    match refusal {
+                        Refusal::Full => Error::PeerRefusedFull { peer, reason },
+                        Refusal::Failed(kind) => Error::Peer { peer, kind, reason },
+                    }
                 };
                 Ok(which
                     .into_iter()
-                    .map(|one| one.map_or(Ok(()), |kind| Err(failed(kind))))
+                    .map(|one| one.map_or(Ok(()), |refusal| Err(failed(refusal))))
                     .collect())
             }
             _ => Err(self.unexpected()),
@@ -116,6 +119,15 @@ impl Connection {
                 );
                 Err(Error::Peer { peer: self.address.clone(), kind: ErrorKind::Corrupt, reason })
             }
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// One of the peer's fragments; `None` if the peer does not have it. It is not verified: see
+    /// [`Fragment::is_of`].
+    pub async fn fetch_fragment(&self, id: &FragmentId) -> Result<Option<Fragment>> {
+        match self.ask(Request::GetFragment(*id)).await? {
+            Answer::Fragments(mut all) if all.len() <= 1 => Ok(all.pop()),
             _ => Err(self.unexpected()),
         }
     }
@@ -140,10 +152,25 @@ impl Connection {
 
     /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed for `idle`
     /// seconds. Returns the bytes that are free again on the peer's disk.
-    pub async fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+    ///
+    /// The peer does not begin the deletion after `until`, however long the request is on its way.
+    pub async fn delete(&self, fragments: &[FragmentId], idle: u32, until: Instant) -> Result<u64> {
         debug_assert!(fragments.len() <= MAX_DELETED);
-        match self.ask(Request::Delete { idle, fragments: fragments.to_vec() }).await? {
+        let PeerTime(clock) = self.clock().await?;
+        // The peer read its clock before the answer came, so the deadline is not after `until`.
+        let left = until.saturating_duration_since(Instant::now());
+        let deadline = PeerTime(clock.saturating_add(left.as_millis() as u64));
+        let fragments = fragments.to_vec();
+        match self.ask(Request::Delete { deadline, idle, fragments }).await? {
             Answer::Deleted(bytes) => Ok(bytes),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    /// The time on the peer's clock.
+    async fn clock(&self) -> Result<PeerTime> {
+        match self.ask(Request::Clock).await? {
+            Answer::Clock(time) => Ok(time),
             _ => Err(self.unexpected()),
         }
     }

@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::limits::Memory;
 use super::server::{Answers, Outgoing};
 use super::store::{PeerStore, Room};
-use crate::cluster::protocol::Answer;
+use crate::cluster::protocol::{Answer, Refusal};
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
 use crate::net::message::reason_of;
@@ -78,15 +78,27 @@ struct Written {
 impl Written {
     fn answer(self, flushed: &Result<()>) {
         let answer = match (flushed, self.refused.first()) {
-            (Err(error), _) => Answer::failed(error),
+            (Err(error), _) => failure(self.count, error),
             (Ok(()), None) => Answer::Stored,
             (Ok(()), Some((_, first))) => {
                 let mut which = vec![None; self.count];
-                self.refused.iter().for_each(|(at, error)| which[*at] = Some(error.kind()));
+                self.refused
+                    .iter()
+                    .for_each(|(at, error)| which[*at] = Some(Refusal::because(error)));
                 Answer::Refused { which, reason: reason_of(first) }
             }
         };
         self.reply_to.answer(answer);
+    }
+}
+
+/// The answer to a put of `count` fragments that failed as a whole.
+fn failure(count: usize, error: &Error) -> Answer {
+    match Refusal::because(error) {
+        Refusal::Full => {
+            Answer::Refused { which: vec![Some(Refusal::Full); count], reason: reason_of(error) }
+        }
+        Refusal::Failed(_) => Answer::failed(error),
     }
 }
 
@@ -191,7 +203,10 @@ fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<Written>) {
     }
     match store.put_in(&fragments, |at| Some(&*rooms[owners[at].0])) {
         Err(error) => {
-            written.into_iter().for_each(|one| one.reply_to.answer(Answer::failed(&error)))
+            for one in written {
+                let answer = failure(one.count, &error);
+                one.reply_to.answer(answer);
+            }
         }
         Ok(results) => {
             for ((owner, at), result) in owners.into_iter().zip(results) {

@@ -102,6 +102,7 @@ async fn a_failure_is_reported_with_its_kind_and_affects_no_other_request() {
     connection.put(fragment(1, CODE, 0)).await.unwrap();
     connection.put(fragment(2, CODE, 0)).await.unwrap();
     let refused = connection.put(fragment(3, CODE, 0)).await.unwrap_err();
+    assert!(matches!(refused, Error::PeerRefusedFull { .. }), "{refused}");
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert_eq!(connection.usage().await.unwrap().fragments, 2);
     peer.stop().await;
@@ -346,8 +347,13 @@ async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
         index: held.index,
     };
     let all: Vec<_> = page.iter().map(id).collect();
-    assert_eq!(other.delete(&all, 60).await.unwrap(), 0, "the fragments are new");
-    assert_eq!(other.delete(&all, 0).await.unwrap(), 32 << 10);
+    let until = Instant::now() + Duration::from_secs(60);
+    assert_eq!(other.delete(&all, 60, until).await.unwrap(), 0, "the fragments are new");
+    // A request that is late is refused.
+    let late = other.delete(&all, 0, Instant::now() - Duration::from_secs(1)).await.unwrap_err();
+    assert_eq!(late.kind(), ErrorKind::Conflict, "{late}");
+    assert_eq!(other.usage().await.unwrap().fragments, 2);
+    assert_eq!(other.delete(&all, 0, until).await.unwrap(), 32 << 10);
     assert_eq!(other.usage().await.unwrap().fragments, 0);
     peer.stop().await;
 }

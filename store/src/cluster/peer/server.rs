@@ -26,7 +26,8 @@ use super::group_commit::{Put, ReplyTo, store_puts};
 use super::limits::{ClientSlot, Limits, Memory};
 use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
-    Answer, GET, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request, read_request_body,
+    Answer, GET, GET_FRAGMENT, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request,
+    read_request_body,
 };
 use crate::error::Result;
 use crate::net::admission::{Admission, Unauthenticated};
@@ -207,7 +208,7 @@ async fn connection(
 fn request_kib(header: &Header) -> usize {
     // The answer may have the greatest possible length.
     let bytes = match header.kind {
-        GET | RECORDS => MAX_BODY,
+        GET | GET_FRAGMENT | RECORDS => MAX_BODY,
         HAVE => 4 * header.len,
         LIST => MAX_LISTED * LISTED_ENTRY_BYTES,
         _ => 0,
@@ -254,7 +255,11 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
         Request::Get(blob) => Answer::Fragments(store.get(&blob)?),
         Request::Have { renew, blobs } => Answer::Held(store.have(&blobs, renew)?),
         Request::Usage => Answer::Usage(store.usage()?),
-        Request::Delete { idle, fragments } => Answer::Deleted(store.delete(&fragments, idle)?),
+        Request::GetFragment(id) => Answer::Fragments(store.get_fragment(&id)?),
+        Request::Clock => Answer::Clock(store.clock()),
+        Request::Delete { deadline, idle, fragments } => {
+            Answer::Deleted(store.delete_before(deadline, &fragments, idle)?)
+        }
         Request::Records(after) => Answer::Fragments(store.records(&after)?),
         Request::List(after) => Answer::Listed(store.list(&after)?),
         Request::Reserve(bytes) => {

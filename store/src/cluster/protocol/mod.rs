@@ -3,6 +3,8 @@
 //! After the handshake (`net::handshake`), a client sends any number of requests. Each
 //! request has one answer, and answers come in any order. `docs/formats.md` describes the bytes.
 
+mod refusal;
+
 use std::io;
 
 use bytes::Bytes;
@@ -12,9 +14,9 @@ use crate::encoding::fragment::{Description, Fragment, Kind, MAX_CONTENT};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::frame::{Header, Message, read_aligned_body, read_body};
-use crate::net::message::{
-    FAILED, MessageReader, failure_body, failure_kind, failure_number, malformed, reason_of,
-};
+use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason_of};
+
+pub use self::refusal::Refusal;
 
 /// The longest body in bytes: the blocks of the longest content, and space for their descriptions.
 pub const MAX_BODY: usize = MAX_CONTENT + 8192;
@@ -90,6 +92,10 @@ pub struct Usage {
     pub fragments: u64,
 }
 
+/// A time on the clock of a peer: milliseconds since its process opened the data directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PeerTime(pub u64);
+
 /// A request from a client to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
@@ -97,6 +103,8 @@ pub enum Request {
     Put(Vec<Fragment>),
     /// Send the fragments of a blob.
     Get(BlobId),
+    /// Send one fragment.
+    GetFragment(FragmentId),
     /// Report the fragments of each of these blobs.
     Have {
         /// Whether to reset the idle timer of the fragments.
@@ -106,8 +114,13 @@ pub enum Request {
     },
     /// Report how much the peer holds.
     Usage,
+    /// Report the peer's clock.
+    Clock,
     /// Delete fragments.
     Delete {
+        /// The time on the peer's clock after which the peer refuses the request. A request can wait
+        /// for long: in buffers of the network, and in a process that is stopped.
+        deadline: PeerTime,
         /// The minimum idle time in seconds: only fragments that were not stored or renewed for
         /// that long, by the peer's clock, are deleted.
         idle: u32,
@@ -130,8 +143,8 @@ pub enum Answer {
     Stored,
     /// Some fragments of the put were refused.
     Refused {
-        /// For each fragment the kind of failure, or `None` if it is durable.
-        which: Vec<Option<ErrorKind>>,
+        /// For each fragment why it was refused, or `None` if it is durable.
+        which: Vec<Option<Refusal>>,
         /// The reason for the first refusal.
         reason: String,
     },
@@ -141,6 +154,8 @@ pub enum Answer {
     Held(Vec<Vec<Held>>),
     /// How much the peer holds.
     Usage(Usage),
+    /// The time on the peer's clock.
+    Clock(PeerTime),
     /// The fragments are deleted, and this many bytes of the disk are free again.
     Deleted(u64),
     /// A page of fragments in the order of their blobs: all fragments of a blob or none. An empty
@@ -156,10 +171,12 @@ pub(crate) const PUT: u16 = 2;
 pub(crate) const GET: u16 = 3;
 pub(crate) const HAVE: u16 = 4;
 const USAGE: u16 = 5;
-const DELETE: u16 = 6;
+pub(crate) const DELETE: u16 = 6;
 pub(crate) const RECORDS: u16 = 7;
 pub(crate) const LIST: u16 = 8;
 const RESERVE: u16 = 9;
+pub(crate) const GET_FRAGMENT: u16 = 10;
+const CLOCK: u16 = 11;
 const STORED: u16 = 102;
 const FRAGMENTS: u16 = 103;
 const HELD: u16 = 104;
@@ -168,6 +185,7 @@ const DELETED: u16 = 107;
 const LISTED: u16 = 108;
 const RESERVED: u16 = 109;
 const REFUSED: u16 = 110;
+const TIME: u16 = 111;
 
 impl Request {
     /// Encodes the request. Returns its kind and its body.
@@ -178,19 +196,22 @@ impl Request {
                 (kind, parts.concat())
             }
             Request::Get(blob) => (GET, blob.as_bytes().to_vec()),
+            Request::GetFragment(fragment) => {
+                let mut body = Vec::new();
+                write_id(&mut body, fragment);
+                (GET_FRAGMENT, body)
+            }
+            Request::Clock => (CLOCK, Vec::new()),
             Request::Have { renew, blobs } => {
                 let mut body = vec![u8::from(*renew)];
                 blobs.iter().for_each(|blob| body.extend_from_slice(blob.as_bytes()));
                 (HAVE, body)
             }
             Request::Usage => (USAGE, Vec::new()),
-            Request::Delete { idle, fragments } => {
-                let mut body = idle.to_le_bytes().to_vec();
-                for FragmentId { blob, encoding, index } in fragments {
-                    body.extend_from_slice(blob.as_bytes());
-                    body.extend_from_slice(encoding.as_bytes());
-                    body.push(*index);
-                }
+            Request::Delete { deadline: PeerTime(deadline), idle, fragments } => {
+                let mut body = deadline.to_le_bytes().to_vec();
+                body.extend_from_slice(&idle.to_le_bytes());
+                fragments.iter().for_each(|fragment| write_id(&mut body, fragment));
                 (DELETE, body)
             }
             Request::Records(after) => (RECORDS, after.as_bytes().to_vec()),
@@ -241,17 +262,18 @@ impl Request {
                 Request::Have { renew, blobs }
             }
             USAGE => Request::Usage,
+            GET_FRAGMENT => Request::GetFragment(body.fragment_id()?),
+            CLOCK => Request::Clock,
             DELETE => {
-                let idle = body.u32()?;
+                let (deadline, idle) = (PeerTime(body.u64()?), body.u32()?);
                 let mut fragments = Vec::new();
                 while !body.is_empty() {
                     if fragments.len() == MAX_DELETED {
                         return Err(malformed("a delete request for too many fragments"));
                     }
-                    let (blob, encoding, [index]) = (body.blob()?, body.blob()?, body.array()?);
-                    fragments.push(FragmentId { blob, encoding, index });
+                    fragments.push(body.fragment_id()?);
                 }
-                Request::Delete { idle, fragments }
+                Request::Delete { deadline, idle, fragments }
             }
             RECORDS => Request::Records(body.blob()?),
             LIST => Request::List(body.blob()?),
@@ -275,9 +297,7 @@ impl Answer {
             Answer::Stored => STORED,
             Answer::Refused { which, reason } => {
                 body.push(which.len() as u8);
-                body.extend(
-                    which.iter().map(|kind| kind.map_or(0, |kind| 1 + failure_number(kind))),
-                );
+                body.extend(which.iter().map(|refusal| refusal.map_or(0, Refusal::number)));
                 body.extend_from_slice(reason.as_bytes());
                 REFUSED
             }
@@ -301,6 +321,10 @@ impl Answer {
                     .iter()
                     .for_each(|number| body.extend_from_slice(&number.to_le_bytes()));
                 USED
+            }
+            Answer::Clock(PeerTime(time)) => {
+                body.extend_from_slice(&time.to_le_bytes());
+                TIME
             }
             Answer::Deleted(bytes) => {
                 body.extend_from_slice(&bytes.to_le_bytes());
@@ -351,7 +375,7 @@ impl Answer {
                 let count = body.u8()?;
                 let which = (0..count).map(|_| match body.u8()? {
                     0 => Ok(None),
-                    kind => failure_kind(kind - 1).map(Some),
+                    number => Refusal::from_number(number).map(Some),
                 });
                 let which = which.collect::<Result<Vec<_>>>()?;
                 if which.len() > MAX_PUT || which.iter().all(Option::is_none) {
@@ -386,6 +410,7 @@ impl Answer {
                 let (reserved, fragments) = (body.u64()?, body.u64()?);
                 Answer::Usage(Usage { capacity, used, reserved, fragments })
             }
+            TIME => Answer::Clock(PeerTime(body.u64()?)),
             DELETED => Answer::Deleted(body.u64()?),
             LISTED => {
                 let mut all = Vec::new();
@@ -441,6 +466,12 @@ pub(crate) fn fragment_len(description: &Description) -> usize {
     1 + description.to_bytes().len() + description.block_len()
 }
 
+fn write_id(body: &mut Vec<u8>, FragmentId { blob, encoding, index }: &FragmentId) {
+    body.extend_from_slice(blob.as_bytes());
+    body.extend_from_slice(encoding.as_bytes());
+    body.push(*index);
+}
+
 fn write_held(body: &mut Vec<u8>, held: &Held) {
     let Held { encoding, data, parity, index, kind, len } = held;
     body.extend_from_slice(encoding.as_bytes());
@@ -491,6 +522,10 @@ impl MessageReader<'_> {
         let kind = if self.flag()? { Kind::Record } else { Kind::Content };
         let len = self.u32()?;
         Ok(Held { encoding, data, parity, index, kind, len })
+    }
+
+    fn fragment_id(&mut self) -> Result<FragmentId> {
+        Ok(FragmentId { blob: self.blob()?, encoding: self.blob()?, index: self.u8()? })
     }
 
     fn blob(&mut self) -> Result<BlobId> {

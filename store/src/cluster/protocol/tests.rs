@@ -2,7 +2,7 @@ use proptest::collection::vec;
 use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
 use super::{Answer, Fragment, Request};
-use super::{FragmentId, Held, Usage};
+use super::{FragmentId, Held, PeerTime, Refusal, Usage};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Kind, encode, encode_record};
 use crate::id::BlobId;
@@ -54,11 +54,18 @@ fn request() -> impl Strategy<Value = Request> {
     prop_oneof![
         vec(fragment(), 1..4).prop_map(Request::Put),
         blob().prop_map(Request::Get),
+        fragment_id().prop_map(Request::GetFragment),
+        Just(Request::Clock),
         (any::<bool>(), vec(blob(), 0..20))
             .prop_map(|(renew, blobs)| Request::Have { renew, blobs }),
         Just(Request::Usage),
-        (any::<u32>(), vec(fragment_id(), 0..20))
-            .prop_map(|(idle, fragments)| Request::Delete { idle, fragments }),
+        (any::<u64>(), any::<u32>(), vec(fragment_id(), 0..20)).prop_map(
+            |(deadline, idle, fragments)| Request::Delete {
+                deadline: PeerTime(deadline),
+                idle,
+                fragments
+            }
+        ),
         blob().prop_map(Request::Records),
         blob().prop_map(Request::List),
         any::<u64>().prop_map(Request::Reserve),
@@ -68,11 +75,13 @@ fn request() -> impl Strategy<Value = Request> {
 fn answer() -> impl Strategy<Value = Answer> {
     prop_oneof![
         Just(Answer::Stored),
-        (vec(proptest::option::of(0usize..5), 0..8), 0usize..5, ".{0,40}").prop_map(
+        (vec(proptest::option::of(0usize..6), 0..8), 0usize..6, ".{0,40}").prop_map(
             |(mut which, last, reason)| {
                 which.push(Some(last));
-                let which =
-                    which.into_iter().map(|kind| kind.map(|kind| FAILURE_KINDS[kind])).collect();
+                let refusal = |number| {
+                    FAILURE_KINDS.get(number).map_or(Refusal::Full, |kind| Refusal::Failed(*kind))
+                };
+                let which = which.into_iter().map(|number| number.map(refusal)).collect();
                 Answer::Refused { which, reason }
             }
         ),
@@ -81,6 +90,7 @@ fn answer() -> impl Strategy<Value = Answer> {
         any::<[u64; 4]>().prop_map(|[capacity, used, reserved, fragments]| {
             Answer::Usage(Usage { capacity, used, reserved, fragments })
         }),
+        any::<u64>().prop_map(|time| Answer::Clock(PeerTime(time))),
         any::<u64>().prop_map(Answer::Deleted),
         vec((blob(), held()), 0..8).prop_map(Answer::Listed),
         Just(Answer::Reserved),

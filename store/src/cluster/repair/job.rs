@@ -1,20 +1,26 @@
 //! The repair job: many blobs at once, the most endangered first.
 //!
 //! ```text
-//! blobs ──► scan: ask all peers in batches, plan ──► blobs with steps, by danger ──► groups
+//! blobs ──► scan: ask all peers in batches, plan ─┬─► blobs with steps, by danger ──► pass that adds
+//!                                                 │                                        │
+//!                                                 └─► blobs with surplus ──► pass that removes
 //!
 //! group: ask again ──► plan ──► steps of all its blobs at once ──► … until no steps are left
 //! ```
 //!
+//! The first pass only adds. The second one deletes the surplus of a blob after it has read, decoded
+//! and compared what is kept. It adds, too, if what is kept turns out to be wrong. A blob that has
+//! what it needs, where it needs it, and nothing else, is not read.
+//!
 //! Every decision follows from what the peers answer at that moment, so nothing has to be
 //! remembered: a repair that ends at any point leaves nothing half done, and the next one
 //! continues. Only one repair may run at a time: two repairs that see different members could each
-//! drop what the other keeps.
+//! delete what the other keeps.
 //!
-//! A peer that does not answer counts as down from then on. A peer that refuses a fragment counts
-//! as full. Memory is bounded: the bytes of blocks ([`RepairLimits::memory`]) and the blobs that
-//! wait ([`MAX_WAITING`]). If more blobs than that have steps, they are repaired before others are
-//! scanned.
+//! A peer that does not answer counts as down from then on. A peer that has no space for a fragment
+//! counts as full. Memory is bounded: the bytes of blocks ([`RepairLimits::memory`]) and the blobs
+//! that wait ([`MAX_WAITING`]). If more blobs than that have something to do, they are repaired
+//! before others are scanned.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -24,13 +30,13 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::execute::{Entry, Executor};
+use super::entry::Entry;
+use super::execute::Executor;
 use super::members::{PeerState, RepairMembers};
 use super::peers::Peers;
-use super::plan::{Holding, Plan, plan};
+use super::plan::{Findings, Holding, Plan, Wanted, plan};
 use super::rate_limiter::RateLimiter;
 use super::report::Report;
-use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
 
 /// The blobs in one question to the peers.
@@ -44,10 +50,6 @@ const GROUP_BLOBS: usize = 128;
 
 /// The groups that are worked on at a time.
 const PARALLEL_GROUPS: usize = 4;
-
-/// The rounds of asking and planning for one blob: for what is missing, for what is surplus then,
-/// and for steps that fail.
-const MAX_ROUNDS: usize = 6;
 
 /// How often a repair checks whether it has to stop.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -105,7 +107,7 @@ impl<P> Shared<P> {
         }
     }
 
-    /// Marks a peer that refused a fragment as full.
+    /// Marks a peer that has no space as full.
     pub(super) fn set_full(&self, peer: &PeerId) {
         self.inner.members.lock().expect("no code panics with the members locked").set_full(peer);
     }
@@ -125,22 +127,46 @@ impl<P> Shared<P> {
     }
 }
 
-/// A blob that has steps to carry out.
+/// A blob with something to do.
 struct Work {
+    wanted: Wanted,
     survives: i32,
-    blob: BlobId,
-    wanted: Redundancy,
+    /// See [`Entry::stored`].
+    stored: u8,
+}
+
+impl Work {
+    fn entry(&self) -> Entry {
+        Entry::new(self.wanted, self.stored.into())
+    }
+}
+
+/// What a group of blobs may have done to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pass {
+    /// Only add. Blobs with surplus are left for the other pass.
+    Add,
+    /// Delete surplus.
+    Remove,
+}
+
+/// The result of the work on some blobs.
+#[derive(Default)]
+struct WorkResult {
+    report: Report,
+    /// Blobs with surplus that was left.
+    surplus: Vec<Work>,
 }
 
 /// Repairs all blobs from the channel, until it ends or `should_continue` returns false.
 ///
-/// The channel must deliver each blob that must exist once for each number of blocks that it is
-/// wanted with. Of copies it must deliver the greatest number that is wanted. `progress` gets the
+/// The channel must deliver each blob that must exist once for each kind and number of blocks that it
+/// is wanted with. Of copies it must deliver the greatest number that is wanted. `progress` gets the
 /// report so far.
 pub async fn repair<P: Peers>(
     peers: Arc<P>,
     members: RepairMembers,
-    mut blobs: mpsc::Receiver<(BlobId, Redundancy)>,
+    mut blobs: mpsc::Receiver<Wanted>,
     limits: RepairLimits,
     should_continue: &dyn Fn() -> bool,
     progress: &dyn Fn(&Report),
@@ -161,19 +187,23 @@ pub async fn repair<P: Peers>(
     let mut report = Report::default();
     let mut is_end = false;
     while !is_end {
-        let mut waiting: Vec<Work> = Vec::new();
-        while waiting.len() < MAX_WAITING && !is_end {
+        let (mut short, mut surplus) = (Vec::new(), Vec::new());
+        while short.len() + surplus.len() < MAX_WAITING && !is_end {
             let mut batch = Vec::with_capacity(QUERY_BATCH);
             is_end = blobs.recv_many(&mut batch, QUERY_BATCH).await == 0;
             report.is_stopped |= !should_continue();
             if report.is_stopped {
                 return report;
             }
-            waiting.extend(shared.scan(&batch, &mut report).await);
+            for (plan, work) in shared.scan(&batch, &mut report).await {
+                if plan.steps.is_empty() { surplus.push(work) } else { short.push(work) }
+            }
             progress(&report);
         }
-        waiting.sort_by_key(|work| work.survives);
-        shared.work(waiting, &mut report, should_continue, progress).await;
+        short.sort_by_key(|work| work.survives);
+        let more = shared.work(short, Pass::Add, &mut report, should_continue, progress).await;
+        surplus.extend(more);
+        shared.work(surplus, Pass::Remove, &mut report, should_continue, progress).await;
         if report.is_stopped {
             return report;
         }
@@ -182,19 +212,20 @@ pub async fn repair<P: Peers>(
 }
 
 impl<P: Peers> Shared<P> {
-    /// Plans a batch of blobs. Returns the blobs that have steps.
-    async fn scan(&self, batch: &[(BlobId, Redundancy)], report: &mut Report) -> Vec<Work> {
-        let blobs: Vec<BlobId> = batch.iter().map(|(blob, _)| *blob).collect();
+    /// Plans a batch of blobs. Returns the blobs with something to do.
+    async fn scan(&self, batch: &[Wanted], report: &mut Report) -> Vec<(Plan, Work)> {
+        let blobs: Vec<BlobId> = batch.iter().map(|wanted| wanted.blob).collect();
         let (members, found) = self.look(&blobs).await;
         let mut work = Vec::new();
-        for ((blob, wanted), holdings) in batch.iter().zip(found) {
-            let plan = plan(blob, *wanted, &members, &holdings);
+        for (wanted, holdings) in batch.iter().zip(found) {
+            let plan = plan(wanted, &members, &holdings, &Findings::default());
             report.blobs += 1;
             report.under += u64::from(plan.missing > 0);
-            match plan.steps.is_empty() {
-                true => report.settle(blob, &plan),
+            match plan.is_empty() {
+                true => report.settle(&wanted.blob, &plan),
                 false => {
-                    work.push(Work { survives: plan.survives, blob: *blob, wanted: *wanted });
+                    let survives = plan.survives;
+                    work.push((plan, Work { wanted: *wanted, survives, stored: 0 }));
                 }
             }
         }
@@ -222,6 +253,7 @@ impl<P: Peers> Shared<P> {
                         found.extend(held.into_iter().map(|one| Holding {
                             peer,
                             encoding: one.encoding,
+                            kind: one.kind,
                             data: one.data,
                             parity: one.parity,
                             index: one.index,
@@ -243,27 +275,31 @@ impl<P: Peers> Shared<P> {
         (self.members(), found)
     }
 
-    /// Works on all waiting blobs, some groups at a time.
+    /// Works on all waiting blobs, some groups at a time. Returns the blobs with surplus that was
+    /// left.
     async fn work(
         &self,
         waiting: Vec<Work>,
+        pass: Pass,
         report: &mut Report,
         should_continue: &dyn Fn() -> bool,
         progress: &dyn Fn(&Report),
-    ) {
+    ) -> Vec<Work> {
+        let mut surplus = Vec::new();
         let mut groups = JoinSet::new();
         let mut waiting = waiting.into_iter().peekable();
         loop {
             while groups.len() < PARALLEL_GROUPS && waiting.peek().is_some() && !self.is_stopped() {
                 let next = waiting.by_ref().take(GROUP_BLOBS);
-                let entries = next.map(|work| Entry::new(work.blob, work.wanted)).collect();
+                let entries = next.map(|work| work.entry()).collect();
                 let shared = self.clone();
-                groups.spawn(async move { shared.group(entries).await });
+                groups.spawn(async move { shared.group(entries, pass).await });
             }
             match timeout(STOP_CHECK_INTERVAL, groups.join_next()).await {
                 Ok(None) => break,
                 Ok(Some(Ok(done))) => {
-                    report.add(done);
+                    report.add(done.report);
+                    surplus.extend(done.surplus);
                     progress(report);
                 }
                 Ok(Some(Err(error))) => report.fail(format!("a repair task panicked: {error}")),
@@ -274,28 +310,31 @@ impl<P: Peers> Shared<P> {
             }
         }
         report.is_stopped |= self.is_stopped();
+        surplus
     }
 
-    /// Works on a group of blobs until no steps are left for them.
-    async fn group(&self, mut entries: Vec<Entry>) -> Report {
-        let mut report = Report::default();
-        for round in 0..=MAX_ROUNDS {
-            let blobs: Vec<BlobId> = entries.iter().map(|entry| entry.blob).collect();
+    /// Works on a group of blobs until nothing is left to do for them in this pass.
+    async fn group(&self, mut entries: Vec<Entry>, pass: Pass) -> WorkResult {
+        let WorkResult { mut report, mut surplus } = WorkResult::default();
+        while !entries.is_empty() {
+            let blobs: Vec<BlobId> = entries.iter().map(|entry| entry.wanted.blob).collect();
             let (members, found) = self.look(&blobs).await;
             let mut executing = JoinSet::new();
-            for (entry, holdings) in entries.drain(..).zip(found) {
-                let holdings = entry.without_damaged(holdings);
-                let plan = plan(&entry.blob, entry.wanted, &members, &holdings);
-                let is_over = round == MAX_ROUNDS || self.is_stopped();
+            for (mut entry, holdings) in entries.drain(..).zip(found) {
+                let plan = plan(&entry.wanted, &members, &holdings, &entry.findings);
+                let is_over = self.is_stopped() || !entry.begin_round();
                 if entry.is_idle(&plan) || is_over {
-                    report.settle(&entry.blob, &plan);
+                    report.settle(&entry.wanted.blob, &plan);
                     if let Some(reason) = entry.reason.clone().filter(|_| !entry.is_idle(&plan)) {
-                        report.fail(format!("blob {}: {reason}", entry.blob));
+                        report.fail(format!("blob {}: {reason}", entry.wanted.blob));
                     }
-                    continue;
+                } else if pass == Pass::Add && plan.steps.is_empty() {
+                    let (survives, stored) = (plan.survives, entry.stored.min(255) as u8);
+                    surplus.push(Work { wanted: entry.wanted, survives, stored });
+                } else {
+                    let shared = self.clone();
+                    executing.spawn(async move { shared.execute(entry, holdings, &plan).await });
                 }
-                let shared = self.clone();
-                executing.spawn(async move { shared.execute(entry, holdings, &plan).await });
             }
             while let Some(executed) = executing.join_next().await {
                 match executed {
@@ -306,19 +345,20 @@ impl<P: Peers> Shared<P> {
                     Err(error) => report.fail(format!("a repair task panicked: {error}")),
                 }
             }
-            if entries.is_empty() {
-                break;
-            }
         }
-        report
+        WorkResult { report, surplus }
     }
 
+    /// Carries out the plan for one blob.
     async fn execute(&self, entry: Entry, holdings: Vec<Holding>, plan: &Plan) -> (Entry, Report) {
         let mut executing = Executor::new(self, entry, holdings);
         let kib =
             executing.memory(plan).div_ceil(1024).clamp(1, self.inner.memory_kib as usize) as u32;
         let memory = self.inner.memory.clone().acquire_many_owned(kib).await;
-        executing.execute(plan).await;
+        executing.execute(&plan.steps).await;
+        if let Some(removal) = &plan.removal {
+            executing.remove(removal).await;
+        }
         drop(memory);
         (executing.entry, executing.done)
     }

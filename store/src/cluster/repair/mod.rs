@@ -1,36 +1,50 @@
 //! Repair: brings every blob back to its full redundancy, and to the peers where it belongs.
 //!
 //! ```text
-//! blobs that must exist ─► ask all peers ─► plan ─► most endangered first ─► execute steps
+//! blobs that must exist ─► ask all peers ─► plan ─► most endangered first ─► execute: only adds
 //!                              ▲            pure                                  │
-//!                              └──────────── until nothing is left to do ◄────────┘
+//!                              └──────────── until nothing is left to do ◄────────┤
+//!                                                                                 ▼
+//!                                     remove: decodes and compares what is kept, then deletes
 //! ```
 //!
 //! | file | responsibility |
 //! |---|---|
 //! | `job` | `repair`: scans all blobs, and works on groups of those that have something to do |
-//! | `plan` | decides the steps for one blob; pure |
+//! | `plan` | decides what to do about one blob; pure |
 //! | `members` | the peers and their states as repair sees them |
-//! | `execute` | `Executor`: carries out the steps for one blob |
+//! | `entry` | one blob under repair, and what this repair knows about it |
+//! | `execute` | `Executor`: carries out the steps for one blob that add |
+//! | `read` | reads fragments, and decodes a blob from them |
+//! | `verify` | compares fragments with the blob's name; pure |
+//! | `remove` | deletes the surplus of one blob |
 //! | `peers` | the trait `Peers`, and its implementation over connections |
 //! | `rate_limiter` | bounds the bytes a second |
 //! | `report` | what a repair found and did |
 //! | `simulation/` | random schedules of failures, without a network or a clock (tests) |
 
+#[cfg(test)]
+mod deletion_tests;
+mod entry;
 mod execute;
+#[cfg(test)]
+mod forged_tests;
 mod job;
 mod members;
 mod peers;
 mod plan;
 mod rate_limiter;
+mod read;
+mod remove;
 mod report;
 #[cfg(test)]
 mod simulation;
 #[cfg(test)]
 mod tests;
+mod verify;
 
 pub use job::{RepairLimits, repair};
 pub use members::{PeerState, RepairMembers, RepairPeer};
-pub use peers::{ConnectedPeers, DELETION_TIMEOUT, Peers};
-pub use plan::{FragmentLocation, Holding, Plan, Step, plan};
-pub use report::Report;
+pub use peers::{ConnectedPeers, DELETION_TIMEOUT, DeletionPermit, Peers};
+pub use plan::{Findings, FragmentLocation, Holding, Plan, Rejection, Removal, Step, Wanted, plan};
+pub use report::{Report, WrongFragment};

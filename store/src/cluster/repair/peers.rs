@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
@@ -15,8 +15,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
 
-/// How long a deletion may take. A peer that takes longer counts as down.
+/// How long a deletion may take, with the connection that it may have to make. A peer that takes
+/// longer counts as down, and refuses the request if it gets to it later.
 pub const DELETION_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Returns whether the caller may delete: whether it holds the repair lease, and will hold it for at
+/// least [`DELETION_TIMEOUT`].
+pub type DeletionPermit = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Peers that repair can ask. Repair does not trust them: it verifies what they send.
 pub trait Peers: Send + Sync + 'static {
@@ -28,34 +33,42 @@ pub trait Peers: Send + Sync + 'static {
         blobs: &[BlobId],
     ) -> impl Future<Output = Result<Vec<Vec<Held>>>> + Send;
 
-    /// Fetches a peer's fragments of a blob.
-    fn get(&self, peer: PeerId, blob: BlobId)
-    -> impl Future<Output = Result<Vec<Fragment>>> + Send;
+    /// Fetches a fragment; `None` if the peer does not have it.
+    fn get(
+        &self,
+        peer: PeerId,
+        fragment: FragmentId,
+    ) -> impl Future<Output = Result<Option<Fragment>>> + Send;
 
     /// Stores a fragment on a peer. It is durable when this returns.
     fn put(&self, peer: PeerId, fragment: Fragment) -> impl Future<Output = Result<()>> + Send;
 
-    /// Deletes a fragment, unless a client has stored it, or asked for it with renewal, within
-    /// `idle` seconds. Returns whether this freed space.
+    /// Deletes those of the fragments that no client has stored, or asked for with renewal, within
+    /// `idle` seconds. Returns the bytes that are free again on the peer's disk.
     fn delete(
         &self,
         peer: PeerId,
-        fragment: FragmentId,
+        fragments: &[FragmentId],
         idle: u32,
-    ) -> impl Future<Output = Result<bool>> + Send;
+    ) -> impl Future<Output = Result<u64>> + Send;
 }
 
 /// Peers over network connections.
 pub struct ConnectedPeers {
     pool: Arc<ConnectionPool>,
     members: BTreeMap<PeerId, Member>,
+    permit: DeletionPermit,
 }
 
 impl ConnectedPeers {
-    /// Peers with these addresses. No peer is contacted yet.
-    pub fn new(members: impl IntoIterator<Item = Member>, security: Security) -> ConnectedPeers {
+    /// Peers with these addresses. No peer is contacted yet. `permit` is asked before each deletion.
+    pub fn new(
+        members: impl IntoIterator<Item = Member>,
+        security: Security,
+        permit: DeletionPermit,
+    ) -> ConnectedPeers {
         let members = members.into_iter().map(|member| (member.id, member)).collect();
-        ConnectedPeers { pool: ConnectionPool::new(security), members }
+        ConnectedPeers { pool: ConnectionPool::new(security), members, permit }
     }
 
     /// A page of a peer's fragments, starting after this blob: see [`Connection::list`].
@@ -64,25 +77,14 @@ impl ConnectedPeers {
         self.pool.ask(self.member(peer)?, list).await
     }
 
-    /// Deletes fragments that no client has stored or renewed within `idle` seconds: see
-    /// [`Connection::delete`].
-    pub(crate) async fn delete_idle(
-        &self,
-        peer: &PeerId,
-        fragments: &[FragmentId],
-        idle: u32,
-    ) -> Result<u64> {
-        let delete =
-            |connection: Arc<Connection>| async move { connection.delete(fragments, idle).await };
-        self.pool.ask(self.member(peer)?, delete).await
+    /// A page of a peer's records, starting after this blob: see [`Connection::records`].
+    pub(crate) async fn records(&self, peer: &PeerId, after: BlobId) -> Result<Vec<Fragment>> {
+        let records = |connection: Arc<Connection>| async move { connection.records(&after).await };
+        self.pool.ask(self.member(peer)?, records).await
     }
 
     fn member(&self, peer: &PeerId) -> Result<&Member> {
-        self.members.get(peer).ok_or_else(|| Error::Peer {
-            peer: peer.to_string(),
-            kind: ErrorKind::Unavailable,
-            reason: "its address is unknown".into(),
-        })
+        self.members.get(peer).ok_or_else(|| unavailable(peer, "its address is unknown"))
     }
 }
 
@@ -92,9 +94,10 @@ impl Peers for ConnectedPeers {
         self.pool.ask(member, |connection| async move { connection.have(blobs, false).await }).await
     }
 
-    async fn get(&self, peer: PeerId, blob: BlobId) -> Result<Vec<Fragment>> {
-        let member = self.member(&peer)?;
-        self.pool.ask(member, |connection| async move { connection.fetch(&blob).await }).await
+    async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
+        let get =
+            |connection: Arc<Connection>| async move { connection.fetch_fragment(&fragment).await };
+        self.pool.ask(self.member(&peer)?, get).await
     }
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
@@ -106,13 +109,24 @@ impl Peers for ConnectedPeers {
         self.pool.ask(member, put).await
     }
 
-    async fn delete(&self, peer: PeerId, fragment: FragmentId, idle: u32) -> Result<bool> {
-        let late = |_| Error::Peer {
-            peer: peer.to_string(),
-            kind: ErrorKind::Unavailable,
-            reason: "a deletion takes too long".into(),
+    /// Deletes under the lease. There is no other way to delete from here: the permit is asked when
+    /// the connection is open, right before the request. After [`DELETION_TIMEOUT`] this side does not
+    /// wait any more, and the peer does not begin to delete.
+    async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        let until = Instant::now() + DELETION_TIMEOUT;
+        let delete = |connection: Arc<Connection>| async move {
+            match (self.permit)() {
+                true => connection.delete(fragments, idle, until).await,
+                false => Err(Error::LeaseLost),
+            }
         };
-        let deleted = timeout(DELETION_TIMEOUT, self.delete_idle(&peer, &[fragment], idle)).await;
-        deleted.map_err(late)?.map(|bytes| bytes > 0)
+        let asked = self.pool.ask(self.member(&peer)?, delete);
+        let late = |_| unavailable(&peer, "a deletion takes too long");
+        timeout(DELETION_TIMEOUT, asked).await.map_err(late)?
     }
+}
+
+fn unavailable(peer: &PeerId, reason: &str) -> Error {
+    let (peer, kind) = (peer.to_string(), ErrorKind::Unavailable);
+    Error::Peer { peer, kind, reason: reason.into() }
 }

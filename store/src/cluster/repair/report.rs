@@ -1,12 +1,32 @@
 //! The report of a repair: what it found and what it did.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use super::plan::Plan;
-use crate::id::BlobId;
+use super::plan::{FragmentLocation, Plan};
+use crate::id::{BlobId, PeerId};
 
-/// The most blob names, and the most reasons, in a report.
+/// The most blob names, reasons, and wrong fragments in a report.
 const MAX_ENTRIES: usize = 10_000;
+
+/// A fragment that matches its checksum and is not what the blob gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WrongFragment {
+    /// The peer that has it.
+    pub peer: PeerId,
+    /// The blob's name.
+    pub blob: BlobId,
+    /// The hash of its encoding's description.
+    pub encoding: BlobId,
+    /// The block's index.
+    pub index: u8,
+}
+
+impl WrongFragment {
+    pub(super) fn new(blob: BlobId, place: &FragmentLocation) -> WrongFragment {
+        let FragmentLocation { peer, encoding, index } = *place;
+        WrongFragment { peer, blob, encoding, index }
+    }
+}
 
 /// What a repair found and did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,6 +47,9 @@ pub struct Report {
     pub dropped: u64,
     /// Fragments that a peer claimed to have but did not send, or sent damaged.
     pub damaged: u64,
+    /// Fragments with right checksums and wrong content that were found. Only blobs with surplus
+    /// fragments, and blobs that lack some, are read. The set is bounded, so there may be more.
+    pub wrong: BTreeSet<WrongFragment>,
     /// Bytes of blocks that were read and written.
     pub bytes: u64,
     /// How many more losses the weakest blob survives; `None` if there are no blobs, less than 0 if
@@ -56,6 +79,13 @@ impl Report {
             || !self.unreadable.is_empty()
     }
 
+    /// The peers that hold wrong fragments, and the number of these.
+    pub fn suspects(&self) -> BTreeMap<PeerId, u64> {
+        let mut suspects = BTreeMap::new();
+        self.wrong.iter().for_each(|one| *suspects.entry(one.peer).or_default() += 1);
+        suspects
+    }
+
     /// The blobs that still have less than their redundancy; `None` unless the final state of all
     /// blobs is known.
     pub(crate) fn short(&self) -> Option<&HashSet<BlobId>> {
@@ -77,6 +107,13 @@ impl Report {
         }
     }
 
+    /// Adds a wrong fragment.
+    pub(super) fn note_wrong(&mut self, wrong: WrongFragment) {
+        if self.wrong.len() < MAX_ENTRIES {
+            self.wrong.insert(wrong);
+        }
+    }
+
     /// Adds the reason for a step that could not be carried out.
     pub(super) fn fail(&mut self, reason: String) {
         if self.failures.len() < MAX_ENTRIES {
@@ -94,6 +131,7 @@ impl Report {
         self.moved += other.moved;
         self.dropped += other.dropped;
         self.damaged += other.damaged;
+        other.wrong.into_iter().for_each(|one| self.note_wrong(one));
         self.bytes += other.bytes;
         self.survives = match (self.survives, other.survives) {
             (Some(one), Some(other)) => Some(one.min(other)),

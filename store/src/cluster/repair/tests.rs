@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::{
-    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, repair,
+    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, Wanted,
+    repair,
 };
 use crate::cluster::client::Cluster;
 use crate::cluster::placement::{Member, MemberState};
@@ -16,7 +17,7 @@ use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::tests::{Peer, content, members, policy, start};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
 
@@ -37,10 +38,10 @@ impl Stored {
         Stored { redundancy: text.parse().unwrap(), blobs }
     }
 
-    fn feed(&self) -> mpsc::Receiver<(BlobId, Redundancy)> {
+    fn feed(&self) -> mpsc::Receiver<Wanted> {
         let (sender, receiver) = mpsc::channel(self.blobs.len());
         for (blob, _) in &self.blobs {
-            sender.try_send((*blob, self.redundancy)).unwrap();
+            sender.try_send(Wanted::content(*blob, self.redundancy)).unwrap();
         }
         receiver
     }
@@ -70,9 +71,14 @@ impl Stored {
             let state = if lost.contains(&member.id) { PeerState::Lost } else { node.state };
             RepairPeer { state, ..node }
         });
-        let peers = Arc::new(ConnectedPeers::new(members.to_vec(), Security::INSECURE));
+        let peers = Arc::new(connected(members.to_vec()));
         repair(peers, RepairMembers::new(nodes), self.feed(), limits, &|| true, &|_| ()).await
     }
+}
+
+/// Peers that may be deleted from.
+fn connected(members: Vec<Member>) -> ConnectedPeers {
+    ConnectedPeers::new(members, Security::INSECURE, Arc::new(|| true))
 }
 
 async fn fragments(peer: &Peer) -> u64 {
@@ -198,7 +204,7 @@ async fn a_repair_stops_on_request_and_keeps_its_rate() {
             ..RepairPeer::from(member)
         })
     };
-    let connected = || Arc::new(ConnectedPeers::new(all.clone(), Security::INSECURE));
+    let connected = || Arc::new(connected(all.clone()));
     let reports = AtomicU64::new(0);
     let should_continue = || reports.load(Ordering::SeqCst) == 0;
     let progress = |_: &Report| {
@@ -235,17 +241,17 @@ impl Peers for Counting {
         self.peers.have(peer, blobs).await
     }
 
-    async fn get(&self, peer: PeerId, blob: BlobId) -> Result<Vec<Fragment>> {
-        self.peers.get(peer, blob).await
+    async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
+        self.peers.get(peer, fragment).await
     }
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
         self.peers.put(peer, fragment).await
     }
 
-    async fn delete(&self, peer: PeerId, fragment: FragmentId, idle: u32) -> Result<bool> {
+    async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
         self.asked.fetch_add(1, Ordering::SeqCst);
-        if self.deletes { self.peers.delete(peer, fragment, idle).await } else { Ok(false) }
+        if self.deletes { self.peers.delete(peer, fragments, idle).await } else { Ok(0) }
     }
 }
 
@@ -259,16 +265,16 @@ async fn a_repair_that_lost_its_lease_stops_deleting() {
     assert!(held > 15, "{held} of 60 blobs, each on four of six peers");
     all[2].state = MemberState::Draining;
     let counting = |deletes| {
-        let peers = ConnectedPeers::new(all.clone(), Security::INSECURE);
+        let peers = connected(all.clone());
         Arc::new(Counting { peers, deletes, asked: AtomicU64::new(0) })
     };
     let nodes = || RepairMembers::new(all.iter().map(RepairPeer::from));
     // The first repair ends when every fragment to move exists twice. The second one reads what it
-    // keeps, which takes a second for each fragment, and loses its lease at the first deletion.
+    // keeps, which takes a second for each blob, and loses its lease at the first deletion.
     let first = counting(false);
     repair(first, nodes(), stored.feed(), RepairLimits::default(), &|| true, &|_| ()).await;
     let second = counting(true);
-    let limits = RepairLimits { rate: Some(LEN as u64 / 2), ..RepairLimits::default() };
+    let limits = RepairLimits { rate: Some(2 * LEN as u64), ..RepairLimits::default() };
     let should_continue = || second.asked.load(Ordering::SeqCst) == 0;
     let report =
         repair(second.clone(), nodes(), stored.feed(), limits, &should_continue, &|_| ()).await;
@@ -332,4 +338,67 @@ async fn a_moved_copy_is_dropped_at_its_old_place() {
         total += fragments(peer).await;
     }
     assert_eq!(total, 60);
+}
+
+/// Peers of which one fails every put.
+struct FailingPuts {
+    peers: ConnectedPeers,
+    failing: PeerId,
+    error: fn(String) -> Error,
+}
+
+impl Peers for FailingPuts {
+    async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+        self.peers.have(peer, blobs).await
+    }
+
+    async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
+        self.peers.get(peer, fragment).await
+    }
+
+    async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
+        match peer == self.failing {
+            true => Err((self.error)(peer.to_string())),
+            false => self.peers.put(peer, fragment).await,
+        }
+    }
+
+    async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        self.peers.delete(peer, fragments, idle).await
+    }
+}
+
+#[tokio::test]
+async fn only_a_peer_without_space_counts_as_full() {
+    let mut peers = start(7).await;
+    let all = members(&peers);
+    let cluster = Cluster::new(members(&peers[..6]), Security::INSECURE);
+    let stored = Stored::put(&cluster, "rs=2+2", 20).await;
+    peers[0].stop().await;
+    let (lost, failing) = (peers[0].id, peers[6].id);
+    let nodes = || {
+        RepairMembers::new(all.iter().map(|member| RepairPeer {
+            state: if member.id == lost { PeerState::Lost } else { PeerState::Up },
+            ..RepairPeer::from(member)
+        }))
+    };
+    let repair_with = |error: fn(String) -> Error| {
+        let peers = FailingPuts { peers: connected(all.clone()), failing, error };
+        let limits = RepairLimits::default();
+        repair(Arc::new(peers), nodes(), stored.feed(), limits, &|| true, &|_| ())
+    };
+    fn failed(peer: String, kind: ErrorKind) -> Error {
+        Error::Peer { peer, kind, reason: "this failure is part of the test".into() }
+    }
+    // The peer may be back soon. It is waited for, and its share is not stored elsewhere.
+    let report = repair_with(|peer| failed(peer, ErrorKind::Unavailable)).await;
+    assert!(report.left > 0 && report.waiting == report.left, "{report:?}");
+    let left = report.left;
+    // The peer answers and refuses: other peers take its share.
+    let report = repair_with(|peer| failed(peer, ErrorKind::Corrupt)).await;
+    assert_eq!((report.under, report.left, report.waiting), (left, 0, 0), "{report:?}");
+    let full = |peer| Error::PeerRefusedFull { peer, reason: "its disk is full".into() };
+    let report = repair_with(full).await;
+    assert_eq!((report.left, report.waiting), (0, 0), "{report:?}");
+    stored.check(members(&peers[1..])).await;
 }

@@ -54,6 +54,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use self::filter::Filter;
 use self::group::{Key, KnownFragment, MAX_GROUP};
@@ -62,7 +63,7 @@ use self::pending::Pending;
 use self::reclaim::reclaim;
 use self::running_time::{Elapsed, since_now};
 use self::table::{DATABASE, Deleted, ScrubRecord, Table};
-use crate::cluster::protocol::{FragmentId, MAX_FRAGMENTS, Usage};
+use crate::cluster::protocol::{FragmentId, MAX_FRAGMENTS, PeerTime, Usage};
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
 use crate::durable::sync::SegmentSync;
@@ -137,6 +138,7 @@ pub struct PeerStore {
     id: PeerId,
     capacity: Option<u64>,
     directory: PathBuf,
+    opened: Instant,
     /// Locks the directory, which only one process may use.
     _lock: File,
     table: Table,
@@ -209,6 +211,7 @@ impl PeerStore {
             id,
             capacity,
             directory: directory.to_owned(),
+            opened: Instant::now(),
             _lock: lock,
             table,
             files: Files::new(directory),
@@ -457,14 +460,33 @@ impl PeerStore {
         Ok(!is_end)
     }
 
+    /// The time on this peer's clock.
+    pub fn clock(&self) -> PeerTime {
+        PeerTime(self.opened.elapsed().as_millis() as u64)
+    }
+
     /// Deletes those of the fragments that were neither stored nor asked for with renewal in the
     /// last `idle` seconds. Returns the bytes that were freed on the disk. The deletion is durable
     /// when this returns.
     pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        self.delete_before(PeerTime(u64::MAX), fragments, idle)
+    }
+
+    /// Deletes fragments like [`PeerStore::delete`], unless the deadline is over.
+    pub fn delete_before(
+        &self,
+        deadline: PeerTime,
+        fragments: &[FragmentId],
+        idle: u32,
+    ) -> Result<u64> {
         // With both locks held, no fragment becomes known and no put starts to rely on one.
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         let log = self.log();
         self.settle(false)?;
+        // The locks may have taken long.
+        if self.clock() >= deadline {
+            return Err(Error::LateDeletion);
+        }
         let (unused, used, quiet) = {
             let state = self.state();
             let is_unused = |id: &&FragmentId| {

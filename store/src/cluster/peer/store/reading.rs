@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::PeerStore;
 use super::group::KnownFragment;
 use super::table::Found;
-use crate::cluster::protocol::Held;
+use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::protocol::{
     MAX_FETCHED, MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, MAX_RECORDS, fragment_len,
 };
@@ -32,6 +32,14 @@ impl PeerStore {
             fits
         });
         known.truncate(MAX_FETCHED);
+        self.read(known, true)
+    }
+
+    /// One fragment, or none if the peer does not have it. A damaged block is sent as zeros, as by
+    /// [`PeerStore::get`].
+    pub fn get_fragment(&self, id: &FragmentId) -> Result<Vec<Fragment>> {
+        let mut known = self.of_blob(&id.blob)?;
+        known.retain(|one| one.index == id.index && one.description.id() == id.encoding);
         self.read(known, true)
     }
 

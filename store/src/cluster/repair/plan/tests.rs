@@ -1,9 +1,10 @@
 use std::collections::BTreeSet;
 
-use super::{Holding, Plan, Step, plan};
+use super::{Findings, FragmentLocation, Holding, Plan, Rejection, Removal, Step, Wanted, plan};
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::encoding::Redundancy;
+use crate::encoding::fragment::Kind;
 use crate::id::{BlobId, PeerId};
 
 const CODE: Redundancy = Redundancy::ReedSolomon { data: 4, parity: 2 };
@@ -23,13 +24,15 @@ struct Scene {
     blob: BlobId,
     wanted: Redundancy,
     holdings: Vec<Holding>,
+    findings: Findings,
 }
 
 impl Scene {
     /// A blob whose fragments are at their places.
     fn new(peers: u8, wanted: Redundancy) -> Scene {
         let (nodes, blob) = ((0..peers).map(node).collect(), BlobId::of(b"blob"));
-        let mut scene = Scene { nodes, blob, wanted, holdings: Vec::new() };
+        let (holdings, findings) = (Vec::new(), Findings::default());
+        let mut scene = Scene { nodes, blob, wanted, holdings, findings };
         for (index, peer) in scene.ranking().into_iter().take(wanted.width()).enumerate() {
             scene.add(peer, b"one", index as u8);
         }
@@ -51,8 +54,8 @@ impl Scene {
             Redundancy::Replicas(_) => (1, 0, 0),
             Redundancy::ReedSolomon { data, parity } => (data, parity, index),
         };
-        let encoding = BlobId::of(encoding);
-        self.holdings.push(Holding { peer, encoding, data, parity, index, len: 1 });
+        let (encoding, kind) = (BlobId::of(encoding), Kind::Content);
+        self.holdings.push(Holding { peer, encoding, kind, data, parity, index, len: 1 });
     }
 
     fn node(&mut self, peer: PeerId) -> &mut RepairPeer {
@@ -68,24 +71,30 @@ impl Scene {
     }
 
     fn plan(&self) -> Plan {
-        plan(&self.blob, self.wanted, &RepairMembers::new(self.nodes.clone()), &self.holdings)
+        let (wanted, members) =
+            (Wanted::content(self.blob, self.wanted), RepairMembers::new(self.nodes.clone()));
+        plan(&wanted, &members, &self.holdings, &self.findings)
     }
 
-    /// Carries out the plan.
-    fn execute(&mut self) -> Vec<Step> {
-        let steps = self.plan().steps;
-        for step in &steps {
+    /// Carries out the steps of the plan, or its removal.
+    fn execute(&mut self) -> Plan {
+        let plan = self.plan();
+        for step in &plan.steps {
             match step {
                 Step::Rebuild { index, to, .. } | Step::Copy { index, to, .. } => {
                     self.add(*to, b"one", *index);
                 }
-                Step::Drop { peer, encoding, index, .. } => self.holdings.retain(|one| {
-                    (one.peer, one.encoding, one.index) != (*peer, *encoding, *index)
-                }),
                 Step::Encode { .. } => panic!("these tests encode nothing"),
             }
         }
-        steps
+        if let Some(Removal { surplus, .. }) = &plan.removal {
+            self.holdings.retain(|one| !surplus.contains(&one.location()));
+        }
+        plan
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.plan().is_empty()
     }
 }
 
@@ -93,7 +102,7 @@ impl Scene {
 fn a_blob_with_full_redundancy_needs_no_steps() {
     for wanted in [CODE, Redundancy::Replicas(3), Redundancy::NONE] {
         let plan = Scene::new(9, wanted).plan();
-        assert_eq!((plan.steps, plan.missing), (Vec::new(), 0), "{wanted}");
+        assert!(plan.is_empty() && plan.missing == 0, "{wanted}");
         assert_eq!(plan.survives, wanted.survives() as i32, "{wanted}");
     }
 }
@@ -108,7 +117,7 @@ fn a_fragment_of_a_lost_peer_is_rebuilt_at_the_next_place() {
     let (encoding, to) = (BlobId::of(b"one"), ranking[6]);
     assert_eq!(plan.steps, [Step::Rebuild { encoding, index: 2, to }]);
     scene.execute();
-    assert_eq!(scene.plan().steps, []);
+    assert!(scene.is_at_rest());
 }
 
 #[test]
@@ -118,7 +127,7 @@ fn a_lost_copy_is_copied_again() {
     scene.set(ranking[0], PeerState::Lost);
     scene.set(ranking[1], PeerState::Lost);
     assert_eq!(scene.plan().survives, 0);
-    let steps = scene.execute();
+    let steps = scene.execute().steps;
     let to: BTreeSet<_> = steps
         .iter()
         .map(|step| match step {
@@ -127,7 +136,7 @@ fn a_lost_copy_is_copied_again() {
         })
         .collect();
     assert_eq!(to, ranking[3..].iter().copied().collect());
-    assert_eq!((scene.plan().steps, scene.plan().survives), (Vec::new(), 2));
+    assert!(scene.is_at_rest() && scene.plan().survives == 2);
 }
 
 #[test]
@@ -173,11 +182,11 @@ fn a_draining_peer_keeps_its_fragment_until_another_peer_has_it() {
         let (from, to) = (ranking[1], ranking[wanted.width()]);
         scene.set(from, PeerState::Draining);
         assert_eq!(scene.plan().survives, wanted.survives() as i32);
-        let steps = scene.execute();
+        let steps = scene.execute().steps;
         assert!(matches!(&steps[..], [Step::Copy { to: place, .. }] if *place == to), "{steps:?}");
-        let steps = scene.execute();
-        assert!(matches!(&steps[..], [Step::Drop { peer, .. }] if *peer == from), "{steps:?}");
-        assert_eq!(scene.plan().steps, []);
+        let Removal { surplus, .. } = scene.execute().removal.unwrap();
+        assert!(matches!(surplus[..], [one] if one.peer == from), "{surplus:?}");
+        assert!(scene.is_at_rest());
     }
 }
 
@@ -188,12 +197,12 @@ fn the_last_peers_are_not_drained_at_the_cost_of_redundancy() {
     scene.set(ranking[3], PeerState::Draining);
     assert_eq!((scene.plan().steps, scene.plan().missing), (Vec::new(), 0));
     scene.nodes.push(node(77));
-    let steps = scene.execute();
+    let steps = scene.execute().steps;
     assert!(matches!(steps[..], [Step::Copy { to, .. }] if to == id(77)), "{steps:?}");
 }
 
 #[test]
-fn a_peer_that_joins_gets_one_fragment_and_another_drops_it() {
+fn a_peer_that_joins_gets_one_fragment_and_another_loses_it() {
     let mut scene = Scene::new(9, CODE);
     let before = scene.ranking();
     let new = (10..200).map(node).find(|new| {
@@ -204,12 +213,13 @@ fn a_peer_that_joins_gets_one_fragment_and_another_drops_it() {
     });
     scene.nodes.push(new.unwrap());
     let to = scene.nodes.last().unwrap().id;
-    let steps = scene.execute();
+    let steps = scene.execute().steps;
     assert!(matches!(steps[..], [Step::Copy { to: place, .. }] if place == to), "{steps:?}");
-    let steps = scene.execute();
-    let [Step::Drop { peer, kept, .. }] = &steps[..] else { panic!("{steps:?}") };
-    assert_eq!((*peer, kept.len(), kept[0].peer), (before[5], 1, to));
-    assert_eq!(scene.plan().steps, []);
+    let Removal { kept, surplus } = scene.execute().removal.unwrap();
+    assert!(matches!(surplus[..], [one] if one.peer == before[5]), "{surplus:?}");
+    let kept: BTreeSet<_> = kept.iter().map(|one| one.peer).collect();
+    assert_eq!(kept, scene.ranking()[..6].iter().copied().collect());
+    assert!(scene.is_at_rest());
 }
 
 #[test]
@@ -224,13 +234,13 @@ fn a_full_peer_is_replaced_within_its_domain() {
     }
     scene.node(ranking[0]).full = true;
     let domain = scene.node(ranking[0]).domain.clone();
-    let steps = scene.execute();
+    let steps = scene.execute().steps;
     let Step::Rebuild { index: 0, to, .. } = steps[0] else { panic!("{steps:?}") };
     assert_eq!((scene.node(to).domain.clone(), to == ranking[0]), (domain, false));
-    assert_eq!(scene.plan().steps, []);
+    assert!(scene.is_at_rest());
     // A full peer keeps what it has.
     scene.node(ranking[1]).full = true;
-    assert_eq!(scene.plan().steps, []);
+    assert!(scene.is_at_rest());
 }
 
 #[test]
@@ -250,10 +260,10 @@ fn fragments_on_one_peer_are_lost_together() {
     scene.holdings.clear();
     (0..6).for_each(|index| scene.add(ranking[0], b"one", index));
     assert_eq!(scene.plan().survives, 0, "the loss of one peer loses all fragments");
-    assert_eq!(scene.execute().len(), 5);
+    assert_eq!(scene.execute().steps.len(), 5);
     assert_eq!(scene.plan().survives, 2);
     scene.execute();
-    assert_eq!((scene.plan().steps, scene.holdings.len()), (Vec::new(), 6));
+    assert!(scene.is_at_rest() && scene.holdings.len() == 6);
 }
 
 #[test]
@@ -266,13 +276,121 @@ fn two_encodings_are_not_counted_together() {
     assert_eq!((scene.plan().survives, scene.plan().steps), (-1, Vec::new()));
     // One encoding can be read: it is completed, and then the other one is surplus.
     scene.add(ranking[3], b"one", 3);
-    assert!(scene.execute().iter().all(|step| matches!(step, Step::Rebuild { .. })));
-    let steps = scene.execute();
-    let other = BlobId::of(b"two");
-    assert!(steps.iter().all(
-        |step| matches!(step, Step::Drop { encoding, kept, .. } if *encoding == other && kept.len() == 6)
-    ));
-    assert_eq!((steps.len(), scene.plan().steps.len(), scene.holdings.len()), (3, 0, 6));
+    let steps = scene.execute().steps;
+    assert!(steps.iter().all(|step| matches!(step, Step::Rebuild { .. })));
+    let Removal { kept, surplus } = scene.execute().removal.unwrap();
+    assert!(kept.iter().all(|one| one.encoding == BlobId::of(b"one")) && kept.len() == 6);
+    assert!(surplus.iter().all(|one| one.encoding == BlobId::of(b"two")) && surplus.len() == 3);
+    assert!(scene.is_at_rest() && scene.holdings.len() == 6);
+}
+
+/// A scene with a second, complete encoding at the same places.
+fn with_two_encodings() -> Scene {
+    let mut scene = Scene::new(9, CODE);
+    for (index, peer) in scene.ranking().into_iter().take(6).enumerate() {
+        scene.add(peer, b"two", index as u8);
+    }
+    scene
+}
+
+#[test]
+fn a_rejected_encoding_is_surplus_and_another_one_is_completed_however_weak_it_is() {
+    for (rejected, other) in [(b"one", b"two"), (b"two", b"one")] {
+        let mut scene = with_two_encodings();
+        let (bad, good) = (BlobId::of(rejected), BlobId::of(other));
+        // Only enough fragments of the good encoding are left.
+        scene.holdings.retain(|one| one.encoding == bad || one.index < 4);
+        scene.findings.rejected.insert(bad, Rejection::Unreadable);
+        let plan = scene.plan();
+        assert_eq!((plan.encoding, plan.missing, plan.survives), (Some(good), 2, 0));
+        assert!(plan.removal.is_none() && plan.steps.len() == 2, "{plan:?}");
+        let is_good =
+            |step: &Step| matches!(step, Step::Rebuild { encoding, .. } if *encoding == good);
+        assert!(plan.steps.iter().all(is_good), "{plan:?}");
+        for (index, peer) in scene.ranking().into_iter().enumerate().take(6).skip(4) {
+            scene.add(peer, other, index as u8);
+        }
+        let Removal { kept, surplus } = scene.plan().removal.unwrap();
+        assert!(kept.iter().all(|one| one.encoding == good) && kept.len() == 6);
+        assert!(surplus.iter().all(|one| one.encoding == bad) && surplus.len() == 6);
+    }
+}
+
+#[test]
+fn a_rejected_encoding_is_never_completed_kept_or_counted() {
+    let mut scene = with_two_encodings();
+    scene.findings.rejected.insert(BlobId::of(b"one"), Rejection::Unreadable);
+    // The other encoding cannot be read. What there is of both stays.
+    scene.holdings.retain(|one| one.encoding == BlobId::of(b"one") || one.index < 3);
+    let plan = scene.plan();
+    assert_eq!((plan.encoding, plan.survives, plan.missing), (None, -1, 3));
+    assert!(plan.is_empty(), "{plan:?}");
+    scene.holdings.retain(|one| one.encoding == BlobId::of(b"one"));
+    let plan = scene.plan();
+    assert_eq!((plan.encoding, plan.survives, plan.missing), (None, -4, 6));
+    assert!(plan.is_empty(), "{plan:?}");
+}
+
+#[test]
+fn an_inconsistent_encoding_is_encoded_again_as_the_last_resort() {
+    let mut scene = Scene::new(9, CODE);
+    let one = BlobId::of(b"one");
+    scene.findings.rejected.insert(one, Rejection::Inconsistent);
+    let plan = scene.plan();
+    assert_eq!((plan.encoding, plan.survives), (None, 0));
+    let to = scene.ranking()[..6].to_vec();
+    assert_eq!(plan.steps, [Step::Encode { from: one, to: to.clone() }]);
+    // Copies are a better source.
+    let (encoding, kind) = (BlobId::of(b"zzz"), Kind::Content);
+    let copy = Holding { peer: to[0], encoding, kind, data: 1, parity: 0, index: 0, len: 1 };
+    scene.holdings.push(copy);
+    assert_eq!(scene.plan().steps, [Step::Encode { from: encoding, to }]);
+}
+
+#[test]
+fn a_forged_fragment_counts_as_missing_and_is_surplus_in_the_end() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    let encoding = BlobId::of(b"one");
+    // It is outside its place, or at its place.
+    let outside = FragmentLocation { peer: ranking[7], encoding, index: 2 };
+    scene.add(ranking[7], b"one", 2);
+    scene.findings.forged.insert(outside);
+    let Removal { kept, surplus } = scene.plan().removal.unwrap();
+    assert_eq!((kept.len(), &surplus[..]), (6, &[outside][..]));
+    scene.findings.forged =
+        [FragmentLocation { peer: ranking[2], encoding, index: 2 }].into_iter().collect();
+    scene.holdings.retain(|one| one.peer != ranking[7]);
+    assert_eq!(scene.plan().steps, [Step::Rebuild { encoding, index: 2, to: ranking[2] }]);
+}
+
+#[test]
+fn a_peer_that_refuses_this_blob_is_passed_over() {
+    let mut scene = Scene::new(9, CODE);
+    let ranking = scene.ranking();
+    scene.holdings.retain(|one| one.index != 2);
+    scene.findings.refusing.insert(ranking[2]);
+    let encoding = BlobId::of(b"one");
+    assert_eq!(scene.plan().steps, [Step::Rebuild { encoding, index: 2, to: ranking[6] }]);
+}
+
+#[test]
+fn a_record_that_is_also_stored_as_content_keeps_its_copies_as_a_record() {
+    let mut scene = Scene::new(5, Redundancy::Replicas(2));
+    let ranking = scene.ranking();
+    let wanted = Wanted::record(scene.blob, scene.wanted);
+    let members = RepairMembers::new(scene.nodes.clone());
+    let plan_of = |scene: &Scene| plan(&wanted, &members, &scene.holdings, &scene.findings);
+    // Content is a source, not a record.
+    let (from, to) = (BlobId::of(b"one"), ranking[..2].to_vec());
+    assert_eq!(plan_of(&scene).steps, [Step::Encode { from, to }]);
+    for peer in &ranking[..2] {
+        let copy = scene.holdings[0];
+        let encoding = BlobId::of(b"record");
+        scene.holdings.push(Holding { peer: *peer, encoding, kind: Kind::Record, ..copy });
+    }
+    // Neither makes the other one surplus.
+    assert!(plan_of(&scene).is_empty() && scene.is_at_rest());
 }
 
 #[test]
@@ -286,7 +404,7 @@ fn another_encoding_is_left_alone_and_used_as_a_source_only_if_there_is_no_other
     assert_eq!(plan.steps, [Step::Encode { from, to }]);
     let mut whole = Scene::new(9, CODE);
     whole.holdings.extend(copies);
-    assert_eq!(whole.plan().steps, []);
+    assert!(whole.is_at_rest());
 }
 
 #[test]
@@ -303,5 +421,5 @@ fn impossible_holdings_are_ignored() {
     ]);
     assert_eq!(scene.plan(), expected);
     scene.holdings.clear();
-    assert_eq!((scene.plan().steps, scene.plan().survives), (Vec::new(), -4));
+    assert!(scene.is_at_rest() && scene.plan().survives == -4);
 }

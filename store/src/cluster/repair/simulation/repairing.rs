@@ -1,12 +1,14 @@
 //! A repair in the simulated world, half a step at a time.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::PlantedBug;
 use super::world::{Peer, World};
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
-use crate::cluster::repair::plan::{Holding, Plan, Step, plan};
-use crate::id::{BlobId, PeerId};
+use crate::cluster::repair::plan::{
+    Findings, FragmentLocation, Holding, Plan, Rejection, Removal, Step, plan,
+};
+use crate::id::BlobId;
 
 /// The steps that were carried out.
 #[derive(Clone, Copy, Debug, Default)]
@@ -16,11 +18,24 @@ pub(super) struct Done {
     pub(super) dropped: u64,
 }
 
+/// What repair does with one request or a few.
+#[derive(Clone, Debug)]
+enum Action {
+    /// A step that adds.
+    Add(Step),
+    /// Reads what is kept and compares it with the blob's name.
+    Verify(Vec<FragmentLocation>),
+    /// Deletes a fragment, after what is kept was verified.
+    Drop(FragmentLocation),
+}
+
 pub(super) struct Repairing {
     defect: Option<PlantedBug>,
     /// The blob under repair.
     blob: usize,
-    steps: VecDeque<Step>,
+    steps: VecDeque<Action>,
+    /// What this process has found out about each blob.
+    findings: BTreeMap<usize, Findings>,
     /// Whether the first half of the first step is done.
     is_read: bool,
     /// The counts of losses and of puts when the peers were asked.
@@ -34,6 +49,7 @@ impl Repairing {
             defect,
             blob: 0,
             steps: VecDeque::new(),
+            findings: BTreeMap::new(),
             is_read: false,
             seen: (0, 0),
             done: Done::default(),
@@ -43,6 +59,7 @@ impl Repairing {
     /// The process is killed, and another one starts from the beginning.
     pub(super) fn kill(&mut self, world: &mut World) {
         world.counts.kills += 1;
+        self.findings.clear();
         self.give_up(world);
     }
 
@@ -62,7 +79,7 @@ impl Repairing {
                     self.look(world, number);
                 }
             }
-            Some(step) => self.continue_step(world, &step),
+            Some(action) => self.continue_action(world, &action),
         }
     }
 
@@ -71,8 +88,9 @@ impl Repairing {
         self.done = Done::default();
         for number in world.blobs.keys().copied().collect::<Vec<_>>() {
             // At most two rounds for missing and misplaced fragments, one for surplus ones, and one
-            // that finds nothing to do.
-            let rounds = (0..6).find(|_| {
+            // that finds nothing to do; for each encoding that turns out to be forged as many.
+            let most = 4 * (1 + world.blobs[&number].forged.len());
+            let rounds = (0..most).find(|_| {
                 self.look(world, number);
                 let is_done = self.steps.is_empty();
                 while !self.steps.is_empty() {
@@ -80,7 +98,7 @@ impl Repairing {
                 }
                 is_done
             });
-            assert!(rounds.is_some_and(|rounds| rounds < 4), "blob {number} still has steps");
+            assert!(rounds.is_some(), "blob {number} still has steps");
         }
         self.done
     }
@@ -102,20 +120,28 @@ impl Repairing {
             }
             _ => {}
         }
-        let planned = plan(&blob.id, blob.wanted, &members, &holdings);
+        let findings = self.findings.entry(number).or_default().clone();
+        let planned = plan(&blob.wanted(), &members, &holdings, &findings);
         self.check_plan(world, number, &planned);
-        let steps = planned.steps.into_iter();
-        self.steps = steps.map(|step| self.apply_defect(world, number, step)).collect();
+        let Plan { steps, removal, .. } = planned;
+        assert!(steps.is_empty() || removal.is_none(), "a plan either adds or removes");
+        world.watched = removal.as_ref().map(|_| number);
+        let steps = steps.into_iter().map(|step| self.apply_defect(world, number, step));
+        self.steps = steps.map(Action::Add).collect();
+        if let Some(Removal { kept, surplus }) = removal {
+            self.steps.push_back(Action::Verify(kept));
+            self.steps.extend(surplus.into_iter().map(Action::Drop));
+        }
         self.is_read = false;
         self.seen = (world.counts.losses, world.counts.puts);
-        let drops = self.steps.iter().any(|step| matches!(step, Step::Drop { .. }));
-        world.watched = drops.then_some(number);
     }
 
     fn check_plan(&self, world: &World, number: usize, planned: &Plan) {
         let blob = &world.blobs[&number];
         // The plan's claim about the blob's readability is true.
-        let reachable = world.holdings(number, |peer| peer.answers);
+        let findings = &self.findings[&number];
+        let mut reachable = world.holdings(number, |peer| peer.answers);
+        reachable.retain(|one| !findings.rejected.contains_key(&one.encoding));
         assert_eq!(planned.survives >= 0, is_enough(&reachable), "blob {number}");
         // A peer that is down must not move anything that would stay if the peer were up.
         let has_all_answers = world
@@ -127,11 +153,11 @@ impl Repairing {
         }
         let up = with(world, PeerState::Down, PeerState::Up);
         let all = world.holdings(number, |peer| peer.node.state != PeerState::Lost);
-        let at_rest = plan(&blob.id, blob.wanted, &up, &all).steps.is_empty();
+        let at_rest = plan(&blob.wanted(), &up, &all, findings).is_empty();
         // With two encodings, the other one may be the stronger one for the moment.
         let is_one = all.iter().all(|one| one.encoding == all[0].encoding);
         if at_rest && has_all_answers && is_one {
-            assert_eq!(planned.steps, [], "blob {number} is moved because a peer is down");
+            assert!(planned.is_empty(), "blob {number} is moved because a peer is down");
         }
     }
 
@@ -143,9 +169,7 @@ impl Repairing {
                 *to = has_one.map_or(*to, |peer| peer.node.id);
             }
             (
-                Step::Copy { encoding, .. }
-                | Step::Rebuild { encoding, .. }
-                | Step::Drop { encoding, .. },
+                Step::Copy { encoding, .. } | Step::Rebuild { encoding, .. },
                 Some(PlantedBug::MixedEncodings),
             ) => {
                 let all = world.holdings(number, |peer| peer.answers);
@@ -156,16 +180,16 @@ impl Repairing {
         step
     }
 
-    fn continue_step(&mut self, world: &mut World, step: &Step) {
+    fn continue_action(&mut self, world: &mut World, action: &Action) {
         if !self.is_read {
-            self.is_read = self.read(world, step);
+            self.is_read = self.read(world, action);
             if !self.is_read {
                 // The world has changed: ask again.
                 self.give_up(world);
             }
             return;
         }
-        if self.write(world, step) {
+        if self.write(world, action) {
             self.steps.pop_front();
             world.watched = world.watched.filter(|_| !self.steps.is_empty());
             self.is_read = false;
@@ -175,42 +199,62 @@ impl Repairing {
         world.check(self.blob);
     }
 
-    /// The first half of a step: reads what it needs.
-    fn read(&mut self, world: &mut World, step: &Step) -> bool {
+    /// The first half of an action: reads what it needs.
+    fn read(&mut self, world: &mut World, action: &Action) -> bool {
         let number = self.blob;
         let answering = world.holdings(number, |peer| peer.answers);
-        let has = |peer: &PeerId, encoding: &BlobId, index: u8| {
-            answering
-                .iter()
-                .any(|one| (&one.peer, &one.encoding, one.index) == (peer, encoding, index))
-        };
-        match step {
-            Step::Rebuild { encoding, .. } => {
+        let has = |place: &FragmentLocation| answering.iter().any(|one| one.location() == *place);
+        match action {
+            Action::Add(Step::Rebuild { encoding, .. }) => {
                 let mut own = answering;
                 own.retain(|one| one.encoding == *encoding);
-                is_enough(&own)
+                is_enough(&own) && self.decodes(world, encoding)
             }
-            Step::Copy { encoding, index, from, .. } => {
-                let found = has(from, encoding, *index);
+            Action::Add(Step::Copy { encoding, index, from, .. }) => {
+                let place = FragmentLocation { peer: *from, encoding: *encoding, index: *index };
+                let found = has(&place);
                 if self.defect == Some(PlantedBug::DropTooEarly) && found {
-                    remove(world, number, from, encoding, *index);
+                    remove(world, number, &place);
                     world.check(number);
                 }
-                found
+                // A fragment alone cannot be compared with the blob's name, but a copy can.
+                let is_copy = world.blobs[&number].wanted.needed() == 1;
+                found && (!is_copy || self.decodes(world, encoding))
             }
-            Step::Drop { .. } if self.defect == Some(PlantedBug::LostIsUp) => true,
-            Step::Drop { kept, .. } => {
-                kept.iter().all(|one| has(&one.peer, &one.encoding, one.index))
+            Action::Add(Step::Encode { .. }) => {
+                unreachable!("all encodings in the simulation are as wanted")
             }
-            Step::Encode { .. } => unreachable!("all encodings in the simulation are as wanted"),
+            Action::Verify(_) if self.defect == Some(PlantedBug::LostIsUp) => true,
+            Action::Verify(kept) => {
+                let is_there = kept.iter().all(has);
+                match self.defect {
+                    Some(PlantedBug::DropWithoutDecode) => is_there,
+                    _ => is_there && self.decodes(world, &kept[0].encoding),
+                }
+            }
+            Action::Drop(_) => true,
         }
     }
 
-    /// The second half of a step: writes.
-    fn write(&mut self, world: &mut World, step: &Step) -> bool {
+    /// Decodes an encoding, and rejects it if it does not give the blob.
+    fn decodes(&mut self, world: &mut World, encoding: &BlobId) -> bool {
+        let is_forged = world.blobs[&self.blob].forged.contains(encoding);
+        if is_forged {
+            world.counts.rejected += 1;
+            let findings = self.findings.entry(self.blob).or_default();
+            findings.rejected.insert(*encoding, Rejection::Unreadable);
+        }
+        !is_forged
+    }
+
+    /// The second half of an action: writes.
+    fn write(&mut self, world: &mut World, action: &Action) -> bool {
         let number = self.blob;
-        match step {
-            Step::Rebuild { encoding, index, to } | Step::Copy { encoding, index, to, .. } => {
+        match action {
+            Action::Add(
+                step @ (Step::Rebuild { encoding, index, to }
+                | Step::Copy { encoding, index, to, .. }),
+            ) => {
                 let Some(peer) = world.peer(to) else { return false };
                 if !peer.answers || peer.node.full {
                     return false;
@@ -225,7 +269,11 @@ impl Repairing {
                 };
                 let second = others.find(|one| one.encoding == *encoding && !is_elsewhere(one));
                 let is_same = self.seen == (world.counts.losses, world.counts.puts);
-                assert!(second.is_none() || !is_same, "two fragments of blob {number} on one peer");
+                let is_forged = world.blobs[&number].forged.contains(encoding);
+                assert!(
+                    second.is_none() || !is_same || is_forged,
+                    "two fragments of blob {number} on one peer"
+                );
                 world.store(number, *encoding, *index, to);
                 match step {
                     Step::Rebuild { .. } => {
@@ -239,12 +287,16 @@ impl Repairing {
                 }
                 true
             }
-            Step::Drop { peer, encoding, index, .. } => {
-                if !world.peer(peer).is_some_and(|peer| peer.answers) {
+            Action::Add(Step::Encode { .. }) => {
+                unreachable!("all encodings in the simulation are as wanted")
+            }
+            Action::Verify(_) => true,
+            Action::Drop(place) => {
+                if !world.peer(&place.peer).is_some_and(|peer| peer.answers) {
                     return false;
                 }
                 let before = world.total(number);
-                remove(world, number, peer, encoding, *index);
+                remove(world, number, place);
                 // A peer that keeps the fragment may have been lost since: then the loss weakened
                 // the blob.
                 if world.counts.losses == self.seen.0 {
@@ -254,15 +306,14 @@ impl Repairing {
                     (self.done.dropped + 1, world.counts.dropped + 1);
                 true
             }
-            Step::Encode { .. } => unreachable!("all encodings in the simulation are as wanted"),
         }
     }
 }
 
-fn remove(world: &mut World, number: usize, peer: &PeerId, encoding: &BlobId, index: u8) {
-    let Some(Peer { has, .. }) = world.peer(peer) else { return };
+fn remove(world: &mut World, number: usize, place: &FragmentLocation) {
+    let Some(Peer { has, .. }) = world.peer(&place.peer) else { return };
     if let Some(own) = has.get_mut(&number) {
-        own.remove(&(*encoding, index));
+        own.remove(&(place.encoding, place.index));
         if own.is_empty() {
             has.remove(&number);
         }

@@ -8,7 +8,8 @@ use super::Counts;
 use crate::cluster::placement::matching::size;
 use crate::cluster::placement::{Candidate, rank};
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
-use crate::cluster::repair::plan::Holding;
+use crate::cluster::repair::plan::{Holding, Wanted};
+use crate::encoding::fragment::Kind;
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
 
@@ -35,11 +36,20 @@ pub(super) struct Peer {
 pub(super) struct Blob {
     pub(super) id: BlobId,
     pub(super) wanted: Redundancy,
+    /// The encodings that give the blob.
     encodings: Vec<BlobId>,
+    /// The encodings of another content under the blob's name.
+    pub(super) forged: BTreeSet<BlobId>,
     /// Whether the blob once had its full redundancy.
     was_whole: bool,
     /// Holders that were lost since the blob was last whole.
     losses: usize,
+}
+
+impl Blob {
+    pub(super) fn wanted(&self) -> Wanted {
+        Wanted::content(self.id, self.wanted)
+    }
 }
 
 pub(super) struct World {
@@ -77,6 +87,7 @@ impl World {
             53..57 => self.drain(),
             57..65 => self.fill(),
             65..80 => self.put(),
+            80..86 => self.forge(),
             _ => self.read(),
         }
     }
@@ -138,7 +149,12 @@ impl World {
     /// lost.
     pub(super) fn lose_one(&mut self, state: PeerState) -> bool {
         let Some(at) = self.any_peer(|one| one.node.state == state) else { return false };
-        let held: Vec<usize> = self.peers[at].has.keys().copied().collect();
+        // A holder of nothing but forged fragments is no loss.
+        let is_right = |(number, has): &(&usize, &BTreeSet<(BlobId, u8)>)| {
+            has.iter().any(|(encoding, _)| !self.blobs[*number].forged.contains(encoding))
+        };
+        let held = self.peers[at].has.iter().filter(is_right).map(|(number, _)| *number);
+        let held: Vec<usize> = held.collect();
         let endures = |number: &usize| {
             let blob = &self.blobs[number];
             !blob.was_whole || blob.losses < blob.wanted.survives()
@@ -211,7 +227,8 @@ impl World {
                 let id = BlobId::of(&(number ^ self.rng.state()).to_le_bytes());
                 let wanted = CODES[self.rng.below(CODES.len() as u64) as usize];
                 let (was_whole, losses, encodings) = (false, 0, Vec::new());
-                let blob = Blob { id, wanted, encodings, was_whole, losses };
+                let forged = BTreeSet::new();
+                let blob = Blob { id, wanted, encodings, forged, was_whole, losses };
                 self.blobs.insert(number as usize, blob);
                 number as usize
             }
@@ -243,10 +260,47 @@ impl World {
         self.check(number);
     }
 
+    /// Somebody stores another content under the name of a blob, with right checksums: on as many
+    /// peers as a client would, or on few, and not always enough of it.
+    fn forge(&mut self) {
+        let Some(number) = self.any_blob() else { return };
+        let Blob { id, wanted, .. } = self.blobs[&number];
+        let able = |peer: &&Peer| matches!(peer.node.state, PeerState::Up) && !peer.node.full;
+        let able: Vec<Candidate> = self.peers.iter().filter(able).map(candidate).collect();
+        if able.is_empty() {
+            return;
+        }
+        self.counts.forged += 1;
+        let version = 2 + self.rng.below(3) as u8;
+        let encoding = BlobId::of(&[&id.as_bytes()[..], &[version]].concat());
+        self.blobs.get_mut(&number).expect("it is there").forged.insert(encoding);
+        let order = rank(&id, &able);
+        let spread = match self.rng.chance(60) {
+            true => order.len(),
+            false => 1 + self.rng.below(order.len().min(3) as u64) as usize,
+        };
+        let count = wanted.width() - self.rng.below(wanted.width() as u64) as usize;
+        for place in 0..count {
+            let peer = able[order[place % spread]].id;
+            let index = if wanted.needed() == 1 { 0 } else { place as u8 };
+            self.store(number, encoding, index, &peer);
+        }
+        self.check(number);
+    }
+
+    /// Whether a peer that is not lost holds a forged fragment.
+    pub(super) fn has_forged(&self) -> bool {
+        let is_forged = |(number, has): (&usize, &BTreeSet<(BlobId, u8)>)| {
+            has.iter().any(|(encoding, _)| self.blobs[number].forged.contains(encoding))
+        };
+        let mut present = self.peers.iter().filter(|peer| peer.node.state != PeerState::Lost);
+        present.any(|peer| peer.has.iter().any(is_forged))
+    }
+
     /// Adds a fragment to a peer.
     pub(super) fn store(&mut self, number: usize, encoding: BlobId, index: u8, to: &PeerId) {
         let blob = self.blobs.get_mut(&number).expect("the blob exists");
-        if !blob.encodings.contains(&encoding) {
+        if !blob.encodings.contains(&encoding) && !blob.forged.contains(&encoding) {
             blob.encodings.push(encoding);
         }
         let peer = self.peer(to).expect("the peer exists");
@@ -343,6 +397,7 @@ impl World {
             has.map(move |(encoding, index)| Holding {
                 peer,
                 encoding: *encoding,
+                kind: Kind::Content,
                 data,
                 parity,
                 index: *index,

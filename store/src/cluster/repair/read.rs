@@ -1,0 +1,152 @@
+//! Reads the fragments of a blob, and decodes the blob from them.
+
+use tokio::task::JoinSet;
+
+use super::execute::Executor;
+use super::job::Shared;
+use super::peers::Peers;
+use super::plan::{FragmentLocation, Holding, Rejection};
+use crate::cluster::client::assemble::EncodingAssembly;
+use crate::cluster::protocol::FragmentId;
+use crate::encoding::fragment::Fragment;
+use crate::error::{Error, ErrorKind};
+use crate::id::BlobId;
+
+/// Enough right fragments of an encoding, and the blob.
+pub(super) struct Gathered {
+    pub(super) assembly: EncodingAssembly<FragmentLocation>,
+    /// It has the blob's name.
+    pub(super) content: Vec<u8>,
+}
+
+impl<P: Peers> Executor<'_, P> {
+    /// Reads a fragment.
+    pub(super) async fn get(&mut self, place: &FragmentLocation) -> Option<Fragment> {
+        let holding = self.holdings.iter().find(|one| one.location() == *place).copied()?;
+        let found = fetch(self.shared, self.entry.wanted.blob, &holding).await;
+        self.accept(place, found)
+    }
+
+    /// Reads fragments, all at once. Leaves out those that cannot be read.
+    pub(super) async fn get_all(
+        &mut self,
+        places: &[FragmentLocation],
+    ) -> Vec<(FragmentLocation, Fragment)> {
+        let mut asked = JoinSet::new();
+        for holding in self.holdings.iter().filter(|one| places.contains(&one.location())) {
+            let (shared, blob, holding) = (self.shared.clone(), self.entry.wanted.blob, *holding);
+            asked.spawn(async move { (holding.location(), fetch(&shared, blob, &holding).await) });
+        }
+        let mut found = Vec::with_capacity(places.len());
+        while let Some(answer) = asked.join_next().await {
+            let Ok((place, answer)) = answer else { continue };
+            found.extend(self.accept(&place, answer).map(|fragment| (place, fragment)));
+        }
+        found
+    }
+
+    /// Notes the result of reading a fragment.
+    fn accept(
+        &mut self,
+        place: &FragmentLocation,
+        found: Result<Option<Fragment>, Error>,
+    ) -> Option<Fragment> {
+        match found {
+            Ok(Some(fragment)) => {
+                self.done.bytes += fragment.block.len() as u64;
+                return Some(fragment);
+            }
+            Err(error) if error.kind() != ErrorKind::Corrupt => self.fail(&place.peer, &error),
+            Ok(None) | Err(_) => self.note_damaged(place),
+        }
+        None
+    }
+
+    /// Reads as many fragments of an encoding as are enough, all at once, and another one for each
+    /// that is wrong, until they decode to the blob. If all of them do not, the encoding is
+    /// rejected.
+    pub(super) async fn gather(&mut self, encoding: &BlobId) -> Option<Gathered> {
+        let blob = self.entry.wanted.blob;
+        let (needed, places) = self.reading_order(encoding)?;
+        let mut assembly: Option<EncodingAssembly<FragmentLocation>> = None;
+        let mut content = Vec::new();
+        let (mut asked, mut next) = (JoinSet::new(), places.into_iter());
+        let mut failure = None;
+        loop {
+            let missing = assembly.as_ref().map_or(needed, EncodingAssembly::missing);
+            while asked.len() < missing
+                && let Some(holding) = next.next()
+            {
+                let shared = self.shared.clone();
+                asked.spawn(async move { (holding, fetch(&shared, blob, &holding).await) });
+            }
+            let Some(answer) = asked.join_next().await else { break };
+            let Ok((holding, answer)) = answer else { continue };
+            let place = holding.location();
+            let Some(fragment) = self.accept(&place, answer) else { continue };
+            let Fragment { description, index, block } = fragment;
+            content.resize(description.len as usize, 0);
+            let own = assembly.get_or_insert_with(|| EncodingAssembly::new(description));
+            own.add(index, place, block);
+            match own.decode(&mut content) {
+                Some(Ok(wrong)) => {
+                    wrong.iter().for_each(|(place, _)| self.note_forged(place));
+                    return Some(Gathered { assembly: assembly?, content });
+                }
+                Some(Err(error)) => failure = Some(error),
+                None => {}
+            }
+        }
+        if let Some(error) = failure {
+            self.reject(*encoding, Rejection::Unreadable, error.to_string());
+        }
+        None
+    }
+
+    /// The number of fragments that are enough, and all fragments of an encoding in the order in
+    /// which they are read: enough different ones come first.
+    fn reading_order(&self, encoding: &BlobId) -> Option<(usize, Vec<Holding>)> {
+        let is_own = |one: &&Holding| {
+            let findings = &self.entry.findings;
+            let place = one.location();
+            one.encoding == *encoding
+                && !findings.damaged.contains(&place)
+                && !findings.forged.contains(&place)
+        };
+        let own: Vec<Holding> = self.holdings.iter().filter(is_own).copied().collect();
+        let needed: usize = own.first()?.data.into();
+        // Spread the reads over the holders, differently for each blob.
+        let rotation = usize::from(self.entry.wanted.blob.as_bytes()[1]) % own.len();
+        let (mut first, mut more): (Vec<Holding>, Vec<Holding>) = (Vec::new(), Vec::new());
+        for one in own[rotation..].iter().chain(&own[..rotation]) {
+            let is_new = first.len() < needed && first.iter().all(|other| other.index != one.index);
+            if is_new { first.push(*one) } else { more.push(*one) }
+        }
+        first.extend(more);
+        Some((needed, first))
+    }
+}
+
+/// Reads a fragment; `None` if it is damaged, missing, or not what its holder reported.
+async fn fetch<P: Peers>(
+    shared: &Shared<P>,
+    blob: BlobId,
+    holding: &Holding,
+) -> Result<Option<Fragment>, Error> {
+    let Holding { peer, encoding, kind, data, parity, index, .. } = *holding;
+    let found = shared.peers.get(peer, FragmentId { blob, encoding, index }).await?;
+    let is_it = |one: &Fragment| {
+        let description = &one.description;
+        one.index == index
+            && description.id() == encoding
+            && description.kind() == kind
+            && description.needed() == usize::from(data)
+            && description.width() == usize::from(data) + usize::from(parity)
+            && one.is_of(&blob)
+    };
+    let found = found.filter(is_it);
+    if let Some(fragment) = &found {
+        shared.throttle(fragment.block.len() as u64).await;
+    }
+    Ok(found)
+}

@@ -1,0 +1,57 @@
+//! The records that the peers list, whichever of them the catalog refers to.
+
+use crate::catalog::recorded_redundancy;
+use crate::cluster::membership::{Health, Peer};
+use crate::cluster::repair::{ConnectedPeers, Wanted};
+use crate::encoding::Redundancy;
+use crate::encoding::fragment::Fragment;
+use crate::error::Result;
+use crate::id::{BlobId, PeerId};
+
+/// Reports every record that a live peer lists, with the redundancy that it should have. A record
+/// may be reported several times. The records of a peer that does not answer are left out: other
+/// peers have copies of them.
+pub(super) async fn listed_records(
+    connected: &ConnectedPeers,
+    peers: &[Peer],
+    mut report: impl FnMut(Wanted),
+) {
+    let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
+    let live: Vec<_> = peers.iter().filter(is_live).map(|peer| peer.id).collect();
+    let default = Redundancy::for_peers(live.len()).of_small_blobs();
+    for peer in live {
+        if let Err(error) = records_of(connected, &peer, default, &mut report).await {
+            tracing::warn!(%peer, %error, "failed to list the records of a peer");
+        }
+    }
+}
+
+async fn records_of(
+    connected: &ConnectedPeers,
+    peer: &PeerId,
+    default: Redundancy,
+    report: &mut impl FnMut(Wanted),
+) -> Result<()> {
+    let mut after = BlobId::from_bytes([0; 32]);
+    loop {
+        let page = connected.records(peer, after).await?;
+        let Some(last) = page.last() else { return Ok(()) };
+        after = last.description.blob;
+        for record in page.iter().filter(|one| is_whole(one)) {
+            let wanted = wanted_redundancy(&record.block, default);
+            report(Wanted::record(record.description.blob, wanted));
+        }
+    }
+}
+
+/// Whether a fragment is a whole record with its name. A peer that lists something else must not
+/// make repair look for it.
+fn is_whole(fragment: &Fragment) -> bool {
+    BlobId::of(&fragment.block) == fragment.description.blob
+}
+
+/// The redundancy of a record: that of its image's small blobs. A record that this program cannot
+/// read gets the redundancy that a new image would have.
+fn wanted_redundancy(record: &[u8], default: Redundancy) -> Redundancy {
+    recorded_redundancy(record).map_or(default, Redundancy::of_small_blobs)
+}
