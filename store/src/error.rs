@@ -263,6 +263,15 @@ pub enum Error {
         /// The members that do not answer, and why.
         silent: Vec<String>,
     },
+    /// The catalog does not have the image of a running mirror.
+    #[error(
+        "the catalog does not have image '{image}'; if the catalog was lost, `cairn catalog \
+         rebuild` restores it"
+    )]
+    ImageGone {
+        /// The image.
+        image: String,
+    },
     /// The catalog was rebuilt, and a running mirror has not taken its image again.
     #[error(
         "the catalog was rebuilt, and the mirror {mirror} has not taken image '{image}' again; it \
@@ -522,6 +531,7 @@ impl Error {
             | Error::PeersMissing { .. }
             | Error::ContentLost { .. }
             | Error::CatalogRebuilt { .. }
+            | Error::ImageGone { .. }
             | Error::LostMeanwhile { .. }
             | Error::NoRoom { .. }
             | Error::NotStored { .. }

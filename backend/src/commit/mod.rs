@@ -131,6 +131,12 @@ impl Commits {
         Commits { disk, image, counters, unused_numbers, queue, changed }
     }
 
+    /// Adds failures of an earlier process that are not recorded in the catalog yet.
+    pub(crate) fn with_unrecorded(self, failures: Vec<(NewSnapshot, String)>) -> Commits {
+        self.queue().unrecorded.extend(failures);
+        self
+    }
+
     fn queue(&self) -> MutexGuard<'_, CommitQueue> {
         self.queue.lock().expect("no code panics with the commits locked")
     }

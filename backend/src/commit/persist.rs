@@ -145,11 +145,12 @@ impl Persister {
         let mut is_recorded = true;
         let state = match self.persist_with_retries(commit) {
             Ok(published) => {
-                mirror.publish(&commit.layer);
+                // Before the layer is gone: with the layer, a newer parent does no harm.
                 let (number, root) = self.image.attachment.parent();
                 if let Err(error) = self.flusher.record_parent(number, root) {
                     tracing::warn!(%error, "cannot record the parent in the map");
                 }
+                mirror.publish(&commit.layer);
                 // Writes do not wait for the snapshot's redundancy.
                 mirror.notify();
                 match self.complete(&published) {
@@ -234,7 +235,15 @@ impl Persister {
         let mut durable = 0;
         loop {
             let error = match self.persist(commit, &mut announced) {
-                Err(error) if error.is_transient() => error,
+                Err(error) if error.is_transient() => {
+                    if let PersistError::Repository(cairn_store::Error::CatalogRebuilt { .. }) =
+                        &error
+                    {
+                        // The new catalog does not know the announcement.
+                        announced = None;
+                    }
+                    error
+                }
                 result => {
                     let (snapshot, changes) = result?;
                     let commit = announced.expect("a published snapshot was announced");

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use cairn_store::net::identity::Access;
 use cairn_store::{
-    Attachment, ErrorKind, MirrorOwner, Mode, Repository, Snapshot, SnapshotRef, SnapshotState,
+    Attachment, ErrorKind, MirrorOwner, Mode, NewSnapshot, Repository, Snapshot, SnapshotRef,
+    SnapshotState,
 };
 
 use self::error::serving;
@@ -88,6 +89,8 @@ struct CommitSetup {
     numbers: std::ops::Range<u64>,
     labels: HashSet<String>,
     resumed: Vec<Arc<Layer>>,
+    /// Failed snapshots whose failure could not be recorded completely, with the reason.
+    unrecorded: Vec<(NewSnapshot, String)>,
 }
 
 impl CommitSetup {
@@ -99,8 +102,10 @@ impl CommitSetup {
         unused: &Range<u64>,
     ) -> cairn_store::Result<CommitSetup> {
         if mode == Mode::ReadOnly {
-            return Ok(CommitSetup { numbers: 0..0, labels: HashSet::new(), resumed });
+            let (numbers, labels, unrecorded) = (0..0, HashSet::new(), Vec::new());
+            return Ok(CommitSetup { numbers, labels, resumed, unrecorded });
         }
+        let mut unrecorded = Vec::new();
         let is_resumed = |one: &&Snapshot| {
             resumed.iter().any(|layer| layer.accepted().is_some_and(|new| new.number == one.number))
         };
@@ -108,9 +113,11 @@ impl CommitSetup {
         for snapshot in pending.filter(|one| !is_resumed(one)) {
             let reason = "the disk's process died before the snapshot was stable";
             match image.attachment.fail(snapshot.number, reason) {
-                // The disk can be served all the same. What else needs the catalog fails below.
+                // The disk can be served all the same, and the record follows. If the catalog is
+                // unavailable, what follows here fails.
                 Err(error) if error.kind() == ErrorKind::Unavailable => {
                     tracing::warn!(%error, "cannot record completely that a snapshot failed");
+                    unrecorded.push((announced(snapshot), reason.into()));
                 }
                 result => result?,
             }
@@ -121,7 +128,19 @@ impl CommitSetup {
             .filter_map(|one| one.label)
             .collect();
         let numbers = image.attachment.resume(unused)?;
-        Ok(CommitSetup { numbers, labels, resumed })
+        Ok(CommitSetup { numbers, labels, resumed, unrecorded })
+    }
+}
+
+/// The snapshot as it was announced. Its label is free again.
+fn announced(snapshot: &Snapshot) -> NewSnapshot {
+    NewSnapshot {
+        number: snapshot.number,
+        label: None,
+        consistency: snapshot.consistency,
+        time: snapshot.time,
+        dirty_bytes: snapshot.dirty_bytes,
+        pause_us: snapshot.pause_us,
     }
 }
 
@@ -209,8 +228,9 @@ fn serve(
     let fetcher =
         Arc::new(Fetcher::new(disk.clone(), image.clone(), counters.clone(), fetch_retry));
     let shared = (disk.clone(), image.clone(), counters.clone());
-    let CommitSetup { numbers, labels, resumed } = setup;
-    let commits = Arc::new(Commits::new(shared, live.unused_numbers, numbers, labels, resumed));
+    let CommitSetup { numbers, labels, resumed, unrecorded } = setup;
+    let commits = Commits::new(shared, live.unused_numbers, numbers, labels, resumed);
+    let commits = Arc::new(commits.with_unrecorded(unrecorded));
     if mode == Mode::ReadWrite {
         commits.reserve_numbers().map_err(unavailable)?;
     }

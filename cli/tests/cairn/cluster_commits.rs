@@ -302,8 +302,8 @@ fn mirrors_continue_after_the_catalog_was_rebuilt() {
     stopped.attachment.release(None).unwrap();
 
     lab.replace_catalog(4);
-    let renewed = || writer.attachment.renew().map_err(|error| error.kind());
-    wait_until("the new catalog answers", || renewed() == Err(ErrorKind::NotFound));
+    let is_gone = || matches!(writer.attachment.renew(), Err(Error::ImageGone { .. }));
+    wait_until("the new catalog answers", is_gone);
     lab.ok(&["catalog", "rebuild"]);
     let early = writer.begin().map(drop).unwrap_err();
     assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");

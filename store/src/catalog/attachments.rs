@@ -30,7 +30,7 @@ pub(crate) struct Holder {
     pub(super) image_name: ImageName,
     /// The image's fence after this mirror acquired the lease; `None` if the mirror only reads.
     pub(super) fence: Option<u64>,
-    /// How often the image had been restored when the mirror was attached.
+    /// The image's `restored` when the mirror was attached.
     pub(super) restored: u64,
 }
 
@@ -107,14 +107,12 @@ impl Holder {
             )));
         };
         let found = view.get::<ImageDocument>(&self.image_key())?;
-        let image = found.ok_or_else(|| Error::NoImage { name: self.image_name.to_string() })?;
+        let image = found.ok_or_else(|| Error::ImageGone { image: self.image_name.to_string() })?;
         let is_ours = image.writer == Some(self.owner.id) && image.fence == fence;
         let (name, mirror) = (self.image_name.to_string(), self.owner.id.to_string());
         match image.id == self.image {
             true if is_ours => Ok(image),
-            true if self.is_free_after_rebuild(&image, fence) => {
-                Err(Error::CatalogRebuilt { image: name, mirror })
-            }
+            true if self.is_free_after_rebuild(&image, fence) => Err(self.rebuilt()),
             _ => Err(Error::Fenced { image: name, mirror }),
         }
     }
@@ -131,10 +129,25 @@ impl Holder {
     }
 
     /// The snapshot with this number, of any mirror. Fails if it does not exist.
-    fn existing(&self, view: &View, number: u64) -> Result<SnapshotDocument> {
-        self.find(view, number)?.ok_or_else(|| Error::NoSnapshot {
-            name: SnapshotRef::number(&self.image_name, number).to_string(),
+    fn existing(
+        &self,
+        view: &View,
+        image: &ImageDocument,
+        number: u64,
+    ) -> Result<SnapshotDocument> {
+        self.find(view, number)?.ok_or_else(|| match image.restored > self.restored {
+            // Snapshots that were only announced are in no record.
+            true => self.rebuilt(),
+            false => Error::NoSnapshot {
+                name: SnapshotRef::number(&self.image_name, number).to_string(),
+            },
         })
+    }
+
+    /// The error while the mirror has not announced its state to a rebuilt catalog.
+    fn rebuilt(&self) -> Error {
+        let (image, mirror) = (self.image_name.to_string(), self.owner.id.to_string());
+        Error::CatalogRebuilt { image, mirror }
     }
 
     /// Returns the snapshot if this mirror announced it. Fails otherwise.
@@ -160,7 +173,7 @@ impl Holder {
         before: SnapshotDocument,
         published: &Published,
     ) -> Result<Option<SnapshotDocument>> {
-        if published.root.0.is_some() && ClusterEpoch::of(view)? != published.epoch {
+        if ClusterEpoch::of(view)? != published.epoch {
             return Ok(None);
         }
         let mirror = self.mirror(view)?;
@@ -202,13 +215,8 @@ impl Holder {
 
     /// The mirror's document in a rebuilt catalog.
     fn mirror_after_rebuild(&self, view: &View, parent: (u64, Root)) -> Result<MirrorDocument> {
+        // If the answer to a later publication was lost, the mirror publishes it again.
         let (number, Root(root)) = parent;
-        // The catalog may know of a later publication, whose answer was lost.
-        if let Some(known) = view.get::<MirrorDocument>(&mirror_key(&self.owner.id))?
-            && known.parent >= number
-        {
-            return Ok(known);
-        }
         let parent = self.find(view, number)?.filter(|one| one.root == root);
         let is_stable = parent.is_some_and(|one| one.state == SnapshotState::Stable);
         Ok(MirrorDocument {
@@ -221,6 +229,7 @@ impl Holder {
             root,
             is_parent_available: !is_stable,
             attached: now(),
+            announced: 0,
             reserved: 0..0,
         })
     }
@@ -283,24 +292,36 @@ impl Catalog {
             Query::Prefix(snapshots_of(&holder.image)),
         ];
         self.change(&queries, |view| {
-            holder.check(view)?;
+            let image = holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
             let all = snapshots(view, &holder.image)?;
             let last = all.iter().map(|(number, _)| *number).max().unwrap_or(0);
             let start = left.start.max(mirror.reserved.start).max(last + 1);
             let is_own = mirror.reserved.start < left.end && start < mirror.reserved.end;
             let usable = if is_own { start..mirror.reserved.end } else { 0..0 };
-            if mirror.reserved == usable {
-                return Ok((Change::default(), usable));
+            let mut change = Change::default();
+            if mirror.reserved != usable {
+                mirror.reserved = usable.clone();
+                change = change.put(&mirror_key, &mirror);
             }
-            mirror.reserved = usable.clone();
-            Ok((Change::default().put(&mirror_key, &mirror), usable))
+            // A catalog that was rebuilt does not know of all reservations.
+            if image.next_number < left.end {
+                let image = ImageDocument { next_number: left.end, ..image };
+                change = change.put(holder.image_key(), &image);
+            }
+            Ok((change, usable))
         })
     }
 
     /// Renews the lease. After a rebuild of the catalog, acquires it again and refers to the
-    /// mirror's `parent` again, unless another writer has acquired the image.
-    pub(crate) fn renew(&self, holder: &Holder, parent: (u64, Root)) -> Result<()> {
+    /// mirror's `parent` again, unless another writer has acquired the image. No number below
+    /// `reserved_end` is then given out again.
+    pub(crate) fn renew(
+        &self,
+        holder: &Holder,
+        parent: (u64, Root),
+        reserved_end: u64,
+    ) -> Result<()> {
         let mirror_key = mirror_key(&holder.owner.id);
         let queries = [
             Query::Key(holder.image_key()),
@@ -314,10 +335,12 @@ impl Catalog {
             match holder.check(view) {
                 Ok(_) => Ok((change, ())),
                 Err(Error::CatalogRebuilt { .. }) => {
+                    let image = image(view, &holder.image_name)?;
                     let image = ImageDocument {
                         writer: Some(holder.owner.id),
                         fence: holder.fence.unwrap_or(0),
-                        ..image(view, &holder.image_name)?
+                        next_number: image.next_number.max(reserved_end),
+                        ..image
                     };
                     let mirror = holder.mirror_after_rebuild(view, parent)?;
                     tracing::info!(image = %holder.image_name, "attached again to a rebuilt catalog");
@@ -354,13 +377,19 @@ impl Catalog {
                     _ => Ok((Change::default(), ClusterEpoch::of(view)?)),
                 };
             }
+            let mirror = holder.mirror(view)?;
+            if number <= mirror.announced {
+                // It was announced before, and then removed.
+                let name = SnapshotRef::number(&holder.image_name, number).to_string();
+                return Err(Error::WrongState { name, state: "removed", reason: None });
+            }
             if label.as_ref().is_some_and(|label| view.version(label) != 0) {
                 let image = holder.image_name.to_string();
                 let selector = new.label.clone().unwrap_or_default();
                 return Err(Error::SnapshotExists { image, selector });
             }
             let snapshot = SnapshotDocument {
-                parent: Some(holder.mirror(view)?.parent),
+                parent: Some(mirror.parent),
                 root: None,
                 time: new.time,
                 label: new.label.clone(),
@@ -376,7 +405,10 @@ impl Catalog {
                 is_parent_available: false,
                 record: None,
             };
-            let change = Change::default().put(holder.snapshot_key(number), &snapshot);
+            let mirror = MirrorDocument { announced: number, ..mirror };
+            let change = Change::default()
+                .put(holder.snapshot_key(number), &snapshot)
+                .put(mirror_key(&holder.owner.id), &mirror);
             let change = match &label {
                 Some(label) => change.put(label, &number),
                 None => change,
@@ -395,9 +427,10 @@ impl Catalog {
     ) -> Result<Option<Record>> {
         let view = self.read(&holder.publish_queries(number, published))?;
         let image = holder.check(&view)?;
-        let before = holder.own(holder.existing(&view, number)?, number)?;
+        let before = holder.own(holder.existing(&view, &image, number)?, number)?;
         let snapshot = holder.published(&view, number, before, published)?;
-        Ok(snapshot.map(|one| Record::new(&holder.image_name, &image, number, one)))
+        let record = |one| Record::new(&holder.image_name, &image, number, one, published.epoch);
+        Ok(snapshot.map(record))
     }
 
     /// Publishes an announced snapshot and makes it the mirror's parent. The same content may be
@@ -411,7 +444,7 @@ impl Catalog {
     ) -> Result<Option<Snapshot>> {
         self.change(&holder.publish_queries(number, published), |view| {
             let image = holder.check(view)?;
-            let before = holder.own(holder.existing(view, number)?, number)?;
+            let before = holder.own(holder.existing(view, &image, number)?, number)?;
             let published = holder.published(view, number, before.clone(), published)?;
             let Some(snapshot) = published else { return Ok((Change::default(), None)) };
             let mut change = Change::default();
@@ -445,11 +478,11 @@ impl Catalog {
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<Record> {
         self.change(&holder.queries(number), |view| {
             let image = holder.check(view)?;
-            let mut snapshot = holder.existing(view, number)?;
+            let mut snapshot = holder.existing(view, &image, number)?;
             if snapshot.state.has_content() {
                 return Err(holder.wrong_state(number, snapshot));
             }
-            let record = Record::removal(&holder.image_name, &image, number);
+            let record = Record::failure(&holder.image_name, &image, number);
             if snapshot.state != SnapshotState::Pending {
                 return Ok((Change::default(), record));
             }

@@ -133,7 +133,8 @@ pub(super) struct ImageDocument {
     pub(super) writer: Option<MirrorId>,
     /// Whether the image is being removed.
     pub(super) removing: bool,
-    /// How often the image was restored by a rebuild of the catalog.
+    /// When a rebuild of the catalog last restored the image: seconds since 1970, and higher than
+    /// before. 0 if none did.
     pub(super) restored: u64,
 }
 
@@ -253,6 +254,9 @@ pub(super) struct MirrorDocument {
     /// Whether the parent was only *available* when it became the parent.
     pub(super) is_parent_available: bool,
     pub(super) attached: u64,
+    /// The highest number that the mirror has announced in this catalog. Snapshots up to it that
+    /// have no document were removed.
+    pub(super) announced: u64,
     /// Snapshot numbers that only this mirror may use. It has used some of them.
     pub(super) reserved: Range<u64>,
 }

@@ -129,8 +129,8 @@ impl Draft {
         Ok(draft)
     }
 
-    pub(crate) fn record(&self) -> Record {
-        Record::new(&self.name, &self.image, FIRST, self.snapshot.clone())
+    pub(crate) fn record(&self, epoch: ClusterEpoch) -> Record {
+        Record::new(&self.name, &self.image, FIRST, self.snapshot.clone(), epoch)
     }
 
     /// The record that says that the image was not created.
@@ -174,7 +174,7 @@ impl Catalog {
 
     /// Whether a snapshot is *available*: published, perhaps without full redundancy.
     pub(crate) fn has_available(&self) -> Result<bool> {
-        Ok(!self.read(&[Query::prefix(AVAILABLE)])?.documents.is_empty())
+        Ok(!self.available()?.is_empty())
     }
 
     /// The snapshots that are *available*.
@@ -256,7 +256,7 @@ impl Catalog {
     pub(crate) fn insert(
         &self,
         draft: &Draft,
-        epoch: Option<ClusterEpoch>,
+        epoch: ClusterEpoch,
         record: Option<BlobId>,
     ) -> Result<Option<Snapshot>> {
         let Draft { name, image, snapshot, source } = draft;
@@ -271,7 +271,7 @@ impl Catalog {
                     return Err(Error::NoSnapshot { name: source.name().to_string() });
                 }
             }
-            if epoch.is_some_and(|epoch| ClusterEpoch::of(view).ok() != Some(epoch)) {
+            if ClusterEpoch::of(view)? != epoch {
                 return Ok((Change::default(), None));
             }
             let snapshot = SnapshotDocument { record, ..snapshot.clone() };

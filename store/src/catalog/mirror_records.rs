@@ -5,7 +5,7 @@
 //! first time. Each snapshot that the mirror publishes moves the reference: the record of that
 //! snapshot names the mirror. A tombstone is stored when the mirror is detached or forgotten.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -90,7 +90,9 @@ impl Catalog {
         let mut newest: BTreeMap<MirrorId, MirrorReference> = BTreeMap::new();
         for one in references {
             let known = newest.entry(one.mirror).or_insert_with(|| one.clone());
-            if one.recorded > known.recorded {
+            // A tombstone wins over a record of the same second.
+            let key = |one: &MirrorReference| (one.recorded, one.document.is_none());
+            if key(&one) > key(known) {
                 *known = one;
             }
         }
@@ -103,7 +105,7 @@ impl Catalog {
                 // Whether it was stable then is not known.
                 (mirror.parent, mirror.root, mirror.is_parent_available) = (*number, root.0, true);
             }
-            mirror.reserved = 0..0;
+            (mirror.announced, mirror.reserved) = (0, 0..0);
             restored += u64::from(self.restore_mirror(&id, &mirror)?);
         }
         Ok(restored)
@@ -125,8 +127,12 @@ impl Catalog {
 
 /// The last snapshot that each mirror published, whether it was removed since or not.
 fn published_by_mirrors(records: &[Record]) -> BTreeMap<(ImageId, MirrorId), (u64, Root)> {
+    let failed: HashSet<_> = records.iter().filter_map(Record::failed).collect();
     let mut last = BTreeMap::new();
-    for (key, number, root) in records.iter().filter_map(Record::published_by) {
+    let published = records.iter().filter_map(Record::published_by);
+    let published =
+        published.filter(|((image, _), number, _)| !failed.contains(&(*image, *number)));
+    for (key, number, root) in published {
         let known = last.entry(key).or_insert((number, root));
         if number > known.0 {
             *known = (number, root);

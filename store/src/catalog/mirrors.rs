@@ -44,9 +44,10 @@ impl Catalog {
 
     /// What is known about a mirror.
     pub fn mirror(&self, id: &MirrorId) -> Result<Option<MirrorRecord>> {
-        let view = self.read(&[Query::Key(mirror_key(id)), Query::prefix(LEASES)])?;
+        let view = self.read(&[Query::Key(mirror_key(id))])?;
         let Some(mirror) = view.get::<MirrorDocument>(&mirror_key(id))? else { return Ok(None) };
-        let lease = view.get(&lease_key(&mirror.image_id))?;
+        let key = lease_key(&mirror.image_id);
+        let lease = self.read(&[Query::key(&key)])?.get(&key)?;
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
     }
 
@@ -110,7 +111,8 @@ impl Catalog {
             let mut change = Change::default().put(mirror_key(&owner.id), &mirror);
             let fence = match mode {
                 Mode::ReadWrite => {
-                    document.fence += 1;
+                    // Writers that were attached before the catalog was rebuilt have lower fences.
+                    document.fence = document.fence.max(document.restored << 24) + 1;
                     document.writer = Some(owner.id);
                     let lease = LeaseDocument::new(owner, process.clone());
                     change = change.put_for(LEASE_SECONDS as u32, lease_key(id), &lease);
@@ -188,7 +190,20 @@ pub(super) fn attached_mirror(
             )));
         }
         let (host, path) = (owner.host.clone(), owner.path.clone());
-        return Ok(MirrorDocument { host, path, mode, attached: now(), ..known });
+        let known = MirrorDocument { host, path, mode, attached: now(), ..known };
+        return match parent.filter(|parent| parent.number > known.parent) {
+            None => Ok(known),
+            // The catalog was rebuilt without the records of the mirror's last snapshots.
+            Some(parent) => {
+                let found = own_parent(view, snapshot, parent)?;
+                Ok(MirrorDocument {
+                    parent: parent.number,
+                    root: parent.root.0,
+                    is_parent_available: found.state == SnapshotState::Available,
+                    ..known
+                })
+            }
+        };
     }
     // The snapshot may have been removed since it was looked up. Only content that the catalog
     // refers to is safe from garbage collection.
@@ -196,11 +211,7 @@ pub(super) fn attached_mirror(
     let name = SnapshotRef::number(&snapshot.image, start).to_string();
     let found = view.get::<SnapshotDocument>(&snapshot_key(&snapshot.image_id, start))?;
     if let Some(parent) = parent {
-        let is_same =
-            |one: &SnapshotDocument| one.state.has_content() && Root(one.root) == parent.root;
-        if parent.image != snapshot.image_id || !found.as_ref().is_some_and(is_same) {
-            return Err(Error::UnknownParent { name });
-        }
+        own_parent(view, snapshot, parent)?;
     }
     let found = found.ok_or(Error::NoSnapshot { name })?;
     let document = image(view, &snapshot.image)?;
@@ -216,6 +227,20 @@ pub(super) fn attached_mirror(
         root: found.root.0,
         is_parent_available: found.state == SnapshotState::Available,
         attached: now(),
+        announced: 0,
         reserved: 0..0,
     })
+}
+
+/// The snapshot that a mirror's own files name as its parent. Fails if the catalog does not have it
+/// with the same content.
+fn own_parent(view: &View, snapshot: &Snapshot, parent: &MirrorParent) -> Result<SnapshotDocument> {
+    let found = view.get::<SnapshotDocument>(&snapshot_key(&snapshot.image_id, parent.number))?;
+    let is_same = |one: &SnapshotDocument| {
+        one.state.has_content()
+            && Root(one.root) == parent.root
+            && parent.image == snapshot.image_id
+    };
+    let name = || SnapshotRef::number(&snapshot.image, parent.number).to_string();
+    found.filter(is_same).ok_or_else(|| Error::UnknownParent { name: name() })
 }

@@ -62,8 +62,13 @@ impl Catalog {
         Self { documents }
     }
 
+    /// Reads documents. Fails if they are of a newer version than this program's.
     fn read(&self, queries: &[Query]) -> Result<View> {
-        self.documents.read(queries)
+        let mut queries = queries.to_vec();
+        queries.push(Query::key(SCHEMA));
+        let view = self.documents.read(&queries)?;
+        check_schema(&view)?;
+        Ok(view)
     }
 
     /// Reads the image and the documents that `queries` selects by the image's id, as of one
@@ -125,10 +130,7 @@ impl Catalog {
         queries: &[Query],
         decide: impl Fn(&View) -> Result<Option<(Change, T)>>,
     ) -> Result<Option<T>> {
-        let mut queries = queries.to_vec();
-        queries.push(Query::key(SCHEMA));
-        let view = self.documents.read(&queries)?;
-        check_schema(&view)?;
+        let view = self.read(queries)?;
         let Some((mut change, value)) = decide(&view)? else { return Ok(None) };
         if change.puts.is_empty() && change.removes.is_empty() {
             return Ok(Some(value));
@@ -136,6 +138,7 @@ impl Catalog {
         if view.version(SCHEMA) == 0 {
             change = change.put(SCHEMA, &SCHEMA_VERSION);
         }
+        change.relies_on.push((SCHEMA.to_owned(), view.version(SCHEMA)));
         change.relies_on.extend(queries.iter().filter_map(|one| match one {
             Query::Key(key) => Some((key.clone(), view.version(key))),
             Query::Prefix(_) => None,

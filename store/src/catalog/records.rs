@@ -32,6 +32,10 @@ const VERSION: u32 = 2;
 /// the change as too large.
 const SNAPSHOTS_IN_CHANGE: usize = 50;
 
+/// The number of epochs that a rebuild leaves for losses until the next rebuild, and a power of two.
+/// Epochs of two rebuilds differ by at least this much for each second between them.
+const EPOCHS_OF_A_REBUILD: u64 = 1 << 24;
+
 /// A record of a snapshot, or a tombstone of a snapshot or an image.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Record {
@@ -48,6 +52,10 @@ pub(crate) struct Record {
     recorded: u64,
     /// The number of peers that the cluster had at that time.
     peers: u64,
+    /// The epoch of the cluster in which the snapshot was published; 0 in a tombstone.
+    epoch: u64,
+    /// Whether this is the tombstone of a snapshot that was never published.
+    is_failure: bool,
 }
 
 impl Record {
@@ -56,8 +64,15 @@ impl Record {
         image: &ImageDocument,
         number: u64,
         snapshot: SnapshotDocument,
+        epoch: ClusterEpoch,
     ) -> Record {
-        Record { snapshot: Some(snapshot), ..Record::removal(image_name, image, number) }
+        let (snapshot, epoch) = (Some(snapshot), epoch.number());
+        Record { snapshot, epoch, ..Record::removal(image_name, image, number) }
+    }
+
+    /// The tombstone of a snapshot that was not published.
+    pub(super) fn failure(image_name: &ImageName, image: &ImageDocument, number: u64) -> Record {
+        Record { is_failure: true, ..Record::removal(image_name, image, number) }
     }
 
     /// The tombstone of a snapshot, or of the whole image if the number is 0.
@@ -71,6 +86,8 @@ impl Record {
             snapshot: None,
             recorded: now(),
             peers: 0,
+            epoch: 0,
+            is_failure: false,
         }
     }
 
@@ -97,7 +114,12 @@ impl Record {
         serde_json::to_vec(self).expect("records are plain data")
     }
 
-    /// The image, the mirror, the number and the root, if a mirror has published the snapshot.
+    /// The image and the number, if this is the tombstone of a snapshot that was not published.
+    pub(super) fn failed(&self) -> Option<(ImageId, u64)> {
+        self.is_failure.then_some((self.image.id, self.number))
+    }
+
+    /// The image, the mirror, the number and the root, if a mirror may have published the snapshot.
     pub(super) fn published_by(&self) -> Option<((ImageId, MirrorId), u64, Root)> {
         let snapshot = self.snapshot.as_ref().filter(|one| one.state.has_content())?;
         Some(((self.image.id, snapshot.mirror?), self.number, Root(snapshot.root)))
@@ -185,10 +207,15 @@ pub struct Rebuilt {
 
 /// What a catalog had before a rebuild read the records.
 ///
-/// A snapshot that is missing here and is not restored by anybody else was removed, or was lost. If
-/// it was removed, its tombstone was stored before. So the records that are read later have the
-/// tombstone, and a rebuild that runs beside removals brings nothing back.
+/// A rebuild that runs beside publications and removals brings nothing back:
+///
+/// - A snapshot that is missing here was removed before, was lost, or was published later. If it was
+///   removed, its tombstone was stored before, so the records that are read later have it.
+/// - A snapshot that was published later has a record of the new epoch, which is ignored: whoever
+///   publishes relies on the epoch.
 pub(crate) struct Inventory {
+    /// The epoch of the cluster that began before the catalog was listed.
+    epoch: u64,
     images: HashMap<String, ImageId>,
     snapshots: BTreeSet<String>,
 }
@@ -196,19 +223,20 @@ pub(crate) struct Inventory {
 impl Catalog {
     /// Lists what the catalog has. A rebuild calls this before it reads the records.
     pub(crate) fn inventory(&self) -> Result<Inventory> {
+        let epoch = self.begin_epoch()?;
         let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
         let images = view.under::<ImageDocument>(IMAGES)?.into_iter();
         let images = images.map(|(name, image)| (name, image.id)).collect();
         let snapshots = view.documents.into_keys().filter(|key| key.starts_with(SNAPSHOTS));
-        Ok(Inventory { images, snapshots: snapshots.collect() })
+        Ok(Inventory { epoch, images, snapshots: snapshots.collect() })
     }
 
     /// Restores the images, snapshots and mirrors of these records that the catalog does not have.
     pub(crate) fn rebuild(&self, inventory: &Inventory, records: Records) -> Result<Rebuilt> {
-        let Records { snapshots, mirrors } = records;
-        if !snapshots.is_empty() {
-            self.begin_epoch()?;
-        }
+        let Records { mut snapshots, mirrors } = records;
+        // Epochs of different catalogs are far apart.
+        let later = inventory.epoch..inventory.epoch.saturating_add(EPOCHS_OF_A_REBUILD);
+        snapshots.retain(|(_, record)| !later.contains(&record.epoch));
         let all: Vec<Record> = snapshots.iter().map(|(_, record)| record.clone()).collect();
         let mut images: BTreeMap<ImageId, Vec<Record>> = BTreeMap::new();
         for (id, mut record) in snapshots {
@@ -241,17 +269,18 @@ impl Catalog {
 
     /// Begins an epoch of the cluster that no catalog has had. The count of lost peers is not known:
     /// a commit that began before must ask the peers for its blobs.
-    fn begin_epoch(&self) -> Result<()> {
+    fn begin_epoch(&self) -> Result<u64> {
         self.change(&[Query::key(LOSSES)], |view| {
-            let next = ClusterEpoch::of(view)?.after(now() << 24);
-            Ok((Change::default().put(LOSSES, &next), ()))
+            let next = ClusterEpoch::of(view)?.number() + 1;
+            let next = next.max(now().saturating_mul(EPOCHS_OF_A_REBUILD));
+            Ok((Change::default().put(LOSSES, &next), next))
         })
     }
 
     /// Restores an image, or what is missing of an image that the catalog has. Returns the number
     /// of restored snapshots.
     fn restore(&self, image: &RecordedImage, inventory: &Inventory, is_known: bool) -> Result<u64> {
-        let RecordedImage { last, next_number, snapshots } = image;
+        let RecordedImage { last, next_number, snapshots, .. } = image;
         let (name, id) = (&last.image_name, &last.image.id);
         let missing = snapshots
             .iter()
@@ -270,7 +299,8 @@ impl Catalog {
                 None if !is_known => ImageDocument {
                     next_number: *next_number,
                     writer: None,
-                    restored: last.image.restored + 1,
+                    fence: image.fence,
+                    restored: image.restored.saturating_add(1).max(now()),
                     ..last.image.clone()
                 },
                 _ => return Ok((Change::default(), ())),
@@ -331,6 +361,9 @@ struct RecordedImage {
     last: Record,
     /// A number that no snapshot of the image has used, and none above it.
     next_number: u64,
+    /// The highest fence and count of rebuilds in any record.
+    fence: u64,
+    restored: u64,
     /// The snapshots with content that were not removed, by number. Empty if the image was removed.
     snapshots: Vec<(u64, SnapshotDocument)>,
 }
@@ -340,7 +373,10 @@ impl RecordedImage {
         // The record that counts for a number comes last: the newest, or a tombstone whatever its
         // time is. Clocks of two hosts differ, and no number is used twice.
         records.sort_by_key(|one| (one.snapshot.is_none(), one.recorded));
-        let last = records.last().expect("an image has a record").clone();
+        let last = records.iter().max_by_key(|one| one.recorded);
+        let last = last.expect("an image has a record").clone();
+        let fence = records.iter().map(|one| one.image.fence).max().unwrap_or(0);
+        let restored = records.iter().map(|one| one.image.restored).max().unwrap_or(0);
         let next = records.iter().map(|one| one.image.next_number.max(one.number + 1)).max();
         let newest: BTreeMap<u64, Record> =
             records.into_iter().map(|record| (record.number, record)).collect();
@@ -348,7 +384,8 @@ impl RecordedImage {
         let snapshots =
             newest.into_iter().filter_map(|(number, one)| Some((number, one.snapshot?)));
         let snapshots = snapshots.filter(|(_, one)| one.state.has_content() && !is_removed);
-        RecordedImage { last, next_number: next.unwrap_or(0), snapshots: snapshots.collect() }
+        let (next_number, snapshots) = (next.unwrap_or(0), snapshots.collect());
+        RecordedImage { last, next_number, fence, restored, snapshots }
     }
 
     /// Whether the image was not removed.

@@ -60,22 +60,21 @@ impl Catalog {
             };
             // A writer whose lease has expired may be publishing the snapshot.
             let relies_on = vec![(key.clone(), view.version(&key))];
+            // A failed snapshot has lost its label. Another one keeps it until it is gone, so that
+            // the same name completes the removal.
+            let had_label = snapshot.state != SnapshotState::Failed;
             let removing = SnapshotDocument {
                 state: SnapshotState::Removing,
-                label: None,
+                label: document.label.filter(|_| had_label),
                 reason: None,
                 ..document
             };
             // The image is written, so that two processes that remove the last two snapshots
             // conflict.
-            let mut change = Change { relies_on, ..Change::default() }
+            let change = Change { relies_on, ..Change::default() }
                 .put(image_key(&name.image), &image)
                 .put(key, &removing)
                 .remove(Query::Key(available_key(&image.id, snapshot.number)));
-            let label = snapshot.label.as_ref().filter(|_| snapshot.state != SnapshotState::Failed);
-            if let Some(label) = label {
-                change = change.remove(Query::Key(label_key(&image.id, label)));
-            }
             Ok((change, (snapshot, record)))
         })
     }
@@ -83,12 +82,20 @@ impl Catalog {
     /// Removes the document of a snapshot whose tombstone is stored.
     pub(crate) fn finish_removal(&self, snapshot: &Snapshot) -> Result<()> {
         let key = snapshot_key(&snapshot.image_id, snapshot.number);
-        self.change(&[Query::key(&key)], |view| {
+        let label = snapshot.label.as_ref().map(|label| label_key(&snapshot.image_id, label));
+        let mut queries = vec![Query::key(&key)];
+        queries.extend(label.iter().cloned().map(Query::Key));
+        self.change(&queries, |view| {
             let found = view.get::<SnapshotDocument>(&key)?;
-            let is_removing = found.is_some_and(|one| one.state == SnapshotState::Removing);
-            let change = match is_removing {
-                true => Change::default().remove(Query::key(&key)),
-                false => Change::default(),
+            if found.is_none_or(|one| one.state != SnapshotState::Removing) {
+                return Ok((Change::default(), ()));
+            }
+            let change = Change::default().remove(Query::key(&key));
+            let change = match &label {
+                Some(label) if view.get::<u64>(label)? == Some(snapshot.number) => {
+                    change.remove(Query::key(label))
+                }
+                _ => change,
             };
             Ok((change, ()))
         })

@@ -75,7 +75,8 @@ impl TestCatalog {
         let draft =
             Draft::new(&self.image, geometry, crate::encoding::StoragePolicy::default(), &first)
                 .unwrap();
-        self.catalog.insert(&draft, None, None).unwrap().unwrap();
+        let epoch = self.catalog.cluster_epoch().unwrap();
+        self.catalog.insert(&draft, epoch, None).unwrap().unwrap();
     }
 
     /// Removes a snapshot.
@@ -310,4 +311,41 @@ fn a_catalog_of_a_newer_version_is_changed_by_no_older_process() {
     }
     let view = test.documents.read(&[Query::key(&key)]).unwrap();
     assert_eq!(view.get::<serde_json::Value>(&key).unwrap(), Some(image), "it keeps the field");
+}
+
+/// Its number stays used: a tombstone counts for ever.
+#[test]
+fn a_snapshot_that_was_removed_cannot_be_announced_again() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
+    test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap().unwrap();
+    let pending = test.catalog.reserve(&holder, 1).unwrap().start;
+    test.catalog.begin(&holder, &new(pending)).unwrap();
+    test.expire_lease();
+    for number in [number, pending] {
+        test.remove(number);
+        let refused = test.catalog.begin(&holder, &new(number)).unwrap_err();
+        assert!(matches!(refused, Error::WrongState { state: "removed", .. }), "{refused}");
+    }
+}
+
+#[test]
+fn an_interrupted_removal_by_label_is_completed_by_the_same_name() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, number) = test.writer();
+    test.catalog.fail(&holder, number, "no").unwrap();
+    let number = test.catalog.reserve(&holder, 2).unwrap().start;
+    let labelled = |number| NewSnapshot { label: Some("x".into()), ..new(number) };
+    test.catalog.begin(&holder, &labelled(number)).unwrap();
+    test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap().unwrap();
+    let name: SnapshotRef = "a@x".parse().unwrap();
+    test.catalog.begin_removal(&name).unwrap();
+    let taken = test.catalog.begin(&holder, &labelled(number + 1)).unwrap_err();
+    assert!(matches!(taken, Error::SnapshotExists { .. }), "{taken}");
+    let (again, _) = test.catalog.begin_removal(&name).unwrap();
+    assert_eq!(again.number, number);
+    test.catalog.finish_removal(&again).unwrap();
+    test.catalog.begin(&holder, &labelled(number + 1)).unwrap();
 }

@@ -1,6 +1,7 @@
 //! The attachment of a mirror to its image.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::Repository;
@@ -30,6 +31,8 @@ pub struct Attachment {
     holder: Holder,
     geometry: Geometry,
     parent: Mutex<(u64, Root)>,
+    /// The mirror may have given out snapshot numbers below this one.
+    reserved_end: AtomicU64,
 }
 
 impl Attachment {
@@ -39,7 +42,8 @@ impl Attachment {
         geometry: Geometry,
         parent: (u64, Root),
     ) -> Self {
-        Self { repository, holder, geometry, parent: Mutex::new(parent) }
+        let (parent, reserved_end) = (Mutex::new(parent), AtomicU64::new(0));
+        Self { repository, holder, geometry, parent, reserved_end }
     }
 
     pub(super) fn geometry(&self) -> Geometry {
@@ -75,7 +79,9 @@ impl Attachment {
                 "{count} snapshot numbers cannot be reserved at once"
             )));
         }
-        self.repository.catalog().reserve(&self.holder, count)
+        let numbers = self.repository.catalog().reserve(&self.holder, count)?;
+        self.reserved_end.fetch_max(numbers.end, Ordering::SeqCst);
+        Ok(numbers)
     }
 
     /// Takes over the snapshot numbers that a previous process of this mirror reserved.
@@ -87,6 +93,7 @@ impl Attachment {
     ///
     /// Every process calls this before its first [`reserve`](Self::reserve).
     pub fn resume(&self, left: &Range<u64>) -> Result<Range<u64>> {
+        self.reserved_end.fetch_max(left.end, Ordering::SeqCst);
         self.repository.catalog().resume(&self.holder, left)
     }
 
@@ -96,7 +103,10 @@ impl Attachment {
     /// If the catalog was rebuilt, this attaches the mirror again.
     pub fn renew(&self) -> Result<()> {
         match self.holder.may_write() {
-            true => self.repository.catalog().renew(&self.holder, self.parent()),
+            true => {
+                let reserved_end = self.reserved_end.load(Ordering::SeqCst);
+                self.repository.catalog().renew(&self.holder, self.parent(), reserved_end)
+            }
             false => Ok(()),
         }
     }
@@ -109,7 +119,7 @@ impl Attachment {
     pub fn begin(&self, new: &NewSnapshot) -> Result<SnapshotCommit<'_>> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
         let epoch = self.repository.catalog().begin(&self.holder, new)?;
-        Ok(SnapshotCommit::new(self, new.number, Commit::new(&self.repository, epoch)))
+        Ok(SnapshotCommit::new(self, new.number, Commit::new(&self.repository, epoch)?))
     }
 
     /// Returns the commit of a snapshot that was announced before. It is unverified: it does not

@@ -61,20 +61,17 @@ pub struct Commit {
 
 impl Commit {
     /// A commit whose blobs are all stored later, through this process.
-    pub(super) fn new(repository: &Repository, epoch: ClusterEpoch) -> Commit {
+    pub(super) fn new(repository: &Repository, epoch: ClusterEpoch) -> Result<Commit> {
         // Before any blob is put: blobs that are known from an older epoch may be lost.
-        repository.forget_known_before(epoch);
-        Commit { counters: repository.counters(), ..Commit::unverified(repository) }.pinned(epoch)
+        repository.enter_epoch(epoch)?;
+        let (epoch, counters) = (Mutex::new(Some(epoch)), repository.counters());
+        Ok(Commit { repository: repository.clone(), epoch, counters })
     }
 
     /// A commit whose blobs were stored in an unknown epoch.
     pub(super) fn unverified(repository: &Repository) -> Commit {
         let (epoch, counters) = (Mutex::new(None), Counters::default());
         Commit { repository: repository.clone(), epoch, counters }
-    }
-
-    fn pinned(self, epoch: ClusterEpoch) -> Commit {
-        Commit { epoch: Mutex::new(Some(epoch)), ..self }
     }
 
     /// Notes that a part of the content was stored before the commit began.
@@ -117,7 +114,6 @@ impl Commit {
                 sent_bytes,
                 saved_bytes,
             };
-            let epoch = root.0.map(|_| epoch);
             repository.insert(&Draft::new(name, geometry, repository.policy, &first)?, epoch)
         })
     }
@@ -136,7 +132,7 @@ impl Commit {
                 None => {
                     let epoch = self.repository.catalog().cluster_epoch()?;
                     if self.repository.blobs_on_peers().is_some() {
-                        self.repository.forget_known_before(epoch);
+                        self.repository.enter_epoch(epoch)?;
                         verify()?;
                     }
                     self.pin(Some(epoch));

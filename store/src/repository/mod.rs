@@ -137,7 +137,7 @@ impl Repository {
 
     /// Begins a commit of content that is put after this call.
     pub fn begin_commit(&self) -> Result<Commit> {
-        Ok(Commit::new(self, self.inner.catalog.cluster_epoch()?))
+        Commit::new(self, self.inner.catalog.cluster_epoch()?)
     }
 
     /// Creates an image whose first snapshot has this content, which may have been put at any time:
@@ -156,15 +156,11 @@ impl Repository {
 
     /// Stores the record of a draft and adds the image to the catalog. Returns `None` if the
     /// cluster is in another epoch than `epoch`.
-    pub(crate) fn insert(
-        &self,
-        draft: &Draft,
-        epoch: Option<ClusterEpoch>,
-    ) -> Result<Option<Snapshot>> {
+    pub(crate) fn insert(&self, draft: &Draft, epoch: ClusterEpoch) -> Result<Option<Snapshot>> {
         // Before the record is stored: a rebuilt catalog must not mistake this draft for the image
         // that has the name.
         self.inner.catalog.check_free(draft)?;
-        let record = self.put_record(draft.record(), self.published_state())?;
+        let record = self.put_record(draft.record(epoch), self.published_state())?;
         let inserted = self.inner.catalog.insert(draft, epoch, record);
         let is_refused = match &inserted {
             Ok(inserted) => inserted.is_none(),
@@ -207,16 +203,22 @@ impl Repository {
         (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
     }
 
-    /// Forgets which blobs are stored, if that was learned in another epoch. A lost peer may have
-    /// held blobs that no snapshot refers to, which repair does not restore.
-    pub(crate) fn forget_known_before(&self, epoch: ClusterEpoch) {
+    /// Prepares for a commit in this epoch, which was just read from the catalog. If the last commit
+    /// was in another epoch:
+    ///
+    /// - Updates the members. A peer that was declared lost may still answer.
+    /// - Forgets which blobs are stored. A lost peer may have held blobs that no snapshot refers to,
+    ///   which repair does not restore.
+    pub(crate) fn enter_epoch(&self, epoch: ClusterEpoch) -> Result<()> {
+        let Some(cluster) = &self.inner.cluster else { return Ok(()) };
         let known_since = &self.inner.known_since;
         let mut known_since = known_since.lock().unwrap_or_else(PoisonError::into_inner);
-        if known_since.replace(epoch) != Some(epoch)
-            && let Some(blobs) = self.blobs_on_peers()
-        {
-            blobs.forget_known();
+        if *known_since != Some(epoch) {
+            cluster.watcher.update()?;
+            cluster.blobs.forget_known();
+            *known_since = Some(epoch);
         }
+        Ok(())
     }
 
     /// Returns the blobs on the peers; `None` in a directory.
@@ -275,8 +277,13 @@ impl Repository {
     /// Creates an image whose first snapshot has the content of `source`. Copies no content.
     pub fn clone_snapshot(&self, source: &SnapshotRef, name: &ImageName) -> Result<Snapshot> {
         let source = self.inner.catalog.resolve(source)?;
-        let inserted = self.insert(&Draft::clone_of(&source, name)?, None)?;
-        inserted.ok_or_else(|| Error::NoSnapshot { name: source.name().to_string() })
+        loop {
+            // The blobs are the source's, so another epoch is no reason to ask for them.
+            let epoch = self.inner.catalog.cluster_epoch()?;
+            if let Some(clone) = self.insert(&Draft::clone_of(&source, name)?, epoch)? {
+                return Ok(clone);
+            }
+        }
     }
 
     /// Removes a snapshot from the catalog. Refuses to remove the last snapshot with content. The

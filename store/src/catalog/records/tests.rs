@@ -5,17 +5,21 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::{
-    BlobId, Catalog, Change, MirrorReference, Record, Records, SnapshotState, StoragePolicy,
-    snapshot_key,
+    BlobId, Catalog, Change, ImageDocument, MirrorReference, Record, Records, SnapshotState,
+    StoragePolicy, image_key, snapshot_key,
 };
 use crate::catalog::{Draft, FirstSnapshot};
-use crate::documents::{Documents, SqliteDocuments};
+use crate::cluster::membership::ClusterEpoch;
+use crate::documents::{Documents, Query, SqliteDocuments};
 use crate::error::Error;
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
 use crate::name::{ImageName, SnapshotRef};
-use crate::snapshot::{Consistency, MirrorOwner, Mode};
+use crate::snapshot::{Consistency, MirrorOwner, MirrorParent, Mode};
 use crate::tree::Root;
+
+/// The epoch of a catalog that is lost.
+const OLD: ClusterEpoch = ClusterEpoch::from_number(3);
 
 struct Bench {
     _dir: TempDir,
@@ -39,7 +43,7 @@ impl Bench {
 
     /// A record of a snapshot, or its tombstone.
     fn record(&self, number: u64, recorded: u64, is_removal: bool) -> (BlobId, Record) {
-        let mut record = self.draft.record();
+        let mut record = self.draft.record(OLD);
         (record.number, record.recorded) = (number, recorded);
         record.snapshot = record.snapshot.filter(|_| !is_removal);
         (BlobId::of(&record.to_bytes()), record)
@@ -121,10 +125,11 @@ fn a_killed_rebuild_leaves_nothing_that_an_image_of_the_same_name_shows() {
     assert!(bench.documents.commit(&left).unwrap());
     assert!(bench.catalog.images().unwrap().is_empty());
     let imported = draft(&bench.name);
-    bench.catalog.insert(&imported, None, None).unwrap().unwrap();
+    let epoch = bench.catalog.cluster_epoch().unwrap();
+    bench.catalog.insert(&imported, epoch, None).unwrap().unwrap();
     assert_eq!(bench.numbers(), [1], "only its own snapshot");
     let shown = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
-    assert_eq!(shown.image_id, imported.record().image.id);
+    assert_eq!(shown.image_id, imported.record(OLD).image.id);
     assert_eq!(bench.rebuild(&records), (0, 0, vec!["a".into()]));
 
     // Without such an image, a second run completes the first.
@@ -158,7 +163,7 @@ fn a_rebuild_beside_a_removal_brings_nothing_back() {
 fn a_record_of_another_format_is_refused_with_the_right_reason() {
     let bench = Bench::new();
     let parse = |version: u32, format: &str| {
-        let mut record = bench.draft.record();
+        let mut record = bench.draft.record(OLD);
         (record.version, record.format) = (version, format.into());
         Records::default().add(&record.to_bytes())
     };
@@ -203,4 +208,104 @@ fn a_rebuild_restores_mirrors_with_the_last_parent_that_they_published() {
     let mut removal = MirrorReference::removal(owner.id, StoragePolicy::default().redundancy);
     removal.set_recorded(u64::MAX);
     assert_eq!(rebuild(vec![removal, reference]), (0, None));
+}
+
+/// A mirror whose last snapshot the rebuilt catalog does not know must not lose its changes.
+#[test]
+fn a_mirror_that_is_ahead_of_the_catalog_continues_from_its_own_parent_or_not_at_all() {
+    let bench = Bench::new();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let first = bench.record(1, 1, false);
+    bench.rebuild(std::slice::from_ref(&first));
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let attach = |parent: Option<&MirrorParent>| {
+        bench.catalog.attach(&owner, &snapshot, Mode::ReadOnly, parent)
+    };
+    attach(None).unwrap();
+    let ahead = MirrorParent { image: snapshot.image_id, number: 2, root: Root(None) };
+    let refused = attach(Some(&ahead)).map(drop).unwrap_err();
+    assert!(matches!(refused, Error::UnknownParent { .. }), "{refused}");
+    bench.rebuild(&[first, bench.record(2, 2, false)]);
+    let other = MirrorParent { root: Root(Some(NodeId::from_bytes([5; 32]))), ..ahead };
+    let refused = attach(Some(&other)).map(drop).unwrap_err();
+    assert!(matches!(refused, Error::UnknownParent { .. }), "{refused}");
+    assert_eq!(attach(Some(&ahead)).unwrap().1, 2);
+    let behind = MirrorParent { number: 1, ..ahead };
+    assert_eq!(attach(Some(&behind)).unwrap().1, 2, "the catalog counts");
+}
+
+/// A writer continues after each rebuild, with its numbers, until another one takes the image.
+#[test]
+fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice() {
+    let bench = Bench::new();
+    let owner = |id| MirrorOwner::this_process(MirrorId::from_bytes([id; 16]), "/m").unwrap();
+    let mut records = vec![bench.record(1, 1, false), bench.record(9, 2, true)];
+    bench.rebuild(&records);
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let attach = |bench: &Bench, id| {
+        bench.catalog.attach(&owner(id), &snapshot, Mode::ReadWrite, None).unwrap().0
+    };
+    let holder = attach(&bench, 7);
+    let end = bench.catalog.reserve(&holder, 25).unwrap().end;
+    for _ in 0..3 {
+        // The restored image is in the records of later snapshots.
+        let image = bench.catalog.read(&[Query::Key(image_key(&bench.name))]).unwrap();
+        let image: ImageDocument = image.get(&image_key(&bench.name)).unwrap().unwrap();
+        let number = records.len() as u64;
+        let mut record = bench.record(number, 10 + number, false);
+        record.1.image = ImageDocument { next_number: 3, ..image };
+        records.push(record);
+
+        std::thread::sleep(std::time::Duration::from_millis(1100));
+        let lost = Query::prefix("");
+        assert!(bench.documents.commit(&Change::default().remove(lost)).unwrap());
+        let gone = bench.catalog.renew(&holder, (1, Root(None)), end).unwrap_err();
+        assert!(matches!(gone, Error::ImageGone { .. }), "{gone}");
+        assert_eq!(bench.rebuild(&records).0, 1);
+        let early = bench.catalog.reserve(&holder, 1).unwrap_err();
+        assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
+        bench.catalog.renew(&holder, (1, Root(None)), end).unwrap();
+        assert!(bench.catalog.reserve(&holder, 1).unwrap().start >= end);
+    }
+    // The next catalog is taken by another writer first, which then ends.
+    assert!(bench.documents.commit(&Change::default().remove(Query::prefix(""))).unwrap());
+    bench.rebuild(&records);
+    let other = attach(&bench, 8);
+    bench.catalog.release(&other, None).unwrap();
+    let fenced = bench.catalog.renew(&holder, (1, Root(None)), end).unwrap_err();
+    assert!(matches!(fenced, Error::Fenced { .. }), "{fenced}");
+}
+
+/// A snapshot is published and removed while a rebuild reads the records.
+#[test]
+fn a_rebuild_ignores_what_is_published_while_it_runs() {
+    let bench = Bench::new();
+    let records = [bench.record(1, 1, false)];
+    assert_eq!(bench.rebuild(&records).0, 1);
+    let inventory = bench.catalog.inventory().unwrap();
+    let mut record = bench.record(2, 2, false);
+    record.1.epoch = bench.catalog.cluster_epoch().unwrap().number();
+    let found = of(&[records[0].clone(), record.clone()]);
+    assert_eq!(bench.catalog.rebuild(&inventory, found).unwrap().snapshots, 0);
+    assert_eq!(bench.rebuild(&[record]).1, 1, "a later rebuild restores it");
+}
+
+#[test]
+fn a_snapshot_that_failed_after_its_record_was_stored_is_no_parent() {
+    let bench = Bench::new();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let first = bench.record(1, 1, false);
+    bench.rebuild(std::slice::from_ref(&first));
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let reference = bench.catalog.new_mirror(&owner, &snapshot, Mode::ReadWrite, None).unwrap();
+    let mut recorded = bench.record(2, 2, false);
+    recorded.1.snapshot.as_mut().unwrap().mirror = Some(owner.id);
+    let mut failure = bench.record(2, 3, true);
+    failure.1.is_failure = true;
+    let lost = Bench::new();
+    let inventory = lost.catalog.inventory().unwrap();
+    let snapshots = vec![first, recorded, failure];
+    let records = Records { snapshots, mirrors: reference.into_iter().collect() };
+    lost.catalog.rebuild(&inventory, records).unwrap();
+    assert_eq!(lost.catalog.mirror(&owner.id).unwrap().unwrap().parent, 1);
 }

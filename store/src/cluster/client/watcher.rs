@@ -25,7 +25,23 @@ pub(crate) struct MembershipWatcher {
     security: Security,
     documents: Arc<dyn Documents>,
     reported: Arc<ReportedSuspects>,
+    members: Arc<MemberUpdates>,
     stop: Arc<AtomicBool>,
+}
+
+/// Lets one thread at a time read the members and update the cluster, so that no older list replaces
+/// a newer one.
+#[derive(Default)]
+struct MemberUpdates(Mutex<()>);
+
+impl MemberUpdates {
+    /// Updates the members of the cluster. Returns the revision of the list.
+    fn update(&self, documents: &dyn Documents, cluster: &Cluster) -> Result<u64> {
+        let _one = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (peers, revision) = membership::peers(documents)?;
+        cluster.set_members(peers.iter().filter_map(membership::Peer::member).collect());
+        Ok(revision)
+    }
 }
 
 /// For each peer, the number of wrong blocks that were reported to the catalog.
@@ -35,6 +51,11 @@ impl MembershipWatcher {
     /// Returns the client of the cluster.
     pub(crate) fn cluster(&self) -> &Cluster {
         &self.cluster
+    }
+
+    /// Reads the members from the catalog, and updates the cluster at once.
+    pub(crate) fn update(&self) -> Result<()> {
+        self.members.update(&*self.documents, &self.cluster).map(drop)
     }
 
     /// Returns the keys of the cluster's connections.
@@ -67,11 +88,14 @@ pub(crate) fn watch_members(
         (stop.clone(), cluster.clone(), Arc::downgrade(documents));
     let reported = Arc::new(ReportedSuspects::default());
     let thread_reported = reported.clone();
+    let members = Arc::new(MemberUpdates::default());
+    let thread_members = members.clone();
     let run = move || {
         while !stopped.load(Ordering::Relaxed)
             && let Some(documents) = Weak::upgrade(&weak)
         {
-            match step(&*documents, &thread_cluster, &thread_reported, &mut revision) {
+            let shared = (&thread_cluster, &*thread_members, &*thread_reported);
+            match step(&*documents, shared, &mut revision) {
                 Ok(()) => {}
                 Err(error) => {
                     tracing::debug!(%error, "cannot read the members; retrying");
@@ -85,20 +109,17 @@ pub(crate) fn watch_members(
         .spawn(run)
         .map_err(|error| Error::io("starting", "the members thread".as_ref(), error))?;
     let (security, documents) = (security.clone(), documents.clone());
-    Ok((blobs, MembershipWatcher { cluster, security, documents, reported, stop }))
+    Ok((blobs, MembershipWatcher { cluster, security, documents, reported, members, stop }))
 }
 
 /// Waits for a change of the members, updates the cluster, and reports suspect peers.
 fn step(
     documents: &dyn Documents,
-    cluster: &Cluster,
-    reported: &ReportedSuspects,
+    (cluster, members, reported): (&Cluster, &MemberUpdates, &ReportedSuspects),
     revision: &mut u64,
 ) -> Result<()> {
     documents.wait("members", *revision, POLL_INTERVAL)?;
-    let (peers, seen) = membership::peers(documents)?;
-    *revision = seen;
-    cluster.set_members(peers.iter().filter_map(membership::Peer::member).collect());
+    *revision = members.update(documents, cluster)?;
     report_suspects(documents, cluster, reported)
 }
 
