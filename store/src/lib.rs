@@ -15,7 +15,7 @@
 //!
 //! To store a snapshot, a writer calls [`Repository::put_chunks`] for the changed chunks that are
 //! not [zero](is_zero), then [`Repository::commit_tree`] over the parent's root, then
-//! [`Attachment::publish`]. After a crash, everything before the publication is garbage, and
+//! [`SnapshotCommit::publish`]. After a crash, everything before the publication is garbage, and
 //! everything after it is permanent.
 //!
 //! Modules use only modules above them in this table, and `make lint` checks that they form no

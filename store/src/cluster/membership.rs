@@ -5,7 +5,7 @@
 //! | `members/ID` | address, domain, weight, draining, lost | when the peer joins or changes |
 //! | `alive/ID` | capacity, used, reserved, fragments, load, scrub | by every heartbeat; it expires |
 //! | `suspects/ID` | how often clients got wrong bytes from the peer | by clients |
-//! | `health/losses` | how many peers were ever declared lost: the [`ClusterEpoch`] | with each loss |
+//! | `health/losses` | how many peers were ever declared lost: the `ClusterEpoch` | with each loss |
 //!
 //! ```text
 //! joins ──► up ──► down ── lost_after ──► lost ──► forgotten
