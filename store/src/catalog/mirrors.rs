@@ -6,11 +6,11 @@
 //! whose lease has expired continues as long as no other mirror has acquired the lease.
 
 use super::Catalog;
-use super::attachments::Holder;
 use super::documents::{
     ImageDocument, LEASES, LeaseDocument, MIRRORS, MirrorDocument, SnapshotDocument, image,
     image_key, lease_key, live_lease, mirror_key, snapshot_key,
 };
+use super::holder::Holder;
 use crate::clock::now;
 use crate::documents::{Change, Query, View};
 use crate::encoding::StoragePolicy;

@@ -14,12 +14,14 @@
 //! | `images` | creating and listing images and snapshots |
 //! | `removal` | removing images and snapshots |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
+//! | `holder` | an attached mirror, and what its operations check |
 //! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
 //! | `records` | records of snapshots, and rebuilding a lost catalog from them |
 //! | `mirror_records` | records of mirrors |
 
 mod attachments;
 mod documents;
+mod holder;
 mod images;
 mod mirror_records;
 mod mirrors;
@@ -32,7 +34,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub(crate) use self::attachments::{Holder, Published};
+pub(crate) use self::holder::{Holder, Published};
 pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
