@@ -10,8 +10,8 @@ use crate::mirror::files::map::{MapError, MapFile};
 use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::{PAGE_BYTES, Presence};
 
-const HEADER: usize = 256;
-const HASHED: usize = 224;
+const HEADER: usize = 512;
+const HASHED: usize = 480;
 
 /// The disk of the example. Its last chunk is partial.
 const CHUNK: u32 = 64 << 10;
@@ -88,7 +88,7 @@ fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, DirtySet), MapError
 fn header(sequence: u64, state: u8) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[0..8].copy_from_slice(b"CAIRNMAP");
-    bytes[8] = 2;
+    bytes[8] = 3;
     bytes[12] = state % 4;
     bytes[16..24].copy_from_slice(&sequence.to_le_bytes());
     bytes[24..40].copy_from_slice(&[7; 16]);

@@ -256,7 +256,6 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
         record.1.image = ImageDocument { next_number: 3, ..image };
         records.push(record);
 
-        std::thread::sleep(std::time::Duration::from_millis(1100));
         let lost = Query::prefix("");
         assert!(bench.documents.commit(&Change::default().remove(lost)).unwrap());
         let gone = bench.catalog.renew(&holder, (1, Root(None)), end).unwrap_err();
