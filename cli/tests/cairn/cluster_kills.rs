@@ -80,7 +80,7 @@ fn retry<T>(operation: impl Fn() -> Result<T>) -> T {
             Ok(done) => return done,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-                assert!(begin.elapsed() < 3 * TIMEOUT, "{error}");
+                assert!(begin.elapsed() < 5 * TIMEOUT, "{error}");
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -487,13 +487,13 @@ fn stop_on_panic(world: &World, part: impl FnOnce()) {
 #[test]
 fn no_stable_snapshot_is_lost_while_four_of_twelve_peers_die_at_any_moment() {
     let redundancy = Redundancy::ReedSolomon { data: 4, parity: 4 };
-    let time = Duration::from_secs(15);
+    let time = Duration::from_secs(10);
     with_seeds(|seed| FaultTest { redundancy, peers: 12, losses: 4, time }.run(seed));
 }
 
 #[test]
 fn no_stable_snapshot_is_lost_while_two_of_five_peers_die_at_any_moment() {
     let redundancy = Redundancy::Replicas(3);
-    let time = Duration::from_secs(15);
+    let time = Duration::from_secs(10);
     with_seeds(|seed| FaultTest { redundancy, peers: 5, losses: 2, time }.run(seed));
 }
