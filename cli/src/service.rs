@@ -1,4 +1,4 @@
-//! What all processes share that run until a signal stops them.
+//! The parts that all long-running commands share: they run until a signal stops them.
 
 use std::io::IsTerminal;
 

@@ -128,7 +128,7 @@ pub(crate) enum Keys {
         /// certificate and key of the role
         #[arg(value_name = "DIR")]
         directory: PathBuf,
-        /// What the keys are for
+        /// The role of the process that uses the keys
         #[arg(long, value_enum, default_value = "peer")]
         role: SignRole,
         /// Create keys for the peer that has this id, in place of its former keys, not for a new

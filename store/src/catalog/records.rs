@@ -355,7 +355,7 @@ impl Catalog {
     }
 }
 
-/// What the records say about one image.
+/// The records of one image, combined.
 struct RecordedImage {
     /// The record that was stored last.
     last: Record,

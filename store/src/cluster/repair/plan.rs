@@ -44,7 +44,7 @@ use crate::id::{BlobId, PeerId};
 pub struct Wanted {
     /// The blob's name.
     pub blob: BlobId,
-    /// What it is used for. A record that is stored as content is not found as a record.
+    /// Whether it is content or a record. A record that is stored as content is not found as a record.
     pub kind: Kind,
     /// The redundancy that it is to have.
     pub redundancy: Redundancy,

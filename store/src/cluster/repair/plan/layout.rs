@@ -1,4 +1,4 @@
-//! What the peers hold of a blob, by encoding.
+//! The fragments of a blob that the peers hold, by encoding.
 
 use std::collections::BTreeMap;
 

@@ -320,7 +320,7 @@ fn a_rejected_encoding_is_surplus_and_another_one_is_completed_however_weak_it_i
 fn a_rejected_encoding_is_never_completed_kept_or_counted() {
     let mut scene = with_two_encodings();
     scene.findings.rejected.insert(BlobId::of(b"one"), Rejection::Unreadable);
-    // The other encoding cannot be read. What there is of both stays.
+    // The other encoding cannot be read. The fragments of both stay.
     scene.holdings.retain(|one| one.encoding == BlobId::of(b"one") || one.index < 3);
     let plan = scene.plan();
     assert_eq!((plan.encoding, plan.survives, plan.missing), (None, -1, 3));
