@@ -44,6 +44,7 @@ mod buffers;
 mod catalog;
 mod clock;
 pub mod cluster;
+pub mod collection;
 pub mod documents;
 mod durable;
 pub mod encoding;

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 use std::{mem, thread};
 
-use cairn_store::{ChunkId, ChunkIndex, is_zero};
+use cairn_store::{ChunkId, ChunkIndex, NewBlob, is_zero};
 
 use super::persist::{POLL_INTERVAL, PersistError, Persister};
 use crate::mirror::block_set::BlockSet;
@@ -330,13 +330,11 @@ impl LayerWriter<'_> {
         for item in batch.iter_mut() {
             self.complete(item)?;
         }
-        let name = |item: &StoreItem| {
-            let content = &item.data;
-            (!is_zero(content)).then(|| ChunkId::of(content))
-        };
-        let ids: Vec<Option<ChunkId>> = batch.iter().map(name).collect();
-        let full = batch.iter().zip(&ids).filter_map(|(item, id)| Some(((*id)?, &*item.data)));
-        let full: Vec<(ChunkId, &[u8])> = full.collect();
+        let contents = batch.iter().map(|item| &*item.data);
+        let hash = |content| (!is_zero(content)).then(|| NewBlob::new(content));
+        let hashed: Vec<Option<NewBlob<'_>>> = contents.map(hash).collect();
+        let ids = hashed.iter().map(|one| one.as_ref().map(NewBlob::chunk_id)).collect();
+        let full: Vec<_> = hashed.into_iter().flatten().collect();
         let throttle = &self.persister.throttle;
         let step =
             if throttle.is_guest_busy(&self.persister.counters) { 1 } else { full.len().max(1) };

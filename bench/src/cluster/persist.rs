@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use cairn_store::cluster::ClusterBlobs;
 use cairn_store::encoding::StoragePolicy;
-use cairn_store::{BlobId, Blobs};
+use cairn_store::{Blobs, NewBlob};
 
 use super::data::CHUNK;
 
@@ -16,7 +16,7 @@ const GROUP: usize = 16;
 pub(crate) fn persist(client: &ClusterBlobs, bytes: &[u8], policy: &StoragePolicy) -> Result<f64> {
     let begin = Instant::now();
     for group in bytes.chunks(GROUP * CHUNK) {
-        let blobs: Vec<_> = group.chunks(CHUNK).map(|chunk| (BlobId::of(chunk), chunk)).collect();
+        let blobs: Vec<_> = group.chunks(CHUNK).map(NewBlob::new).collect();
         client.put(&blobs, policy).context("storing chunks")?;
     }
     client.flush().context("flushing")?;

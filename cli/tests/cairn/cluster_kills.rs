@@ -18,7 +18,7 @@ use cairn_store::maintenance;
 use cairn_store::net::identity::Security;
 use cairn_store::{
     Attachment, ChunkId, ChunkIndex, Consistency, Error, ErrorKind, Geometry, MIN_CHUNK_SIZE,
-    MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Snapshot, SnapshotState,
+    MirrorId, MirrorOwner, Mode, NewBlob, NewSnapshot, Repository, Result, Snapshot, SnapshotState,
 };
 
 use crate::lab::{Dice, Lab, Operator, TIMEOUT, random, wait_for_repair, with_seeds};
@@ -169,10 +169,10 @@ impl<'a> Writer<'a> {
             Err(error) => return Err(error),
         };
         let chunks: Vec<_> = changes.values().map(|seed| content(*seed)).collect();
-        let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+        let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
         let stored = self.repository.put_chunks(&chunks)?;
         let tree = changes.keys().zip(&chunks);
-        let tree = tree.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect();
+        let tree = tree.map(|(at, one)| (ChunkIndex(*at), Some(one.chunk_id()))).collect();
         commit.publish(&tree, stored, &|at, buf| {
             buf.copy_from_slice(&content(changes[&at.0]));
             true

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use cairn_store::encoding::Redundancy;
 use cairn_store::{
-    Attachment, ChangedChunks, ChunkId, ChunkIndex, Consistency, Geometry, LocalCopy,
-    MIN_CHUNK_SIZE, MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Result, Snapshot,
+    Attachment, ChangedChunks, ChunkIndex, Consistency, Geometry, LocalCopy, MIN_CHUNK_SIZE,
+    MirrorId, MirrorOwner, Mode, NewBlob, NewSnapshot, Repository, Result, Snapshot,
     SnapshotCommit,
 };
 
@@ -50,10 +50,10 @@ impl Writer {
     /// Stores the chunks and returns their names.
     pub(crate) fn store(&self, chunks: &Disk) -> Result<ChangedChunks> {
         let contents: Vec<_> = chunks.values().map(|seed| content(*seed)).collect();
-        let contents: Vec<_> = contents.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+        let contents: Vec<_> = contents.iter().map(|one| NewBlob::new(one)).collect();
         self.repository.put_chunks(&contents)?;
         let changes = chunks.keys().zip(&contents);
-        Ok(changes.map(|(at, (id, _))| (ChunkIndex(*at), Some(*id))).collect())
+        Ok(changes.map(|(at, one)| (ChunkIndex(*at), Some(one.chunk_id()))).collect())
     }
 
     /// Begins, stores and publishes a snapshot.

@@ -5,12 +5,33 @@
 
 pub(crate) mod directory;
 
-use crate::encoding::StoragePolicy;
+use crate::encoding::{ContentHash, StoragePolicy};
 use crate::error::Result;
-use crate::id::BlobId;
+use crate::id::{BlobId, ChunkId};
 
-/// A blob to be stored: its name and its content.
-pub type NewBlob<'a> = (BlobId, &'a [u8]);
+/// A blob to be stored: its content, and the hash that gives the blob its name.
+#[derive(Clone, Debug)]
+pub struct NewBlob<'a> {
+    pub(crate) hash: ContentHash,
+    pub(crate) content: &'a [u8],
+}
+
+impl<'a> NewBlob<'a> {
+    /// Hashes the content.
+    pub fn new(content: &'a [u8]) -> NewBlob<'a> {
+        NewBlob { hash: ContentHash::of(content), content }
+    }
+
+    /// The blob's name.
+    pub fn id(&self) -> BlobId {
+        self.hash.name
+    }
+
+    /// The blob's name, if it is a chunk.
+    pub fn chunk_id(&self) -> ChunkId {
+        ChunkId::from_bytes(*self.hash.name.as_bytes())
+    }
+}
 
 /// A blob store. Threads share one object, and several processes may use one store at once.
 pub trait Blobs: Send + Sync {

@@ -1,4 +1,4 @@
-//! Compression of a blob's content before it is cut into blocks.
+//! Compression of frames: which codec, and the codecs.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -87,17 +87,12 @@ thread_local! {
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// Compresses content. Returns `None` if that does not save at least an eighth.
-pub(crate) fn compress(content: &[u8], how: Compression) -> Option<(Codec, Vec<u8>)> {
-    match how {
-        Compression::None => None,
-        Compression::Auto => {
-            let shrinks = sample(content).is_none_or(|sample| lz4(&sample).is_some());
-            shrinks.then(|| zstd(content)).flatten().map(|bytes| (Codec::Zstd, bytes))
-        }
-        Compression::Zstd => zstd(content).map(|bytes| (Codec::Zstd, bytes)),
-        Compression::Lz4 => lz4(content).map(|bytes| (Codec::Lz4, bytes)),
-    }
+/// Whether a sample of the content shrinks by an eighth. Short content is not sampled.
+pub(crate) fn shrinks(content: &[u8]) -> bool {
+    sample(content).is_none_or(|sample| {
+        let bytes = lz4_flex::block::compress(&sample);
+        bytes.len() <= sample.len() - sample.len().div_ceil(8)
+    })
 }
 
 /// Pieces from the start, the middle and the end; `None` if they would be half of the content or
@@ -115,32 +110,40 @@ fn sample(content: &[u8]) -> Option<Vec<u8>> {
     )
 }
 
-/// The longest compressed length that saves at least an eighth.
-fn max_compressed(len: usize) -> usize {
-    len - len.div_ceil(8)
-}
-
-fn zstd(content: &[u8]) -> Option<Vec<u8>> {
-    COMPRESSOR.with_borrow_mut(|compressor| {
-        if compressor.is_none() {
-            *compressor = Compressor::new(ZSTD_LEVEL).ok();
+/// Compresses a frame to at most `room` bytes, and appends them to `to`. Returns whether it did.
+pub(crate) fn compress_frame(codec: Codec, frame: &[u8], room: usize, to: &mut Vec<u8>) -> bool {
+    match codec {
+        Codec::None => false,
+        Codec::Zstd => COMPRESSOR.with_borrow_mut(|compressor| {
+            if compressor.is_none() {
+                *compressor = Compressor::new(ZSTD_LEVEL).ok();
+            }
+            let Some(compressor) = compressor else { return false };
+            let before = to.len();
+            to.resize(before + room, 0);
+            // Compression stops when the buffer is full.
+            let len = compressor.compress_to_buffer(frame, &mut to[before..]);
+            to.truncate(before + len.as_ref().map_or(0, |len| *len));
+            len.is_ok()
+        }),
+        Codec::Lz4 => {
+            let bytes = lz4_flex::block::compress(frame);
+            let fits = bytes.len() <= room;
+            if fits {
+                to.extend_from_slice(&bytes);
+            }
+            fits
         }
-        // Compression stops when the buffer is full.
-        let mut bytes = vec![0; max_compressed(content.len())];
-        let len = compressor.as_mut()?.compress_to_buffer(content, &mut bytes[..]).ok()?;
-        bytes.truncate(len);
-        Some(bytes)
-    })
-}
-
-fn lz4(content: &[u8]) -> Option<Vec<u8>> {
-    let bytes = lz4_flex::block::compress(content);
-    (bytes.len() <= max_compressed(content.len())).then_some(bytes)
+    }
 }
 
 /// Decompresses to exactly the length of `content`. Fails if the result would be shorter or longer,
 /// without allocating memory for it.
-pub(crate) fn decompress(codec: Codec, bytes: &[u8], content: &mut [u8]) -> Result<(), String> {
+pub(crate) fn decompress_frame(
+    codec: Codec,
+    bytes: &[u8],
+    content: &mut [u8],
+) -> Result<(), String> {
     let len = match codec {
         Codec::None => return Err("it is not compressed".into()),
         Codec::Zstd => DECOMPRESSOR.with_borrow_mut(|decompressor| {
@@ -163,7 +166,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
 
-    use super::{Codec, Compression, compress, decompress};
+    use super::{Codec, Compression, compress_frame, decompress_frame};
 
     #[test]
     fn the_text_of_a_compression_parses_to_it() {
@@ -175,20 +178,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn content_that_does_not_shrink_is_not_compressed() {
-        let mut noise = vec![0; 256 << 10];
-        blake3::Hasher::new().update(b"noise").finalize_xof().fill(&mut noise);
-        for how in [Compression::Auto, Compression::Zstd, Compression::Lz4, Compression::None] {
-            assert_eq!(compress(&noise, how), None, "{how}");
-        }
-        let text = b"a line of a log, and another one\n".repeat(8000);
-        for how in [Compression::Auto, Compression::Zstd, Compression::Lz4] {
-            assert!(compress(&text, how).unwrap().1.len() < text.len() / 8, "{how}");
-        }
-        assert_eq!(compress(&text, Compression::None), None);
-    }
-
     proptest! {
         #[test]
         fn a_buffer_of_another_length_is_refused(
@@ -197,10 +186,13 @@ mod tests {
             wrong in -50isize..50,
         ) {
             let content = pattern.repeat(repeat);
-            for how in [Compression::Zstd, Compression::Lz4] {
-                let Some((codec, bytes)) = compress(&content, how) else { continue };
+            for codec in [Codec::Zstd, Codec::Lz4] {
+                let mut bytes = Vec::new();
+                if !compress_frame(codec, &content, content.len() - 1, &mut bytes) {
+                    continue;
+                }
                 let mut found = vec![0; content.len().saturating_add_signed(wrong)];
-                let done = decompress(codec, &bytes, &mut found);
+                let done = decompress_frame(codec, &bytes, &mut found);
                 prop_assert_eq!(done.is_ok(), wrong == 0);
                 prop_assert!(wrong != 0 || found == content);
             }
@@ -213,7 +205,7 @@ mod tests {
         ) {
             let mut found = vec![0; len];
             for codec in [Codec::Zstd, Codec::Lz4] {
-                let _ = decompress(codec, &bytes, &mut found);
+                let _ = decompress_frame(codec, &bytes, &mut found);
             }
         }
     }

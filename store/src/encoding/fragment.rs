@@ -1,12 +1,12 @@
 //! Fragments: the parts of a blob that peers store.
 //!
 //! ```text
-//! content ─► compressed, if that saves at least an eighth ─► cut into k blocks ─► m parity blocks
-//!                                                                 └──────┬───────────┘
-//!                         description: k, m, lengths, the blob's name, the checksum of each block
+//! content ─► frames, each compressed ─► cut into k blocks ─► m parity blocks
+//!                                            └──────┬───────────┘
+//!            description: k, m, lengths, the blob's name, the checksum of each block, a seal
 //! ```
 //!
-//! A fragment is one block and the description of the whole encoding:
+//! A fragment is one block and the [`Description`] of the whole encoding:
 //!
 //! - A process that has a fragment can tell a damaged block from a good one by its checksum.
 //! - Blocks of two encodings of one blob never mix, because their descriptions have different
@@ -15,67 +15,21 @@
 //!   decoded content with the blob's name.
 //! - A checksum costs a tenth of a BLAKE3 hash, and every process that a block passes verifies it.
 //!
-//! ```text
-//! 0        4         5      6   7   8        12               16            48
-//! ┌────────┬─────────┬──────┬───┬───┬────────┬────────────────┬─────────────┬─────────────────┐
-//! │ "CRNF" │ version │ form │ k │ m │ length │ encoded length │ blob's name │ k + m checksums │
-//! └────────┴─────────┴──────┴───┴───┴────────┴────────────────┴─────────────┴─────────────────┘
-//! ```
-//!
-//! A checksum is XXH3 with 64 bits (8 bytes), without a seed.
-//!
-//! The form has the codec in its low four bits (0 none, 1 zstd, 2 lz4) and the [`Kind`] in its high
-//! four bits (0 content, 1 record).
-//!
 //! A copy is an encoding with k = 1 and m = 0. All copies are the same block.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
-use twox_hash::XxHash3_64;
 
-use super::compression::{Codec, compress, decompress};
-use super::redundancy::{MAX_WIDTH, Redundancy, StoragePolicy};
+use super::compression::Codec;
+use super::description::{Encryption, Seal, Tables, checksum};
+use super::frames::{ContentHash, compress};
+use super::redundancy::{Redundancy, StoragePolicy};
 use super::reed_solomon;
 use crate::buffers::Buffer;
-use crate::error::{Error, Result};
 use crate::id::BlobId;
 
-const MAGIC: &[u8; 4] = b"CRNF";
-/// Version 1 was never released.
-const VERSION: u8 = 2;
-const HEADER: usize = 48;
-const CHECKSUM: usize = 8;
-
-/// The longest content of a blob, in bytes.
-pub const MAX_CONTENT: usize = 4 << 20;
-
-/// What a blob is used for. The kind is stored beside the content and not derived from it: a guest
-/// that writes bytes that look like a record has stored content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// A chunk, or a node of a tree.
-    Content,
-    /// The record of a snapshot. A lost catalog is rebuilt from records.
-    Record,
-}
-
-/// Describes one encoding of a blob and its blocks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Description {
-    /// The blob's name: the hash of its plain content.
-    pub blob: BlobId,
-    /// Bytes of the plain content.
-    pub len: u32,
-    /// Bytes of the content after compression, which is cut into blocks.
-    encoded_len: u32,
-    kind: Kind,
-    codec: Codec,
-    data: u8,
-    parity: u8,
-    /// Shared, because a description is cloned several times for each of its fragments.
-    checksums: Arc<[[u8; CHECKSUM]]>,
-}
+pub use super::description::{Description, Kind, MAX_CONTENT};
 
 /// What a peer stores of a blob: one block, and the description of the whole encoding.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -101,6 +55,7 @@ pub(crate) struct Plain {
     /// Padded with zeros to whole blocks.
     bytes: Bytes,
     len: usize,
+    hash: ContentHash,
 }
 
 impl Plain {
@@ -109,19 +64,24 @@ impl Plain {
     /// # Panics
     ///
     /// If the content is empty or longer than [`MAX_CONTENT`].
-    pub(crate) fn new(content: &[u8], redundancy: Redundancy) -> Plain {
+    pub(crate) fn new(hash: ContentHash, content: &[u8], redundancy: Redundancy) -> Plain {
         assert!(!content.is_empty() && content.len() <= MAX_CONTENT, "{} bytes", content.len());
-        let len = content.len();
-        let mut bytes = Buffer::new(len.next_multiple_of(redundancy.needed()), 0);
-        bytes[..len].copy_from_slice(content);
-        bytes[len..].fill(0);
-        Plain { bytes: bytes.share(), len }
+        Plain { bytes: pad(content, redundancy), len: content.len(), hash }
     }
 
     /// The content.
     pub(crate) fn content(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
+}
+
+/// Copies bytes, and pads them with zeros to whole blocks.
+fn pad(bytes: &[u8], redundancy: Redundancy) -> Bytes {
+    let len = bytes.len();
+    let mut padded = Buffer::new(len.next_multiple_of(redundancy.needed()), 0);
+    padded[..len].copy_from_slice(bytes);
+    padded[len..].fill(0);
+    padded.share()
 }
 
 /// The blocks of a blob: data blocks and parity blocks.
@@ -155,7 +115,7 @@ impl Blocks {
     }
 }
 
-/// Cuts a blob into blocks, computes parity, and describes them.
+/// Cuts a blob into blocks, computes parity, and describes them. Nobody has sealed the description.
 ///
 /// # Panics
 ///
@@ -165,8 +125,7 @@ pub fn encode(
     content: &[u8],
     policy: impl Into<StoragePolicy>,
 ) -> (Description, Blocks) {
-    let policy = policy.into();
-    cut(Kind::Content, blob, &Plain::new(content, policy.redundancy), &policy)
+    encode_kind(Kind::Content, blob, content, &policy.into())
 }
 
 /// Encodes the record of a snapshot, like [`encode`].
@@ -175,26 +134,36 @@ pub fn encode_record(
     content: &[u8],
     policy: impl Into<StoragePolicy>,
 ) -> (Description, Blocks) {
-    let policy = policy.into();
-    cut(Kind::Record, blob, &Plain::new(content, policy.redundancy), &policy)
+    encode_kind(Kind::Record, blob, content, &policy.into())
+}
+
+fn encode_kind(
+    kind: Kind,
+    blob: &BlobId,
+    content: &[u8],
+    policy: &StoragePolicy,
+) -> (Description, Blocks) {
+    let hash = ContentHash { name: *blob, ..ContentHash::of(content) };
+    cut(kind, &Plain::new(hash, content, policy.redundancy), policy)
 }
 
 /// Encodes content that was copied for the policy's redundancy.
-pub(crate) fn cut(
-    kind: Kind,
-    blob: &BlobId,
-    plain: &Plain,
-    policy: &StoragePolicy,
-) -> (Description, Blocks) {
+pub(crate) fn cut(kind: Kind, plain: &Plain, policy: &StoragePolicy) -> (Description, Blocks) {
     let (data, parity) = match policy.redundancy {
         Redundancy::Replicas(_) => (1, 0),
         Redundancy::ReedSolomon { data, parity } => (data, parity),
     };
+    let ContentHash { name, subtrees } = plain.hash.clone();
     let compressed = compress(plain.content(), policy.compression);
-    let (codec, plain_len) = (compressed.as_ref().map_or(Codec::None, |one| one.0), plain.len);
-    let smaller = compressed.map(|(_, bytes)| Plain::new(&bytes, policy.redundancy));
-    let plain = smaller.as_ref().unwrap_or(plain);
-    let padded = plain.bytes.clone();
+    let (codec, stored_len, stored_hash, frames, padded) = match compressed {
+        // Without a codec the stored bytes are the content, whose hash is the name.
+        None => (Codec::None, plain.len, name, Vec::new(), plain.bytes.clone()),
+        Some(found) => {
+            let frames = if subtrees.is_empty() { Vec::new() } else { found.frames };
+            let padded = pad(&found.bytes, policy.redundancy);
+            (found.codec, found.bytes.len(), BlobId::of(&found.bytes), frames, padded)
+        }
+    };
     let len = padded.len() / usize::from(data);
     let mut computed = Buffer::new(len * usize::from(parity), 0);
     if parity > 0 {
@@ -206,203 +175,20 @@ pub(crate) fn cut(
     let width = usize::from(data) + usize::from(parity);
     let checksums = (0..width).map(|index| checksum(blocks.get(index))).collect();
     let description = Description {
-        blob: *blob,
-        len: plain_len as u32,
-        encoded_len: plain.len as u32,
+        blob: name,
+        len: plain.len as u32,
+        stored_len: stored_len as u32,
+        stored_hash,
         kind,
         codec,
+        encryption: Encryption::NONE,
         data,
         parity,
-        checksums,
+        subtrees,
+        tables: Arc::new(Tables { checksums, frames }),
+        seal: Seal::NONE,
     };
     (description, blocks)
-}
-
-fn checksum(block: &[u8]) -> [u8; CHECKSUM] {
-    XxHash3_64::oneshot(block).to_le_bytes()
-}
-
-impl Description {
-    /// Bytes of the longest description.
-    pub(crate) const LONGEST: usize = HEADER + MAX_WIDTH * CHECKSUM;
-
-    /// What the blob is used for.
-    pub fn kind(&self) -> Kind {
-        self.kind
-    }
-
-    /// The number of blocks.
-    pub fn width(&self) -> usize {
-        self.checksums.len()
-    }
-
-    /// The number of blocks that are enough to decode the blob.
-    pub fn needed(&self) -> usize {
-        self.data.into()
-    }
-
-    /// Bytes of each block.
-    pub fn block_len(&self) -> usize {
-        (self.encoded_len as usize).div_ceil(self.data.into())
-    }
-
-    /// Whether `block` has the length and the checksum of the block with this index.
-    pub fn matches(&self, index: usize, block: &[u8]) -> bool {
-        block.len() == self.block_len()
-            && self.checksums.get(index).is_some_and(|wanted| checksum(block) == *wanted)
-    }
-
-    /// The hash of the description. Fragments of one encoding have the same.
-    pub fn id(&self) -> BlobId {
-        BlobId::of(&self.to_bytes())
-    }
-
-    /// The bytes of the description, as they are sent and stored.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(HEADER + self.checksums.len() * CHECKSUM);
-        self.write(&mut bytes);
-        bytes
-    }
-
-    /// Appends the bytes of the description.
-    pub(crate) fn write(&self, bytes: &mut Vec<u8>) {
-        bytes.reserve_exact(HEADER + self.checksums.len() * CHECKSUM);
-        bytes.extend_from_slice(MAGIC);
-        let form = (self.kind as u8) << 4 | self.codec.number();
-        bytes.extend_from_slice(&[VERSION, form, self.data, self.parity]);
-        bytes.extend_from_slice(&self.len.to_le_bytes());
-        bytes.extend_from_slice(&self.encoded_len.to_le_bytes());
-        bytes.extend_from_slice(self.blob.as_bytes());
-        bytes.extend_from_slice(self.checksums.as_flattened());
-    }
-
-    /// Decodes the description at the start of `bytes`. Also returns the bytes after it.
-    pub fn from_bytes(bytes: &[u8]) -> Result<(Description, &[u8])> {
-        let wrong = |reason: &str| Error::corrupt("a fragment's description", reason);
-        let (header, rest) =
-            bytes.split_at_checked(HEADER).ok_or_else(|| wrong("it is too short"))?;
-        if &header[..4] != MAGIC {
-            return Err(wrong("it has another magic"));
-        }
-        let kind = match header[5] >> 4 {
-            0 => Some(Kind::Content),
-            1 => Some(Kind::Record),
-            _ => None,
-        };
-        let (Some(kind), Some(codec), VERSION) = (kind, Codec::new(header[5] & 15), header[4])
-        else {
-            return Err(wrong("it has an unknown version, kind or codec"));
-        };
-        let (data, parity) = (header[6], header[7]);
-        let word =
-            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-        let (len, encoded_len) = (word(8), word(12));
-        let width = usize::from(data) + usize::from(parity);
-        let is_code =
-            if data == 1 { parity == 0 } else { data > 1 && parity > 0 && width <= MAX_WIDTH };
-        // Compressed content is always shorter.
-        let is_encoded = match codec {
-            Codec::None => encoded_len == len,
-            _ => (1..len).contains(&encoded_len),
-        };
-        if !is_code || len == 0 || len as usize > MAX_CONTENT || !is_encoded {
-            return Err(wrong("its numbers are invalid"));
-        }
-        let (checksums, rest) =
-            rest.split_at_checked(width * CHECKSUM).ok_or_else(|| wrong("it is too short"))?;
-        let blob = BlobId::from_bytes(header[16..HEADER].try_into().expect("32 bytes"));
-        let checksums = checksums.as_chunks().0.into();
-        Ok((Description { blob, len, encoded_len, kind, codec, data, parity, checksums }, rest))
-    }
-
-    /// Decodes the content from enough blocks, each at its index, and compares it with the blob's
-    /// name. It uses the first blocks that are enough, and fails if one of these is wrong.
-    pub fn decode<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], content: &mut [u8]) -> Result<()> {
-        let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
-        let data = usize::from(self.data);
-        if blocks.len() != self.width() || content.len() != self.len as usize {
-            return Err(wrong("the blocks do not fit its description"));
-        }
-        let computed;
-        let data_blocks: Vec<&[u8]> = if blocks[..data].iter().all(Option::is_some) {
-            blocks[..data].iter().flatten().map(AsRef::as_ref).collect()
-        } else {
-            computed = self.reconstruct(blocks, true)?;
-            computed[..data].iter().flatten().map(AsRef::as_ref).collect()
-        };
-        let join = |mut to: &mut [u8]| -> Result<()> {
-            for block in data_blocks {
-                let (here, behind) = to.split_at_mut(to.len().min(self.block_len()));
-                let (block, padding) = block
-                    .split_at_checked(here.len())
-                    .ok_or_else(|| wrong("a block is too short"))?;
-                here.copy_from_slice(block);
-                // A wrong parity block may change nothing but the padding.
-                if padding.iter().any(|byte| *byte != 0) {
-                    return Err(wrong("its padding is not zero"));
-                }
-                to = behind;
-            }
-            Ok(())
-        };
-        if self.codec == Codec::None {
-            join(content)?;
-        } else {
-            let mut encoded = Buffer::new(self.encoded_len as usize, 0);
-            join(&mut encoded)?;
-            decompress(self.codec, &encoded, content).map_err(|reason| wrong(&reason))?;
-        }
-        match BlobId::of(content) == self.blob {
-            true => Ok(()),
-            false => Err(wrong("the decoded content has another hash")),
-        }
-    }
-
-    /// Computes a lost block from enough others.
-    pub fn rebuild<B: AsRef<[u8]>>(&self, blocks: &[Option<B>], index: usize) -> Result<Vec<u8>> {
-        let wrong = |reason: &str| Error::corrupt(format!("blob {}", self.blob), reason);
-        if blocks.len() != self.width() || index >= blocks.len() {
-            return Err(wrong("the blocks do not fit its description"));
-        }
-        let block = match &blocks[index] {
-            Some(block) => block.as_ref().to_vec(),
-            None => self.reconstruct(blocks, index < self.data.into())?[index]
-                .take()
-                .ok_or_else(|| wrong("a block is missing"))?,
-        };
-        if self.matches(index, &block) {
-            Ok(block)
-        } else {
-            Err(wrong("a block has another checksum"))
-        }
-    }
-
-    /// Computes all blocks, or only the data blocks, from enough of them.
-    fn reconstruct<B: AsRef<[u8]>>(
-        &self,
-        blocks: &[Option<B>],
-        only_data: bool,
-    ) -> Result<Vec<Option<Vec<u8>>>> {
-        let wrong = |reason: String| Error::corrupt(format!("blob {}", self.blob), reason);
-        if self.parity == 0 {
-            return Err(wrong("its only block is missing".into()));
-        }
-        // Only as many blocks as are needed are copied.
-        let mut left = self.needed();
-        let mut all: Vec<_> = blocks
-            .iter()
-            .map(|block| {
-                let block = block.as_ref().filter(|_| left > 0)?;
-                left -= 1;
-                Some(block.as_ref().to_vec())
-            })
-            .collect();
-        let code = reed_solomon::code(self.data, self.parity);
-        let done =
-            if only_data { code.reconstruct_data(&mut all) } else { code.reconstruct(&mut all) };
-        done.map_err(|error| wrong(format!("it cannot be decoded: {error}")))?;
-        Ok(all)
-    }
 }
 
 #[cfg(test)]
@@ -412,6 +198,7 @@ mod tests {
     use proptest::sample::subsequence;
 
     use super::{BlobId, Bytes, Description, Redundancy, StoragePolicy, encode, encode_record};
+    use crate::encoding::{FRAME_BYTES, MAX_STORED, SEAL_BYTES};
 
     fn redundancies() -> Vec<Redundancy> {
         let texts = ["none", "replicas=3", "rs=2+1", "rs=3+2", "rs=4+4", "rs=8+4"];
@@ -469,25 +256,37 @@ mod tests {
                 .collect();
             description.decode(&all, &mut found).unwrap();
             prop_assert_eq!(&found, &content);
-            prop_assert!(description.encoded_len <= description.len);
+            prop_assert!(description.stored_len <= description.len);
             let shrinks = pattern.len() > 100 && repeat > 3 && how != 3 && pattern.len() < 4000;
-            prop_assert!(!shrinks || description.encoded_len < description.len, "it is compressed");
+            prop_assert!(!shrinks || description.stored_len < description.len, "it is compressed");
             prop_assert_eq!(description.matches(0, blocks.get(0)), true);
         }
 
         #[test]
         fn a_damaged_description_is_refused_or_differs(
             content in vec(any::<u8>(), 1..100),
+            repeat in 1usize..3000,
             which in 0usize..6,
             record in any::<bool>(),
+            how in 0usize..2,
+            key in 0u32..3,
             flip in any::<(usize, u8)>(),
         ) {
-            let (blob, policy) = (BlobId::of(&content), redundancies()[which]);
-            let (description, _) = match record {
+            let content = content.repeat(repeat);
+            let compression = ["zstd", "none"][how].parse().unwrap();
+            let (blob, policy) =
+                (BlobId::of(&content), StoragePolicy { redundancy: redundancies()[which], compression });
+            let (mut description, _) = match record {
                 true => encode_record(&blob, &content, policy),
                 false => encode(&blob, &content, policy),
             };
+            // A multiple of frames without a codec has no lengths of frames, which encryption needs.
+            if key > 0 && (content.len() <= FRAME_BYTES || description.stored_len < description.len) {
+                description = description.encrypted_with(key, &vec![7; content.len() % 65]);
+            }
             let mut bytes = description.to_bytes();
+            prop_assert!(bytes.len() == description.bytes_len());
+            prop_assert!(bytes.len() <= Description::LONGEST);
             bytes.extend_from_slice(b"behind");
             let (again, rest) = Description::from_bytes(&bytes).unwrap();
             prop_assert_eq!((again.id(), rest), (description.id(), &b"behind"[..]));
@@ -496,9 +295,35 @@ mod tests {
             let at = flip.0 % (bytes.len() - 6);
             bytes[at] ^= flip.1;
             if let Ok((other, _)) = Description::from_bytes(&bytes) {
-                prop_assert_eq!(other == description, flip.1 == 0);
-                prop_assert!(other.width() <= 32 && other.block_len() <= super::MAX_CONTENT);
+                // The seal is at the end. It is not a part of the identity.
+                let is_seal = at >= description.bytes_len() - SEAL_BYTES;
+                prop_assert_eq!(other == description, flip.1 == 0 || is_seal);
+                prop_assert_eq!(other.id() == description.id(), flip.1 == 0 || is_seal);
+                prop_assert_eq!(other.seal == description.seal, flip.1 == 0 || !is_seal);
+                prop_assert!(other.width() <= 32 && other.block_len() <= MAX_STORED);
             }
+        }
+    }
+
+    #[test]
+    fn stored_bytes_are_verified_without_the_content() {
+        let content = b"a line of a log, and another one\n".repeat(8000);
+        let code = Redundancy::ReedSolomon { data: 3, parity: 2 };
+        for compression in ["zstd", "lz4", "none"] {
+            let policy =
+                StoragePolicy { redundancy: code, compression: compression.parse().unwrap() };
+            let (description, blocks) = encode(&BlobId::of(&content), &content, policy);
+            let description = description.encrypted_with(9, b"header");
+            let mut all: Vec<_> = (0..5).map(|index| Some(blocks.get(index).to_vec())).collect();
+            description.verify_stored(&all).unwrap();
+            (all[0], all[2]) = (None, None);
+            description.verify_stored(&all).unwrap();
+            let refused = description.decode(&all, &mut vec![0; content.len()]).unwrap_err();
+            assert!(refused.to_string().contains("encrypted with the key 00000009"), "{refused}");
+            all[1].as_mut().unwrap()[0] ^= 1;
+            description.verify_stored(&all).unwrap_err();
+            all[1] = None;
+            description.verify_stored(&all).unwrap_err();
         }
     }
 

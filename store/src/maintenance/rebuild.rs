@@ -13,6 +13,13 @@ pub fn rebuild_catalog(repository: &Repository, force: bool) -> Result<Rebuilt> 
     // Before the records are read: see `Inventory`.
     let inventory = repository.catalog().inventory()?;
     let found = repository.records().ok_or(Error::NoCluster)?;
+    if found.unsealed > 0 {
+        tracing::warn!(
+            records = found.unsealed,
+            "records without a valid seal are ignored: a peer may have forged them, or they were \
+             stored with another mac.key"
+        );
+    }
     let mut records = Records::default();
     for bytes in &found.records {
         if let Err(error) = records.add(bytes) {

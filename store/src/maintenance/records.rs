@@ -2,7 +2,7 @@
 
 use crate::catalog::recorded_redundancy;
 use crate::cluster::membership::{Health, Peer};
-use crate::cluster::repair::{ConnectedPeers, Wanted};
+use crate::cluster::repair::{ConnectedPeers, Peers, Wanted};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
 use crate::error::Result;
@@ -37,15 +37,17 @@ async fn records_of(
         let page = connected.records(peer, after).await?;
         let Some(last) = page.last() else { return Ok(()) };
         after = last.description.blob;
-        for record in page.iter().filter(|one| is_whole(one)) {
+        let seals = connected.seals();
+        let is_record = |one: &&Fragment| is_whole(one) && seals.is_sealed(&one.description);
+        for record in page.iter().filter(is_record) {
             let wanted = wanted_redundancy(&record.block, default);
             report(Wanted::record(record.description.blob, wanted));
         }
     }
 }
 
-/// Whether a fragment is a whole record with its name. A peer that lists something else must not
-/// make repair look for it.
+/// Whether a fragment is a whole record with its name. A peer that lists something else, or a record
+/// that nobody has sealed, must not make repair look for it.
 fn is_whole(fragment: &Fragment) -> bool {
     BlobId::of(&fragment.block) == fragment.description.blob
 }

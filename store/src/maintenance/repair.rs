@@ -292,6 +292,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{Redundancy, Wanted, WantedBlobs, all_references, is_whole, want};
+    use crate::blobs::NewBlob;
     use crate::geometry::{ChunkIndex, Geometry};
     use crate::id::{BlobId, ChunkId};
     use crate::repository::{Durability, Repository};
@@ -306,7 +307,7 @@ mod tests {
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let content = vec![7; 65536];
         let chunk = ChunkId::of(&content);
-        repository.put_chunks(&[(chunk, &content)]).unwrap();
+        repository.put_chunks(&[NewBlob::new(&content)]).unwrap();
         let changes = BTreeMap::from([(ChunkIndex(3), Some(chunk))]);
         let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
         repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();

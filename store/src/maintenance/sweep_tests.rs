@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::{rebuild_catalog, repair_all};
+use crate::blobs::NewBlob;
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
 use crate::cluster::membership::{Announcement, PeerStats, drain, lose, send_heartbeat};
@@ -18,7 +19,7 @@ use crate::cluster::tests::content;
 use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::Redundancy;
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId};
+use crate::id::BlobId;
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::repository::Repository;
@@ -140,12 +141,15 @@ fn nothing_counts_as_garbage_while_a_tree_node_cannot_be_read() {
     let repository = open().with_policy(Redundancy::NONE.into());
     let geometry = Geometry::new(40 * CHUNK as u64, CHUNK as u32).unwrap();
     let chunks: Vec<_> = (0..60).map(|number| content(number, CHUNK).1).collect();
-    let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
     repository.put_chunks(&chunks).unwrap();
     // Nothing refers to the last 20 chunks: they are garbage.
     let named = &chunks[..40];
-    let changes: BTreeMap<_, _> =
-        named.iter().enumerate().map(|(at, (id, _))| (ChunkIndex(at as u64), Some(*id))).collect();
+    let changes: BTreeMap<_, _> = named
+        .iter()
+        .enumerate()
+        .map(|(at, one)| (ChunkIndex(at as u64), Some(one.chunk_id())))
+        .collect();
     let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
     repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
     site.peers.iter().for_each(|peer| peer.age(25 * 3600));
@@ -170,9 +174,9 @@ fn nothing_counts_as_garbage_while_a_tree_node_cannot_be_read() {
     assert!(!report.is_incomplete(), "{report:?}");
     assert_eq!(site.fragments_of(drained), 0, "the garbage is deleted, too");
     let mut buffer = vec![0; CHUNK];
-    for (id, content) in named {
-        repository.read_chunk(id, &mut buffer).unwrap();
-        assert!(buffer == *content);
+    for chunk in named {
+        repository.read_chunk(&chunk.chunk_id(), &mut buffer).unwrap();
+        assert!(buffer == chunk.content);
     }
 }
 
@@ -245,7 +249,7 @@ fn a_sweep_deletes_nothing_after_its_time_from_a_peer_that_stalls() {
     let repository = repository.with_policy(Redundancy::NONE.into());
     // Nothing refers to these chunks.
     let chunks: Vec<_> = (0..30).map(|number| content(number, CHUNK).1).collect();
-    let chunks: Vec<_> = chunks.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
     repository.put_chunks(&chunks).unwrap();
     repository.flush_all().unwrap();
     site.peers.iter().for_each(|peer| peer.age(25 * 3600));

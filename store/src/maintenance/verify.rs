@@ -257,7 +257,7 @@ mod tests {
     use crate::encoding::StoragePolicy;
     use crate::error::Result;
     use crate::geometry::{ChunkIndex, Geometry};
-    use crate::id::{BlobId, ChunkId};
+    use crate::id::BlobId;
     use crate::repository::Repository;
     use crate::snapshot::Snapshot;
     use crate::tree::Root;
@@ -274,9 +274,9 @@ mod tests {
     fn publish(repository: &Repository, name: &str, chunks: &[u64]) -> Snapshot {
         let geometry = Geometry::new(64 * CHUNK as u64, CHUNK as u32).unwrap();
         let contents: Vec<_> = chunks.iter().map(|number| content(*number)).collect();
-        let chunks: Vec<_> = contents.iter().map(|one| (ChunkId::of(one), &one[..])).collect();
+        let chunks: Vec<_> = contents.iter().map(|one| NewBlob::new(one)).collect();
         repository.put_chunks(&chunks).unwrap();
-        let at = |(at, (id, _)): (usize, &(ChunkId, &[u8]))| (ChunkIndex(at as u64), Some(*id));
+        let at = |(at, one): (usize, &NewBlob<'_>)| (ChunkIndex(at as u64), Some(one.chunk_id()));
         let changes: BTreeMap<_, _> = chunks.iter().enumerate().map(at).collect();
         let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
         repository.flush().unwrap();

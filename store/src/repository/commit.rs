@@ -26,7 +26,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::Repository;
 use super::attachment::Attachment;
-use crate::blobs::Blobs;
+use crate::blobs::{Blobs, NewBlob};
 use crate::catalog::{Draft, FirstSnapshot, Published};
 use crate::cluster::membership::ClusterEpoch;
 use crate::cluster::{ClusterBlobs, Counters};
@@ -253,7 +253,7 @@ impl<'a> Verification<'a> {
                 }
             }
         };
-        self.peers.put(&[(blob, &self.buf[..len])], &self.policy).map(drop)
+        self.peers.put(&[NewBlob::new(&self.buf[..len])], &self.policy).map(drop)
     }
 
     /// Reads the local copy of a chunk, if it has the right content.

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use self::attachment::Attachment;
 use self::commit::{ChangedChunks, Commit};
-use crate::blobs::Blobs;
+use crate::blobs::{Blobs, NewBlob};
 use crate::catalog::{Catalog, Draft, MirrorReference, Record};
 use crate::cluster::client::Cluster;
 use crate::cluster::client::records::FoundRecords;
@@ -339,23 +339,18 @@ impl Repository {
     /// - A chunk at an address that is a multiple of 4096 is written with direct I/O, if the file
     ///   system supports it, and is not copied through the page cache.
     /// - One call with many chunks is faster than many calls.
-    pub fn put_chunks(&self, chunks: &[(ChunkId, &[u8])]) -> Result<u64> {
-        for (id, content) in chunks {
-            debug_assert!(!crate::is_zero(content), "a chunk of zeros is a hole");
-            debug_assert_eq!(
-                ChunkId::of(content),
-                *id,
-                "the name of a chunk is the hash of its content"
-            );
+    pub fn put_chunks(&self, chunks: &[NewBlob<'_>]) -> Result<u64> {
+        for chunk in chunks {
+            debug_assert!(!crate::is_zero(chunk.content), "a chunk of zeros is a hole");
         }
-        let blobs: Vec<_> = chunks.iter().map(|(id, content)| ((*id).into(), *content)).collect();
-        self.inner.blobs.put(&blobs, &self.policy)
+        self.inner.blobs.put(chunks, &self.policy)
     }
 
     /// Stores one chunk and returns its name.
     pub fn put_chunk(&self, content: &[u8]) -> Result<PutChunk> {
-        let id = ChunkId::of(content);
-        Ok(PutChunk { id, new_bytes: self.put_chunks(&[(id, content)])? })
+        let chunk = NewBlob::new(content);
+        let id = chunk.chunk_id();
+        Ok(PutChunk { id, new_bytes: self.put_chunks(&[chunk])? })
     }
 
     /// Stores the tree that differs from `base` by these chunks; `None` is a hole. Equal content

@@ -32,11 +32,11 @@ use std::sync::Arc;
 
 use self::cache::NodeCache;
 use self::node::{Child, MAX_NODE, Node};
-use crate::blobs::Blobs;
+use crate::blobs::{Blobs, NewBlob};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
-use crate::id::{BlobId, ChunkId, NodeId};
+use crate::id::{ChunkId, NodeId};
 
 pub use self::walk::Chunks;
 pub(crate) use self::walk::Referred;
@@ -166,9 +166,9 @@ impl Trees {
     /// Stores a node. Returns its name and the bytes that the repository did not have.
     fn store(&self, node: Node, policy: &StoragePolicy) -> Result<(NodeId, u64)> {
         let bytes = node.encode();
-        let blob = BlobId::of(&bytes);
-        let new_bytes = self.blobs.put(&[(blob, &bytes)], policy)?;
-        let id = NodeId::from_bytes(*blob.as_bytes());
+        let blob = NewBlob::new(&bytes);
+        let id = NodeId::from_bytes(*blob.id().as_bytes());
+        let new_bytes = self.blobs.put(&[blob], policy)?;
         self.cache.insert(id, Arc::new(node));
         Ok((id, new_bytes))
     }

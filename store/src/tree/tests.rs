@@ -36,9 +36,9 @@ impl Blobs for MemoryBlobs {
 
     fn put(&self, blobs: &[NewBlob<'_>], _: &StoragePolicy) -> Result<u64> {
         let mut all = self.0.lock().unwrap();
-        let add = |(id, content): &NewBlob<'_>| match all.insert(*id, content.to_vec()) {
+        let add = |blob: &NewBlob<'_>| match all.insert(blob.id(), blob.content.to_vec()) {
             Some(_) => 0,
-            None => content.len() as u64,
+            None => blob.content.len() as u64,
         };
         Ok(blobs.iter().map(add).sum())
     }
@@ -264,7 +264,7 @@ fn a_missing_or_invalid_node_is_reported_as_corrupt_and_not_as_a_hole() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 
     let content = [b'x'; MAX_NODE];
-    blobs.put(&[(BlobId::of(&content), &content)], &StoragePolicy::default()).unwrap();
+    blobs.put(&[NewBlob::new(&content)], &StoragePolicy::default()).unwrap();
     let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
     let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);

@@ -175,7 +175,7 @@ fn check(root: &Path, marks: &[String]) {
     for (number, expected) in expected(marks) {
         let wanted = fragment(number);
         let found = store.get(&wanted.description.blob).unwrap();
-        let held = store.have(&[wanted.description.blob], false).unwrap().remove(0);
+        let held = store.have(&[wanted.description.blob], None).unwrap().remove(0);
         assert_eq!(held.len(), found.len(), "fragment {number} is reported and cannot be read");
         if expected != Expected::Damaged {
             assert!(found.is_empty() || found == [wanted], "fragment {number} has other content");

@@ -160,16 +160,17 @@ impl DirectoryBlobs {
             let state = self.state();
             self.sync.check()?;
             let mut seen = HashSet::new();
-            for (id, content) in blobs {
-                if !state.staged.contains_key(id) && seen.insert(*id) {
-                    unstaged.push((*id, *content));
+            for blob in blobs {
+                if !state.staged.contains_key(&blob.id()) && seen.insert(blob.id()) {
+                    unstaged.push(blob.clone());
                 }
             }
         }
-        let slots = self.index.find_all(unstaged.iter().map(|(id, _)| id))?;
-        let is_stored = |(id, content): &NewBlob<'_>, slot| {
-            let trusted = !self.damaged().contains(id);
-            trusted || self.read(id, slot, &mut vec![0; content.len()]).is_ok()
+        let slots = self.index.find_all(unstaged.iter().map(|blob| &blob.hash.name))?;
+        let is_stored = |blob: &NewBlob<'_>, slot| {
+            let (id, len) = (blob.id(), blob.content.len());
+            let trusted = !self.damaged().contains(&id);
+            trusted || self.read(&id, slot, &mut vec![0; len]).is_ok()
         };
         let all = unstaged.into_iter().zip(slots);
         let missing = all.filter(|(blob, slot)| !slot.is_some_and(|slot| is_stored(blob, slot)));
@@ -267,7 +268,7 @@ impl Blobs for DirectoryBlobs {
             let slots = append(&segment, missing)?;
             let mut state = self.state();
             self.sync.check()?;
-            for ((id, _), slot) in missing.iter().copied().zip(slots) {
+            for (id, slot) in missing.iter().map(NewBlob::id).zip(slots) {
                 if state.staged.contains_key(&id) {
                     // Another thread staged the blob first. Nothing refers to these bytes.
                     continue;
@@ -321,12 +322,12 @@ fn directory_in(repository: &Path) -> PathBuf {
 
 /// Appends a group and returns the slots of its blobs. Syncs nothing.
 fn append(segment: &Segment, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
-    let contents: Vec<_> = blobs.iter().map(|(_, content)| *content).collect();
+    let contents: Vec<_> = blobs.iter().map(|blob| blob.content).collect();
     let lens: Vec<_> = contents.iter().map(|content| content.len()).collect();
     let mut slots = Vec::new();
     segment.append(record_len(blobs.len()), &contents, |start| {
         (slots, _) = place(segment.number, start, &lens);
-        let ids = blobs.iter().map(|(id, _)| *id);
+        let ids = blobs.iter().map(NewBlob::id);
         encode(segment.number, ids.zip(slots.iter().copied()))
     })?;
     Ok(slots)

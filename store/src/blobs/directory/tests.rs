@@ -8,6 +8,7 @@ use tempfile::TempDir;
 
 use super::DirectoryBlobs;
 use crate::blobs::Blobs;
+use crate::blobs::NewBlob;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
@@ -63,8 +64,8 @@ impl TestStore {
 }
 
 fn put(blobs: &DirectoryBlobs, content: &[u8]) -> (BlobId, u64) {
-    let id = BlobId::of(content);
-    (id, blobs.put(&[(id, content)], &StoragePolicy::default()).unwrap())
+    let blob = NewBlob::new(content);
+    (blob.id(), blobs.put(&[blob], &StoragePolicy::default()).unwrap())
 }
 
 fn get(blobs: &DirectoryBlobs, id: &BlobId) -> Result<Vec<u8>> {
@@ -99,12 +100,12 @@ fn content_of_any_length_and_alignment_reads_back() {
     let aligned = memory.as_ptr().align_offset(4096);
     let parts = [(aligned, 8192), (aligned, 4096), (aligned, 4095), (aligned + 1, 8192), (0, 1)];
     let contents = parts.map(|(start, len)| &memory[start..start + len]);
-    let blobs = contents.map(|content| (BlobId::of(content), content));
+    let blobs = contents.map(NewBlob::new);
     let total: usize = contents.iter().map(|content| content.len()).sum();
     assert_eq!(store.blobs.put(&blobs, &StoragePolicy::default()).unwrap(), total as u64);
     for _ in 0..2 {
-        for (id, content) in blobs {
-            assert!(store.get(&id).unwrap() == content);
+        for blob in &blobs {
+            assert!(store.get(&blob.id()).unwrap() == blob.content);
         }
         store.blobs.flush().unwrap();
     }
@@ -113,13 +114,12 @@ fn content_of_any_length_and_alignment_reads_back() {
 #[test]
 fn equal_content_is_stored_once() {
     let store = TestStore::new();
-    let (id, _) = store.put(b"slate");
+    store.put(b"slate");
     assert_eq!(store.put(b"slate").1, 0, "the blob is staged");
     store.blobs.flush().unwrap();
     assert_eq!(store.put(b"slate").1, 0, "the blob is in the index");
     assert_eq!(put(&store.second_handle(), b"slate").1, 0, "through another handle");
-    let twice =
-        [(id, &b"slate"[..]), (BlobId::of(b"chalk"), b"chalk"), (BlobId::of(b"chalk"), b"chalk")];
+    let twice = [&b"slate"[..], b"chalk", b"chalk"].map(NewBlob::new);
     assert_eq!(store.blobs.put(&twice, &StoragePolicy::default()).unwrap(), 5, "within one call");
 }
 
@@ -220,7 +220,7 @@ fn a_lost_index_is_rebuilt_from_the_segments() {
     let content = |n: u32| n.to_le_bytes().repeat(1000 + n as usize);
     for first in (0..200).step_by(50) {
         let contents: Vec<_> = (first..first + 50).map(content).collect();
-        let group: Vec<_> = contents.iter().map(|c| (BlobId::of(c), &c[..])).collect();
+        let group: Vec<_> = contents.iter().map(|c| NewBlob::new(c)).collect();
         blobs.put(&group, &StoragePolicy::default()).unwrap();
         blobs.flush().unwrap();
     }
@@ -321,8 +321,7 @@ fn an_index_that_keeps_failing_bounds_what_is_written() {
     let fail = "CREATE TRIGGER full BEFORE INSERT ON blobs BEGIN SELECT RAISE(FAIL, 'no'); END";
     database.execute_batch(fail).unwrap();
     let all: Vec<_> = (0..18u8).map(|seed| vec![seed; 4 << 20]).collect();
-    let put_one =
-        |one: &[u8]| store.blobs.put(&[(BlobId::of(one), one)], &StoragePolicy::default());
+    let put_one = |one: &[u8]| store.blobs.put(&[NewBlob::new(one)], &StoragePolicy::default());
     assert_eq!(
         all.iter().position(|one| put_one(one).is_err()),
         Some(15),

@@ -309,7 +309,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest};
 
-    use super::{BlobAssembly, BlobId, Description, Fragment, choices};
+    use super::{BlobAssembly, BlobId, Fragment, choices};
     use crate::encoding::Redundancy;
     use crate::encoding::fragment::encode;
 
@@ -495,11 +495,7 @@ mod tests {
         let blob = BlobId::of(&content);
         let (right, blocks) = encode(&blob, &content, redundancy);
         let (wrong, forgeries) = encode(&blob, &other, redundancy);
-        // The checksums are at the end, eight bytes for each of eight blocks.
-        let (right, wrong) = (right.to_bytes(), wrong.to_bytes());
-        let parity = right.len() - 4 * 8;
-        let mixed = [&right[..parity], &wrong[parity..]].concat();
-        let description = Description::from_bytes(&mixed).unwrap().0;
+        let description = right.with_parity_of(&wrong);
         let mut assembly = BlobAssembly::new(blob);
         let mut buf = vec![0; 3000];
         let mut whole = None;

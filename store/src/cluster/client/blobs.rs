@@ -273,7 +273,7 @@ impl ClusterBlobs {
     fn put_again(&self, blob: BlobId, policy: &StoragePolicy, buf: &mut [u8]) -> Result<()> {
         let len = self.runtime.block_on(self.shared.cluster.get(&blob, buf))?;
         self.shared.known().blobs.clear();
-        self.put(&[(blob, &buf[..len])], policy).map(drop)
+        self.put(&[NewBlob::new(&buf[..len])], policy).map(drop)
     }
 
     /// Completes the redundancy of the blobs that left the window without it, unless a repair
@@ -346,13 +346,14 @@ impl Blobs for ClusterBlobs {
 
     fn put(&self, blobs: &[NewBlob<'_>], policy: &StoragePolicy) -> Result<u64> {
         let (mut accepted, mut unsent) = (0, Unsent { blobs: self, numbers: Vec::new() });
-        for (blob, content) in blobs {
+        for new in blobs {
+            let (blob, content) = (new.id(), new.content);
             let len = content.len() as u64;
             if content.is_empty() || content.len() > MAX_CONTENT {
                 return Err(Error::BadArgument(format!("a blob cannot have {len} bytes")));
             }
             self.shared.dirty.fetch_add(len, Ordering::Relaxed);
-            let (name, policy) = ((*blob, policy.redundancy), *policy);
+            let (name, policy) = ((blob, policy.redundancy), *policy);
             let bytes = match policy.redundancy {
                 Redundancy::Replicas(_) => content.len(),
                 code => content.len().div_ceil(code.needed().max(1)) * code.width(),
@@ -366,8 +367,9 @@ impl Blobs for ClusterBlobs {
                 self.shared.saved.fetch_add(len, Ordering::Relaxed);
                 continue;
             };
-            let content = Content::Plain(Plain::new(content, policy.redundancy));
-            let (blob, status, available) = (*blob, Status::UnderWay, false);
+            let plain = Plain::new(new.hash.clone(), content, policy.redundancy);
+            let content = Content::Plain(plain);
+            let (status, available) = (Status::UnderWay, false);
             let losses = self.shared.cluster.losses();
             let entry = Entry { blob, policy, bytes, content, status, losses, available };
             {
@@ -576,12 +578,12 @@ async fn query_and_store(shared: &Arc<Shared>, batch: Vec<InFlight>) {
         let names: Vec<_> = blobs.iter().map(|(blob, ..)| *blob).collect();
         let known = shared.cluster.known(&names, &policy).await;
         let (mut unknown, mut ended) = (Vec::new(), Vec::new());
-        for ((blob, content, one), is_known) in blobs.into_iter().zip(known) {
+        for ((_, content, one), is_known) in blobs.into_iter().zip(known) {
             if is_known {
                 shared.saved.fetch_add(content.len() as u64, Ordering::Relaxed);
                 ended.push((one, Ok(())));
             } else {
-                unknown.push((blob, content, one));
+                unknown.push((content, one));
             }
         }
         InFlight::end_all(shared, ended);
@@ -597,13 +599,13 @@ async fn query_and_store(shared: &Arc<Shared>, batch: Vec<InFlight>) {
 async fn encode_and_store(
     shared: Arc<Shared>,
     policy: StoragePolicy,
-    blobs: Vec<(BlobId, Content, InFlight)>,
+    blobs: Vec<(Content, InFlight)>,
 ) {
     let permit = shared.encoders.acquire().await;
     let encoding = tokio::task::spawn_blocking(move || {
-        let cut = |(blob, content, one)| match content {
+        let cut = |(content, one)| match content {
             Content::Cut(encoded) => (encoded, one),
-            Content::Plain(plain) => (Arc::new(cut(Kind::Content, &blob, &plain, &policy)), one),
+            Content::Plain(plain) => (Arc::new(cut(Kind::Content, &plain, &policy)), one),
         };
         blobs.into_iter().map(cut).collect::<Vec<_>>()
     });

@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 
 use super::{Cluster, ClusterBlobs, Connection};
 use crate::blobs::Blobs;
+use crate::blobs::NewBlob;
 use crate::cluster::Counters;
 use crate::cluster::placement::MemberState;
 use crate::cluster::tests::{Peer, content, members, policy, start};
@@ -101,7 +102,7 @@ fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
                     let number = if number % 4 == 0 { number } else { number + 1000 * thread };
                     let (blob, content) = content(number, 1 + (number as usize * 977) % 60_000);
                     let how = policy(["rs=2+2", "replicas=2"][number as usize % 2]);
-                    blobs.put(&[(blob, &content)], &how).unwrap();
+                    blobs.put(&[NewBlob::new(&content)], &how).unwrap();
                     assert!(
                         read(blobs, &blob, 60_000).unwrap() == content,
                         "readable right after the put"
@@ -133,7 +134,7 @@ fn threads_put_flush_and_read_through_a_window_smaller_than_what_they_put() {
 fn blobs_that_the_peers_have_are_not_sent() {
     let site = Site::new(4);
     let all: Vec<_> = (0..50).map(|number| content(number, 20_000)).collect();
-    let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
+    let group: Vec<_> = all.iter().map(|(_, content)| NewBlob::new(content)).collect();
     let first = site.blobs();
     first.put(&group, &policy("rs=2+2")).unwrap();
     first.flush().unwrap();
@@ -160,7 +161,7 @@ fn blobs_that_the_peers_have_are_not_sent() {
 fn remembered_blobs_are_forgotten_when_a_peer_goes_away() {
     let site = Site::new(4);
     let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
-    let group: Vec<_> = all.iter().map(|(blob, content)| (*blob, &content[..])).collect();
+    let group: Vec<_> = all.iter().map(|(_, content)| NewBlob::new(content)).collect();
     let policy = policy("replicas=3");
     let blobs = site.blobs();
     let mut sent = 0;
@@ -196,7 +197,7 @@ fn a_blob_that_could_not_be_stored_stays_and_is_tried_again() {
     let blobs = ClusterBlobs::with_window(site.cluster(), 50_000).unwrap();
     let (blob, bytes) = content(1, 20_000);
     site.stop(1);
-    blobs.put(&[(blob, &bytes)], &policy("replicas=3")).unwrap();
+    blobs.put(&[NewBlob::new(&bytes)], &policy("replicas=3")).unwrap();
     for _ in 0..2 {
         let refused = blobs.flush().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
@@ -208,8 +209,8 @@ fn a_blob_that_could_not_be_stored_stays_and_is_tried_again() {
     (0..3).for_each(|peer| site.stop(peer));
     let mut refused = None;
     for number in 2..6 {
-        let (blob, content) = content(number, 20_000);
-        refused = refused.or(blobs.put(&[(blob, &content)], &policy("replicas=3")).err());
+        let (_, content) = content(number, 20_000);
+        refused = refused.or(blobs.put(&[NewBlob::new(&content)], &policy("replicas=3")).err());
     }
     assert_eq!(refused.expect("the window is full").kind(), ErrorKind::Unavailable);
     (0..3).for_each(|peer| site.restart(peer));
@@ -218,8 +219,8 @@ fn a_blob_that_could_not_be_stored_stays_and_is_tried_again() {
     let other = site.blobs();
     assert!(read(&other, &blob, 20_000).unwrap() == bytes);
     assert_eq!(site.fragments() % 3, 0);
-    let (blob, bytes) = content(9, 20_000);
-    blobs.put(&[(blob, &bytes)], &policy("replicas=3")).unwrap();
+    let (_, bytes) = content(9, 20_000);
+    blobs.put(&[NewBlob::new(&bytes)], &policy("replicas=3")).unwrap();
     blobs.flush().unwrap();
 }
 
@@ -229,15 +230,15 @@ fn flush_available_succeeds_between_readable_and_full_redundancy() {
     let blobs = site.blobs();
     let (blob, bytes) = content(1, 20_000);
     site.stop(0);
-    blobs.put(&[(blob, &bytes)], &policy("rs=2+2")).unwrap();
+    blobs.put(&[NewBlob::new(&bytes)], &policy("rs=2+2")).unwrap();
     blobs.flush_available().unwrap();
     let other = site.blobs();
     assert!(read(&other, &blob, 20_000).unwrap() == bytes, "another client can read it");
     blobs.flush().unwrap_err();
     site.stop(1);
     site.stop(2);
-    let (second, bytes) = content(2, 20_000);
-    blobs.put(&[(second, &bytes)], &policy("rs=2+2")).unwrap();
+    let (_, bytes) = content(2, 20_000);
+    blobs.put(&[NewBlob::new(&bytes)], &policy("rs=2+2")).unwrap();
     blobs.flush_available().unwrap_err();
     (0..3).for_each(|peer| site.restart(peer));
     flush_in_time(&blobs);
@@ -250,8 +251,8 @@ fn a_handle_can_be_dropped_at_any_time() {
     for round in 0..10 {
         let blobs = site.blobs();
         for number in 0..round * 3 {
-            let (blob, content) = content(1000 + number, 30_000);
-            blobs.put(&[(blob, &content)], &policy("rs=2+1")).unwrap();
+            let (_, content) = content(1000 + number, 30_000);
+            blobs.put(&[NewBlob::new(&content)], &policy("rs=2+1")).unwrap();
         }
         drop(blobs);
     }
@@ -273,7 +274,7 @@ fn no_thread_waits_for_ever_whatever_the_peers_do() {
                 for _ in 0..5 {
                     number += 1;
                     let (blob, content) = content(number, 10_000);
-                    if blobs.put(&[(blob, &content)], &policy("replicas=3")).is_ok() {
+                    if blobs.put(&[NewBlob::new(&content)], &policy("replicas=3")).is_ok() {
                         group.push((blob, content));
                     }
                 }
@@ -320,8 +321,8 @@ fn more_than_a_window_can_be_available_while_a_peer_is_away() {
     let how = policy("rs=2+2");
     site.stop(1);
     let all: Vec<_> = (0..20).map(|number| content(number, 20_000)).collect();
-    for (blob, content) in &all {
-        blobs.put(&[(*blob, content)], &how).unwrap();
+    for (_, content) in &all {
+        blobs.put(&[NewBlob::new(content)], &how).unwrap();
     }
     blobs.flush_available().unwrap();
     let error = blobs.flush().unwrap_err();

@@ -28,6 +28,7 @@ use crate::cluster::placement::members::{FragmentTargets, Member, MemberState, R
 use crate::cluster::protocol::MAX_PUT;
 use crate::encoding::fragment::{Blocks, Description, Fragment, MAX_CONTENT, encode};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
+use crate::encoding::seal::SealKeys;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 use crate::net::identity::Security;
@@ -169,6 +170,8 @@ pub(crate) struct Inner {
     /// How often a peer that was up or draining went away.
     losses: AtomicU64,
     pub(super) reserved: Reserved,
+    /// The keys for seals.
+    pub(super) seals: SealKeys,
 }
 
 /// Ignores poisoning: no thread leaves the data half changed when it panics with one of these locks
@@ -181,6 +184,7 @@ impl Cluster {
     /// A cluster of these peers. No peer is contacted yet. Of several members with one id the first
     /// counts.
     pub fn new(members: Vec<Member>, security: Security) -> Cluster {
+        let seals = security.seals().clone();
         let inner = Inner {
             members: RwLock::new(Arc::new(RankedMembers::new(members))),
             pool: ConnectionPool::new(security),
@@ -190,6 +194,7 @@ impl Cluster {
             replacing: Arc::new(Semaphore::new(MAX_REPLACEMENTS)),
             losses: AtomicU64::new(0),
             reserved: Reserved::default(),
+            seals,
         };
         Cluster { inner: Arc::new(inner) }
     }
@@ -281,6 +286,7 @@ impl Cluster {
         let mut progress = Vec::new();
         for (blob, whole) in all.into_iter().enumerate() {
             let (description, blocks) = &*whole;
+            let description = description.clone().with_seal(self.inner.seals.seal(description));
             let places = Arc::new(members.places(&description.blob, width));
             for place in 0..width {
                 let index = place % description.width();
@@ -472,6 +478,11 @@ impl Inner {
         wrong: Vec<(usize, Description, u8)>,
         whole: EncodingAssembly<usize>,
     ) {
+        // What this client has not sealed it has not verified: other blocks than those that it has
+        // decoded may be wrong. Repair finds out.
+        if !self.seals.is_sealed(&whole.description) {
+            return;
+        }
         let whole = Arc::new(whole);
         for (at, description, index) in wrong {
             if description != whole.description {

@@ -1,13 +1,15 @@
 //! A client's connection to one peer: the protocol's requests as calls.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
 use crate::cluster::protocol::{
-    Answer, FragmentId, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED, MAX_PUT, PeerTime,
-    Refusal, Request, Usage,
+    Answer, FragmentId, FragmentPart, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED, MAX_PUT,
+    PeerTime, Refusal, Request, Usage,
 };
+use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -84,11 +86,13 @@ impl Connection {
     }
 
     /// Stores 1 to [`MAX_PUT`] fragments on the peer. Their blocks together have at most
-    /// `MAX_CONTENT` bytes. Returns for each whether it is durable.
+    /// [`MAX_STORED`](crate::encoding::MAX_STORED) bytes. Returns for each whether it is durable.
     pub async fn put_all(&self, fragments: Vec<Fragment>) -> Result<Vec<Result<()>>> {
         let count = fragments.len();
         debug_assert!((1..=MAX_PUT).contains(&count));
-        match self.ask(Request::Put(fragments)).await? {
+        // No collection has run.
+        let stamp = CollectionNumber::FIRST;
+        match self.ask(Request::Put { stamp, fragments }).await? {
             Answer::Stored => Ok((0..count).map(|_| Ok(())).collect()),
             Answer::Refused { which, reason } if which.len() == count => {
                 let failed = |refusal| {
@@ -132,10 +136,25 @@ impl Connection {
         }
     }
 
+    /// The parts of the peer's fragments of a blob that hold some bytes of its content, in whole
+    /// frames. They are not verified: see [`Description::open`].
+    ///
+    /// [`Description::open`]: crate::encoding::fragment::Description::open
+    pub async fn fetch_range(&self, blob: &BlobId, range: Range<u32>) -> Result<Vec<FragmentPart>> {
+        let (offset, len) = (range.start, range.end.saturating_sub(range.start));
+        match self.ask(Request::GetRange { blob: *blob, offset, len }).await? {
+            Answer::Parts(parts) if parts.iter().all(|one| one.description.blob == *blob) => {
+                Ok(parts)
+            }
+            _ => Err(self.unexpected()),
+        }
+    }
+
     /// The peer's fragments of each of these blobs, at most [`MAX_ASKED`]. With `renew` the peer
     /// resets their idle timers.
     pub async fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
         debug_assert!(blobs.len() <= MAX_ASKED);
+        let renew = renew.then_some(CollectionNumber::FIRST);
         match self.ask(Request::Have { renew, blobs: blobs.to_vec() }).await? {
             Answer::Held(held) if held.len() == blobs.len() => Ok(held),
             _ => Err(self.unexpected()),
@@ -161,7 +180,8 @@ impl Connection {
         let left = until.saturating_duration_since(Instant::now());
         let deadline = PeerTime(clock.saturating_add(left.as_millis() as u64));
         let fragments = fragments.to_vec();
-        match self.ask(Request::Delete { deadline, idle, fragments }).await? {
+        let below = CollectionNumber::MAX;
+        match self.ask(Request::Delete { deadline, idle, below, fragments }).await? {
             Answer::Deleted(bytes) => Ok(bytes),
             _ => Err(self.unexpected()),
         }

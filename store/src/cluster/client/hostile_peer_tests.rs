@@ -9,6 +9,7 @@ use super::{Cluster, Connection};
 use crate::cluster::placement::{Member, MemberState};
 use crate::cluster::protocol::{Answer, Held, MAX_BODY, MAX_FETCHED, Request};
 use crate::cluster::tests::{Peer, content, policy};
+use crate::encoding::Seal;
 use crate::encoding::compression::Compression;
 use crate::encoding::fragment::{Fragment, Kind, encode};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
@@ -140,6 +141,7 @@ async fn a_peer_that_claims_more_fragments_of_a_blob_than_a_peer_stores_is_named
         index: 0,
         kind: Kind::Content,
         len: 1,
+        seal: Seal::NONE,
     };
     let hostile = hostile_peer(move |_| Answer::Held(vec![vec![held; 200]])).await;
     let id = hostile.id;

@@ -26,7 +26,8 @@ impl Cluster {
     /// have.
     ///
     /// `true` means that all fragments of one encoding are durable, each on a different peer that
-    /// has just answered. `false` may be wrong: a fragment can be on a peer that was not asked.
+    /// has just answered, and that a client or a supervisor has sealed the encoding. A peer cannot
+    /// make others believe that it has content that nobody stored. `false` may be wrong: a fragment can be on a peer that was not asked.
     pub async fn known(&self, blobs: &[BlobId], policy: &StoragePolicy) -> Vec<bool> {
         let members = self.inner.members();
         let width = policy.redundancy.width();
@@ -53,7 +54,12 @@ impl Cluster {
             places.iter().for_each(|at| queries.entry(*at).or_default().push(number));
         }
         let held = self.held(&members, blobs, queries, true).await;
-        held.iter().map(|held| is_whole(held, policy.redundancy)).collect()
+        let seals = &self.inner.seals;
+        let is_known = |(blob, mut held): (&BlobId, Vec<(usize, Held)>)| {
+            held.retain(|(_, one)| one.is_sealed(blob, seals));
+            is_whole(&held, policy.redundancy)
+        };
+        blobs.iter().zip(held).map(is_known).collect()
     }
 
     /// Returns, for each blob, the fragments that the queried members hold, with the index of the
@@ -141,10 +147,12 @@ mod tests {
     use proptest::prelude::{prop_assert_eq, proptest};
 
     use super::{BlobId, Held, Redundancy, is_spread, is_whole};
+    use crate::encoding::Seal;
     use crate::encoding::fragment::Kind;
 
     fn held(name: &[u8], data: u8, parity: u8, index: u8) -> Held {
-        Held { encoding: BlobId::of(name), data, parity, index, kind: Kind::Content, len: 1 }
+        let (kind, len, seal) = (Kind::Content, 1, Seal::NONE);
+        Held { encoding: BlobId::of(name), data, parity, index, kind, len, seal }
     }
 
     #[test]

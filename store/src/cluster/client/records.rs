@@ -1,6 +1,6 @@
 //! Records of snapshots on the peers. A lost catalog is rebuilt from them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::cluster::Cluster;
@@ -14,12 +14,21 @@ use crate::id::{BlobId, PeerId};
 
 /// The records on the peers of a cluster.
 pub(crate) struct FoundRecords {
-    /// The records, each once.
+    /// The records with a valid seal, each once.
     pub(crate) records: Vec<Vec<u8>>,
+    /// The number of records without a valid seal. A peer may have forged them.
+    pub(crate) unsealed: u64,
     /// The number of peers that returned all their records.
     pub(crate) answered: u64,
     /// The other peers, and why each of them did not.
     pub(crate) silent: Vec<(PeerId, String)>,
+}
+
+/// Records on the peers that were asked so far.
+#[derive(Default)]
+struct Found {
+    sealed: BTreeMap<BlobId, Vec<u8>>,
+    unsealed: BTreeSet<BlobId>,
 }
 
 impl Cluster {
@@ -45,7 +54,7 @@ impl Cluster {
 
     /// All records that the peers have.
     pub(super) async fn records(&self) -> FoundRecords {
-        let mut found = BTreeMap::new();
+        let mut found = Found::default();
         let (mut answered, mut silent) = (0, Vec::new());
         for member in self.members() {
             match self.records_of(&member, &mut found).await {
@@ -53,14 +62,13 @@ impl Cluster {
                 Err(error) => silent.push((member.id, error.to_string())),
             }
         }
-        FoundRecords { records: found.into_values().collect(), answered, silent }
+        let Found { sealed, mut unsealed } = found;
+        unsealed.retain(|blob| !sealed.contains_key(blob));
+        let (records, unsealed) = (sealed.into_values().collect(), unsealed.len() as u64);
+        FoundRecords { records, unsealed, answered, silent }
     }
 
-    async fn records_of(
-        &self,
-        member: &Member,
-        found: &mut BTreeMap<BlobId, Vec<u8>>,
-    ) -> Result<()> {
+    async fn records_of(&self, member: &Member, found: &mut Found) -> Result<()> {
         let mut after = BlobId::from_bytes([0; 32]);
         loop {
             let next =
@@ -68,10 +76,17 @@ impl Cluster {
             let page = self.inner.pool.ask(member, next).await?;
             let Some(last) = page.last() else { return Ok(()) };
             after = last.description.blob;
-            // Records are stored as copies, so the block is the whole record.
-            let whole =
-                page.into_iter().filter(|one| BlobId::of(&one.block) == one.description.blob);
-            found.extend(whole.map(|one| (one.description.blob, one.block.to_vec())));
+            for one in page {
+                // Records are stored as copies, so the block is the whole record.
+                if BlobId::of(&one.block) != one.description.blob {
+                    continue;
+                }
+                let blob = one.description.blob;
+                match self.inner.seals.is_sealed(&one.description) {
+                    true => drop(found.sealed.insert(blob, one.block.to_vec())),
+                    false => drop(found.unsealed.insert(blob)),
+                }
+            }
         }
     }
 }

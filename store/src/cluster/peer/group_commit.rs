@@ -10,8 +10,9 @@ use tokio::time::timeout;
 
 use super::limits::Memory;
 use super::server::{Answers, Outgoing};
-use super::store::{PeerStore, Room};
+use super::store::{PeerStore, PutOrder, Room};
 use crate::cluster::protocol::{Answer, Refusal};
+use crate::collection::CollectionNumber;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
 use crate::net::message::reason_of;
@@ -41,6 +42,7 @@ const MAX_GROUP_BYTES: usize = 64 << 20;
 
 /// Fragments that a client puts.
 pub(super) struct Put {
+    pub(super) stamp: CollectionNumber,
     pub(super) fragments: Vec<Fragment>,
     /// The space that their client has reserved.
     pub(super) room: Arc<Room>,
@@ -193,15 +195,19 @@ fn put(store: &PeerStore, batch: Vec<Put>, group: &mut Vec<Written>) {
     let mut fragments = Vec::new();
     // For each fragment, the position of its put and its position in the put.
     let mut owners = Vec::new();
-    let (mut rooms, mut written) = (Vec::new(), Vec::new());
+    let (mut orders, mut written) = (Vec::new(), Vec::new());
     for (owner, one) in batch.into_iter().enumerate() {
         let count = one.fragments.len();
         owners.extend((0..count).map(|at| (owner, at)));
         fragments.extend(one.fragments);
-        rooms.push(one.room);
+        orders.push((one.stamp, one.room));
         written.push(Written { count, refused: Vec::new(), reply_to: one.reply_to });
     }
-    match store.put_in(&fragments, |at| Some(&*rooms[owners[at].0])) {
+    let order = |at: usize| {
+        let (stamp, room) = &orders[owners[at].0];
+        PutOrder { stamp: *stamp, room: Some(room) }
+    };
+    match store.put_in(&fragments, order) {
         Err(error) => {
             for one in written {
                 let answer = failure(one.count, &error);

@@ -15,6 +15,7 @@ use super::store::tests::{CODE, flip, fragment};
 use super::{PeerStore, serve};
 use crate::cluster::client::Connection;
 use crate::cluster::protocol::{FragmentId, Held, MAX_BODY, MAX_PUT, Request};
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, encode};
 use crate::error::{Error, ErrorKind};
@@ -137,7 +138,7 @@ async fn a_put_of_many_fragments_reports_the_result_of_each() {
     };
     let many: Vec<_> = (0..MAX_PUT + 1).map(|number| small(number as u8)).collect();
     let hello = hello_frame(&PEER_PROTOCOL, VERSION, VERSION);
-    let too_many = exchange(&peer, &[hello, frame(&Request::Put(many))]).await;
+    let too_many = exchange(&peer, &[hello, frame(&put_of(many))]).await;
     assert!(matches!(too_many[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     assert_eq!(connection.usage().await.unwrap().fragments, 3);
     peer.stop().await;
@@ -208,6 +209,10 @@ async fn a_client_that_violates_the_protocol_gets_an_error_or_is_disconnected() 
 }
 
 /// A copy of a blob of 4 MiB, the greatest length.
+fn put_of(fragments: Vec<Fragment>) -> Request {
+    Request::Put { stamp: CollectionNumber::FIRST, fragments }
+}
+
 fn large(number: u8) -> Fragment {
     let content = vec![number; 4 << 20];
     let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
@@ -284,7 +289,7 @@ async fn clients_that_do_not_complete_their_requests_do_not_stop_the_others() {
     let one = large(1);
     good.put(one.clone()).await.unwrap();
     // The start of a put of 4 MiB.
-    let (header, mut body) = frame(&Request::Put(vec![large(2)]));
+    let (header, mut body) = frame(&put_of(vec![large(2)]));
     body.truncate(1000);
     let mut clients = Vec::new();
     for _ in 0..50 {

@@ -26,7 +26,7 @@ use super::group_commit::{Put, ReplyTo, store_puts};
 use super::limits::{ClientSlot, Limits, Memory};
 use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
-    Answer, GET, GET_FRAGMENT, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request,
+    Answer, GET, GET_FRAGMENT, GET_RANGE, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request,
     read_request_body,
 };
 use crate::error::Result;
@@ -171,9 +171,9 @@ async fn connection(
         let body = read_request_body(&mut reader, &header).await?;
         memory.received();
         match Request::from_bytes(header.kind, &body) {
-            Ok(Request::Put(fragments)) => {
+            Ok(Request::Put { stamp, fragments }) => {
                 let reply_to = ReplyTo { number: header.number, answers: answers.clone(), memory };
-                let put = Put { fragments, room: room.clone(), reply_to };
+                let put = Put { stamp, fragments, room: room.clone(), reply_to };
                 // The receiver ends after the last connection, unless its thread panicked.
                 puts.send(put)
                     .map_err(|_| io::Error::other("the thread that stores fragments has ended"))?;
@@ -208,7 +208,7 @@ async fn connection(
 fn request_kib(header: &Header) -> usize {
     // The answer may have the greatest possible length.
     let bytes = match header.kind {
-        GET | GET_FRAGMENT | RECORDS => MAX_BODY,
+        GET | GET_RANGE | GET_FRAGMENT | RECORDS => MAX_BODY,
         HAVE => 4 * header.len,
         LIST => MAX_LISTED * LISTED_ENTRY_BYTES,
         _ => 0,
@@ -220,9 +220,12 @@ fn request_kib(header: &Header) -> usize {
 fn answer_kib(answer: &Answer) -> usize {
     match answer {
         Answer::Fragments(fragments) => {
-            fragments.iter().map(|one| one.block.len().div_ceil(1024) + 2).sum::<usize>() + 1
+            fragments.iter().map(|one| one.block.len().div_ceil(1024) + 4).sum::<usize>() + 1
         }
-        Answer::Held(held) => held.iter().map(Vec::len).sum::<usize>() / 16 + held.len() / 256 + 2,
+        Answer::Parts(parts) => {
+            parts.iter().map(|one| one.bytes.len().div_ceil(1024) + 4).sum::<usize>() + 1
+        }
+        Answer::Held(held) => held.iter().map(Vec::len).sum::<usize>() / 12 + held.len() / 256 + 2,
         Answer::Listed(all) => (all.len() * LISTED_ENTRY_BYTES).div_ceil(1024) + 1,
         _ => 2,
     }
@@ -257,8 +260,11 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
         Request::Usage => Answer::Usage(store.usage()?),
         Request::GetFragment(id) => Answer::Fragments(store.get_fragment(&id)?),
         Request::Clock => Answer::Clock(store.clock()),
-        Request::Delete { deadline, idle, fragments } => {
-            Answer::Deleted(store.delete_before(deadline, &fragments, idle)?)
+        Request::GetRange { blob, offset, len } => {
+            Answer::Parts(store.get_range(&blob, offset, len)?)
+        }
+        Request::Delete { deadline, idle, below, fragments } => {
+            Answer::Deleted(store.delete_before(deadline, &fragments, idle, below)?)
         }
         Request::Records(after) => Answer::Fragments(store.records(&after)?),
         Request::List(after) => Answer::Listed(store.list(&after)?),
@@ -266,6 +272,6 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
             room.reserve(bytes)?;
             Answer::Reserved
         }
-        Request::Put(_) => unreachable!("puts go to the thread that stores fragments"),
+        Request::Put { .. } => unreachable!("puts go to the thread that stores fragments"),
     })
 }

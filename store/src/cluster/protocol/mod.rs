@@ -10,7 +10,11 @@ use std::io;
 use bytes::Bytes;
 use tokio::io::AsyncRead;
 
-use crate::encoding::fragment::{Description, Fragment, Kind, MAX_CONTENT};
+use crate::collection::CollectionNumber;
+use crate::encoding::MAX_STORED;
+use crate::encoding::fragment::{Description, Fragment, Kind};
+use crate::encoding::seal::{SealKeys, Sealed};
+use crate::encoding::{SEAL_BYTES, Seal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::frame::{Header, Message, read_aligned_body, read_body};
@@ -19,11 +23,11 @@ use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason
 pub use self::refusal::Refusal;
 
 /// The longest body in bytes: the blocks of the longest content, and space for their descriptions.
-pub const MAX_BODY: usize = MAX_CONTENT + 8192;
+pub const MAX_BODY: usize = MAX_STORED + (64 << 10);
 
-/// The most fragments in one put. Their blocks together have at most [`MAX_CONTENT`] bytes.
+/// The most fragments in one put. Their blocks together have at most [`MAX_STORED`] bytes.
 pub const MAX_PUT: usize = 16;
-const _: () = assert!(LEAD + MAX_PUT * (1 + Description::LONGEST) <= MAX_BODY - MAX_CONTENT);
+const _: () = assert!(LEAD + MAX_PUT * (1 + Description::LONGEST) <= MAX_BODY - MAX_STORED);
 
 /// The most blobs in one `have` request.
 pub const MAX_ASKED: usize = 4096;
@@ -77,6 +81,29 @@ pub struct Held {
     pub kind: Kind,
     /// The block's length in bytes.
     pub len: u32,
+    /// The seal of its encoding's description.
+    pub seal: Seal,
+}
+
+impl Held {
+    /// Whether the seal proves that a client or a supervisor made this encoding of the blob.
+    pub(crate) fn is_sealed(&self, blob: &BlobId, keys: &SealKeys) -> bool {
+        let Held { encoding, data, parity, kind, len, .. } = *self;
+        keys.proves(&Sealed { blob: *blob, encoding, data, parity, kind, len }, &self.seal)
+    }
+}
+
+/// A part of a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FragmentPart {
+    /// The encoding that the block belongs to.
+    pub description: Description,
+    /// The index of the block.
+    pub index: u8,
+    /// The offset of the part in the block.
+    pub offset: u32,
+    /// The bytes of the part. They are not covered by a checksum.
+    pub bytes: Bytes,
 }
 
 /// How much a peer holds and may hold.
@@ -99,16 +126,30 @@ pub struct PeerTime(pub u64);
 /// A request from a client to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Store 1 to [`MAX_PUT`] fragments. The peer answers when they are durable.
-    Put(Vec<Fragment>),
+    /// Store fragments. The peer answers when they are durable.
+    Put {
+        /// The collection number to stamp the fragments with.
+        stamp: CollectionNumber,
+        /// 1 to [`MAX_PUT`] fragments.
+        fragments: Vec<Fragment>,
+    },
     /// Send the fragments of a blob.
     Get(BlobId),
+    /// Send the parts of fragments of a blob that hold some bytes of its content, in whole frames.
+    GetRange {
+        /// The blob's name.
+        blob: BlobId,
+        /// The offset in the content.
+        offset: u32,
+        /// The number of bytes.
+        len: u32,
+    },
     /// Send one fragment.
     GetFragment(FragmentId),
     /// Report the fragments of each of these blobs.
     Have {
-        /// Whether to reset the idle timer of the fragments.
-        renew: bool,
+        /// To reset the idle timer of the fragments, the collection number to stamp them with.
+        renew: Option<CollectionNumber>,
         /// At most [`MAX_ASKED`].
         blobs: Vec<BlobId>,
     },
@@ -124,6 +165,8 @@ pub enum Request {
         /// The minimum idle time in seconds: only fragments that were not stored or renewed for
         /// that long, by the peer's clock, are deleted.
         idle: u32,
+        /// Only fragments with a lower stamp are deleted; [`CollectionNumber::MAX`] for all.
+        below: CollectionNumber,
         /// At most [`MAX_DELETED`].
         fragments: Vec<FragmentId>,
     },
@@ -150,6 +193,8 @@ pub enum Answer {
     },
     /// The requested fragments.
     Fragments(Vec<Fragment>),
+    /// The requested parts of fragments.
+    Parts(Vec<FragmentPart>),
     /// The fragments of each requested blob, in the order of the request.
     Held(Vec<Vec<Held>>),
     /// How much the peer holds.
@@ -177,6 +222,7 @@ pub(crate) const LIST: u16 = 8;
 const RESERVE: u16 = 9;
 pub(crate) const GET_FRAGMENT: u16 = 10;
 const CLOCK: u16 = 11;
+pub(crate) const GET_RANGE: u16 = 12;
 const STORED: u16 = 102;
 const FRAGMENTS: u16 = 103;
 const HELD: u16 = 104;
@@ -186,16 +232,23 @@ const LISTED: u16 = 108;
 const RESERVED: u16 = 109;
 const REFUSED: u16 = 110;
 const TIME: u16 = 111;
+const PARTS: u16 = 112;
 
 impl Request {
     /// Encodes the request. Returns its kind and its body.
     pub fn to_body(&self) -> (u16, Vec<u8>) {
         match self {
-            Request::Put(_) => {
+            Request::Put { .. } => {
                 let (kind, parts) = self.to_parts();
                 (kind, parts.concat())
             }
             Request::Get(blob) => (GET, blob.as_bytes().to_vec()),
+            Request::GetRange { blob, offset, len } => {
+                let mut body = blob.as_bytes().to_vec();
+                body.extend_from_slice(&offset.to_le_bytes());
+                body.extend_from_slice(&len.to_le_bytes());
+                (GET_RANGE, body)
+            }
             Request::GetFragment(fragment) => {
                 let mut body = Vec::new();
                 write_id(&mut body, fragment);
@@ -203,14 +256,16 @@ impl Request {
             }
             Request::Clock => (CLOCK, Vec::new()),
             Request::Have { renew, blobs } => {
-                let mut body = vec![u8::from(*renew)];
+                let mut body = vec![u8::from(renew.is_some())];
+                body.extend_from_slice(&renew.unwrap_or_default().0.to_le_bytes());
                 blobs.iter().for_each(|blob| body.extend_from_slice(blob.as_bytes()));
                 (HAVE, body)
             }
             Request::Usage => (USAGE, Vec::new()),
-            Request::Delete { deadline: PeerTime(deadline), idle, fragments } => {
+            Request::Delete { deadline: PeerTime(deadline), idle, below, fragments } => {
                 let mut body = deadline.to_le_bytes().to_vec();
                 body.extend_from_slice(&idle.to_le_bytes());
+                body.extend_from_slice(&below.0.to_le_bytes());
                 fragments.iter().for_each(|fragment| write_id(&mut body, fragment));
                 (DELETE, body)
             }
@@ -223,13 +278,13 @@ impl Request {
     /// Encodes the request in parts that share the blocks instead of copying them.
     pub(crate) fn to_parts(&self) -> Message {
         match self {
-            Request::Put(fragments) => {
-                let mut heads = Vec::with_capacity(LEAD + fragments.len() * 128);
+            Request::Put { stamp, fragments } => {
+                let len: usize = fragments.iter().map(|one| 1 + one.description.bytes_len()).sum();
+                let mut heads = Vec::with_capacity(LEAD + len);
                 heads.extend_from_slice(&(fragments.len() as u16).to_le_bytes());
-                heads.extend_from_slice(&[0; 2]);
+                heads.extend_from_slice(&(len as u16).to_le_bytes());
+                heads.extend_from_slice(&stamp.0.to_le_bytes());
                 fragments.iter().for_each(|fragment| write_head(&mut heads, fragment));
-                let len = (heads.len() - LEAD) as u16;
-                heads[2..LEAD].copy_from_slice(&len.to_le_bytes());
                 let blocks = fragments.iter().map(|fragment| fragment.block.clone());
                 (PUT, std::iter::once(heads.into()).chain(blocks).collect())
             }
@@ -249,10 +304,17 @@ impl Request {
     pub fn from_bytes(kind: u16, whole: &Bytes) -> Result<Request> {
         let mut body = MessageReader::new(whole);
         let request = match kind {
-            PUT => Request::Put(body.fragments()?),
+            PUT => {
+                let (stamp, fragments) = body.put()?;
+                Request::Put { stamp, fragments }
+            }
             GET => Request::Get(body.blob()?),
+            GET_RANGE => {
+                Request::GetRange { blob: body.blob()?, offset: body.u32()?, len: body.u32()? }
+            }
             HAVE => {
-                let renew = body.flag()?;
+                let (renew, stamp) = (body.flag()?, body.stamp()?);
+                let renew = renew.then_some(stamp);
                 let (ids, rest) = body.rest().as_chunks::<32>();
                 if ids.len() > MAX_ASKED || !rest.is_empty() {
                     return Err(malformed("a `have` request for too many blobs"));
@@ -265,7 +327,7 @@ impl Request {
             GET_FRAGMENT => Request::GetFragment(body.fragment_id()?),
             CLOCK => Request::Clock,
             DELETE => {
-                let (deadline, idle) = (PeerTime(body.u64()?), body.u32()?);
+                let (deadline, idle, below) = (PeerTime(body.u64()?), body.u32()?, body.stamp()?);
                 let mut fragments = Vec::new();
                 while !body.is_empty() {
                     if fragments.len() == MAX_DELETED {
@@ -273,7 +335,7 @@ impl Request {
                     }
                     fragments.push(body.fragment_id()?);
                 }
-                Request::Delete { deadline, idle, fragments }
+                Request::Delete { deadline, idle, below, fragments }
             }
             RECORDS => Request::Records(body.blob()?),
             LIST => Request::List(body.blob()?),
@@ -308,6 +370,17 @@ impl Answer {
                     body.extend_from_slice(&fragment.block);
                 }
                 FRAGMENTS
+            }
+            Answer::Parts(parts) => {
+                body.extend_from_slice(&(parts.len() as u16).to_le_bytes());
+                for FragmentPart { description, index, offset, bytes } in parts {
+                    body.push(*index);
+                    description.write(&mut body);
+                    body.extend_from_slice(&offset.to_le_bytes());
+                    body.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+                    body.extend_from_slice(bytes);
+                }
+                PARTS
             }
             Answer::Held(all) => {
                 for held in all {
@@ -390,6 +463,13 @@ impl Answer {
                 }
                 Answer::Fragments((0..count).map(|_| body.fragment()).collect::<Result<_>>()?)
             }
+            PARTS => {
+                let count = body.u16()?;
+                if usize::from(count) > MAX_FETCHED {
+                    return Err(malformed("an answer with too many parts"));
+                }
+                Answer::Parts((0..count).map(|_| body.part()).collect::<Result<_>>()?)
+            }
             HELD => {
                 let (mut all, mut held) = (Vec::new(), 0);
                 while !body.is_empty() {
@@ -439,14 +519,13 @@ fn write_head(body: &mut Vec<u8>, fragment: &Fragment) {
     fragment.description.write(body);
 }
 
-/// Bytes at the start of a put that say where its blocks begin: the number of fragments, and the
-/// length of all heads.
-const LEAD: usize = 4;
+/// Bytes at the start of a put: the number of fragments, the length of all heads, which says where
+/// the blocks begin, and the stamp.
+const LEAD: usize = 12;
 
 /// The offset of the first block in a put.
 fn blocks_at(lead: &[u8; LEAD]) -> usize {
-    let [_, _, heads @ ..] = *lead;
-    LEAD + usize::from(u16::from_le_bytes(heads))
+    LEAD + usize::from(u16::from_le_bytes([lead[2], lead[3]]))
 }
 
 /// Reads the body of a request. The first block of a put begins at the start of a page, and so do
@@ -463,7 +542,7 @@ pub(crate) async fn read_request_body(
 
 /// The length of a fragment in a body, in bytes.
 pub(crate) fn fragment_len(description: &Description) -> usize {
-    1 + description.to_bytes().len() + description.block_len()
+    1 + description.bytes_len() + description.block_len()
 }
 
 fn write_id(body: &mut Vec<u8>, FragmentId { blob, encoding, index }: &FragmentId) {
@@ -473,10 +552,11 @@ fn write_id(body: &mut Vec<u8>, FragmentId { blob, encoding, index }: &FragmentI
 }
 
 fn write_held(body: &mut Vec<u8>, held: &Held) {
-    let Held { encoding, data, parity, index, kind, len } = held;
+    let Held { encoding, data, parity, index, kind, len, seal } = held;
     body.extend_from_slice(encoding.as_bytes());
     body.extend_from_slice(&[*data, *parity, *index, *kind as u8]);
     body.extend_from_slice(&len.to_le_bytes());
+    body.extend_from_slice(seal.as_bytes());
 }
 
 /// Readers for the parts of messages that only this protocol has.
@@ -502,9 +582,28 @@ impl MessageReader<'_> {
         self.block(head)
     }
 
-    /// Reads the fragments of a put: all heads, then all blocks.
-    fn fragments(&mut self) -> Result<Vec<Fragment>> {
+    /// Reads a part of a fragment.
+    fn part(&mut self) -> Result<FragmentPart> {
+        let (description, index) = self.head()?;
+        let (offset, len) = (self.u32()?, self.u32()? as usize);
+        let end = (offset as usize).checked_add(len);
+        if end.is_none_or(|end| end > description.block_len()) {
+            return Err(malformed("a part that is not in its block"));
+        }
+        Ok(FragmentPart { description, index, offset, bytes: self.share(len)? })
+    }
+
+    fn stamp(&mut self) -> Result<CollectionNumber> {
+        match CollectionNumber(self.u64()?) {
+            stamp if stamp > CollectionNumber::MAX => Err(malformed("a stamp out of range")),
+            stamp => Ok(stamp),
+        }
+    }
+
+    /// Reads a put: the stamp, all heads, then all blocks.
+    fn put(&mut self) -> Result<(CollectionNumber, Vec<Fragment>)> {
         let (count, len) = (usize::from(self.u16()?), usize::from(self.u16()?));
+        let stamp = self.stamp()?;
         if !(1..=MAX_PUT).contains(&count) {
             return Err(malformed("a put with no fragment or too many"));
         }
@@ -513,15 +612,16 @@ impl MessageReader<'_> {
         if blocks_len != Some(self.rest().len()) {
             return Err(malformed("heads whose length differs from the stated one"));
         }
-        heads.into_iter().map(|head| self.block(head)).collect()
+        let fragments = heads.into_iter().map(|head| self.block(head)).collect::<Result<_>>()?;
+        Ok((stamp, fragments))
     }
 
     fn held(&mut self) -> Result<Held> {
         let encoding = self.blob()?;
         let [data, parity, index] = self.array()?;
         let kind = if self.flag()? { Kind::Record } else { Kind::Content };
-        let len = self.u32()?;
-        Ok(Held { encoding, data, parity, index, kind, len })
+        let (len, seal) = (self.u32()?, Seal::from_bytes(self.array::<SEAL_BYTES>()?));
+        Ok(Held { encoding, data, parity, index, kind, len, seal })
     }
 
     fn fragment_id(&mut self) -> Result<FragmentId> {

@@ -1,10 +1,13 @@
 use proptest::collection::vec;
 use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
+use super::FragmentPart;
 use super::{Answer, Fragment, Request};
 use super::{FragmentId, Held, PeerTime, Refusal, Usage};
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Kind, encode, encode_record};
+use crate::encoding::{SEAL_BYTES, Seal};
 use crate::id::BlobId;
 use crate::net::frame::{HEADER, Header};
 use crate::net::message::FAILURE_KINDS;
@@ -24,7 +27,8 @@ fn fragment() -> impl Strategy<Value = Fragment> {
         };
         let index = index % description.width() as u8;
         let block = blocks.share(index.into());
-        Fragment { description, index, block }
+        let seal = Seal::from_bytes([index; SEAL_BYTES]);
+        Fragment { description: description.with_seal(seal), index, block }
     })
 }
 
@@ -38,31 +42,47 @@ fn fragment_id() -> impl Strategy<Value = FragmentId> {
 
 fn held() -> impl Strategy<Value = Held> {
     let kind = prop_oneof![Just(Kind::Content), Just(Kind::Record)];
-    (blob(), any::<[u8; 3]>(), kind, any::<u32>()).prop_map(
-        |(encoding, [data, parity, index], kind, len)| Held {
-            encoding,
-            data,
-            parity,
-            index,
-            kind,
-            len,
+    (blob(), any::<[u8; 3]>(), kind, any::<u32>(), any::<[u8; SEAL_BYTES]>()).prop_map(
+        |(encoding, [data, parity, index], kind, len, seal)| {
+            let seal = Seal::from_bytes(seal);
+            Held { encoding, data, parity, index, kind, len, seal }
         },
     )
 }
 
+fn stamp() -> impl Strategy<Value = CollectionNumber> {
+    (0..=CollectionNumber::MAX.0).prop_map(CollectionNumber)
+}
+
+fn part() -> impl Strategy<Value = FragmentPart> {
+    (fragment(), any::<[u16; 2]>()).prop_map(|(fragment, [start, len])| {
+        let Fragment { description, index, block } = fragment;
+        let start = usize::from(start) % (block.len() + 1);
+        let bytes = block.slice(start..start + usize::from(len) % (block.len() - start + 1));
+        FragmentPart { description, index, offset: start as u32, bytes }
+    })
+}
+
 fn request() -> impl Strategy<Value = Request> {
     prop_oneof![
-        vec(fragment(), 1..4).prop_map(Request::Put),
+        (stamp(), vec(fragment(), 1..4))
+            .prop_map(|(stamp, fragments)| Request::Put { stamp, fragments }),
+        (blob(), any::<u32>(), any::<u32>()).prop_map(|(blob, offset, len)| Request::GetRange {
+            blob,
+            offset,
+            len
+        }),
         blob().prop_map(Request::Get),
         fragment_id().prop_map(Request::GetFragment),
         Just(Request::Clock),
-        (any::<bool>(), vec(blob(), 0..20))
+        (proptest::option::of(stamp()), vec(blob(), 0..20))
             .prop_map(|(renew, blobs)| Request::Have { renew, blobs }),
         Just(Request::Usage),
-        (any::<u64>(), any::<u32>(), vec(fragment_id(), 0..20)).prop_map(
-            |(deadline, idle, fragments)| Request::Delete {
+        (any::<u64>(), any::<u32>(), stamp(), vec(fragment_id(), 0..20)).prop_map(
+            |(deadline, idle, below, fragments)| Request::Delete {
                 deadline: PeerTime(deadline),
                 idle,
+                below,
                 fragments
             }
         ),
@@ -86,6 +106,7 @@ fn answer() -> impl Strategy<Value = Answer> {
             }
         ),
         vec(fragment(), 0..4).prop_map(Answer::Fragments),
+        vec(part(), 0..4).prop_map(Answer::Parts),
         vec(vec(held(), 0..4), 0..8).prop_map(Answer::Held),
         any::<[u64; 4]>().prop_map(|[capacity, used, reserved, fragments]| {
             Answer::Usage(Usage { capacity, used, reserved, fragments })

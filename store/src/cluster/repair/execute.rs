@@ -144,7 +144,14 @@ impl<'a, P: Peers> Executor<'a, P> {
     }
 
     /// Stores a fragment. Returns whether it is durable.
-    async fn put(&mut self, to: &PeerId, fragment: Fragment) -> bool {
+    ///
+    /// The fragment may come from a peer that has lost or changed its seal. It is of an encoding that
+    /// somebody has sealed, or that was made here, so it is sealed again.
+    async fn put(&mut self, to: &PeerId, mut fragment: Fragment) -> bool {
+        let seals = self.shared.peers.seals();
+        if !seals.is_sealed(&fragment.description) {
+            fragment.description.seal = seals.seal(&fragment.description);
+        }
         let (len, index) = (fragment.block.len() as u64, fragment.index);
         let encoding = fragment.description.id();
         let place = FragmentLocation { peer: *to, encoding, index };

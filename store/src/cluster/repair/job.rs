@@ -249,16 +249,10 @@ impl<P: Peers> Shared<P> {
             let Ok((peer, answer)) = answer else { continue };
             match answer {
                 Ok(held) if held.len() == blobs.len() => {
-                    for (found, held) in found.iter_mut().zip(held) {
-                        found.extend(held.into_iter().map(|one| Holding {
-                            peer,
-                            encoding: one.encoding,
-                            kind: one.kind,
-                            data: one.data,
-                            parity: one.parity,
-                            index: one.index,
-                            len: one.len,
-                        }));
+                    let seals = self.peers.seals();
+                    for ((found, blob), held) in found.iter_mut().zip(&*blobs).zip(held) {
+                        let holding = |one| Holding::new(peer, blob, one, seals);
+                        found.extend(held.iter().map(holding));
                     }
                 }
                 Ok(_) => self.set_down(&peer),

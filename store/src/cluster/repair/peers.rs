@@ -10,6 +10,7 @@ use crate::cluster::client::connection::Connection;
 use crate::cluster::client::pool::ConnectionPool;
 use crate::cluster::placement::members::Member;
 use crate::cluster::protocol::{FragmentId, Held};
+use crate::encoding::SealKeys;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -25,6 +26,9 @@ pub type DeletionPermit = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Peers that repair can ask. Repair does not trust them: it verifies what they send.
 pub trait Peers: Send + Sync + 'static {
+    /// The keys for seals.
+    fn seals(&self) -> &SealKeys;
+
     /// The fragments that a peer has of each of these blobs. The question does not reset their idle
     /// timers.
     fn have(
@@ -58,6 +62,7 @@ pub struct ConnectedPeers {
     pool: Arc<ConnectionPool>,
     members: BTreeMap<PeerId, Member>,
     permit: DeletionPermit,
+    seals: SealKeys,
 }
 
 impl ConnectedPeers {
@@ -68,7 +73,8 @@ impl ConnectedPeers {
         permit: DeletionPermit,
     ) -> ConnectedPeers {
         let members = members.into_iter().map(|member| (member.id, member)).collect();
-        ConnectedPeers { pool: ConnectionPool::new(security), members, permit }
+        let seals = security.seals().clone();
+        ConnectedPeers { pool: ConnectionPool::new(security), members, permit, seals }
     }
 
     /// A page of a peer's fragments, starting after this blob: see [`Connection::list`].
@@ -89,6 +95,10 @@ impl ConnectedPeers {
 }
 
 impl Peers for ConnectedPeers {
+    fn seals(&self) -> &SealKeys {
+        &self.seals
+    }
+
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         let member = self.member(&peer)?;
         self.pool.ask(member, |connection| async move { connection.have(blobs, false).await }).await

@@ -23,6 +23,8 @@
 //!   completed; then the others are surplus. Encodings with another kind or other numbers of blocks
 //!   may be wanted by others and are left alone.
 //! - An encoding that does not give the blob ([`Findings::rejected`]) is never completed or kept.
+//! - Nor is an encoding without a valid seal: a peer may have invented it. The blob is decoded from
+//!   it if no other encoding can be read, and encoded and sealed again.
 
 mod layout;
 #[cfg(test)]
@@ -35,6 +37,8 @@ use std::collections::{HashMap, HashSet};
 use self::layout::{Layout, layouts};
 use self::work::Work;
 use super::members::RepairMembers;
+use crate::cluster::protocol::Held;
+use crate::encoding::SealKeys;
 use crate::encoding::fragment::Kind;
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
@@ -87,9 +91,18 @@ pub struct Holding {
     pub index: u8,
     /// The block's length in bytes, as its holder reports it.
     pub len: u32,
+    /// Whether a client or a supervisor has sealed the encoding.
+    pub is_sealed: bool,
 }
 
 impl Holding {
+    /// A fragment of `blob` that a peer reports.
+    pub(super) fn new(peer: PeerId, blob: &BlobId, held: &Held, seals: &SealKeys) -> Holding {
+        let Held { encoding, data, parity, index, kind, len, .. } = *held;
+        let is_sealed = held.is_sealed(blob, seals);
+        Holding { peer, encoding, kind, data, parity, index, len, is_sealed }
+    }
+
     /// Where the fragment is.
     pub fn location(&self) -> FragmentLocation {
         let Holding { peer, encoding, index, .. } = *self;
@@ -139,14 +152,14 @@ impl Findings {
 
     /// Whether an encoding can be completed and kept, for all that is known.
     fn may_keep(&self, layout: &Layout) -> bool {
-        !self.rejected.contains_key(&layout.encoding)
+        layout.is_sealed && !self.rejected.contains_key(&layout.encoding)
     }
 
     /// How many more lost peers the blob survives by this encoding.
     fn survives(&self, layout: &Layout) -> Option<i32> {
         match self.rejected.get(&layout.encoding) {
-            None => Some(layout.survives()),
-            Some(Rejection::Inconsistent) => Some(layout.survives().min(0)),
+            None if layout.is_sealed => Some(layout.survives()),
+            None | Some(Rejection::Inconsistent) => Some(layout.survives().min(0)),
             Some(Rejection::Unreadable) => None,
         }
     }
@@ -248,7 +261,7 @@ pub fn plan(
         let found = candidates().map(Layout::strength).max().unwrap_or(0);
         let missing = wanted.redundancy.width().saturating_sub(found);
         let is_source = |one: &&Layout| findings.survives(one).is_some_and(|more| more >= 0);
-        // An inconsistent encoding is the last choice.
+        // An encoding that is inconsistent or not sealed is the last choice.
         let source = layouts.iter().filter(is_source).min_by_key(|one| !findings.may_keep(one));
         return unreadable(wanted, &members, source, Plan::of(None, survives, missing));
     };
@@ -258,7 +271,8 @@ pub fn plan(
         false => work.fragments(),
     }
     if work.is_complete() {
-        let others = layouts.iter().filter(is_wanted).filter(|one| one.encoding != chosen.encoding);
+        let is_other = |one: &&Layout| one.encoding != chosen.encoding || !one.is_sealed;
+        let others = layouts.iter().filter(is_wanted).filter(is_other);
         others.for_each(|other| work.remove_all(other));
         let is_live = |one: &&Holding| {
             members.find(&one.peer).is_some_and(|at| members.nodes()[at].is_live())

@@ -16,6 +16,7 @@ use crate::cluster::placement::{Member, MemberState};
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::tests::{Peer, content, members, policy, start};
 use crate::encoding::Redundancy;
+use crate::encoding::SealKeys;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -237,6 +238,10 @@ struct Counting {
 }
 
 impl Peers for Counting {
+    fn seals(&self) -> &SealKeys {
+        self.peers.seals()
+    }
+
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         self.peers.have(peer, blobs).await
     }
@@ -348,6 +353,10 @@ struct FailingPuts {
 }
 
 impl Peers for FailingPuts {
+    fn seals(&self) -> &SealKeys {
+        self.peers.seals()
+    }
+
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         self.peers.have(peer, blobs).await
     }

@@ -81,7 +81,7 @@ pub(super) mod tests {
 
     use super::{Rejection, Verdict, verify};
     use crate::encoding::Redundancy;
-    use crate::encoding::fragment::{Description, Fragment, encode};
+    use crate::encoding::fragment::{Fragment, encode};
     use crate::encoding::redundancy::StoragePolicy;
     use crate::id::BlobId;
 
@@ -108,12 +108,7 @@ pub(super) mod tests {
     ) -> Vec<Fragment> {
         let other: Vec<u8> = content.iter().map(|byte| byte ^ 0x5A).collect();
         let (mut right, wrong) = (fragments(blob, content, code), fragments(blob, &other, code));
-        let bytes = [&right, &wrong].map(|all| all[0].description.to_bytes());
-        // The checksums are at the end, eight bytes each.
-        let checksums = bytes[0].len() - 8 * code.width();
-        let parity = checksums + 8 * code.needed();
-        let mixed = [&bytes[0][..parity], &bytes[1][parity..]].concat();
-        let description = Description::from_bytes(&mixed).unwrap().0;
+        let description = right[0].description.with_parity_of(&wrong[0].description);
         for (index, fragment) in right.iter_mut().enumerate() {
             fragment.description = description.clone();
             if index >= code.needed() {

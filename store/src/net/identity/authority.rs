@@ -16,8 +16,9 @@ use rcgen::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Identity, REVOKED, Role};
+use super::{Identity, REVOKED, Role, mac_keys};
 use crate::clock::now;
+use crate::encoding::SealKeyId;
 use crate::error::{Error, Result};
 use crate::id::{CertificateSerial, PeerId};
 use crate::sys;
@@ -70,7 +71,15 @@ pub fn init(directory: &Path) -> Result<()> {
         authority.sign(identity, directory)?;
     }
     authority.write_list()?;
+    mac_keys::create(directory)?;
     sys::sync_dir(directory)
+}
+
+/// Adds a key for seals to the authority's directory: the new one makes seals, the old ones still
+/// verify. Returns the id of the new key, and how many there were before.
+pub fn rotate_mac_key(keys: &Path) -> Result<(SealKeyId, usize)> {
+    let _authority = Authority::open(keys)?;
+    mac_keys::rotate(keys)
 }
 
 /// Signs a certificate for a new peer. Returns the peer's id. See [`sign`].
@@ -90,6 +99,9 @@ pub fn sign(keys: &Path, identity: Identity, out: &Path) -> Result<()> {
     let text = text.map_err(|error| Error::io("reading", &certificate, error))?;
     create(out, AUTHORITY, &text, PUBLIC)?;
     create(out, REVOKED, &authority.write_list()?, PUBLIC)?;
+    if identity.role() != Role::Peer {
+        mac_keys::copy(keys, out)?;
+    }
     authority.sign(identity, out)?;
     sys::sync_dir(out)
 }

@@ -8,6 +8,7 @@
 //! | `revoked.crl.pem` | the list of revoked certificates, on every machine | all `cairn keys` |
 //! | `catalog`, `supervisor` and `client`, each `.pem` and `.key` | certificate and key of the role | `cairn keys init` |
 //! | `peer.pem`, `peer.key` | certificate and key of one peer | `cairn keys sign` |
+//! | `mac.key` | secrets for seals, on the machines of clients, supervisors and catalogs | `cairn keys init` |
 //! | `etcd-ca.pem` | the authority of the etcd, if the catalog is in an etcd | the operator |
 //! | `etcd.pem`, `etcd.key` | certificate and key of a client of that etcd | the operator |
 //!
@@ -20,10 +21,12 @@
 //! |---|---|
 //! | `mod` | roles and identities, and their names in certificates |
 //! | `authority` | creates, signs and revokes certificates |
+//! | `mac_keys` | the secrets that seals are made with |
 //! | `tls` | the TLS configuration of a process, which follows the list of revoked certificates |
 //! | `security` | secures connections, and says which process is at the other end |
 
 mod authority;
+mod mac_keys;
 mod security;
 #[cfg(test)]
 mod tests;
@@ -33,7 +36,7 @@ use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use webpki::EndEntityCert;
 
-pub use authority::{init, revoke, sign, sign_new_peer};
+pub use authority::{init, revoke, rotate_mac_key, sign, sign_new_peer};
 pub use security::{Access, Security};
 pub(crate) use security::{Reader, Remote, Secured, Writer};
 

@@ -12,7 +12,8 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use super::tls::{Tls, TlsConfig, read};
-use super::{Identity, Role};
+use super::{Identity, Role, mac_keys};
+use crate::encoding::SealKeys;
 use crate::error::{Error, Result};
 use crate::net::batched_reader::BatchedReader;
 
@@ -98,7 +99,10 @@ impl<'a> Access<'a> {
 
 /// How connections are secured: with TLS, or not at all.
 #[derive(Clone)]
-pub struct Security(Option<Keys>);
+pub struct Security {
+    keys: Option<Keys>,
+    seals: SealKeys,
+}
 
 #[derive(Clone)]
 struct Keys {
@@ -114,8 +118,14 @@ pub(crate) struct EtcdKeys {
 }
 
 impl Security {
-    /// No security: plain TCP.
-    pub const INSECURE: Security = Security(None);
+    /// No security: plain TCP, and no seals.
+    pub const INSECURE: Security = Security { keys: None, seals: SealKeys::OFF };
+
+    /// Plain TCP with seals.
+    #[cfg(test)]
+    pub(crate) fn insecure_with(seals: SealKeys) -> Security {
+        Security { keys: None, seals }
+    }
 
     /// TLS with the keys of this role and the authority's certificate, both in `directory`. If the
     /// directory has a list of revoked certificates, these are refused.
@@ -129,18 +139,28 @@ impl Security {
             })),
             _ => None,
         };
-        Ok(Security(Some(Keys { tls, etcd })))
+        // A peer has no key, so that it cannot forge what it stores.
+        let seals = match role {
+            Role::Peer => SealKeys::new(&[]),
+            _ => mac_keys::load(directory)?,
+        };
+        Ok(Security { keys: Some(Keys { tls, etcd }), seals })
+    }
+
+    /// The keys that make and verify seals.
+    pub fn seals(&self) -> &SealKeys {
+        &self.seals
     }
 
     /// The identity of this process; `None` without keys.
     pub fn identity(&self) -> Option<Identity> {
-        self.0.as_ref().map(|keys| keys.tls.identity())
+        self.keys.as_ref().map(|keys| keys.tls.identity())
     }
 
     /// The keys for an etcd; `None` for plain connections. Fails if connections are to be secure
     /// and there are no keys for etcd.
     pub(crate) fn etcd(&self) -> Result<Option<Arc<EtcdKeys>>> {
-        match &self.0 {
+        match &self.keys {
             None => Ok(None),
             Some(Keys { etcd: Some(keys), .. }) => Ok(Some(keys.clone())),
             Some(_) => {
@@ -153,7 +173,7 @@ impl Security {
 
     /// Secures a connection to a server, which must have this role.
     pub(crate) async fn connect(&self, stream: TcpStream, role: Role) -> io::Result<Secured> {
-        let Some(Keys { tls, .. }) = &self.0 else { return Ok(plain(stream)) };
+        let Some(Keys { tls, .. }) = &self.keys else { return Ok(plain(stream)) };
         let config = tls.config()?;
         let name = ServerName::try_from(role.host()).map_err(io::Error::other)?;
         let connecting = config.connector.connect(name, stream);
@@ -164,7 +184,7 @@ impl Security {
 
     /// Secures a connection from a client, which must have one of these roles.
     pub(crate) async fn accept(&self, stream: TcpStream, roles: &[Role]) -> io::Result<Secured> {
-        let Some(Keys { tls, .. }) = &self.0 else { return Ok(plain(stream)) };
+        let Some(Keys { tls, .. }) = &self.keys else { return Ok(plain(stream)) };
         let config = tls.config()?;
         let stream = timeout(TLS_HANDSHAKE_TIMEOUT, config.acceptor.accept(stream)).await??;
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first).cloned();

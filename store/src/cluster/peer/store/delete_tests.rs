@@ -9,9 +9,12 @@ use std::thread;
 
 use tempfile::TempDir;
 
+use super::PutOrder;
+use super::tests::RENEW;
 use super::tests::{CODE, fragment};
 use crate::cluster::peer::{PeerStore, Room};
 use crate::cluster::protocol::FragmentId;
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, Kind, encode, encode_record};
 use crate::error::ErrorKind;
@@ -137,9 +140,9 @@ fn a_renewed_fragment_is_not_idle() {
     database.execute("UPDATE fragments SET touched = touched - 7200", []).unwrap();
     let (asked, renewed) = (all[0].description.blob, all[1].description.blob);
     let old = touched(&asked);
-    assert_eq!(store.have(&[asked], false).unwrap()[0].len(), 1);
+    assert_eq!(store.have(&[asked], None).unwrap()[0].len(), 1);
     assert_eq!(touched(&asked), old, "a request without renewal writes nothing");
-    assert_eq!(store.have(&[renewed], true).unwrap()[0].len(), 1);
+    assert_eq!(store.have(&[renewed], RENEW).unwrap()[0].len(), 1);
     assert!(touched(&renewed) >= old + 7200);
     put(&store, &all[2..]);
     assert_eq!(store.delete(&ids, 3600).unwrap(), 16 << 10);
@@ -157,7 +160,7 @@ fn a_have_request_without_renewal_does_not_wait_for_a_writer() {
     store.settle(false).unwrap();
     let writer = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     writer.execute_batch("BEGIN IMMEDIATE; UPDATE fragments SET touched = 1").unwrap();
-    assert_eq!(store.have(&[one.description.blob], false).unwrap()[0].len(), 1);
+    assert_eq!(store.have(&[one.description.blob], None).unwrap()[0].len(), 1);
     assert_eq!(store.list(&NO_BLOB).unwrap().len(), 1);
 }
 
@@ -171,7 +174,7 @@ fn an_invalid_row_is_left_out() {
     let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     database.execute("UPDATE fragments SET description = x'00' WHERE number = 1", []).unwrap();
     let blob = one.description.blob;
-    for renew in [false, true] {
+    for renew in [None, RENEW] {
         let held = store.have(&[blob, fragment(2, CODE, 0).description.blob], renew).unwrap();
         assert_eq!((held[0].len(), held[1].len()), (1, 1));
     }
@@ -266,7 +269,10 @@ fn reserved_space_is_kept_for_its_connection() {
     let store = Arc::new(PeerStore::open(dir.path(), Some(4 * block)).unwrap());
     let (room, other) = (Room::new(store.clone()), Room::new(store.clone()));
     let give = |n, room: Option<&Room>| {
-        let result = store.put_in(&[fragment(n, CODE, 0)], |_| room).unwrap().remove(0);
+        let result = store
+            .put_in(&[fragment(n, CODE, 0)], |_| PutOrder { stamp: CollectionNumber::FIRST, room })
+            .unwrap()
+            .remove(0);
         store.flush().unwrap();
         result.map_err(|error| error.kind())
     };

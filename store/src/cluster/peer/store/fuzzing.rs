@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 
 use super::group::{Entries, Key, LogPosition, decode};
 use super::log::scan_file;
+use crate::collection::CollectionNumber;
 use crate::durable::segment::ALIGNMENT;
 use crate::encoding::fragment::{Description, encode};
 use crate::encoding::redundancy::Redundancy;
@@ -71,7 +72,7 @@ fn fragment(key: &Key, before: &[u8], len: u8, seed: u8) -> (Description, u8, Ve
     let mut content = vec![seed; usize::from(len) * 64 + 1];
     if seed >= 0x80 {
         let (inner, _) = encode(&BlobId::of(b"x"), b"x", Redundancy::NONE);
-        let entries = Entries::new(std::iter::once((&inner, 0)));
+        let entries = Entries::new(std::iter::once((&inner, 0, CollectionNumber(7))));
         let forged = Key::of(&PeerId::from_bytes([8; 16]));
         let (key, offset) = match seed % 2 {
             0 => (key, 1 << 30),
@@ -89,7 +90,8 @@ fn fragment(key: &Key, before: &[u8], len: u8, seed: u8) -> (Description, u8, Ve
 
 /// Appends a group to a segment.
 fn append(key: &Key, bytes: &mut Vec<u8>, fragments: &[(Description, u8, Vec<u8>)]) {
-    let entries = Entries::new(fragments.iter().map(|(one, index, _)| (one, *index)));
+    let stamp = CollectionNumber(7);
+    let entries = Entries::new(fragments.iter().map(|(one, index, _)| (one, *index, stamp)));
     let at = LogPosition { segment: NUMBER, offset: bytes.len() as u64 };
     let record = entries.record(key, at);
     let (len, known) = decode(key, at, &record).expect("a record decodes to itself");

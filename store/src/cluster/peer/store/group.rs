@@ -6,33 +6,38 @@
 //! | offset | length | is |
 //! |---:|---:|---|
 //! | 0 | 8 | `CRNPEERG` |
-//! | 8 | 4 | version, 1 |
+//! | 8 | 4 | version, 2 |
 //! | 12 | 4 | *n*, the number of fragments |
 //! | 16 | 8 | the segment's number |
 //! | 24 | 8 | the record's offset in the segment |
 //! | 32 | 4 | *l*, the bytes of the entries |
-//! | 36 | *l* | *n* entries: the block's index (1), and the fragment's description |
+//! | 36 | *l* | *n* entries: the block's index (1), the stamp (8), and the fragment's description |
 //! | 36 + *l* | 32 | keyed BLAKE3 of everything before, with a key derived from the peer's id |
 //!
 //! A guest decides what blocks contain. It does not know the key, so nothing that it writes is
 //! taken for a record.
 
+use crate::collection::CollectionNumber;
 use crate::durable::segment;
 use crate::durable::segment::ALIGNMENT;
-use crate::encoding::fragment::{Description, MAX_CONTENT};
+use crate::encoding::MAX_STORED;
+use crate::encoding::fragment::Description;
 use crate::id::PeerId;
 
 const MAGIC: &[u8; 8] = b"CRNPEERG";
-const VERSION: u32 = 1;
+/// Version 1 was never released.
+const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 36;
 const CHECKSUM_BYTES: usize = 32;
+/// Bytes of an entry before the description.
+const ENTRY_BYTES: usize = 9;
 
 /// The most fragments in a group.
 pub(super) const MAX_GROUP: usize = 256;
 
 /// The longest record in bytes: a full group of fragments with the longest description.
 pub(super) const MAX_RECORD: usize =
-    (HEADER_BYTES + MAX_GROUP * (1 + Description::LONGEST) + CHECKSUM_BYTES)
+    (HEADER_BYTES + MAX_GROUP * (ENTRY_BYTES + Description::LONGEST) + CHECKSUM_BYTES)
         .next_multiple_of(ALIGNMENT);
 
 /// The bits of a position's number that hold the page in the segment.
@@ -72,6 +77,7 @@ pub(super) struct KnownFragment {
     pub(super) description: Description,
     pub(super) index: u8,
     pub(super) place: LogPosition,
+    pub(super) stamp: CollectionNumber,
 }
 
 impl KnownFragment {
@@ -112,10 +118,13 @@ pub(super) struct Entries {
 }
 
 impl Entries {
-    pub(super) fn new<'a>(all: impl Iterator<Item = (&'a Description, u8)>) -> Entries {
+    pub(super) fn new<'a>(
+        all: impl Iterator<Item = (&'a Description, u8, CollectionNumber)>,
+    ) -> Entries {
         let (mut bytes, mut count) = (Vec::new(), 0);
-        for (description, index) in all {
+        for (description, index, stamp) in all {
             bytes.push(index);
+            bytes.extend_from_slice(&stamp.0.to_le_bytes());
             description.write(&mut bytes);
             count += 1;
         }
@@ -169,20 +178,21 @@ pub(super) fn decode(
     let mut rest = &bytes[HEADER_BYTES..end];
     let mut entries = Vec::with_capacity(count);
     for _ in 0..count {
-        let (index, tail) = rest.split_first()?;
+        let ([index, stamp @ ..], tail) = rest.split_first_chunk::<ENTRY_BYTES>()?;
+        let stamp = CollectionNumber(u64::from_le_bytes(*stamp)).min(CollectionNumber::MAX);
         let (description, tail) = Description::from_bytes(tail).ok()?;
-        if usize::from(*index) >= description.width() || description.block_len() > MAX_CONTENT {
+        if usize::from(*index) >= description.width() || description.block_len() > MAX_STORED {
             return None;
         }
-        entries.push((description, *index));
+        entries.push((description, *index, stamp));
         rest = tail;
     }
     let record_len = (end + CHECKSUM_BYTES).next_multiple_of(ALIGNMENT);
-    let lens = entries.iter().map(|(description, _)| description.block_len());
+    let lens = entries.iter().map(|(description, ..)| description.block_len());
     let (offsets, _) = segment::place(at.offset + record_len as u64, lens);
-    let known = |((description, index), offset)| {
+    let known = |((description, index, stamp), offset)| {
         let place = LogPosition { segment: at.segment, offset };
-        KnownFragment { description, index, place }
+        KnownFragment { description, index, place, stamp }
     };
     rest.is_empty().then(|| (record_len, entries.into_iter().zip(offsets).map(known).collect()))
 }

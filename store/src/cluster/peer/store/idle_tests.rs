@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::tests::RENEW;
 use super::tests::{CODE, fragment};
 use super::{PeerStore, id};
 use crate::encoding::fragment::Fragment;
@@ -108,7 +109,7 @@ fn a_stamp_in_the_future_is_fresh() {
     let clock = Clock::default();
     let store = clock.open(dir.path());
     assert!(!is_idle(&store, &one));
-    assert_eq!(store.have(&[one.description.blob], true).unwrap()[0].len(), 1);
+    assert_eq!(store.have(&[one.description.blob], RENEW).unwrap()[0].len(), 1);
     clock.advance(u64::from(DAY) + RENEWAL);
     assert!(!is_idle(&store, &one), "it is younger than the clock says");
     clock.advance(50);

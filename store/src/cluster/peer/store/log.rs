@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::group::{Entries, Key, KnownFragment, LogPosition, MAX_RECORD, decode};
 use super::table::Table;
+use crate::collection::CollectionNumber;
 use crate::durable::segment;
 use crate::durable::segment::{ALIGNMENT, Segment, fill_some, path_of, segments_in};
 use crate::encoding::fragment::Fragment;
@@ -39,13 +40,21 @@ pub(super) struct Log {
 
 impl Log {
     /// Opens the log of a peer. Adds to the table the fragments that were still pending when the
-    /// previous process ended.
-    pub(super) fn open(directory: &Path, peer: &PeerId, table: &Table) -> Result<Log> {
+    /// previous process ended. If `is_lost`, the table was lost, and so were the stamps.
+    pub(super) fn open(
+        directory: &Path,
+        peer: &PeerId,
+        table: &Table,
+        is_lost: bool,
+    ) -> Result<Log> {
         let (directory, key) = (directory.join("segments"), Key::of(peer));
         let mut last = None;
         for number in segments_in(&directory)? {
             let from = table.segment_end(number)?;
-            let (found, end) = scan(&directory, &key, number, from)?;
+            let (mut found, end) = scan(&directory, &key, number, from)?;
+            if is_lost {
+                found.iter_mut().for_each(|one| one.stamp = CollectionNumber::MAX);
+            }
             if !found.is_empty() {
                 let fragments = found.len();
                 tracing::info!(
@@ -73,25 +82,27 @@ impl Log {
     pub(super) fn append(
         &mut self,
         table: &Table,
-        fragments: &[&Fragment],
+        fragments: &[(&Fragment, CollectionNumber)],
     ) -> Result<(Arc<Segment>, Vec<KnownFragment>)> {
         let segment = match self.current.take().filter(|segment| !segment.is_full()) {
             Some(segment) => segment,
             None => self.open_segment(table.new_segment()?, 0)?,
         };
         self.current = Some(segment.clone());
-        let entries = Entries::new(fragments.iter().map(|one| (&one.description, one.index)));
-        let blocks: Vec<&[u8]> = fragments.iter().map(|one| &one.block[..]).collect();
+        let entries = fragments.iter().map(|(one, stamp)| (&one.description, one.index, *stamp));
+        let entries = Entries::new(entries);
+        let blocks: Vec<&[u8]> = fragments.iter().map(|(one, _)| &one.block[..]).collect();
         let number = segment.number;
         let start = segment.append(entries.record_len(), &blocks, |offset| {
             entries.record(&self.key, LogPosition { segment: number, offset })
         })?;
         let first = start + entries.record_len() as u64;
         let (offsets, _) = segment::place(first, blocks.iter().map(|block| block.len()));
-        let known = fragments.iter().zip(offsets).map(|(one, offset)| KnownFragment {
+        let known = fragments.iter().zip(offsets).map(|((one, stamp), offset)| KnownFragment {
             description: one.description.clone(),
             index: one.index,
             place: LogPosition { segment: number, offset },
+            stamp: *stamp,
         });
         Ok((segment, known.collect()))
     }
@@ -191,6 +202,17 @@ impl Files {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Reads a part of a block, which is not verified.
+    pub(super) fn read_part(
+        &self,
+        known: &KnownFragment,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> io::Result<()> {
+        let at = known.place.offset + offset as u64;
+        self.file(known.place.segment).and_then(|file| file.read_exact_at(bytes, at))
     }
 
     /// Returns the path of a segment's file.

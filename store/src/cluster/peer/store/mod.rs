@@ -22,6 +22,8 @@
 //!   before the put has ended.
 //! - **Idle time** is measured by a clock that counts the time for which the peer has run, not by
 //!   the wall clock: see `running_time`.
+//! - **Stamps.** Each put, and each question with renewal, raises the stamp of a fragment to a
+//!   collection number. A deletion has a bound, and leaves fragments with a higher stamp.
 //! - **Bad.** The scrub reads every block from the disk. A fragment whose block is damaged counts
 //!   as missing from then on: see `scrub`.
 //! - **Lock order:** `flushing`, `log`, `settling`, `state`, `scrub`.
@@ -64,6 +66,7 @@ use self::reclaim::reclaim;
 use self::running_time::{Elapsed, since_now};
 use self::table::{DATABASE, Deleted, ScrubRecord, Table};
 use crate::cluster::protocol::{FragmentId, MAX_FRAGMENTS, PeerTime, Usage};
+use crate::collection::CollectionNumber;
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
 use crate::durable::sync::SegmentSync;
@@ -75,12 +78,12 @@ use crate::sys;
 pub use self::room::Room;
 pub use self::scrub::{ScrubPause, ScrubRound, ScrubStatus};
 
-/// The format of the data directory. Versions 1 and 2 were never released.
+/// The format of the data directory. Versions 1 to 3 were never released.
 const DIRECTORY: DataDirectory = DataDirectory {
     server: "peer",
     marker: "peer.json",
     format: "cairn-peer",
-    version: 3,
+    version: 4,
     parts: &["segments", DATABASE],
 };
 
@@ -98,6 +101,15 @@ const MAX_PENDING_FACTOR: usize = 16;
 /// few names and must cover several steps.
 const NAMES_PER_STEP: usize = if cfg!(test) { 3 } else { 1 << 14 };
 
+/// The part of a put that is not in its fragments.
+#[derive(Clone, Copy)]
+pub struct PutOrder<'a> {
+    /// The collection number to stamp the fragments with.
+    pub stamp: CollectionNumber,
+    /// The space that the client has reserved.
+    pub room: Option<&'a Room>,
+}
+
 /// A fragment whose put has not ended.
 struct Staged {
     id: FragmentId,
@@ -109,7 +121,7 @@ struct Staged {
 enum Staging {
     /// The fragment is new and takes this many bytes of space.
     New(u64, Arc<Segment>),
-    /// The fragment replaces this damaged one.
+    /// The fragment replaces this one, which is damaged or has another seal or a lower stamp.
     Replacement(KnownFragment, Arc<Segment>),
     /// The fragment was already stored. Its idle timer is reset.
     Present,
@@ -161,8 +173,8 @@ pub struct PeerStore {
 enum Admission {
     /// The fragment is new. This many bytes of space were allotted to it.
     New(u64),
-    /// The fragment is stored, but this copy is damaged.
-    Damaged(KnownFragment),
+    /// The fragment is stored, but this copy is damaged or has another seal or a lower stamp.
+    Outdated(KnownFragment),
     /// The fragment is stored and valid.
     Present(KnownFragment),
     /// Another put of the same fragment has not ended.
@@ -201,10 +213,11 @@ impl PeerStore {
             return Err(Error::OtherPeer { path: directory.to_owned(), found, wanted });
         }
         // If the table is missing, this creates an empty one, and `Log::open` fills it from the
-        // log.
+        // log. The stamps in the log are too low: questions have raised them in the table.
+        let is_lost = !table::exists(directory)?;
         make()?;
         let table = Table::open(directory, elapsed)?;
-        let log = Log::open(directory, &id, &table)?;
+        let log = Log::open(directory, &id, &table, is_lost)?;
         let (fragments, used) = table.count()?;
         let scrub = table.scrub()?;
         let store = PeerStore {
@@ -243,15 +256,15 @@ impl PeerStore {
     ///
     /// Returns, for each fragment, whether it was accepted. Fails if the disk fails.
     pub fn put(&self, fragments: &[Fragment]) -> Result<Vec<Result<()>>> {
-        self.put_in(fragments, |_| None)
+        self.put_in(fragments, |_| PutOrder { stamp: CollectionNumber::FIRST, room: None })
     }
 
     /// Accepts fragments like [`PeerStore::put`], and takes their space from reservations first.
-    /// `room` returns the reservation for the fragment with an index.
+    /// `order` returns the rest of the put of the fragment with an index.
     pub fn put_in<'a>(
         &self,
         fragments: &[Fragment],
-        room: impl Fn(usize) -> Option<&'a Room>,
+        order: impl Fn(usize) -> PutOrder<'a>,
     ) -> Result<Vec<Result<()>>> {
         let mut log = self.log();
         self.sync.check()?;
@@ -283,7 +296,9 @@ impl PeerStore {
             let id = ids[at];
             let coming = coming.entry(id.blob).or_default();
             let is_busy = busy.contains(&id);
-            let admitted = self.admit(fragment, found.known, *coming, capacity, room(at), is_busy);
+            let order = order(at);
+            let stamp = order.stamp;
+            let admitted = self.admit(fragment, found.known, *coming, capacity, order, is_busy);
             if admitted.is_ok() {
                 busy.insert(id);
             }
@@ -295,11 +310,11 @@ impl PeerStore {
                 }
                 Ok(Admission::New(bytes)) => {
                     *coming += 1;
-                    new.push((fragment, id, None, bytes));
+                    new.push((fragment, stamp, id, None, bytes));
                     Ok(())
                 }
-                Ok(Admission::Damaged(old)) => {
-                    new.push((fragment, id, Some(old), 0));
+                Ok(Admission::Outdated(old)) => {
+                    new.push((fragment, stamp.max(old.stamp), id, Some(old), 0));
                     Ok(())
                 }
                 Err(error) => Err(error),
@@ -308,12 +323,13 @@ impl PeerStore {
         let bytes = new.iter().map(|(.., bytes)| bytes).sum::<u64>();
         let mut staged = again;
         for group in new.chunks_mut(MAX_GROUP) {
-            let fragments: Vec<_> = group.iter().map(|(fragment, ..)| *fragment).collect();
+            let fragments: Vec<_> =
+                group.iter().map(|(fragment, stamp, ..)| (*fragment, *stamp)).collect();
             let (segment, all) = log.append(&self.table, &fragments).inspect_err(|_| {
                 // Nothing refers to the groups that were already appended.
                 self.state().staged_bytes -= bytes;
             })?;
-            for ((_, id, old, bytes), known) in group.iter_mut().zip(all) {
+            for ((.., id, old, bytes), known) in group.iter_mut().zip(all) {
                 let segment = segment.clone();
                 let staging = match old.take() {
                     Some(old) => Staging::Replacement(old, segment),
@@ -335,7 +351,7 @@ impl PeerStore {
         known: Vec<KnownFragment>,
         coming: usize,
         capacity: u64,
-        room: Option<&Room>,
+        PutOrder { stamp, room }: PutOrder<'_>,
         is_busy: bool,
     ) -> Result<Admission> {
         let Fragment { description, index, block } = fragment;
@@ -353,10 +369,10 @@ impl PeerStore {
             let read = self.files.read(&known, &mut there);
             let path = self.files.path(known.place.segment);
             let is_whole = read.map_err(|error| Error::io("reading", &path, error))?;
-            return Ok(if is_whole {
-                Admission::Present(known)
-            } else {
-                Admission::Damaged(known)
+            let is_current = known.stamp >= stamp && known.description.seal == description.seal;
+            return Ok(match is_whole && is_current {
+                true => Admission::Present(known),
+                false => Admission::Outdated(known),
             });
         }
         if count >= MAX_FRAGMENTS {
@@ -469,15 +485,17 @@ impl PeerStore {
     /// last `idle` seconds. Returns the bytes that were freed on the disk. The deletion is durable
     /// when this returns.
     pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        self.delete_before(PeerTime(u64::MAX), fragments, idle)
+        self.delete_before(PeerTime(u64::MAX), fragments, idle, CollectionNumber::MAX)
     }
 
-    /// Deletes fragments like [`PeerStore::delete`], unless the deadline is over.
+    /// Deletes those fragments like [`PeerStore::delete`] whose stamp is below a bound, unless the
+    /// deadline is over.
     pub fn delete_before(
         &self,
         deadline: PeerTime,
         fragments: &[FragmentId],
         idle: u32,
+        below: CollectionNumber,
     ) -> Result<u64> {
         // With both locks held, no fragment becomes known and no put starts to rely on one.
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
@@ -498,7 +516,7 @@ impl PeerStore {
             let used: HashSet<_> = staged.chain(log.current()).collect();
             (unused, used, state.staged.is_empty())
         };
-        let Deleted { known: mut deleted, bad } = self.table.delete(&unused, idle)?;
+        let Deleted { known: mut deleted, bad } = self.table.delete(&unused, idle, below)?;
         self.uncount(&deleted);
         deleted.extend(bad);
         let freed = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);

@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use super::PeerStore;
 use super::group::KnownFragment;
 use super::table::Found;
-use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::protocol::{FragmentId, FragmentPart, Held};
 use crate::cluster::protocol::{
     MAX_FETCHED, MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, MAX_RECORDS, fragment_len,
 };
-use crate::encoding::fragment::{Fragment, Kind, MAX_CONTENT};
+use crate::collection::CollectionNumber;
+use crate::encoding::MAX_STORED;
+use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
@@ -24,7 +26,7 @@ impl PeerStore {
     /// A damaged block is logged and sent as zeros. It counts as lost: its reader recognises it by
     /// the checksum, and a put of the fragment replaces it.
     pub fn get(&self, blob: &BlobId) -> Result<Vec<Fragment>> {
-        let (mut known, mut room) = (self.of_blob(blob)?, MAX_CONTENT);
+        let (mut known, mut room) = (self.of_blob(blob)?, MAX_STORED);
         known.retain(|one| {
             let len = one.description.block_len();
             let fits = len <= room;
@@ -41,6 +43,34 @@ impl PeerStore {
         let mut known = self.of_blob(&id.blob)?;
         known.retain(|one| one.index == id.index && one.description.id() == id.encoding);
         self.read(known, true)
+    }
+
+    /// The parts of a blob's fragments that hold some bytes of its content, in whole frames, of as
+    /// many fragments as an answer can hold. A part that cannot be read is left out. The parts are
+    /// not verified: a checksum covers a whole block. The reader verifies each frame.
+    pub fn get_range(&self, blob: &BlobId, offset: u32, len: u32) -> Result<Vec<FragmentPart>> {
+        let content = offset as usize..offset as usize + len as usize;
+        let mut room = MAX_STORED;
+        let mut parts = Vec::new();
+        for one in self.of_blob(blob)?.into_iter().take(MAX_FETCHED) {
+            let KnownFragment { description, index, .. } = &one;
+            let stored = description.stored_range(description.frames_of(content.clone()));
+            let part = description.part_of_block(*index, &stored);
+            if part.len() > room {
+                continue;
+            }
+            let mut bytes = vec![0; part.len()];
+            match self.files.read_part(&one, part.start, &mut bytes) {
+                Ok(()) => {
+                    room -= bytes.len();
+                    let (offset, bytes) = (part.start as u32, bytes.into());
+                    let KnownFragment { description, index, .. } = one;
+                    parts.push(FragmentPart { description, index, offset, bytes });
+                }
+                Err(error) => tracing::warn!(%blob, %error, "cannot read a part of a block"),
+            }
+        }
+        Ok(parts)
     }
 
     /// A page of fragments of records, in the order of their blobs, starting after this blob: as
@@ -83,7 +113,7 @@ impl PeerStore {
     fn read(&self, known: Vec<KnownFragment>, damaged: bool) -> Result<Vec<Fragment>> {
         let mut found = Vec::with_capacity(known.len());
         for mut one in known {
-            let mut block = vec![0; one.description.block_len().min(MAX_CONTENT)];
+            let mut block = vec![0; one.description.block_len().min(MAX_STORED)];
             let mut read = self.files.read(&one, &mut block);
             if !matches!(read, Ok(true)) {
                 // The fragment was deleted meanwhile, or is at another place.
@@ -110,14 +140,21 @@ impl PeerStore {
     }
 
     /// The fragments of each of these blobs. With `renew` the idle timers of the fragments are
-    /// reset; without, nothing is written.
-    pub fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
+    /// reset and their stamps raised, durably; without, nothing is written.
+    pub fn have(
+        &self,
+        blobs: &[BlobId],
+        renew: Option<CollectionNumber>,
+    ) -> Result<Vec<Vec<Held>>> {
         let mut room = MAX_HELD;
         let (mut all, mut old) = (Vec::with_capacity(blobs.len()), Vec::new());
+        let stamp = renew.unwrap_or_default();
+        let mut is_below = false;
         for some in blobs.chunks(LOOKUP_BATCH) {
             for found in self.known(some)? {
-                if renew && found.is_old {
+                if renew.is_some() && (found.is_old || found.is_below(stamp)) {
                     old.push(all.len());
+                    is_below |= found.is_below(stamp);
                 }
                 all.push(held_within(&found, &mut room));
             }
@@ -126,7 +163,11 @@ impl PeerStore {
         // for the writer, which may be busy with a sync.
         if !old.is_empty() {
             let own: Vec<_> = old.iter().map(|at| blobs[*at]).collect();
-            self.table.renew(&own)?;
+            if is_below {
+                // The stamps of pending fragments are raised in the table.
+                self.settle(false)?;
+            }
+            self.table.renew(&own, stamp)?;
             // They may have been deleted before the renewal.
             let mut old = old.into_iter();
             for some in own.chunks(LOOKUP_BATCH) {
@@ -213,5 +254,6 @@ fn held(known: &KnownFragment) -> Held {
     let KnownFragment { description, index, .. } = known;
     let (data, width) = (description.needed() as u8, description.width() as u8);
     let (len, kind) = (description.block_len() as u32, description.kind());
-    Held { encoding: description.id(), data, parity: width - data, index: *index, kind, len }
+    let (parity, seal) = (width - data, description.seal);
+    Held { encoding: description.id(), data, parity, index: *index, kind, len, seal }
 }

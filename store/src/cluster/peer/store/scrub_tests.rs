@@ -89,7 +89,7 @@ fn has(store: &PeerStore, one: &Fragment) -> bool {
     let blob = one.description.blob;
     let found = store.get(&blob).unwrap();
     assert!(found.iter().all(|found| found == one), "a block is damaged or another one");
-    let held = store.have(&[blob], false).unwrap().remove(0);
+    let held = store.have(&[blob], None).unwrap().remove(0);
     let listed = store.list(&NO_BLOB).unwrap().iter().filter(|(name, _)| *name == blob).count();
     assert_eq!((found.len(), found.len()), (held.len(), listed), "the answers differ");
     !found.is_empty()
@@ -102,7 +102,7 @@ fn a_damaged_fragment_counts_as_missing_until_it_is_stored_again() {
     flip(dir.path(), &all[2]);
     let (path, at) = place(dir.path(), &all[5]);
     sys::punch(&to_write(&path), at..at + 4096).unwrap();
-    assert_eq!(store.have(&[all[5].description.blob], false).unwrap()[0].len(), 1);
+    assert_eq!(store.have(&[all[5].description.blob], None).unwrap()[0].len(), 1);
     scrub(&store);
     let are_there = |store: &PeerStore, missing: &[usize]| {
         for (at, one) in all.iter().enumerate() {
@@ -415,7 +415,7 @@ fn the_scrub_finds_the_damage_and_nothing_else_beside_puts_and_deletions() {
                             flip(dir, &one);
                             damaged += 1;
                             let blob = one.description.blob;
-                            while !store.have(&[blob], false).unwrap()[0].is_empty() {
+                            while !store.have(&[blob], None).unwrap()[0].is_empty() {
                                 thread::yield_now();
                             }
                             put(store, std::slice::from_ref(&one));

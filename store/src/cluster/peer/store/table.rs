@@ -26,17 +26,18 @@ use rusqlite::{
 use super::group::{KnownFragment, LogPosition};
 use super::running_time::{Elapsed, RunningTime};
 use crate::cluster::protocol::FragmentId;
+use crate::collection::CollectionNumber;
 use crate::durable::database;
 use crate::encoding::fragment::Description;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::id::BlobId;
 
 pub(super) use self::scrub::ScrubRecord;
 
 pub(super) const DATABASE: &str = "fragments.db";
 
-/// The version of the tables. Versions 1 to 3 were never released.
-const VERSION: u64 = 4;
+/// The version of the tables. Versions 1 to 4 were never released.
+const VERSION: u64 = 5;
 
 /// The age of a fragment is renewed only when it is older than this many seconds: most fragments
 /// are asked for again and again, and a read is cheaper than a write. Deletion adds this time to
@@ -59,6 +60,7 @@ CREATE TABLE fragments (
     space       INTEGER NOT NULL,
     description BLOB    NOT NULL,
     touched     INTEGER NOT NULL,
+    stamp       INTEGER NOT NULL,
     bad         INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
@@ -108,6 +110,19 @@ pub(super) struct Found {
     pub(super) known: Vec<KnownFragment>,
     /// Whether one of them is old enough to be renewed on request.
     pub(super) is_old: bool,
+}
+
+impl Found {
+    /// Whether a fragment has a lower stamp.
+    pub(super) fn is_below(&self, stamp: CollectionNumber) -> bool {
+        self.known.iter().any(|one| one.stamp < stamp)
+    }
+}
+
+/// Whether the database exists.
+pub(super) fn exists(directory: &Path) -> Result<bool> {
+    let path = directory.join(DATABASE);
+    path.try_exists().map_err(|error| Error::io("reading", &path, error))
 }
 
 /// Creates the database, unless it exists.
@@ -171,7 +186,8 @@ impl Table {
         let mut reader = lock(&self.reader);
         let transaction = reader.transaction()?;
         let mut query = transaction.prepare_cached(
-            "SELECT place, number, description, touched FROM fragments WHERE blob = ? AND bad = 0",
+            "SELECT place, number, description, stamp, touched FROM fragments
+             WHERE blob = ? AND bad = 0",
         )?;
         let old = self.now() - RENEWAL_SECONDS;
         let mut of_blob = |blob: &BlobId| {
@@ -179,7 +195,7 @@ impl Table {
             let mut found = Found::default();
             while let Some(row) = rows.next()? {
                 found.known.extend(known(row)?);
-                found.is_old |= row.get::<_, i64>(3)? < old;
+                found.is_old |= row.get::<_, i64>(4)? < old;
             }
             Ok(found)
         };
@@ -219,7 +235,7 @@ impl Table {
         for one in found {
             let others = {
                 let mut query = transaction.prepare_cached(
-                    "SELECT place, number, description FROM fragments WHERE blob = ?",
+                    "SELECT place, number, description, stamp FROM fragments WHERE blob = ?",
                 )?;
                 read_rows(query.query([one.description.blob.as_bytes()])?)?
             };
@@ -237,31 +253,43 @@ impl Table {
     /// Resets the idle timers of the fragments at these positions.
     pub(super) fn touch(&self, places: &[LogPosition]) -> Result<()> {
         let places = places.iter().map(|place| place.number());
-        self.touch_all("UPDATE fragments SET touched = ? WHERE place = ?", places)
+        let update = "UPDATE fragments SET touched = ?1, stamp = max(stamp, ?2) WHERE place = ?3";
+        self.touch_all(update, places, CollectionNumber::FIRST)
     }
 
-    /// Resets the idle timers of all fragments of these blobs.
-    pub(super) fn renew(&self, blobs: &[BlobId]) -> Result<()> {
+    /// Resets the idle timers of all fragments of these blobs, and raises their stamps.
+    pub(super) fn renew(&self, blobs: &[BlobId], stamp: CollectionNumber) -> Result<()> {
         let blobs = blobs.iter().map(BlobId::as_bytes);
-        self.touch_all("UPDATE fragments SET touched = ? WHERE blob = ?", blobs)
+        let update = "UPDATE fragments SET touched = ?1, stamp = max(stamp, ?2) WHERE blob = ?3";
+        self.touch_all(update, blobs, stamp)
     }
 
-    fn touch_all(&self, update: &str, keys: impl Iterator<Item: ToSql>) -> Result<()> {
+    fn touch_all(
+        &self,
+        update: &str,
+        keys: impl Iterator<Item: ToSql>,
+        stamp: CollectionNumber,
+    ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         {
             let (mut update, now) = (transaction.prepare_cached(update)?, self.now());
             for key in keys {
-                update.execute(params![now, key])?;
+                update.execute(params![now, stamp.0, key])?;
             }
         }
         self.save_time(&transaction)?;
         Ok(transaction.commit()?)
     }
 
-    /// Removes fragments that no client has stored or renewed for `idle` seconds. Returns the
-    /// removed ones. The removal is durable when this returns.
-    pub(super) fn delete(&self, all: &[FragmentId], idle: u32) -> Result<Deleted> {
+    /// Removes fragments that no client has stored or renewed for `idle` seconds, and whose stamp
+    /// is below a bound. Returns the removed ones. The removal is durable when this returns.
+    pub(super) fn delete(
+        &self,
+        all: &[FragmentId],
+        idle: u32,
+        below: CollectionNumber,
+    ) -> Result<Deleted> {
         let until = match idle {
             0 => i64::MAX,
             seconds => self.now() - i64::from(seconds) - RENEWAL_SECONDS,
@@ -273,13 +301,16 @@ impl Table {
             let mut found = Vec::new();
             {
                 let mut query = transaction.prepare_cached(
-                    "SELECT place, number, description, bad FROM fragments
+                    "SELECT place, number, description, stamp, bad FROM fragments
                      WHERE blob = ? AND number = ? AND touched <= ?",
                 )?;
                 let mut rows = query.query(params![blob.as_bytes(), index, until])?;
                 while let Some(row) = rows.next()? {
-                    let is_bad: bool = row.get(3)?;
-                    found.extend(known(row)?.map(|one| (one, is_bad)));
+                    let is_bad: bool = row.get(4)?;
+                    let one = known(row)?;
+                    let is_free =
+                        |one: &KnownFragment| below == CollectionNumber::MAX || one.stamp < below;
+                    found.extend(one.filter(is_free).map(|one| (one, is_bad)));
                 }
             }
             for (one, is_bad) in found {
@@ -301,8 +332,9 @@ fn insert<'a>(
     now: i64,
 ) -> Result<()> {
     let mut insert = transaction.prepare_cached(
-        "INSERT OR REPLACE INTO fragments (place, blob, number, kind, space, description, touched)
-         VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO fragments
+         (place, blob, number, kind, space, description, touched, stamp)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
     )?;
     let mut bytes = Vec::new();
     for one in all {
@@ -316,6 +348,7 @@ fn insert<'a>(
             one.space(),
             bytes,
             now,
+            one.stamp.0,
         ])?;
     }
     Ok(())
@@ -331,7 +364,7 @@ fn remove(transaction: &Transaction<'_>, place: LogPosition) -> Result<()> {
 fn remove_bad(transaction: &Transaction<'_>, stored: &KnownFragment) -> Result<Vec<KnownFragment>> {
     let mut bad = {
         let mut query = transaction.prepare_cached(
-            "SELECT place, number, description FROM fragments WHERE blob = ? AND bad = 1",
+            "SELECT place, number, description, stamp FROM fragments WHERE blob = ? AND bad = 1",
         )?;
         read_rows(query.query([stored.description.blob.as_bytes()])?)?
     };
@@ -364,10 +397,12 @@ fn read_rows(mut rows: rusqlite::Rows<'_>) -> Result<Vec<KnownFragment>> {
     Ok(all)
 }
 
+/// Reads a row that begins with place, number, description and stamp.
 fn known(row: &Row<'_>) -> rusqlite::Result<Option<KnownFragment>> {
     let (place, index) = (LogPosition::from_number(row.get(0)?), row.get(1)?);
+    let stamp = CollectionNumber(row.get(3)?);
     match Description::from_bytes(row.get_ref(2)?.as_blob()?) {
-        Ok((description, _)) => Ok(Some(KnownFragment { description, index, place })),
+        Ok((description, _)) => Ok(Some(KnownFragment { description, index, place, stamp })),
         Err(error) => {
             tracing::error!(%error, "ignored an invalid row of the table of fragments");
             Ok(None)

@@ -7,6 +7,7 @@ use tempfile::TempDir;
 
 use crate::cluster::peer::PeerStore;
 use crate::cluster::protocol::Held;
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, Kind, encode, encode_record};
 use crate::error::ErrorKind;
@@ -21,6 +22,9 @@ fn content(number: u64) -> Vec<u8> {
 }
 
 /// A fragment of a blob of 64 KiB.
+/// Renews with the stamp that fragments have from the start.
+pub(super) const RENEW: Option<CollectionNumber> = Some(CollectionNumber::FIRST);
+
 pub(crate) fn fragment(number: u64, redundancy: Redundancy, index: u8) -> Fragment {
     let content = content(number);
     let (description, blocks) = encode(&BlobId::of(&content), &content, redundancy);
@@ -103,10 +107,11 @@ fn encodings_and_blocks_of_one_blob_are_kept_apart() {
     found.sort_by_key(|one| (one.description.width(), one.index));
     assert_eq!(found, [copy, first.clone(), second]);
     assert_eq!(store.usage().unwrap().fragments, 3, "each fragment is counted once");
-    let held = store.have(&[BlobId::of(b"another"), blob], true).unwrap();
+    let held = store.have(&[BlobId::of(b"another"), blob], RENEW).unwrap();
     assert_eq!((held[0].len(), held[1].len()), (0, 3));
     let (encoding, kind, len) = (first.description.id(), Kind::Content, 16 << 10);
-    let wanted = Held { encoding, data: 4, parity: 4, index: 5, kind, len };
+    let seal = first.description.seal;
+    let wanted = Held { encoding, data: 4, parity: 4, index: 5, kind, len, seal };
     assert!(held[1].contains(&wanted), "{held:?}");
 }
 
@@ -213,7 +218,7 @@ fn the_number_of_fragments_of_a_blob_is_bounded() {
     assert_eq!(taken(&all[80..]), 0);
     assert_eq!(taken(&all[..64]), 64, "they are present");
     assert_eq!(store.usage().unwrap().fragments, 64);
-    let held = store.have(&[blob, blob], true).unwrap();
+    let held = store.have(&[blob, blob], RENEW).unwrap();
     assert_eq!((held[0].len(), held[1].len()), (64, 64));
     assert!(store.get(&blob).unwrap().len() < 64, "an answer is bounded");
 }

@@ -15,6 +15,7 @@ pub(super) struct Layout {
     pub(super) kind: Kind,
     pub(super) data: usize,
     pub(super) width: usize,
+    pub(super) is_sealed: bool,
     /// For each live peer, its fragments as bits.
     pub(super) live: BTreeMap<usize, u32>,
     /// For each peer that is down, its fragments as bits.
@@ -57,20 +58,21 @@ pub(super) fn layouts<'a>(
     members: &RepairMembers,
     holdings: impl Iterator<Item = &'a Holding>,
 ) -> Vec<Layout> {
-    let mut found: BTreeMap<(BlobId, bool, u8, u8), Layout> = BTreeMap::new();
-    for Holding { peer, encoding, kind, data, parity, index, .. } in holdings {
+    let mut found: BTreeMap<(BlobId, bool, u8, u8, bool), Layout> = BTreeMap::new();
+    for Holding { peer, encoding, kind, data, parity, index, is_sealed, .. } in holdings {
         let width = usize::from(*data) + usize::from(*parity);
         let Some(at) = members.find(peer) else { continue };
         if *data == 0 || width > MAX_WIDTH || usize::from(*index) >= width {
             continue;
         }
         // A peer may claim anything about an encoding, so claims that differ do not mix.
-        let key = (*encoding, *kind == Kind::Record, *data, *parity);
+        let key = (*encoding, *kind == Kind::Record, *data, *parity, *is_sealed);
         let layout = found.entry(key).or_insert_with(|| Layout {
             encoding: *encoding,
             kind: *kind,
             data: (*data).into(),
             width,
+            is_sealed: *is_sealed,
             live: BTreeMap::new(),
             down: BTreeMap::new(),
         });

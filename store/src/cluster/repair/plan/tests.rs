@@ -55,7 +55,16 @@ impl Scene {
             Redundancy::ReedSolomon { data, parity } => (data, parity, index),
         };
         let (encoding, kind) = (BlobId::of(encoding), Kind::Content);
-        self.holdings.push(Holding { peer, encoding, kind, data, parity, index, len: 1 });
+        self.holdings.push(Holding {
+            peer,
+            encoding,
+            kind,
+            data,
+            parity,
+            index,
+            len: 1,
+            is_sealed: true,
+        });
     }
 
     fn node(&mut self, peer: PeerId) -> &mut RepairPeer {
@@ -342,7 +351,16 @@ fn an_inconsistent_encoding_is_encoded_again_as_the_last_resort() {
     assert_eq!(plan.steps, [Step::Encode { from: one, to: to.clone() }]);
     // Copies are a better source.
     let (encoding, kind) = (BlobId::of(b"zzz"), Kind::Content);
-    let copy = Holding { peer: to[0], encoding, kind, data: 1, parity: 0, index: 0, len: 1 };
+    let copy = Holding {
+        peer: to[0],
+        encoding,
+        kind,
+        data: 1,
+        parity: 0,
+        index: 0,
+        len: 1,
+        is_sealed: true,
+    };
     scene.holdings.push(copy);
     assert_eq!(scene.plan().steps, [Step::Encode { from: encoding, to }]);
 }

@@ -18,6 +18,7 @@ use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::repair::members::{PeerState, RepairMembers, RepairPeer};
 use crate::cluster::repair::peers::Peers;
 use crate::cluster::repair::{RepairLimits, Report, Wanted, repair};
+use crate::encoding::SealKeys;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
@@ -74,6 +75,10 @@ impl Memory {
 }
 
 impl Peers for Memory {
+    fn seals(&self) -> &SealKeys {
+        &SealKeys::OFF
+    }
+
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         let world = self.before_answer(peer).await?;
         let fragments = &world.peers[&peer].fragments;
@@ -89,6 +94,7 @@ impl Peers for Memory {
                     index: *index,
                     kind: description.kind(),
                     len: fragment.block.len() as u32,
+                    seal: description.seal,
                 }
             })
             .collect()

@@ -402,6 +402,7 @@ impl World {
                 parity,
                 index: *index,
                 len: 1,
+                is_sealed: true,
             })
         })
         .collect()

@@ -20,13 +20,13 @@ impl Table {
     pub(in super::super) fn list(&self, after: &BlobId, most: usize) -> Result<Page> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
-            "SELECT place, number, description, blob FROM fragments WHERE blob > ? AND bad = 0
+            "SELECT place, number, description, stamp, blob FROM fragments WHERE blob > ? AND bad = 0
              ORDER BY blob LIMIT ?",
         )?;
         let mut rows = query.query(params![after.as_bytes(), most + 1])?;
         let (mut all, mut read, mut before, mut last) = (Vec::new(), 0, None, None);
         while let Some(row) = rows.next()? {
-            let blob = BlobId::from_bytes(row.get(3)?);
+            let blob = BlobId::from_bytes(row.get(4)?);
             if last != Some(blob) {
                 (before, last) = (last, Some(blob));
             }

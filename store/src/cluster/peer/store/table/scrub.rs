@@ -82,7 +82,7 @@ impl Table {
     ) -> Result<LogPage> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached(
-            "SELECT place, number, description FROM fragments
+            "SELECT place, number, description, stamp FROM fragments
              WHERE place > ? AND place <= ? AND bad = 0 ORDER BY place LIMIT ?",
         )?;
         let mut rows = query.query(params![after, until, most])?;
