@@ -120,7 +120,7 @@ impl SealKeys {
     }
 
     /// Makes the seal of a description. Without a key, the seal proves nothing.
-    pub(crate) fn seal(&self, description: &Description) -> Seal {
+    pub fn seal(&self, description: &Description) -> Seal {
         match &self.0 {
             Verification::Keys(keys) if !keys.is_empty() => keys[0].seal(&Sealed::of(description)),
             _ => Seal::NONE,

@@ -24,6 +24,8 @@ mod records;
 mod references;
 mod repair;
 mod repair_lease;
+#[cfg(test)]
+mod seal_tests;
 pub mod supervisor;
 #[cfg(test)]
 mod sweep_tests;

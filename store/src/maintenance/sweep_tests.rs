@@ -29,13 +29,13 @@ const CHUNK: usize = 65536;
 
 /// Sends the heartbeats of all peers until it is dropped. They continue while a peer is stopped, so
 /// the catalog does not notice.
-struct Heartbeats {
+pub(super) struct Heartbeats {
     stop: mpsc::Sender<()>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Heartbeats {
-    fn of(site: &Site, documents: &Arc<dyn Documents>) -> Heartbeats {
+    pub(super) fn of(site: &Site, documents: &Arc<dyn Documents>) -> Heartbeats {
         Heartbeats::of_some(site, &(0..site.peers.len()).collect::<Vec<_>>(), documents)
     }
 
@@ -91,7 +91,7 @@ fn has(address: &str, blob: BlobId) -> bool {
 }
 
 /// A document store in a file.
-fn documents(dir: &TempDir, file: &str) -> Arc<dyn Documents> {
+pub(super) fn documents(dir: &TempDir, file: &str) -> Arc<dyn Documents> {
     let path = dir.path().join(file);
     SqliteDocuments::create(&path).unwrap();
     Arc::new(SqliteDocuments::open(&path).unwrap())

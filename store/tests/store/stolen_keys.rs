@@ -53,13 +53,14 @@ enum Action {
     ListFragments,
     StoreFragments,
     DeleteFragments,
+    ForgeContent,
     ServeAsOwn,
     ServeAsOther,
     ServeAsCatalog,
 }
 
 /// Which keys are enough for an action.
-const TABLE: [(Action, &[Thief]); 20] = [
+const TABLE: [(Action, &[Thief]); 21] = [
     (Action::ReadOwn, &[Peer, Client, Supervisor, Authority]),
     (Action::ReadMembers, &[Client, Supervisor, Authority]),
     (Action::ReadImages, &[Client, Supervisor, Authority]),
@@ -77,6 +78,7 @@ const TABLE: [(Action, &[Thief]); 20] = [
     (Action::ListFragments, &[Client, Supervisor, Authority]),
     (Action::StoreFragments, &[Client, Supervisor, Authority]),
     (Action::DeleteFragments, &[Client, Supervisor, Authority]),
+    (Action::ForgeContent, &[Client, Supervisor, Catalog, Authority]),
     (Action::ServeAsOwn, &[Peer, Authority]),
     (Action::ServeAsOther, &[Authority]),
     (Action::ServeAsCatalog, &[Catalog, Authority]),
@@ -197,6 +199,7 @@ impl Site {
                 let until = Instant::now() + Duration::from_secs(60);
                 self.ask(security, async |peer| peer.delete(&[], 0, until).await.map(drop))
             }
+            Action::ForgeContent => self.is_known(security),
             Action::ServeAsOwn => self.reads_from(self.own, security),
             Action::ServeAsOther => self.reads_from(self.other, security),
             Action::ServeAsCatalog => {
@@ -208,6 +211,25 @@ impl Site {
                 documents.read(&[Query::prefix("")]).is_ok()
             }
         }
+    }
+
+    /// Whether a client believes that content is stored which a thief has made up on the disk of a
+    /// peer, with the keys that the thief has.
+    fn is_known(&self, security: &Security) -> bool {
+        let directory = self.new_directory();
+        let blob = BlobId::of(b"content that others will store");
+        let (mut description, blocks) = encode(&blob, b"forged", Redundancy::NONE);
+        description.seal = security.seals().seal(&description);
+        let store = PeerStore::open_as(&directory, None, Some(self.own)).unwrap();
+        let fragment = Fragment { description, index: 0, block: blocks.share(0) };
+        store.put(&[fragment]).unwrap().remove(0).unwrap();
+        store.flush().unwrap();
+        drop(store);
+        let address = serve_peer(&directory, self.own, load(&self.path("own"), Role::Peer));
+        let (domain, state) = ("rack".into(), MemberState::Up);
+        let member = Member { id: self.own, address, weight: 1, domain, state };
+        let cluster = Cluster::new(vec![member], load(&self.path("keys"), Role::Client));
+        block_on(cluster.known(&[blob], &Redundancy::NONE.into())) == [true]
     }
 
     fn new_directory(&self) -> PathBuf {

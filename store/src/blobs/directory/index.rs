@@ -11,16 +11,18 @@ use std::sync::{Mutex, MutexGuard};
 use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior};
 
 use super::group::Entry;
+use crate::collection::CollectionNumber;
 use crate::durable::database;
 use crate::durable::segment::{ALIGNMENT, SEGMENT_SIZE};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::id::BlobId;
 
 /// The name of the database's file.
 const FILE_NAME: &str = "index.db";
 
-/// The version of the tables, stored in the database's `user_version`.
-const VERSION: u64 = 1;
+/// The version of the tables, stored in the database's `user_version`. Version 1 was never
+/// released.
+const VERSION: u64 = 2;
 
 /// The tables. `docs/formats.md` describes every column.
 const TABLES: &str = "
@@ -34,9 +36,14 @@ CREATE TABLE blobs (
     id      BLOB    NOT NULL PRIMARY KEY CHECK (length(id) = 32),
     segment INTEGER NOT NULL,
     offset  INTEGER NOT NULL,
-    length  INTEGER NOT NULL
+    length  INTEGER NOT NULL,
+    form    INTEGER NOT NULL,
+    stamp   INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 ";
+
+/// The form of a blob that is stored as its content. There is no other form.
+const PLAIN: u8 = 0;
 
 /// The most segments that are considered when a handle looks for one to continue.
 const MAX_CANDIDATES: u32 = 64;
@@ -144,10 +151,12 @@ impl Index {
         for entry in entries {
             let Slot { segment, offset, len } = entry.slot;
             let insert = match damaged.contains(&entry.id) {
-                true => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
-                false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)",
+                true => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?)",
+                false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?, ?, ?)",
             };
-            let row = (entry.id.as_bytes(), segment, offset, len);
+            // No collection has run.
+            let CollectionNumber(stamp) = CollectionNumber::FIRST;
+            let row = (entry.id.as_bytes(), segment, offset, len, PLAIN, stamp);
             transaction.prepare_cached(insert)?.execute(row)?;
         }
         for (segment, end) in ends {
@@ -172,16 +181,32 @@ fn add_found(transaction: &Transaction<'_>, found: Found) -> Result<()> {
             .prepare_cached("INSERT INTO segments (number, length) VALUES (?, ?)")?
             .execute((number, end))?,
         Found::Blob { id, slot } => transaction
-            .prepare_cached("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)")?
-            .execute((id.as_bytes(), slot.segment, slot.offset, slot.len))?,
+            .prepare_cached("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?, ?, ?)")?
+            .execute((
+                id.as_bytes(),
+                slot.segment,
+                slot.offset,
+                slot.len,
+                PLAIN,
+                // The stamp was lost with the index.
+                CollectionNumber::MAX.0,
+            ))?,
     };
     Ok(())
 }
 
 fn find(reader: &Connection, id: &BlobId) -> Result<Option<Slot>> {
     let mut query =
-        reader.prepare_cached("SELECT segment, offset, length FROM blobs WHERE id = ?")?;
-    Ok(query.query_row([id.as_bytes()], slot_of).optional()?)
+        reader.prepare_cached("SELECT segment, offset, length, form FROM blobs WHERE id = ?")?;
+    let row = |row: &rusqlite::Row<'_>| Ok((slot_of(row)?, row.get::<_, u8>(3)?));
+    match query.query_row([id.as_bytes()], row).optional()? {
+        None => Ok(None),
+        Some((slot, PLAIN)) => Ok(Some(slot)),
+        Some((_, form)) => {
+            let reason = format!("it is stored in form {form}, which this version cannot read");
+            Err(Error::corrupt(format!("blob {id}"), reason))
+        }
+    }
 }
 
 fn slot_of(row: &rusqlite::Row<'_>) -> rusqlite::Result<Slot> {

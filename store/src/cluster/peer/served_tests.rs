@@ -16,8 +16,8 @@ use super::{PeerStore, serve};
 use crate::cluster::client::Connection;
 use crate::cluster::protocol::{FragmentId, Held, MAX_BODY, MAX_PUT, Request};
 use crate::collection::CollectionNumber;
-use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, encode};
+use crate::encoding::{FRAME_BYTES, Redundancy, StoragePolicy};
 use crate::error::{Error, ErrorKind};
 use crate::id::BlobId;
 use crate::net::frame::Header;
@@ -361,4 +361,49 @@ async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
     assert_eq!(other.delete(&all, 0, until).await.unwrap(), 32 << 10);
     assert_eq!(other.usage().await.unwrap().fragments, 0);
     peer.stop().await;
+}
+
+/// A chunk of 256 KiB on peers that hold one block each. A reader wants 4 KiB of it.
+#[tokio::test]
+async fn a_part_of_a_chunk_is_read_without_the_rest() {
+    let mut content = vec![0; 256 << 10];
+    blake3::Hasher::new().update(b"chunk").finalize_xof().fill(&mut content);
+    content[64 << 10..192 << 10].fill(5);
+    let blob = BlobId::of(&content);
+    for compression in ["none", "zstd"] {
+        let policy = StoragePolicy { redundancy: CODE, compression: compression.parse().unwrap() };
+        let (description, blocks) = encode(&blob, &content, policy);
+        let mut peers = Vec::new();
+        for index in 0..description.width() {
+            let dir = TempDir::new().unwrap();
+            let peer = Peer::start(&dir, None).await;
+            let connection = peer.connect().await;
+            let block = blocks.share(index);
+            let fragment = Fragment { description: description.clone(), index: index as u8, block };
+            connection.put(fragment).await.unwrap();
+            peers.push((dir, peer, connection));
+        }
+        for offset in [0, 70_000, 200_000, (256 << 10) - 4096] {
+            let (mut stored, mut sent) = (Vec::new(), 0);
+            for (_, _, connection) in &peers {
+                let mut parts = connection.fetch_range(&blob, offset..offset + 4096).await.unwrap();
+                let part = parts.pop().unwrap();
+                assert!(parts.is_empty() && part.description == description);
+                sent += part.bytes.len();
+                stored.extend_from_slice(&part.bytes);
+            }
+            let frame = offset as usize / FRAME_BYTES;
+            assert!(sent <= FRAME_BYTES, "{sent} bytes for one frame");
+            let found = description.open(frame, &stored).unwrap();
+            assert!(found == content[frame * FRAME_BYTES..(frame + 1) * FRAME_BYTES]);
+        }
+        let (_, _, connection) = &peers[0];
+        assert!(connection.fetch_range(&BlobId::of(b"x"), 0..1).await.unwrap().is_empty());
+        let beyond = connection.fetch_range(&blob, 1 << 20..u32::MAX).await.unwrap();
+        assert!(beyond[0].bytes.is_empty(), "there is nothing, and the description says so");
+        for (_, peer, connection) in peers {
+            drop(connection);
+            peer.stop().await;
+        }
+    }
 }

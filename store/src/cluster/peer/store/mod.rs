@@ -47,6 +47,8 @@ mod running_time;
 mod scrub;
 #[cfg(test)]
 mod scrub_tests;
+#[cfg(test)]
+mod stamp_tests;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;

@@ -1,0 +1,160 @@
+//! What a process without the key for seals cannot do: a peer, above all.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tempfile::TempDir;
+
+use super::sweep_tests::{Heartbeats, documents};
+use super::{rebuild_catalog, repair_all};
+use crate::blobs::NewBlob;
+use crate::cluster::client::Cluster;
+use crate::cluster::client::blobs_tests::Site;
+use crate::cluster::tests::{content, members};
+use crate::encoding::fragment::encode;
+use crate::encoding::{Redundancy, SealKeys, StoragePolicy};
+use crate::geometry::{ChunkIndex, Geometry};
+use crate::id::BlobId;
+use crate::name::ImageName;
+use crate::net::identity::Security;
+use crate::repository::Repository;
+use crate::tree::Root;
+
+const CHUNK: usize = 65536;
+
+/// The cluster's key.
+fn keys() -> Security {
+    Security::insecure_with(SealKeys::new(&[[1; 32]]))
+}
+
+/// A peer that makes up a key.
+fn forger() -> Security {
+    Security::insecure_with(SealKeys::new(&[[2; 32]]))
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+fn policy(redundancy: &str) -> StoragePolicy {
+    redundancy.parse::<Redundancy>().unwrap().into()
+}
+
+/// Publishes an image with these chunks.
+fn publish(repository: &Repository, name: &str, chunks: &[Vec<u8>]) -> Root {
+    let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
+    repository.put_chunks(&chunks).unwrap();
+    let geometry = Geometry::new((chunks.len() * CHUNK) as u64, CHUNK as u32).unwrap();
+    let at = |(at, one): (usize, &NewBlob<'_>)| (ChunkIndex(at as u64), Some(one.chunk_id()));
+    let changes: BTreeMap<_, _> = chunks.iter().enumerate().map(at).collect();
+    let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
+    repository.publish_image(&name.parse().unwrap(), geometry, &root, 0, 0).unwrap();
+    root
+}
+
+#[test]
+fn content_that_a_peer_has_forged_is_not_known_and_is_stored_again() {
+    let site = Site::new(4);
+    let policy = policy("rs=2+2");
+    let (blob, right) = content(1, CHUNK);
+    let forged = vec![9; CHUNK];
+    runtime().block_on(async {
+        for key in [Security::INSECURE, forger()] {
+            let cluster = Cluster::new(members(&site.peers), key);
+            let whole = Arc::new(encode(&blob, &forged, policy));
+            cluster.store_one(whole, policy.redundancy, || ()).await.unwrap();
+        }
+        let unprotected = Cluster::new(members(&site.peers), Security::INSECURE);
+        assert_eq!(unprotected.known(&[blob], &policy).await, [true], "the forgery is complete");
+        let client = Cluster::new(members(&site.peers), keys());
+        assert_eq!(client.known(&[blob], &policy).await, [false]);
+        client.put(&blob, &right, &policy).await.unwrap();
+        assert_eq!(client.known(&[blob], &policy).await, [true]);
+        let mut found = vec![0; CHUNK];
+        client.get(&blob, &mut found).await.unwrap();
+        assert!(found == right);
+    });
+}
+
+#[test]
+fn a_replaced_key_still_proves_what_it_has_sealed() {
+    let site = Site::new(3);
+    let policy = policy("replicas=3");
+    let (blob, right) = content(1, CHUNK);
+    runtime().block_on(async {
+        let client = |secrets: &[[u8; 32]]| {
+            let keys = Security::insecure_with(SealKeys::new(secrets));
+            Cluster::new(members(&site.peers), keys)
+        };
+        client(&[[1; 32]]).put(&blob, &right, &policy).await.unwrap();
+        let rotated = client(&[[3; 32], [1; 32]]);
+        assert_eq!(rotated.known(&[blob], &policy).await, [true], "nothing is stored again");
+        // A client that stores it all the same replaces the seals, and no fragment is added.
+        rotated.put(&blob, &right, &policy).await.unwrap();
+        assert_eq!(client(&[[3; 32]]).known(&[blob], &policy).await, [true]);
+        assert_eq!(client(&[[1; 32]]).known(&[blob], &policy).await, [false]);
+    });
+    assert_eq!((0..3).map(|peer| site.fragments_of(peer)).collect::<Vec<_>>(), [1, 1, 1]);
+}
+
+#[test]
+fn a_repair_seals_content_that_nobody_has_sealed() {
+    let site = Site::new(5);
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let open = |security: &Security| {
+        let repository = Repository::of_cluster(documents.clone(), security).unwrap();
+        repository.with_policy(policy("rs=2+2"))
+    };
+    let chunks: Vec<_> = (0..10).map(|number| content(number, CHUNK).1).collect();
+    publish(&open(&Security::INSECURE), "vm", &chunks);
+    let names: Vec<_> = chunks.iter().map(|one| BlobId::of(one)).collect();
+    let fragments = || (0..5).map(|peer| site.fragments_of(peer)).sum::<u64>();
+    let before = fragments();
+    let sealed = open(&keys());
+    let known = || {
+        let cluster = Cluster::new(members(&site.peers), keys());
+        runtime().block_on(cluster.known(&names, &policy("rs=2+2")))
+    };
+    assert_eq!(known(), [false; 10]);
+    let report = repair_all(&sealed, None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete() && report.rebuilt > 0, "{report:?}");
+    assert_eq!(known(), [true; 10]);
+    assert_eq!(fragments(), before, "the seals of the same fragments were replaced");
+    let again = repair_all(&sealed, None, &|_| ()).unwrap();
+    assert_eq!((again.under, again.bytes), (0, 0), "{again:?}");
+    // The record, to which the catalog refers, is sealed, too.
+    let second = self::documents(&dir, "again.db");
+    let _also_beating = Heartbeats::of(&site, &second);
+    let rebuilt = Repository::of_cluster(second, &keys()).unwrap();
+    assert_eq!(rebuild_catalog(&rebuilt, false).unwrap().images, 1);
+}
+
+#[test]
+fn forged_records_neither_remove_nor_add_an_image() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let first = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &first);
+    let open = |security: &Security| Repository::of_cluster(first.clone(), security).unwrap();
+    publish(&open(&keys()), "vm", &[content(1, CHUNK).1]);
+    // Another key makes up a tombstone and an image.
+    let vm: ImageName = "vm".parse().unwrap();
+    open(&forger()).remove_image(&vm, true).unwrap();
+    publish(&open(&forger()), "forged", &[content(2, CHUNK).1]);
+    let rebuild = |file: &str, security: &Security| {
+        let second = documents(&dir, file);
+        let _beating = Heartbeats::of(&site, &second);
+        let repository = Repository::of_cluster(second, security).unwrap();
+        rebuild_catalog(&repository, false).unwrap();
+        let images = repository.catalog().images().unwrap();
+        images.into_iter().map(|image| image.name.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(rebuild("keys.db", &keys()), ["vm"]);
+    assert_eq!(rebuild("insecure.db", &Security::INSECURE), ["forged"], "without seals all count");
+    // A repair does not seal them.
+    repair_all(&open(&keys()), None, &|_| ()).unwrap();
+    let found = rebuild("repaired.db", &keys());
+    assert!(found.contains(&"vm".to_string()), "{found:?}");
+}
