@@ -32,6 +32,7 @@ pub(crate) fn run(command: &Keys, keys: Option<&Path>, style: Style) -> Outcome 
             };
             sign(keys, identity, directory, style)
         }
+        Keys::RotateMac => rotate_mac(authority("replacing the key for seals")?, style),
         Keys::Revoke { name } => revoke(authority("revoking a certificate")?, name, style),
     }
 }
@@ -67,6 +68,19 @@ fn sign(keys: &Path, identity: Option<Identity>, directory: &Path, style: Style)
         None => format!("a {role}"),
     };
     print(&format!("{}: the keys of {whose}\n", directory.display()))
+}
+
+/// Adds a key for seals.
+fn rotate_mac(keys: &Path, style: Style) -> Outcome {
+    let doing = || format!("adding a key to {}", keys.join("mac.key").display());
+    let (id, before) = identity::rotate_mac_key(keys).doing(doing)?;
+    if style.json {
+        return print_json(&json!({ "key": id.to_string(), "keys": before + 1 }));
+    }
+    print(&format!(
+        "new key: {id}\nCopy {} to all machines of clients and supervisors, and restart these.\n",
+        keys.join("mac.key").display()
+    ))
 }
 
 fn revoke(keys: &Path, name: &str, style: Style) -> Outcome {

@@ -124,8 +124,8 @@ pub(crate) enum Keys {
     #[command(after_help = "Examples:\n  cairn keys sign --keys cluster-keys peer1-keys\n  \
                             cairn keys sign --keys cluster-keys --role client client2-keys")]
     Sign {
-        /// A directory that does not exist or is empty; it gets ca.pem, revoked.crl.pem, and the
-        /// certificate and key of the role
+        /// A directory that does not exist or is empty; it gets ca.pem, revoked.crl.pem, the
+        /// certificate and key of the role, and mac.key for a client or a supervisor
         #[arg(value_name = "DIR")]
         directory: PathBuf,
         /// The role of the process that uses the keys
@@ -136,6 +136,14 @@ pub(crate) enum Keys {
         #[arg(long, value_name = "ID")]
         peer: Option<PeerId>,
     },
+    /// Add a key to mac.key that proves what clients store from now on
+    #[command(
+        after_help = "mac.key in the directory --keys takes effect when it is copied into the directory of keys on \
+                      each machine that runs clients or a supervisor, and they are restarted. The old keys in it \
+                      still prove what was stored before.\n\n\
+                      Example:\n  cairn keys rotate-mac --keys cluster-keys"
+    )]
+    RotateMac,
     /// Revoke all keys of a peer or of a role that were created so far
     #[command(
         after_help = "The list of revoked certificates, revoked.crl.pem in the directory --keys, takes effect \

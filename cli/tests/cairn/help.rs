@@ -37,6 +37,7 @@ fn help_shows_only_the_global_options_that_a_command_uses() {
         (&["keys"], &["--keys", "--json"]),
         (&["keys", "init"], &["--json"]),
         (&["keys", "sign"], &["--keys", "--json"]),
+        (&["keys", "rotate-mac"], &["--keys", "--json"]),
         (&["keys", "revoke"], &["--keys", "--json"]),
         (&["peers"], sizes),
         (&["repair"], sizes),

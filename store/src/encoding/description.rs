@@ -29,7 +29,9 @@ use std::sync::Arc;
 use twox_hash::XxHash3_64;
 
 use super::compression::Codec;
-use super::frames::{ChainingValue, FRAME_BYTES, frame_count, frame_range, open_frame};
+use super::frames::{
+    ChainingValue, ContentHash, FRAME_BYTES, frame_count, frame_range, open_frame,
+};
 use super::redundancy::MAX_WIDTH;
 use super::reed_solomon;
 use crate::buffers::Buffer;
@@ -396,6 +398,16 @@ impl Description {
             true => Ok(()),
             false => Err(self.wrong("the stored bytes have another hash")),
         }
+    }
+
+    /// Whether everything in the description is right: what content and blocks give, all of which are
+    /// right. Only the seal is left out.
+    pub(crate) fn describes<B: AsRef<[u8]>>(&self, content: &[u8], blocks: &[Option<B>]) -> bool {
+        let hash = ContentHash { name: self.blob, subtrees: self.subtrees.clone() };
+        let are_right = (0..).zip(blocks).all(|(index, block)| {
+            block.as_ref().is_some_and(|block| self.matches(index, block.as_ref()))
+        });
+        are_right && ContentHash::of(content) == hash && self.verify_stored(blocks).is_ok()
     }
 
     /// Joins enough blocks to the stored bytes.

@@ -22,7 +22,7 @@ use crate::sys;
 
 const MARKER: &str = "repository.json";
 const FORMAT: &str = "cairn-repository";
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 /// Prefixes of the names of a repository's files, except the marker.
 const PARTS: [&str; 4] = ["segments", "catalog.db", "index.db", "repository.json."];

@@ -78,7 +78,7 @@ const TABLE: [(Action, &[Thief]); 21] = [
     (Action::ListFragments, &[Client, Supervisor, Authority]),
     (Action::StoreFragments, &[Client, Supervisor, Authority]),
     (Action::DeleteFragments, &[Client, Supervisor, Authority]),
-    (Action::ForgeContent, &[Client, Supervisor, Catalog, Authority]),
+    (Action::ForgeContent, &[Client, Supervisor, Authority]),
     (Action::ServeAsOwn, &[Peer, Authority]),
     (Action::ServeAsOther, &[Authority]),
     (Action::ServeAsCatalog, &[Catalog, Authority]),

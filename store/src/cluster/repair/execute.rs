@@ -9,7 +9,7 @@
 use super::entry::Entry;
 use super::job::Shared;
 use super::peers::Peers;
-use super::plan::{FragmentLocation, Holding, Plan, Rejection, Step};
+use super::plan::{FragmentLocation, Holding, Plan, Rejection, Step, Wanted};
 use super::read::Gathered;
 use super::report::{Report, WrongFragment};
 use crate::cluster::protocol::FragmentId;
@@ -192,18 +192,19 @@ impl<'a, P: Peers> Executor<'a, P> {
         self.entry.reason = Some(error.to_string());
     }
 
-    /// Encodes a blob as wanted.
+    /// Encodes a blob as wanted. If the source is such an encoding, and only its seal is missing, the
+    /// result is the same encoding.
     async fn encode(&mut self, from: &BlobId, to: &[PeerId]) {
-        let Some(Gathered { content, .. }) = self.gather(from).await else { return };
+        let Some(gathered) = self.gather(from).await else { return };
         let wanted = self.entry.wanted;
-        let (description, blocks) = match wanted.kind {
-            Kind::Content => encode(&wanted.blob, &content, wanted.redundancy),
-            Kind::Record => encode_record(&wanted.blob, &content, wanted.redundancy),
+        let description = &gathered.assembly.description;
+        let is_wanted = wanted.is_encoded_by(description);
+        let fragments = match is_wanted.then(|| gathered.fragments()).flatten() {
+            Some(fragments) => fragments,
+            None => encode_all(&wanted, &gathered.content),
         };
         for (place, to) in to.iter().enumerate() {
-            let index = place % description.width();
-            let block = blocks.share(index);
-            let fragment = Fragment { description: description.clone(), index: index as u8, block };
+            let fragment = fragments[place % fragments.len()].clone();
             let is_done = self.put(to, fragment).await;
             self.done.rebuilt += u64::from(is_done);
         }
@@ -214,4 +215,17 @@ impl<'a, P: Peers> Executor<'a, P> {
         let FragmentLocation { encoding, index, .. } = *place;
         FragmentId { blob: self.entry.wanted.blob, encoding, index }
     }
+}
+
+/// All fragments of a blob as wanted.
+fn encode_all(wanted: &Wanted, content: &[u8]) -> Vec<Fragment> {
+    let (description, blocks) = match wanted.kind {
+        Kind::Content => encode(&wanted.blob, content, wanted.redundancy),
+        Kind::Record => encode_record(&wanted.blob, content, wanted.redundancy),
+    };
+    let fragment = |index: usize| {
+        let (description, block) = (description.clone(), blocks.share(index));
+        Fragment { description, index: index as u8, block }
+    };
+    (0..description.width()).map(fragment).collect()
 }

@@ -39,7 +39,7 @@ use self::work::Work;
 use super::members::RepairMembers;
 use crate::cluster::protocol::Held;
 use crate::encoding::SealKeys;
-use crate::encoding::fragment::Kind;
+use crate::encoding::fragment::{Description, Kind};
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
 
@@ -63,6 +63,12 @@ impl Wanted {
     /// A record.
     pub fn record(blob: BlobId, redundancy: Redundancy) -> Wanted {
         Wanted { blob, kind: Kind::Record, redundancy }
+    }
+
+    /// Whether an encoding is as wanted.
+    pub(super) fn is_encoded_by(&self, description: &Description) -> bool {
+        let shape = (description.needed(), description.width());
+        (description.kind(), shape) == (self.kind, self.shape())
     }
 
     /// The numbers of data blocks and of all blocks of an encoding as wanted.

@@ -19,6 +19,18 @@ pub(super) struct Gathered {
     pub(super) content: Vec<u8>,
 }
 
+impl Gathered {
+    /// All fragments of the encoding, if its description is what the blob gives. Then it can be
+    /// sealed, whoever made it.
+    pub(super) fn fragments(&self) -> Option<Vec<Fragment>> {
+        let description = &self.assembly.description;
+        let all = (0..description.width()).map(|index| self.assembly.rebuild(index as u8));
+        let all = all.collect::<Result<Vec<_>, _>>().ok()?;
+        let blocks: Vec<_> = all.iter().map(|one| Some(&one.block)).collect();
+        description.describes(&self.content, &blocks).then_some(all)
+    }
+}
+
 impl<P: Peers> Executor<'_, P> {
     /// Reads a fragment.
     pub(super) async fn get(&mut self, place: &FragmentLocation) -> Option<Fragment> {

@@ -99,7 +99,7 @@ pub fn sign(keys: &Path, identity: Identity, out: &Path) -> Result<()> {
     let text = text.map_err(|error| Error::io("reading", &certificate, error))?;
     create(out, AUTHORITY, &text, PUBLIC)?;
     create(out, REVOKED, &authority.write_list()?, PUBLIC)?;
-    if identity.role() != Role::Peer {
+    if identity.role().has_mac_key() {
         mac_keys::copy(keys, out)?;
     }
     authority.sign(identity, out)?;

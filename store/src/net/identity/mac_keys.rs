@@ -1,7 +1,7 @@
 //! The file `mac.key`: the secrets that [seals](crate::encoding::SealKeys) are made with.
 //!
-//! Clients, supervisors and catalogs have it, peers do not. The first secret makes seals. The others
-//! verify the seals that were made before.
+//! Clients and supervisors have it, peers do not. The first secret makes seals. The others verify the
+//! seals that were made before.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};

@@ -8,7 +8,7 @@
 //! | `revoked.crl.pem` | the list of revoked certificates, on every machine | all `cairn keys` |
 //! | `catalog`, `supervisor` and `client`, each `.pem` and `.key` | certificate and key of the role | `cairn keys init` |
 //! | `peer.pem`, `peer.key` | certificate and key of one peer | `cairn keys sign` |
-//! | `mac.key` | secrets for seals, on the machines of clients, supervisors and catalogs | `cairn keys init` |
+//! | `mac.key` | secrets for seals, of clients and supervisors | `cairn keys init` |
 //! | `etcd-ca.pem` | the authority of the etcd, if the catalog is in an etcd | the operator |
 //! | `etcd.pem`, `etcd.key` | certificate and key of a client of that etcd | the operator |
 //!
@@ -71,6 +71,12 @@ impl Role {
             Role::Client => "client",
             Role::Peer => "peer",
         }
+    }
+
+    /// Whether a process of the role makes and verifies seals. A peer does not, so that it cannot
+    /// forge what it stores.
+    fn has_mac_key(self) -> bool {
+        matches!(self, Role::Client | Role::Supervisor)
     }
 
     /// The host name that certificates of the role have.

@@ -139,10 +139,9 @@ impl Security {
             })),
             _ => None,
         };
-        // A peer has no key, so that it cannot forge what it stores.
-        let seals = match role {
-            Role::Peer => SealKeys::new(&[]),
-            _ => mac_keys::load(directory)?,
+        let seals = match role.has_mac_key() {
+            true => mac_keys::load(directory)?,
+            false => SealKeys::new(&[]),
         };
         Ok(Security { keys: Some(Keys { tls, etcd }), seals })
     }
