@@ -48,6 +48,14 @@ pub fn wire(data: &[u8]) {
     }
     if let Ok(answer) = Answer::from_body(kind, body) {
         assert_eq!(answer.to_body(), (kind, body.to_vec()), "an answer has one encoding");
+        if let Answer::Parts(parts) = answer {
+            for part in parts {
+                let frames = part.description.frames_of(0..usize::MAX);
+                let stored = part.description.stored_range(frames.clone());
+                assert!(part.description.part_of_block(part.index, &stored).len() <= MAX_BODY);
+                frames.for_each(|frame| drop(part.description.open(frame, &part.bytes)));
+            }
+        }
     }
     if let Ok(version) = choose_version(&PEER_PROTOCOL, &Bytes::copy_from_slice(body)) {
         let (oldest, newest) = (PEER_PROTOCOL.oldest, PEER_PROTOCOL.newest);
@@ -119,7 +127,7 @@ mod tests {
         fn wire(data in vec(any::<u8>(), 0..400)) {
             super::wire(&data);
             // Random numbers are rarely kinds of messages.
-            for kind in (0..12).chain(100..112) {
+            for kind in (0..13).chain(100..113) {
                 let body = data.get(2..).unwrap_or_default();
                 super::wire(&[&[kind, 0], body].concat());
             }

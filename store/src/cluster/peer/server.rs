@@ -43,7 +43,7 @@ const CALLERS: [Role; 2] = [Role::Client, Role::Supervisor];
 const MAX_CONNECTIONS: usize = 1024;
 
 /// The memory of one entry of a list, in bytes.
-const LISTED_ENTRY_BYTES: usize = 160;
+const LISTED_ENTRY_BYTES: usize = 192;
 
 /// How long a connection may be silent.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(600);

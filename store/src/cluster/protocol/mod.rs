@@ -314,6 +314,9 @@ impl Request {
             }
             HAVE => {
                 let (renew, stamp) = (body.flag()?, body.stamp()?);
+                if !renew && stamp != CollectionNumber::FIRST {
+                    return Err(malformed("a stamp without renewal"));
+                }
                 let renew = renew.then_some(stamp);
                 let (ids, rest) = body.rest().as_chunks::<32>();
                 if ids.len() > MAX_ASKED || !rest.is_empty() {
