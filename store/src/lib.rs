@@ -25,8 +25,9 @@
 //! |---|---|
 //! | `id`, `error`, `geometry`, `name`, `clock`, `process`, `sys`, `buffers`, `zero` | basics |
 //! | `durable` | files on a local disk: segments, data directories, databases |
+//! | [`collection`] | the numbers of collections, which stamp every blob |
+//! | [`encoding`] | how a blob becomes fragments: redundancy, frames, Reed-Solomon, seals |
 //! | [`net`] | connections: identity and TLS, handshake, frames, requests in flight |
-//! | [`encoding`] | how a blob becomes fragments: redundancy, Reed-Solomon, compression |
 //! | [`documents`] | small documents with compare-and-swap: SQLite, a server, etcd |
 //! | `blobs` | the trait [`Blobs`], and blobs in a directory |
 //! | `tree` | Merkle trees over chunk names |

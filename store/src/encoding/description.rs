@@ -316,9 +316,8 @@ impl Description {
             *stored > 0 && (key != 0 || *stored as usize <= plain)
         };
         let total: u64 = frames.iter().map(|len| u64::from(*len)).sum();
-        if !frames.is_empty()
-            && !(total == u64::from(stored_len) && frames.iter().enumerate().all(is_frame))
-        {
+        let are_frames = total == u64::from(stored_len) && frames.iter().enumerate().all(is_frame);
+        if !frames.is_empty() && !are_frames {
             return Err(wrong("the lengths of its frames are invalid"));
         }
         let checksums = take(width * CHECKSUM)?.as_chunks().0.to_vec();
