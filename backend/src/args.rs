@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cairn_store::Durability;
-use clap::{ArgGroup, Parser};
+use clap::builder::Resettable;
+use clap::{ArgGroup, CommandFactory, FromArgMatches, Parser};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -19,7 +20,14 @@ Examples:
       -chardev socket,id=c0,path=/run/cairn/vm1.sock,reconnect=1 \\
       -device vhost-user-blk-pci,chardev=c0,num-queues=2 ...
 
-Exit codes: 0 clean stop, 1 failure, 2 wrong arguments.";
+Exit codes:
+  0  clean stop
+  1  failed
+  2  wrong usage, or keys that are missing or cannot be used
+  3  the repository, image, snapshot or a directory does not exist
+  4  the image or the mirror is in use, or the mirror does not fit the image
+  5  stored data, or the mirror's map, is corrupt
+  6  unavailable (disk full, no answer)";
 
 /// Serves one Cairn disk to QEMU or Cloud Hypervisor over vhost-user-blk.
 ///
@@ -27,7 +35,7 @@ Exit codes: 0 clean stop, 1 failure, 2 wrong arguments.";
 /// repository when the guest reads it. Writes go to the mirror. A checkpoint freezes the state of
 /// the disk at once, and is stored in the background.
 #[derive(Debug, Parser)]
-#[command(name = "cairn-blk", version, after_help = EXAMPLES)]
+#[command(name = "cairn-blk", version, after_help = EXAMPLES, max_term_width = 100)]
 #[command(group(ArgGroup::new("socket").args(["socket_path", "fd"]).required(true)))]
 pub struct Args {
     /// The repository: dir:PATH, or cairn://HOST:PORT for the catalog of a cluster.
@@ -155,6 +163,23 @@ pub struct Args {
 }
 
 impl Args {
+    /// Parses the arguments of this process. If they are wrong, prints why and ends the process.
+    pub fn from_process() -> Args {
+        let mut command = Args::command();
+        // A file for systemd may set a variable to nothing.
+        for option in ["store", "keys", "live"] {
+            command = command.mut_arg(option, |arg| {
+                let variable = arg.get_env().and_then(std::env::var_os);
+                match variable.is_some_and(|value| value.is_empty()) {
+                    true => arg.env(Resettable::Reset),
+                    false => arg,
+                }
+            });
+        }
+        let matches = command.clone().get_matches();
+        Args::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+    }
+
     /// The directory that holds the live directories.
     pub(crate) fn live(&self) -> PathBuf {
         let runtime = || std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty());

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 
 use cairn_backend::args::{Args, CAPABILITIES, wants_capabilities};
 use cairn_backend::start;
-use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -13,7 +12,7 @@ fn main() -> ExitCode {
         println!("{CAPABILITIES}");
         return ExitCode::SUCCESS;
     }
-    let args = Args::parse();
+    let args = Args::from_process();
     let filter = EnvFilter::try_from_env("CAIRN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -25,7 +24,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("cairn-blk: {error}");
-            ExitCode::FAILURE
+            ExitCode::from(error.exit_code())
         }
     }
 }

@@ -124,7 +124,7 @@ fn a_label_is_given_once() {
     let accepted = control.checkpoint_with(labelled()).expect("a free label");
     control.wait_until_quiet();
     let refusal = control.checkpoint_with(labelled()).expect_err("the label is taken");
-    assert_eq!(refusal.kind, RefusalKind::Invalid, "{refusal:?}");
+    assert_eq!(refusal.kind, RefusalKind::Conflict, "{refusal:?}");
     let lines = control.list();
     let line = lines.iter().find(|line| line.snapshot == accepted.snapshot).expect("it is listed");
     assert_eq!((line.label.as_deref(), line.state.as_str()), (Some("first"), "stable"));

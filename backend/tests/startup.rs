@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use seeded_rng::Rng;
-use support::backend::{Backend, Ended, IMAGE, Options, Site, run};
+use support::backend::{Backend, Ended, IMAGE, Options, Site, run, run_with};
 use support::device::{Device, Shape};
 use support::repository;
 use support::sys;
@@ -67,6 +67,53 @@ fn a_wrong_command_line_is_refused() {
     refused(&run(&options.arguments()), &["ftp://x"]);
     let options = Options { image: "a/b".into(), ..good };
     refused(&run(&options.arguments()), &["a/b"]);
+}
+
+/// systemd starts the process again unless the exit code says that this cannot help.
+#[test]
+fn the_exit_code_of_a_failed_start_says_what_can_help() {
+    let site = site_with_an_image();
+    let good = Options::new(&site);
+    let assert_code = |options: &Options, code: i32| {
+        let ended = run(&options.arguments());
+        assert_eq!(ended.status.code(), Some(code), "{}", ended.message);
+    };
+    for image in ["a b", "-", "vm1@", "vm1@-1"] {
+        assert_code(&Options { image: image.into(), ..good.clone() }, 2);
+    }
+    for store in ["ftp://x", "dir:", "cairn://nowhere", "x"] {
+        assert_code(&Options { store: store.into(), ..good.clone() }, 2);
+    }
+    let cluster = Options { store: "cairn://127.0.0.1:1".into(), ..good.clone() };
+    assert_code(&cluster, 2);
+    assert_code(&cluster.clone().with(&["--keys", "/nowhere"]), 2);
+    assert_code(&Options { image: "vm2".into(), ..good.clone() }, 3);
+    assert_code(&Options { image: "vm1@7".into(), ..good.clone() }, 3);
+    assert_code(&cluster.with(&["--insecure"]), 6);
+    let backend = Backend::start(&good);
+    assert_code(&Options::named(&site, "other"), 4);
+    backend.terminate();
+    let map = site.path("disk").join("map");
+    fs::write(&map, [7; 8192]).expect("the mirror has a map");
+    assert_code(&good, 5);
+    fs::write(site.path("file"), "").expect("a file");
+    assert_code(&Options { mirror: site.path("file").join("mirror"), ..good }, 1);
+}
+
+#[test]
+fn an_empty_variable_counts_as_unset() {
+    let site = site_with_an_image();
+    let arguments = Options::new(&site).with(&["--insecure"]).arguments();
+    let empty = [("CAIRN_STORE", ""), ("CAIRN_KEYS", ""), ("CAIRN_LIVE", "")];
+    // The rest of the arguments follows the repository's, which comes first.
+    let ended = run_with(&arguments[2..], &empty);
+    assert_eq!(ended.status.code(), Some(2));
+    assert!(ended.message.contains("--store"), "{}", ended.message);
+    let image = arguments.iter().position(|argument| argument == "--image").expect("an image");
+    let mut arguments = arguments;
+    arguments[image + 1] = "vm2".into();
+    let ended = run_with(&arguments, &empty);
+    assert_eq!(ended.status.code(), Some(3), "{}", ended.message);
 }
 
 #[test]

@@ -206,7 +206,7 @@ impl<'a, F: Fn() -> String> Client<'a, F> {
                 Event::Error(refusal) => {
                     let exit = match refusal.kind {
                         RefusalKind::Invalid => Exit::Usage,
-                        RefusalKind::Busy => Exit::Conflict,
+                        RefusalKind::Conflict | RefusalKind::Busy => Exit::Conflict,
                         RefusalKind::Denied => Exit::Failure,
                         RefusalKind::Unavailable => Exit::Unavailable,
                     };

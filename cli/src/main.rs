@@ -9,6 +9,7 @@
 
 mod args;
 mod control;
+mod drain;
 mod export;
 mod failure;
 mod images;

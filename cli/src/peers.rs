@@ -9,6 +9,7 @@ use cairn_store::{Repository, now};
 use serde_json::{Value, json};
 
 use crate::args::{Peers, Style};
+use crate::drain;
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{Align, Table, or_dash, print, print_json};
 use crate::progress::Progress;
@@ -29,8 +30,10 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     let (mut peers, _) = membership::peers(documents).doing(doing)?;
     peers.sort_by(|one, other| (&one.domain, &one.address).cmp(&(&other.domain, &other.address)));
     let health = membership::last_repair(documents).doing(doing)?;
+    let images = drain::images_for(repository, &peers)?;
+    let waits_for = |peer: &Peer| drain::waits_for(peer, &peers, &images, style);
     if style.json {
-        let peers: Vec<Value> = peers.iter().map(peer_json).collect();
+        let peers: Vec<Value> = peers.iter().map(|peer| peer_json(peer, waits_for(peer))).collect();
         return print_json(&json!({ "peers": peers, "repair": health }));
     }
     let mut table = Table::new(&[
@@ -67,6 +70,11 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ]);
     }
     table.print()?;
+    for peer in &peers {
+        for reason in waits_for(peer).unwrap_or_default() {
+            print(&format!("the drain of {} waits: {reason}\n", &peer.id.to_string()[..8]))?;
+        }
+    }
     print(&format!("{}\n", summary(health.as_ref())))
 }
 
@@ -101,7 +109,7 @@ pub(crate) fn count(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-fn peer_json(peer: &Peer) -> Value {
+fn peer_json(peer: &Peer, drain_waits_for: Option<Vec<String>>) -> Value {
     json!({
         "peer": peer.id.to_string(),
         "address": peer.address,
@@ -118,6 +126,7 @@ fn peer_json(peer: &Peer) -> Value {
         "wrong": peer.wrong,
         "bad": peer.stats.map(|stats| stats.bad),
         "scrubbed": peer.stats.and_then(|stats| stats.scrubbed),
+        "drain_waits_for": drain_waits_for,
     })
 }
 
@@ -125,11 +134,16 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
     let documents = documents(repository)?;
     let (Peers::Drain { peer, .. } | Peers::Lose { peer } | Peers::Forget { peer }) = action;
     let doing = || format!("looking for peer {peer}");
-    let found = find(&membership::peers(documents).doing(doing)?.0, peer)?;
+    let (peers, _) = membership::peers(documents).doing(doing)?;
+    let found = find(&peers, peer)?;
+    let mut waits_for = None;
     let doing = || format!("changing peer {peer}");
     let result = match action {
         Peers::Drain { undo, .. } => {
             membership::drain(documents, &found.id, !undo).doing(doing)?;
+            let drained = Peer { draining: !undo, ..found.clone() };
+            let images = drain::images_for(repository, std::slice::from_ref(&drained))?;
+            waits_for = drain::waits_for(&drained, &peers, &images, style);
             if *undo {
                 "is no longer drained; it receives its share of the data again"
             } else {
@@ -150,8 +164,12 @@ pub(crate) fn change(repository: &Repository, action: &Peers, style: Style) -> O
         }
     };
     match style.json {
-        true => print_json(&json!({ "peer": found.id.to_string() })),
-        false => print(&format!("peer {} {result}\n", found.id)),
+        true => print_json(&json!({ "peer": found.id.to_string(), "drain_waits_for": waits_for })),
+        false => {
+            let reasons = waits_for.unwrap_or_default();
+            let reasons: String = reasons.iter().map(|one| format!("it waits: {one}\n")).collect();
+            print(&format!("peer {} {result}\n{reasons}", found.id))
+        }
     }
 }
 

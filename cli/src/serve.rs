@@ -1,5 +1,6 @@
 //! `serve` runs a peer or the catalog server.
 
+use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -33,7 +34,13 @@ fn security(access: &Access<'_>, role: Role) -> Outcome<Security> {
 /// Serves until a signal stops the process.
 pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome {
     match &args.catalog {
-        None => serve_peer(args, None, access, style),
+        None if args.no_catalog => serve_peer(args, None, access, style),
+        None => {
+            let why = "no catalog is named, so no cluster would use the peer; name it with --catalog \
+                       HOST:PORT. To run the catalog server itself, use --catalog alone. \
+                       --no-catalog starts a peer of no cluster, for tests";
+            Err(wrong_usage(Role::Peer, why))
+        }
         Some(None) => serve_catalog(args, access, style),
         Some(Some(address)) => {
             documents::check_address(address).doing(|| "starting a peer".into())?;
@@ -163,7 +170,15 @@ fn opening(data: &Path) -> String {
 
 async fn bind(listen: &str) -> Outcome<(TcpListener, SocketAddr)> {
     let doing = || format!("listening at {listen}");
-    let listener = TcpListener::bind(listen).await.doing(doing)?;
+    let listener = TcpListener::bind(listen).await.map_err(|error| {
+        let exit = match error.kind() {
+            io::ErrorKind::AddrInUse => Exit::Conflict,
+            io::ErrorKind::PermissionDenied => Exit::Failure,
+            // The host has no such address, or cannot resolve the name, perhaps not yet.
+            _ => Exit::Unavailable,
+        };
+        Failure::new(exit, doing(), error)
+    })?;
     let address = listener.local_addr().doing(doing)?;
     Ok((listener, address))
 }

@@ -16,7 +16,8 @@ pub(crate) struct Arguments {
     pub(crate) command: Command,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed, 2 wrong usage, 4 busy, \
+const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed, 2 wrong usage, \
+                          4 busy, or the label is in use, \
                           6 the host cannot be reached or does not answer in time";
 
 #[derive(Debug, Subcommand)]

@@ -62,7 +62,7 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// The exit code. `cairn` uses the same codes.
+    /// The exit code. `cairn` and `cairn-blk` use the same codes; `docs/operations.md` has the table.
     pub(crate) fn exit_code(&self) -> u8 {
         const FAILED: u8 = 1;
         const USAGE: u8 = 2;
@@ -75,7 +75,7 @@ impl Error {
             | Error::Timeout(_) => UNAVAILABLE,
             Error::Refused { refusal, .. } => match refusal.kind {
                 RefusalKind::Invalid => USAGE,
-                RefusalKind::Busy => BUSY,
+                RefusalKind::Conflict | RefusalKind::Busy => BUSY,
                 RefusalKind::Denied => FAILED,
                 RefusalKind::Unavailable => UNAVAILABLE,
             },

@@ -371,6 +371,8 @@ pub struct Refusal {
 pub enum RefusalKind {
     /// The request is wrong: change it.
     Invalid,
+    /// The label is in use: choose another.
+    Conflict,
     /// Too many checkpoints are in progress: try again later.
     Busy,
     /// The request is not allowed on this socket or on this disk.

@@ -171,7 +171,7 @@ impl Commits {
         }
         if request.label.as_ref().is_some_and(|label| queue.labels.contains(label)) {
             return refuse(
-                RefusalKind::Invalid,
+                RefusalKind::Conflict,
                 "the label is in use in this image; choose another",
             );
         }

@@ -133,7 +133,7 @@ async fn is_label_free(
     request: &Checkpoint,
     refused: &Refusal,
 ) -> bool {
-    let (Some(label), RefusalKind::Invalid) = (request.label.clone(), refused.kind) else {
+    let (Some(label), RefusalKind::Conflict) = (request.label.clone(), refused.kind) else {
         return false;
     };
     let shared = context.clone();

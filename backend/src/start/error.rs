@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use cairn_store::ErrorKind;
+
 use crate::mirror::files::map::MapError;
 
 /// Why a disk cannot be served.
@@ -76,6 +78,36 @@ pub enum StartError {
         /// The system's error.
         source: io::Error,
     },
+}
+
+impl StartError {
+    /// The exit code. `cairn` uses the same codes; `docs/operations.md` has the table.
+    pub fn exit_code(&self) -> u8 {
+        const CONFLICT: u8 = 4;
+        const CORRUPT: u8 = 5;
+        match self {
+            StartError::Repository { source, .. } => match source.kind() {
+                ErrorKind::Invalid => 2,
+                ErrorKind::NotFound => 3,
+                ErrorKind::Conflict => CONFLICT,
+                ErrorKind::Corrupt => CORRUPT,
+                ErrorKind::Unavailable => 6,
+            },
+            StartError::Map { source: MapError::Io(source), .. }
+            | StartError::Mirror { source, .. }
+            | StartError::LiveDir { source, .. }
+            | StartError::Socket { source, .. }
+            | StartError::Serve { source, .. } => match source.kind() {
+                io::ErrorKind::NotFound => 3,
+                io::ErrorKind::AddrInUse => CONFLICT,
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => 6,
+                _ => 1,
+            },
+            StartError::Map { source: MapError::Damaged(_), .. } => CORRUPT,
+            StartError::Map { source: MapError::Older(_) | MapError::Newer(_), .. } => 2,
+            StartError::Locked { .. } | StartError::Mismatch { .. } => CONFLICT,
+        }
+    }
 }
 
 /// Wraps an error of something that was being done to serve the disk.

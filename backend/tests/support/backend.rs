@@ -132,9 +132,16 @@ pub(crate) struct Ended {
 
 /// Runs the program with `arguments` and waits for its end, which must come soon.
 pub(crate) fn run(arguments: &[String]) -> Ended {
+    run_with(arguments, &[])
+}
+
+/// Runs the program with `arguments` and these environment variables.
+pub(crate) fn run_with(arguments: &[String], variables: &[(&str, &str)]) -> Ended {
     let begin = Instant::now();
     let logs = TempDir::new().expect("a directory for logs");
-    let (mut child, log) = spawn(arguments, logs.path(), |_| {});
+    let (mut child, log) = spawn(arguments, logs.path(), |command| {
+        command.envs(variables.iter().copied());
+    });
     let status = wait(&mut child, START).unwrap_or_else(|| {
         let _ = child.kill();
         let _ = child.wait();

@@ -35,7 +35,14 @@ impl Peer {
             }
             None => Command::new(&site.cairn),
         };
-        command.args(["serve", "--json", "--listen", &format!("{host}:0"), "--data"]);
+        command.args([
+            "serve",
+            "--no-catalog",
+            "--json",
+            "--listen",
+            &format!("{host}:0"),
+            "--data",
+        ]);
         command.arg(area.path(&format!("peer{number}")));
         match keys {
             Some(keys) => command.arg("--keys").arg(keys),

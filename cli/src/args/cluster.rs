@@ -7,7 +7,7 @@ use cairn_store::PeerId;
 use cairn_store::maintenance::supervisor::SupervisorConfig;
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::parse_seconds;
+use super::{parse_address, parse_seconds};
 use crate::size::parse_size;
 use crate::time::{Interval, parse_interval};
 
@@ -18,12 +18,15 @@ pub(crate) struct Serve {
     #[arg(long, value_name = "DIR")]
     pub(crate) data: PathBuf,
     /// The ADDRESS:PORT to listen at; port 0 selects a free port
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_address)]
     pub(crate) listen: String,
     /// Without a value: run the catalog server. With a value: run a peer of the catalog at
     /// HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]
     #[arg(long, value_name = "ADDR", num_args = 0..=1)]
     pub(crate) catalog: Option<Option<String>>,
+    /// Run a peer that joins no cluster, for tests and benchmarks. No command uses such a peer
+    #[arg(long, conflicts_with = "catalog")]
+    pub(crate) no_catalog: bool,
     /// Store at most this many bytes [default: all free space of its file system]
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) capacity: Option<u64>,
@@ -31,8 +34,8 @@ pub(crate) struct Serve {
     /// [default: the name of the host]
     #[arg(long, value_name = "NAME")]
     pub(crate) domain: Option<String>,
-    /// The HOST:PORT at which others reach the peer [default: the address of --listen]
-    #[arg(long, value_name = "ADDR")]
+    /// The ADDRESS:PORT at which others reach the peer [default: the address of --listen]
+    #[arg(long, value_name = "ADDR", value_parser = parse_address)]
     pub(crate) advertise: Option<String>,
     /// Read and verify everything that the peer holds once in this time: seconds, or a number with
     /// a suffix m, h or d; `off` never does [default: 14d]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use cairn_agent::Wait;
 use cairn_store::encoding::{Compression, Redundancy};
 use cairn_store::{ImageName, MirrorId, SnapshotRef};
+use clap::builder::Resettable;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
@@ -17,10 +18,10 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0  done
   1  failed, or a checkpoint did not become stable
-  2  wrong usage
+  2  wrong usage, or keys that are missing or cannot be used
   3  the repository, image, snapshot, mirror or socket does not exist
   4  in use, busy, or not possible in its present state
-  5  stored data is corrupt
+  5  stored data is corrupt or missing
   6  unavailable (disk full, no answer), or timed out
 
 Sizes are bytes, or have a suffix K, M, G or T (powers of 1024).";
@@ -73,7 +74,7 @@ impl Cli {
 
     /// The command line. The help of each command shows only the global options that it uses.
     fn command_line() -> clap::Command {
-        let mut command = Cli::command();
+        let mut command = without_empty_variables(Cli::command(), &["store", "keys"]);
         let options: Vec<_> = command.get_arguments().cloned().collect();
         for (name, unused) in UNUSED {
             // A subcommand that has an argument of this id does not inherit the global one.
@@ -88,6 +89,21 @@ impl Cli {
         let hidden = hidden.map(|option| option.hide(true));
         command.mut_subcommand("keys", |keys| keys.mut_subcommand("init", |init| init.args(hidden)))
     }
+}
+
+/// Ignores the environment variables of these options that are set and empty: a file for systemd may
+/// set a variable to nothing.
+fn without_empty_variables(mut command: clap::Command, options: &[&'static str]) -> clap::Command {
+    for option in options {
+        command = command.mut_arg(option, |arg| {
+            let variable = arg.get_env().and_then(std::env::var_os);
+            match variable.is_some_and(|value| value.is_empty()) {
+                true => arg.env(Resettable::Reset),
+                false => arg,
+            }
+        });
+    }
+    command
 }
 
 /// The format of the output.
@@ -202,10 +218,10 @@ pub(crate) enum Command {
     /// Run a peer, which stores data of a cluster, or the catalog server
     #[command(
         after_help = "With --catalog ADDR the process is a peer of that catalog. With --catalog alone it is \
-                      the catalog server.\n\n\
+                      the catalog server. One of the two is needed.\n\n\
                       Examples:\n  cairn serve --catalog --data /srv/cairn-catalog --listen 10.0.0.1:7400 \
                             --keys /etc/cairn\n  \
-                            cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \
+                            cairn serve --data /srv/cairn-peer --listen 10.0.0.5:7500 \\\n    \
                             --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
@@ -320,6 +336,14 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds > 0.0 && seconds <= 1e9 => Ok(Duration::from_secs_f64(seconds)),
         _ => Err("expected a number of seconds greater than 0".into()),
+    }
+}
+
+/// Checks that an address has a port, and returns it unchanged.
+fn parse_address(text: &str) -> Result<String, String> {
+    match text.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(text.into()),
+        _ => Err("expected ADDRESS:PORT, such as 10.0.0.1:7400".into()),
     }
 }
 

@@ -178,5 +178,5 @@ fn the_arguments_of_a_catalog_are_checked() {
     let catalog = Catalog::start(&place, &[]);
     refused(&["--catalog", "--insecure"], "another process");
     drop(catalog);
-    refused(&["--insecure"], "not a peer's");
+    refused(&["--insecure", "--no-catalog"], "not a peer's");
 }

@@ -152,6 +152,27 @@ fn a_drained_peer_becomes_empty_and_can_be_forgotten() {
 }
 
 #[test]
+fn a_drain_that_cannot_finish_says_why() {
+    let mut lab = Lab::new(4);
+    lab.random_disk("disk.raw", 1, MIB);
+    lab.ok(&["import", "disk.raw", "vm", "--redundancy", "rs=2+2"]);
+    let id = lab.peers[2].as_ref().unwrap().id.clone();
+    wait_until("it holds fragments", || lab.peer(&id)["fragments"].as_u64() > Some(0));
+    assert_eq!(lab.peer(&id)["drain_waits_for"], serde_json::Value::Null, "it is not drained");
+    let reason = "image vm needs 4 peers, and 3 other peers are members";
+    let said = lab.ok(&["peers", "drain", &id]);
+    assert!(said.contains(reason), "{said}");
+    let waits_for = lab.peer(&id)["drain_waits_for"].clone();
+    assert!(waits_for[0].as_str().unwrap().contains(reason), "{waits_for}");
+    let table = lab.ok(&["peers"]);
+    assert!(table.contains(&format!("the drain of {} waits: {reason}", &id[..8])), "{table}");
+    let added = lab.add_peer(&[]);
+    wait_until("it is empty", || lab.peer(&id)["fragments"] == 0);
+    assert_eq!(lab.peer(&id)["drain_waits_for"], serde_json::json!([]));
+    lab.kill(added);
+}
+
+#[test]
 fn a_drained_peer_that_was_stopped_is_declared_lost_and_then_forgotten() {
     let mut lab = Lab::new(4);
     lab.random_disk("disk.raw", 1, MIB);

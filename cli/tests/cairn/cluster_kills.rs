@@ -27,6 +27,10 @@ const CHUNK: usize = MIN_CHUNK_SIZE as usize;
 const CHUNKS: u64 = 300;
 const WRITERS: u8 = 3;
 
+/// The steps that a client may take while the test waits for a repair. Clients that never pause
+/// would take the processor from the repair, and each of their snapshots would have to be verified.
+const STEPS_BESIDE_REPAIR: u32 = 8;
+
 /// A cluster, and the faults that the test injects into it.
 #[derive(Clone, Copy)]
 struct FaultTest {
@@ -50,6 +54,9 @@ struct World {
     stable: Mutex<Vec<(Snapshot, Disk)>>,
     imported: Mutex<Vec<(String, u64)>>,
     stop: AtomicBool,
+    /// The number of times that the test has begun or ended to wait for a repair. It waits while
+    /// this is odd.
+    repair: AtomicU64,
     retries: AtomicU64,
     reads: AtomicU64,
 }
@@ -71,6 +78,36 @@ impl World {
     }
 }
 
+/// The steps that a client takes: without a limit, but only some beside each repair.
+struct Steps<'a> {
+    world: &'a World,
+    /// The value of [`World::repair`] at the last step, and the steps since it changed.
+    repair: u64,
+    taken: u32,
+}
+
+impl<'a> Steps<'a> {
+    fn new(world: &'a World) -> Steps<'a> {
+        Steps { world, repair: 0, taken: 0 }
+    }
+
+    /// Waits until the client may take another step. Returns `false` if the client has to stop.
+    fn next(&mut self) -> bool {
+        while self.world.is_running() {
+            let repair = self.world.repair.load(Ordering::Relaxed);
+            if repair != self.repair {
+                (self.repair, self.taken) = (repair, 0);
+            }
+            if repair.is_multiple_of(2) || self.taken < STEPS_BESIDE_REPAIR {
+                self.taken += 1;
+                return true;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        false
+    }
+}
+
 /// Retries an operation while it fails with `Unavailable`, which may last until a repair has ended.
 /// Any other error fails the test.
 fn retry<T>(operation: impl Fn() -> Result<T>) -> T {
@@ -80,7 +117,7 @@ fn retry<T>(operation: impl Fn() -> Result<T>) -> T {
             Ok(done) => return done,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-                assert!(begin.elapsed() < 5 * TIMEOUT, "{error}");
+                assert!(begin.elapsed() < 3 * TIMEOUT, "{error}");
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -114,7 +151,8 @@ impl<'a> Writer<'a> {
     }
 
     fn run(mut self) {
-        while self.world.is_running() {
+        let mut steps = Steps::new(self.world);
+        while steps.next() {
             if self.dice.below(4) == 0 {
                 // A new client without any cached state.
                 self.repository = self.world.connect();
@@ -213,7 +251,8 @@ fn new_snapshot(number: u64) -> NewSnapshot {
 /// Imports disks with the program, one after the other.
 fn import(world: &World, seed: u64) {
     let redundancy = world.policy.redundancy.to_string();
-    for n in 0.. {
+    let mut steps = Steps::new(world);
+    for n in (0..).take_while(|_| steps.next()) {
         let (name, seed) = (format!("imported{n}"), seed + n);
         std::fs::write(world.operator.directory.join("in.raw"), imported(seed)).unwrap();
         let begin = Instant::now();
@@ -231,9 +270,6 @@ fn import(world: &World, seed: u64) {
             };
         }
         world.imported.lock().unwrap().push((name, seed));
-        if !world.is_running() {
-            return;
-        }
     }
 }
 
@@ -244,7 +280,8 @@ fn imported(seed: u64) -> Vec<u8> {
 /// Reads stable snapshots. This must never fail.
 fn read(world: &World, mut dice: Dice) {
     let mut repository = world.connect();
-    while world.is_running() {
+    let mut steps = Steps::new(world);
+    while steps.next() {
         if let Some((snapshot, disk)) = world.any_stable(&mut dice) {
             assert_holds(&repository, &snapshot, &disk);
             world.reads.fetch_add(1, Ordering::Relaxed);
@@ -301,7 +338,8 @@ fn whole(disk: &Disk) -> Vec<u8> {
 
 /// Exports stable snapshots with the program. This may fail only if the catalog is down.
 fn export(world: &World, mut dice: Dice) {
-    while world.is_running() {
+    let mut steps = Steps::new(world);
+    while steps.next() {
         let Some((snapshot, disk)) = world.any_stable(&mut dice) else { continue };
         let run =
             world.operator.run(&["export", &snapshot.name().to_string(), "out.raw", "--force"]);
@@ -334,6 +372,7 @@ impl FaultTest {
             stable: Mutex::default(),
             imported: Mutex::default(),
             stop: AtomicBool::new(false),
+            repair: AtomicU64::new(0),
             retries: AtomicU64::new(0),
             reads: AtomicU64::new(0),
         };
@@ -372,7 +411,7 @@ impl FaultTest {
                     catalogs += 1;
                 }
                 (10, _, Some(one)) if wipes < 1 + begin.elapsed().as_secs() / 10 => {
-                    self.replace(lab, one, &down);
+                    self.replace(lab, world, one, &down);
                     wipes += 1;
                 }
                 _ => {}
@@ -384,7 +423,7 @@ impl FaultTest {
             let down: Vec<_> = (0..self.peers).filter(|at| lab.peers[*at].is_none()).collect();
             let one = down.first().copied().unwrap_or(0);
             lab.kill(one);
-            self.replace(lab, one, &down);
+            self.replace(lab, world, one, &down);
             wipes += 1;
         }
         start_all(lab);
@@ -400,7 +439,7 @@ impl FaultTest {
 
     /// Starts a peer with an empty disk, starts all others, and waits until the lost fragments are
     /// rebuilt.
-    fn replace(self, lab: &mut Lab, one: usize, down: &[usize]) {
+    fn replace(self, lab: &mut Lab, world: &World, one: usize, down: &[usize]) {
         let id = std::fs::read_to_string(lab.data(one).join("peer.json")).unwrap();
         let id: serde_json::Value = serde_json::from_str(&id).unwrap();
         lab.wipe(one);
@@ -410,12 +449,9 @@ impl FaultTest {
         lab.start_peer(one, &[]);
         lab.ok(&["peers", "lose", id["id"].as_str().unwrap()]);
         lab.wait_for_peers(self.peers);
-        let is_whole = || {
-            let run = lab.run(&["repair", "--json"]);
-            let report: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap_or_default();
-            run.code == 0 && report["left"] == 0 && report["waiting"] == 0
-        };
-        wait_for_repair("the lost fragments are rebuilt", is_whole);
+        world.repair.fetch_add(1, Ordering::Relaxed);
+        wait_for_repair("the lost fragments are rebuilt", || lab.is_repaired());
+        world.repair.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Reads every stable snapshot while as many peers are down as the redundancy allows.

@@ -87,7 +87,9 @@ fn a_checkpoint_that_fails_exits_with_1_and_prints_the_reason() {
 
 #[test]
 fn refusals_have_the_exit_code_of_their_kind() {
-    for (kind, code) in [("invalid", 2), ("busy", 4), ("denied", 1), ("unavailable", 6)] {
+    for (kind, code) in
+        [("invalid", 2), ("conflict", 4), ("busy", 4), ("denied", 1), ("unavailable", 6)]
+    {
         let line = format!(r#"{{"event":"error","kind":"{kind}","message":"not like this"}}"#);
         let (_, run) = exchange(&[&line], &["checkpoint"]);
         assert_eq!(run.code, code, "{kind}");

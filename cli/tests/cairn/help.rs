@@ -78,3 +78,24 @@ fn a_global_option_that_a_command_does_not_use_is_accepted_anywhere() {
     place.ok(&["--store", "dir:third", "create", "vm1", "64K"]);
     assert!(place.path("second").exists() && place.path("third").exists());
 }
+
+#[test]
+fn no_line_of_a_help_text_is_longer_than_100_columns() {
+    let place = Place::new();
+    let help = place.ok(&["--help"]);
+    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let commands = commands.take_while(|line| !line.is_empty());
+    let names = commands.filter_map(|line| line.split_whitespace().next());
+    let names: Vec<&str> = names.filter(|name| *name != "help").collect();
+    assert!(names.contains(&"import") && names.len() > 15, "{names:?}");
+    let nested = [["peers", "drain"], ["peers", "lose"], ["keys", "sign"], ["catalog", "rebuild"]];
+    let all = names.iter().map(|name| vec![*name]).chain(nested.map(|one| one.to_vec()));
+    for command in all.chain([Vec::new()]) {
+        for option in ["-h", "--help"] {
+            let help = place.ok(&[&command[..], &[option]].concat());
+            for line in help.lines() {
+                assert!(line.chars().count() <= 100, "{command:?} {option}: {line}");
+            }
+        }
+    }
+}

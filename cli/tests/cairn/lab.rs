@@ -393,7 +393,7 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
 /// Waits for the effect of a repair. A repair that was killed holds its lease for a while, so this
 /// waits longer.
 pub(crate) fn wait_for_repair(what: &str, condition: impl Fn() -> bool) {
-    wait_within(5 * TIMEOUT, what, condition);
+    wait_within(3 * TIMEOUT, what, condition);
 }
 
 fn wait_within(time: Duration, what: &str, condition: impl Fn() -> bool) {

@@ -8,6 +8,7 @@ mod cluster_kills;
 mod cluster_lies;
 mod cluster_partition;
 mod control;
+mod exit_codes;
 mod files;
 mod help;
 mod images;

@@ -28,7 +28,11 @@ impl Peer {
 
     fn start_in(place: &Place, data: &str, more: &[&str]) -> Peer {
         let args = ["serve", "--data", data, "--listen", "127.0.0.1:0", "--json"];
-        let how = if more.contains(&"--keys") { &[][..] } else { &["--insecure"] };
+        let how = if more.contains(&"--keys") {
+            &["--no-catalog"][..]
+        } else {
+            &["--no-catalog", "--insecure"]
+        };
         let mut command = place.command(&[&args, how, more].concat());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
@@ -192,17 +196,15 @@ async fn a_peer_that_hangs_delays_a_read_only_for_a_short_time() {
 #[test]
 fn a_peer_without_keys_needs_the_option_insecure() {
     let place = Place::new();
-    let run = place.run(&["serve", "--data", "peer", "--listen", "127.0.0.1:0"]);
+    let run = place.run(&["serve", "--no-catalog", "--data", "peer", "--listen", "127.0.0.1:0"]);
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(run.stderr.contains("--insecure"), "{}", run.stderr);
     assert!(!place.path("peer").exists());
     let peer = Peer::start(&place, &["--capacity", "1M"]);
-    let args = ["serve", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure"];
+    let args = ["serve", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure", "--no-catalog"];
     let second = place.run(&args);
-    assert_ne!(second.code, 0, "the directory is in use");
+    assert_eq!(second.code, 4, "the directory is in use: {}", second.stderr);
     drop(peer);
-    let run = place.run(&["serve", "--data", "peer", "--listen", "nowhere", "--insecure"]);
-    assert_ne!(run.code, 0);
 }
 
 #[tokio::test]
@@ -230,7 +232,23 @@ async fn a_peer_with_keys_serves_only_clients_of_its_cluster() {
     }
     let supervisor = Connection::open(&peer.address, &load("keys", Role::Supervisor)).await;
     assert!(supervisor.unwrap().usage().await.is_ok());
-    let run =
-        place.run(&["serve", "--data", "other", "--listen", "127.0.0.1:0", "--keys", "nowhere"]);
+    let serve = ["serve", "--no-catalog", "--data", "other", "--listen", "127.0.0.1:0"];
+    let run = place.run(&[&serve[..], &["--keys", "nowhere"]].concat());
     assert!(run.code != 0 && run.stderr.contains("ca.pem"), "{}", run.stderr);
+}
+
+/// A peer that joins no catalog is used by nobody, so nobody gets one by accident.
+#[test]
+fn a_peer_without_a_catalog_needs_the_option_no_catalog() {
+    let place = Place::new();
+    std::fs::write(place.path("peer"), "a file, so that no peer starts").unwrap();
+    let serve = ["serve", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure"];
+    let run = place.run(&serve);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    for text in ["--catalog HOST:PORT", "--catalog alone", "--no-catalog"] {
+        assert!(run.stderr.contains(text), "no {text}: {}", run.stderr);
+    }
+    let run = place.run(&[&serve[..], &["--no-catalog", "--catalog", "127.0.0.1:1"]].concat());
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("cannot be used with"), "{}", run.stderr);
 }

@@ -114,7 +114,7 @@ fn the_arguments_of_a_supervisor_are_checked() {
     };
     refused(&["supervise"], "nothing to do");
     refused(&["--store", "etcd://127.0.0.1:1", "supervise"], "--insecure");
-    let peer = ["serve", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure"];
+    let peer = ["serve", "--no-catalog", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure"];
     refused(&[&peer, &["--lost-after", "9"][..]].concat(), "omit them for a peer");
     assert!(!place.path("peer").exists());
 }

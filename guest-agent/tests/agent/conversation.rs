@@ -98,6 +98,7 @@ fn no_disk_is_asked_if_one_cannot_be_reached() {
 fn the_exit_code_of_a_refusal_depends_on_its_kind() {
     for (kind, code) in [
         (RefusalKind::Invalid, 2),
+        (RefusalKind::Conflict, 4),
         (RefusalKind::Busy, 4),
         (RefusalKind::Denied, 1),
         (RefusalKind::Unavailable, 6),

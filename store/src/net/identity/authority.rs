@@ -140,7 +140,7 @@ impl Authority {
                 "there is no {}; name the directory that `cairn keys init` has created",
                 path.display()
             )),
-            _ => Error::io("reading", &path, error),
+            _ => Error::BadKeys(format!("reading {}: {error}", path.display())),
         };
         let lock = File::open(&path).map_err(io_error)?;
         lock.lock().map_err(io_error)?;

@@ -141,7 +141,7 @@ pub(super) fn read(directory: &Path, name: &str, role: Role) -> Result<Vec<u8>> 
                 "there is no {path}; `cairn keys {command}` creates the keys of a {role}"
             ))
         }
-        _ => Error::io("reading", &path, error),
+        _ => Error::BadKeys(format!("reading {}: {error}", path.display())),
     })
 }
 

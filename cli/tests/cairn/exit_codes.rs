@@ -1,0 +1,99 @@
+//! Each exit code of the table in `docs/operations.md`. Code 1 is tested in `control`, code 5 in
+//! `verify`.
+
+use std::net::TcpListener;
+
+use crate::support::Place;
+
+/// Checks the exit code and the message of a command.
+fn assert_fails(place: &Place, args: &[&str], code: i32, text: &str) {
+    let run = place.run(args);
+    assert_eq!(run.code, code, "{args:?}: {}", run.stderr);
+    assert!(run.stderr.contains(text), "no {text:?} for {args:?}: {}", run.stderr);
+}
+
+#[test]
+fn wrong_usage_exits_with_2() {
+    let place = Place::new();
+    for args in [&["--no-such-option"][..], &["import"], &["create", "vm1", "lots"]] {
+        assert_fails(&place, args, 2, "");
+    }
+    assert_fails(&place, &["--store", "ftp://x", "ls"], 2, "ftp://x");
+    assert_fails(&place, &["create", "a b", "1M"], 2, "a b");
+}
+
+#[test]
+fn an_address_without_a_port_exits_with_2() {
+    let place = Place::new();
+    let catalog = ["serve", "--catalog", "--data", "data", "--insecure", "--listen"];
+    let peer = ["serve", "--catalog", "127.0.0.1:1", "--data", "data", "--insecure"];
+    for wrong in ["127.0.0.1", "nowhere", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:70000", ":80"]
+    {
+        assert_fails(&place, &[&catalog[..], &[wrong]].concat(), 2, "ADDRESS:PORT");
+        let advertised = [&peer[..], &["--listen", "127.0.0.1:0", "--advertise", wrong]].concat();
+        assert_fails(&place, &advertised, 2, "ADDRESS:PORT");
+    }
+    assert!(!place.path("data").exists());
+}
+
+#[test]
+fn keys_that_are_missing_or_cannot_be_read_exit_with_2() {
+    let place = Place::new();
+    std::fs::write(place.path("file"), "").unwrap();
+    for keys in ["nowhere", "file"] {
+        let serve = ["serve", "--catalog", "--data", "data", "--listen", "127.0.0.1:0"];
+        assert_fails(&place, &[&serve[..], &["--keys", keys]].concat(), 2, keys);
+        assert_fails(&place, &["--store", "cairn://127.0.0.1:1", "--keys", keys, "ls"], 2, keys);
+        assert_fails(&place, &["keys", "sign", "--keys", keys, "new"], 2, keys);
+        assert_fails(&place, &["keys", "revoke", "--keys", keys, "client"], 2, keys);
+    }
+    assert!(!place.path("data").exists() && !place.path("new").exists());
+}
+
+#[test]
+fn something_that_does_not_exist_exits_with_3() {
+    let place = Place::new();
+    assert_fails(&place, &["ls"], 3, "there is no repository");
+    place.ok(&["create", "vm1", "1M"]);
+    assert_fails(&place, &["ls", "vm2"], 3, "vm2");
+    assert_fails(&place, &["show", "vm1@7"], 3, "vm1@7");
+    assert_fails(&place, &["status", "--control", "nowhere.sock"], 3, "nowhere.sock");
+}
+
+#[test]
+fn something_that_is_in_use_exits_with_4() {
+    let place = Place::new();
+    place.ok(&["create", "vm1", "1M"]);
+    assert_fails(&place, &["create", "vm1", "1M"], 4, "vm1");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let serve = ["serve", "--catalog", "--data", "data", "--insecure", "--listen", &address];
+    assert_fails(&place, &serve, 4, &address);
+}
+
+#[test]
+fn a_catalog_that_does_not_answer_and_an_address_of_another_host_exit_with_6() {
+    let place = Place::new();
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let url = format!("cairn://{free}");
+    assert_fails(&place, &["--store", &url, "--insecure", "ls"], 6, &free);
+    let serve = ["serve", "--catalog", "--data", "data", "--insecure", "--listen", "192.0.2.1:80"];
+    assert_fails(&place, &serve, 6, "192.0.2.1:80");
+}
+
+/// A unit of systemd that sets an empty variable does not name anything.
+#[test]
+fn an_empty_variable_counts_as_unset() {
+    let place = Place::new();
+    let run = |args: &[&str]| {
+        let mut command = place.command(args);
+        let output = command.env("CAIRN_STORE", "").env("CAIRN_KEYS", "").output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, text) = run(&["ls"]);
+    assert!(code == Some(2) && text.contains("no repository is named"), "{text}");
+    let (code, text) = run(&["--store", "cairn://127.0.0.1:1", "ls"]);
+    assert!(code == Some(2) && text.contains("no keys are named"), "{text}");
+    let (code, text) = run(&["--store", "dir:here", "--insecure", "create", "vm1", "1M"]);
+    assert_eq!(code, Some(0), "{text}");
+}
