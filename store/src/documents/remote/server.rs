@@ -230,8 +230,8 @@ impl Server {
     ) -> ((u16, Vec<u8>), Option<OwnedSemaphorePermit>) {
         if let Request::Wait(folder, revision, milliseconds) = &request {
             let limit = Duration::from_millis((*milliseconds).into());
-            self.waits.wait(folder, *revision, limit.min(MAX_WAIT)).await;
-            return (Answer::Waited.to_body(), Some(memory));
+            let changed = self.waits.wait(folder, *revision, limit.min(MAX_WAIT)).await;
+            return (Answer::Waited(changed).to_body(), Some(memory));
         }
         let _worker = self.workers.acquire().await;
         let server = self.clone();
@@ -280,6 +280,14 @@ impl Server {
             }
             Request::Commit(token, change) => {
                 self.commit(token.as_ref(), &change).map(Answer::Committed)
+            }
+            Request::Last(prefix, before, limit) => {
+                let (documents, limit) = (self.store.documents(), limit as usize);
+                documents.last_within(&prefix, &before, limit, MAX_ANSWER / 2).map(Answer::View)
+            }
+            Request::Changed(prefix, revision) => {
+                let changed = self.store.documents().changed_within(&prefix, revision, MAX_ANSWER);
+                changed.map(|changed| changed.map_or(Answer::TooLarge, Answer::Changed))
             }
             Request::Wait(..) | Request::Scan(_) => {
                 unreachable!("waits and scans are answered without a worker")
