@@ -60,6 +60,14 @@ pub struct Document {
     pub version: u64,
 }
 
+impl Document {
+    /// The value of the document, whose key is `key`.
+    pub(crate) fn decode<T: DeserializeOwned>(&self, key: &str) -> Result<T> {
+        serde_json::from_slice(&self.value)
+            .map_err(|error| Error::corrupt(format!("the catalog's '{key}'"), error.to_string()))
+    }
+}
+
 /// Selects documents by their keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Query {
@@ -79,6 +87,11 @@ impl Query {
     pub fn prefix(prefix: impl Into<String>) -> Query {
         Query::Prefix(prefix.into())
     }
+
+    /// A key after all keys that begin with this prefix.
+    pub fn after(prefix: &str) -> String {
+        ranges::prefix_end(prefix)
+    }
 }
 
 /// Documents as of one moment, by their keys.
@@ -93,14 +106,14 @@ pub struct View {
 impl View {
     /// The document with this key, if a query matched it.
     pub fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
-        self.documents.get(key).map(|document| decode(key, document)).transpose()
+        self.documents.get(key).map(|document| document.decode(key)).transpose()
     }
 
     /// All documents whose keys begin with `prefix`, each with the rest of its key.
     pub fn under<T: DeserializeOwned>(&self, prefix: &str) -> Result<Vec<(String, T)>> {
         let begin = self.documents.range(prefix.to_owned()..);
         let inside = begin.take_while(|(key, _)| key.starts_with(prefix));
-        inside.map(|(key, one)| Ok((key[prefix.len()..].to_owned(), decode(key, one)?))).collect()
+        inside.map(|(key, one)| Ok((key[prefix.len()..].to_owned(), one.decode(key)?))).collect()
     }
 
     /// The version of the document with this key; 0 if the view does not have it.
@@ -109,10 +122,6 @@ impl View {
     }
 }
 
-fn decode<T: DeserializeOwned>(key: &str, document: &Document) -> Result<T> {
-    serde_json::from_slice(&document.value)
-        .map_err(|error| Error::corrupt(format!("the catalog's '{key}'"), error.to_string()))
-}
 
 /// A document to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
