@@ -225,6 +225,25 @@ impl Catalog {
         Ok(())
     }
 
+    /// The last `limit` snapshots of an image, oldest first, in any state, and the number of all its
+    /// snapshots.
+    pub fn last_snapshots(&self, name: &ImageName, limit: usize) -> Result<(Vec<Snapshot>, u64)> {
+        let document = image(&self.read(&[Query::Key(image_key(name))])?, name)?;
+        let prefix = snapshots_of(&document.id);
+        let (mut before, mut all) = (Query::after(&prefix), Vec::new());
+        while all.len() < limit {
+            let page = self.documents.last(&prefix, &before, limit - all.len())?;
+            let Some(first) = page.documents.keys().next() else { break };
+            before = first.clone();
+            for (number, one) in snapshots(&page, &document.id)?.into_iter().rev() {
+                all.push(one.snapshot(name, &document, number)?);
+            }
+        }
+        all.reverse();
+        let total = document.index.snapshots.max(all.len() as u64);
+        Ok((all, total))
+    }
+
     /// The snapshot with this name. Without a selector it is the newest one with content. A
     /// snapshot that is named may be pending or failed, so callers that need content ask
     /// [`Snapshot::require_content`].
