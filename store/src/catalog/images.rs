@@ -303,8 +303,8 @@ impl Catalog {
 /// The image and the number of a snapshot with this key.
 pub(super) fn snapshot_of(key: &str) -> Result<(ImageId, u64)> {
     let parts = key.strip_prefix(SNAPSHOTS).and_then(|key| key.split_once('/'));
-    let (id, number) = parts
-        .ok_or_else(|| Error::corrupt("the catalog", format!("'{key}' names no snapshot")))?;
+    let (id, number) =
+        parts.ok_or_else(|| Error::corrupt("the catalog", format!("'{key}' names no snapshot")))?;
     Ok((id.parse()?, number_of(number)?))
 }
 

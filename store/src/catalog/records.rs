@@ -292,9 +292,8 @@ impl Catalog {
     fn restore(&self, image: &RecordedImage, inventory: &Inventory, is_known: bool) -> Result<u64> {
         let RecordedImage { last, next_number, snapshots, .. } = image;
         let (name, id) = (&last.image_name, &last.image.id);
-        let missing = snapshots
-            .iter()
-            .filter(|(number, _)| !inventory.snapshots.contains(&(*id, *number)));
+        let missing =
+            snapshots.iter().filter(|(number, _)| !inventory.snapshots.contains(&(*id, *number)));
         let missing: Vec<_> = missing.collect();
         // Nobody sees the snapshots of an image without its document, which comes last.
         for part in missing.chunks(SNAPSHOTS_IN_CHANGE) {

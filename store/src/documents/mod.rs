@@ -122,7 +122,6 @@ impl View {
     }
 }
 
-
 /// A document to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Put {

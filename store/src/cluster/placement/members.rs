@@ -156,9 +156,8 @@ impl FragmentTargets {
 
     /// The unused places whose members are not down.
     fn free<'a>(&'a self, state: &'a Targets) -> impl Iterator<Item = usize> + 'a {
-        let is_free = |one: &usize| {
-            state.taken[*one].is_none() && !self.members.is_down(state.ranks[*one])
-        };
+        let is_free =
+            |one: &usize| state.taken[*one].is_none() && !self.members.is_down(state.ranks[*one]);
         (0..state.ranks.len()).filter(is_free)
     }
 

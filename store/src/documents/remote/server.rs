@@ -25,16 +25,13 @@ use super::waits::Waits;
 use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
 use crate::documents::{Change, Documents, Query};
 use crate::error::{ErrorKind, Result};
-use crate::net::admission::{Admission, Unauthenticated};
+use crate::net::admission::{Admission, MAX_CONNECTIONS, Unauthenticated};
 use crate::net::frame::{OutgoingFrames, read_body, read_header};
 use crate::net::handshake::{CATALOG_PROTOCOL, greet};
 use crate::net::identity::{Identity, Secured, Security};
 
 /// Memory for requests and answers, in KiB.
 const MEMORY_KIB: usize = 256 << 10;
-
-/// The most authenticated connections at a time.
-const MAX_CONNECTIONS: usize = 4096;
 
 /// Requests of one connection at a time.
 const MAX_REQUESTS: usize = 256;

@@ -32,8 +32,7 @@ fn request() -> impl Strategy<Value = Request> {
             .prop_map(|(folder, (revision, time))| Request::Wait(folder, revision, time)),
         (".{0,20}", ".{0,20}", any::<u32>())
             .prop_map(|(prefix, before, limit)| Request::Last(prefix, before, limit)),
-        (".{0,20}", any::<u64>())
-            .prop_map(|(prefix, revision)| Request::Changed(prefix, revision)),
+        (".{0,20}", any::<u64>()).prop_map(|(prefix, revision)| Request::Changed(prefix, revision)),
     ]
 }
 
