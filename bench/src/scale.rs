@@ -1,5 +1,6 @@
 //! `scale`: a catalog of 10⁶ snapshots beside one of 10³. What users ask of one image, and what the
-//! supervisor does when nothing happens, must not depend on the number of snapshots.
+//! supervisor does when nothing happens, must not depend on the number of snapshots. And placement
+//! with up to 1,000 peers.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -7,9 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cairn_store::cluster::membership::last_repair;
+use cairn_store::cluster::membership::{last_repair, peers};
+use cairn_store::cluster::placement::{Candidate, Ranking};
 use cairn_store::documents::{self, CatalogStore, Change, Documents};
 use cairn_store::net::identity::Security;
+use cairn_store::{BlobId, PeerId};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -33,11 +36,24 @@ const REPAIR_LIMIT: Duration = Duration::from_secs(600);
 /// The largest time in the large catalog, compared with the small one.
 const GOAL: f64 = 1.5;
 
-/// A command that is measured in both catalogs in turn.
-const COMMANDS: [(&str, &[&str]); 3] = [
-    ("ls IMAGE", &["ls", "image-00000007"]),
-    ("show IMAGE (newest)", &["show", "image-00000007"]),
-    ("show IMAGE@LABEL", &["show", "image-00000007@last"]),
+/// The image whose snapshots are listed and shown.
+const IMAGE: &str = "image-00000000";
+
+/// Peers of a cluster whose placement is measured, each in a failure domain of its own.
+const PLACEMENT_PEERS: [u16; 3] = [12, 100, 1000];
+
+/// Places of a blob: those of `rs=4+4`.
+const PLACES: usize = 8;
+
+/// A command that is measured in both catalogs in turn, for the repetition with this number.
+type Measured = (&'static str, fn(u64) -> Vec<String>);
+
+const COMMANDS: [Measured; 4] = [
+    ("ls IMAGE", |_| vec!["ls".into(), IMAGE.into()]),
+    ("show IMAGE (newest)", |_| vec!["show".into(), IMAGE.into()]),
+    ("show IMAGE@LABEL", |_| vec!["show".into(), format!("{IMAGE}@last")]),
+    // From another image each time, except the one that is listed.
+    ("rm IMAGE@N", |n| vec!["rm".into(), format!("image-{:08}@{}", 1 + n % 49, 20 - n / 49)]),
 ];
 
 #[derive(Clone, Debug, Default, Serialize)]
@@ -83,9 +99,9 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
     }
     for (_, command) in COMMANDS {
         let mut times = [Vec::new(), Vec::new()];
-        for _ in 0..repeats {
+        for number in 0..repeats {
             for (catalog, times) in catalogs.iter().zip(&mut times) {
-                times.push(cairn(site, &area, catalog, command)?);
+                times.push(cairn(site, &area, catalog, &command(number))?);
             }
         }
         for (figure, times) in figures.iter_mut().zip(times) {
@@ -93,7 +109,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
         }
     }
     for (figure, catalog) in figures.iter_mut().zip(&catalogs) {
-        figure.ls_all_ms = cairn(site, &area, catalog, &["ls"])?;
+        figure.ls_all_ms = cairn(site, &area, catalog, &["ls".into()])?;
     }
     eprintln!("measuring idle catalogs for {} s", idle.as_secs());
     let cpu = |catalogs: &[Catalog]| -> Result<Vec<Duration>> {
@@ -141,7 +157,7 @@ fn image(id: &str) -> Value {
         "chunk_size": 256 << 10,
         "created": 1_700_000_000,
         "origin": null,
-        "redundancy": "replicas=3",
+        "redundancy": "none",
         "compression": "auto",
         "next_number": SNAPSHOTS_OF_IMAGE + 1,
         "fence": 0,
@@ -157,7 +173,7 @@ fn image(id: &str) -> Value {
     })
 }
 
-/// A snapshot of an empty disk: there are no peers that could hold content.
+/// A snapshot of an empty disk, so that no peer needs content.
 fn snapshot(number: u64) -> Value {
     json!({
         "parent": number.checked_sub(1).filter(|parent| *parent > 0),
@@ -182,7 +198,7 @@ fn snapshot(number: u64) -> Value {
 fn wait_for_repair(catalog: &Catalog) -> Result<()> {
     let documents = documents::open(&catalog.address, &Security::INSECURE)?;
     let end = Instant::now() + REPAIR_LIMIT;
-    while last_repair(&*documents)?.is_none() {
+    while last_repair(&*documents)?.is_none() || peers(&*documents)?.0.is_empty() {
         ensure!(Instant::now() < end, "the supervisor's first repair does not end");
         thread::sleep(Duration::from_millis(100));
     }
@@ -190,7 +206,7 @@ fn wait_for_repair(catalog: &Catalog) -> Result<()> {
 }
 
 /// Runs `cairn` with these arguments. Returns the milliseconds that it took.
-fn cairn(site: &Site, area: &Area, catalog: &Catalog, args: &[&str]) -> Result<f64> {
+fn cairn(site: &Site, area: &Area, catalog: &Catalog, args: &[String]) -> Result<f64> {
     let log = area.path("cairn.log");
     let file = std::fs::File::create(&log)?;
     let url = format!("cairn://{}", catalog.address);
@@ -234,6 +250,31 @@ fn report(figures: &[Figure]) -> Report {
     row("the first repair after a start, s", &|one| one.first_repair_s, false);
     row("resident memory of the server, MiB", &|one| one.resident as f64 / 1048576.0, false);
     row("database, MiB", &|one| one.bytes as f64 / 1048576.0, false);
-    let tables = vec![table];
+    let tables = vec![table, placement()];
     Report { tables, goals, data: json!({ "figures": figures }), charts: Vec::new() }
+}
+
+/// The time to choose the places of a blob: all peers in order, and the first ones only.
+fn placement() -> Table {
+    let head = ["peers", "all in order, ns", "the first 8, ns"];
+    let mut table = Table::new("Placement of one blob", &head);
+    for peers in PLACEMENT_PEERS {
+        let candidate = |n: u16| Candidate {
+            id: PeerId::from_bytes([n.to_le_bytes(); 8].concat().try_into().unwrap_or_default()),
+            weight: 1 << 40,
+            domain: n.to_string(),
+        };
+        let ranking = Ranking::new((0..peers).map(candidate).collect());
+        let time = |places: &dyn Fn(&BlobId) -> usize| {
+            let blobs = 200_000 / u32::from(peers);
+            let begin = Instant::now();
+            let used: usize = (0..blobs).map(|n| places(&BlobId::of(&n.to_le_bytes()))).sum();
+            assert!(used > 0, "each blob has places");
+            begin.elapsed().as_nanos() as f64 / f64::from(blobs)
+        };
+        let all = time(&|blob| ranking.all(blob).len());
+        let first = time(&|blob| ranking.first(blob, PLACES).len());
+        table.row([peers.to_string(), format!("{all:.0}"), format!("{first:.0}")]);
+    }
+    table
 }

@@ -130,8 +130,8 @@ impl Record {
 
 /// A record of any kind.
 enum AnyRecord {
-    Snapshot(Record),
-    Mirror(MirrorReference),
+    Snapshot(Box<Record>),
+    Mirror(Box<MirrorReference>),
 }
 
 impl AnyRecord {
@@ -151,11 +151,13 @@ impl AnyRecord {
         match header.format.as_str() {
             FORMAT => {
                 check(VERSION)?;
-                serde_json::from_slice(bytes).map(AnyRecord::Snapshot).map_err(corrupt)
+                let record = serde_json::from_slice(bytes).map_err(corrupt)?;
+                Ok(AnyRecord::Snapshot(Box::new(record)))
             }
             mirror_records::FORMAT => {
                 check(mirror_records::VERSION)?;
-                serde_json::from_slice(bytes).map(AnyRecord::Mirror).map_err(corrupt)
+                let reference = serde_json::from_slice(bytes).map_err(corrupt)?;
+                Ok(AnyRecord::Mirror(Box::new(reference)))
             }
             other => Err(Error::corrupt(object, format!("its format is '{other}'"))),
         }
@@ -181,8 +183,8 @@ impl Records {
     /// Adds the record that these bytes hold.
     pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<()> {
         match AnyRecord::parse(bytes)? {
-            AnyRecord::Snapshot(record) => self.snapshots.push((BlobId::of(bytes), record)),
-            AnyRecord::Mirror(reference) => self.mirrors.push(reference),
+            AnyRecord::Snapshot(record) => self.snapshots.push((BlobId::of(bytes), *record)),
+            AnyRecord::Mirror(reference) => self.mirrors.push(*reference),
         }
         Ok(())
     }

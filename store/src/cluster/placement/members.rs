@@ -251,7 +251,7 @@ mod tests {
             address: n.to_string(),
             weight: 1,
             domain: (n % 30).to_string(),
-            state: if n % 3 == 0 { MemberState::Down } else { MemberState::Up },
+            state: if n.is_multiple_of(3) { MemberState::Down } else { MemberState::Up },
         };
         let members = Arc::new(RankedMembers::new((0..100).map(member).collect()));
         let blob = BlobId::of(b"chalk");
