@@ -2,7 +2,9 @@
 
 use std::sync::Mutex;
 
-use cairn_store::{Attachment, ChunkIndex, Geometry, ImageName, Repository, Snapshot};
+use cairn_store::{
+    Attachment, ChunkIndex, Error, Geometry, ImageName, Repository, Selector, Snapshot, SnapshotRef,
+};
 
 /// The length of the serial number that a guest can read.
 const SERIAL_BYTES: usize = 20;
@@ -50,6 +52,20 @@ impl Image {
     /// The snapshots of the image, as the catalog has them.
     pub(crate) fn snapshots(&self) -> cairn_store::Result<Vec<Snapshot>> {
         self.repository.catalog().snapshots(self.name())
+    }
+
+    /// The last snapshots of the image, at most `limit`, and the number of all.
+    pub(crate) fn last_snapshots(&self, limit: usize) -> cairn_store::Result<(Vec<Snapshot>, u64)> {
+        self.repository.catalog().last_snapshots(self.name(), limit)
+    }
+
+    /// One snapshot of the image, as the catalog has it; `None` if there is none.
+    pub(crate) fn find(&self, selector: Selector) -> cairn_store::Result<Option<Snapshot>> {
+        let name = SnapshotRef { image: self.name().clone(), selector };
+        match self.repository.catalog().resolve(&name) {
+            Err(Error::NoSnapshot { .. }) => Ok(None),
+            found => found.map(Some),
+        }
     }
 
     /// Reads a chunk of the parent snapshot. Returns `false` if the chunk is a hole: then the

@@ -58,6 +58,8 @@ pub(crate) enum Case {
     Clients,
     /// Rebuilding the fragments of a lost peer over a limited link.
     Rebuild,
+    /// A catalog of a million snapshots, compared with one of a thousand.
+    Scale,
     /// All cases.
     All,
 }
@@ -71,6 +73,7 @@ impl Case {
             Case::Redundancy => "redundancy",
             Case::Clients => "clients",
             Case::Rebuild => "rebuild",
+            Case::Scale => "scale",
             Case::All => "all",
         }
     }
@@ -84,6 +87,7 @@ impl Case {
                 Case::Redundancy,
                 Case::Clients,
                 Case::Rebuild,
+                Case::Scale,
             ],
             one => std::slice::from_ref(one),
         }

@@ -7,6 +7,7 @@
 //!           redundancy ─┤   load     the requests of a guest, and their latencies
 //!           clients ────┤   cluster  peers as processes, limited links, and test data
 //!           rebuild ────┤
+//!           scale ──────┤
 //!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, goals
@@ -27,6 +28,7 @@ mod proc;
 mod rebuild;
 mod redundancy;
 mod report;
+mod scale;
 mod server;
 mod site;
 mod stats;
@@ -53,6 +55,7 @@ fn main() -> Result<()> {
             Case::Redundancy => redundancy::run(&site, &args)?,
             Case::Clients => clients::run(&site, &args)?,
             Case::Rebuild => rebuild::run(&site, &args)?,
+            Case::Scale => scale::run(&site, &args)?,
             Case::All => unreachable!("`each` returns the single cases"),
         };
         warn_if_busy()?;

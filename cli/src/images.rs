@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::args::{ImageOptions, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
-use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
+use crate::output::{Align, Listing, or_dash, print, print_fields, print_json};
 use crate::time::utc;
 
 /// Checks the sizes of a new image.
@@ -75,11 +75,7 @@ pub(crate) fn print_name(snapshot: &Snapshot, style: Style) -> Outcome {
 }
 
 pub(crate) fn ls(repository: &Repository, style: Style) -> Outcome {
-    let images = repository.catalog().images().doing(|| "listing the images".into())?;
-    if style.json {
-        return print_json(&images.iter().map(image_json).collect());
-    }
-    let mut table = Table::new(&[
+    let heading = [
         ("IMAGE", Align::Left),
         ("SIZE", Align::Right),
         ("CHUNK", Align::Right),
@@ -87,30 +83,29 @@ pub(crate) fn ls(repository: &Repository, style: Style) -> Outcome {
         ("NEWEST", Align::Right),
         ("CREATED", Align::Left),
         ("ORIGIN", Align::Left),
-    ]);
-    for image in images {
-        table.row([
+    ];
+    let mut listing = Listing::new(style, &heading);
+    let row = |image: &Image| {
+        [
             image.name.to_string(),
             style.size(image.geometry.size()),
             style.size(image.geometry.chunk_size().into()),
             image.snapshots.to_string(),
             or_dash(image.newest),
             utc(image.created),
-            or_dash(image.origin),
-        ]);
-    }
-    table.print()
+            or_dash(image.origin.as_ref()),
+        ]
+    };
+    let each = |image| {
+        listing.add(|| image_json(&image), || row(&image));
+        Ok(())
+    };
+    repository.catalog().each_image(each).doing(|| "listing the images".into())?;
+    listing.end()
 }
 
 pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style) -> Outcome {
-    let snapshots = repository
-        .catalog()
-        .snapshots(image)
-        .doing(|| format!("listing the snapshots of image '{image}'"))?;
-    if style.json {
-        return print_json(&snapshots.iter().map(snapshot_json).collect());
-    }
-    let mut table = Table::new(&[
+    let heading = [
         ("SNAPSHOT", Align::Left),
         ("STATE", Align::Left),
         ("TIME", Align::Left),
@@ -119,9 +114,10 @@ pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style)
         ("PAUSE", Align::Right),
         ("CONSISTENCY", Align::Left),
         ("LABEL", Align::Left),
-    ]);
-    for snapshot in snapshots {
-        table.row([
+    ];
+    let mut listing = Listing::new(style, &heading);
+    let row = |snapshot: &Snapshot| {
+        [
             snapshot.name().to_string(),
             snapshot.state.to_string(),
             utc(snapshot.time),
@@ -129,10 +125,16 @@ pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style)
             style.size(snapshot.stored_bytes),
             format!("{} us", snapshot.pause_us),
             snapshot.consistency.to_string(),
-            or_dash(snapshot.label),
-        ]);
-    }
-    table.print()
+            or_dash(snapshot.label.as_ref()),
+        ]
+    };
+    let each = |snapshot| {
+        listing.add(|| snapshot_json(&snapshot), || row(&snapshot));
+        Ok(())
+    };
+    let doing = || format!("listing the snapshots of image '{image}'");
+    repository.catalog().each_snapshot(image, each).doing(doing)?;
+    listing.end()
 }
 
 pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) -> Outcome {

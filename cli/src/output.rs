@@ -40,32 +40,37 @@ pub(crate) enum Align {
 pub(crate) struct Table {
     columns: Vec<Align>,
     rows: Vec<Vec<String>>,
+    /// The widths of the rows that were printed.
+    widths: Vec<usize>,
 }
 
 impl Table {
     pub(crate) fn new(heading: &[(&str, Align)]) -> Self {
         let columns = heading.iter().map(|(_, align)| *align).collect();
-        Self { columns, rows: vec![heading.iter().map(|(title, _)| (*title).into()).collect()] }
+        let rows = vec![heading.iter().map(|(title, _)| (*title).into()).collect()];
+        Self { columns, rows, widths: vec![0; heading.len()] }
     }
 
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }
 
-    pub(crate) fn print(&self) -> Outcome {
+    /// Prints the rest of the rows.
+    pub(crate) fn print(mut self) -> Outcome {
         print(&self.render())
     }
 
-    fn render(&self) -> String {
-        let mut widths = vec![0; self.columns.len()];
-        for row in &self.rows {
-            for (width, cell) in widths.iter_mut().zip(row) {
+    /// The next part of the table. Its columns are at least as wide as those before.
+    fn render(&mut self) -> String {
+        let rows = std::mem::take(&mut self.rows);
+        for row in &rows {
+            for (width, cell) in self.widths.iter_mut().zip(row) {
                 *width = cell.chars().count().max(*width);
             }
         }
         let mut text = String::new();
-        for row in &self.rows {
-            let cells = row.iter().zip(&widths).zip(&self.columns);
+        for row in &rows {
+            let cells = row.iter().zip(&self.widths).zip(&self.columns);
             let line = cells.map(|((cell, &width), align)| match align {
                 Align::Left => format!("{cell:<width$}"),
                 Align::Right => format!("{cell:>width$}"),
@@ -74,6 +79,76 @@ impl Table {
             text.push('\n');
         }
         text
+    }
+}
+
+/// Elements of a long listing that are printed together.
+const PRINTED_TOGETHER: usize = 1000;
+
+/// A listing that is printed in parts: as one JSON array, or as a table. A column of a table is as
+/// wide as its longest cell so far.
+pub(crate) struct Listing {
+    json: Option<JsonListing>,
+    table: Table,
+    /// The first failure to print. Nothing is printed after it.
+    printed: Outcome,
+}
+
+#[derive(Default)]
+struct JsonListing {
+    elements: Vec<String>,
+    has_printed: bool,
+}
+
+impl Listing {
+    pub(crate) fn new(style: Style, heading: &[(&str, Align)]) -> Self {
+        let json = style.json.then(JsonListing::default);
+        Self { json, table: Table::new(heading), printed: Ok(()) }
+    }
+
+    /// Adds an element, and prints a part if there are enough of them.
+    pub(crate) fn add<const N: usize>(
+        &mut self,
+        json: impl FnOnce() -> Value,
+        row: impl FnOnce() -> [String; N],
+    ) {
+        if self.printed.is_err() {
+            return;
+        }
+        let text = match &mut self.json {
+            Some(all) => {
+                all.elements.push(json().to_string());
+                (all.elements.len() >= PRINTED_TOGETHER).then(|| all.render())
+            }
+            None => {
+                self.table.row(row());
+                (self.table.rows.len() >= PRINTED_TOGETHER).then(|| self.table.render())
+            }
+        };
+        if let Some(text) = text {
+            self.printed = print(&text);
+        }
+    }
+
+    /// Prints the rest.
+    pub(crate) fn end(self) -> Outcome {
+        self.printed?;
+        match self.json {
+            Some(mut all) => print(&(all.render() + if all.has_printed { "]\n" } else { "[]\n" })),
+            None => self.table.print(),
+        }
+    }
+}
+
+impl JsonListing {
+    /// The next part of the array, without its end.
+    fn render(&mut self) -> String {
+        let elements = std::mem::take(&mut self.elements);
+        if elements.is_empty() {
+            return String::new();
+        }
+        let begin = if std::mem::replace(&mut self.has_printed, true) { "," } else { "[" };
+        format!("{begin}{}", elements.join(","))
     }
 }
 
@@ -94,7 +169,7 @@ pub(crate) fn or_dash<T: ToString>(value: Option<T>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Align, Table};
+    use super::{Align, JsonListing, Table};
 
     #[test]
     fn columns_are_as_wide_as_their_longest_cell() {
@@ -108,5 +183,18 @@ mod tests {
              a       20 GiB  -\n\
              longer     1 B\n"
         );
+        table.row(["b".into(), "2 B".into(), "y".into()]);
+        assert_eq!(table.render(), "b          2 B  y\n", "as wide as the part before");
+    }
+
+    #[test]
+    fn an_array_that_is_printed_in_parts_is_one_array() {
+        let mut listing = JsonListing::default();
+        let mut text = String::new();
+        for part in [&["1", "2"][..], &[], &["3"]] {
+            listing.elements.extend(part.iter().map(ToString::to_string));
+            text += &listing.render();
+        }
+        assert_eq!(text, "[1,2,3");
     }
 }

@@ -8,13 +8,14 @@ use cairn_agent::{
     Accepted, Checkpoint, Event, Failed, Follow, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
     RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
-use cairn_store::{Snapshot, SnapshotState, now};
+use cairn_store::{Selector, SnapshotState, now};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
+use crate::image::Image;
 
 /// How long it may take to receive or send one line, once it has begun.
 const LINE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -141,22 +142,13 @@ async fn is_label_free(
         // In this order: a checkpoint that leaves the queue in between is in the catalog.
         let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
         let pending: Vec<String> = pending.collect();
-        let snapshots = shared.image.snapshots();
-        let taken = |name: &String| name == &label;
-        match snapshots {
-            Ok(all)
-                if !all
-                    .iter()
-                    .filter(|one| one.state != SnapshotState::Failed)
-                    .filter_map(|one| one.label.as_ref())
-                    .chain(&pending)
-                    .any(taken) =>
-            {
-                shared.commits.free_label(&label);
-                true
-            }
-            _ => false,
+        let Ok(named) = shared.image.find(Selector::Label(label.clone())) else { return false };
+        let is_taken = named.is_some_and(|one| one.state != SnapshotState::Failed);
+        if is_taken || pending.contains(&label) {
+            return false;
         }
+        shared.commits.free_label(&label);
+        true
     });
     used.await.unwrap_or(false)
 }
@@ -173,8 +165,9 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
     if let Some(reason) = context.commits.unrecorded_failure(number) {
         return failed(reason);
     }
-    let snapshot = match snapshots(context).await {
-        Ok(all) => all.into_iter().find(|one| one.number == number),
+    let find = move |image: &Image| image.find(Selector::Number(number));
+    let snapshot = match ask_catalog(context, find).await {
+        Ok(found) => found,
         Err(refused) => return refused,
     };
     let Some(snapshot) = snapshot else {
@@ -209,11 +202,13 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
     }
 }
 
-/// Returns the snapshots of the image, or the answer to send if the catalog is unavailable.
-async fn snapshots(context: &Arc<ControlContext>) -> Result<Vec<Snapshot>, Event> {
+/// Asks the catalog. Returns the answer to send if the catalog is unavailable.
+async fn ask_catalog<T: Send + 'static>(
+    context: &Arc<ControlContext>,
+    ask: impl FnOnce(&Image) -> cairn_store::Result<T> + Send + 'static,
+) -> Result<T, Event> {
     let shared = context.clone();
-    let ask = move || shared.image.snapshots();
-    let asked = match tokio::task::spawn_blocking(ask).await {
+    let asked = match tokio::task::spawn_blocking(move || ask(&shared.image)).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
     };
@@ -266,10 +261,12 @@ fn status(context: &ControlContext) -> Status {
 /// catalog learns of it a little later.
 async fn list(context: &Arc<ControlContext>) -> Event {
     let accepted = context.commits.accepted();
-    let snapshots = match snapshots(context).await {
-        Ok(snapshots) => snapshots,
+    let ask = |image: &Image| image.last_snapshots(MAX_LISTED);
+    let (snapshots, total) = match ask_catalog(context, ask).await {
+        Ok(listed) => listed,
         Err(refused) => return refused,
     };
+    let older = total - snapshots.len() as u64;
     let last = snapshots.last().map_or(0, |snapshot| snapshot.number);
     let mut lines: Vec<SnapshotLine> = snapshots
         .into_iter()
@@ -287,7 +284,8 @@ async fn list(context: &Arc<ControlContext>) -> Event {
         label: new.label,
     }));
     let omitted = lines.len().saturating_sub(MAX_LISTED);
-    Event::Snapshots(Snapshots { snapshots: lines.split_off(omitted), omitted: omitted as u64 })
+    let snapshots = lines.split_off(omitted);
+    Event::Snapshots(Snapshots { snapshots, omitted: older + omitted as u64 })
 }
 
 #[cfg(test)]

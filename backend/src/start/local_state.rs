@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use cairn_store::{MirrorId, MirrorRecord, Repository, Selector, Snapshot, SnapshotRef};
+use cairn_store::{MirrorId, MirrorRecord, Selector, Snapshot, SnapshotRef};
 
 use super::error::StartError;
 use crate::args::Args;
@@ -125,7 +125,6 @@ impl LocalState {
         wanted: &SnapshotRef,
         snapshot: &Snapshot,
         record: Option<&MirrorRecord>,
-        store: &Repository,
     ) -> Result<(), String> {
         // The catalog was rebuilt, or the mirror was forgotten: see `Repository::attach_again`.
         let Some(record) = record else { return Ok(()) };
@@ -134,12 +133,7 @@ impl LocalState {
         let same = record.parent == snapshot.number
             || (wanted.selector != Selector::Newest && identity.origin == snapshot.number);
         // The newest snapshot may be one that this mirror published just before its process died.
-        let own = store
-            .catalog()
-            .snapshots(&snapshot.image)
-            .map_err(|error| error.to_string())?
-            .iter()
-            .any(|other| other.number == snapshot.number && other.mirror == Some(record.id));
+        let own = snapshot.mirror == Some(record.id);
         if same || own {
             return Ok(());
         }

@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let local = LocalState::open(args, &snapshot)?;
     let record = store.catalog().mirror(&local.map.identity().mirror).map_err(repository)?;
     local
-        .check(&args.mirror, &wanted, &snapshot, record.as_ref(), &store)
+        .check(&args.mirror, &wanted, &snapshot, record.as_ref())
         .map_err(|reason| StartError::Mismatch { path: args.mirror.clone(), reason })?;
     let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
     let path = fs::canonicalize(&args.mirror).unwrap_or(args.mirror.clone());

@@ -1,6 +1,7 @@
 //! Starts and stops the servers under test.
 
 pub(crate) mod cairn;
+pub(crate) mod catalog;
 pub(crate) mod control;
 pub(crate) mod peer;
 mod qmp;

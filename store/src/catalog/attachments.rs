@@ -5,9 +5,10 @@ use std::ops::Range;
 use super::Catalog;
 use super::documents::{
     AvailableDocument, ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument,
-    available_key, image, label_key, lease_key, mirror_key, snapshots, snapshots_of,
+    available_key, image, label_key, lease_key, mirror_key,
 };
 use super::holder::{Holder, Published};
+use super::index::LabelDocument;
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
@@ -46,17 +47,11 @@ impl Catalog {
     /// the mirror has reserved them, and `left` is ignored.
     pub(crate) fn resume(&self, holder: &Holder, left: &Range<u64>) -> Result<Range<u64>> {
         let mirror_key = mirror_key(&holder.owner.id);
-        let queries = [
-            Query::Key(holder.image_key()),
-            Query::key(&mirror_key),
-            Query::Prefix(snapshots_of(&holder.image)),
-        ];
+        let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
         self.change(&queries, |view| {
             let image = holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
-            let all = snapshots(view, &holder.image)?;
-            let last = all.iter().map(|(number, _)| *number).max().unwrap_or(0);
-            let start = left.start.max(mirror.reserved.start).max(last + 1);
+            let start = left.start.max(mirror.reserved.start).max(image.index.highest + 1);
             let is_own = mirror.reserved.start < left.end && start < mirror.reserved.end;
             let usable = if is_own { start..mirror.reserved.end } else { 0..0 };
             let mut change = Change::default();
@@ -124,7 +119,7 @@ impl Catalog {
         queries.push(Query::key(LOSSES));
         queries.extend(label.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
-            let image = holder.check(view)?;
+            let mut image = holder.check(view)?;
             if number == 0 || number >= image.next_number {
                 return Err(Error::BadArgument(format!(
                     "snapshot number {number} is not reserved"
@@ -143,7 +138,8 @@ impl Catalog {
                 let name = SnapshotRef::number(&holder.image_name, number).to_string();
                 return Err(Error::WrongState { name, state: "removed", reason: None });
             }
-            if label.as_ref().is_some_and(|label| view.version(label) != 0) {
+            let known = label.as_ref().map(|label| view.get::<LabelDocument>(label)).transpose()?;
+            if known.flatten().is_some_and(|known| !known.failed) {
                 let image = holder.image_name.to_string();
                 let selector = new.label.clone().unwrap_or_default();
                 return Err(Error::SnapshotExists { image, selector });
@@ -166,11 +162,13 @@ impl Catalog {
                 record: None,
             };
             let mirror = MirrorDocument { announced: number, ..mirror };
+            image.index.add(number, snapshot.state);
             let change = Change::default()
+                .put(holder.image_key(), &image)
                 .put(holder.snapshot_key(number), &snapshot)
                 .put(mirror_key(&holder.owner.id), &mirror);
             let change = match &label {
-                Some(label) => change.put(label, &number),
+                Some(label) => change.put(label, &LabelDocument { number, failed: false }),
                 None => change,
             };
             Ok((change, ClusterEpoch::of(view)?))
@@ -203,11 +201,15 @@ impl Catalog {
         published: &Published,
     ) -> Result<Option<Snapshot>> {
         self.change(&holder.publish_queries(number, published), |view| {
-            let image = holder.check(view)?;
+            let mut image = holder.check(view)?;
             let before = holder.own(holder.existing(view, &image, number)?, number)?;
             let published = holder.published(view, number, before.clone(), published)?;
             let Some(snapshot) = published else { return Ok((Change::default(), None)) };
             let mut change = Change::default();
+            if !before.state.has_content() {
+                image.index.gain_content(number);
+                change = change.put(holder.image_key(), &image);
+            }
             if snapshot.state != before.state {
                 change = change.put(holder.snapshot_key(number), &snapshot);
                 let index = available_key(&holder.image, number);
@@ -234,7 +236,8 @@ impl Catalog {
         })
     }
 
-    /// Marks an announced snapshot as failed. Returns its tombstone. The snapshot may be of another mirror, which may be lost: the holder of the lease is the image's only writer.
+    /// Marks an announced snapshot as failed. Returns its tombstone. The snapshot may be of another
+    /// mirror, which may be lost: the holder of the lease is the image's only writer.
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<Record> {
         self.change(&holder.queries(number), |view| {
             let image = holder.check(view)?;
@@ -250,8 +253,10 @@ impl Catalog {
             snapshot.reason = Some(reason.to_owned());
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
             let change = match snapshot.label {
-                // The next attempt may use the label.
-                Some(label) => change.remove(Query::Key(label_key(&holder.image, &label))),
+                Some(label) => {
+                    let failed = LabelDocument { number, failed: true };
+                    change.put(label_key(&holder.image, &label), &failed)
+                }
                 None => change,
             };
             Ok((change, record))
@@ -262,23 +267,18 @@ impl Catalog {
     /// that a clean stop leaves no gap.
     pub(crate) fn release(&self, holder: &Holder, unused: Option<Range<u64>>) -> Result<()> {
         let mirror_key = mirror_key(&holder.owner.id);
-        let queries = [
-            Query::Key(holder.image_key()),
-            Query::key(&mirror_key),
-            Query::Prefix(snapshots_of(&holder.image)),
-        ];
+        let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
         self.change(&queries, |view| {
             let mut image = holder.check(view)?;
             let mirror = MirrorDocument { reserved: 0..0, ..holder.mirror(view)? };
+            // A number that a snapshot ever had is not used again, also if the snapshot was removed.
             if let Some(unused) = unused
                 .as_ref()
                 .filter(|range| range.start < range.end && range.start > 0)
                 .filter(|range| range.end == image.next_number)
+                .filter(|range| range.start > image.index.highest)
             {
-                let all = snapshots(view, &holder.image)?;
-                if all.iter().all(|(number, _)| *number < unused.start) {
-                    image.next_number = unused.start;
-                }
+                image.next_number = unused.start;
             }
             let holding =
                 Holding { id: &holder.owner.id, name: &holder.image_name, document: Some(image) };

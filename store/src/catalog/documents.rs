@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::index::SnapshotIndex;
 use crate::documents::View;
 use crate::encoding::{Compression, Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
@@ -20,7 +21,7 @@ use crate::tree::Root;
 pub(super) const SCHEMA: &str = "schema";
 
 /// The version of the documents that this program reads and writes.
-pub(super) const SCHEMA_VERSION: u64 = 1;
+pub(super) const SCHEMA_VERSION: u64 = 2;
 
 pub(super) const IMAGES: &str = "images/";
 pub(super) const SNAPSHOTS: &str = "snapshots/";
@@ -61,6 +62,12 @@ pub(super) fn labels_of(image: &ImageId) -> String {
 
 pub(super) fn label_key(image: &ImageId, label: &str) -> String {
     format!("labels/{image}/{label}")
+}
+
+/// The key of the mark of an image whose snapshots a rebuild is restoring. Every change that
+/// restores some of them writes it, until the image's document exists.
+pub(super) fn restoring_key(image: &ImageId) -> String {
+    format!("restoring/{image}")
 }
 
 pub(super) fn mirror_key(mirror: &MirrorId) -> String {
@@ -136,6 +143,9 @@ pub(super) struct ImageDocument {
     /// When a rebuild of the catalog last restored the image: seconds since 1970, and higher than
     /// before. 0 if none did.
     pub(super) restored: u64,
+    /// The counts of the image's snapshots. They are all 0 in a record.
+    #[serde(default)]
+    pub(super) index: SnapshotIndex,
 }
 
 impl ImageDocument {
@@ -149,27 +159,17 @@ impl ImageDocument {
     }
 
     /// The image, with the number of its snapshots and the newest of them.
-    pub(super) fn image(
-        &self,
-        name: &ImageName,
-        snapshots: &[(u64, SnapshotDocument)],
-    ) -> Result<Image> {
+    pub(super) fn image(&self, name: &ImageName) -> Result<Image> {
         Ok(Image {
             name: name.clone(),
             geometry: self.geometry()?,
             created: self.created,
-            snapshots: snapshots.len() as u64,
-            newest: newest(snapshots),
+            snapshots: self.index.snapshots,
+            newest: self.index.newest,
             origin: self.origin.clone(),
             policy: self.policy(),
         })
     }
-}
-
-/// The number of the newest snapshot with content.
-pub(super) fn newest(snapshots: &[(u64, SnapshotDocument)]) -> Option<u64> {
-    let with_content = snapshots.iter().filter(|(_, one)| one.state.has_content());
-    with_content.map(|(number, _)| *number).max()
 }
 
 /// A snapshot.

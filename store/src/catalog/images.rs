@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use super::Catalog;
 use super::documents::{
-    AVAILABLE, AvailableDocument, IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS,
-    SnapshotDocument, available_key, image_key, newest, number_of, snapshot_key, snapshots,
-    snapshots_of,
+    AvailableDocument, IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument,
+    available_key, image, image_key, number_of, snapshot_key, snapshots, snapshots_of,
 };
+use super::index::{Located, SnapshotIndex};
 use super::records::Record;
 use crate::clock::now;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
@@ -16,10 +16,13 @@ use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, ImageId};
-use crate::name::{ImageName, Selector, SnapshotRef};
+use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
 use crate::sys;
 use crate::tree::Root;
+
+/// The most snapshots of an image that are listed with one read.
+const FEW_SNAPSHOTS: u64 = 1000;
 
 /// The number of an image's first snapshot.
 const FIRST: u64 = 1;
@@ -43,19 +46,9 @@ pub(crate) struct Referrer {
 }
 
 impl Referrer {
-    fn snapshot(geometry: Geometry, one: &SnapshotDocument) -> Referrer {
+    pub(super) fn snapshot(geometry: Geometry, one: &SnapshotDocument) -> Referrer {
         Referrer { geometry, root: Root(one.root), record: one.record }
     }
-}
-
-/// A snapshot that was *available* when it was read.
-pub(crate) struct Available {
-    pub(crate) policy: StoragePolicy,
-    pub(crate) refers: Referrer,
-    key: String,
-    version: u64,
-    /// The key of its entry in the index of available snapshots.
-    index: String,
 }
 
 /// An image that is to be created.
@@ -75,7 +68,8 @@ impl Draft {
         first: &FirstSnapshot,
     ) -> Result<Draft> {
         let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
-        let time = now();
+        let (time, mut index) = (now(), SnapshotIndex::default());
+        index.add(FIRST, first.state);
         let image = ImageDocument {
             id: ImageId::from_bytes(random),
             size: geometry.size(),
@@ -89,6 +83,7 @@ impl Draft {
             writer: None,
             removing: false,
             restored: 0,
+            index,
         };
         let snapshot = SnapshotDocument {
             parent: None,
@@ -142,106 +137,119 @@ impl Draft {
 impl Catalog {
     /// All images, by name.
     pub fn images(&self) -> Result<Vec<Image>> {
-        let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
-        let all = view.under::<ImageDocument>(IMAGES)?.into_iter();
-        all.map(|(name, document)| document.image(&name.parse()?, &snapshots(&view, &document.id)?))
-            .collect()
+        let mut all = Vec::new();
+        self.each_image(|image| {
+            all.push(image);
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    /// Passes all images to `each`, by name. Few of them are in memory at a time. Fails with the
+    /// error of `each` if it returns one.
+    pub fn each_image(&self, mut each: impl FnMut(Image) -> Result<()>) -> Result<()> {
+        // Checks the version of the documents.
+        self.read(&[])?;
+        self.documents.scan(&[IMAGES], &mut |key, document| {
+            let image: ImageDocument = document.decode(key)?;
+            each(image.image(&key[IMAGES.len()..].parse()?)?)
+        })?;
+        Ok(())
     }
 
     /// The content that snapshots and mirrors refer to, by storage policy.
     pub(crate) fn roots(&self) -> Result<HashMap<StoragePolicy, Vec<Referrer>>> {
-        let view = self.read(&[IMAGES, SNAPSHOTS, MIRRORS].map(Query::prefix))?;
+        // Checks the version of the documents.
+        self.read(&[])?;
         let mut all: HashMap<StoragePolicy, Vec<Referrer>> = HashMap::new();
-        let images = view.under::<ImageDocument>(IMAGES)?.into_iter();
-        let images: HashMap<_, _> = images.map(|(_, image)| (image.id, image)).collect();
-        for (id, image) in &images {
-            let geometry = image.geometry()?;
-            let known = snapshots(&view, id)?.into_iter();
-            let known = known.filter(|(_, one)| one.state.has_content());
-            let known = known.map(|(_, one)| Referrer::snapshot(geometry, &one));
-            all.entry(image.policy()).or_default().extend(known);
-        }
-        // A mirror keeps its parent's content, even if the parent snapshot was removed.
-        for (_, mirror) in view.under::<MirrorDocument>(MIRRORS)? {
-            if let Some(image) = images.get(&mirror.image_id) {
-                let (geometry, root) = (image.geometry()?, Root(mirror.root));
-                let referrer = Referrer { geometry, root, record: None };
-                all.entry(image.policy()).or_default().push(referrer);
+        let mut images: HashMap<ImageId, (StoragePolicy, Geometry)> = HashMap::new();
+        // In the order of the keys: the images come first.
+        self.documents.scan(&[IMAGES, MIRRORS, SNAPSHOTS], &mut |key, document| {
+            if key.starts_with(IMAGES) {
+                let image: ImageDocument = document.decode(key)?;
+                images.insert(image.id, (image.policy(), image.geometry()?));
+                return Ok(());
             }
-        }
-        Ok(all)
-    }
-
-    /// Whether a snapshot is *available*: published, perhaps without full redundancy.
-    pub(crate) fn has_available(&self) -> Result<bool> {
-        Ok(!self.available()?.is_empty())
-    }
-
-    /// The snapshots that are *available*.
-    pub(crate) fn available(&self) -> Result<Vec<Available>> {
-        let index = self.read(&[Query::prefix(AVAILABLE)])?;
-        let mut found = Vec::new();
-        for (key, entry) in index.under::<AvailableDocument>(AVAILABLE)? {
-            let (id, number) = parse_available(&key)?;
-            let snapshot_key = snapshot_key(&id, number);
-            let keys = [image_key(&entry.image), snapshot_key.clone()];
-            let view = self.read(&keys.map(Query::Key))?;
-            let image = view.get::<ImageDocument>(&image_key(&entry.image))?;
-            let snapshot = view.get::<SnapshotDocument>(&snapshot_key)?;
-            // The snapshot may have been removed since the index was read.
-            if let (Some(image), Some(one)) = (image.filter(|image| image.id == id), snapshot)
-                && one.state == SnapshotState::Available
-            {
-                found.push(Available {
-                    policy: image.policy(),
-                    refers: Referrer::snapshot(image.geometry()?, &one),
-                    version: view.version(&snapshot_key),
-                    key: snapshot_key,
-                    index: available_key(&id, number),
-                });
-            }
-        }
-        Ok(found)
-    }
-
-    /// Makes an available snapshot stable. Leaves it alone if it was removed or has changed since
-    /// it was read.
-    pub(crate) fn promote(&self, available: &Available) -> Result<()> {
-        let Available { key, version, index, .. } = available;
-        self.change(&[Query::key(key)], |view| {
-            let change = match view.get::<SnapshotDocument>(key)? {
-                Some(one) if view.version(key) == *version => {
-                    let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
-                    Change::default().put(key, &stable).remove(Query::key(index))
+            // A mirror keeps its parent's content, even if the parent snapshot was removed.
+            let (id, root, record) = if key.starts_with(MIRRORS) {
+                let mirror: MirrorDocument = document.decode(key)?;
+                (mirror.image_id, mirror.root, None)
+            } else {
+                let snapshot: SnapshotDocument = document.decode(key)?;
+                if !snapshot.state.has_content() {
+                    return Ok(());
                 }
-                _ => Change::default(),
+                (snapshot_of(key)?.0, snapshot.root, snapshot.record)
             };
-            Ok((change, ()))
-        })
+            // A snapshot without an image is left from a rebuild that was killed.
+            if let Some((policy, geometry)) = images.get(&id) {
+                let referrer = Referrer { geometry: *geometry, root: Root(root), record };
+                all.entry(*policy).or_default().push(referrer);
+            }
+            Ok(())
+        })?;
+        Ok(all)
     }
 
     /// One image.
     pub fn image(&self, name: &ImageName) -> Result<Image> {
-        let (view, document) = self.read_image(name, all_snapshots)?;
-        document.image(name, &snapshots(&view, &document.id)?)
+        image(&self.read(&[Query::Key(image_key(name))])?, name)?.image(name)
     }
 
-    /// The snapshots of an image, oldest first, in any state.
+    /// The snapshots of an image, oldest first, in any state. They are all in memory at once: see
+    /// [`Catalog::each_snapshot`].
     pub fn snapshots(&self, name: &ImageName) -> Result<Vec<Snapshot>> {
-        let (view, document) = self.read_image(name, all_snapshots)?;
+        let all_of = |id: &ImageId| vec![Query::Prefix(snapshots_of(id))];
+        let (view, document) = self.read_image(name, all_of)?;
         let all = snapshots(&view, &document.id)?.into_iter();
         all.map(|(number, one)| one.snapshot(name, &document, number)).collect()
+    }
+
+    /// Passes the snapshots of an image to `each`, oldest first, in any state. Few of them are in
+    /// memory at a time. Fails with the error of `each` if it returns one.
+    pub fn each_snapshot(
+        &self,
+        name: &ImageName,
+        mut each: impl FnMut(Snapshot) -> Result<()>,
+    ) -> Result<()> {
+        let document = image(&self.read(&[Query::Key(image_key(name))])?, name)?;
+        // A scan has a cost of its own, such as a connection.
+        if document.index.snapshots <= FEW_SNAPSHOTS {
+            return self.snapshots(name)?.into_iter().try_for_each(each);
+        }
+        let prefix = snapshots_of(&document.id);
+        self.documents.scan(&[&prefix], &mut |key, one| {
+            let (number, one) = (number_of(&key[prefix.len()..])?, one.decode(key)?);
+            each(SnapshotDocument::snapshot(one, name, &document, number)?)
+        })?;
+        Ok(())
+    }
+
+    /// The last `limit` snapshots of an image, oldest first, in any state, and the number of all its
+    /// snapshots.
+    pub fn last_snapshots(&self, name: &ImageName, limit: usize) -> Result<(Vec<Snapshot>, u64)> {
+        let document = image(&self.read(&[Query::Key(image_key(name))])?, name)?;
+        let prefix = snapshots_of(&document.id);
+        let (mut before, mut all) = (Query::after(&prefix), Vec::new());
+        while all.len() < limit {
+            let page = self.documents.last(&prefix, &before, limit - all.len())?;
+            let Some(first) = page.documents.keys().next() else { break };
+            before = first.clone();
+            for (number, one) in snapshots(&page, &document.id)?.into_iter().rev() {
+                all.push(one.snapshot(name, &document, number)?);
+            }
+        }
+        all.reverse();
+        let total = document.index.snapshots.max(all.len() as u64);
+        Ok((all, total))
     }
 
     /// The snapshot with this name. Without a selector it is the newest one with content. A
     /// snapshot that is named may be pending or failed, so callers that need content ask
     /// [`Snapshot::require_content`].
     pub fn resolve(&self, name: &SnapshotRef) -> Result<Snapshot> {
-        let (view, document) = self.read_image(&name.image, |id| match name.selector {
-            Selector::Number(number) => vec![Query::Key(snapshot_key(id, number))],
-            _ => all_snapshots(id),
-        })?;
-        resolve(&view, &document, name)
+        let Located { number, image, snapshot } = self.locate(name)?;
+        snapshot.snapshot(&name.image, &image, number)
     }
 
     /// Fails if there is an image with the name of the draft.
@@ -292,8 +300,12 @@ impl Catalog {
     }
 }
 
-pub(super) fn all_snapshots(image: &ImageId) -> Vec<Query> {
-    vec![Query::Prefix(snapshots_of(image))]
+/// The image and the number of a snapshot with this key.
+pub(super) fn snapshot_of(key: &str) -> Result<(ImageId, u64)> {
+    let parts = key.strip_prefix(SNAPSHOTS).and_then(|key| key.split_once('/'));
+    let (id, number) =
+        parts.ok_or_else(|| Error::corrupt("the catalog", format!("'{key}' names no snapshot")))?;
+    Ok((id.parse()?, number_of(number)?))
 }
 
 fn check_free(view: &View, name: &ImageName) -> Result<()> {
@@ -302,37 +314,4 @@ fn check_free(view: &View, name: &ImageName) -> Result<()> {
         Some(image) if image.removing => Err(Error::BeingRemoved { name: name.to_string() }),
         Some(_) => Err(Error::ImageExists { name: name.to_string() }),
     }
-}
-
-/// The image and the number of an entry of the index of available snapshots.
-fn parse_available(key: &str) -> Result<(ImageId, u64)> {
-    let parts = key.split_once('/');
-    let (id, number) = parts.ok_or_else(|| {
-        Error::corrupt("the catalog", format!("'{AVAILABLE}{key}' names no snapshot"))
-    })?;
-    Ok((id.parse()?, number_of(number)?))
-}
-
-/// The snapshot with this name. The view has all snapshots of the image, or at least the one with
-/// the selected number.
-pub(super) fn resolve(
-    view: &View,
-    document: &ImageDocument,
-    name: &SnapshotRef,
-) -> Result<Snapshot> {
-    let all = snapshots(view, &document.id)?;
-    let wanted = match &name.selector {
-        Selector::Number(number) => Some(*number),
-        Selector::Newest => newest(&all),
-        // Several failed snapshots may have the label. A snapshot that has not failed comes first.
-        Selector::Label(label) => {
-            let named = all.iter().filter(|(_, one)| one.label.as_ref() == Some(label));
-            named
-                .max_by_key(|(number, one)| (one.state != SnapshotState::Failed, *number))
-                .map(|(number, _)| *number)
-        }
-    };
-    let found = all.into_iter().find(|(number, _)| Some(*number) == wanted);
-    let (number, one) = found.ok_or_else(|| Error::NoSnapshot { name: name.to_string() })?;
-    one.snapshot(&name.image, document, number)
 }

@@ -11,7 +11,9 @@
 //! | file | holds |
 //! |---|---|
 //! | `documents` | the documents, their fields and their keys |
+//! | `index` | the counts of an image's snapshots; finding a snapshot by its name |
 //! | `images` | creating and listing images and snapshots |
+//! | `available` | the index of *available* snapshots |
 //! | `removal` | removing images and snapshots |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
 //! | `holder` | an attached mirror, and what its operations check |
@@ -20,9 +22,13 @@
 //! | `mirror_records` | records of mirrors |
 
 mod attachments;
+mod available;
 mod documents;
 mod holder;
 mod images;
+mod index;
+#[cfg(test)]
+mod index_tests;
 mod mirror_records;
 mod mirrors;
 mod records;
@@ -34,8 +40,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub(crate) use self::available::Available;
 pub(crate) use self::holder::{Holder, Published};
-pub(crate) use self::images::{Available, Draft, FirstSnapshot, Referrer};
+pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
@@ -64,7 +71,7 @@ impl Catalog {
         Self { documents }
     }
 
-    /// Reads documents. Fails if they are of a newer version than this program's.
+    /// Reads documents. Fails if they are of another version than this program's.
     fn read(&self, queries: &[Query]) -> Result<View> {
         let mut queries = queries.to_vec();
         queries.push(Query::key(SCHEMA));
@@ -93,26 +100,6 @@ impl Catalog {
 
     fn image_id(&self, name: &ImageName) -> Result<ImageId> {
         Ok(image(&self.read(&[Query::Key(image_key(name))])?, name)?.id)
-    }
-
-    /// As [`change`](Self::change), with the image and the documents that `queries` selects by the
-    /// image's id.
-    fn change_image<T>(
-        &self,
-        name: &ImageName,
-        queries: impl Fn(&ImageId) -> Vec<Query>,
-        decide: impl Fn(&View, ImageDocument) -> Result<(Change, T)>,
-    ) -> Result<T> {
-        self.retry(|| {
-            let id = self.image_id(name)?;
-            self.try_change(&with_image(name, queries(&id)), |view| {
-                let document = image(view, name)?;
-                if document.id != id {
-                    return Ok(None);
-                }
-                decide(view, document).map(Some)
-            })
-        })
     }
 
     /// Carries out the change that `decide` returns for a view of these documents. The change
@@ -165,17 +152,13 @@ impl Catalog {
     }
 }
 
-/// Fails if the documents are of a newer version than this program's. Every change relies on the
+/// Fails if the documents are of another version than this program's. Every change relies on the
 /// version, so a process that was started before an upgrade of the documents changes nothing after
 /// it.
 fn check_schema(view: &View) -> Result<()> {
     match view.get::<u64>(SCHEMA)? {
-        Some(found) if found > SCHEMA_VERSION => Err(Error::NewerFormat {
-            object: "the catalog".into(),
-            found,
-            supported: SCHEMA_VERSION,
-        }),
-        _ => Ok(()),
+        Some(found) => Error::check_format("the catalog".as_ref(), found, SCHEMA_VERSION),
+        None => Ok(()),
     }
 }
 

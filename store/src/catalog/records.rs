@@ -4,15 +4,17 @@
 //! record without a snapshot. It is stored when a snapshot fails, and before the removal of a
 //! snapshot or an image is complete. If the catalog is lost, it is rebuilt from the records.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
 use super::Catalog;
 use super::documents::{
     AvailableDocument, IMAGES, ImageDocument, SNAPSHOTS, SnapshotDocument, available_key,
-    image_key, label_key, snapshot_key, text,
+    image_key, label_key, restoring_key, snapshot_key, text,
 };
+use super::images::snapshot_of;
+use super::index::{LabelDocument, SnapshotIndex};
 use super::mirror_records::{self, MirrorReference};
 use crate::clock::now;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
@@ -81,7 +83,7 @@ impl Record {
             format: FORMAT.to_owned(),
             version: VERSION,
             image_name: image_name.clone(),
-            image: image.clone(),
+            image: ImageDocument { index: SnapshotIndex::default(), ..image.clone() },
             number,
             snapshot: None,
             recorded: now(),
@@ -128,8 +130,8 @@ impl Record {
 
 /// A record of any kind.
 enum AnyRecord {
-    Snapshot(Record),
-    Mirror(MirrorReference),
+    Snapshot(Box<Record>),
+    Mirror(Box<MirrorReference>),
 }
 
 impl AnyRecord {
@@ -149,11 +151,13 @@ impl AnyRecord {
         match header.format.as_str() {
             FORMAT => {
                 check(VERSION)?;
-                serde_json::from_slice(bytes).map(AnyRecord::Snapshot).map_err(corrupt)
+                let record = serde_json::from_slice(bytes).map_err(corrupt)?;
+                Ok(AnyRecord::Snapshot(Box::new(record)))
             }
             mirror_records::FORMAT => {
                 check(mirror_records::VERSION)?;
-                serde_json::from_slice(bytes).map(AnyRecord::Mirror).map_err(corrupt)
+                let reference = serde_json::from_slice(bytes).map_err(corrupt)?;
+                Ok(AnyRecord::Mirror(Box::new(reference)))
             }
             other => Err(Error::corrupt(object, format!("its format is '{other}'"))),
         }
@@ -179,8 +183,8 @@ impl Records {
     /// Adds the record that these bytes hold.
     pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<()> {
         match AnyRecord::parse(bytes)? {
-            AnyRecord::Snapshot(record) => self.snapshots.push((BlobId::of(bytes), record)),
-            AnyRecord::Mirror(reference) => self.mirrors.push(reference),
+            AnyRecord::Snapshot(record) => self.snapshots.push((BlobId::of(bytes), *record)),
+            AnyRecord::Mirror(reference) => self.mirrors.push(*reference),
         }
         Ok(())
     }
@@ -217,18 +221,26 @@ pub(crate) struct Inventory {
     /// The epoch of the cluster that began before the catalog was listed.
     epoch: u64,
     images: HashMap<String, ImageId>,
-    snapshots: BTreeSet<String>,
+    snapshots: HashSet<(ImageId, u64)>,
 }
 
 impl Catalog {
     /// Lists what the catalog has. A rebuild calls this before it reads the records.
     pub(crate) fn inventory(&self) -> Result<Inventory> {
         let epoch = self.begin_epoch()?;
-        let view = self.read(&[Query::prefix(IMAGES), Query::prefix(SNAPSHOTS)])?;
-        let images = view.under::<ImageDocument>(IMAGES)?.into_iter();
-        let images = images.map(|(name, image)| (name, image.id)).collect();
-        let snapshots = view.documents.into_keys().filter(|key| key.starts_with(SNAPSHOTS));
-        Ok(Inventory { epoch, images, snapshots: snapshots.collect() })
+        let (mut images, mut snapshots) = (HashMap::new(), HashSet::new());
+        self.documents.scan(&[IMAGES, SNAPSHOTS], &mut |key, document| {
+            match key.strip_prefix(IMAGES) {
+                Some(name) => {
+                    images.insert(name.to_owned(), document.decode::<ImageDocument>(key)?.id);
+                }
+                None => {
+                    snapshots.insert(snapshot_of(key)?);
+                }
+            }
+            Ok(())
+        })?;
+        Ok(Inventory { epoch, images, snapshots })
     }
 
     /// Restores the images, snapshots and mirrors of these records that the catalog does not have.
@@ -282,16 +294,15 @@ impl Catalog {
     fn restore(&self, image: &RecordedImage, inventory: &Inventory, is_known: bool) -> Result<u64> {
         let RecordedImage { last, next_number, snapshots, .. } = image;
         let (name, id) = (&last.image_name, &last.image.id);
-        let missing = snapshots
-            .iter()
-            .filter(|(number, _)| !inventory.snapshots.contains(&snapshot_key(id, *number)));
+        let missing =
+            snapshots.iter().filter(|(number, _)| !inventory.snapshots.contains(&(*id, *number)));
         let missing: Vec<_> = missing.collect();
         // Nobody sees the snapshots of an image without its document, which comes last.
         for part in missing.chunks(SNAPSHOTS_IN_CHANGE) {
             self.restore_snapshots(image, part, is_known)?;
         }
-        let key = image_key(name);
-        self.change(&[Query::key(&key)], |view| {
+        let (key, mark) = (image_key(name), restoring_key(id));
+        self.change(&[Query::key(&key), Query::key(&mark)], |view| {
             let document = match view.get::<ImageDocument>(&key)? {
                 Some(found) if found.id == *id && found.next_number < *next_number => {
                     ImageDocument { next_number: *next_number, ..found }
@@ -301,11 +312,13 @@ impl Catalog {
                     writer: None,
                     fence: image.fence,
                     restored: image.restored.saturating_add(1).max(now()),
+                    // Another rebuild that restores snapshots meanwhile writes the mark.
+                    index: self.count(id)?,
                     ..last.image.clone()
                 },
                 _ => return Ok((Change::default(), ())),
             };
-            Ok((Change::default().put(&key, &document), ()))
+            Ok((Change::default().put(&key, &document).remove(Query::key(&mark)), ()))
         })?;
         Ok(missing.len() as u64)
     }
@@ -317,18 +330,22 @@ impl Catalog {
         is_known: bool,
     ) -> Result<()> {
         let (name, id) = (&image.last.image_name, &image.last.image.id);
-        let mut queries = vec![Query::Key(image_key(name))];
+        let (image_key, mark) = (image_key(name), restoring_key(id));
+        let mut queries = vec![Query::key(&image_key)];
         for (number, one) in missing {
             queries.push(Query::Key(snapshot_key(id, *number)));
             queries.extend(one.label.iter().map(|label| Query::Key(label_key(id, label))));
         }
         self.change(&queries, |view| {
             let mut change = Change::default();
-            let found = view.get::<ImageDocument>(&image_key(name))?;
-            // A known image may have been removed meanwhile, and its name may be used again.
-            if is_known && found.is_none_or(|found| found.id != *id || found.removing) {
+            let mut found = view.get::<ImageDocument>(&image_key)?;
+            // A known image may have been removed meanwhile, and its name may be used again. Another
+            // rebuild may have restored an unknown one.
+            let is_gone = found.as_ref().map_or(is_known, |one| one.id != *id || one.removing);
+            if is_gone {
                 return Ok((change, ()));
             }
+            let mut labels = HashSet::new();
             for (number, one) in missing {
                 let key = snapshot_key(id, *number);
                 // Another rebuild may have restored it.
@@ -336,19 +353,31 @@ impl Catalog {
                     continue;
                 }
                 let label = one.label.as_ref().map(|label| label_key(id, label));
-                let label = label.filter(|label| view.version(label) == 0);
+                let taken = label.as_ref().map(|key| view.get::<LabelDocument>(key)).transpose()?;
+                let is_free = taken.flatten().is_none_or(|taken| taken.failed);
+                // Two snapshots of one label are possible: the first was recorded, but not published.
+                let label = label.filter(|label| is_free && labels.insert(label.clone()));
                 let one = SnapshotDocument {
                     label: one.label.clone().filter(|_| label.is_some()),
                     ..one.clone()
                 };
                 change = change.put(key, &one);
+                if let Some(image) = &mut found {
+                    image.index.add(*number, one.state);
+                }
                 if let Some(label) = label {
-                    change = change.put(label, number);
+                    change = change.put(label, &LabelDocument { number: *number, failed: false });
                 }
                 if one.state == SnapshotState::Available {
                     let entry = AvailableDocument { image: name.clone() };
                     change = change.put(available_key(id, *number), &entry);
                 }
+            }
+            if !change.puts.is_empty() {
+                change = match &found {
+                    Some(image) => change.put(&image_key, image),
+                    None => change.put(&mark, &now()),
+                };
             }
             Ok((change, ()))
         })

@@ -12,11 +12,10 @@
 
 use super::Catalog;
 use super::documents::{
-    ImageDocument, MIRRORS, MirrorDocument, SnapshotDocument, available_key, available_of,
-    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, newest, snapshot_key,
-    snapshots, snapshots_of,
+    ImageDocument, MIRRORS, MirrorDocument, SnapshotDocument, available_key, available_of, image,
+    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, snapshot_key, snapshots_of,
 };
-use super::images::{all_snapshots, resolve};
+use super::index::{LabelDocument, Located, label_query, selected};
 use super::records::Record;
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
@@ -29,74 +28,98 @@ impl Catalog {
     /// to remove the last snapshot with content.
     pub(crate) fn begin_removal(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
         let observer = Process::current()?;
-        let queries = |id: &_| {
-            let mut queries = all_snapshots(id);
-            queries.push(Query::Key(lease_key(id)));
-            queries
-        };
-        self.change_image(&name.image, queries, |view, image| {
-            let snapshot = resolve(view, &image, name)?;
-            let record = Record::removal(&name.image, &image, snapshot.number);
-            match snapshot.state {
-                SnapshotState::Pending => {
-                    // A live writer is about to publish it.
-                    if let Some(lease) = live_lease(view, &image.id, &observer)? {
-                        return Err(lease.conflict(&name.image));
+        self.retry(|| {
+            let Located { number, image: found, snapshot } = self.locate(name)?;
+            let (id, key) = (found.id, snapshot_key(&found.id, number));
+            let label = snapshot.label.map(|label| label_key(&id, &label));
+            let mut queries = vec![
+                Query::Key(image_key(&name.image)),
+                // A writer whose lease has expired may be publishing the snapshot.
+                Query::key(&key),
+                Query::Key(lease_key(&id)),
+            ];
+            queries.extend(label.iter().cloned().map(Query::Key));
+            queries.extend(label_query(&id, name));
+            self.try_change(&queries, |view| {
+                let mut image = image(view, &name.image)?;
+                let document = view.get::<SnapshotDocument>(&key)?;
+                let is_same = image.id == id && selected(view, &image, name)? == Some(number);
+                let Some(document) = document.filter(|_| is_same) else { return Ok(None) };
+                let snapshot = document.clone().snapshot(&name.image, &image, number)?;
+                let record = Record::removal(&name.image, &image, number);
+                let mut change = Change::default();
+                match snapshot.state {
+                    SnapshotState::Pending => {
+                        // A live writer is about to publish it.
+                        if let Some(lease) = live_lease(view, &id, &observer)? {
+                            return Err(lease.conflict(&name.image));
+                        }
+                    }
+                    SnapshotState::Stable | SnapshotState::Available => {
+                        if image.index.with_content == 1 {
+                            return Err(Error::OnlyStable { name: snapshot.name().to_string() });
+                        }
+                        let newest = match image.index.newest {
+                            // The change conflicts if a snapshot gets or loses content meanwhile.
+                            Some(newest) if newest == number => self.newest_before(&id, number)?,
+                            newest => newest,
+                        };
+                        image.index.lose_content(newest);
+                    }
+                    SnapshotState::Failed => {
+                        if let Some(label) = &label
+                            && names(view, label, number)?
+                        {
+                            change = change.remove(Query::key(label));
+                        }
+                    }
+                    SnapshotState::Removing => {
+                        return Ok(Some((Change::default(), (snapshot, record))));
                     }
                 }
-                SnapshotState::Stable | SnapshotState::Available => {
-                    let mut others = snapshots(view, &image.id)?;
-                    others.retain(|(number, _)| *number != snapshot.number);
-                    if newest(&others).is_none() {
-                        return Err(Error::OnlyStable { name: snapshot.name().to_string() });
-                    }
-                }
-                SnapshotState::Failed => {}
-                SnapshotState::Removing => return Ok((Change::default(), (snapshot, record))),
-            }
-            let key = snapshot_key(&image.id, snapshot.number);
-            let Some(document) = view.get::<SnapshotDocument>(&key)? else {
-                return Err(Error::NoSnapshot { name: name.to_string() });
-            };
-            // A writer whose lease has expired may be publishing the snapshot.
-            let relies_on = vec![(key.clone(), view.version(&key))];
-            // A failed snapshot has lost its label. Another one keeps it until it is gone, so that
-            // the same name completes the removal.
-            let had_label = snapshot.state != SnapshotState::Failed;
-            let removing = SnapshotDocument {
-                state: SnapshotState::Removing,
-                label: document.label.filter(|_| had_label),
-                reason: None,
-                ..document
-            };
-            // The image is written, so that two processes that remove the last two snapshots
-            // conflict.
-            let change = Change { relies_on, ..Change::default() }
-                .put(image_key(&name.image), &image)
-                .put(key, &removing)
-                .remove(Query::Key(available_key(&image.id, snapshot.number)));
-            Ok((change, (snapshot, record)))
+                // A failed snapshot loses its label at once. Another one keeps it until it is gone,
+                // so that the same name completes the removal.
+                let had_label = snapshot.state != SnapshotState::Failed;
+                let removing = SnapshotDocument {
+                    state: SnapshotState::Removing,
+                    label: document.label.filter(|_| had_label),
+                    reason: None,
+                    ..document
+                };
+                // The image is written in any case, so that two processes that remove the last two
+                // snapshots conflict.
+                let change = change
+                    .put(image_key(&name.image), &image)
+                    .put(&key, &removing)
+                    .remove(Query::Key(available_key(&id, number)));
+                Ok(Some((change, (snapshot, record))))
+            })
         })
     }
 
     /// Removes the document of a snapshot whose tombstone is stored.
     pub(crate) fn finish_removal(&self, snapshot: &Snapshot) -> Result<()> {
-        let key = snapshot_key(&snapshot.image_id, snapshot.number);
-        let label = snapshot.label.as_ref().map(|label| label_key(&snapshot.image_id, label));
-        let mut queries = vec![Query::key(&key)];
+        let (id, image_key) = (&snapshot.image_id, image_key(&snapshot.image));
+        let key = snapshot_key(id, snapshot.number);
+        let label = snapshot.label.as_ref().map(|label| label_key(id, label));
+        let mut queries = vec![Query::key(&key), Query::key(&image_key)];
         queries.extend(label.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
             let found = view.get::<SnapshotDocument>(&key)?;
             if found.is_none_or(|one| one.state != SnapshotState::Removing) {
                 return Ok((Change::default(), ()));
             }
-            let change = Change::default().remove(Query::key(&key));
-            let change = match &label {
-                Some(label) if view.get::<u64>(label)? == Some(snapshot.number) => {
-                    change.remove(Query::key(label))
-                }
-                _ => change,
-            };
+            let mut change = Change::default().remove(Query::key(&key));
+            let image = view.get::<ImageDocument>(&image_key)?;
+            if let Some(mut image) = image.filter(|image| image.id == *id) {
+                image.index.remove();
+                change = change.put(&image_key, &image);
+            }
+            if let Some(label) = &label
+                && names(view, label, snapshot.number)?
+            {
+                change = change.remove(Query::key(label));
+            }
             Ok((change, ()))
         })
     }
@@ -165,4 +188,9 @@ impl Catalog {
             Ok((change, ()))
         })
     }
+}
+
+/// Whether the label is that of the snapshot with this number.
+fn names(view: &View, label: &str, number: u64) -> Result<bool> {
+    Ok(view.get::<LabelDocument>(label)?.is_some_and(|label| label.number == number))
 }

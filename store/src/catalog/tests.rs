@@ -37,7 +37,7 @@ impl Documents for HookedDocuments {
         self.documents.commit(change)
     }
 
-    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool> {
         self.documents.wait(folder, revision, limit)
     }
 }

@@ -20,6 +20,10 @@
 //! - A lost peer that sends a heartbeat again is a member as before, with everything it has.
 //! - A peer writes `members/ID` and `alive/ID` itself and is not trusted. A member whose document
 //!   cannot be read is *lost*, and the others are not affected.
+//! - While a supervisor acts, `members/ID` says whether the peer is down. So a client need not read
+//!   heartbeats: see `view`.
+
+pub(crate) mod view;
 
 use std::time::Duration;
 
@@ -40,6 +44,12 @@ pub const HEARTBEAT_TTL_SECONDS: u32 = 7;
 const MEMBERS: &str = "members/";
 const ALIVE: &str = "alive/";
 const SUSPECTS: &str = "suspects/";
+
+/// The folders that describe peers.
+const FOLDERS: [&str; 3] = [MEMBERS, ALIVE, SUSPECTS];
+
+/// The key of the document of the acting supervisor. It expires if it is not renewed.
+pub(crate) const SUPERVISOR: &str = "leader/supervisor";
 
 /// The key of the count of all peers that were ever declared lost.
 pub(crate) const LOSSES: &str = "health/losses";
@@ -134,6 +144,13 @@ struct MemberDocument {
     lost: bool,
 }
 
+impl MemberDocument {
+    /// Stands for a document that cannot be read.
+    fn unreadable() -> MemberDocument {
+        MemberDocument { lost: true, ..MemberDocument::default() }
+    }
+}
+
 #[derive(Default, Serialize, Deserialize)]
 struct SuspectDocument {
     wrong: u64,
@@ -212,12 +229,14 @@ impl Peer {
 
 /// All peers that joined and were not forgotten, and the revision of this view.
 pub fn peers(documents: &dyn Documents) -> Result<(Vec<Peer>, u64)> {
-    let folders = [MEMBERS, ALIVE, SUSPECTS].map(Query::prefix);
-    let view = documents.read(&folders)?;
+    let view = documents.read(&FOLDERS.map(Query::prefix))?;
+    Ok((peers_in(&view)?, view.revision))
+}
+
+fn peers_in(view: &View) -> Result<Vec<Peer>> {
     let keys = view.documents.range(MEMBERS.to_owned()..).map(|(key, _)| key);
     let ids = keys.map_while(|key| key.strip_prefix(MEMBERS)).map(str::parse);
-    let all = ids.map(|id| peer(&view, id?)).collect::<Result<_>>();
-    Ok((all?, view.revision))
+    ids.map(|id| peer(view, id?)).collect()
 }
 
 /// A document that a peer writes; `None` if it does not exist or cannot be read.
@@ -230,8 +249,8 @@ fn written_by_peer<T: DeserializeOwned>(view: &View, key: &str) -> Option<T> {
 
 fn peer(view: &View, id: PeerId) -> Result<Peer> {
     let stats = written_by_peer::<PeerStats>(view, &alive_key(&id));
-    let unreadable = || MemberDocument { lost: true, ..MemberDocument::default() };
-    let document = written_by_peer(view, &member_key(&id)).unwrap_or_else(unreadable);
+    let document =
+        written_by_peer(view, &member_key(&id)).unwrap_or_else(MemberDocument::unreadable);
     let health = match stats {
         _ if document.lost => Health::Lost,
         None => Health::Down,
@@ -315,24 +334,39 @@ fn update(
     id: &PeerId,
     edit: impl Fn(MemberDocument) -> MemberDocument,
 ) -> Result<()> {
-    let key = member_key(id);
+    update_unless_alive(documents, id, None, edit).map(drop)
+}
+
+/// Edits a member's document like [`update`]. With `heartbeat`, the version of the peer's last
+/// heartbeat, does nothing if the peer has sent another one. Returns whether it has not.
+fn update_unless_alive(
+    documents: &dyn Documents,
+    id: &PeerId,
+    heartbeat: Option<u64>,
+    edit: impl Fn(MemberDocument) -> MemberDocument,
+) -> Result<bool> {
+    let (key, alive) = (member_key(id), alive_key(id));
     loop {
-        let view = documents.read(&[Query::key(&key), Query::key(LOSSES)])?;
+        let view = documents.read(&[&key, LOSSES, &alive].map(Query::key))?;
+        if heartbeat.is_some_and(|version| view.version(&alive) != version) {
+            return Ok(false);
+        }
         let Some(document) = view.get::<MemberDocument>(&key)? else {
             return Err(Error::NoPeer { peer: id.to_string() });
         };
         let edited = edit(document.clone());
         if edited == document {
-            return Ok(());
+            return Ok(true);
         }
         let relies_on = [key.as_str(), LOSSES].map(|key| (key.to_owned(), view.version(key)));
-        let change = Change { relies_on: relies_on.into(), ..Change::default() };
+        let mut change = Change { relies_on: relies_on.into(), ..Change::default() };
+        change.relies_on.extend(heartbeat.map(|version| (alive.clone(), version)));
         let change = match edited.lost && !document.lost {
             true => change.put(LOSSES, &(losses(&view)? + 1)),
             false => change,
         };
         if documents.commit(&change.put(&key, &edited))? {
-            return Ok(());
+            return Ok(true);
         }
     }
 }
@@ -406,174 +440,19 @@ pub fn declare_lost_peers(
     now: u64,
 ) -> Result<Vec<PeerId>> {
     let mut lost = Vec::new();
-    for peer in peers(documents)?.0.into_iter().filter(|peer| peer.health == Health::Down) {
+    let view = documents.read(&FOLDERS.map(Query::prefix))?;
+    for peer in peers_in(&view)?.into_iter().filter(|peer| peer.health == Health::Down) {
+        let heartbeat = view.version(&alive_key(&peer.id));
         // A time in the future is that of a clock that was set back.
         let since = peer.down_since.unwrap_or(now).min(now);
         let is_lost = now.saturating_sub(since) >= lost_after.as_secs();
-        update(documents, &peer.id, |document| MemberDocument {
-            down_since: Some(since),
-            lost: is_lost,
-            ..document
-        })?;
-        lost.extend(is_lost.then_some(peer.id));
+        // A heartbeat that arrives meanwhile would leave a peer that is up marked as down.
+        let note = |document| MemberDocument { down_since: Some(since), lost: is_lost, ..document };
+        let is_noted = update_unless_alive(documents, &peer.id, Some(heartbeat), note)?;
+        lost.extend((is_noted && is_lost).then_some(peer.id));
     }
     Ok(lost)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use tempfile::TempDir;
-
-    use super::{
-        Announcement, Health, PeerStats, check_no_data, declare_lost_peers, drain, forget, leave,
-        lose, peers, send_heartbeat, suspect,
-    };
-    use crate::documents::{Change, Documents, SqliteDocuments};
-    use crate::error::Error;
-    use crate::id::PeerId;
-
-    const LOST_AFTER: Duration = Duration::from_secs(60);
-
-    fn documents() -> (TempDir, SqliteDocuments) {
-        let dir = TempDir::new().unwrap();
-        let path = dir.path().join("catalog.db");
-        SqliteDocuments::create(&path).unwrap();
-        let documents = SqliteDocuments::open(&path).unwrap();
-        (dir, documents)
-    }
-
-    fn announcement(n: u8) -> Announcement {
-        let address = format!("10.0.0.{n}:7500");
-        Announcement { id: PeerId::from_bytes([n; 16]), address, domain: "rack".into() }
-    }
-
-    const fn stats(capacity: u64) -> PeerStats {
-        let (used, reserved, fragments, load) = (1, 2, 3, 4);
-        PeerStats { capacity, used, reserved, fragments, load, scrubbed: Some(5), bad: 6 }
-    }
-
-    fn health(documents: &dyn Documents, n: u8) -> Option<Health> {
-        let (all, _) = peers(documents).unwrap();
-        all.into_iter().find(|peer| peer.id == announcement(n).id).map(|peer| peer.health)
-    }
-
-    #[test]
-    fn a_peer_is_up_then_down_then_lost_and_back_again() {
-        let (_dir, documents) = documents();
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
-        send_heartbeat(&documents, &announcement(2), &stats(100), 1000).unwrap();
-        assert_eq!(health(&documents, 1), Some(Health::Up));
-        assert!(declare_lost_peers(&documents, LOST_AFTER, 1000).unwrap().is_empty());
-        leave(&documents, &announcement(1).id).unwrap();
-        assert_eq!(health(&documents, 1), Some(Health::Down));
-        assert!(declare_lost_peers(&documents, LOST_AFTER, 1010).unwrap().is_empty());
-        assert!(declare_lost_peers(&documents, LOST_AFTER, 1069).unwrap().is_empty());
-        assert_eq!(
-            peers(&documents).unwrap().0[0].down_since,
-            Some(1010),
-            "the time when it was first seen down"
-        );
-        // The peer comes back: its time as down starts again.
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1069).unwrap();
-        leave(&documents, &announcement(1).id).unwrap();
-        assert!(declare_lost_peers(&documents, LOST_AFTER, 1080).unwrap().is_empty());
-        assert_eq!(declare_lost_peers(&documents, LOST_AFTER, 1140).unwrap(), [announcement(1).id]);
-        assert!(
-            declare_lost_peers(&documents, LOST_AFTER, 1150).unwrap().is_empty(),
-            "it is declared lost once"
-        );
-        assert_eq!(health(&documents, 1), Some(Health::Lost));
-        assert_eq!(health(&documents, 2), Some(Health::Up));
-        assert!(peers(&documents).unwrap().0[0].member().is_none());
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1200).unwrap();
-        assert_eq!(health(&documents, 1), Some(Health::Up));
-        assert_eq!(peers(&documents).unwrap().0[0].joined, 1000);
-    }
-
-    /// A supervisor whose clock was decades ahead has noted the time.
-    #[test]
-    fn a_peer_that_is_down_since_the_future_is_lost_in_time() {
-        let (_dir, documents) = documents();
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
-        leave(&documents, &announcement(1).id).unwrap();
-        assert!(declare_lost_peers(&documents, LOST_AFTER, u64::MAX / 2).unwrap().is_empty());
-        assert!(declare_lost_peers(&documents, LOST_AFTER, 1010).unwrap().is_empty());
-        assert!(declare_lost_peers(&documents, LOST_AFTER, 1069).unwrap().is_empty());
-        assert_eq!(declare_lost_peers(&documents, LOST_AFTER, 1070).unwrap(), [announcement(1).id]);
-    }
-
-    #[test]
-    fn a_small_change_of_capacity_keeps_the_weight() {
-        let (_dir, documents) = documents();
-        let weight = || peers(&documents).unwrap().0[0].weight;
-        send_heartbeat(&documents, &announcement(1), &stats(1000), 1).unwrap();
-        for capacity in [1001, 900, 1200, 1250] {
-            send_heartbeat(&documents, &announcement(1), &stats(capacity), 1).unwrap();
-            assert_eq!(weight(), 1000, "{capacity}");
-        }
-        send_heartbeat(&documents, &announcement(1), &stats(2000), 1).unwrap();
-        assert_eq!(weight(), 2000);
-    }
-
-    #[test]
-    fn draining_survives_a_restart_and_ends_on_request() {
-        let (_dir, documents) = documents();
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
-        drain(&documents, &announcement(1).id, true).unwrap();
-        leave(&documents, &announcement(1).id).unwrap();
-        send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
-        assert_eq!(health(&documents, 1), Some(Health::Draining));
-        drain(&documents, &announcement(1).id, false).unwrap();
-        assert_eq!(health(&documents, 1), Some(Health::Up));
-        drain(&documents, &announcement(9).id, true).unwrap_err();
-        forget(&documents, &announcement(1).id).unwrap();
-        assert_eq!(health(&documents, 1), None);
-    }
-
-    #[test]
-    fn a_peer_that_writes_nonsense_is_lost_and_others_are_not_affected() {
-        let (_dir, documents) = documents();
-        for n in [1, 2, 3] {
-            send_heartbeat(&documents, &announcement(n), &stats(100), 1).unwrap();
-        }
-        let [first, second] = [1, 2].map(|n| announcement(n).id);
-        let put = |key: String| documents.commit(&Change::default().put(key, &"nonsense")).unwrap();
-        assert!(put(format!("members/{first}")) && put(format!("alive/{second}")));
-        assert_eq!(
-            [1, 2, 3].map(|n| health(&documents, n).unwrap()),
-            [Health::Lost, Health::Down, Health::Up]
-        );
-        declare_lost_peers(&documents, LOST_AFTER, 1).unwrap();
-        // Its next heartbeat, in good order, makes it a member again.
-        send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
-        assert_eq!(health(&documents, 1), Some(Health::Up));
-        assert!(put(format!("members/{first}")));
-        forget(&documents, &first).unwrap();
-        assert_eq!(health(&documents, 1), None);
-    }
-
-    #[test]
-    fn a_peer_with_an_empty_disk_is_refused_unless_it_is_lost_or_new() {
-        let (_dir, documents) = documents();
-        let id = announcement(1).id;
-        check_no_data(&documents, &id).unwrap();
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
-        for _ in 0..2 {
-            assert!(matches!(check_no_data(&documents, &id), Err(Error::DataElsewhere { .. })));
-            leave(&documents, &id).unwrap();
-        }
-        lose(&documents, &id).unwrap();
-        check_no_data(&documents, &id).unwrap();
-    }
-
-    #[test]
-    fn counts_of_wrong_answers_add_up() {
-        let (_dir, documents) = documents();
-        send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
-        suspect(&documents, &announcement(1).id, 2, 5).unwrap();
-        suspect(&documents, &announcement(1).id, 3, 6).unwrap();
-        assert_eq!(peers(&documents).unwrap().0[0].wrong, 5);
-    }
-}
+mod tests;

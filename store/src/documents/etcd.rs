@@ -144,7 +144,11 @@ impl Documents for EtcdDocuments {
         })
     }
 
-    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
+    fn last(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        self.last_documents(prefix, before, limit)
+    }
+
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool> {
         let (inner, folder) = (self.inner.clone(), folder.to_owned());
         self.background.run(async move {
             let wait = || inner.wait(&folder, revision, limit.min(LONGEST_WAIT));
@@ -271,7 +275,7 @@ impl Inner {
         }
     }
 
-    async fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<(), CallError> {
+    async fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool, CallError> {
         // '0' follows '/'. The range contains the folder and some other keys, which only cause an
         // early return.
         let (begin, end) = (document(folder), document(&format!("{folder}0")));
@@ -284,12 +288,12 @@ impl Inner {
             while let Some(message) = watch.message().await? {
                 // etcd cancels a watch whose start revision is compacted: there were changes since.
                 if message.canceled() || !message.events().is_empty() {
-                    return Ok(());
+                    return Ok(true);
                 }
             }
             Err(CallError::Transient("it ended a watch".into()))
         };
-        timeout(limit, changed).await.unwrap_or(Ok(()))
+        timeout(limit, changed).await.unwrap_or(Ok(false))
     }
 }
 

@@ -25,7 +25,8 @@
 //! - Each change has a number, the *revision*, which is higher than all before. A document's
 //!   version is the revision of its last change. So no version comes twice, even if the document
 //!   was removed and created again.
-//! - A document with a time to live expires when nobody has written it for that long.
+//! - A document with a time to live expires when nobody has written it for that long. That changes
+//!   no folder: nobody who waits for the folder is woken.
 
 mod background;
 mod etcd;
@@ -59,6 +60,14 @@ pub struct Document {
     pub version: u64,
 }
 
+impl Document {
+    /// The value of the document, whose key is `key`.
+    pub(crate) fn decode<T: DeserializeOwned>(&self, key: &str) -> Result<T> {
+        serde_json::from_slice(&self.value)
+            .map_err(|error| Error::corrupt(format!("the catalog's '{key}'"), error.to_string()))
+    }
+}
+
 /// Selects documents by their keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Query {
@@ -78,6 +87,11 @@ impl Query {
     pub fn prefix(prefix: impl Into<String>) -> Query {
         Query::Prefix(prefix.into())
     }
+
+    /// A key after all keys that begin with this prefix.
+    pub fn after(prefix: &str) -> String {
+        ranges::prefix_end(prefix)
+    }
 }
 
 /// Documents as of one moment, by their keys.
@@ -92,25 +106,20 @@ pub struct View {
 impl View {
     /// The document with this key, if a query matched it.
     pub fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
-        self.documents.get(key).map(|document| decode(key, document)).transpose()
+        self.documents.get(key).map(|document| document.decode(key)).transpose()
     }
 
     /// All documents whose keys begin with `prefix`, each with the rest of its key.
     pub fn under<T: DeserializeOwned>(&self, prefix: &str) -> Result<Vec<(String, T)>> {
         let begin = self.documents.range(prefix.to_owned()..);
         let inside = begin.take_while(|(key, _)| key.starts_with(prefix));
-        inside.map(|(key, one)| Ok((key[prefix.len()..].to_owned(), decode(key, one)?))).collect()
+        inside.map(|(key, one)| Ok((key[prefix.len()..].to_owned(), one.decode(key)?))).collect()
     }
 
     /// The version of the document with this key; 0 if the view does not have it.
     pub fn version(&self, key: &str) -> u64 {
         self.documents.get(key).map_or(0, |document| document.version)
     }
-}
-
-fn decode<T: DeserializeOwned>(key: &str, document: &Document) -> Result<T> {
-    serde_json::from_slice(&document.value)
-        .map_err(|error| Error::corrupt(format!("the catalog's '{key}'"), error.to_string()))
 }
 
 /// A document to be written.
@@ -189,6 +198,28 @@ pub trait Documents: Send + Sync {
         Ok(view.revision)
     }
 
+    /// The last documents under `prefix` whose keys are less than `before`: at most `limit`, which
+    /// is not 0, and fewer if they are long. An empty view means that there are none.
+    fn last(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        let mut view = self.read(&[Query::prefix(prefix)])?;
+        view.documents.retain(|key, _| key.as_str() < before);
+        let surplus = view.documents.len().saturating_sub(limit);
+        view.documents = view.documents.into_iter().skip(surplus).collect();
+        Ok(view)
+    }
+
+    /// The documents under `prefix` that were written after `revision`, and the number of all
+    /// documents under it, as of one moment.
+    ///
+    /// A caller that adds them to the documents that it has read before knows all documents, unless
+    /// it then has more than that number: then some were removed.
+    fn changed(&self, prefix: &str, revision: u64) -> Result<Changed> {
+        let mut view = self.read(&[Query::prefix(prefix)])?;
+        let total = view.documents.len() as u64;
+        view.documents.retain(|_, one| one.version > revision);
+        Ok(Changed { view, total })
+    }
+
     /// Carries out a change. Returns `false`, and changes nothing, if a document does not have the
     /// version that the change relies on.
     ///
@@ -197,8 +228,18 @@ pub trait Documents: Send + Sync {
     fn commit(&self, change: &Change) -> Result<bool>;
 
     /// Waits until a document whose key begins with `folder` and a slash has changed after
-    /// `revision`, for at most `limit`. An implementation may return early.
-    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()>;
+    /// `revision`, for at most `limit`. Returns whether it saw such a change. If it did not, the
+    /// next wait for the same revision does. An implementation may return early.
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool>;
+}
+
+/// The documents under a prefix that were written after some revision.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Changed {
+    /// The documents, and the latest revision.
+    pub view: View,
+    /// The number of all documents under the prefix.
+    pub total: u64,
 }
 
 /// Acquires or renews the lock `key` for `seconds`. At most one `me` holds it at a time. Returns

@@ -19,11 +19,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rusqlite::{
-    Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior, params,
+    Connection, OpenFlags, OptionalExtension, Row, Transaction, TransactionBehavior, params,
 };
 
 use super::ranges::{KeyRange, prefix_end, ranges};
-use super::{Change, Document, Documents, Each, Put, Query, View, folder, prefix_queries};
+use super::{Change, Changed, Document, Documents, Each, Put, Query, View, folder, prefix_queries};
 use crate::clock::{BootClock, now};
 use crate::durable::database;
 use crate::error::{Error, Result};
@@ -79,6 +79,10 @@ INSERT INTO clock VALUES (1, '');
 /// such a range.
 const IN_RANGE: &str = "SELECT key, value, version FROM documents
     WHERE key >= ?1 AND key < ?3 AND (expires IS NULL OR expires > ?2) ORDER BY key";
+
+/// The last documents of a range, the last one first.
+const LAST_IN_RANGE: &str = "SELECT key, value, version FROM documents
+    WHERE key >= ?1 AND key < ?3 AND (expires IS NULL OR expires > ?2) ORDER BY key DESC LIMIT ?4";
 
 /// Who renews the documents that expire.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -161,8 +165,7 @@ impl SqliteDocuments {
                 }
             };
             while let Some(row) = rows.next()? {
-                let key: String = row.get(0)?;
-                let document = Document { value: row.get(1)?, version: row.get(2)? };
+                let (key, document) = document(row)?;
                 bytes += key.len() + document.value.len();
                 if bytes > max {
                     return Ok(None);
@@ -171,6 +174,62 @@ impl SqliteDocuments {
             }
         }
         Ok(Some(view))
+    }
+
+    /// Reads like [`Documents::last`], at least one document, and no more than fit into `max` bytes.
+    pub(super) fn last_within(
+        &self,
+        prefix: &str,
+        before: &str,
+        limit: usize,
+        max: usize,
+    ) -> Result<View> {
+        let mut reader = self.reader();
+        let tx = reader.transaction_with_behavior(TransactionBehavior::Deferred)?;
+        let mut view = View { revision: current_revision(&tx)?, ..View::default() };
+        let end = before.min(&prefix_end(prefix)).to_owned();
+        let mut query = tx.prepare_cached(LAST_IN_RANGE)?;
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        let mut rows = query.query(params![prefix, self.clock.now_ms(), end, limit])?;
+        let mut bytes = 0;
+        while let Some(row) = rows.next()? {
+            let (key, document) = document(row)?;
+            bytes += key.len() + document.value.len();
+            if bytes > max && !view.documents.is_empty() {
+                break;
+            }
+            view.documents.insert(key, document);
+        }
+        Ok(view)
+    }
+
+    /// Reads like [`Documents::changed`]. Returns `None` if the keys and the contents of the
+    /// documents have more than `max` bytes.
+    pub(super) fn changed_within(
+        &self,
+        prefix: &str,
+        revision: u64,
+        max: usize,
+    ) -> Result<Option<Changed>> {
+        let mut reader = self.reader();
+        let tx = reader.transaction_with_behavior(TransactionBehavior::Deferred)?;
+        let mut view = View { revision: current_revision(&tx)?, ..View::default() };
+        let mut query = tx.prepare_cached(IN_RANGE)?;
+        let mut rows = query.query(params![prefix, self.clock.now_ms(), prefix_end(prefix)])?;
+        let (mut total, mut bytes) = (0, 0);
+        while let Some(row) = rows.next()? {
+            total += 1;
+            if row.get::<_, u64>(2)? <= revision {
+                continue;
+            }
+            let (key, document) = document(row)?;
+            bytes += key.len() + document.value.len();
+            if bytes > max {
+                return Ok(None);
+            }
+            view.documents.insert(key, document);
+        }
+        Ok(Some(Changed { view, total }))
     }
 
     /// Passes the documents that match a query to `each`, like [`Documents::scan`].
@@ -185,8 +244,8 @@ impl SqliteDocuments {
         for KeyRange { begin, end } in ranges(queries) {
             let mut rows = in_range.query(params![begin, now, end])?;
             while let Some(row) = rows.next()? {
-                let key: String = row.get(0)?;
-                each(&key, Document { value: row.get(1)?, version: row.get(2)? })?;
+                let (key, document) = document(row)?;
+                each(&key, document)?;
             }
         }
         Ok(revision)
@@ -220,11 +279,20 @@ impl Documents for SqliteDocuments {
         self.scan_queries(&prefix_queries(prefixes), each)
     }
 
+    fn last(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        self.last_within(prefix, before, limit, usize::MAX)
+    }
+
+    fn changed(&self, prefix: &str, revision: u64) -> Result<Changed> {
+        let changed = self.changed_within(prefix, revision, usize::MAX)?;
+        Ok(changed.expect("documents in memory have fewer bytes than addresses"))
+    }
+
     fn commit(&self, change: &Change) -> Result<bool> {
         self.commit_as(None, change)
     }
 
-    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool> {
         let end = Instant::now() + limit;
         loop {
             let changed = self
@@ -233,7 +301,7 @@ impl Documents for SqliteDocuments {
                 .exists(params![folder, revision])?;
             let left = end.saturating_duration_since(Instant::now());
             if changed || left.is_zero() {
-                return Ok(());
+                return Ok(changed);
             }
             thread::sleep(left.min(POLL_INTERVAL));
         }
@@ -279,6 +347,11 @@ fn are_lifetimes_valid(reader: &Connection, clock: &BootClock, users: Users) -> 
          FROM clock";
     let values = params![users == Users::ThisHost, clock.boot(), clock.now_ms(), TOKEN_LIFETIME_MS];
     Ok(reader.query_row(query, values, |row| row.get(0))?)
+}
+
+/// The document in a row of key, value and version.
+fn document(row: &Row<'_>) -> rusqlite::Result<(String, Document)> {
+    Ok((row.get(0)?, Document { value: row.get(1)?, version: row.get(2)? }))
 }
 
 fn commit(

@@ -52,6 +52,8 @@ macro_rules! conformance {
                 a_document_with_a_time_to_live_expires,
                 one_process_at_a_time_holds_a_lock,
                 a_wait_returns_after_a_change,
+                the_last_documents_of_a_folder_are_read_without_the_others,
+                only_documents_that_were_written_later_count_as_changed,
                 a_heartbeat_wakes_no_client_that_waits_for_members,
                 a_scan_passes_each_document_once_in_the_order_of_the_keys,
                 a_scan_shows_one_moment_while_documents_change,
@@ -215,12 +217,12 @@ fn a_wait_returns_after_a_change(store: &dyn DocumentStore) {
     put(&*documents, "a/x", 1);
     let revision = read(&*documents, "a/x").revision;
     let begin = Instant::now();
-    documents.wait("a", revision, Duration::from_millis(200)).unwrap();
+    assert!(!documents.wait("a", revision, Duration::from_millis(200)).unwrap(), "no change");
     assert!(begin.elapsed() < Duration::from_secs(10), "it returns when the time is over");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let begin = Instant::now();
-            documents.wait("a", revision, Duration::from_secs(60)).unwrap();
+            assert!(documents.wait("a", revision, Duration::from_secs(60)).unwrap());
             begin.elapsed()
         });
         thread::sleep(Duration::from_millis(100));
@@ -228,8 +230,45 @@ fn a_wait_returns_after_a_change(store: &dyn DocumentStore) {
         assert!(waiting.join().unwrap() < Duration::from_secs(30), "it returns after the change");
     });
     let begin = Instant::now();
-    documents.wait("a", revision, Duration::from_secs(60)).unwrap();
+    assert!(documents.wait("a", revision, Duration::from_secs(60)).unwrap());
     assert!(begin.elapsed() < Duration::from_secs(30), "a change before the wait counts, too");
+}
+
+fn the_last_documents_of_a_folder_are_read_without_the_others(store: &dyn DocumentStore) {
+    let documents = store.open();
+    for key in ["a", "a/1", "a/2", "a/3", "a/4", "a0", "b/1"] {
+        put(&*documents, key, 1);
+    }
+    let last = |prefix: &str, before: &str, limit| {
+        let view = documents.last(prefix, before, limit).unwrap();
+        assert!(view.documents.is_empty() || view.version("a/4").max(1) <= view.revision);
+        view.documents.into_keys().collect::<Vec<_>>()
+    };
+    assert_eq!(last("a/", "b", 2), ["a/3", "a/4"]);
+    assert_eq!(last("a/", "a/3", 10), ["a/1", "a/2"]);
+    assert_eq!(last("a/", "a/3", 1), ["a/2"]);
+    assert_eq!(last("a/", "a/1", 1), Vec::<String>::new());
+    assert_eq!(last("c/", "z", 9), Vec::<String>::new());
+}
+
+fn only_documents_that_were_written_later_count_as_changed(store: &dyn DocumentStore) {
+    let documents = store.open();
+    for key in ["a/1", "a/2", "a/3", "a", "b/1"] {
+        put(&*documents, key, 1);
+    }
+    let revision = read(&*documents, "a/1").revision;
+    let changed = |revision| {
+        let found = documents.changed("a/", revision).unwrap();
+        (found.view.documents.into_keys().collect::<Vec<_>>(), found.total, found.view.revision)
+    };
+    assert_eq!(changed(revision), (vec![], 3, revision));
+    assert_eq!(changed(0), (vec!["a/1".into(), "a/2".into(), "a/3".into()], 3, revision));
+    put(&*documents, "a/2", 2);
+    put(&*documents, "a/4", 1);
+    assert!(documents.commit(&Change::default().remove(Query::key("a/1"))).unwrap());
+    let (keys, total, now) = changed(revision);
+    assert_eq!((keys, total), (vec!["a/2".into(), "a/4".into()], 3));
+    assert_eq!(changed(now), (vec![], 3, now));
 }
 
 /// Every client waits for changes of the members. If each heartbeat woke all of them, their reads

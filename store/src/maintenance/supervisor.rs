@@ -30,8 +30,6 @@ use crate::id::PeerId;
 use crate::repository::Repository;
 use crate::sys;
 
-const LEADER_KEY: &str = "leader/supervisor";
-
 /// Seconds until the leader's document expires without a renewal.
 const LEASE_SECONDS: u32 = 10;
 
@@ -133,7 +131,7 @@ impl Shared {
     fn watch(&self, me: &str) {
         while self.pause(POLL_INTERVAL) {
             let Some(documents) = self.documents() else { return };
-            let is_leader = try_lock(documents, LEADER_KEY, me, LEASE_SECONDS);
+            let is_leader = try_lock(documents, membership::SUPERVISOR, me, LEASE_SECONDS);
             self.leads.store(*is_leader.as_ref().unwrap_or(&false), Ordering::SeqCst);
             let declared = match is_leader {
                 Ok(true) => {
@@ -152,7 +150,7 @@ impl Shared {
         if self.leads.load(Ordering::SeqCst)
             && let Some(documents) = self.documents()
         {
-            let _ = unlock(documents, LEADER_KEY, me);
+            let _ = unlock(documents, membership::SUPERVISOR, me);
         }
     }
 

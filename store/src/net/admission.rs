@@ -21,13 +21,21 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
 use crate::sys;
 
+/// The most authenticated connections of a server, however many files its process may open. With
+/// TLS a connection takes some tens of KiB.
+pub(crate) const MAX_CONNECTIONS: usize = 32_768;
+
 /// The most connections that have not authenticated.
 const MAX_UNAUTHENTICATED: usize = 64;
+
+/// The interval between two warnings that there are too many connections.
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Files that a process needs besides its connections.
 const OTHER_FILES: usize = 256;
@@ -40,6 +48,8 @@ pub(crate) struct Admission {
     numbers: AtomicU64,
     unauthenticated: Group,
     authenticated: Group,
+    /// When the server last warned that there are too many connections.
+    warned: Mutex<Option<Instant>>,
 }
 
 /// Connections of one kind, by number. A higher number is younger.
@@ -89,7 +99,23 @@ impl Admission {
             numbers: AtomicU64::new(0),
             unauthenticated: Group::new(unauthenticated),
             authenticated: Group::new(authenticated),
+            warned: Mutex::default(),
         })
+    }
+
+    /// Warns that a connection must end, but not each time.
+    fn warn(&self, host: IpAddr) {
+        let mut warned = self.warned.lock().expect("no code panics with this lock held");
+        if warned.is_none_or(|at| at.elapsed() >= WARNING_INTERVAL) {
+            *warned = Some(Instant::now());
+            let most = self.authenticated.max;
+            tracing::warn!(
+                most,
+                busiest = %host,
+                "too many connections: those of the busiest host are refused; raise the limit of \
+                 open files (LimitNOFILE), or use fewer disks on that host"
+            );
+        }
     }
 
     /// Adds a connection that was accepted from this address. If there are too many, ends the
@@ -189,9 +215,11 @@ impl Unauthenticated {
         let mut all = group.lock();
         if let Some(busiest) = group.busiest(&all, self.host) {
             if busiest.contains(&self.host) {
+                self.admission.warn(self.host);
                 return None;
             }
             let newest = first(all.iter().rev(), &busiest)?;
+            self.admission.warn(all[&newest].host);
             all.remove(&newest);
         }
         let ended = add(&mut all, self.number, self.host);

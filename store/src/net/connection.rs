@@ -11,6 +11,7 @@ use tokio::io::BufReader;
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::AbortHandle;
+use tokio::time::sleep;
 
 use super::frame::{Message, OutgoingFrames, READ_AHEAD_BYTES, read_body, read_header};
 use super::handshake::{HandshakeError, Protocol, introduce};
@@ -20,6 +21,10 @@ use crate::id::PeerId;
 
 /// The most requests that wait to be sent.
 const QUEUED_REQUESTS: usize = 16;
+
+/// How long a connection stays open without a request. A server closes silent connections later, so
+/// no request meets a server that is just closing the connection.
+const IDLE_LIMIT: Duration = Duration::from_secs(300);
 
 /// The number of the request on an [`AnswerStream`].
 const STREAM_NUMBER: u64 = 1;
@@ -54,6 +59,23 @@ impl Shared {
         self.waiting.lock().expect("no code panics with this lock held")
     }
 
+    /// The time since the last answer.
+    fn silence(&self) -> Duration {
+        let last = Duration::from_millis(self.last_answer_ms.load(Ordering::Relaxed));
+        self.opened.elapsed().saturating_sub(last)
+    }
+
+    /// Returns when no request has been waiting for an answer for `limit`.
+    async fn idle(&self, limit: Duration) {
+        loop {
+            sleep(limit / 4).await;
+            let is_waiting = self.waiting().as_ref().is_some_and(|waiting| !waiting.is_empty());
+            if !is_waiting && self.silence() >= limit {
+                return;
+            }
+        }
+    }
+
     /// Marks the connection as lost. Every waiting request fails.
     fn lose(&self) {
         self.waiting().take();
@@ -69,13 +91,22 @@ impl Drop for Connection {
 impl Connection {
     /// Connects to the server at `address`, which must have this role. Its answers have at most
     /// `max_answer` bytes. A server with the certificate of a peer must be that peer. The connection
-    /// ends when the server's certificate is revoked.
+    /// ends when the server's certificate is revoked, and when it is idle for minutes.
     pub(crate) async fn open(
         address: &str,
         security: &Security,
         role: Role,
         protocol: &Protocol,
         max_answer: usize,
+    ) -> Result<Connection, HandshakeError> {
+        let server = (address, security, role, protocol);
+        Connection::open_until_idle(server, max_answer, IDLE_LIMIT).await
+    }
+
+    async fn open_until_idle(
+        (address, security, role, protocol): (&str, &Security, Role, &Protocol),
+        max_answer: usize,
+        idle_limit: Duration,
     ) -> Result<Connection, HandshakeError> {
         let (reader, writer, remote, server) = connect(address, security, role, protocol).await?;
         let (requests, queue) = mpsc::channel(QUEUED_REQUESTS);
@@ -91,6 +122,7 @@ impl Connection {
                 () = send(writer, queue, &own) => {}
                 () = receive(reader, max_answer, &own) => {}
                 () = remote.revoked() => {}
+                () = own.idle(idle_limit) => {}
             }
             own.lose();
         });
@@ -108,8 +140,7 @@ impl Connection {
 
     /// The time since the last answer.
     pub(crate) fn silence(&self) -> Duration {
-        let last = Duration::from_millis(self.shared.last_answer_ms.load(Ordering::Relaxed));
-        self.shared.opened.elapsed().saturating_sub(last)
+        self.shared.silence()
     }
 
     /// Closes the connection.
@@ -253,5 +284,52 @@ async fn receive(mut reader: BufReader<Reader>, max_answer: usize, shared: &Shar
             Some(sender) => drop(sender.send((header.kind, body))),
             None => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use tokio::net::TcpListener;
+    use tokio::time::sleep;
+
+    use super::Connection;
+    use crate::net::frame::{OutgoingFrames, read_body, read_header};
+    use crate::net::handshake::{PEER_PROTOCOL, greet};
+    use crate::net::identity::{Role, Security};
+
+    const MAX: usize = 1024;
+    const LIMIT: Duration = Duration::from_millis(400);
+
+    /// A server that answers each request after `delay`, and never closes a connection.
+    async fn serve(listener: TcpListener, delay: Duration) {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let (mut reader, mut writer) = stream.split();
+        assert!(greet(&mut reader, &mut writer, &PEER_PROTOCOL, &[7; 16]).await.unwrap());
+        let mut frames = OutgoingFrames::default();
+        while let Ok(Some(Ok(header))) = read_header(&mut reader, 60 * LIMIT, MAX).await {
+            let body = read_body(&mut reader, &header).await.unwrap();
+            sleep(delay).await;
+            frames.push(header.number, (header.kind, vec![body]));
+            frames.send(&mut writer).await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_client_closes_a_connection_that_is_idle_and_keeps_one_that_waits() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let served = tokio::spawn(serve(listener, 3 * LIMIT));
+        let server = (address.as_str(), &Security::INSECURE, Role::Peer, &PEER_PROTOCOL);
+        let connection = Connection::open_until_idle(server, MAX, LIMIT).await.unwrap();
+        let (kind, body) = connection.ask((9, vec![b"x"[..].into()])).await.unwrap();
+        assert_eq!((kind, &body[..]), (9, &b"x"[..]), "a slow answer arrives");
+        let begin = Instant::now();
+        while !connection.is_lost() {
+            assert!(begin.elapsed() < Duration::from_secs(60), "an idle connection stays open");
+            sleep(LIMIT / 10).await;
+        }
+        served.await.unwrap();
     }
 }

@@ -45,9 +45,9 @@ const PROTOCOLS: [&Protocol; 2] = [&PEER_PROTOCOL, &CATALOG_PROTOCOL];
 pub(crate) const PEER_PROTOCOL: Protocol =
     Protocol { server: "peer", magic: *b"CRNW", oldest: 5, newest: 5 };
 
-/// The protocol of catalogs. Versions 1 and 2 were never released.
+/// The protocol of catalogs. Versions 1 to 3 were never released.
 pub(crate) const CATALOG_PROTOCOL: Protocol =
-    Protocol { server: "catalog", magic: *b"CRNC", oldest: 3, newest: 3 };
+    Protocol { server: "catalog", magic: *b"CRNC", oldest: 4, newest: 4 };
 
 /// Why a handshake failed.
 #[derive(Debug)]

@@ -336,7 +336,7 @@ impl Cluster {
     /// was asked for.
     pub async fn get(&self, blob: &BlobId, buf: &mut [u8]) -> Result<usize> {
         let members = self.inner.members();
-        let mut ranks = members.to_ask(blob).into_iter();
+        let mut ranks = members.to_ask(blob);
         let guess = lock(&self.inner.needed).get(&buf.len()).copied().unwrap_or(1);
         let mut asked = JoinSet::new();
         let ask = |asked: &mut JoinSet<_>, member: Option<usize>| {
@@ -402,8 +402,10 @@ impl Cluster {
                 return Ok(len);
             }
             // Ask as many peers as fragments may be missing.
-            while asked.len() < found.missing(guess) && ranks.len() > 0 {
-                ask(&mut asked, ranks.next());
+            while asked.len() < found.missing(guess)
+                && let Some(next) = ranks.next()
+            {
+                ask(&mut asked, Some(next));
             }
         }
         self.inner.mark_all(&members, found.forgers(), blob);

@@ -8,6 +8,10 @@
 //! | opening a connection, with TLS and hello | [`CONNECT_TIMEOUT`] |
 //! | silence of a peer that owes an answer | [`SILENCE_LIMIT`] |
 //! | one answer, while the peer answers others | [`ANSWER_LIMIT`] |
+//! | a connection without requests | `IDLE_LIMIT` in `net::connection` |
+//!
+//! A client of a thousand peers may have as many connections. So the pool raises the process's limit
+//! of open files as far as the system permits.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,6 +25,7 @@ use crate::cluster::placement::members::{Member, MemberState};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::PeerId;
 use crate::net::identity::Security;
+use crate::sys;
 
 /// How long a peer that owes an answer may be silent.
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
@@ -71,6 +76,9 @@ pub(crate) struct ConnectionPool {
 
 impl ConnectionPool {
     pub(crate) fn new(security: Security) -> Arc<ConnectionPool> {
+        if let Err(error) = sys::raise_open_files() {
+            tracing::debug!(%error, "cannot read how many files this process may open");
+        }
         Arc::new(ConnectionPool { security, all: Mutex::default() })
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -10,12 +10,13 @@ use super::ClusterBlobs;
 use super::cluster::Cluster;
 use crate::clock::now;
 use crate::cluster::membership;
+use crate::cluster::membership::view::MembersView;
 use crate::documents::Documents;
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::net::identity::Security;
 
-/// The longest wait for a change of the members before they are read again.
+/// The longest wait for a change of the members before the client looks for a supervisor again.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// A thread that updates the members of a [`Cluster`] and reports suspect peers to the catalog. The
@@ -31,16 +32,25 @@ pub(crate) struct MembershipWatcher {
 
 /// Lets one thread at a time read the members and update the cluster, so that no older list replaces
 /// a newer one.
-#[derive(Default)]
-struct MemberUpdates(Mutex<()>);
+struct MemberUpdates(Mutex<MembersView>);
 
 impl MemberUpdates {
-    /// Updates the members of the cluster. Returns the revision of the list.
-    fn update(&self, documents: &dyn Documents, cluster: &Cluster) -> Result<u64> {
-        let _one = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (peers, revision) = membership::peers(documents)?;
-        cluster.set_members(peers.iter().filter_map(membership::Peer::member).collect());
-        Ok(revision)
+    fn view(&self) -> MutexGuard<'_, MembersView> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Updates the members of the cluster, which may have changed.
+    fn update(
+        &self,
+        documents: &dyn Documents,
+        cluster: &Cluster,
+        has_changed: bool,
+    ) -> Result<()> {
+        let mut view = self.view();
+        if let Some(members) = view.update(documents, has_changed)? {
+            cluster.set_members(members);
+        }
+        Ok(())
     }
 }
 
@@ -55,7 +65,7 @@ impl MembershipWatcher {
 
     /// Reads the members from the catalog, and updates the cluster at once.
     pub(crate) fn update(&self) -> Result<()> {
-        self.members.update(&*self.documents, &self.cluster).map(drop)
+        self.members.update(&*self.documents, &self.cluster, true)
     }
 
     /// Returns the keys of the cluster's connections.
@@ -79,8 +89,8 @@ pub(crate) fn watch_members(
     documents: &Arc<dyn Documents>,
     security: &Security,
 ) -> Result<(Arc<ClusterBlobs>, MembershipWatcher)> {
-    let (peers, mut revision) = membership::peers(&**documents)?;
-    let members = peers.iter().filter_map(membership::Peer::member).collect();
+    let mut view = MembersView::default();
+    let members = view.update(&**documents, true)?.unwrap_or_default();
     let cluster = Cluster::new(members, security.clone());
     let blobs = Arc::new(ClusterBlobs::new(cluster.clone())?);
     let stop = Arc::new(AtomicBool::new(false));
@@ -88,14 +98,14 @@ pub(crate) fn watch_members(
         (stop.clone(), cluster.clone(), Arc::downgrade(documents));
     let reported = Arc::new(ReportedSuspects::default());
     let thread_reported = reported.clone();
-    let members = Arc::new(MemberUpdates::default());
+    let members = Arc::new(MemberUpdates(Mutex::new(view)));
     let thread_members = members.clone();
     let run = move || {
         while !stopped.load(Ordering::Relaxed)
             && let Some(documents) = Weak::upgrade(&weak)
         {
             let shared = (&thread_cluster, &*thread_members, &*thread_reported);
-            match step(&*documents, shared, &mut revision) {
+            match step(&*documents, shared) {
                 Ok(()) => {}
                 Err(error) => {
                     tracing::debug!(%error, "cannot read the members; retrying");
@@ -116,10 +126,10 @@ pub(crate) fn watch_members(
 fn step(
     documents: &dyn Documents,
     (cluster, members, reported): (&Cluster, &MemberUpdates, &ReportedSuspects),
-    revision: &mut u64,
 ) -> Result<()> {
-    documents.wait("members", *revision, POLL_INTERVAL)?;
-    *revision = members.update(documents, cluster)?;
+    let revision = members.view().revision();
+    let has_changed = documents.wait("members", revision, POLL_INTERVAL)?;
+    members.update(documents, cluster, has_changed)?;
     report_suspects(documents, cluster, reported)
 }
 

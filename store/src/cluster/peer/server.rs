@@ -30,7 +30,7 @@ use crate::cluster::protocol::{
     read_request_body,
 };
 use crate::error::Result;
-use crate::net::admission::{Admission, Unauthenticated};
+use crate::net::admission::{Admission, MAX_CONNECTIONS, Unauthenticated};
 use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_header};
 use crate::net::handshake::{PEER_PROTOCOL, greet};
 use crate::net::identity::{Role, Secured, Security};
@@ -38,9 +38,6 @@ use crate::net::identity::{Role, Secured, Security};
 /// The roles that a peer serves. A peer has no business with another peer: a stolen peer key must
 /// not read or delete what others hold.
 const CALLERS: [Role; 2] = [Role::Client, Role::Supervisor];
-
-/// The most authenticated connections at a time.
-const MAX_CONNECTIONS: usize = 1024;
 
 /// The memory of one entry of a list, in bytes.
 const LISTED_ENTRY_BYTES: usize = 192;

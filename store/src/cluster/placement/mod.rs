@@ -9,13 +9,16 @@
 //! - **Failure domains.** Peers that would fail together are a *domain*. The order goes in rounds:
 //!   the best peer of each domain comes before the second best of any.
 //!
-//! `members` holds the members of a cluster and applies the ranking to them. `matching` assigns
-//! fragments to holders, at most one to each.
+//! `members` holds the members of a cluster and applies the ranking to them. `ranking` computes the
+//! first places of a blob without a sort of all peers. `matching` assigns fragments to holders, at
+//! most one to each.
 
 pub(crate) mod matching;
 pub(crate) mod members;
+mod ranking;
 
 pub use members::{Member, MemberState};
+pub use ranking::Ranking;
 
 use std::collections::HashMap;
 
@@ -57,10 +60,11 @@ pub fn rank(blob: &BlobId, candidates: &[Candidate]) -> Vec<usize> {
 /// Computes `-weight / ln(u)` with `u` uniform between 0 and 1. The chance of the highest score is
 /// then proportional to the weight.
 fn score(blob: &BlobId, candidate: &Candidate) -> f64 {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(blob.as_bytes()).update(candidate.id.as_bytes());
+    let mut names = [0; 48];
+    names[..32].copy_from_slice(blob.as_bytes());
+    names[32..].copy_from_slice(candidate.id.as_bytes());
     let mut draw = [0; 8];
-    draw.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+    draw.copy_from_slice(&blake3::hash(&names).as_bytes()[..8]);
     // With 52 bits, adding half a step is exact and keeps `uniform` away from 0 and 1.
     let uniform = ((u64::from_le_bytes(draw) >> 12) as f64 + 0.5) / (1u64 << 52) as f64;
     candidate.weight as f64 / -uniform.ln()

@@ -1,11 +1,12 @@
-//! A scan of documents in an etcd: pages, all as of the revision of the first.
+//! Parts of a folder in an etcd: a scan in pages, all as of the revision of the first, and the last
+//! documents of a range.
 
-use etcd_client::GetOptions;
+use etcd_client::{GetOptions, SortOrder, SortTarget};
 
 use super::{EtcdDocuments, Inner, document, is_too_large, read_document};
 use crate::documents::background::{CallError, retry};
-use crate::documents::ranges::{KeyRange, ranges};
-use crate::documents::{Document, Each, Query};
+use crate::documents::ranges::{KeyRange, prefix_end, ranges};
+use crate::documents::{Document, Each, Query, View};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Documents in a page. A page of documents of the greatest length is too long for an answer.
@@ -65,17 +66,51 @@ impl EtcdDocuments {
             match page? {
                 Some(page) => return Ok(page),
                 None if asked > 1 => *count = (asked / 2).min(LARGE_PAGE_DOCUMENTS),
-                None => {
-                    let (address, kind) = (self.inner.address.clone(), ErrorKind::Invalid);
-                    let reason = "a document is too long for an answer".into();
-                    return Err(Error::Catalog { address, kind, reason });
-                }
+                None => return Err(self.too_long()),
             }
         }
+    }
+
+    /// The last documents of a range, like `Documents::last`.
+    pub(super) fn last_documents(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        let mut count = (limit as i64).min(PAGE_DOCUMENTS);
+        loop {
+            let (inner, begin) = (self.inner.clone(), document(prefix));
+            let (end, asked) = (document(before.min(&prefix_end(prefix))), count);
+            let last = self.background.run(async move {
+                let last = || inner.in_time(inner.last(&begin, &end, asked));
+                retry(&inner.address, inner.retry_timeout, false, last).await
+            });
+            match last? {
+                Some(view) => return Ok(view),
+                None if asked > 1 => count = asked / 2,
+                None => return Err(self.too_long()),
+            }
+        }
+    }
+
+    fn too_long(&self) -> Error {
+        let (address, kind) = (self.inner.address.clone(), ErrorKind::Invalid);
+        Error::Catalog { address, kind, reason: "a document is too long for an answer".into() }
     }
 }
 
 impl Inner {
+    /// Reads the last `count` documents of a range; `None` if they do not fit into one answer.
+    async fn last(&self, begin: &str, end: &str, count: i64) -> Result<Option<View>, CallError> {
+        let options = GetOptions::new()
+            .with_range(end)
+            .with_limit(count)
+            .with_sort(SortTarget::Key, SortOrder::Descend);
+        let mut answer = match self.kv.clone().get(begin, Some(options)).await {
+            Err(error) if is_too_large(&error) => return Ok(None),
+            answer => answer?,
+        };
+        let revision = answer.header().map_or(0, |header| header.revision()) as u64;
+        let documents = answer.take_kvs().into_iter().map(read_document).collect();
+        Ok(Some(View { revision, documents }))
+    }
+
     /// Reads a page; `None` if it does not fit into one answer.
     async fn page(
         &self,

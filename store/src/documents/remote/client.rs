@@ -11,7 +11,7 @@ use super::scan::{ScanPage, ScanPages};
 use super::wire::{Answer, MAX_QUERIES, MAX_REQUEST, Request, check_key};
 use crate::documents::background::{Background, CallError, no_random, retry, unavailable};
 use crate::documents::{
-    Change, Documents, Each, LONGEST_WAIT, Query, RETRY_TIMEOUT, View, collect, new_token,
+    Change, Changed, Documents, Each, LONGEST_WAIT, Query, RETRY_TIMEOUT, View, collect, new_token,
     prefix_queries,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -152,11 +152,33 @@ impl Documents for RemoteDocuments {
         }
     }
 
-    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<()> {
+    fn last(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        [prefix, before].into_iter().try_for_each(check_key)?;
+        let limit = u32::try_from(limit).unwrap_or(u32::MAX);
+        match self.ask(&Request::Last(prefix.into(), before.into(), limit), Duration::ZERO)? {
+            Answer::View(view) => Ok(view),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn changed(&self, prefix: &str, revision: u64) -> Result<Changed> {
+        check_key(prefix)?;
+        match self.ask(&Request::Changed(prefix.into(), revision), Duration::ZERO)? {
+            Answer::Changed(changed) => Ok(changed),
+            // All documents of the prefix count as changed.
+            Answer::TooLarge => {
+                let view = self.read(&[Query::prefix(prefix)])?;
+                Ok(Changed { total: view.documents.len() as u64, view })
+            }
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool> {
         check_key(folder)?;
         let limit = limit.min(LONGEST_WAIT);
         match self.ask(&Request::Wait(folder.into(), revision, limit.as_millis() as u32), limit)? {
-            Answer::Waited => Ok(()),
+            Answer::Waited(changed) => Ok(changed),
             _ => Err(self.unexpected()),
         }
     }

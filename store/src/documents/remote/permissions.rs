@@ -32,7 +32,11 @@ pub(super) fn check(caller: Option<Identity>, request: &Request) -> Result<()> {
         None | Some(Identity::Client) => Ok(()),
         Some(Identity::Supervisor) => match request {
             Request::Commit(_, change) => check_supervisor(change),
-            Request::Read(_) | Request::Scan(_) | Request::Wait(..) => Ok(()),
+            Request::Read(_)
+            | Request::Scan(_)
+            | Request::Last(..)
+            | Request::Changed(..)
+            | Request::Wait(..) => Ok(()),
         },
         Some(Identity::Peer(id)) => check_peer(&id, request),
         Some(Identity::Catalog) => refuse("a catalog may not use another catalog".into()),
@@ -69,6 +73,9 @@ fn check_peer(id: &PeerId, request: &Request) -> Result<()> {
                 None => Ok(()),
                 Some(key) => refuse(format!("a peer may not read '{key}', only its own documents")),
             };
+        }
+        Request::Last(prefix, ..) | Request::Changed(prefix, _) => {
+            return refuse(format!("a peer may not list '{prefix}'"));
         }
         // Even the time of a change would tell the peer something about others.
         Request::Wait(..) => return refuse("a peer may not wait for changes".into()),
@@ -148,6 +155,8 @@ mod tests {
         assert!(read(vec![Query::prefix(own("members"))]).is_err());
         assert!(read(vec![Query::key("images/vm1")]).is_err());
         assert!(check(caller, &Request::Wait("members".into(), 0, 1)).is_err());
+        assert!(check(caller, &Request::Last(own("members"), "z".into(), 1)).is_err());
+        assert!(check(caller, &Request::Changed(own("members"), 0)).is_err());
     }
 
     #[test]

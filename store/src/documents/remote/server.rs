@@ -25,16 +25,13 @@ use super::waits::Waits;
 use super::wire::{Answer, MAX_ANSWER, MAX_REQUEST, Request, Token};
 use crate::documents::{Change, Documents, Query};
 use crate::error::{ErrorKind, Result};
-use crate::net::admission::{Admission, Unauthenticated};
+use crate::net::admission::{Admission, MAX_CONNECTIONS, Unauthenticated};
 use crate::net::frame::{OutgoingFrames, read_body, read_header};
 use crate::net::handshake::{CATALOG_PROTOCOL, greet};
 use crate::net::identity::{Identity, Secured, Security};
 
 /// Memory for requests and answers, in KiB.
 const MEMORY_KIB: usize = 256 << 10;
-
-/// The most authenticated connections at a time.
-const MAX_CONNECTIONS: usize = 4096;
 
 /// Requests of one connection at a time.
 const MAX_REQUESTS: usize = 256;
@@ -230,8 +227,8 @@ impl Server {
     ) -> ((u16, Vec<u8>), Option<OwnedSemaphorePermit>) {
         if let Request::Wait(folder, revision, milliseconds) = &request {
             let limit = Duration::from_millis((*milliseconds).into());
-            self.waits.wait(folder, *revision, limit.min(MAX_WAIT)).await;
-            return (Answer::Waited.to_body(), Some(memory));
+            let changed = self.waits.wait(folder, *revision, limit.min(MAX_WAIT)).await;
+            return (Answer::Waited(changed).to_body(), Some(memory));
         }
         let _worker = self.workers.acquire().await;
         let server = self.clone();
@@ -280,6 +277,14 @@ impl Server {
             }
             Request::Commit(token, change) => {
                 self.commit(token.as_ref(), &change).map(Answer::Committed)
+            }
+            Request::Last(prefix, before, limit) => {
+                let (documents, limit) = (self.store.documents(), limit as usize);
+                documents.last_within(&prefix, &before, limit, MAX_ANSWER / 2).map(Answer::View)
+            }
+            Request::Changed(prefix, revision) => {
+                let changed = self.store.documents().changed_within(&prefix, revision, MAX_ANSWER);
+                changed.map(|changed| changed.map_or(Answer::TooLarge, Answer::Changed))
             }
             Request::Wait(..) | Request::Scan(_) => {
                 unreachable!("waits and scans are answered without a worker")

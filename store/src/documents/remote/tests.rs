@@ -299,7 +299,7 @@ fn waiting_requests_do_not_delay_others() {
         assert_eq!(count(&*documents), 0);
     }
     assert!(try_increment(&*documents));
-    waiting.into_iter().for_each(|one| one.join().unwrap());
+    waiting.into_iter().for_each(|one| assert!(one.join().unwrap(), "the change is reported"));
     assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
 }
 
@@ -350,22 +350,22 @@ pub(super) fn frame(request: &Request) -> (Header, Vec<u8>) {
 fn a_client_that_breaks_the_protocol_gets_a_failure_or_is_disconnected() {
     let catalog = Catalog::start();
     let hello = |oldest, newest| hello_frame(&CATALOG_PROTOCOL, oldest, newest);
-    let future = exchange(&catalog, &[hello(4, 9)]);
+    let future = exchange(&catalog, &[hello(5, 9)]);
     assert!(
         matches!(&future[..], [Heard::Failed(ErrorKind::Invalid, text)] if text.contains("update"))
     );
-    assert!(matches!(exchange(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(3)]));
+    assert!(matches!(exchange(&catalog, &[hello(0, 9)])[..], [Heard::Welcome(4)]));
     let without_hello = exchange(&catalog, &[frame(&Request::Read(vec![]))]);
     assert!(matches!(without_hello[..], [Heard::Failed(ErrorKind::Invalid, _)]));
-    let twice = exchange(&catalog, &[hello(3, 3), hello(3, 3)]);
+    let twice = exchange(&catalog, &[hello(4, 4), hello(4, 4)]);
     assert!(matches!(twice[..], [Heard::Welcome(_), Heard::Failed(..)]), "{twice:?}");
     let unknown = (Header { kind: 250, number: 1, len: 3 }, vec![1, 2, 3]);
-    let answers = exchange(&catalog, &[hello(3, 3), unknown]);
+    let answers = exchange(&catalog, &[hello(4, 4), unknown]);
     assert!(matches!(answers[..], [Heard::Welcome(_), Heard::Failed(ErrorKind::Corrupt, _)]));
     let long = (Header { kind: 203, number: 1, len: MAX_REQUEST + 1 }, vec![0; 100]);
-    assert!(matches!(exchange(&catalog, &[hello(3, 3), long])[..], [Heard::Welcome(_)]));
+    assert!(matches!(exchange(&catalog, &[hello(4, 4), long])[..], [Heard::Welcome(_)]));
     let cut = (Header { kind: 203, number: 1, len: 5000 }, vec![0; 100]);
-    assert!(matches!(exchange(&catalog, &[hello(3, 3), cut])[..], [Heard::Welcome(_)]));
+    assert!(matches!(exchange(&catalog, &[hello(4, 4), cut])[..], [Heard::Welcome(_)]));
     assert!(try_increment(&catalog.client()), "the catalog still serves");
 }
 

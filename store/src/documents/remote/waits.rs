@@ -36,14 +36,15 @@ impl Waits {
         self.look_now.notify_one();
     }
 
-    /// Returns when a document in `folder` has changed after `revision`, or after `limit`.
-    pub(super) async fn wait(&self, folder: &str, revision: u64, limit: Duration) {
+    /// Returns when a document in `folder` has changed after `revision`, or after `limit`. Returns
+    /// whether one has changed.
+    pub(super) async fn wait(&self, folder: &str, revision: u64, limit: Duration) -> bool {
         let mut last = {
             let mut folders = self.folders();
             folders.entry(folder.to_owned()).or_default().subscribe()
         };
         self.look_now();
-        let _ = timeout(limit, last.wait_for(|last| *last > revision)).await;
+        timeout(limit, last.wait_for(|last| *last > revision)).await.is_ok()
     }
 
     /// Polls the database and wakes the requests whose folder has changed. Never returns.

@@ -5,7 +5,7 @@
 
 use bytes::Bytes;
 
-use crate::documents::{Change, Document, Put, Query, View};
+use crate::documents::{Change, Changed, Document, Put, Query, View};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason_of, utf8};
 
@@ -36,6 +36,11 @@ pub enum Request {
     Wait(String, u64, u32),
     /// Send the documents that match a query in several answers.
     Scan(Vec<Query>),
+    /// Read the last documents under a prefix whose keys are less than another key, at most this
+    /// many.
+    Last(String, String, u32),
+    /// Read the documents under a prefix that were written after a revision.
+    Changed(String, u64),
 }
 
 /// An answer of a catalog.
@@ -56,8 +61,10 @@ pub enum Answer {
     },
     /// Whether the change was carried out.
     Committed(bool),
-    /// A document has changed, or the time is over.
-    Waited,
+    /// The documents that were written after a revision.
+    Changed(Changed),
+    /// Whether a document has changed. If not, the time is over.
+    Waited(bool),
     /// The request was not carried out.
     Failed(ErrorKind, String),
 }
@@ -66,12 +73,15 @@ const READ: u16 = 202;
 const COMMIT: u16 = 203;
 const WAIT: u16 = 204;
 const SCAN: u16 = 205;
+const LAST: u16 = 206;
+const READ_CHANGED: u16 = 207;
 const VIEW: u16 = 302;
 const COMMITTED: u16 = 303;
 const WAITED: u16 = 304;
 const PAGE: u16 = 305;
 const SCANNED: u16 = 306;
 const TOO_LARGE: u16 = 307;
+const CHANGED: u16 = 308;
 
 impl Request {
     /// The kind and the body of the message.
@@ -109,6 +119,17 @@ impl Request {
                 write_all(&mut body, queries, write_query);
                 SCAN
             }
+            Request::Last(prefix, before, limit) => {
+                write_text(&mut body, prefix);
+                write_text(&mut body, before);
+                body.extend_from_slice(&limit.to_le_bytes());
+                LAST
+            }
+            Request::Changed(prefix, revision) => {
+                write_text(&mut body, prefix);
+                body.extend_from_slice(&revision.to_le_bytes());
+                READ_CHANGED
+            }
         };
         (kind, body)
     }
@@ -131,6 +152,8 @@ impl Request {
                 Request::Commit(token, Change { relies_on, removes, puts, relaxed })
             }
             WAIT => Request::Wait(body.text()?, body.u64()?, body.u32()?),
+            LAST => Request::Last(body.text()?, body.text()?, body.u32()?),
+            READ_CHANGED => Request::Changed(body.text()?, body.u64()?),
             _ => return Err(malformed("a request of an unknown kind")),
         };
         body.end().map(|()| request)
@@ -148,10 +171,13 @@ impl Answer {
         let mut body = Vec::new();
         let kind = match self {
             Answer::View(view) => {
-                body.extend_from_slice(&view.revision.to_le_bytes());
-                body.extend_from_slice(&(view.documents.len() as u32).to_le_bytes());
-                view.documents.iter().for_each(|(key, one)| write_document(&mut body, key, one));
+                write_view(&mut body, view);
                 VIEW
+            }
+            Answer::Changed(Changed { view, total }) => {
+                body.extend_from_slice(&total.to_le_bytes());
+                write_view(&mut body, view);
+                CHANGED
             }
             Answer::TooLarge => TOO_LARGE,
             Answer::Page(page) => {
@@ -167,7 +193,10 @@ impl Answer {
                 body.push((*carried_out).into());
                 COMMITTED
             }
-            Answer::Waited => WAITED,
+            Answer::Waited(changed) => {
+                body.push((*changed).into());
+                WAITED
+            }
             Answer::Failed(kind, reason) => {
                 body = failure_body(*kind, reason);
                 FAILED
@@ -180,16 +209,13 @@ impl Answer {
     pub fn from_body(kind: u16, body: &Bytes) -> Result<Answer> {
         let mut body = MessageReader::new(body);
         let answer = match kind {
-            VIEW => {
-                let revision = body.u64()?;
-                let documents = body.documents()?.into_iter().collect();
-                Answer::View(View { revision, documents })
-            }
+            VIEW => Answer::View(body.view()?),
+            CHANGED => Answer::Changed(Changed { total: body.u64()?, view: body.view()? }),
             TOO_LARGE => Answer::TooLarge,
             PAGE => Answer::Page(body.documents()?),
             SCANNED => Answer::Scanned { revision: body.u64()?, documents: body.u64()? },
             COMMITTED => Answer::Committed(body.flag()?),
-            WAITED => Answer::Waited,
+            WAITED => Answer::Waited(body.flag()?),
             FAILED => {
                 let (kind, reason) = body.failure()?;
                 Answer::Failed(kind, reason)
@@ -218,6 +244,12 @@ fn write_text(body: &mut Vec<u8>, text: &str) {
 fn write_bytes(body: &mut Vec<u8>, bytes: &[u8]) {
     body.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
     body.extend_from_slice(bytes);
+}
+
+fn write_view(body: &mut Vec<u8>, view: &View) {
+    body.extend_from_slice(&view.revision.to_le_bytes());
+    body.extend_from_slice(&(view.documents.len() as u32).to_le_bytes());
+    view.documents.iter().for_each(|(key, one)| write_document(body, key, one));
 }
 
 fn write_document(body: &mut Vec<u8>, key: &str, Document { value, version }: &Document) {
@@ -275,6 +307,11 @@ impl MessageReader<'_> {
             queries if queries.len() > MAX_QUERIES => Err(malformed("too many queries")),
             queries => Ok(queries),
         }
+    }
+
+    fn view(&mut self) -> Result<View> {
+        let revision = self.u64()?;
+        Ok(View { revision, documents: self.documents()?.into_iter().collect() })
     }
 
     /// Documents in the order of their keys.

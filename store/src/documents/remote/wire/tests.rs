@@ -4,7 +4,7 @@ use proptest::collection::{btree_map, vec};
 use proptest::option;
 use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptest};
 
-use super::{Answer, Bytes, Change, Document, Put, Query, Request, View};
+use super::{Answer, Bytes, Change, Changed, Document, Put, Query, Request, View};
 use crate::net::message::FAILURE_KINDS;
 
 fn query() -> impl Strategy<Value = Query> {
@@ -30,6 +30,9 @@ fn request() -> impl Strategy<Value = Request> {
         (any::<Option<[u8; 16]>>(), change()).prop_map(|(t, c)| Request::Commit(t, c)),
         (".{0,20}", any::<(u64, u32)>())
             .prop_map(|(folder, (revision, time))| Request::Wait(folder, revision, time)),
+        (".{0,20}", ".{0,20}", any::<u32>())
+            .prop_map(|(prefix, before, limit)| Request::Last(prefix, before, limit)),
+        (".{0,20}", any::<u64>()).prop_map(|(prefix, revision)| Request::Changed(prefix, revision)),
     ]
 }
 
@@ -47,7 +50,10 @@ fn answer() -> impl Strategy<Value = Answer> {
         (any::<u64>(), documents())
             .prop_map(|(revision, documents)| Answer::View(View { revision, documents })),
         any::<bool>().prop_map(Answer::Committed),
-        Just(Answer::Waited),
+        any::<bool>().prop_map(Answer::Waited),
+        (any::<(u64, u64)>(), documents()).prop_map(|((revision, total), documents)| {
+            Answer::Changed(Changed { view: View { revision, documents }, total })
+        }),
         (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(FAILURE_KINDS[kind], text)),
     ]
 }

@@ -1,0 +1,52 @@
+//! A catalog with one peer: `cairn serve --catalog` with a directory that may have documents, and
+//! `cairn serve --catalog ADDRESS` with an empty one.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::Server;
+use crate::site::{Area, Site};
+
+pub(crate) struct Catalog {
+    server: Server,
+    _peer: Server,
+    pub(crate) address: String,
+}
+
+impl Catalog {
+    /// Starts the catalog in this directory and its peer, on plain TCP.
+    pub(crate) fn start(site: &Site, area: &Area, data: &Path) -> Result<Catalog> {
+        let name = data.file_name().and_then(|name| name.to_str()).unwrap_or("catalog");
+        let (server, address) = serve(site, &area.path(&format!("{name}.log")), data, None)?;
+        let peer = format!("{name}-peer");
+        let log = area.path(&format!("{peer}.log"));
+        let (peer, _) = serve(site, &log, &area.path(&peer), Some(&address))?;
+        Ok(Catalog { server, _peer: peer, address })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.server.pid()
+    }
+}
+
+/// Starts a catalog, or a peer of the catalog at an address. Returns the address where it listens.
+fn serve(site: &Site, log: &Path, data: &Path, catalog: Option<&str>) -> Result<(Server, String)> {
+    let mut command = Command::new(&site.cairn);
+    command.args(["serve", "--json", "--insecure", "--listen", "127.0.0.1:0"]);
+    command.arg("--data").arg(data).arg("--catalog").args(catalog);
+    let file = std::fs::File::create(log).with_context(|| format!("creating {}", log.display()))?;
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
+    let mut child = command.spawn().context("starting a server")?;
+    let out = child.stdout.take().context("the output of a server is not captured")?;
+    let server = Server { child, log: log.into() };
+    let mut line = String::new();
+    BufReader::new(out).read_line(&mut line).context("reading the output of a server")?;
+    let started: Value = serde_json::from_str(&line)
+        .with_context(|| format!("a server did not start:\n{}", server.log()))?;
+    let address = started["listen"].as_str().unwrap_or_default().to_owned();
+    Ok((server, address))
+}
