@@ -41,9 +41,9 @@ pub(crate) struct Protocol {
 /// All protocols. A server recognises the hello of another protocol and says so in its refusal.
 const PROTOCOLS: [&Protocol; 2] = [&PEER_PROTOCOL, &CATALOG_PROTOCOL];
 
-/// The protocol of peers. Versions 1 to 3 were never released.
+/// The protocol of peers. Versions 1 to 4 were never released.
 pub(crate) const PEER_PROTOCOL: Protocol =
-    Protocol { server: "peer", magic: *b"CRNW", oldest: 4, newest: 4 };
+    Protocol { server: "peer", magic: *b"CRNW", oldest: 5, newest: 5 };
 
 /// The protocol of catalogs. Versions 1 and 2 were never released.
 pub(crate) const CATALOG_PROTOCOL: Protocol =

@@ -108,16 +108,51 @@ impl Trees {
                     continue;
                 }
             };
-            let mut next = node.next_present(0);
-            while let Some(slot) = next {
-                let child = *node.get(slot).expect("the slot is present");
+            for (slot, child) in children(&node) {
                 match position.level {
                     0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
                     _ => left.push((NodeId::from_bytes(child), position.child(slot))),
                 }
-                next = slot.checked_add(1).and_then(|from| node.next_present(from));
             }
         }
+    }
+
+    /// Whether a tree has a node for which `is_sought` holds, or a node with nodes below it that cannot
+    /// be read. `answers` has the answers for nodes that were visited before, and gets those for
+    /// others. Nodes of level 0 are not read.
+    pub(crate) fn has_node(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        is_sought: &dyn Fn(&NodeId) -> bool,
+        answers: &mut HashMap<NodeId, bool>,
+    ) -> bool {
+        let top = NodePosition::top(geometry);
+        root.0.is_some_and(|id| self.node_has(id, geometry, top, is_sought, answers))
+    }
+
+    fn node_has(
+        &self,
+        id: NodeId,
+        geometry: Geometry,
+        position: NodePosition,
+        is_sought: &dyn Fn(&NodeId) -> bool,
+        answers: &mut HashMap<NodeId, bool>,
+    ) -> bool {
+        if let Some(answer) = answers.get(&id) {
+            return *answer;
+        }
+        let answer = is_sought(&id)
+            || position.level > 0
+                && match self.load(id, geometry, position) {
+                    Err(_) => true,
+                    Ok(node) => children(&node).any(|(slot, child)| {
+                        let (child, below) = (NodeId::from_bytes(child), position.child(slot));
+                        self.node_has(child, geometry, below, is_sought, answers)
+                    }),
+                };
+        answers.insert(id, answer);
+        answer
     }
 
     /// Whether a tree refers to one of these blobs, or has a node that cannot be read. `answers`
@@ -144,18 +179,10 @@ impl Trees {
         if let Some(answer) = answers.get(&id) {
             return *answer;
         }
-        let children = |node: Arc<Node>| {
-            let mut next = node.next_present(0);
-            std::iter::from_fn(move || {
-                let slot = next?;
-                next = slot.checked_add(1).and_then(|from| node.next_present(from));
-                Some((slot, *node.get(slot).expect("the slot is present")))
-            })
-        };
         let answer = blobs.contains(&id.into())
             || match self.load(id, geometry, position) {
                 Err(_) => true,
-                Ok(node) => children(node).any(|(slot, child)| match position.level {
+                Ok(node) => children(&node).any(|(slot, child)| match position.level {
                     0 => blobs.contains(&ChunkId::from_bytes(child).into()),
                     _ => {
                         let (child, below) = (NodeId::from_bytes(child), position.child(slot));
@@ -166,6 +193,16 @@ impl Trees {
         answers.insert(id, answer);
         answer
     }
+}
+
+/// The children of a node, with their slots.
+fn children(node: &Node) -> impl Iterator<Item = (u8, [u8; 32])> {
+    let mut next = node.next_present(0);
+    std::iter::from_fn(move || {
+        let slot = next?;
+        next = slot.checked_add(1).and_then(|from| node.next_present(from));
+        Some((slot, *node.get(slot).expect("the slot is present")))
+    })
 }
 
 impl Iterator for Chunks {

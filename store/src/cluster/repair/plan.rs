@@ -35,6 +35,7 @@ use std::collections::{HashMap, HashSet};
 use self::layout::{Layout, layouts};
 use self::work::Work;
 use super::members::RepairMembers;
+use crate::cluster::protocol::Held;
 use crate::encoding::fragment::Kind;
 use crate::encoding::redundancy::Redundancy;
 use crate::id::{BlobId, PeerId};
@@ -90,6 +91,17 @@ pub struct Holding {
 }
 
 impl Holding {
+    /// A fragment that a peer reported.
+    pub(super) fn new(peer: PeerId, held: &Held) -> Holding {
+        let Held { encoding, kind, data, parity, index, len } = *held;
+        Holding { peer, encoding, kind, data, parity, index, len }
+    }
+
+    /// The order of holdings, which does not depend on which peer answers first.
+    pub(super) fn order(&self) -> (BlobId, u8, PeerId) {
+        (self.encoding, self.index, self.peer)
+    }
+
     /// Where the fragment is.
     pub fn location(&self) -> FragmentLocation {
         let Holding { peer, encoding, index, .. } = *self;
