@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::thread;
 
 use super::node::Node;
 use super::{NodePosition, Root, Trees};
@@ -59,6 +60,9 @@ impl Chunks {
     }
 }
 
+/// The nodes that a walk over all blobs reads at a time. Reading one from peers takes a round trip.
+const PARALLEL_READS: usize = 16;
+
 /// A blob that a tree refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Referred {
@@ -67,9 +71,9 @@ pub(crate) enum Referred {
 }
 
 impl Trees {
-    /// Calls `visit` for every blob that a tree refers to. Skips the nodes in `seen` and everything
-    /// below them, and adds the visited nodes to `seen`. Returns the number of nodes that cannot be
-    /// read; blobs below these are not visited.
+    /// Calls `visit` for every blob that a tree refers to: for a node, then for the chunks that it
+    /// refers to. Skips the nodes in `seen` and everything below them, and adds the visited nodes to
+    /// `seen`. Returns the number of nodes that cannot be read; blobs below these are not visited.
     pub(crate) fn references(
         &self,
         root: &Root,
@@ -96,25 +100,52 @@ impl Trees {
     ) {
         let mut left: Vec<_> =
             root.0.map(|id| (id, NodePosition::top(geometry))).into_iter().collect();
-        while let Some((id, position)) = left.pop() {
-            if !seen.insert(id) {
-                continue;
-            }
-            visit(Referred::Node(id));
-            let node = match self.load(id, geometry, position) {
-                Ok(node) => node,
-                Err(error) => {
-                    failed(id, error);
-                    continue;
+        while !left.is_empty() {
+            let mut some = Vec::with_capacity(PARALLEL_READS);
+            while some.len() < PARALLEL_READS
+                && let Some((id, position)) = left.pop()
+            {
+                if seen.insert(id) {
+                    some.push((id, position));
                 }
-            };
-            for (slot, child) in children(&node) {
-                match position.level {
-                    0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
-                    _ => left.push((NodeId::from_bytes(child), position.child(slot))),
+            }
+            for ((id, position), node) in some.iter().zip(self.load_all(&some, geometry)) {
+                visit(Referred::Node(*id));
+                let node = match node {
+                    Ok(node) => node,
+                    Err(error) => {
+                        failed(*id, error);
+                        continue;
+                    }
+                };
+                for (slot, child) in children(&node) {
+                    match position.level {
+                        0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
+                        _ => left.push((NodeId::from_bytes(child), position.child(slot))),
+                    }
                 }
             }
         }
+    }
+
+    /// Loads nodes, all at a time.
+    fn load_all(
+        &self,
+        nodes: &[(NodeId, NodePosition)],
+        geometry: Geometry,
+    ) -> Vec<Result<Arc<Node>>> {
+        let load = |(id, position): &(NodeId, NodePosition)| self.load(*id, geometry, *position);
+        let Some((first, others)) = nodes.split_first() else { return Vec::new() };
+        thread::scope(|scope| {
+            // Without a thread the node is loaded by this one.
+            let start = |node| thread::Builder::new().spawn_scoped(scope, move || load(node));
+            let others: Vec<_> = others.iter().map(|node| (node, start(node))).collect();
+            let others = others.into_iter().map(|(node, loading)| match loading {
+                Ok(thread) => thread.join().expect("loading a node does not panic"),
+                Err(_) => load(node),
+            });
+            std::iter::once(load(first)).chain(others).collect()
+        })
     }
 
     /// Whether a tree has a node for which `is_sought` holds, or a node with nodes below it that cannot

@@ -38,9 +38,9 @@ proptest! {
     /// merge.
     #[test]
     fn entries_come_in_order_and_the_greatest_of_each_key_counts(
-        entries in vec((0u16..400, any::<[u8; 2]>()), 0..1500),
-        most in 1usize..60,
-        sought in vec(0u16..420, 0..30),
+        entries in vec((0u16..200, any::<[u8; 2]>()), 0..500),
+        most in 3usize..60,
+        sought in vec(0u16..220, 0..30),
     ) {
         let directory = TempDir::new().unwrap();
         let entry = |(key, rest): &(u16, [u8; 2])| -> [u8; N] {

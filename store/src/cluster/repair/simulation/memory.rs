@@ -5,6 +5,7 @@
 //! repair is killed at any request, and another one starts. While it runs, a blob is as strong as it
 //! was, less one for each fragment that turned bad or was lost with its holder.
 
+mod listing_tests;
 mod world;
 
 use std::sync::{Arc, Mutex, MutexGuard};
