@@ -100,8 +100,8 @@ demo: setup build ## Demonstrate a checkpoint and a restart; every step is check
 demo-cluster: setup build ## The same demo on eight peers with TLS, four of which are destroyed
 	@CAIRN_BIN_DIR=$(TARGET)/release CAIRN_CACHE_DIR=$(CACHE) $(TARGET)/release/demo cluster
 
-# SOAK_SECONDS is the duration of each part. All parts but the first run with debug assertions, as
-# `make test` does.
+# SOAK_SECONDS is the duration of each part. All parts but the stamped writer and the scan of many
+# blobs run with debug assertions, as `make test` does.
 soak: packages ## Run the randomised tests (writes, kills, power cuts, simulation) for about an hour
 	$(call say,running the stamped writer)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
@@ -117,6 +117,9 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, simulatio
 	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-store --lib simulation -- --nocapture
+	$(call say,scanning ten million blobs)
+	@CAIRN_SCALE_BLOBS=$(or $(SCALE_BLOBS),10000000) \
+	  $(CARGO) test --locked --release -p cairn-store --test repair_scale -- --nocapture
 	$(call say,killing peers and the catalog of a cluster)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2

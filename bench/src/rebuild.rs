@@ -1,6 +1,7 @@
 //! `rebuild`: rebuilding the fragments of a lost peer. One process reads the remaining fragments
 //! and writes the lost ones over a limited link.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -98,7 +99,7 @@ fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> 
     let members = RepairMembers::new(peers.chain([lost]));
     let security = testbed.security().clone();
     let connected = Arc::new(ConnectedPeers::new(left, security, Arc::new(|| true)));
-    let blobs: Vec<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
+    let blobs: BTreeSet<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {
         let (sender, receiver) = mpsc::channel(1024);

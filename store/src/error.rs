@@ -341,6 +341,17 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// Temporary files cannot be written or read.
+    #[error(
+        "temporary files in {} failed: {source}; nothing is lost: make space there, or set TMPDIR to \
+         another directory, and try again", directory.display()
+    )]
+    TemporaryFiles {
+        /// Their directory.
+        directory: PathBuf,
+        /// Why they failed.
+        source: io::Error,
+    },
     /// A peer holds as many bytes as it may.
     #[error("the peer in {} is full: it may hold {capacity} bytes", path.display())]
     PeerFull {
@@ -538,6 +549,7 @@ impl Error {
             | Error::PeerFull { .. }
             | Error::PeerRefusedFull { .. }
             | Error::Io { .. }
+            | Error::TemporaryFiles { .. }
             | Error::Internal { .. }
             | Error::Contended
             | Error::Poisoned { .. } => ErrorKind::Unavailable,

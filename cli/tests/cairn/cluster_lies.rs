@@ -141,7 +141,7 @@ fn damaged_blobs(lab: &Lab, at: usize) -> BTreeSet<BlobId> {
         let peer = Connection::open(&address, &Security::INSECURE).await.unwrap();
         let (mut after, mut damaged) = (BlobId::from_bytes([0; 32]), BTreeSet::new());
         loop {
-            let page = peer.list(&after).await.unwrap();
+            let page = peer.list(&after, 4096).await.unwrap();
             let Some((last, _)) = page.last() else { return damaged };
             after = *last;
             for (blob, _) in page {

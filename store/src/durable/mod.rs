@@ -5,6 +5,7 @@
 //! | `segment` | files that groups of blobs or fragments are appended to |
 //! | `data_directory` | the directory of a server: its lock, its marker, its id |
 //! | `database` | opening and creating SQLite databases that several processes share |
+//! | `sorted_runs` | an external sort, in temporary files |
 //!
 //! ```text
 //! repository directory:  segments  + index.db     + catalog.db
@@ -15,4 +16,5 @@
 pub(crate) mod data_directory;
 pub(crate) mod database;
 pub(crate) mod segment;
+pub(crate) mod sorted_runs;
 pub(crate) mod sync;

@@ -103,7 +103,7 @@ impl SealKey {
 
 impl SealKeys {
     /// No keys: every description counts as sealed.
-    pub(crate) const OFF: SealKeys = SealKeys(Verification::Off);
+    pub const OFF: SealKeys = SealKeys(Verification::Off);
 
     /// Keys from their secrets. The first one makes seals. Without a secret nothing counts as
     /// sealed.

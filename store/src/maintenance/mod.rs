@@ -4,7 +4,9 @@
 //! supervisor ─► repair ─► repair_lease: one repair at a time
 //!                  ├─► references: which blobs the catalog refers to
 //!                  ├─► records: which records the peers list
-//!                  └─► cluster::repair: plan and execute
+//!                  ├─► wanted: both, sorted
+//!                  ├─► cluster::repair: plan and execute
+//!                  └─► whole_snapshots: which snapshots become stable
 //! rebuild: records on the peers ─► catalog
 //! verify: all blobs of snapshots ─► which of them cannot be read
 //! ```
@@ -16,6 +18,8 @@
 //! | `repair_lease` | the document that lets one repair run at a time |
 //! | `records` | the records that the peers list |
 //! | `references` | the blobs that the catalog refers to |
+//! | `wanted` | the wanted blobs in the order of their names, in temporary files |
+//! | `whole_snapshots` | the *available* snapshots of which nothing is short |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
 //! | [`verify`] | reads every blob of snapshots, in a directory too |
 
@@ -30,6 +34,9 @@ pub mod supervisor;
 #[cfg(test)]
 mod sweep_tests;
 pub mod verify;
+mod wanted;
+mod whole_snapshots;
 
 pub use rebuild::rebuild_catalog;
 pub use repair::{has_available, repair_all, repair_while};
+pub use wanted::{SortedWanted, WantedBlobs};

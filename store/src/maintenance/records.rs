@@ -2,7 +2,7 @@
 
 use crate::catalog::recorded_redundancy;
 use crate::cluster::membership::{Health, Peer};
-use crate::cluster::repair::{ConnectedPeers, Peers, Wanted};
+use crate::cluster::repair::{ConnectedPeers, ListCheck, Peers, Wanted};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
 use crate::error::Result;
@@ -32,11 +32,12 @@ async fn records_of(
     default: Redundancy,
     report: &mut impl FnMut(Wanted),
 ) -> Result<()> {
-    let mut after = BlobId::from_bytes([0; 32]);
+    let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
     loop {
-        let page = connected.records(peer, after).await?;
-        let Some(last) = page.last() else { return Ok(()) };
-        after = last.description.blob;
+        let page = connected.records(peer, check.after()).await?;
+        if !check.accept(peer, page.iter().map(|record| &record.description.blob))? {
+            return Ok(());
+        }
         let seals = connected.seals();
         let is_record = |one: &&Fragment| is_whole(one) && seals.is_sealed(&one.description);
         for record in page.iter().filter(is_record) {

@@ -1,36 +1,40 @@
 //! The repair of everything that the catalog refers to, and of all records.
 //!
 //! ```text
-//! catalog: roots ──► references ─┐
-//!                                ├─► repair::repair: plan, add, remove ──► promote snapshots that
-//! peers: lists of records ───────┘                                        are whole, sweep drained
-//!                                                                         peers
+//! catalog: roots ──► references ─┬─► sorted ─► repair::repair: plan, add, remove ─► promote snapshots
+//! peers: records ────────────────┘                  ▲                              that are whole,
+//! peers: lists ─────────────────────────────────────┘                              sweep drained peers
 //! ```
+//!
+//! No step has all names in memory: they are sorted in temporary files, and merged with the peers'
+//! lists, which are sorted, too.
 //!
 //! Records are repaired whether or not the catalog refers to them: the record of a removal, which
 //! nothing refers to, keeps a rebuilt catalog from restoring what was removed.
 //!
 //! One process repairs at a time: it holds the [`RepairLease`].
 
-use std::collections::{HashMap, HashSet};
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
 use super::records::listed_records;
-use super::references::{all_references, references_of};
+use super::references::all_references;
 use super::repair_lease::RepairLease;
+use super::wanted::{SortedWanted, WantedBlobs, names};
+use super::whole_snapshots::whole_snapshots;
 use crate::catalog::Available;
 use crate::clock::now;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
-use crate::cluster::protocol::{FragmentId, MAX_DELETED};
+use crate::cluster::protocol::{FragmentId, MAX_DELETED, MAX_LISTED};
 use crate::cluster::repair::{
-    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, Wanted,
+    ConnectedPeers, ListCheck, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report,
     repair,
 };
 use crate::documents::Documents;
-use crate::encoding::Redundancy;
+use crate::durable::sorted_runs::SortedRuns;
 use crate::encoding::fragment::Kind;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
@@ -44,12 +48,6 @@ const GARBAGE_AGE_SECONDS: u32 = 24 * 3600;
 
 /// Blobs that wait for repair to look at them.
 const QUEUED_BLOBS: usize = 4096;
-
-/// A blob's name, whether it is a record, and the numbers of its data and parity blocks.
-type Shape = (BlobId, bool, usize, usize);
-
-/// The redundancy that each blob is to have.
-type WantedBlobs = HashMap<Shape, Redundancy>;
 
 /// Whether a published snapshot lacks redundancy.
 pub fn has_available(repository: &Repository) -> Result<bool> {
@@ -119,21 +117,21 @@ impl<'a> RepairJob<'a> {
         // repair.
         let available = catalog.available()?;
         let mut wanted = WantedBlobs::new();
-        let unread = all_references(self.repository, |one| want(&mut wanted, one))?;
-        self.runtime.block_on(listed_records(&self.connected, &self.peers, |record| {
-            want(&mut wanted, record);
-        }));
-        let mut report = self.repair_blobs(&wanted, rate, &|report| progress(report.bytes));
+        let unread = all_references(self.repository, |one| wanted.add(&one))?;
+        self.runtime.block_on(listed_records(&self.connected, &self.peers, |one| wanted.add(&one)));
+        let wanted = wanted.finish()?;
+        let short = RefCell::new(names());
+        let mut report = self.repair_blobs(&wanted, rate, &|report| {
+            let mut short = short.borrow_mut();
+            report.newly_short().iter().for_each(|blob| short.push(*blob.as_bytes()));
+            progress(report.bytes);
+        })?;
         report.unread = unread;
         self.note_suspects(&report);
-        if let Some(short) = report.short() {
-            let is_all_whole = unread == 0 && short.is_empty();
-            for snapshot in available {
-                if is_all_whole || is_whole(self.repository, &snapshot, &wanted, short) {
-                    catalog.promote(&snapshot)?;
-                }
-            }
+        if report.is_settled() && !available.is_empty() {
+            self.promote(&available, &wanted, &short.into_inner().finish()?, unread)?;
         }
+        drop(wanted);
         if !report.is_stopped {
             self.sweep_drained()?;
         }
@@ -147,12 +145,30 @@ impl<'a> RepairJob<'a> {
         Ok(report)
     }
 
+    /// Makes the snapshots stable whose blobs were all looked at, and of which none is `short`.
+    fn promote(
+        &self,
+        available: &[Available],
+        wanted: &SortedWanted,
+        short: &SortedRuns<32>,
+        unread: u64,
+    ) -> Result<()> {
+        let is_whole = match unread == 0 && short.is_empty() {
+            true => vec![true; available.len()],
+            false => whole_snapshots(self.repository, available, wanted, short)?,
+        };
+        let whole = available.iter().zip(is_whole).filter(|(_, is_whole)| *is_whole);
+        whole.map(|(snapshot, _)| self.repository.catalog().promote(snapshot)).collect()
+    }
+
+    /// Repairs all wanted blobs. Fails if their names cannot be read back; what was repaired by then
+    /// stays.
     fn repair_blobs(
         &self,
-        wanted: &WantedBlobs,
+        wanted: &SortedWanted,
         rate: Option<u64>,
         progress: &dyn Fn(&Report),
-    ) -> Report {
+    ) -> Result<Report> {
         let members = RepairMembers::new(self.peers.iter().map(|peer| RepairPeer {
             id: peer.id,
             weight: peer.weight,
@@ -168,18 +184,18 @@ impl<'a> RepairJob<'a> {
         self.runtime.block_on(async {
             let (queue, blobs) = mpsc::channel(QUEUED_BLOBS);
             let feed = async move {
-                for ((blob, is_record, ..), redundancy) in wanted {
-                    let kind = if *is_record { Kind::Record } else { Kind::Content };
-                    let wanted = Wanted { blob: *blob, kind, redundancy: *redundancy };
-                    if queue.send(wanted).await.is_err() {
-                        return;
+                for wanted in wanted.read()? {
+                    if queue.send(wanted?).await.is_err() {
+                        break;
                     }
                 }
+                Ok(())
             };
             let limits = RepairLimits { rate, ..RepairLimits::default() };
             let connected = self.connected.clone();
             let repair = repair(connected, members, blobs, limits, self.proceed, progress);
-            tokio::join!(feed, repair).1
+            let (fed, report) = tokio::join!(feed, repair);
+            fed.map(|()| report)
         })
     }
 
@@ -203,10 +219,8 @@ impl<'a> RepairJob<'a> {
         if drained.is_empty() {
             return Ok(());
         }
-        let mut referenced = HashSet::new();
-        let unread = all_references(self.repository, |one| {
-            referenced.insert(one.blob);
-        })?;
+        let mut referenced = names();
+        let unread = all_references(self.repository, |one| referenced.push(*one.blob.as_bytes()))?;
         if unread > 0 {
             tracing::warn!(
                 unread,
@@ -214,6 +228,7 @@ impl<'a> RepairJob<'a> {
             );
             return Ok(());
         }
+        let referenced = referenced.finish()?;
         for peer in drained {
             if let Err(error) = self.runtime.block_on(self.sweep(peer, &referenced)) {
                 tracing::warn!(peer = %peer.id, %error, "garbage stays on a drained peer");
@@ -223,22 +238,22 @@ impl<'a> RepairJob<'a> {
     }
 
     /// Deletes from a peer what is old, not referenced and no record.
-    async fn sweep(&self, peer: &Peer, referenced: &HashSet<BlobId>) -> Result<()> {
-        let mut after = BlobId::from_bytes([0; 32]);
+    async fn sweep(&self, peer: &Peer, referenced: &SortedRuns<32>) -> Result<()> {
+        let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
+        let mut referenced = referenced.read()?;
         loop {
-            let page = self.connected.list(&peer.id, after).await?;
-            let Some((last, _)) = page.last() else { return Ok(()) };
-            after = *last;
-            let garbage = page
-                .iter()
-                .filter(|(blob, held)| held.kind != Kind::Record && !referenced.contains(blob));
-            let garbage: Vec<FragmentId> = garbage
-                .map(|(blob, held)| FragmentId {
-                    blob: *blob,
-                    encoding: held.encoding,
-                    index: held.index,
-                })
-                .collect();
+            let page = self.connected.list(peer.id, check.after(), MAX_LISTED).await?;
+            if !check.accept(&peer.id, page.iter().map(|(blob, _)| blob))? {
+                return Ok(());
+            }
+            let mut garbage = Vec::new();
+            for (blob, held) in page {
+                let found = referenced.seek(blob.as_bytes())?;
+                if held.kind != Kind::Record && found.as_ref() != Some(blob.as_bytes()) {
+                    let (encoding, index) = (held.encoding, held.index);
+                    garbage.push(FragmentId { blob, encoding, index });
+                }
+            }
             for part in garbage.chunks(MAX_DELETED) {
                 if !(self.proceed)() {
                     return Ok(());
@@ -246,99 +261,5 @@ impl<'a> RepairJob<'a> {
                 self.connected.delete(peer.id, part, GARBAGE_AGE_SECONDS).await?;
             }
         }
-    }
-}
-
-/// Whether repair looked at all blobs of a snapshot, and none of them lacks redundancy. A tree node may
-/// be readable that was not readable before: then repair did not look at what is below it.
-fn is_whole(
-    repository: &Repository,
-    snapshot: &Available,
-    looked_at: &WantedBlobs,
-    short: &HashSet<BlobId>,
-) -> bool {
-    let mut is_whole = true;
-    let Available { refers, policy, .. } = snapshot;
-    let unread = references_of(repository, refers, policy, &mut HashSet::new(), &mut |wanted| {
-        let seen = looked_at.get(&shape(&wanted));
-        is_whole &= seen.is_some_and(|seen| seen.width() >= wanted.redundancy.width());
-        is_whole &= !short.contains(&wanted.blob);
-    });
-    unread == 0 && is_whole
-}
-
-/// The key under which a blob is wanted.
-fn shape(wanted: &Wanted) -> Shape {
-    let is_record = wanted.kind == Kind::Record;
-    match wanted.redundancy {
-        Redundancy::Replicas(_) => (wanted.blob, is_record, 1, 0),
-        code => (wanted.blob, is_record, code.needed(), code.survives()),
-    }
-}
-
-/// Adds a blob once for each kind and number of blocks. Of several numbers of copies, the largest
-/// counts.
-fn want(all: &mut WantedBlobs, wanted: Wanted) {
-    let known = all.entry(shape(&wanted)).or_insert(wanted.redundancy);
-    if wanted.redundancy.width() > known.width() {
-        *known = wanted.redundancy;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::{BTreeMap, HashSet};
-
-    use tempfile::TempDir;
-
-    use super::{Redundancy, Wanted, WantedBlobs, all_references, is_whole, want};
-    use crate::blobs::NewBlob;
-    use crate::geometry::{ChunkIndex, Geometry};
-    use crate::id::{BlobId, ChunkId};
-    use crate::repository::{Durability, Repository};
-    use crate::tree::Root;
-
-    #[test]
-    fn only_a_snapshot_that_repair_looked_at_completely_is_whole() {
-        let dir = TempDir::new().unwrap();
-        let url = format!("dir:{}", dir.path().join("repository").display());
-        let repository = Repository::open_or_create(&url).unwrap();
-        let repository = repository.with_durability(Durability::Optimistic);
-        let geometry = Geometry::new(1 << 20, 65536).unwrap();
-        let content = vec![7; 65536];
-        let chunk = ChunkId::of(&content);
-        repository.put_chunks(&[NewBlob::new(&content)]).unwrap();
-        let changes = BTreeMap::from([(ChunkIndex(3), Some(chunk))]);
-        let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
-        repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
-        let available = repository.catalog().available().unwrap();
-        let mut wanted = WantedBlobs::new();
-        let unread = all_references(&repository, |one| want(&mut wanted, one)).unwrap();
-        assert_eq!((available.len(), unread, wanted.len()), (1, 0, 2), "a node and a chunk");
-        let whole = |looked_at: &WantedBlobs, short: &[BlobId]| {
-            let short: HashSet<_> = short.iter().copied().collect();
-            is_whole(&repository, &available[0], looked_at, &short)
-        };
-        assert!(whole(&wanted, &[]));
-        assert!(whole(&wanted, &[BlobId::of(b"another one")]));
-        for shape in wanted.keys() {
-            assert!(!whole(&wanted, &[shape.0]));
-            let mut less = wanted.clone();
-            less.remove(shape);
-            assert!(!whole(&less, &[]), "nobody has looked at {}", shape.0);
-        }
-    }
-
-    #[test]
-    fn a_blob_is_wanted_once_for_each_kind_and_each_way_to_cut_it() {
-        let mut wanted = WantedBlobs::new();
-        let blob = BlobId::of(b"one");
-        for text in ["replicas=2", "rs=4+4", "replicas=3", "none", "rs=2+2", "rs=4+4"] {
-            want(&mut wanted, Wanted::content(blob, text.parse().unwrap()));
-        }
-        want(&mut wanted, Wanted::record(blob, "replicas=5".parse().unwrap()));
-        let mut all: Vec<String> = wanted.values().map(Redundancy::to_string).collect();
-        all.sort();
-        assert_eq!(all, ["replicas=3", "replicas=5", "rs=2+2", "rs=4+4"]);
     }
 }

@@ -119,7 +119,7 @@ fn a_repair_seals_content_that_nobody_has_sealed() {
         for peer in &site.peers {
             all.extend(runtime().block_on(async {
                 let connection = Connection::open(&peer.address, &keys()).await.unwrap();
-                let page = connection.list(&BlobId::from_bytes([0; 32])).await.unwrap();
+                let page = connection.list(&BlobId::from_bytes([0; 32]), 4096).await.unwrap();
                 page.into_iter().map(|(blob, held)| (peer.id, blob, held.encoding, held.index))
             }));
         }

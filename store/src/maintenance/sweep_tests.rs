@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use super::{rebuild_catalog, repair_all};
+use super::{rebuild_catalog, repair_all, repair_while};
 use crate::blobs::NewBlob;
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
@@ -265,4 +265,57 @@ fn a_sweep_deletes_nothing_after_its_time_from_a_peer_that_stalls() {
     assert_eq!(site.fragments_of(0), before, "chunks were deleted too late");
     repair_all(&repository, None, &|_| ()).unwrap();
     assert_eq!(site.fragments_of(0), 0, "a sweep in time deletes them");
+}
+
+/// The new snapshot refers to chunks that are a day old, and that nothing referred to when the repair
+/// read the references. Some of them are on a drained peer.
+#[test]
+fn a_snapshot_that_is_published_during_a_repair_loses_nothing_to_the_sweep() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let repository = Repository::of_cluster(documents.clone(), &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::NONE.into());
+    let geometry = Geometry::new(40 * CHUNK as u64, CHUNK as u32).unwrap();
+    let chunks: Vec<_> = (0..60).map(|number| content(number, CHUNK).1).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
+    repository.put_chunks(&chunks).unwrap();
+    let publish = |name: &str, chunks: &[NewBlob<'_>]| {
+        let changes = chunks.iter().enumerate();
+        let changes = changes.map(|(at, one)| (ChunkIndex(at as u64), Some(one.chunk_id())));
+        let root = repository.commit_tree(&Root::default(), geometry, &changes.collect());
+        let root = root.unwrap().root;
+        repository.publish_image(&name.parse().unwrap(), geometry, &root, 0, 0).unwrap();
+    };
+    publish("before", &chunks[..20]);
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    drain(&*documents, &site.peers[0].id, true).unwrap();
+    let held = |at: usize, some: &[NewBlob<'_>]| {
+        some.iter().filter(|one| has(&site.peers[at].address, one.id())).count()
+    };
+    let (later, garbage) = (&chunks[20..40], &chunks[40..]);
+    let drained = held(0, later);
+    assert!(drained > 0 && held(0, garbage) > 0, "the drained peer holds {drained} of 20");
+    // Repair asks whether to go on when it has read the references, before it looks at any blob.
+    let is_published = std::cell::Cell::new(false);
+    let proceed = || {
+        if !is_published.replace(true) {
+            // Another thread, because this one runs the repair's requests.
+            thread::scope(|scope| scope.spawn(|| publish("meanwhile", later)).join().unwrap());
+        }
+        true
+    };
+    let report = repair_while(&repository, None, &proceed, &|_| ()).unwrap();
+    assert!(is_published.get() && !report.is_incomplete(), "{report:?}");
+    assert_eq!(held(0, garbage), 0, "what nothing refers to is swept");
+    assert_eq!(held(0, later), drained, "this repair did not look at the new snapshot");
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
+    assert!(!report.is_incomplete(), "{report:?}");
+    assert_eq!(site.fragments_of(0), 0, "the next one moves its chunks");
+    let mut buffer = vec![0; CHUNK];
+    for chunk in &chunks[..40] {
+        repository.read_chunk(&chunk.chunk_id(), &mut buffer).unwrap();
+        assert!(buffer == chunk.content);
+    }
 }

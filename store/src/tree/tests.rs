@@ -1,14 +1,15 @@
 //! Trees compared with a plain map, with blobs in memory.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::{
     Just, ProptestConfig, Strategy, any, prop_assert_eq, prop_oneof, proptest,
 };
 
-use super::{MAX_NODE, Node, Root, Trees};
+use super::{MAX_NODE, Node, Referred, Root, Trees};
 use crate::blobs::{Blobs, NewBlob};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, ErrorKind, Result};
@@ -268,4 +269,79 @@ fn a_missing_or_invalid_node_is_reported_as_corrupt_and_not_as_a_hole() {
     let foreign = Root(Some(NodeId::from_bytes(*BlobId::of(&content).as_bytes())));
     let error = trees.chunk_at(&foreign, disk(10), ChunkIndex(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
+}
+
+/// The reads of [`Meeting`].
+#[derive(Default)]
+struct Reads {
+    all: usize,
+    under_way: usize,
+    /// The most that were under way.
+    most: usize,
+}
+
+/// Blobs whose reads, except the first one, end when two are under way, or after a long time.
+struct Meeting {
+    blobs: Arc<MemoryBlobs>,
+    reads: Mutex<Reads>,
+    changed: Condvar,
+}
+
+impl Blobs for Meeting {
+    fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        let mut reads = self.reads.lock().unwrap();
+        (reads.all, reads.under_way) = (reads.all + 1, reads.under_way + 1);
+        reads.most = reads.most.max(reads.under_way);
+        self.changed.notify_all();
+        let is_alone = |reads: &mut Reads| reads.all > 1 && reads.most < 2;
+        let timeout = Duration::from_secs(20);
+        let (mut reads, _) = self.changed.wait_timeout_while(reads, timeout, is_alone).unwrap();
+        reads.under_way -= 1;
+        self.blobs.get(id, buf)
+    }
+
+    fn put(&self, _: &[NewBlob<'_>], _: &StoragePolicy) -> Result<u64> {
+        unreachable!("nobody writes")
+    }
+
+    fn flush(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_walk_over_all_blobs_reads_several_nodes_at_a_time_and_visits_each_once() {
+    let (blobs, trees) = trees();
+    // A node has 256 children, so this tree has a root and 40 nodes below it.
+    let geometry = disk(256 * 40);
+    let changes: Changes = (0..40 * 256)
+        .step_by(64)
+        .map(|at: u64| (ChunkIndex(at), Some(ChunkId::of(&at.to_le_bytes()))))
+        .collect();
+    let policy = StoragePolicy::default();
+    let root = trees.commit(&Root::default(), geometry, &changes, &policy).unwrap().root;
+    let (reads, changed) = (Mutex::default(), Condvar::new());
+    // The root is read alone.
+    let meeting = Arc::new(Meeting { blobs: blobs.clone(), reads, changed });
+    let walk = |blobs: Arc<dyn Blobs>| {
+        let (mut nodes, mut chunks, mut seen) = (Vec::new(), Vec::new(), HashSet::new());
+        let trees = Trees::new(blobs, 0);
+        let unread = trees.references(&root, geometry, &mut seen, &mut |referred| match referred {
+            Referred::Node(id) => nodes.push(BlobId::from(id)),
+            Referred::Chunk(id) => chunks.push(id),
+        });
+        chunks.sort_unstable();
+        (nodes, chunks, unread)
+    };
+    let (nodes, chunks, unread) = walk(meeting.clone());
+    assert!((2..=16).contains(&meeting.reads.lock().unwrap().most), "reads at a time");
+    let mut expected: Vec<ChunkId> = changes.values().copied().flatten().collect();
+    expected.sort_unstable();
+    assert_eq!((nodes.len(), unread), (41, 0));
+    assert!(chunks == expected);
+    // Without two of the nodes, what is below the others is visited.
+    let gone = &nodes[7..9];
+    gone.iter().for_each(|id| drop(blobs.0.lock().unwrap().remove(id)));
+    let (again, chunks, unread) = walk(blobs.clone());
+    assert_eq!((again.len(), chunks.len(), unread), (41, expected.len() - 8, 2));
 }

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::thread;
 
 use super::node::Node;
 use super::{NodePosition, Root, Trees};
@@ -59,6 +60,9 @@ impl Chunks {
     }
 }
 
+/// The nodes that a walk over all blobs reads at a time. Reading one from peers takes a round trip.
+const PARALLEL_READS: usize = 16;
+
 /// A blob that a tree refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Referred {
@@ -67,9 +71,9 @@ pub(crate) enum Referred {
 }
 
 impl Trees {
-    /// Calls `visit` for every blob that a tree refers to. Skips the nodes in `seen` and everything
-    /// below them, and adds the visited nodes to `seen`. Returns the number of nodes that cannot be
-    /// read; blobs below these are not visited.
+    /// Calls `visit` for every blob that a tree refers to: for a node, then for the chunks that it
+    /// refers to. Skips the nodes in `seen` and everything below them, and adds the visited nodes to
+    /// `seen`. Returns the number of nodes that cannot be read; blobs below these are not visited.
     pub(crate) fn references(
         &self,
         root: &Root,
@@ -96,28 +100,90 @@ impl Trees {
     ) {
         let mut left: Vec<_> =
             root.0.map(|id| (id, NodePosition::top(geometry))).into_iter().collect();
-        while let Some((id, position)) = left.pop() {
-            if !seen.insert(id) {
-                continue;
+        while !left.is_empty() {
+            let mut some = Vec::with_capacity(PARALLEL_READS);
+            while some.len() < PARALLEL_READS
+                && let Some((id, position)) = left.pop()
+            {
+                if seen.insert(id) {
+                    some.push((id, position));
+                }
             }
-            visit(Referred::Node(id));
-            let node = match self.load(id, geometry, position) {
-                Ok(node) => node,
-                Err(error) => {
-                    failed(id, error);
-                    continue;
+            for ((id, position), node) in some.iter().zip(self.load_all(&some, geometry)) {
+                visit(Referred::Node(*id));
+                let node = match node {
+                    Ok(node) => node,
+                    Err(error) => {
+                        failed(*id, error);
+                        continue;
+                    }
+                };
+                for (slot, child) in children(&node) {
+                    match position.level {
+                        0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
+                        _ => left.push((NodeId::from_bytes(child), position.child(slot))),
+                    }
                 }
-            };
-            let mut next = node.next_present(0);
-            while let Some(slot) = next {
-                let child = *node.get(slot).expect("the slot is present");
-                match position.level {
-                    0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
-                    _ => left.push((NodeId::from_bytes(child), position.child(slot))),
-                }
-                next = slot.checked_add(1).and_then(|from| node.next_present(from));
             }
         }
+    }
+
+    /// Loads nodes, all at a time.
+    fn load_all(
+        &self,
+        nodes: &[(NodeId, NodePosition)],
+        geometry: Geometry,
+    ) -> Vec<Result<Arc<Node>>> {
+        let load = |(id, position): &(NodeId, NodePosition)| self.load(*id, geometry, *position);
+        let Some((first, others)) = nodes.split_first() else { return Vec::new() };
+        thread::scope(|scope| {
+            // Without a thread the node is loaded by this one.
+            let start = |node| thread::Builder::new().spawn_scoped(scope, move || load(node));
+            let others: Vec<_> = others.iter().map(|node| (node, start(node))).collect();
+            let others = others.into_iter().map(|(node, loading)| match loading {
+                Ok(thread) => thread.join().expect("loading a node does not panic"),
+                Err(_) => load(node),
+            });
+            std::iter::once(load(first)).chain(others).collect()
+        })
+    }
+
+    /// Whether a tree has a node for which `is_sought` holds, or a node with nodes below it that cannot
+    /// be read. `answers` has the answers for nodes that were visited before, and gets those for
+    /// others. Nodes of level 0 are not read.
+    pub(crate) fn has_node(
+        &self,
+        root: &Root,
+        geometry: Geometry,
+        is_sought: &dyn Fn(&NodeId) -> bool,
+        answers: &mut HashMap<NodeId, bool>,
+    ) -> bool {
+        let top = NodePosition::top(geometry);
+        root.0.is_some_and(|id| self.node_has(id, geometry, top, is_sought, answers))
+    }
+
+    fn node_has(
+        &self,
+        id: NodeId,
+        geometry: Geometry,
+        position: NodePosition,
+        is_sought: &dyn Fn(&NodeId) -> bool,
+        answers: &mut HashMap<NodeId, bool>,
+    ) -> bool {
+        if let Some(answer) = answers.get(&id) {
+            return *answer;
+        }
+        let answer = is_sought(&id)
+            || position.level > 0
+                && match self.load(id, geometry, position) {
+                    Err(_) => true,
+                    Ok(node) => children(&node).any(|(slot, child)| {
+                        let (child, below) = (NodeId::from_bytes(child), position.child(slot));
+                        self.node_has(child, geometry, below, is_sought, answers)
+                    }),
+                };
+        answers.insert(id, answer);
+        answer
     }
 
     /// Whether a tree refers to one of these blobs, or has a node that cannot be read. `answers`
@@ -144,18 +210,10 @@ impl Trees {
         if let Some(answer) = answers.get(&id) {
             return *answer;
         }
-        let children = |node: Arc<Node>| {
-            let mut next = node.next_present(0);
-            std::iter::from_fn(move || {
-                let slot = next?;
-                next = slot.checked_add(1).and_then(|from| node.next_present(from));
-                Some((slot, *node.get(slot).expect("the slot is present")))
-            })
-        };
         let answer = blobs.contains(&id.into())
             || match self.load(id, geometry, position) {
                 Err(_) => true,
-                Ok(node) => children(node).any(|(slot, child)| match position.level {
+                Ok(node) => children(&node).any(|(slot, child)| match position.level {
                     0 => blobs.contains(&ChunkId::from_bytes(child).into()),
                     _ => {
                         let (child, below) = (NodeId::from_bytes(child), position.child(slot));
@@ -166,6 +224,16 @@ impl Trees {
         answers.insert(id, answer);
         answer
     }
+}
+
+/// The children of a node, with their slots.
+fn children(node: &Node) -> impl Iterator<Item = (u8, [u8; 32])> {
+    let mut next = node.next_present(0);
+    std::iter::from_fn(move || {
+        let slot = next?;
+        next = slot.checked_add(1).and_then(|from| node.next_present(from));
+        Some((slot, *node.get(slot).expect("the slot is present")))
+    })
 }
 
 impl Iterator for Chunks {

@@ -103,7 +103,7 @@ fn messages() -> Vec<(&'static str, (u16, Vec<u8>))> {
             Request::Delete { deadline: PeerTime(9), idle: 60, below: stamp, fragments: vec![id] },
         ),
         ("records", Request::Records(blob)),
-        ("list", Request::List(blob)),
+        ("list", Request::List { after: blob, most: 100 }),
         ("reserve", Request::Reserve(1 << 30)),
     ];
     let usage = Usage { capacity: 4, used: 3, reserved: 2, fragments: 1 };

@@ -5,7 +5,10 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::{assert_holds, content, disk, name, write};
-use cairn_store::{ErrorKind, Repository, Root};
+use cairn_store::cluster::repair::Wanted;
+use cairn_store::encoding::Redundancy;
+use cairn_store::maintenance::WantedBlobs;
+use cairn_store::{BlobId, ErrorKind, Repository, Root};
 use tempfile::TempDir;
 
 /// A small file system, which is unmounted when this is dropped.
@@ -70,4 +73,26 @@ fn a_full_disk_is_reported_as_unavailable_and_works_again_when_space_is_free() {
     let root = write(&repository, &Root::default(), &more);
     let after = repository.publish_image(&name("after"), disk(1000), &root, 0, 0).unwrap();
     assert_holds(&repository, &after, &more);
+}
+
+/// The names of a repair's blobs do not fit into the directory for temporary files.
+#[test]
+fn a_repair_without_space_for_its_names_fails_and_frees_what_it_has_used() {
+    let Some(small) = SmallDisk::mount() else {
+        eprintln!("skipped: mounting a small tmpfs needs root");
+        return;
+    };
+    let mut wanted = WantedBlobs::within(small.path());
+    for number in 0..1_100_000_u64 {
+        let mut name = [0; 32];
+        name[..8].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
+        wanted.add(&Wanted::content(BlobId::from_bytes(name), Redundancy::NONE));
+    }
+    let Err(error) = wanted.finish() else { panic!("36 MiB fit into 8 MiB") };
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    let text = error.to_string();
+    let directory = small.path().display().to_string();
+    assert!(text.contains("TMPDIR") && text.contains(&directory), "{text}");
+    // The space is free again.
+    fs::write(small.path().join("file"), vec![1; 7 << 20]).unwrap();
 }

@@ -190,7 +190,7 @@ impl Site {
             }),
             Action::ListFragments => self.ask(security, async |peer| {
                 let blob = BlobId::from_bytes([0; 32]);
-                peer.list(&blob).await?;
+                peer.list(&blob, 4096).await?;
                 peer.records(&blob).await?;
                 peer.have(&[blob], true).await.map(drop)
             }),

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
 use crate::cluster::protocol::{
-    Answer, FragmentId, FragmentPart, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED, MAX_PUT,
-    PeerTime, Refusal, Request, Usage,
+    Answer, FragmentId, FragmentPart, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED,
+    MAX_LISTED, MAX_PUT, PeerTime, Refusal, Request, Usage,
 };
 use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Fragment, Kind};
@@ -214,10 +214,11 @@ impl Connection {
         }
     }
 
-    /// A page of fragments, in the order of their blobs, starting after this blob. It is empty if
-    /// there are no more.
-    pub async fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
-        match self.ask(Request::List(*after)).await? {
+    /// A page of about `most` fragments, in the order of their blobs, starting after this blob. It is
+    /// empty if there are no more.
+    pub async fn list(&self, after: &BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+        let most = most.min(MAX_LISTED) as u16;
+        match self.ask(Request::List { after: *after, most }).await? {
             Answer::Listed(all)
                 if all.first().is_none_or(|(blob, _)| blob > after)
                     && all.is_sorted_by_key(|(blob, _)| *blob) =>

@@ -342,9 +342,9 @@ async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
         assert!(start.elapsed() < Duration::from_secs(20), "the reservation stays");
     }
     let none = BlobId::from_bytes([0; 32]);
-    let page = other.list(&none).await.unwrap();
+    let page = other.list(&none, 4096).await.unwrap();
     assert_eq!(page.len(), 2);
-    assert_eq!(other.list(&page[1].0).await.unwrap(), []);
+    assert_eq!(other.list(&page[1].0, 4096).await.unwrap(), []);
     assert_eq!(other.records(&none).await.unwrap(), []);
     let id = |(blob, held): &(BlobId, Held)| FragmentId {
         blob: *blob,

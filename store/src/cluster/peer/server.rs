@@ -264,7 +264,7 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
             Answer::Deleted(store.delete_before(deadline, &fragments, idle, below)?)
         }
         Request::Records(after) => Answer::Fragments(store.records(&after)?),
-        Request::List(after) => Answer::Listed(store.list(&after)?),
+        Request::List { after, most } => Answer::Listed(store.list(&after, most.into())?),
         Request::Reserve(bytes) => {
             room.reserve(bytes)?;
             Answer::Reserved

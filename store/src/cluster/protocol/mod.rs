@@ -172,8 +172,14 @@ pub enum Request {
     },
     /// Send a page of fragments of records, of the first blobs after this one.
     Records(BlobId),
-    /// List a page of fragments, of the first blobs after this one.
-    List(BlobId),
+    /// List a page of fragments.
+    List {
+        /// The blob after which the page begins.
+        after: BlobId,
+        /// The most fragments in the page. A peer sends at least all fragments of one blob, and at
+        /// most [`MAX_LISTED`].
+        most: u16,
+    },
     /// Reserve this many bytes for the puts of this connection. This replaces the connection's
     /// previous reservation.
     Reserve(u64),
@@ -270,7 +276,9 @@ impl Request {
                 (DELETE, body)
             }
             Request::Records(after) => (RECORDS, after.as_bytes().to_vec()),
-            Request::List(after) => (LIST, after.as_bytes().to_vec()),
+            Request::List { after, most } => {
+                (LIST, [&after.as_bytes()[..], &most.to_le_bytes()].concat())
+            }
             Request::Reserve(bytes) => (RESERVE, bytes.to_le_bytes().to_vec()),
         }
     }
@@ -341,7 +349,7 @@ impl Request {
                 Request::Delete { deadline, idle, below, fragments }
             }
             RECORDS => Request::Records(body.blob()?),
-            LIST => Request::List(body.blob()?),
+            LIST => Request::List { after: body.blob()?, most: body.u16()? },
             RESERVE => Request::Reserve(body.u64()?),
             _ => return Err(malformed("a request of an unknown kind")),
         };

@@ -87,7 +87,7 @@ fn request() -> impl Strategy<Value = Request> {
             }
         ),
         blob().prop_map(Request::Records),
-        blob().prop_map(Request::List),
+        (blob(), any::<u16>()).prop_map(|(after, most)| Request::List { after, most }),
         any::<u64>().prop_map(Request::Reserve),
     ]
 }

@@ -1,12 +1,16 @@
 //! The repair job: many blobs at once, the most endangered first.
 //!
 //! ```text
-//! blobs ──► scan: ask all peers in batches, plan ─┬─► blobs with steps, by danger ──► pass that adds
-//!                                                 │                                        │
-//!                                                 └─► blobs with surplus ──► pass that removes
+//! blobs, sorted ─► scan: merge with the ─┬─► blobs with steps, by danger ──► pass that adds
+//!                  peers' lists, plan    │                                        │
+//!                                        └─► blobs with surplus ──► pass that removes
 //!
-//! group: ask again ──► plan ──► steps of all its blobs at once ──► … until no steps are left
+//! group: ask about its blobs ──► plan ──► steps of all at once ──► … until no steps are left
 //! ```
+//!
+//! The scan does not ask about each blob: a list of each peer's fragments costs the same however many
+//! peers there are. A list may be older than the question of a group, by some seconds. So a scan only
+//! decides which blobs to look at again; every step follows from a plan that a group made.
 //!
 //! The first pass only adds. The second one deletes the surplus of a blob after it has read, decoded
 //! and compared what is kept. It adds, too, if what is kept turns out to be wrong. A blob that has
@@ -17,10 +21,13 @@
 //! continues. Only one repair may run at a time: two repairs that see different members could each
 //! delete what the other keeps.
 //!
-//! A peer that does not answer counts as down from then on. A peer that has no space for a fragment
-//! counts as full. Memory is bounded: the bytes of blocks ([`RepairLimits::memory`]) and the blobs
-//! that wait ([`MAX_WAITING`]). If more blobs than that have something to do, they are repaired
-//! before others are scanned.
+//! A peer that does not answer, or whose list is refused, counts as down from then on. Blobs that were
+//! planned before were planned with what it had. A peer that has no space for a fragment counts as
+//! full.
+//!
+//! Memory is bounded: the bytes of blocks ([`RepairLimits::memory`]), the pages of the lists, and the
+//! blobs that wait ([`MAX_WAITING`]). If more blobs than that have something to do, they are repaired
+//! before others are scanned. That may take hours, so the lists begin anew after it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -32,18 +39,20 @@ use tokio::time::{sleep, timeout};
 
 use super::entry::Entry;
 use super::execute::Executor;
+use super::listings::{Listings, predecessor};
 use super::members::{PeerState, RepairMembers};
 use super::peers::Peers;
 use super::plan::{Findings, Holding, Plan, Wanted, plan};
 use super::rate_limiter::RateLimiter;
 use super::report::Report;
+use crate::error::ErrorKind;
 use crate::id::{BlobId, PeerId};
 
-/// The blobs in one question to the peers.
-const QUERY_BATCH: usize = 1024;
+/// The blobs that are planned at a time.
+const SCAN_BATCH: usize = if cfg!(test) { 4 } else { 1024 };
 
-/// The most blobs that wait for work, some 40 MiB.
-const MAX_WAITING: usize = 1 << 20;
+/// The most blobs that wait for work, some 50 MiB.
+const MAX_WAITING: usize = if cfg!(test) { 8 } else { 1 << 20 };
 
 /// The blobs in a group.
 const GROUP_BLOBS: usize = 128;
@@ -160,9 +169,9 @@ struct WorkResult {
 
 /// Repairs all blobs from the channel, until it ends or `should_continue` returns false.
 ///
-/// The channel must deliver each blob that must exist once for each kind and number of blocks that it
-/// is wanted with. Of copies it must deliver the greatest number that is wanted. `progress` gets the
-/// report so far.
+/// The channel must deliver the blobs that must exist in the order of their names, each once for each
+/// kind and number of blocks that it is wanted with. Of copies it must deliver the greatest number that
+/// is wanted. `progress` gets the report so far; see [`Report::newly_short`].
 pub async fn repair<P: Peers>(
     peers: Arc<P>,
     members: RepairMembers,
@@ -186,22 +195,27 @@ pub async fn repair<P: Peers>(
     };
     let mut report = Report::default();
     let mut is_end = false;
+    let mut after = BlobId::from_bytes([0; 32]);
     while !is_end {
-        let (mut short, mut surplus) = (Vec::new(), Vec::new());
-        while short.len() + surplus.len() < MAX_WAITING && !is_end {
-            let mut batch = Vec::with_capacity(QUERY_BATCH);
-            is_end = blobs.recv_many(&mut batch, QUERY_BATCH).await == 0;
+        let mut listings = shared.listings(after);
+        let (mut lacking, mut surplus) = (Vec::new(), Vec::new());
+        while lacking.len() + surplus.len() < MAX_WAITING && !is_end {
+            let mut batch = Vec::with_capacity(SCAN_BATCH);
+            is_end = blobs.recv_many(&mut batch, SCAN_BATCH).await == 0;
             report.is_stopped |= !should_continue();
             if report.is_stopped {
                 return report;
             }
-            for (plan, work) in shared.scan(&batch, &mut report).await {
-                if plan.steps.is_empty() { surplus.push(work) } else { short.push(work) }
+            for (plan, work) in shared.scan(&batch, &mut listings, &mut report).await {
+                if plan.steps.is_empty() { surplus.push(work) } else { lacking.push(work) }
             }
-            progress(&report);
+            // The next batch may begin with the same blob, wanted with another kind or code.
+            after = batch.last().map_or(after, |wanted| predecessor(&wanted.blob));
+            report.advance(progress);
         }
-        short.sort_by_key(|work| work.survives);
-        let more = shared.work(short, Pass::Add, &mut report, should_continue, progress).await;
+        drop(listings);
+        lacking.sort_unstable_by_key(|work| (work.survives, work.wanted.blob));
+        let more = shared.work(lacking, Pass::Add, &mut report, should_continue, progress).await;
         surplus.extend(more);
         shared.work(surplus, Pass::Remove, &mut report, should_continue, progress).await;
         if report.is_stopped {
@@ -212,10 +226,35 @@ pub async fn repair<P: Peers>(
 }
 
 impl<P: Peers> Shared<P> {
+    /// The lists of all live peers, from the blobs after `after` on.
+    fn listings(&self, after: BlobId) -> Listings<P> {
+        let members = self.members();
+        let live = members.nodes().iter().filter(|node| node.is_live());
+        let live: Vec<PeerId> = live.map(|node| node.id).collect();
+        Listings::new(self.peers.clone(), &live, after)
+    }
+
     /// Plans a batch of blobs. Returns the blobs with something to do.
-    async fn scan(&self, batch: &[Wanted], report: &mut Report) -> Vec<(Plan, Work)> {
-        let blobs: Vec<BlobId> = batch.iter().map(|wanted| wanted.blob).collect();
-        let (members, found) = self.look(&blobs).await;
+    async fn scan(
+        &self,
+        batch: &[Wanted],
+        listings: &mut Listings<P>,
+        report: &mut Report,
+    ) -> Vec<(Plan, Work)> {
+        let mut found = Vec::with_capacity(batch.len());
+        for wanted in batch {
+            found.push(listings.holdings(&wanted.blob).await);
+        }
+        for (peer, error) in listings.take_failures() {
+            tracing::warn!(%peer, %error, "failed to list the fragments of a peer");
+            if error.kind() != ErrorKind::Unavailable {
+                report.fail(format!("peer {peer} counts as down: {error}"));
+            }
+            self.set_down(&peer);
+            // As of a peer that does not answer, nothing of it counts in this batch.
+            found.iter_mut().for_each(|found| found.retain(|one| one.peer != peer));
+        }
+        let members = self.members();
         let mut work = Vec::new();
         for (wanted, holdings) in batch.iter().zip(found) {
             let plan = plan(wanted, &members, &holdings, &Findings::default());
@@ -262,10 +301,7 @@ impl<P: Peers> Shared<P> {
                 }
             }
         }
-        // The order does not depend on which peer answers first.
-        found.iter_mut().for_each(|found| {
-            found.sort_unstable_by_key(|one| (one.encoding, one.index, one.peer));
-        });
+        found.iter_mut().for_each(|found| found.sort_unstable_by_key(Holding::order));
         (self.members(), found)
     }
 
@@ -294,7 +330,7 @@ impl<P: Peers> Shared<P> {
                 Ok(Some(Ok(done))) => {
                     report.add(done.report);
                     surplus.extend(done.surplus);
-                    progress(report);
+                    report.advance(progress);
                 }
                 Ok(Some(Err(error))) => report.fail(format!("a repair task panicked: {error}")),
                 Err(_) => {}

@@ -1,16 +1,17 @@
 //! Repair: brings every blob back to its full redundancy, and to the peers where it belongs.
 //!
 //! ```text
-//! blobs that must exist ─► ask all peers ─► plan ─► most endangered first ─► execute: only adds
-//!                              ▲            pure                                  │
-//!                              └──────────── until nothing is left to do ◄────────┤
-//!                                                                                 ▼
+//! blobs that must exist ─┬─► plan ─► most endangered first ─► ask the peers, plan ─► execute: adds
+//! lists of the peers ────┘   pure                                 ▲                        │
+//!                                                                 └─ until nothing is left ┤
+//!                                                                                          ▼
 //!                                     remove: decodes and compares what is kept, then deletes
 //! ```
 //!
 //! | file | responsibility |
 //! |---|---|
 //! | `job` | `repair`: scans all blobs, and works on groups of those that have something to do |
+//! | `listings` | the lists of all peers, merged |
 //! | `plan` | decides what to do about one blob; pure |
 //! | `members` | the peers and their states as repair sees them |
 //! | `entry` | one blob under repair, and what this repair knows about it |
@@ -30,6 +31,7 @@ mod execute;
 #[cfg(test)]
 mod forged_tests;
 mod job;
+mod listings;
 mod members;
 mod peers;
 mod plan;
@@ -44,6 +46,7 @@ mod tests;
 mod verify;
 
 pub use job::{RepairLimits, repair};
+pub(crate) use listings::ListCheck;
 pub use members::{PeerState, RepairMembers, RepairPeer};
 pub use peers::{ConnectedPeers, DELETION_TIMEOUT, DeletionPermit, Peers};
 pub use plan::{Findings, FragmentLocation, Holding, Plan, Rejection, Removal, Step, Wanted, plan};

@@ -37,6 +37,15 @@ pub trait Peers: Send + Sync + 'static {
         blobs: &[BlobId],
     ) -> impl Future<Output = Result<Vec<Vec<Held>>>> + Send;
 
+    /// A page of about `most` of a peer's fragments, in the order of their blobs, starting after this
+    /// blob: all fragments of a blob or none. It is empty if there are no more.
+    fn list(
+        &self,
+        peer: PeerId,
+        after: BlobId,
+        most: usize,
+    ) -> impl Future<Output = Result<Vec<(BlobId, Held)>>> + Send;
+
     /// Fetches a fragment; `None` if the peer does not have it.
     fn get(
         &self,
@@ -77,12 +86,6 @@ impl ConnectedPeers {
         ConnectedPeers { pool: ConnectionPool::new(security), members, permit, seals }
     }
 
-    /// A page of a peer's fragments, starting after this blob: see [`Connection::list`].
-    pub(crate) async fn list(&self, peer: &PeerId, after: BlobId) -> Result<Vec<(BlobId, Held)>> {
-        let list = |connection: Arc<Connection>| async move { connection.list(&after).await };
-        self.pool.ask(self.member(peer)?, list).await
-    }
-
     /// A page of a peer's records, starting after this blob: see [`Connection::records`].
     pub(crate) async fn records(&self, peer: &PeerId, after: BlobId) -> Result<Vec<Fragment>> {
         let records = |connection: Arc<Connection>| async move { connection.records(&after).await };
@@ -102,6 +105,11 @@ impl Peers for ConnectedPeers {
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         let member = self.member(&peer)?;
         self.pool.ask(member, |connection| async move { connection.have(blobs, false).await }).await
+    }
+
+    async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+        let list = |connection: Arc<Connection>| async move { connection.list(&after, most).await };
+        self.pool.ask(self.member(&peer)?, list).await
     }
 
     async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {

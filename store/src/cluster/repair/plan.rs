@@ -109,6 +109,11 @@ impl Holding {
         Holding { peer, encoding, kind, data, parity, index, len, is_sealed }
     }
 
+    /// The order of holdings, which does not depend on which peer answers first.
+    pub(super) fn order(&self) -> (BlobId, u8, PeerId) {
+        (self.encoding, self.index, self.peer)
+    }
+
     /// Where the fragment is.
     pub fn location(&self) -> FragmentLocation {
         let Holding { peer, encoding, index, .. } = *self;

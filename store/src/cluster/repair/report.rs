@@ -1,6 +1,6 @@
 //! The report of a repair: what it found and what it did.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::plan::{FragmentLocation, Plan};
 use crate::id::{BlobId, PeerId};
@@ -65,8 +65,8 @@ pub struct Report {
     pub is_stopped: bool,
     /// Blobs whose final state is known.
     settled: u64,
-    /// Blobs that still have less than their redundancy.
-    short: HashSet<BlobId>,
+    /// Blobs that still have less than their redundancy, since the last progress.
+    short: Vec<BlobId>,
 }
 
 impl Report {
@@ -86,17 +86,29 @@ impl Report {
         suspects
     }
 
-    /// The blobs that still have less than their redundancy; `None` unless the final state of all
-    /// blobs is known.
-    pub(crate) fn short(&self) -> Option<&HashSet<BlobId>> {
-        (!self.is_stopped && self.settled == self.blobs).then_some(&self.short)
+    /// Whether the final state of all blobs is known.
+    pub fn is_settled(&self) -> bool {
+        !self.is_stopped && self.settled == self.blobs
+    }
+
+    /// The blobs whose final state is that they have less than their redundancy or cannot be read,
+    /// and which no earlier call of `progress` got. There may be very many, so a report does not
+    /// collect them.
+    pub fn newly_short(&self) -> &[BlobId] {
+        &self.short
+    }
+
+    /// Shows the report so far to `progress`.
+    pub(super) fn advance(&mut self, progress: &dyn Fn(&Report)) {
+        progress(self);
+        self.short.clear();
     }
 
     /// Adds the final state of a blob.
     pub(super) fn settle(&mut self, blob: &BlobId, plan: &Plan) {
         self.settled += 1;
         if plan.missing > 0 || plan.survives < 0 {
-            self.short.insert(*blob);
+            self.short.push(*blob);
         }
         self.left += u64::from(plan.missing > 0);
         self.waiting += u64::from(plan.waiting > 0);

@@ -41,8 +41,9 @@ impl Stored {
 
     fn feed(&self) -> mpsc::Receiver<Wanted> {
         let (sender, receiver) = mpsc::channel(self.blobs.len());
-        for (blob, _) in &self.blobs {
-            sender.try_send(Wanted::content(*blob, self.redundancy)).unwrap();
+        let blobs: BTreeSet<BlobId> = self.blobs.iter().map(|(blob, _)| *blob).collect();
+        for blob in blobs {
+            sender.try_send(Wanted::content(blob, self.redundancy)).unwrap();
         }
         receiver
     }
@@ -246,6 +247,10 @@ impl Peers for Counting {
         self.peers.have(peer, blobs).await
     }
 
+    async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+        self.peers.list(peer, after, most).await
+    }
+
     async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
         self.peers.get(peer, fragment).await
     }
@@ -359,6 +364,10 @@ impl Peers for FailingPuts {
 
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         self.peers.have(peer, blobs).await
+    }
+
+    async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+        self.peers.list(peer, after, most).await
     }
 
     async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {

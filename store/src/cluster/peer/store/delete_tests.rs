@@ -161,7 +161,7 @@ fn a_have_request_without_renewal_does_not_wait_for_a_writer() {
     let writer = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
     writer.execute_batch("BEGIN IMMEDIATE; UPDATE fragments SET touched = 1").unwrap();
     assert_eq!(store.have(&[one.description.blob], None).unwrap()[0].len(), 1);
-    assert_eq!(store.list(&NO_BLOB).unwrap().len(), 1);
+    assert_eq!(store.list(&NO_BLOB, 4096).unwrap().len(), 1);
 }
 
 #[test]
@@ -178,7 +178,7 @@ fn an_invalid_row_is_left_out() {
         let held = store.have(&[blob, fragment(2, CODE, 0).description.blob], renew).unwrap();
         assert_eq!((held[0].len(), held[1].len()), (1, 1));
     }
-    assert_eq!(store.list(&NO_BLOB).unwrap().len(), 2);
+    assert_eq!(store.list(&NO_BLOB, 4096).unwrap().len(), 2);
     assert_eq!(store.get(&blob).unwrap(), [one]);
 }
 
@@ -211,7 +211,7 @@ fn a_list_has_every_fragment_once_in_the_order_of_the_blobs() {
     wanted.sort();
     let (mut found, mut after, mut pages) = (Vec::new(), NO_BLOB, 0);
     loop {
-        let page = store.list(&after).unwrap();
+        let page = store.list(&after, 4096).unwrap();
         let Some((last, _)) = page.last() else { break };
         (after, pages) = (*last, pages + 1);
         assert!(page.iter().all(|(_, held)| held.len == 20 && held.kind == Kind::Content));

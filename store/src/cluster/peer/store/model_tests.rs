@@ -208,7 +208,7 @@ fn check(
     }
     let (mut after, mut listed) = (BlobId::from_bytes([0; 32]), 0);
     loop {
-        let page = store.list(&after).unwrap();
+        let page = store.list(&after, 0).unwrap();
         let Some((last, _)) = page.last() else { break };
         (after, listed) = (*last, listed + page.len());
     }

@@ -7,7 +7,7 @@ use super::group::KnownFragment;
 use super::table::Found;
 use crate::cluster::protocol::{FragmentId, FragmentPart, Held};
 use crate::cluster::protocol::{
-    MAX_FETCHED, MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, MAX_RECORDS, fragment_len,
+    MAX_FETCHED, MAX_FRAGMENTS, MAX_FRAGMENTS_LEN, MAX_HELD, MAX_LISTED, MAX_RECORDS, fragment_len,
 };
 use crate::collection::CollectionNumber;
 use crate::encoding::MAX_STORED;
@@ -180,11 +180,13 @@ impl PeerStore {
         Ok(all)
     }
 
-    /// A page of fragments, in the order of their blobs, starting after this blob: all fragments of
-    /// a blob or none. It is empty if there are no more.
-    pub fn list(&self, after: &BlobId) -> Result<Vec<(BlobId, Held)>> {
-        let pending = self.state().pending.blobs(after, MAX_LISTED);
-        let page = self.table.list(after, MAX_LISTED)?;
+    /// A page of about `most` fragments, in the order of their blobs, starting after this blob: all
+    /// fragments of a blob or none. It is empty if there are no more.
+    pub fn list(&self, after: &BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+        // All fragments of one blob fit.
+        let most = most.clamp(MAX_FRAGMENTS, MAX_LISTED);
+        let pending = self.state().pending.blobs(after, most);
+        let page = self.table.list(after, most)?;
         let mut all: BTreeMap<BlobId, Vec<KnownFragment>> = BTreeMap::new();
         for one in page.all {
             all.entry(one.description.blob).or_default().push(one);
@@ -196,7 +198,7 @@ impl PeerStore {
         }
         let mut listed = Vec::new();
         for (blob, known) in all {
-            if !listed.is_empty() && listed.len() + known.len() > MAX_LISTED {
+            if !listed.is_empty() && listed.len() + known.len() > most {
                 break;
             }
             let mut held: Vec<_> = known.iter().map(held).collect();

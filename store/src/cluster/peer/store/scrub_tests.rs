@@ -90,7 +90,8 @@ fn has(store: &PeerStore, one: &Fragment) -> bool {
     let found = store.get(&blob).unwrap();
     assert!(found.iter().all(|found| found == one), "a block is damaged or another one");
     let held = store.have(&[blob], None).unwrap().remove(0);
-    let listed = store.list(&NO_BLOB).unwrap().iter().filter(|(name, _)| *name == blob).count();
+    let listed =
+        store.list(&NO_BLOB, 4096).unwrap().iter().filter(|(name, _)| *name == blob).count();
     assert_eq!((found.len(), found.len()), (held.len(), listed), "the answers differ");
     !found.is_empty()
 }

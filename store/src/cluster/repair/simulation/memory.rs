@@ -5,6 +5,7 @@
 //! repair is killed at any request, and another one starts. While it runs, a blob is as strong as it
 //! was, less one for each fragment that turned bad or was lost with its holder.
 
+mod listing_tests;
 mod world;
 
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -74,6 +75,21 @@ impl Memory {
     }
 }
 
+/// A fragment as its holder reports it.
+fn held(fragment: &Fragment) -> Held {
+    let description = &fragment.description;
+    let data = description.needed() as u8;
+    Held {
+        encoding: description.id(),
+        data,
+        parity: description.width() as u8 - data,
+        index: fragment.index,
+        kind: description.kind(),
+        len: fragment.block.len() as u32,
+        seal: description.seal,
+    }
+}
+
 impl Peers for Memory {
     fn seals(&self) -> &SealKeys {
         &SealKeys::OFF
@@ -82,24 +98,25 @@ impl Peers for Memory {
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         let world = self.before_answer(peer).await?;
         let fragments = &world.peers[&peer].fragments;
-        let held = |blob: &BlobId| {
+        let of_blob = |blob: &BlobId| {
             let own = fragments.iter().filter(|(key, _)| key.0 == *blob);
-            own.map(|((_, encoding, index), fragment)| {
-                let description = &fragment.description;
-                let data = description.needed() as u8;
-                Held {
-                    encoding: *encoding,
-                    data,
-                    parity: description.width() as u8 - data,
-                    index: *index,
-                    kind: description.kind(),
-                    len: fragment.block.len() as u32,
-                    seal: description.seal,
-                }
-            })
-            .collect()
+            own.map(|(_, fragment)| held(fragment)).collect()
         };
-        Ok(blobs.iter().map(held).collect())
+        Ok(blobs.iter().map(of_blob).collect())
+    }
+
+    /// The pages have one blob or a few, so that events happen between them.
+    async fn list(&self, peer: PeerId, after: BlobId, _: usize) -> Result<Vec<(BlobId, Held)>> {
+        let mut world = self.before_answer(peer).await?;
+        let most = 1 + world.rng.below(12) as usize;
+        let mut page: Vec<(BlobId, Held)> = Vec::new();
+        for ((blob, ..), fragment) in &world.peers[&peer].fragments {
+            let is_last = |(last, _): &(BlobId, Held)| last == blob;
+            if *blob > after && (page.len() < most || page.last().is_some_and(is_last)) {
+                page.push((*blob, held(fragment)));
+            }
+        }
+        Ok(page)
     }
 
     async fn get(&self, peer: PeerId, id: FragmentId) -> Result<Option<Fragment>> {
@@ -197,7 +214,7 @@ async fn run(seed: u64, defect: Option<Defect>) -> (Report, u64, u64) {
     for _ in 0..REPAIRS {
         {
             let mut world = memory.world();
-            world.left = Some(20 + world.rng.below(80));
+            world.left = Some(20 + world.rng.below(200));
             world.most_come_back();
             world.reset_losses();
             (0..world.rng.below(8)).for_each(|_| world.event());
