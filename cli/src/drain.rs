@@ -8,7 +8,7 @@ use cairn_store::{Image, Repository};
 
 use crate::args::Style;
 use crate::failure::{Doing, Outcome};
-use crate::peers::count;
+use crate::output::count;
 
 /// The images of the repository, if one of the peers is draining. Otherwise nobody needs them.
 pub(crate) fn images_for(repository: &Repository, peers: &[Peer]) -> Outcome<Vec<Image>> {
@@ -85,6 +85,8 @@ pub(crate) fn waits_for(
 
 #[cfg(test)]
 mod tests {
+    use std::slice::from_ref;
+
     use cairn_store::cluster::membership::PeerStats;
     use cairn_store::encoding::Redundancy;
     use cairn_store::{Geometry, PeerId};
@@ -151,7 +153,8 @@ mod tests {
     #[test]
     fn a_peer_that_is_empty_or_not_draining_waits_for_nothing() {
         let style = Style { json: false, bytes: true };
-        let waits_for = |peer: &Peer| waits_for(peer, &[peer.clone()], &[image("none")], style);
+        let waits_for =
+            |peer: &Peer| super::waits_for(peer, from_ref(peer), &[image("none")], style);
         assert_eq!(waits_for(&peer(1, Health::Up, 0)), None);
         let mut drained = peer(1, Health::Draining, 0);
         drained.stats.as_mut().unwrap().fragments = 0;

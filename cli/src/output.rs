@@ -8,6 +8,11 @@ use crate::args::Style;
 use crate::failure::{Doing, Outcome};
 use crate::size::human_size;
 
+/// A number with its noun, which gets an "s" unless there is one.
+pub(crate) fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Prints text. A reader that closes the pipe early is not a failure.
 pub(crate) fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::args::{Peers, Style};
 use crate::drain;
 use crate::failure::{Doing, Exit, Failure, Outcome};
-use crate::output::{Align, Table, or_dash, print, print_json};
+use crate::output::{Align, Table, count, or_dash, print, print_json};
 use crate::progress::Progress;
 use crate::time::{ago, utc};
 
@@ -102,11 +102,6 @@ fn summary(repair: Option<&LastRepair>) -> String {
         ),
     };
     format!("{found}, as of the repair of {}", utc(repair.time))
-}
-
-/// A number with its noun, which gets an "s" unless there is one.
-pub(crate) fn count(number: u64, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 fn peer_json(peer: &Peer, drain_waits_for: Option<Vec<String>>) -> Value {

@@ -8,8 +8,7 @@ use serde_json::{Value, json};
 
 use crate::args::Style;
 use crate::failure::{Doing, Exit, Failure, Outcome};
-use crate::output::{print, print_json};
-use crate::peers::count;
+use crate::output::{count, print, print_json};
 use crate::progress::Progress;
 
 /// The most unreadable blobs that are printed as text.

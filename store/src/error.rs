@@ -135,6 +135,15 @@ pub enum Error {
         /// The directory.
         path: PathBuf,
     },
+    /// The directory holds the blobs of a repository, but not its marker.
+    #[error(
+        "{} holds a repository without its repository.json, so its version is unknown; restore that \
+         file from a copy, or name another directory", path.display()
+    )]
+    NoMarker {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The image does not exist.
     #[error("there is no image '{name}'; `cairn ls` shows the images")]
     NoImage {
@@ -536,7 +545,9 @@ impl Error {
             | Error::InUse { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
-            Error::MissingBlob { .. } | Error::Corrupt { .. } => ErrorKind::Corrupt,
+            Error::MissingBlob { .. } | Error::NoMarker { .. } | Error::Corrupt { .. } => {
+                ErrorKind::Corrupt
+            }
             Error::Full { .. }
             | Error::TooFewPeers { .. }
             | Error::PeersMissing { .. }

@@ -82,7 +82,7 @@ async fn an_acknowledged_fragment_survives_a_kill_of_the_peer_at_any_moment() {
             assert_eq!(found, [wanted], "fragment {number} in round {round}");
         }
         let mut puts = JoinSet::new();
-        for number in round * 1000..round * 1000 + 300 {
+        for number in round * 1000..round * 1000 + 150 {
             let connection = connection.clone();
             puts.spawn(async move { connection.put(fragment(number)).await.map(|()| number) });
         }

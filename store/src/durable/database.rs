@@ -32,14 +32,18 @@ pub(crate) fn open(path: &Path, supported: u64) -> Result<(Connection, Connectio
     Ok((writer, connect(path, OpenFlags::empty())?))
 }
 
-/// Creates a database with the version `wanted`, unless it exists. `fill` creates the tables.
-/// Several processes may call this at the same time.
+/// Creates a database with the version `wanted`, unless it exists. `fill` creates the tables. Fails
+/// if the database has another version. Several processes may call this at the same time.
 pub(crate) fn make(
     path: &Path,
     wanted: u64,
     fill: impl FnOnce(&Transaction<'_>) -> Result<()>,
 ) -> Result<()> {
     let mut connection = connect(path, OpenFlags::SQLITE_OPEN_CREATE)?;
+    let found = version(&connection)?;
+    if found != 0 {
+        Error::check_format(path, found, wanted)?;
+    }
     use_write_ahead_log(&connection)?;
     if version(&connection)? == 0 {
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;

@@ -99,7 +99,8 @@ pub(crate) fn check(path: &Path) -> Result<()> {
 }
 
 /// Creates a repository in the directory, unless it is one already. Fails if the directory holds
-/// other files.
+/// other files, or a repository that has lost its marker: only the marker states the version of its
+/// blobs.
 pub(crate) fn create(path: &Path) -> Result<()> {
     // The directories that do not exist, the deepest first.
     let missing = path.ancestors().take_while(|dir| !dir.exists()).collect::<Vec<_>>();
@@ -107,12 +108,22 @@ pub(crate) fn create(path: &Path) -> Result<()> {
         Err(Error::NoRepository { .. }) => {
             fs::create_dir_all(path).map_err(|e| Error::io("creating", path, e))?;
         }
-        Err(Error::NotARepository { .. }) if is_unfinished(path)? => {}
+        Err(Error::NotARepository { .. }) if is_unfinished(path)? => {
+            // Blobs are stored only after the marker is written.
+            if DirectoryBlobs::has_segments(path)? {
+                return match check(path) {
+                    // Another process has written the marker meanwhile.
+                    Ok(()) => Ok(()),
+                    Err(_) => Err(Error::NoMarker { path: path.to_owned() }),
+                };
+            }
+        }
         other => return other,
     }
     check_file_system(path)?;
-    DirectoryBlobs::create(path)?;
+    // Both fail if a database of another version is there.
     SqliteDocuments::create(&catalog(path))?;
+    DirectoryBlobs::create(path)?;
     write_marker(path)?;
     sys::sync_dir(path)?;
     missing.into_iter().filter_map(Path::parent).try_for_each(sys::sync_dir)

@@ -11,8 +11,8 @@ use crate::support::{
 };
 use cairn_store::encoding::StoragePolicy;
 use cairn_store::{
-    BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
-    SnapshotState,
+    BlobId, Blobs, ChunkId, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root,
+    SnapshotRef, SnapshotState,
 };
 use tempfile::TempDir;
 
@@ -182,6 +182,35 @@ fn an_unfinished_creation_is_finished() {
     assert_eq!(kind(Repository::open(&crate::support::url(&dir))), ErrorKind::Invalid);
     Repository::open_or_create(&crate::support::url(&dir)).unwrap();
     assert!(dir.path().join("segments").is_dir());
+}
+
+/// The marker has the version of the repository. Without it, nobody knows the version.
+#[test]
+fn a_repository_that_lost_its_marker_is_not_marked_again() {
+    let marker = |dir: &TempDir| dir.path().join("repository.json");
+    // The catalog is of another version.
+    for version in [1, 99] {
+        let TestRepository { dir, repository, .. } = TestRepository::new();
+        drop(repository);
+        fs::remove_file(marker(&dir)).unwrap();
+        let catalog = rusqlite::Connection::open(dir.path().join("catalog.db")).unwrap();
+        catalog.execute_batch(&format!("PRAGMA user_version = {version}")).unwrap();
+        drop(catalog);
+        let error = Repository::open_or_create(&crate::support::url(&dir)).err().unwrap();
+        let is_refused = matches!(error, Error::NewerFormat { .. } | Error::OlderFormat { .. });
+        assert!(is_refused, "{error}");
+        assert!(!marker(&dir).exists());
+    }
+    // There are blobs, whose format only the marker states.
+    let TestRepository { dir, repository, .. } = TestRepository::new();
+    let content = vec![7; 65536];
+    repository.put_chunks(&[(ChunkId::of(&content), &content)]).unwrap();
+    drop(repository);
+    fs::remove_file(marker(&dir)).unwrap();
+    let error = Repository::open_or_create(&crate::support::url(&dir)).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    assert!(error.to_string().contains("repository.json"), "{error}");
+    assert!(!marker(&dir).exists());
 }
 
 #[test]

@@ -96,6 +96,15 @@ impl DirectoryBlobs {
         Self::open(repository).map(|_| ())
     }
 
+    /// Whether the repository has a segment, so that blobs were stored in it.
+    pub(crate) fn has_segments(repository: &Path) -> Result<bool> {
+        let directory = directory_in(repository);
+        match directory.is_dir() {
+            true => Ok(!segments_in(&directory)?.is_empty()),
+            false => Ok(false),
+        }
+    }
+
     /// Opens the blobs of a repository. Rebuilds the index if it is missing.
     pub(crate) fn open(repository: &Path) -> Result<Self> {
         let directory = directory_in(repository);
