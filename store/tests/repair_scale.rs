@@ -244,7 +244,7 @@ fn run(simulated: &Arc<Simulated>, wanted: &SortedWanted, down: usize) -> (Repor
 #[test]
 fn the_scan_of_very_many_blobs_takes_bounded_memory_and_little_traffic() {
     let count = std::env::var("CAIRN_SCALE_BLOBS");
-    let count = count.map_or(100_000, |text| text.parse().expect("a number of blobs"));
+    let count = count.map_or(20_000, |text| text.parse().expect("a number of blobs"));
     let simulated = Arc::new(Simulated::new(count));
     let start = Instant::now();
     let wanted = wanted(simulated.names);

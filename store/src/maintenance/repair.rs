@@ -157,8 +157,8 @@ impl<'a> RepairJob<'a> {
             true => vec![true; available.len()],
             false => whole_snapshots(self.repository, available, wanted, short)?,
         };
-        let whole = available.iter().zip(is_whole).filter(|(_, is_whole)| *is_whole);
-        whole.map(|(snapshot, _)| self.repository.catalog().promote(snapshot)).collect()
+        let mut whole = available.iter().zip(is_whole).filter(|(_, is_whole)| *is_whole);
+        whole.try_for_each(|(snapshot, _)| self.repository.catalog().promote(snapshot))
     }
 
     /// Repairs all wanted blobs. Fails if their names cannot be read back; what was repaired by then

@@ -103,7 +103,7 @@ impl ListCheck {
         let Some(last) = last else { return Ok(false) };
         self.after = last;
         let [covered, ..] = last.as_bytes().as_chunks::<8>().0 else { unreachable!("32 bytes") };
-        let possible = MAX_PEER_FRAGMENTS * u128::from(u64::from_be_bytes(*covered)) >> 64;
+        let possible = (MAX_PEER_FRAGMENTS * u128::from(u64::from_be_bytes(*covered))) >> 64;
         if u128::from(self.listed) > possible + u128::from(UNEVEN_FRAGMENTS) {
             return wrong("it lists more fragments than a peer can have");
         }
