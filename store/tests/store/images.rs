@@ -11,8 +11,8 @@ use crate::support::{
 };
 use cairn_store::encoding::StoragePolicy;
 use cairn_store::{
-    BlobId, Blobs, ChunkId, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root,
-    SnapshotRef, SnapshotState,
+    BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
+    SnapshotState,
 };
 use tempfile::TempDir;
 
@@ -204,7 +204,7 @@ fn a_repository_that_lost_its_marker_is_not_marked_again() {
     // There are blobs, whose format only the marker states.
     let TestRepository { dir, repository, .. } = TestRepository::new();
     let content = vec![7; 65536];
-    repository.put_chunks(&[(ChunkId::of(&content), &content)]).unwrap();
+    repository.put_chunks(&[NewBlob::new(&content)]).unwrap();
     drop(repository);
     fs::remove_file(marker(&dir)).unwrap();
     let error = Repository::open_or_create(&crate::support::url(&dir)).err().unwrap();
