@@ -10,8 +10,8 @@
 //! entries with one key, the greatest counts; the others are dropped as soon as they meet.
 //!
 //! A run is a file without a name, so a process that dies leaves nothing behind. Nothing is synced:
-//! the files are of no use to another process. Few entries stay in memory and need no file. A block
-//! that was read differs from the one that was written is an error, and never another entry: callers
+//! the files are of no use to another process. Few entries stay in memory and need no file. Blocks have
+//! checksums: a block that changed on the disk is an error, and never another entry, because callers
 //! delete what they do not find here.
 
 use std::cmp::Reverse;

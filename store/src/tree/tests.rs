@@ -278,6 +278,8 @@ struct Reads {
     under_way: usize,
     /// The most that were under way.
     most: usize,
+    /// Whether one has waited for another in vain.
+    gave_up: bool,
 }
 
 /// Blobs whose reads, except the first one, end when two are under way, or after a long time.
@@ -293,9 +295,11 @@ impl Blobs for Meeting {
         (reads.all, reads.under_way) = (reads.all + 1, reads.under_way + 1);
         reads.most = reads.most.max(reads.under_way);
         self.changed.notify_all();
-        let is_alone = |reads: &mut Reads| reads.all > 1 && reads.most < 2;
+        let is_alone = |reads: &mut Reads| reads.all > 1 && reads.most < 2 && !reads.gave_up;
         let timeout = Duration::from_secs(20);
-        let (mut reads, _) = self.changed.wait_timeout_while(reads, timeout, is_alone).unwrap();
+        let (mut reads, waited) =
+            self.changed.wait_timeout_while(reads, timeout, is_alone).unwrap();
+        reads.gave_up |= waited.timed_out();
         reads.under_way -= 1;
         self.blobs.get(id, buf)
     }
