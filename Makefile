@@ -117,6 +117,8 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, simulatio
 	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-store --lib simulation -- --nocapture
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-store --lib index_tests -- --nocapture
 	$(call say,killing peers and the catalog of a cluster)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2
