@@ -120,6 +120,8 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, simulatio
 	$(call say,scanning ten million blobs)
 	@CAIRN_SCALE_BLOBS=$(or $(SCALE_BLOBS),10000000) \
 	  $(CARGO) test --locked --release -p cairn-store --test repair_scale -- --nocapture
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-store --lib index_tests -- --nocapture
 	$(call say,killing peers and the catalog of a cluster)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2
