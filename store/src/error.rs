@@ -272,6 +272,16 @@ pub enum Error {
         /// The members that do not answer, and why.
         silent: Vec<String>,
     },
+    /// Records on the peers have no valid seal.
+    #[error(
+        "{records} records on the peers have no valid seal: they were stored with a mac.key that \
+         this one does not include, or a peer made them up; use the newest mac.key, or --force to \
+         ignore them: snapshots that only they describe are missed, and removed ones may return"
+    )]
+    UnsealedRecords {
+        /// The number of records.
+        records: u64,
+    },
     /// The catalog does not have the image of a running mirror.
     #[error(
         "the catalog does not have image '{image}'; if the catalog was lost, `cairn catalog \
@@ -551,6 +561,7 @@ impl Error {
             Error::Full { .. }
             | Error::TooFewPeers { .. }
             | Error::PeersMissing { .. }
+            | Error::UnsealedRecords { .. }
             | Error::ContentLost { .. }
             | Error::CatalogRebuilt { .. }
             | Error::ImageGone { .. }

@@ -6,6 +6,7 @@ use super::documents::{
     number_of, snapshot_key,
 };
 use super::images::Referrer;
+use crate::cluster::membership::LOSSES;
 use crate::documents::{Change, Query};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
@@ -23,6 +24,8 @@ pub(crate) struct Available {
     version: u64,
     /// The key of its entry in the index of available snapshots.
     index: String,
+    /// The version of the count of lost peers.
+    losses: u64,
 }
 
 impl Catalog {
@@ -34,7 +37,7 @@ impl Catalog {
 
     /// The snapshots that are *available*.
     pub(crate) fn available(&self) -> Result<Vec<Available>> {
-        let index = self.read(&[Query::prefix(AVAILABLE)])?;
+        let index = self.read(&[Query::prefix(AVAILABLE), Query::key(LOSSES)])?;
         let mut found = Vec::new();
         for some in index.under::<AvailableDocument>(AVAILABLE)?.chunks(READ_TOGETHER) {
             let some: Vec<_> = some
@@ -59,6 +62,7 @@ impl Catalog {
                         version: view.version(&snapshot_key),
                         key: snapshot_key,
                         index: available_key(&id, number),
+                        losses: index.version(LOSSES),
                     });
                 }
             }
@@ -67,12 +71,13 @@ impl Catalog {
     }
 
     /// Makes an available snapshot stable. Leaves it alone if it was removed or has changed since
-    /// it was read.
+    /// it was read, or if a peer was lost since: what repair has found there is gone.
     pub(crate) fn promote(&self, available: &Available) -> Result<()> {
-        let Available { key, version, index, .. } = available;
-        self.change(&[Query::key(key)], |view| {
+        let Available { key, version, index, losses, .. } = available;
+        self.change(&[Query::key(key), Query::key(LOSSES)], |view| {
+            let is_same = view.version(key) == *version && view.version(LOSSES) == *losses;
             let change = match view.get::<SnapshotDocument>(key)? {
-                Some(one) if view.version(key) == *version => {
+                Some(one) if is_same => {
                     let stable = SnapshotDocument { state: SnapshotState::Stable, ..one };
                     Change::default().put(key, &stable).remove(Query::key(index))
                 }

@@ -45,6 +45,9 @@ const MEMBERS: &str = "members/";
 const ALIVE: &str = "alive/";
 const SUSPECTS: &str = "suspects/";
 
+/// How often the supervisor tries to change the document of a peer that is down.
+const MAX_ATTEMPTS: usize = 4;
+
 /// The folders that describe peers.
 const FOLDERS: [&str; 3] = [MEMBERS, ALIVE, SUSPECTS];
 
@@ -338,7 +341,8 @@ fn update(
 }
 
 /// Edits a member's document like [`update`]. With `heartbeat`, the version of the peer's last
-/// heartbeat, does nothing if the peer has sent another one. Returns whether it has not.
+/// heartbeat, does nothing if the peer has sent another one, and gives up if the document changes
+/// again and again: a hostile peer may write it without a pause. Returns whether it was edited.
 fn update_unless_alive(
     documents: &dyn Documents,
     id: &PeerId,
@@ -346,7 +350,8 @@ fn update_unless_alive(
     edit: impl Fn(MemberDocument) -> MemberDocument,
 ) -> Result<bool> {
     let (key, alive) = (member_key(id), alive_key(id));
-    loop {
+    let most = if heartbeat.is_some() { MAX_ATTEMPTS } else { usize::MAX };
+    for _ in 0..most {
         let view = documents.read(&[&key, LOSSES, &alive].map(Query::key))?;
         if heartbeat.is_some_and(|version| view.version(&alive) != version) {
             return Ok(false);
@@ -369,6 +374,7 @@ fn update_unless_alive(
             return Ok(true);
         }
     }
+    Ok(false)
 }
 
 /// Starts or ends the draining of a peer.
@@ -448,7 +454,11 @@ pub fn declare_lost_peers(
         let is_lost = now.saturating_sub(since) >= lost_after.as_secs();
         // A heartbeat that arrives meanwhile would leave a peer that is up marked as down.
         let note = |document| MemberDocument { down_since: Some(since), lost: is_lost, ..document };
-        let is_noted = update_unless_alive(documents, &peer.id, Some(heartbeat), note)?;
+        let is_noted = match update_unless_alive(documents, &peer.id, Some(heartbeat), note) {
+            // The peer was forgotten meanwhile. The others are looked at all the same.
+            Err(Error::NoPeer { .. }) => false,
+            noted => noted?,
+        };
         lost.extend((is_noted && is_lost).then_some(peer.id));
     }
     Ok(lost)

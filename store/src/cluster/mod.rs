@@ -14,6 +14,7 @@
 //! | `placement/` | which peers hold a blob: a pure function of its name and the members |
 //! | `protocol/` | the requests and answers between clients and peers |
 //! | `membership` | the members' documents in the catalog: heartbeats, states, suspects |
+//! | `list_check` | checks a list that a peer sends in pages |
 //! | `client/` | many peers as one blob store: the window, reads, connections, reservations |
 //! | `peer/` | a process that stores fragments: server, limits, group commit, log and table |
 //! | `repair/` | back to full redundancy: the plan for a blob, its execution, the repair job |
@@ -21,6 +22,7 @@
 //! The supervisor is in [`maintenance`](crate::maintenance). `docs/cluster.md` describes the whole.
 
 pub mod client;
+pub(crate) mod list_check;
 pub mod membership;
 pub mod peer;
 pub mod placement;

@@ -8,17 +8,18 @@ use crate::repository::Repository;
 /// not have.
 ///
 /// Fails without `force` if a peer does not answer, or if fewer peers answer than the cluster had.
-/// Such a peer may have the only record of a snapshot or the only tombstone of a removed one.
+/// Such a peer may have the only record of a snapshot or the only tombstone of a removed one. For the
+/// same reason, fails without `force` if a record has no valid seal: it may be a tombstone that was
+/// stored with a newer `mac.key`.
 pub fn rebuild_catalog(repository: &Repository, force: bool) -> Result<Rebuilt> {
     // Before the records are read: see `Inventory`.
     let inventory = repository.catalog().inventory()?;
     let found = repository.records().ok_or(Error::NoCluster)?;
     if found.unsealed > 0 {
-        tracing::warn!(
-            records = found.unsealed,
-            "records without a valid seal are ignored: a peer may have forged them, or they were \
-             stored with another mac.key"
-        );
+        if !force {
+            return Err(Error::UnsealedRecords { records: found.unsealed });
+        }
+        tracing::warn!(records = found.unsealed, "records without a valid seal are ignored");
     }
     let mut records = Records::default();
     for bytes in &found.records {

@@ -1,8 +1,9 @@
 //! The records that the peers list, whichever of them the catalog refers to.
 
 use crate::catalog::recorded_redundancy;
+use crate::cluster::list_check::ListCheck;
 use crate::cluster::membership::{Health, Peer};
-use crate::cluster::repair::{ConnectedPeers, ListCheck, Peers, Wanted};
+use crate::cluster::repair::{ConnectedPeers, Peers, Wanted};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
 use crate::error::Result;
@@ -34,7 +35,8 @@ async fn records_of(
 ) -> Result<()> {
     let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
     loop {
-        let page = connected.records(peer, check.after()).await?;
+        let request = connected.records(peer, check.after());
+        let page = check.wait(peer, request).await??;
         if !check.accept(peer, page.iter().map(|record| &record.description.blob))? {
             return Ok(());
         }

@@ -15,6 +15,7 @@
 //! One process repairs at a time: it holds the [`RepairLease`].
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use tokio::runtime::{Builder, Runtime};
@@ -27,11 +28,11 @@ use super::wanted::{SortedWanted, WantedBlobs, names};
 use super::whole_snapshots::whole_snapshots;
 use crate::catalog::Available;
 use crate::clock::now;
+use crate::cluster::list_check::ListCheck;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
 use crate::cluster::protocol::{FragmentId, MAX_DELETED, MAX_LISTED};
 use crate::cluster::repair::{
-    ConnectedPeers, ListCheck, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report,
-    repair,
+    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, repair,
 };
 use crate::documents::Documents;
 use crate::durable::sorted_runs::SortedRuns;
@@ -153,12 +154,25 @@ impl<'a> RepairJob<'a> {
         short: &SortedRuns<32>,
         unread: u64,
     ) -> Result<()> {
+        // What the lists of a peer counted for is not there any more if the peer has gone since. The
+        // next repair looks again.
+        if !self.are_peers_there()? {
+            return Ok(());
+        }
         let is_whole = match unread == 0 && short.is_empty() {
             true => vec![true; available.len()],
             false => whole_snapshots(self.repository, available, wanted, short)?,
         };
         let mut whole = available.iter().zip(is_whole).filter(|(_, is_whole)| *is_whole);
         whole.try_for_each(|(snapshot, _)| self.repository.catalog().promote(snapshot))
+    }
+
+    /// Whether all peers that were up or draining when the repair began still are.
+    fn are_peers_there(&self) -> Result<bool> {
+        let is_there = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
+        let (now, _) = membership::peers(self.documents)?;
+        let now: HashSet<_> = now.iter().filter(is_there).map(|peer| peer.id).collect();
+        Ok(self.peers.iter().filter(is_there).all(|peer| now.contains(&peer.id)))
     }
 
     /// Repairs all wanted blobs. Fails if their names cannot be read back; what was repaired by then
@@ -242,7 +256,8 @@ impl<'a> RepairJob<'a> {
         let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
         let mut referenced = referenced.read()?;
         loop {
-            let page = self.connected.list(peer.id, check.after(), MAX_LISTED).await?;
+            let request = self.connected.list(peer.id, check.after(), MAX_LISTED);
+            let page = check.wait(&peer.id, request).await??;
             if !check.accept(&peer.id, page.iter().map(|(blob, _)| blob))? {
                 return Ok(());
             }

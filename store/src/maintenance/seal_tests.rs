@@ -13,6 +13,7 @@ use crate::cluster::client::{Cluster, Connection};
 use crate::cluster::tests::{content, members};
 use crate::encoding::fragment::encode;
 use crate::encoding::{Compression, Redundancy, SealKeys, StoragePolicy};
+use crate::error::Error;
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::BlobId;
 use crate::name::ImageName;
@@ -161,7 +162,10 @@ fn forged_records_neither_remove_nor_add_an_image() {
         let second = documents(&dir, file);
         let _beating = Heartbeats::of(&site, &second);
         let repository = Repository::of_cluster(second, security).unwrap();
-        rebuild_catalog(&repository, false).unwrap();
+        let refused = rebuild_catalog(&repository, false);
+        let is_refused = matches!(refused, Err(Error::UnsealedRecords { .. }));
+        assert_eq!(is_refused, security.seals().current().is_some(), "{refused:?}");
+        rebuild_catalog(&repository, true).unwrap();
         let images = repository.catalog().images().unwrap();
         images.into_iter().map(|image| image.name.to_string()).collect::<Vec<_>>()
     };

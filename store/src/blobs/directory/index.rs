@@ -151,7 +151,13 @@ impl Index {
         for entry in entries {
             let Slot { segment, offset, len } = entry.slot;
             let insert = match damaged.contains(&entry.id) {
-                true => "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?)",
+                // The stamp stays: a process may rely on it.
+                true => {
+                    "INSERT INTO blobs VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
+                     segment = excluded.segment, offset = excluded.offset,
+                     length = excluded.length, form = excluded.form,
+                     stamp = max(stamp, excluded.stamp)"
+                }
                 false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?, ?, ?)",
             };
             // No collection has run.

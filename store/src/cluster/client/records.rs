@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::cluster::Cluster;
 use super::connection::Connection;
+use crate::cluster::list_check::ListCheck;
 use crate::cluster::placement::members::Member;
 use crate::encoding::compression::Compression;
 use crate::encoding::fragment::encode_record;
@@ -23,6 +24,9 @@ pub(crate) struct FoundRecords {
     /// The other peers, and why each of them did not.
     pub(crate) silent: Vec<(PeerId, String)>,
 }
+
+/// The most records without a seal that are counted. A peer can make up any number.
+const MAX_UNSEALED: usize = 1 << 20;
 
 /// Records on the peers that were asked so far.
 #[derive(Default)]
@@ -69,13 +73,16 @@ impl Cluster {
     }
 
     async fn records_of(&self, member: &Member, found: &mut Found) -> Result<()> {
-        let mut after = BlobId::from_bytes([0; 32]);
+        let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
         loop {
+            let after = check.after();
             let next =
                 |connection: Arc<Connection>| async move { connection.records(&after).await };
-            let page = self.inner.pool.ask(member, next).await?;
-            let Some(last) = page.last() else { return Ok(()) };
-            after = last.description.blob;
+            let request = self.inner.pool.ask(member, next);
+            let page = check.wait(&member.id, request).await??;
+            if !check.accept(&member.id, page.iter().map(|one| &one.description.blob))? {
+                return Ok(());
+            }
             for one in page {
                 // Records are stored as copies, so the block is the whole record.
                 if BlobId::of(&one.block) != one.description.blob {
@@ -84,7 +91,10 @@ impl Cluster {
                 let blob = one.description.blob;
                 match self.inner.seals.is_sealed(&one.description) {
                     true => drop(found.sealed.insert(blob, one.block.to_vec())),
-                    false => drop(found.unsealed.insert(blob)),
+                    false if found.unsealed.len() < MAX_UNSEALED => {
+                        found.unsealed.insert(blob);
+                    }
+                    false => {}
                 }
             }
         }

@@ -15,6 +15,7 @@ use crate::id::BlobId;
 const MOST_ROUNDS: usize = 4;
 
 /// Candidates that are prepared for many rankings.
+#[derive(Debug)]
 pub struct Ranking {
     candidates: Vec<Candidate>,
     /// The failure domain of each candidate, as a number.

@@ -28,7 +28,8 @@ pub(super) struct Executor<'a, P> {
 }
 
 impl<'a, P: Peers> Executor<'a, P> {
-    pub(super) fn new(shared: &'a Shared<P>, entry: Entry, holdings: Vec<Holding>) -> Self {
+    pub(super) fn new(shared: &'a Shared<P>, entry: Entry, mut holdings: Vec<Holding>) -> Self {
+        holdings.retain(Holding::is_possible);
         Executor { shared, entry, holdings, done: Report::default() }
     }
 

@@ -23,8 +23,9 @@ use tokio::task::JoinSet;
 
 use super::peers::Peers;
 use super::plan::Holding;
+use crate::cluster::list_check::ListCheck;
 use crate::cluster::protocol::{Held, MAX_FRAGMENTS, MAX_LISTED};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
 
 /// The memory for pages of all peers.
@@ -32,13 +33,6 @@ const PAGES_BYTES: usize = 32 << 20;
 
 /// The memory for an entry of a page: the entry, and its bytes in the message that is being decoded.
 const ENTRY_BYTES: usize = 160;
-
-/// The most fragments that a peer can have. A list that would have more, by the part of the names that
-/// it has covered, is refused. Names are hashes, so an honest list covers them evenly.
-const MAX_PEER_FRAGMENTS: u128 = 1 << 33;
-
-/// Fragments that a list may have before that rule applies. A short list need not be even.
-const UNEVEN_FRAGMENTS: u64 = if cfg!(test) { 1 << 13 } else { 1 << 20 };
 
 /// A page of a list.
 type Page = Vec<(BlobId, Held)>;
@@ -59,58 +53,6 @@ pub(super) fn predecessor(blob: &BlobId) -> BlobId {
     BlobId::from_bytes(bytes)
 }
 
-/// Checks the pages of one peer's list.
-pub(crate) struct ListCheck {
-    /// The last blob of the pages so far.
-    after: BlobId,
-    listed: u64,
-}
-
-impl ListCheck {
-    /// For a list that begins after a blob.
-    pub(crate) fn new(after: BlobId) -> ListCheck {
-        ListCheck { after, listed: 0 }
-    }
-
-    /// The blob after which the next page begins.
-    pub(crate) fn after(&self) -> BlobId {
-        self.after
-    }
-
-    /// Checks the blobs of the next page. Returns whether the page has any.
-    pub(crate) fn accept<'a>(
-        &mut self,
-        peer: &PeerId,
-        page: impl Iterator<Item = &'a BlobId>,
-    ) -> Result<bool> {
-        let wrong = |reason: &str| {
-            let (peer, kind) = (peer.to_string(), ErrorKind::Corrupt);
-            Err(Error::Peer { peer, kind, reason: reason.into() })
-        };
-        let (mut last, mut of_blob) = (None, 0);
-        for blob in page {
-            let is_same = last == Some(*blob);
-            if !is_same && *blob <= last.unwrap_or(self.after) {
-                return wrong("it sent a list that is out of order");
-            }
-            of_blob = if is_same { of_blob + 1 } else { 1 };
-            if of_blob > MAX_FRAGMENTS {
-                return wrong("it lists more fragments of a blob than a peer stores");
-            }
-            last = Some(*blob);
-            self.listed += 1;
-        }
-        let Some(last) = last else { return Ok(false) };
-        self.after = last;
-        let [covered, ..] = last.as_bytes().as_chunks::<8>().0 else { unreachable!("32 bytes") };
-        let possible = (MAX_PEER_FRAGMENTS * u128::from(u64::from_be_bytes(*covered))) >> 64;
-        if u128::from(self.listed) > possible + u128::from(UNEVEN_FRAGMENTS) {
-            return wrong("it lists more fragments than a peer can have");
-        }
-        Ok(true)
-    }
-}
-
 /// The list of one peer.
 struct Cursor {
     peer: PeerId,
@@ -129,7 +71,7 @@ impl Cursor {
 
     /// Waits for the next page, and requests the one after it. Returns whether there is one.
     async fn turn<P: Peers>(&mut self, peers: &Arc<P>, most: usize) -> Result<bool> {
-        let page = match self.next.join_next().await {
+        let page = match self.check.wait(&self.peer, self.next.join_next()).await? {
             None => return Ok(false),
             Some(Ok(page)) => page?,
             Some(Err(error)) => {

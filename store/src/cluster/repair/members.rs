@@ -1,7 +1,9 @@
 //! The peers and their states, as repair sees them.
 
+use std::sync::Arc;
+
 use crate::cluster::placement::members::{Member, MemberState};
-use crate::cluster::placement::{Candidate, rank};
+use crate::cluster::placement::{Candidate, Ranking, rank};
 use crate::id::{BlobId, PeerId};
 
 /// The state of a peer during a repair.
@@ -68,8 +70,8 @@ pub struct RepairMembers {
     /// The peers, sorted by id.
     nodes: Vec<RepairPeer>,
     /// The peers that have a rank for every blob.
-    candidates: Vec<Candidate>,
-    /// The positions of `candidates` in `nodes`.
+    ranking: Arc<Ranking>,
+    /// The positions of the candidates of `ranking` in `nodes`.
     ranked: Vec<usize>,
 }
 
@@ -79,7 +81,8 @@ impl RepairMembers {
         let mut nodes: Vec<RepairPeer> = nodes.into_iter().collect();
         nodes.sort_by_key(|node| node.id);
         nodes.dedup_by_key(|node| node.id);
-        let mut members = RepairMembers { nodes, candidates: Vec::new(), ranked: Vec::new() };
+        let ranking = Arc::new(Ranking::new(Vec::new()));
+        let mut members = RepairMembers { nodes, ranking, ranked: Vec::new() };
         members.update_candidates();
         members
     }
@@ -111,22 +114,24 @@ impl RepairMembers {
             node.takes() || node.state == PeerState::Down
         };
         self.ranked = (0..self.nodes.len()).filter(has_rank).collect();
-        self.candidates = self.ranked.iter().map(|at| self.nodes[*at].candidate()).collect();
+        let candidates = self.ranked.iter().map(|at| self.nodes[*at].candidate());
+        self.ranking = Arc::new(Ranking::new(candidates.collect()));
     }
 
     pub(super) fn find(&self, peer: &PeerId) -> Option<usize> {
         self.nodes.binary_search_by_key(peer, |node| node.id).ok()
     }
 
-    /// Ranks the peers for a blob. Peers that take nothing have a rank only if they are in
-    /// `holders`.
-    pub(super) fn rank(&self, blob: &BlobId, holders: &[usize]) -> Vec<usize> {
+    /// The first `count` peers for a blob, by rank. Peers that take nothing have a rank only if they
+    /// are in `holders`.
+    pub(super) fn places(&self, blob: &BlobId, count: usize, holders: &[usize]) -> Vec<usize> {
         if holders.is_empty() {
-            return rank(blob, &self.candidates).into_iter().map(|at| self.ranked[at]).collect();
+            let first = self.ranking.first(blob, count).into_iter();
+            return first.map(|at| self.ranked[at]).collect();
         }
-        let mut candidates = self.candidates.clone();
+        let mut candidates = self.ranking.candidates().to_vec();
         candidates.extend(holders.iter().map(|at| self.nodes[*at].candidate()));
         let all: Vec<usize> = self.ranked.iter().chain(holders).copied().collect();
-        rank(blob, &candidates).into_iter().map(|at| all[at]).collect()
+        rank(blob, &candidates).into_iter().take(count).map(|at| all[at]).collect()
     }
 }

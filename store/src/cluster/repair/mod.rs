@@ -46,7 +46,6 @@ mod tests;
 mod verify;
 
 pub use job::{RepairLimits, repair};
-pub(crate) use listings::ListCheck;
 pub use members::{PeerState, RepairMembers, RepairPeer};
 pub use peers::{ConnectedPeers, DELETION_TIMEOUT, DeletionPermit, Peers};
 pub use plan::{Findings, FragmentLocation, Holding, Plan, Rejection, Removal, Step, Wanted, plan};

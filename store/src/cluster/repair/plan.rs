@@ -38,9 +38,9 @@ use self::layout::{Layout, layouts};
 use self::work::Work;
 use super::members::RepairMembers;
 use crate::cluster::protocol::Held;
-use crate::encoding::SealKeys;
 use crate::encoding::fragment::{Description, Kind};
-use crate::encoding::redundancy::Redundancy;
+use crate::encoding::redundancy::{MAX_WIDTH, Redundancy};
+use crate::encoding::{MAX_STORED, SealKeys};
 use crate::id::{BlobId, PeerId};
 
 /// A blob that must exist.
@@ -107,6 +107,15 @@ impl Holding {
         let Held { encoding, data, parity, index, kind, len, .. } = *held;
         let is_sealed = held.is_sealed(blob, seals);
         Holding { peer, encoding, kind, data, parity, index, len, is_sealed }
+    }
+
+    /// Whether an honest peer can report this.
+    pub(super) fn is_possible(&self) -> bool {
+        let width = usize::from(self.data) + usize::from(self.parity);
+        self.data > 0
+            && width <= MAX_WIDTH
+            && usize::from(self.index) < width
+            && self.len as usize <= MAX_STORED
     }
 
     /// The order of holdings, which does not depend on which peer answers first.
@@ -311,7 +320,7 @@ fn unreadable(
     mut plan: Plan,
 ) -> Plan {
     let width = wanted.redundancy.width();
-    let places: Vec<usize> = members.rank(&wanted.blob, &[]).into_iter().take(width).collect();
+    let places = members.places(&wanted.blob, width, &[]);
     let down = places.iter().filter(|at| !members.nodes()[**at].takes()).count();
     plan.waiting = down.min(plan.missing);
     plan.unplaced = plan.missing.min(width - places.len());

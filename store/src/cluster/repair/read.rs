@@ -1,5 +1,7 @@
 //! Reads the fragments of a blob, and decodes the blob from them.
 
+use std::collections::BTreeMap;
+
 use tokio::task::JoinSet;
 
 use super::execute::Executor;
@@ -8,7 +10,7 @@ use super::peers::Peers;
 use super::plan::{FragmentLocation, Holding, Rejection};
 use crate::cluster::client::assemble::EncodingAssembly;
 use crate::cluster::protocol::FragmentId;
-use crate::encoding::fragment::Fragment;
+use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, ErrorKind};
 use crate::id::BlobId;
 
@@ -125,7 +127,7 @@ impl<P: Peers> Executor<'_, P> {
                 && !findings.damaged.contains(&place)
                 && !findings.forged.contains(&place)
         };
-        let own: Vec<Holding> = self.holdings.iter().filter(is_own).copied().collect();
+        let own = as_one_encoding(self.holdings.iter().filter(is_own).copied().collect());
         let needed: usize = own.first()?.data.into();
         // Spread the reads over the holders, differently for each blob.
         let rotation = usize::from(self.entry.wanted.blob.as_bytes()[1]) % own.len();
@@ -137,6 +139,24 @@ impl<P: Peers> Executor<'_, P> {
         first.extend(more);
         Some((needed, first))
     }
+}
+
+/// Of fragments that peers report under one encoding, those that agree about it. A seal proves what
+/// a peer says. Without one, that claim counts which most fragments have. A peer that claims
+/// something else must not keep the others from being read. If it wins by chance, its fragment turns
+/// out to be damaged, and the next round does without it.
+fn as_one_encoding(mut all: Vec<Holding>) -> Vec<Holding> {
+    let claim = |one: &Holding| (one.kind == Kind::Record, one.data, one.parity, one.len);
+    let mut votes: BTreeMap<_, (bool, usize)> = BTreeMap::new();
+    for one in &all {
+        let (is_sealed, count) = votes.entry(claim(one)).or_default();
+        *is_sealed |= one.is_sealed;
+        *count += 1;
+    }
+    if let Some((best, _)) = votes.into_iter().max_by_key(|(_, votes)| *votes) {
+        all.retain(|one| claim(one) == best);
+    }
+    all
 }
 
 /// Reads a fragment; `None` if it is damaged, missing, or not what its holder reported.

@@ -420,3 +420,64 @@ async fn only_a_peer_without_space_counts_as_full() {
     assert_eq!((report.left, report.waiting), (0, 0), "{report:?}");
     stored.check(members(&peers[1..])).await;
 }
+
+/// Peers of which one claims, beside its own fragments, impossible ones of the same encodings.
+struct Claiming {
+    peers: ConnectedPeers,
+    liar: PeerId,
+}
+
+impl Peers for Claiming {
+    fn seals(&self) -> &SealKeys {
+        self.peers.seals()
+    }
+
+    async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
+        let mut all = self.peers.have(peer, blobs).await?;
+        for held in all.iter_mut().filter(|held| peer == self.liar && !held.is_empty()) {
+            let one = held[0];
+            held.insert(0, Held { data: 0, index: 0, ..one });
+            held.insert(0, Held { data: 3, parity: 9, index: 0, len: u32::MAX, ..one });
+            held.insert(0, Held { data: 7, index: 0, ..one });
+        }
+        Ok(all)
+    }
+
+    async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
+        self.peers.list(peer, after, most).await
+    }
+
+    async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
+        self.peers.get(peer, fragment).await
+    }
+
+    async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
+        self.peers.put(peer, fragment).await
+    }
+
+    async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
+        self.peers.delete(peer, fragments, idle).await
+    }
+}
+
+#[tokio::test]
+async fn a_peer_that_claims_impossible_fragments_does_not_stop_the_repair() {
+    for text in ["rs=2+2", "replicas=3"] {
+        let mut peers = start(6).await;
+        let all = members(&peers);
+        let stored = Stored::put(&Cluster::new(all.clone(), Security::INSECURE), text, 30).await;
+        peers[0].stop().await;
+        for liar in [1, 2, 3] {
+            let nodes = all.iter().map(|member| {
+                let state = if member.id == all[0].id { PeerState::Lost } else { PeerState::Up };
+                RepairPeer { state, ..RepairPeer::from(member) }
+            });
+            let claiming = Claiming { peers: connected(all.clone()), liar: all[liar].id };
+            let (nodes, limits) = (RepairMembers::new(nodes), RepairLimits::default());
+            let feed = stored.feed();
+            let report = repair(Arc::new(claiming), nodes, feed, limits, &|| true, &|_| ()).await;
+            assert_eq!(report.left, 0, "{text}: {report:?}");
+        }
+        stored.check(all[1..].to_vec()).await;
+    }
+}

@@ -40,19 +40,17 @@ pub(super) struct Log {
 
 impl Log {
     /// Opens the log of a peer. Adds to the table the fragments that were still pending when the
-    /// previous process ended. If `is_lost`, the table was lost, and so were the stamps.
-    pub(super) fn open(
-        directory: &Path,
-        peer: &PeerId,
-        table: &Table,
-        is_lost: bool,
-    ) -> Result<Log> {
+    /// previous process ended.
+    ///
+    /// A segment that the table does not know at all was in a table that is lost. The stamps in the
+    /// log are too low then: questions have raised them in the table.
+    pub(super) fn open(directory: &Path, peer: &PeerId, table: &Table) -> Result<Log> {
         let (directory, key) = (directory.join("segments"), Key::of(peer));
         let mut last = None;
         for number in segments_in(&directory)? {
-            let from = table.segment_end(number)?;
-            let (mut found, end) = scan(&directory, &key, number, from)?;
-            if is_lost {
+            let known = table.segment_end(number)?;
+            let (mut found, end) = scan(&directory, &key, number, known.unwrap_or(0))?;
+            if known.is_none() {
                 found.iter_mut().for_each(|one| one.stamp = CollectionNumber::MAX);
             }
             if !found.is_empty() {

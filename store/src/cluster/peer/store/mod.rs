@@ -53,6 +53,7 @@ mod table;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -72,6 +73,7 @@ use crate::collection::CollectionNumber;
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::segment::{ALIGNMENT, Segment};
 use crate::durable::sync::SegmentSync;
+use crate::encoding::Seal;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
@@ -115,26 +117,39 @@ pub struct PutOrder<'a> {
 /// A fragment whose put has not ended.
 struct Staged {
     id: FragmentId,
-    known: KnownFragment,
     staging: Staging,
+}
+
+impl Staged {
+    /// The segment that the fragment was appended to, and the offset after its block.
+    fn written(&self) -> Option<(&Arc<Segment>, u64)> {
+        match &self.staging {
+            Staging::New(known, _, segment) | Staging::Replacement(known, _, segment) => {
+                Some((segment, known.end()))
+            }
+            Staging::Update(..) => None,
+        }
+    }
 }
 
 /// What a flush does with a staged fragment.
 enum Staging {
     /// The fragment is new and takes this many bytes of space.
-    New(u64, Arc<Segment>),
-    /// The fragment replaces this one, which is damaged or has another seal or a lower stamp.
-    Replacement(KnownFragment, Arc<Segment>),
-    /// The fragment was already stored. Its idle timer is reset.
-    Present,
+    New(KnownFragment, u64, Arc<Segment>),
+    /// The fragment replaces another one, which is damaged.
+    Replacement(KnownFragment, KnownFragment, Arc<Segment>),
+    /// The fragment was already stored, or is staged by another put. Its idle timer is reset, its
+    /// stamp is raised, and its seal is replaced.
+    Update(Seal, CollectionNumber),
 }
 
 /// The part of a [`PeerStore`] that is in memory.
 #[derive(Default)]
 pub(super) struct StoreState {
     staged: Vec<Staged>,
-    /// Fragments whose put has not ended, including those that are being flushed.
-    busy: HashSet<FragmentId>,
+    /// For each fragment, the number of its puts that have not ended, including those that are being
+    /// flushed.
+    busy: HashMap<FragmentId, usize>,
     pending: Pending,
     filter: Filter,
     /// Bytes of space of the known fragments.
@@ -175,12 +190,10 @@ pub struct PeerStore {
 enum Admission {
     /// The fragment is new. This many bytes of space were allotted to it.
     New(u64),
-    /// The fragment is stored, but this copy is damaged or has another seal or a lower stamp.
-    Outdated(KnownFragment),
-    /// The fragment is stored and valid.
-    Present(KnownFragment),
-    /// Another put of the same fragment has not ended.
-    Busy,
+    /// The fragment is stored, but this copy is damaged.
+    Damaged(KnownFragment),
+    /// The fragment is stored and valid, or another put of it has not ended.
+    Present,
 }
 
 impl PeerStore {
@@ -215,11 +228,10 @@ impl PeerStore {
             return Err(Error::OtherPeer { path: directory.to_owned(), found, wanted });
         }
         // If the table is missing, this creates an empty one, and `Log::open` fills it from the
-        // log. The stamps in the log are too low: questions have raised them in the table.
-        let is_lost = !table::exists(directory)?;
+        // log.
         make()?;
         let table = Table::open(directory, elapsed)?;
-        let log = Log::open(directory, &id, &table, is_lost)?;
+        let log = Log::open(directory, &id, &table)?;
         let (fragments, used) = table.count()?;
         let scrub = table.scrub()?;
         let store = PeerStore {
@@ -282,7 +294,7 @@ impl PeerStore {
         let (mut busy, mut coming) = {
             let state = self.state();
             let busy: HashSet<_> =
-                ids.iter().filter(|id| state.busy.contains(id)).copied().collect();
+                ids.iter().filter(|id| state.busy.contains_key(id)).copied().collect();
             // For each blob, the number of staged fragments that will become known.
             let mut coming = HashMap::<BlobId, usize>::new();
             for one in state.staged.iter().filter(|one| matches!(one.staging, Staging::New(..))) {
@@ -300,14 +312,15 @@ impl PeerStore {
             let is_busy = busy.contains(&id);
             let order = order(at);
             let stamp = order.stamp;
-            let admitted = self.admit(fragment, found.known, *coming, capacity, order, is_busy);
+            let admitted =
+                self.admit(fragment, found.known, *coming, capacity, order.room, is_busy);
             if admitted.is_ok() {
                 busy.insert(id);
             }
             results.push(match admitted {
-                Ok(Admission::Busy) => Ok(()),
-                Ok(Admission::Present(known)) => {
-                    again.push(Staged { id, known, staging: Staging::Present });
+                Ok(Admission::Present) => {
+                    let staging = Staging::Update(fragment.description.seal, stamp);
+                    again.push(Staged { id, staging });
                     Ok(())
                 }
                 Ok(Admission::New(bytes)) => {
@@ -315,7 +328,7 @@ impl PeerStore {
                     new.push((fragment, stamp, id, None, bytes));
                     Ok(())
                 }
-                Ok(Admission::Outdated(old)) => {
+                Ok(Admission::Damaged(old)) => {
                     new.push((fragment, stamp.max(old.stamp), id, Some(old), 0));
                     Ok(())
                 }
@@ -323,7 +336,7 @@ impl PeerStore {
             });
         }
         let bytes = new.iter().map(|(.., bytes)| bytes).sum::<u64>();
-        let mut staged = again;
+        let mut staged = Vec::with_capacity(again.len() + new.len());
         for group in new.chunks_mut(MAX_GROUP) {
             let fragments: Vec<_> =
                 group.iter().map(|(fragment, stamp, ..)| (*fragment, *stamp)).collect();
@@ -334,14 +347,16 @@ impl PeerStore {
             for ((.., id, old, bytes), known) in group.iter_mut().zip(all) {
                 let segment = segment.clone();
                 let staging = match old.take() {
-                    Some(old) => Staging::Replacement(old, segment),
-                    None => Staging::New(*bytes, segment),
+                    Some(old) => Staging::Replacement(known, old, segment),
+                    None => Staging::New(known, *bytes, segment),
                 };
-                staged.push(Staged { id: *id, known, staging });
+                staged.push(Staged { id: *id, staging });
             }
         }
+        // Updates come last: they may be of fragments that this call has appended.
+        staged.extend(again);
         let mut state = self.state();
-        state.busy.extend(staged.iter().map(|one| one.id));
+        staged.iter().for_each(|one| *state.busy.entry(one.id).or_default() += 1);
         state.staged.extend(staged);
         Ok(results)
     }
@@ -353,7 +368,7 @@ impl PeerStore {
         known: Vec<KnownFragment>,
         coming: usize,
         capacity: u64,
-        PutOrder { stamp, room }: PutOrder<'_>,
+        room: Option<&Room>,
         is_busy: bool,
     ) -> Result<Admission> {
         let Fragment { description, index, block } = fragment;
@@ -362,7 +377,7 @@ impl PeerStore {
             return Err(Error::corrupt(format!("a fragment of {}", description.blob), reason));
         }
         if is_busy {
-            return Ok(Admission::Busy);
+            return Ok(Admission::Present);
         }
         let count = known.len() + coming;
         let is_it = |one: &KnownFragment| one.index == *index && one.description == *description;
@@ -371,10 +386,9 @@ impl PeerStore {
             let read = self.files.read(&known, &mut there);
             let path = self.files.path(known.place.segment);
             let is_whole = read.map_err(|error| Error::io("reading", &path, error))?;
-            let is_current = known.stamp >= stamp && known.description.seal == description.seal;
-            return Ok(match is_whole && is_current {
-                true => Admission::Present(known),
-                false => Admission::Outdated(known),
+            return Ok(match is_whole {
+                true => Admission::Present,
+                false => Admission::Damaged(known),
             });
         }
         if count >= MAX_FRAGMENTS {
@@ -402,33 +416,53 @@ impl PeerStore {
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         self.sync.check()?;
         let staged = std::mem::take(&mut self.state().staged);
-        self.sync.sync(staged.iter().filter_map(
-            |Staged { known, staging, .. }| match staging {
-                Staging::New(_, segment) | Staging::Replacement(_, segment) => {
-                    Some((segment, known.end()))
+        self.sync.sync(staged.iter().filter_map(Staged::written))?;
+        let (mut ids, mut updates) = (Vec::with_capacity(staged.len()), Vec::new());
+        {
+            let mut state = self.state();
+            for Staged { id, staging } in staged {
+                ids.push(id);
+                match staging {
+                    Staging::New(known, bytes, _) => {
+                        state.filter.insert(&id.blob);
+                        state.staged_bytes -= bytes;
+                        state.used += bytes;
+                        state.fragments += 1;
+                        state.pending.push(known, None);
+                    }
+                    Staging::Replacement(known, old, _) => state.pending.push(known, Some(old)),
+                    Staging::Update(seal, stamp) => updates.push((id, seal, stamp)),
                 }
-                Staging::Present => None,
-            },
-        ))?;
-        let again = staged.iter().filter(|one| matches!(one.staging, Staging::Present));
-        let again: Vec<_> = again.map(|one| one.known.place).collect();
-        let touched = if again.is_empty() { Ok(()) } else { self.table.touch(&again) };
-        let mut state = self.state();
-        for Staged { id, known, staging } in staged {
-            state.busy.remove(&id);
-            match staging {
-                Staging::New(bytes, _) => {
-                    state.filter.insert(&id.blob);
-                    state.staged_bytes -= bytes;
-                    state.used += bytes;
-                    state.fragments += 1;
-                    state.pending.push(known, None);
-                }
-                Staging::Replacement(old, _) => state.pending.push(known, Some(old)),
-                Staging::Present => {}
             }
         }
-        touched
+        let updated = self.update(&updates);
+        let mut state = self.state();
+        for id in ids {
+            if let Entry::Occupied(mut puts) = state.busy.entry(id) {
+                *puts.get_mut() -= 1;
+                if *puts.get() == 0 {
+                    puts.remove();
+                }
+            }
+        }
+        updated
+    }
+
+    /// Resets the idle timers of stored fragments, raises their stamps and replaces their seals. They
+    /// are busy, so none of them is deleted before.
+    fn update(&self, updates: &[(FragmentId, Seal, CollectionNumber)]) -> Result<()> {
+        if updates.is_empty() {
+            return Ok(());
+        }
+        let is_pending = {
+            let pending = &self.state().pending;
+            let is_pending = |id: &FragmentId| pending.contains(&id.blob, &id.encoding, id.index);
+            updates.iter().any(|(id, ..)| is_pending(id))
+        };
+        if is_pending {
+            self.settle(false)?;
+        }
+        self.table.update(updates)
     }
 
     /// Returns whether the pending fragments have reached `factor` times a limit.
@@ -511,10 +545,11 @@ impl PeerStore {
             let state = self.state();
             let is_unused = |id: &&FragmentId| {
                 let FragmentId { blob, encoding, index } = id;
-                !state.busy.contains(id) && !state.pending.contains(blob, encoding, *index)
+                !state.busy.contains_key(id) && !state.pending.contains(blob, encoding, *index)
             };
             let unused: Vec<_> = fragments.iter().filter(is_unused).copied().collect();
-            let staged = state.staged.iter().map(|one| one.known.place.segment);
+            let written = state.staged.iter().filter_map(Staged::written);
+            let staged = written.map(|(segment, _)| segment.number);
             let used: HashSet<_> = staged.chain(log.current()).collect();
             (unused, used, state.staged.is_empty())
         };

@@ -339,7 +339,7 @@ impl PeerStore {
             let state = self.state();
             damaged.into_iter().partition(|(one, _)| {
                 let (blob, encoding) = (one.description.blob, one.description.id());
-                state.busy.contains(&FragmentId { blob, encoding, index: one.index })
+                state.busy.contains_key(&FragmentId { blob, encoding, index: one.index })
                     || state.pending.contains(&blob, &encoding, one.index)
             })
         };

@@ -1,6 +1,8 @@
 //! Tests of stamps: which fragments a collection may delete.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use tempfile::TempDir;
 
@@ -25,6 +27,15 @@ fn collect(store: &PeerStore, one: &Fragment, below: u64) -> bool {
     let below = CollectionNumber(below);
     store.delete_before(LATER, &[id(one)], 0, below).unwrap();
     store.get(&one.description.blob).unwrap().is_empty()
+}
+
+/// Opens what a killed peer would leave.
+fn copy_of(from: &Path, to: &TempDir) -> PeerStore {
+    fs::create_dir(to.path().join("segments")).unwrap();
+    for file in ["peer.json", "fragments.db", "fragments.db-wal", "segments/00000001"] {
+        fs::copy(from.join(file), to.path().join(file)).unwrap();
+    }
+    PeerStore::open(to.path(), None).unwrap()
 }
 
 #[test]
@@ -110,11 +121,74 @@ fn a_stamp_is_as_durable_as_its_fragment() {
     let one = fragment(1, CODE, 0);
     put(&store, std::slice::from_ref(&one), 7);
     let killed = TempDir::new().unwrap();
-    fs::create_dir(killed.path().join("segments")).unwrap();
-    for file in ["peer.json", "fragments.db", "fragments.db-wal", "segments/00000001"] {
-        fs::copy(dir.path().join(file), killed.path().join(file)).unwrap();
-    }
-    let store = PeerStore::open(killed.path(), None).unwrap();
+    let store = copy_of(dir.path(), &killed);
     assert!(!collect(&store, &one, 7));
     assert!(collect(&store, &one, 8));
+}
+
+/// Two clients put the same fragment before it is durable, and in one group.
+#[test]
+fn the_higher_stamp_of_two_puts_at_the_same_time_counts() {
+    let dir = TempDir::new().unwrap();
+    let store = PeerStore::open(dir.path(), None).unwrap();
+    let one = fragment(1, CODE, 0);
+    let order = |stamp| move |_| PutOrder { stamp: CollectionNumber(stamp), room: None };
+    for stamp in [5, 9, 7] {
+        store.put_in(std::slice::from_ref(&one), order(stamp)).unwrap().remove(0).unwrap();
+    }
+    store.flush().unwrap();
+    assert!(!collect(&store, &one, 9));
+    assert!(collect(&store, &one, 10));
+    let stamps = [5, 9].map(CollectionNumber);
+    let order = |at: usize| PutOrder { stamp: stamps[at], room: None };
+    let both = [fragment(2, CODE, 0), fragment(2, CODE, 0)];
+    store.put_in(&both, order).unwrap().into_iter().for_each(Result::unwrap);
+    store.flush().unwrap();
+    assert_eq!(store.usage().unwrap().fragments, 1);
+    assert!(!collect(&store, &both[0], 9));
+}
+
+/// A question raises the stamp of a fragment whose replacement is on its way.
+#[test]
+fn a_replacement_keeps_the_stamp_of_the_fragment_that_it_replaces() {
+    for killed in [false, true] {
+        let dir = TempDir::new().unwrap();
+        let store = PeerStore::open(dir.path(), None).unwrap();
+        let one = fragment(1, CODE, 0);
+        put(&store, std::slice::from_ref(&one), 3);
+        store.settle(false).unwrap();
+        // The record takes a page, and the block follows.
+        let segment = File::options().write(true).open(dir.path().join("segments/00000001"));
+        segment.unwrap().write_all_at(&[one.block[0] ^ 1], 4096).unwrap();
+        let order = |_| PutOrder { stamp: CollectionNumber(5), room: None };
+        store.put_in(std::slice::from_ref(&one), order).unwrap().remove(0).unwrap();
+        let stamp = Some(CollectionNumber(9));
+        assert_eq!(store.have(&[one.description.blob], stamp).unwrap()[0].len(), 1);
+        store.flush().unwrap();
+        let copy = TempDir::new().unwrap();
+        let store = match killed {
+            true => copy_of(dir.path(), &copy),
+            false => store,
+        };
+        store.settle(false).unwrap();
+        assert_eq!(store.get(&one.description.blob).unwrap(), std::slice::from_ref(&one));
+        assert!(!collect(&store, &one, 9), "killed: {killed}");
+        assert!(collect(&store, &one, 10));
+    }
+}
+
+/// The peer is killed between the segments when it makes its table again.
+#[test]
+fn a_segment_that_the_table_does_not_know_has_lost_its_stamps() {
+    let dir = TempDir::new().unwrap();
+    let store = PeerStore::open(dir.path(), None).unwrap();
+    let one = fragment(1, CODE, 0);
+    put(&store, std::slice::from_ref(&one), 3);
+    drop(store);
+    let database = rusqlite::Connection::open(dir.path().join("fragments.db")).unwrap();
+    database.execute_batch("DELETE FROM fragments; DELETE FROM segments").unwrap();
+    drop(database);
+    let store = PeerStore::open(dir.path(), None).unwrap();
+    assert_eq!(store.get(&one.description.blob).unwrap(), std::slice::from_ref(&one));
+    assert!(!collect(&store, &one, 1 << 40));
 }

@@ -19,17 +19,16 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use rusqlite::{
-    Connection, OptionalExtension, Row, ToSql, Transaction, TransactionBehavior, params,
-};
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
 
 use super::group::{KnownFragment, LogPosition};
 use super::running_time::{Elapsed, RunningTime};
 use crate::cluster::protocol::FragmentId;
 use crate::collection::CollectionNumber;
 use crate::durable::database;
+use crate::encoding::Seal;
 use crate::encoding::fragment::Description;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::id::BlobId;
 
 pub(super) use self::scrub::ScrubRecord;
@@ -119,12 +118,6 @@ impl Found {
     }
 }
 
-/// Whether the database exists.
-pub(super) fn exists(directory: &Path) -> Result<bool> {
-    let path = directory.join(DATABASE);
-    path.try_exists().map_err(|error| Error::io("reading", &path, error))
-}
-
 /// Creates the database, unless it exists.
 pub(super) fn make(directory: &Path) -> Result<()> {
     database::make(&directory.join(DATABASE), VERSION, |transaction| {
@@ -167,11 +160,11 @@ impl Table {
         Ok(lock(&self.reader).query_row(query, [], |row| Ok((row.get(0)?, row.get(1)?)))?)
     }
 
-    /// The offset up to which a segment is known.
-    pub(super) fn segment_end(&self, number: u64) -> Result<u64> {
+    /// The offset up to which a segment is known; `None` if it is not known at all.
+    pub(super) fn segment_end(&self, number: u64) -> Result<Option<u64>> {
         let reader = lock(&self.reader);
         let mut query = reader.prepare_cached("SELECT length FROM segments WHERE number = ?")?;
-        Ok(query.query_row([number], |row| row.get(0)).optional()?.unwrap_or(0))
+        Ok(query.query_row([number], |row| row.get(0)).optional()?)
     }
 
     /// Adds an empty segment. Its number was never used before.
@@ -213,13 +206,15 @@ impl Table {
     ) -> Result<Vec<KnownFragment>> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let mut bad = Vec::new();
+        let (mut bad, now) = (Vec::new(), self.now());
         for one in all {
-            bad.extend(remove_bad(&transaction, one)?);
+            let own = remove_bad(&transaction, one)?;
+            insert(&transaction, one, own.iter().map(|one| one.stamp).max(), now)?;
+            bad.extend(own);
         }
-        insert(&transaction, all.iter().map(|one| &**one), self.now())?;
         // A replaced fragment may be among the added ones.
         for place in replaced {
+            pass_on_stamp(&transaction, *place)?;
             remove(&transaction, *place)?;
         }
         ends.iter().try_for_each(|(number, end)| set_end(&transaction, *number, *end))?;
@@ -239,43 +234,52 @@ impl Table {
                 )?;
                 read_rows(query.query([one.description.blob.as_bytes()])?)?
             };
-            for other in others {
-                if other.is_like(one) {
-                    remove(&transaction, other.place)?;
-                }
+            let mut stamp = None;
+            for other in others.iter().filter(|other| other.is_like(one)) {
+                remove(&transaction, other.place)?;
+                stamp = stamp.max(Some(other.stamp));
             }
-            insert(&transaction, std::iter::once(one), self.now())?;
+            insert(&transaction, one, stamp, self.now())?;
         }
         set_end(&transaction, number, end)?;
         Ok(transaction.commit()?)
     }
 
-    /// Resets the idle timers of the fragments at these positions.
-    pub(super) fn touch(&self, places: &[LogPosition]) -> Result<()> {
-        let places = places.iter().map(|place| place.number());
-        let update = "UPDATE fragments SET touched = ?1, stamp = max(stamp, ?2) WHERE place = ?3";
-        self.touch_all(update, places, CollectionNumber::FIRST)
+    /// Resets the idle timers of fragments, raises their stamps, and replaces their seals.
+    pub(super) fn update(&self, all: &[(FragmentId, Seal, CollectionNumber)]) -> Result<()> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        for (id, seal, stamp) in all {
+            let found = {
+                let mut query = transaction.prepare_cached(
+                    "SELECT place, number, description, stamp FROM fragments
+                     WHERE blob = ? AND number = ?",
+                )?;
+                read_rows(query.query(params![id.blob.as_bytes(), id.index])?)?
+            };
+            for one in found.into_iter().filter(|one| one.description.id() == id.encoding) {
+                let mut update = transaction.prepare_cached(
+                    "UPDATE fragments SET touched = ?, stamp = ?, description = ? WHERE place = ?",
+                )?;
+                let stamp = one.stamp.max(*stamp);
+                let description = one.description.with_seal(*seal).to_bytes();
+                update.execute(params![self.now(), stamp.0, description, one.place.number()])?;
+            }
+        }
+        self.save_time(&transaction)?;
+        Ok(transaction.commit()?)
     }
 
     /// Resets the idle timers of all fragments of these blobs, and raises their stamps.
     pub(super) fn renew(&self, blobs: &[BlobId], stamp: CollectionNumber) -> Result<()> {
-        let blobs = blobs.iter().map(BlobId::as_bytes);
-        let update = "UPDATE fragments SET touched = ?1, stamp = max(stamp, ?2) WHERE blob = ?3";
-        self.touch_all(update, blobs, stamp)
-    }
-
-    fn touch_all(
-        &self,
-        update: &str,
-        keys: impl Iterator<Item: ToSql>,
-        stamp: CollectionNumber,
-    ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         {
-            let (mut update, now) = (transaction.prepare_cached(update)?, self.now());
-            for key in keys {
-                update.execute(params![now, stamp.0, key])?;
+            let mut update = transaction.prepare_cached(
+                "UPDATE fragments SET touched = ?, stamp = max(stamp, ?) WHERE blob = ?",
+            )?;
+            for blob in blobs {
+                update.execute(params![self.now(), stamp.0, blob.as_bytes()])?;
             }
         }
         self.save_time(&transaction)?;
@@ -326,9 +330,11 @@ impl Table {
     }
 }
 
-fn insert<'a>(
+/// Adds a fragment. Its stamp is at least that of the same fragment in the table before.
+fn insert(
     transaction: &Transaction<'_>,
-    all: impl Iterator<Item = &'a KnownFragment>,
+    one: &KnownFragment,
+    stamp: Option<CollectionNumber>,
     now: i64,
 ) -> Result<()> {
     let mut insert = transaction.prepare_cached(
@@ -336,21 +342,32 @@ fn insert<'a>(
          (place, blob, number, kind, space, description, touched, stamp)
          VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
     )?;
-    let mut bytes = Vec::new();
-    for one in all {
-        bytes.clear();
-        one.description.write(&mut bytes);
-        insert.execute(params![
-            one.place.number(),
-            one.description.blob.as_bytes(),
-            one.index,
-            one.description.kind() as u8,
-            one.space(),
-            bytes,
-            now,
-            one.stamp.0,
-        ])?;
-    }
+    insert.execute(params![
+        one.place.number(),
+        one.description.blob.as_bytes(),
+        one.index,
+        one.description.kind() as u8,
+        one.space(),
+        one.description.to_bytes(),
+        now,
+        stamp.map_or(one.stamp, |stamp| stamp.max(one.stamp)).0,
+    ])?;
+    Ok(())
+}
+
+/// Raises the stamps of all fragments with the blob and the index of the one at this position, which
+/// is about to be removed, to its stamp: one of them replaces it. A question may have raised its stamp
+/// since the replacement was put.
+fn pass_on_stamp(transaction: &Transaction<'_>, place: LogPosition) -> Result<()> {
+    let mut query =
+        transaction.prepare_cached("SELECT blob, number, stamp FROM fragments WHERE place = ?")?;
+    let row = |row: &Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?));
+    let found: Option<([u8; 32], u8, i64)> = query.query_row([place.number()], row).optional()?;
+    let Some((blob, index, stamp)) = found else { return Ok(()) };
+    let mut update = transaction.prepare_cached(
+        "UPDATE fragments SET stamp = max(stamp, ?) WHERE blob = ? AND number = ?",
+    )?;
+    update.execute(params![stamp, blob, index])?;
     Ok(())
 }
 

@@ -8,10 +8,9 @@ use proptest::prelude::*;
 use tokio::runtime::Builder;
 use tokio::sync::{Mutex, mpsc};
 
-use super::{
-    ListCheck, Listings, MAX_FRAGMENTS, Page, UNEVEN_FRAGMENTS, page_entries, predecessor,
-};
+use super::{ListCheck, Listings, MAX_FRAGMENTS, Page, page_entries, predecessor};
 use crate::cluster::client::Cluster;
+use crate::cluster::list_check::UNEVEN_FRAGMENTS;
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::repair::{
     ConnectedPeers, Peers, RepairLimits, RepairMembers, RepairPeer, Report, Wanted, repair,

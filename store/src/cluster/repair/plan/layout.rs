@@ -6,7 +6,6 @@ use super::Holding;
 use crate::cluster::placement::matching::size;
 use crate::cluster::repair::members::{PeerState, RepairMembers};
 use crate::encoding::fragment::Kind;
-use crate::encoding::redundancy::MAX_WIDTH;
 use crate::id::BlobId;
 
 /// The fragments of one encoding.
@@ -59,12 +58,10 @@ pub(super) fn layouts<'a>(
     holdings: impl Iterator<Item = &'a Holding>,
 ) -> Vec<Layout> {
     let mut found: BTreeMap<(BlobId, bool, u8, u8, bool), Layout> = BTreeMap::new();
-    for Holding { peer, encoding, kind, data, parity, index, is_sealed, .. } in holdings {
+    for one in holdings.filter(|one| one.is_possible()) {
+        let Holding { peer, encoding, kind, data, parity, index, is_sealed, .. } = one;
         let width = usize::from(*data) + usize::from(*parity);
         let Some(at) = members.find(peer) else { continue };
-        if *data == 0 || width > MAX_WIDTH || usize::from(*index) >= width {
-            continue;
-        }
         // A peer may claim anything about an encoding, so claims that differ do not mix.
         let key = (*encoding, *kind == Kind::Record, *data, *parity, *is_sealed);
         let layout = found.entry(key).or_insert_with(|| Layout {

@@ -30,8 +30,7 @@ impl<'a> Work<'a> {
         let mut holders: Vec<usize> =
             layout.live.keys().copied().filter(|at| !takes(*at)).collect();
         loop {
-            let mut places = members.rank(&wanted.blob, &holders);
-            places.truncate(width);
+            let places = members.places(&wanted.blob, width, &holders);
             let kept = kept_fragments(layout, &places);
             // A peer that takes nothing and keeps no fragment must not occupy a place.
             let idle: Vec<usize> = holders
