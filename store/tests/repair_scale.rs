@@ -115,10 +115,9 @@ impl Simulated {
             std::array::from_fn(|at| ranked[at] as u8)
         });
         let places = Arc::new(places.collect::<Vec<_>>());
+        // A scan begins with the first block, and does not go back far.
+        known.retain(|one, _| block.abs_diff(*one) < 64);
         known.insert(block, places.clone());
-        if known.len() > 64 {
-            known.pop_first();
-        }
         places
     }
 
