@@ -1,4 +1,4 @@
-//! What an image's document says about all its snapshots, so that no operation reads all of them.
+//! The index of an image's snapshots in its document, so that no operation reads all of them.
 //!
 //! | change of a snapshot's document | effect |
 //! |---|---|

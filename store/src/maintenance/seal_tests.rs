@@ -1,4 +1,4 @@
-//! What a process without the key for seals cannot do: a peer, above all.
+//! Tests of seals: a process without their key, such as a peer, cannot forge content or records.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::PeerStore;
+use super::storing::id;
 use super::tests::RENEW;
 use super::tests::{CODE, fragment};
-use super::{PeerStore, id};
 use crate::encoding::fragment::Fragment;
 
 /// A day, which is the idle time of every deletion of these tests.

@@ -13,9 +13,10 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::PeerStore;
 use super::group::KnownFragment;
+use super::storing::id;
 use super::tests::{CODE, fragment};
-use super::{PeerStore, id};
 use crate::encoding::fragment::Fragment;
 use crate::id::BlobId;
 use crate::sys;

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
+use super::storing::{PutOrder, id};
 use super::tests::{CODE, fragment};
-use super::{PutOrder, id};
 use crate::cluster::peer::PeerStore;
 use crate::cluster::protocol::PeerTime;
 use crate::collection::CollectionNumber;
