@@ -58,7 +58,7 @@ fn the_guest_sees_its_disk_and_its_snapshots() {
         let last = list.lines().last().unwrap_or_default();
         assert!(last.starts_with(taken.trim()) && last.ends_with("mine"), "{list}");
         // A label names one snapshot.
-        assert_eq!(guest.attempt("cairn-agent checkpoint --label mine")?.code, 2);
+        assert_eq!(guest.attempt("cairn-agent checkpoint --label mine")?.code, 4);
         // No disk listens at another port.
         assert_eq!(guest.attempt("cairn-agent status --port 7401")?.code, 6);
         Ok(())
