@@ -154,8 +154,8 @@ impl<'a> RepairJob<'a> {
         short: &SortedRuns<32>,
         unread: u64,
     ) -> Result<()> {
-        // What the lists of a peer counted for is not there any more if the peer has gone since. The
-        // next repair looks again.
+        // A peer that has gone since took with it the fragments that its list counted. The next repair
+        // looks again.
         if !self.are_peers_there()? {
             return Ok(());
         }

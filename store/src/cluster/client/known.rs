@@ -27,7 +27,9 @@ impl Cluster {
     ///
     /// `true` means that all fragments of one encoding are durable, each on a different peer that
     /// has just answered, and that a client or a supervisor has sealed the encoding. A peer cannot
-    /// make others believe that it has content that nobody stored. `false` may be wrong: a fragment can be on a peer that was not asked.
+    /// make others believe that it has content that nobody stored.
+    ///
+    /// `false` may be wrong: a fragment can be on a peer that was not asked.
     pub async fn known(&self, blobs: &[BlobId], policy: &StoragePolicy) -> Vec<bool> {
         let members = self.inner.members();
         let width = policy.redundancy.width();

@@ -122,8 +122,8 @@ impl<P: Peers> Listings<P> {
         Listings { peers, cursors, heads, empty, most, found: None, failures: Vec::new() }
     }
 
-    /// What the peers have of a blob, in an order that does not depend on the network. The blob must
-    /// not be less than the one before.
+    /// The fragments of a blob that the peers list, in an order that does not depend on the network.
+    /// The blob must not be less than the one before.
     pub(super) async fn holdings(&mut self, blob: &BlobId) -> Vec<Holding> {
         if let Some((last, found)) = &self.found
             && last == blob

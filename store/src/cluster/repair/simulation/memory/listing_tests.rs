@@ -13,7 +13,7 @@ use crate::cluster::repair::peers::Peers;
 use crate::cluster::repair::plan::{Findings, Holding, Wanted, plan};
 use crate::id::{BlobId, PeerId};
 
-/// What the peers say about a blob when they are asked, sorted as repair sorts it.
+/// The fragments of a blob that the peers report when they are asked, sorted as repair sorts them.
 async fn asked(memory: &Memory, peers: &[PeerId], blob: BlobId) -> Vec<Holding> {
     let mut all = Vec::new();
     for peer in peers {
