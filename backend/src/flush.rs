@@ -63,13 +63,21 @@ impl MapWriter {
     }
 
     fn clear_unchanged_intent(&self, mirror: &Mirror, data: &DiskFile) -> io::Result<()> {
-        if !mirror.intent().clear_unchanged(|region| mirror.is_changed(region)) {
+        // Before the first bit is cleared: whoever writes the map meanwhile would write it without
+        // regions whose data is not durable.
+        let map = self.map();
+        let cleared = mirror.intent().clear_unchanged(|region| mirror.is_changed(region));
+        if cleared.is_empty() {
             return Ok(());
         }
         // The mirror must hold the parent's content durably before the map says that they are
-        // equal. A region whose intent is recorded in between is among the bits again.
-        let map = self.map();
-        data.sync()?;
+        // equal.
+        if let Err(error) = data.sync() {
+            mirror.intent().restore(&cleared);
+            return Err(error);
+        }
+        // If this fails, the map may have the regions or not. Their bits stay cleared, so the next
+        // write to one of them records it again.
         map.write_intent(mirror.layout(), &mirror.intent().bytes())
     }
 

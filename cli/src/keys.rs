@@ -32,6 +32,7 @@ pub(crate) fn run(command: &Keys, keys: Option<&Path>, style: Style) -> Outcome 
             };
             sign(keys, identity, directory, style)
         }
+        Keys::RetireMac => retire_mac(authority("removing old keys for seals")?, style),
         Keys::RotateMac => rotate_mac(authority("replacing the key for seals")?, style),
         Keys::Revoke { name } => revoke(authority("revoking a certificate")?, name, style),
     }
@@ -81,6 +82,24 @@ fn rotate_mac(keys: &Path, style: Style) -> Outcome {
         "new key: {id}\nCopy {} to all machines of clients and supervisors, and restart these.\n",
         keys.join("mac.key").display()
     ))
+}
+
+/// Removes the old keys for seals.
+fn retire_mac(keys: &Path, style: Style) -> Outcome {
+    let file = keys.join("mac.key");
+    let doing = || format!("removing old keys from {}", file.display());
+    let (id, retired) = identity::retire_mac_keys(keys).doing(doing)?;
+    if style.json {
+        return print_json(&json!({ "key": id.to_string(), "retired": retired }));
+    }
+    let next = match retired {
+        0 => format!("{} has no other key.", file.display()),
+        _ => format!(
+            "Copy {} to all machines of clients and supervisors, and restart these.",
+            file.display()
+        ),
+    };
+    print(&format!("key: {id}\nretired: {retired}\n{next}\n"))
 }
 
 fn revoke(keys: &Path, name: &str, style: Style) -> Outcome {

@@ -254,6 +254,10 @@ fn report_text(report: &Report, style: Style) -> String {
         report.dropped,
         style.size(report.bytes),
     );
+    if report.resealed > 0 {
+        let copies = if report.resealed == 1 { "copy" } else { "copies" };
+        text += &format!("{} {copies} of records sealed with the newest key\n", report.resealed);
+    }
     if report.waiting > 0 {
         text += &format!(
             "{} for peers that are down, because most peers return; to rebuild the fragments of a \
@@ -297,6 +301,7 @@ fn report_json(report: &Report) -> Value {
         "rebuilt": report.rebuilt,
         "moved": report.moved,
         "dropped": report.dropped,
+        "resealed": report.resealed,
         "damaged": report.damaged,
         "wrong": report.wrong.len(),
         "suspects": suspects,

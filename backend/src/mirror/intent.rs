@@ -17,6 +17,16 @@ use super::layout::{Layout, Span};
 /// The size of a region.
 const REGION_BYTES: u64 = 64 << 20;
 
+/// The index of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Region(u64);
+
+impl Region {
+    fn span(self) -> Span {
+        Span { offset: self.0 * REGION_BYTES, len: REGION_BYTES }
+    }
+}
+
 /// The regions whose bit is set in the map.
 pub(crate) struct WriteIntent {
     words: Vec<AtomicU64>,
@@ -74,27 +84,33 @@ impl WriteIntent {
         }
     }
 
-    /// Clears the bits of regions in which `is_changed` finds no change. Returns whether there were
-    /// any. If so, the caller writes the map, after the data of these regions is durable.
-    pub(crate) fn clear_unchanged(&self, is_changed: impl Fn(Span) -> bool) -> bool {
-        let mut any = false;
+    /// Clears the bits of regions in which `is_changed` finds no change. Returns these regions.
+    ///
+    /// The caller keeps everybody else from writing the map until the data of these regions is durable
+    /// and the map is written. If the data cannot be made durable, it calls [`WriteIntent::restore`].
+    pub(crate) fn clear_unchanged(&self, is_changed: impl Fn(Span) -> bool) -> Vec<Region> {
+        let mut cleared = Vec::new();
         for (index, word) in self.words.iter().enumerate() {
             for bit in ones(word.load(Ordering::SeqCst)) {
-                let region =
-                    Span { offset: (index as u64 * 64 + bit) * REGION_BYTES, len: REGION_BYTES };
-                if is_changed(region) {
+                let region = Region(index as u64 * 64 + bit);
+                if is_changed(region.span()) {
                     continue;
                 }
                 word.fetch_and(!(1 << bit), Ordering::SeqCst);
                 fence(Ordering::SeqCst);
-                match is_changed(region) {
+                match is_changed(region.span()) {
                     // A write came in between, and may have seen the bit.
                     true => drop(word.fetch_or(1 << bit, Ordering::SeqCst)),
-                    false => any = true,
+                    false => cleared.push(region),
                 }
             }
         }
-        any
+        cleared
+    }
+
+    /// Sets the bits of regions again that were cleared, and that the map still has.
+    pub(crate) fn restore(&self, cleared: &[Region]) {
+        cleared.iter().for_each(|region| self.set(region.span()));
     }
 }
 
@@ -102,7 +118,7 @@ impl WriteIntent {
 mod tests {
     use cairn_store::Geometry;
 
-    use super::{REGION_BYTES, WriteIntent};
+    use super::{REGION_BYTES, Region, WriteIntent};
     use crate::mirror::layout::{Layout, Span};
 
     fn intent() -> WriteIntent {
@@ -124,8 +140,11 @@ mod tests {
         let other =
             WriteIntent::new(&intent.bytes_with(Span { offset: 100 * REGION_BYTES, len: 512 }));
         assert!(other.covers(span) && other.covers(Span { offset: 100 * REGION_BYTES, len: 512 }));
-        assert!(other.clear_unchanged(|region| region.offset == 2 * REGION_BYTES));
+        let cleared = other.clear_unchanged(|region| region.offset == 2 * REGION_BYTES);
+        assert_eq!(cleared, [Region(3), Region(100)]);
         assert!(!other.covers(span) && other.covers(Span { offset: 2 * REGION_BYTES, len: 512 }));
-        assert!(!other.clear_unchanged(|_| true));
+        assert!(other.clear_unchanged(|_| true).is_empty());
+        other.restore(&cleared);
+        assert!(other.covers(span) && other.covers(Region(100).span()));
     }
 }

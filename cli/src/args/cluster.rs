@@ -147,6 +147,15 @@ pub(crate) enum Keys {
                       Example:\n  cairn keys rotate-mac --keys cluster-keys"
     )]
     RotateMac,
+    /// Remove all keys from mac.key but the newest, so that a stolen old key proves nothing
+    #[command(
+        after_help = "First copy the file that `cairn keys rotate-mac` has written to all machines, restart clients \
+                      and supervisors, and run `cairn repair` while all peers are up. When it exits with 0, all \
+                      records have seals of the newest key. What the removed keys prove of chunks is lost: they \
+                      can still be read, and the next repair reads and seals all of them again.\n\n\
+                      Example:\n  cairn keys retire-mac --keys cluster-keys"
+    )]
+    RetireMac,
     /// Revoke all keys of a peer or of a role that were created so far
     #[command(
         after_help = "The list of revoked certificates, revoked.crl.pem in the directory --keys, takes effect \

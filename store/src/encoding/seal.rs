@@ -138,6 +138,18 @@ impl SealKeys {
         }
     }
 
+    /// Whether a description has a valid seal of an older key than the one that makes seals.
+    pub(crate) fn is_outdated(&self, description: &Description) -> bool {
+        let current = self.current();
+        current.is_some_and(|current| current.0 != description.seal.key())
+            && self.is_sealed(description)
+    }
+
+    /// Whether there are keys that only verify seals.
+    pub(crate) fn has_old_keys(&self) -> bool {
+        matches!(&self.0, Verification::Keys(keys) if keys.len() > 1)
+    }
+
     /// Whether a description has a valid seal.
     pub fn is_sealed(&self, description: &Description) -> bool {
         matches!(self.0, Verification::Off)
@@ -168,12 +180,15 @@ mod tests {
         description.seal = old.seal(&description);
         assert_eq!(description.id(), id, "a seal does not change the identity");
         assert!(old.is_sealed(&description) && new.is_sealed(&description));
+        assert!(!old.is_outdated(&description) && new.is_outdated(&description));
+        assert!(!old.has_old_keys() && new.has_old_keys());
         assert!(!SealKeys::new(&[[2; 32]]).is_sealed(&description));
         assert!(!SealKeys::new(&[]).is_sealed(&description));
         assert_ne!(old.current(), new.current());
         let under_old = description.seal;
         description.seal = new.seal(&description);
         assert_ne!(description.seal, under_old);
+        assert!(!new.is_outdated(&description) && !old.is_outdated(&description));
         assert!(!old.is_sealed(&description), "the old key does not verify the new one");
         assert_eq!(SealKeys::new(&[]).seal(&description), Seal::NONE);
         assert!(SealKeys::OFF.is_sealed(&description));

@@ -1,4 +1,7 @@
 //! The records that the peers list, whichever of them the catalog refers to.
+//!
+//! A record whose seal is of an older key gets a seal of the current one. So after a repair the older
+//! keys can be taken out of `mac.key`, and tombstones, which nothing refers to, still count.
 
 use crate::catalog::recorded_redundancy;
 use crate::cluster::list_check::ListCheck;
@@ -9,21 +12,46 @@ use crate::encoding::fragment::Fragment;
 use crate::error::Result;
 use crate::id::{BlobId, PeerId};
 
+/// What became of records with seals of older keys.
+#[derive(Default)]
+pub(super) struct Resealed {
+    /// Copies of records that have a seal of the current key again.
+    pub(super) copies: u64,
+    /// Why other copies may still have seals of older keys.
+    pub(super) failures: Vec<String>,
+}
+
 /// Reports every record that a live peer lists, with the redundancy that it should have. A record
 /// may be reported several times. The records of a peer that does not answer are left out: other
-/// peers have copies of them.
+/// peers have copies of them. Replaces the seals of older keys.
 pub(super) async fn listed_records(
     connected: &ConnectedPeers,
     peers: &[Peer],
     mut report: impl FnMut(Wanted),
-) {
+) -> Resealed {
+    let mut resealed = Resealed::default();
     let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
     let live: Vec<_> = peers.iter().filter(is_live).map(|peer| peer.id).collect();
     let default = Redundancy::for_peers(live.len()).of_small_blobs();
     for peer in live {
-        if let Err(error) = records_of(connected, &peer, default, &mut report).await {
-            tracing::warn!(%peer, %error, "failed to list the records of a peer");
+        let listed = records_of(connected, &peer, default, &mut resealed.copies, &mut report).await;
+        if let Err(error) = listed {
+            tracing::warn!(%peer, %error, "failed to list or to seal the records of a peer");
+            resealed.fail(&peer, &error.to_string());
         }
+    }
+    for peer in peers.iter().filter(|peer| peer.health == Health::Down) {
+        resealed.fail(&peer.id, "it is down");
+    }
+    if !connected.seals().has_old_keys() {
+        resealed.failures.clear();
+    }
+    resealed
+}
+
+impl Resealed {
+    fn fail(&mut self, peer: &PeerId, reason: &str) {
+        self.failures.push(format!("records of peer {peer} may need older keys: {reason}"));
     }
 }
 
@@ -31,6 +59,7 @@ async fn records_of(
     connected: &ConnectedPeers,
     peer: &PeerId,
     default: Redundancy,
+    resealed: &mut u64,
     report: &mut impl FnMut(Wanted),
 ) -> Result<()> {
     let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
@@ -45,6 +74,12 @@ async fn records_of(
         for record in page.iter().filter(is_record) {
             let wanted = wanted_redundancy(&record.block, default);
             report(Wanted::record(record.description.blob, wanted));
+            if seals.is_outdated(&record.description) {
+                let seal = seals.seal(&record.description);
+                let description = record.description.clone().with_seal(seal);
+                connected.put(*peer, Fragment { description, ..record.clone() }).await?;
+                *resealed += 1;
+            }
         }
     }
 }

@@ -119,7 +119,8 @@ impl<'a> RepairJob<'a> {
         let available = catalog.available()?;
         let mut wanted = WantedBlobs::new();
         let unread = all_references(self.repository, |one| wanted.add(&one))?;
-        self.runtime.block_on(listed_records(&self.connected, &self.peers, |one| wanted.add(&one)));
+        let records = listed_records(&self.connected, &self.peers, |one| wanted.add(&one));
+        let resealed = self.runtime.block_on(records);
         let wanted = wanted.finish()?;
         let short = RefCell::new(names());
         let mut report = self.repair_blobs(&wanted, rate, &|report| {
@@ -128,6 +129,8 @@ impl<'a> RepairJob<'a> {
             progress(report.bytes);
         })?;
         report.unread = unread;
+        report.resealed = resealed.copies;
+        resealed.failures.into_iter().for_each(|reason| report.fail(reason));
         self.note_suspects(&report);
         if report.is_settled() && !available.is_empty() {
             self.promote(&available, &wanted, &short.into_inner().finish()?, unread)?;

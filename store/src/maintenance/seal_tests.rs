@@ -147,6 +147,57 @@ fn a_repair_seals_content_that_nobody_has_sealed() {
 }
 
 #[test]
+fn tombstones_still_count_after_a_repair_when_the_old_key_is_retired() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let first = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &first);
+    let with = |secrets: &[[u8; 32]]| Security::insecure_with(SealKeys::new(secrets));
+    let (old, both, new) = (with(&[[1; 32]]), with(&[[3; 32], [1; 32]]), with(&[[3; 32]]));
+    let open = |security: &Security| Repository::of_cluster(first.clone(), security).unwrap();
+    publish(&open(&old), "kept", &[content(1, CHUNK).1]);
+    publish(&open(&old), "removed", &[content(2, CHUNK).1]);
+    open(&old).remove_image(&"removed".parse().unwrap(), true).unwrap();
+    let rebuild = |file: &str| {
+        let second = documents(&dir, file);
+        let _beating = Heartbeats::of(&site, &second);
+        let repository = Repository::of_cluster(second, &new).unwrap();
+        rebuild_catalog(&repository, false).map(|_| {
+            let images = repository.catalog().images().unwrap();
+            images.into_iter().map(|image| image.name.to_string()).collect::<Vec<_>>()
+        })
+    };
+    let early = rebuild("early.db");
+    assert!(matches!(early, Err(Error::UnsealedRecords { .. })), "{early:?}");
+    let report = repair_all(&open(&both), None, &|_| ()).unwrap();
+    assert!(report.resealed > 0 && !report.is_incomplete(), "{report:?}");
+    let again = repair_all(&open(&both), None, &|_| ()).unwrap();
+    assert_eq!(again.resealed, 0, "{again:?}");
+    assert_eq!(rebuild("retired.db").unwrap(), ["kept"]);
+}
+
+#[test]
+fn a_repair_says_which_peers_may_have_records_of_old_keys() {
+    let mut site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let beating = Heartbeats::of(&site, &documents);
+    let keys = Security::insecure_with(SealKeys::new(&[[3; 32], [1; 32]]));
+    publish(
+        &Repository::of_cluster(documents.clone(), &self::keys()).unwrap(),
+        "vm",
+        &[content(1, CHUNK).1],
+    );
+    let peer = site.peers[0].id;
+    site.stop(0);
+    let repository = Repository::of_cluster(documents.clone(), &keys).unwrap();
+    let report = repair_all(&repository, None, &|_| ()).unwrap();
+    let named = report.failures.iter().filter(|one| one.contains(&peer.to_string())).count();
+    assert!(named > 0 && report.is_incomplete(), "{report:?}");
+    drop(beating);
+}
+
+#[test]
 fn forged_records_neither_remove_nor_add_an_image() {
     let site = Site::new(3);
     let dir = TempDir::new().unwrap();

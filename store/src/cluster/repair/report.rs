@@ -45,6 +45,8 @@ pub struct Report {
     pub moved: u64,
     /// Surplus fragments that were deleted.
     pub dropped: u64,
+    /// Copies of records that got a seal of the current key in place of an older one.
+    pub resealed: u64,
     /// Fragments that a peer claimed to have but did not send, or sent damaged.
     pub damaged: u64,
     /// Fragments with right checksums and wrong content that were found. Only blobs with surplus
@@ -127,7 +129,7 @@ impl Report {
     }
 
     /// Adds the reason for a step that could not be carried out.
-    pub(super) fn fail(&mut self, reason: String) {
+    pub(crate) fn fail(&mut self, reason: String) {
         if self.failures.len() < MAX_ENTRIES {
             self.failures.push(reason);
         }
@@ -142,6 +144,7 @@ impl Report {
         self.rebuilt += other.rebuilt;
         self.moved += other.moved;
         self.dropped += other.dropped;
+        self.resealed += other.resealed;
         self.damaged += other.damaged;
         other.wrong.into_iter().for_each(|one| self.note_wrong(one));
         self.bytes += other.bytes;

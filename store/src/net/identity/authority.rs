@@ -82,6 +82,13 @@ pub fn rotate_mac_key(keys: &Path) -> Result<(SealKeyId, usize)> {
     mac_keys::rotate(keys)
 }
 
+/// Removes the keys for seals from the authority's directory that only verify. Returns the id of the
+/// key that is left, and how many were removed.
+pub fn retire_mac_keys(keys: &Path) -> Result<(SealKeyId, usize)> {
+    let _authority = Authority::open(keys)?;
+    mac_keys::retire(keys)
+}
+
 /// Signs a certificate for a new peer. Returns the peer's id. See [`sign`].
 pub fn sign_new_peer(keys: &Path, out: &Path) -> Result<PeerId> {
     let id = sys::random().map_err(|error| Error::io("reading random bytes for", out, error))?;

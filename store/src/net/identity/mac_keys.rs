@@ -110,6 +110,20 @@ pub(super) fn rotate(directory: &Path) -> Result<(SealKeyId, usize)> {
     Ok((id, before))
 }
 
+/// Removes all keys but the one that makes seals. Returns its id, and how many were removed.
+pub(super) fn retire(directory: &Path) -> Result<(SealKeyId, usize)> {
+    let path = directory.join(MAC_KEYS);
+    let mut keys = MacKeys::read(&path)?;
+    keys.secrets(&path)?;
+    let retired = keys.keys.len() - 1;
+    if retired > 0 {
+        keys.keys.truncate(1);
+        keys.write(directory)?;
+    }
+    let id = load(directory)?.current().expect("the file has a key");
+    Ok((id, retired))
+}
+
 fn secret(directory: &Path) -> Result<String> {
     let secret: [u8; 32] =
         sys::random().map_err(|error| Error::io("reading random bytes for", directory, error))?;

@@ -36,7 +36,7 @@ use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use webpki::EndEntityCert;
 
-pub use authority::{init, revoke, rotate_mac_key, sign, sign_new_peer};
+pub use authority::{init, retire_mac_keys, revoke, rotate_mac_key, sign, sign_new_peer};
 pub use security::{Access, Security};
 pub(crate) use security::{Reader, Remote, Secured, Writer};
 
