@@ -45,7 +45,7 @@ use super::window::{Content, Entry, Status, Window};
 use crate::blobs::{Blobs, NewBlob};
 use crate::encoding::fragment::{Kind, MAX_CONTENT, Plain, cut};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BlobId, PeerId};
 
 /// The most bytes of blocks in the window.
@@ -277,7 +277,8 @@ impl ClusterBlobs {
     }
 
     /// Completes the redundancy of the blobs that left the window without it, unless a repair
-    /// already has.
+    /// already has. Fails once if such a blob is lost: what was put before this call must be put
+    /// again then, and later flushes do not depend on it.
     fn complete_degraded(&self) -> Result<()> {
         let mut groups: HashMap<StoragePolicy, Vec<BlobId>> = HashMap::new();
         for (blob, policy) in &self.shared.window().degraded {
@@ -286,21 +287,33 @@ impl ClusterBlobs {
         if groups.is_empty() {
             return Ok(());
         }
-        let mut buf = vec![0; MAX_CONTENT];
+        let (mut buf, mut lost) = (vec![0; MAX_CONTENT], 0);
         for (policy, blobs) in groups {
             let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &policy));
             for (blob, is_known) in blobs.into_iter().zip(known) {
                 // Before the put: if the blob must leave the window again, it is added here again.
                 self.shared.window().degraded.remove(&(blob, policy));
-                if !is_known {
-                    self.put_again(blob, &policy, &mut buf).inspect_err(|_| {
+                if is_known {
+                    continue;
+                }
+                match self.put_again(blob, &policy, &mut buf) {
+                    Ok(()) => {}
+                    // All peers have answered, and it cannot be read.
+                    Err(error) if error.kind() == ErrorKind::Corrupt => {
+                        tracing::error!(%blob, %error, "a blob is lost that had little redundancy");
+                        self.shared.known().blobs.clear();
+                        lost += 1;
+                    }
+                    Err(error) => {
                         self.shared.window().degraded.insert((blob, policy));
-                    })?;
+                        return Err(error);
+                    }
                 }
             }
         }
         self.flush_while(|_| true)?;
         match self.shared.window().degraded.len() {
+            0 if lost > 0 => Err(Error::ContentLost { blobs: lost }),
             0 => Ok(()),
             blobs => {
                 let reason = "they can be read but lack redundancy".into();

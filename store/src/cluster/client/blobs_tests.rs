@@ -14,8 +14,9 @@ use crate::blobs::Blobs;
 use crate::blobs::NewBlob;
 use crate::cluster::Counters;
 use crate::cluster::placement::MemberState;
+use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::tests::{Peer, content, members, policy, start};
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
 
@@ -63,6 +64,23 @@ impl Site {
             let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
             connection.usage().await.unwrap().fragments
         })
+    }
+
+    /// Deletes all fragments of a peer.
+    fn delete_all(&self, peer: usize) {
+        self.runtime.block_on(async {
+            let address = &self.peers[peer].address;
+            let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
+            let all = connection.list(&BlobId::from_bytes([0; 32]), 4096).await.unwrap();
+            let id = |(blob, held): (BlobId, Held)| FragmentId {
+                blob,
+                encoding: held.encoding,
+                index: held.index,
+            };
+            let all: Vec<_> = all.into_iter().map(id).collect();
+            let until = Instant::now() + Duration::from_secs(10);
+            connection.delete(&all, 0, until).await.unwrap();
+        });
     }
 }
 
@@ -345,4 +363,34 @@ fn more_than_a_window_can_be_available_while_a_peer_is_away() {
     for (blob, content) in &all {
         assert!(read(&other, blob, 20_000).unwrap() == *content, "any two peers are enough");
     }
+}
+
+/// The blobs left the window with one copy, and the only peer that has them loses its data.
+#[test]
+fn a_lost_blob_fails_one_flush_and_not_the_later_ones() {
+    let mut site = Site::new(2);
+    let blobs = ClusterBlobs::with_window(site.cluster(), 100_000).unwrap();
+    let how = policy("replicas=2");
+    site.stop(1);
+    for number in 0..20 {
+        blobs.put(&[NewBlob::new(&content(number, 20_000).1)], &how).unwrap();
+    }
+    blobs.flush_available().unwrap();
+    assert_eq!(blobs.flush().unwrap_err().kind(), ErrorKind::Unavailable);
+    site.delete_all(0);
+    site.restart(1);
+    let begin = Instant::now();
+    loop {
+        match blobs.flush() {
+            Err(Error::ContentLost { blobs }) => break assert!(blobs > 0),
+            Err(error) if error.kind() == ErrorKind::Unavailable => {}
+            other => panic!("blobs are lost, and the flush returned {other:?}"),
+        }
+        assert!(begin.elapsed() < Duration::from_secs(60));
+        thread::sleep(Duration::from_millis(20));
+    }
+    let (blob, content) = content(99, 20_000);
+    blobs.put(&[NewBlob::new(&content)], &how).unwrap();
+    blobs.flush().unwrap();
+    assert!(read(&site.blobs(), &blob, 20_000).unwrap() == content);
 }

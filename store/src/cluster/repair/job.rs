@@ -259,7 +259,7 @@ impl<P: Peers> Shared<P> {
         for (wanted, holdings) in batch.iter().zip(found) {
             let plan = plan(wanted, &members, &holdings, &Findings::default());
             report.blobs += 1;
-            report.under += u64::from(plan.missing > 0);
+            report.under += u64::from(plan.is_short);
             match plan.is_empty() {
                 true => report.settle(&wanted.blob, &plan),
                 false => {

@@ -154,7 +154,7 @@ pub enum Rejection {
 /// What a repair has found out about a blob by reading its fragments.
 #[derive(Clone, Debug, Default)]
 pub struct Findings {
-    /// Fragments that are damaged, or missing although their holders reported them.
+    /// Fragments that are damaged, or that their holders reported and did not send.
     pub damaged: HashSet<FragmentLocation>,
     /// Fragments that match their checksums and differ from what the blob gives.
     pub forged: HashSet<FragmentLocation>,
@@ -237,6 +237,9 @@ pub struct Plan {
     pub survives: i32,
     /// The number of fragments, or copies, that no live peer has.
     pub missing: usize,
+    /// Whether fewer live peers than wanted have a fragment of their own. Two fragments on one peer
+    /// are lost together, so they count once.
+    pub is_short: bool,
     /// Of the missing fragments, the number that may come back with a peer that is down.
     pub waiting: usize,
     /// Of the missing fragments, the number for which no peer is left.
@@ -250,7 +253,8 @@ pub struct Plan {
 impl Plan {
     fn of(encoding: Option<BlobId>, survives: i32, missing: usize) -> Plan {
         let (waiting, unplaced, steps, removal) = (0, 0, Vec::new(), None);
-        Plan { encoding, survives, missing, waiting, unplaced, steps, removal }
+        let is_short = missing > 0;
+        Plan { encoding, survives, missing, is_short, waiting, unplaced, steps, removal }
     }
 
     /// Whether there is nothing to do.
@@ -302,7 +306,9 @@ pub fn plan(
     }
     let removal = work.removal();
     let Work { missing, waiting, unplaced, steps, .. } = work;
-    Plan { encoding: Some(chosen.encoding), survives, missing, waiting, unplaced, steps, removal }
+    let (encoding, is_short) =
+        (Some(chosen.encoding), chosen.strength() < wanted.redundancy.width());
+    Plan { encoding, survives, missing, is_short, waiting, unplaced, steps, removal }
 }
 
 /// The members as this blob sees them: peers that refuse its fragments are full.

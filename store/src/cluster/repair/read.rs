@@ -12,11 +12,11 @@ use crate::cluster::client::assemble::EncodingAssembly;
 use crate::cluster::protocol::FragmentId;
 use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, ErrorKind};
-use crate::id::BlobId;
+use crate::id::{BlobId, PeerId};
 
 /// Enough right fragments of an encoding, and the blob.
 pub(super) struct Gathered {
-    pub(super) assembly: EncodingAssembly<FragmentLocation>,
+    pub(super) assembly: EncodingAssembly<PeerId>,
     /// It has the blob's name.
     pub(super) content: Vec<u8>,
 }
@@ -70,7 +70,10 @@ impl<P: Peers> Executor<'_, P> {
                 self.done.bytes += fragment.block.len() as u64;
                 return Some(fragment);
             }
-            Err(error) if error.kind() != ErrorKind::Corrupt => self.fail(&place.peer, &error),
+            Err(error) if error.kind() != ErrorKind::Corrupt => {
+                self.fail(&place.peer, &error);
+                self.entry.findings.damaged.insert(*place);
+            }
             Ok(None) | Err(_) => self.note_damaged(place),
         }
         None
@@ -82,7 +85,7 @@ impl<P: Peers> Executor<'_, P> {
     pub(super) async fn gather(&mut self, encoding: &BlobId) -> Option<Gathered> {
         let blob = self.entry.wanted.blob;
         let (needed, places) = self.reading_order(encoding)?;
-        let mut assembly: Option<EncodingAssembly<FragmentLocation>> = None;
+        let mut assembly: Option<EncodingAssembly<PeerId>> = None;
         let mut content = Vec::new();
         let (mut asked, mut next) = (JoinSet::new(), places.into_iter());
         let mut failure = None;
@@ -101,24 +104,31 @@ impl<P: Peers> Executor<'_, P> {
             let Fragment { description, index, block } = fragment;
             content.resize(description.len as usize, 0);
             let own = assembly.get_or_insert_with(|| EncodingAssembly::new(description));
-            own.add(index, place, block);
+            own.add(index, place.peer, block);
             match own.decode(&mut content) {
                 Some(Ok(wrong)) => {
-                    wrong.iter().for_each(|(place, _)| self.note_forged(place));
+                    for (peer, index) in wrong {
+                        self.note_forged(&FragmentLocation { peer, encoding: *encoding, index });
+                    }
                     return Some(Gathered { assembly: assembly?, content });
                 }
                 Some(Err(error)) => failure = Some(error),
                 None => {}
             }
         }
-        if let Some(error) = failure {
-            self.reject(*encoding, Rejection::Unreadable, error.to_string());
+        match failure {
+            // Not all choices were tried, so the encoding may be good.
+            Some(error) if assembly.is_some_and(|one| one.is_hopeless()) => {
+                self.entry.reason = Some(format!("too many of its fragments are forged: {error}"));
+            }
+            Some(error) => self.reject(*encoding, Rejection::Unreadable, error.to_string()),
+            None => {}
         }
         None
     }
 
     /// The number of fragments that are enough, and all fragments of an encoding in the order in
-    /// which they are read: enough different ones come first.
+    /// which they are read: enough different ones come first, of different peers if possible.
     fn reading_order(&self, encoding: &BlobId) -> Option<(usize, Vec<Holding>)> {
         let is_own = |one: &&Holding| {
             let findings = &self.entry.findings;
@@ -131,12 +141,21 @@ impl<P: Peers> Executor<'_, P> {
         let needed: usize = own.first()?.data.into();
         // Spread the reads over the holders, differently for each blob.
         let rotation = usize::from(self.entry.wanted.blob.as_bytes()[1]) % own.len();
-        let (mut first, mut more): (Vec<Holding>, Vec<Holding>) = (Vec::new(), Vec::new());
-        for one in own[rotation..].iter().chain(&own[..rotation]) {
-            let is_new = first.len() < needed && first.iter().all(|other| other.index != one.index);
-            if is_new { first.push(*one) } else { more.push(*one) }
+        let mut rest: Vec<Holding> =
+            own[rotation..].iter().chain(&own[..rotation]).copied().collect();
+        let mut first: Vec<Holding> = Vec::new();
+        for other_peers in [true, false] {
+            let mut more = Vec::new();
+            for one in rest {
+                let is_new = |other: &Holding| {
+                    other.index != one.index && (other.peer != one.peer || !other_peers)
+                };
+                let is_taken = first.len() < needed && first.iter().all(is_new);
+                if is_taken { first.push(one) } else { more.push(one) }
+            }
+            rest = more;
         }
-        first.extend(more);
+        first.extend(rest);
         Some((needed, first))
     }
 }

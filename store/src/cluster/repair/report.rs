@@ -109,10 +109,10 @@ impl Report {
     /// Adds the final state of a blob.
     pub(super) fn settle(&mut self, blob: &BlobId, plan: &Plan) {
         self.settled += 1;
-        if plan.missing > 0 || plan.survives < 0 {
+        if plan.is_short || plan.survives < 0 {
             self.short.push(*blob);
         }
-        self.left += u64::from(plan.missing > 0);
+        self.left += u64::from(plan.is_short);
         self.waiting += u64::from(plan.waiting > 0);
         let survives = i64::from(plan.survives);
         self.survives = Some(self.survives.map_or(survives, |worst| worst.min(survives)));

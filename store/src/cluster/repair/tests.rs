@@ -350,40 +350,74 @@ async fn a_moved_copy_is_dropped_at_its_old_place() {
     assert_eq!(total, 60);
 }
 
-/// Peers of which one fails every put.
-struct FailingPuts {
+/// Peers of which one answers otherwise than it should.
+struct AlteredPeers {
     peers: ConnectedPeers,
-    failing: PeerId,
-    error: fn(String) -> Error,
+    peer: PeerId,
+    /// What it claims to have, from what it has of a blob.
+    claim: fn(Vec<Held>) -> Vec<Held>,
+    /// Whether it claims that in its list, too.
+    alters_list: bool,
+    /// The error of each get.
+    get: Option<fn(String) -> Error>,
+    /// The error of each put.
+    put: Option<fn(String) -> Error>,
 }
 
-impl Peers for FailingPuts {
+impl AlteredPeers {
+    fn new(peers: ConnectedPeers, peer: PeerId) -> AlteredPeers {
+        let (claim, alters_list): (fn(Vec<Held>) -> _, _) = (|held| held, false);
+        AlteredPeers { peers, peer, claim, alters_list, get: None, put: None }
+    }
+
+    fn error(&self, peer: PeerId, error: Option<fn(String) -> Error>) -> Result<()> {
+        let error = error.filter(|_| peer == self.peer);
+        error.map_or(Ok(()), |error| Err(error(peer.to_string())))
+    }
+}
+
+impl Peers for AlteredPeers {
     fn seals(&self) -> &SealKeys {
         self.peers.seals()
     }
 
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
-        self.peers.have(peer, blobs).await
+        let all = self.peers.have(peer, blobs).await?;
+        let is_altered = |held: &Vec<Held>| peer == self.peer && !held.is_empty();
+        let claim = |held| if is_altered(&held) { (self.claim)(held) } else { held };
+        Ok(all.into_iter().map(claim).collect())
     }
 
     async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
-        self.peers.list(peer, after, most).await
+        let page = self.peers.list(peer, after, most).await?;
+        if peer != self.peer || !self.alters_list {
+            return Ok(page);
+        }
+        let blobs = page.chunk_by(|one, other| one.0 == other.0);
+        let claim = |own: &[(BlobId, Held)]| {
+            let (blob, held) = (own[0].0, own.iter().map(|one| one.1).collect());
+            (self.claim)(held).into_iter().map(move |held| (blob, held)).collect::<Vec<_>>()
+        };
+        Ok(blobs.flat_map(claim).collect())
     }
 
     async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
+        self.error(peer, self.get)?;
         self.peers.get(peer, fragment).await
     }
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
-        match peer == self.failing {
-            true => Err((self.error)(peer.to_string())),
-            false => self.peers.put(peer, fragment).await,
-        }
+        self.error(peer, self.put)?;
+        self.peers.put(peer, fragment).await
     }
 
     async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
         self.peers.delete(peer, fragments, idle).await
     }
+}
+
+fn failed(peer: String, kind: ErrorKind) -> Error {
+    Error::Peer { peer, kind, reason: "this failure is part of the test".into() }
 }
 
 #[tokio::test]
@@ -401,13 +435,11 @@ async fn only_a_peer_without_space_counts_as_full() {
         }))
     };
     let repair_with = |error: fn(String) -> Error| {
-        let peers = FailingPuts { peers: connected(all.clone()), failing, error };
+        let peers = AlteredPeers::new(connected(all.clone()), failing);
+        let peers = AlteredPeers { put: Some(error), ..peers };
         let limits = RepairLimits::default();
         repair(Arc::new(peers), nodes(), stored.feed(), limits, &|| true, &|_| ())
     };
-    fn failed(peer: String, kind: ErrorKind) -> Error {
-        Error::Peer { peer, kind, reason: "this failure is part of the test".into() }
-    }
     // The peer may be back soon. It is waited for, and its share is not stored elsewhere.
     let report = repair_with(|peer| failed(peer, ErrorKind::Unavailable)).await;
     assert!(report.left > 0 && report.waiting == report.left, "{report:?}");
@@ -421,50 +453,18 @@ async fn only_a_peer_without_space_counts_as_full() {
     stored.check(members(&peers[1..])).await;
 }
 
-/// Peers of which one claims, beside its own fragments, others of the same encodings that it does not
-/// have.
-struct Claiming {
-    peers: ConnectedPeers,
-    liar: PeerId,
-    lie: fn(Held) -> Held,
-}
-
-impl Peers for Claiming {
-    fn seals(&self) -> &SealKeys {
-        self.peers.seals()
-    }
-
-    async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
-        let mut all = self.peers.have(peer, blobs).await?;
-        for held in all.iter_mut().filter(|held| peer == self.liar && !held.is_empty()) {
-            held.insert(0, (self.lie)(held[0]));
-        }
-        Ok(all)
-    }
-
-    async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
-        self.peers.list(peer, after, most).await
-    }
-
-    async fn get(&self, peer: PeerId, fragment: FragmentId) -> Result<Option<Fragment>> {
-        self.peers.get(peer, fragment).await
-    }
-
-    async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
-        self.peers.put(peer, fragment).await
-    }
-
-    async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        self.peers.delete(peer, fragments, idle).await
-    }
+/// What a peer holds, and before it something else that it claims to hold.
+fn with_claim(mut held: Vec<Held>, claim: fn(Held) -> Held) -> Vec<Held> {
+    held.insert(0, claim(held[0]));
+    held
 }
 
 #[tokio::test]
 async fn a_peer_that_claims_impossible_fragments_does_not_stop_the_repair() {
-    let lies: [fn(Held) -> Held; 3] = [
-        |held| Held { data: 0, index: 0, ..held },
-        |held| Held { data: 7, index: 0, ..held },
-        |held| Held { index: 0, len: u32::MAX, ..held },
+    let lies: [fn(Vec<Held>) -> Vec<Held>; 3] = [
+        |held| with_claim(held, |held| Held { data: 0, index: 0, ..held }),
+        |held| with_claim(held, |held| Held { data: 7, index: 0, ..held }),
+        |held| with_claim(held, |held| Held { index: 0, len: u32::MAX, ..held }),
     ];
     for (text, lie) in ["rs=2+2", "replicas=3"].iter().flat_map(|text| lies.map(|lie| (text, lie)))
     {
@@ -478,11 +478,48 @@ async fn a_peer_that_claims_impossible_fragments_does_not_stop_the_repair() {
             let state = if member.id == all[4].id { PeerState::Lost } else { PeerState::Up };
             RepairPeer { state, ..RepairPeer::from(member) }
         });
-        let claiming = Claiming { peers: connected(all.clone()), liar: all[0].id, lie };
+        let claiming = AlteredPeers::new(connected(all.clone()), all[0].id);
+        let claiming = AlteredPeers { claim: lie, ..claiming };
         let (nodes, limits) = (RepairMembers::new(nodes), RepairLimits::default());
         let report =
             repair(Arc::new(claiming), nodes, stored.feed(), limits, &|| true, &|_| ()).await;
         assert_eq!(report.left, 0, "{text}: {report:?}");
         stored.check(all[..4].to_vec()).await;
+    }
+}
+
+/// A peer claims to have all fragments of each blob and does not send them, whether it is up or
+/// draining. What a lost peer had is rebuilt all the same.
+#[tokio::test]
+async fn a_peer_that_claims_fragments_and_does_not_send_them_does_not_stop_the_repair() {
+    let errors: [fn(String) -> Error; 2] =
+        [|peer| failed(peer, ErrorKind::Invalid), |peer| failed(peer, ErrorKind::Unavailable)];
+    for (state, error) in [(PeerState::Up, errors[0]), (PeerState::Draining, errors[1])] {
+        let mut peers = start(7).await;
+        peers.sort_unstable_by_key(|peer| peer.id);
+        let all = members(&peers);
+        let cluster = Cluster::new(all[..5].to_vec(), Security::INSECURE);
+        let stored = Stored::put(&cluster, "rs=2+3", 20).await;
+        peers[4].stop().await;
+        let (liar, lost) = (all[0].id, all[4].id);
+        let nodes = all.iter().map(|member| {
+            let node = RepairPeer::from(member);
+            let state = match member.id {
+                id if id == lost => PeerState::Lost,
+                id if id == liar => state,
+                _ => node.state,
+            };
+            RepairPeer { state, ..node }
+        });
+        let claim = |held: Vec<Held>| (0..5).map(|index| Held { index, ..held[0] }).collect();
+        let claiming = AlteredPeers::new(connected(all.clone()), liar);
+        let claiming = AlteredPeers { claim, alters_list: true, get: Some(error), ..claiming };
+        let (nodes, limits) = (RepairMembers::new(nodes), RepairLimits::default());
+        repair(Arc::new(claiming), nodes, stored.feed(), limits, &|| true, &|_| ()).await;
+        // All that four peers but the liar have is enough to read each blob without any two of them.
+        let honest: Vec<_> = all.iter().filter(|one| one.id != lost && one.id != liar).collect();
+        for pair in [[0, 1, 2], [1, 2, 3], [0, 2, 4], [2, 3, 4]] {
+            stored.check(pair.iter().map(|at| honest[*at].clone()).collect()).await;
+        }
     }
 }

@@ -441,3 +441,16 @@ fn impossible_holdings_are_ignored() {
     scene.holdings.clear();
     assert!(scene.is_at_rest() && scene.plan().survives == -4);
 }
+
+/// As many peers as fragments are wanted, less one, have all fragments: one peer has two of them.
+#[test]
+fn a_blob_with_two_fragments_on_one_peer_is_short() {
+    let mut scene = Scene::new(6, CODE);
+    let whole = scene.plan();
+    assert!(!whole.is_short && whole.missing == 0, "{whole:?}");
+    let (last, first) = (scene.ranking()[5], scene.ranking()[0]);
+    scene.set(last, PeerState::Lost);
+    scene.add(first, b"one", 5);
+    let plan = scene.plan();
+    assert_eq!((plan.missing, plan.is_short), (0, true), "{plan:?}");
+}
