@@ -1,6 +1,6 @@
 //! Creating and listing images and snapshots.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::Catalog;
 use super::documents::{
@@ -189,6 +189,25 @@ impl Catalog {
             Ok(())
         })?;
         Ok(all)
+    }
+
+    /// Reports the id of every snapshot whose image the catalog has.
+    pub(crate) fn each_snapshot_id(&self, mut report: impl FnMut(&ImageId, u64)) -> Result<()> {
+        let mut images = HashSet::new();
+        // In the order of the keys: the images come first.
+        self.documents.scan(&[IMAGES, SNAPSHOTS], &mut |key, document| {
+            if key.starts_with(IMAGES) {
+                images.insert(document.decode::<ImageDocument>(key)?.id);
+            } else {
+                let (image, number) = snapshot_of(key)?;
+                // A snapshot without an image is left from a rebuild that was killed, or that runs.
+                if images.contains(&image) {
+                    report(&image, number);
+                }
+            }
+            Ok(())
+        })?;
+        Ok(())
     }
 
     /// One image.

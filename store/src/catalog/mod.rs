@@ -46,7 +46,7 @@ pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::records::Rebuilt;
-pub(crate) use self::records::{Record, Records, recorded_redundancy};
+pub(crate) use self::records::{Record, RecordSubject, Records, recorded_redundancy};
 
 use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};

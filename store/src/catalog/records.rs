@@ -30,9 +30,9 @@ use crate::tree::Root;
 const FORMAT: &str = "cairn-snapshot-record";
 const VERSION: u32 = 2;
 
-/// The most snapshots that a rebuild restores with one change, so that no document store refuses
-/// the change as too large.
-const SNAPSHOTS_IN_CHANGE: usize = 50;
+/// The most snapshots that a rebuild restores with one change. Each writes up to three documents, and
+/// etcd refuses changes of more than 128 operations.
+const SNAPSHOTS_IN_CHANGE: usize = 40;
 
 /// The number of epochs that a rebuild leaves for losses until the next rebuild, and a power of two.
 /// Epochs of two rebuilds differ by at least this much for each second between them.
@@ -161,6 +161,30 @@ impl AnyRecord {
             }
             other => Err(Error::corrupt(object, format!("its format is '{other}'"))),
         }
+    }
+}
+
+/// What a record is about.
+pub(crate) enum RecordSubject {
+    /// A snapshot with content.
+    Snapshot(ImageId, u64),
+    /// A snapshot that was removed or never published, or with the number 0, an image that was removed.
+    Removal(ImageId, u64),
+    /// A mirror, or a snapshot without content.
+    Other,
+}
+
+impl RecordSubject {
+    pub(crate) fn of(record: &[u8]) -> Result<RecordSubject> {
+        let AnyRecord::Snapshot(record) = AnyRecord::parse(record)? else {
+            return Ok(RecordSubject::Other);
+        };
+        let (image, number) = (record.image.id, record.number);
+        Ok(match record.state() {
+            None => RecordSubject::Removal(image, number),
+            Some(state) if state.has_content() => RecordSubject::Snapshot(image, number),
+            Some(_) => RecordSubject::Other,
+        })
     }
 }
 

@@ -23,6 +23,10 @@ use crate::name::{ImageName, SnapshotRef};
 use crate::process::Process;
 use crate::snapshot::{Snapshot, SnapshotState};
 
+/// The most mirrors that are removed with one change. etcd refuses changes of more than 128
+/// operations.
+const MIRRORS_IN_CHANGE: usize = 100;
+
 impl Catalog {
     /// Begins the removal of a snapshot. Returns the snapshot as it was, and its tombstone. Refuses
     /// to remove the last snapshot with content.
@@ -166,27 +170,38 @@ impl Catalog {
     }
 
     /// Removes the documents of an image whose tombstone is stored: the image, its snapshots and
-    /// its mirrors.
+    /// its mirrors. The mirrors go first, some with each change, because etcd refuses large ones.
     pub(crate) fn finish_image_removal(&self, name: &ImageName, tombstone: &Record) -> Result<()> {
         let (id, key) = (tombstone.image_id(), image_key(name));
-        self.change(&[Query::key(&key), Query::prefix(MIRRORS)], |view| {
-            let found = view.get::<ImageDocument>(&key)?;
-            if found.is_none_or(|image| image.id != id || !image.removing) {
-                return Ok((Change::default(), ()));
-            }
-            let mut change = Change::default()
-                .remove(Query::key(&key))
-                .remove(Query::Key(lease_key(&id)))
-                .remove(Query::Prefix(snapshots_of(&id)))
-                .remove(Query::Prefix(available_of(&id)))
-                .remove(Query::Prefix(labels_of(&id)));
-            for (mirror, document) in view.under::<MirrorDocument>(MIRRORS)? {
-                if document.image_id == id {
-                    change = change.remove(Query::Key(mirror_key(&mirror.parse()?)));
+        loop {
+            let is_done = self.change(&[Query::key(&key), Query::prefix(MIRRORS)], |view| {
+                let found = view.get::<ImageDocument>(&key)?;
+                if found.is_none_or(|image| image.id != id || !image.removing) {
+                    return Ok((Change::default(), true));
                 }
+                let mirrors = view.under::<MirrorDocument>(MIRRORS)?;
+                let own = mirrors.iter().filter(|(_, document)| document.image_id == id);
+                let own = own.map(|(mirror, _)| Ok(mirror_key(&mirror.parse()?)));
+                let own: Vec<String> = own.collect::<Result<_>>()?;
+                let is_last = own.len() <= MIRRORS_IN_CHANGE;
+                let mut change = Change::default();
+                if is_last {
+                    change = change
+                        .remove(Query::key(&key))
+                        .remove(Query::Key(lease_key(&id)))
+                        .remove(Query::Prefix(snapshots_of(&id)))
+                        .remove(Query::Prefix(available_of(&id)))
+                        .remove(Query::Prefix(labels_of(&id)));
+                }
+                for mirror in own.into_iter().take(MIRRORS_IN_CHANGE) {
+                    change = change.remove(Query::Key(mirror));
+                }
+                Ok((change, is_last))
+            })?;
+            if is_done {
+                return Ok(());
             }
-            Ok((change, ()))
-        })
+        }
     }
 }
 

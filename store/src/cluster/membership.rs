@@ -356,9 +356,11 @@ fn update_unless_alive(
         if heartbeat.is_some_and(|version| view.version(&alive) != version) {
             return Ok(false);
         }
-        let Some(document) = view.get::<MemberDocument>(&key)? else {
+        if view.version(&key) == 0 {
             return Err(Error::NoPeer { peer: id.to_string() });
-        };
+        }
+        // A peer that has written nonsense is edited like one that has just joined.
+        let document = written_by_peer::<MemberDocument>(&view, &key).unwrap_or_default();
         let edited = edit(document.clone());
         if edited == document {
             return Ok(true);
@@ -388,11 +390,23 @@ pub fn lose(documents: &dyn Documents, id: &PeerId) -> Result<()> {
 }
 
 /// Removes an empty or lost peer from the members.
+///
+/// A new epoch begins: a commit that is under way may have stored a fragment on the peer since the
+/// heartbeat that said that it is empty.
 pub fn forget(documents: &dyn Documents, id: &PeerId) -> Result<()> {
     let keys = [member_key(id), alive_key(id), suspect_key(id)];
-    let change =
-        keys.into_iter().fold(Change::default(), |change, key| change.remove(Query::Key(key)));
-    documents.commit(&change).map(drop)
+    loop {
+        let view = documents.read(&[&keys[0], LOSSES].map(Query::key))?;
+        let mut change = Change::default();
+        if view.version(&keys[0]) != 0 {
+            change.relies_on.push((LOSSES.to_owned(), view.version(LOSSES)));
+            change = change.put(LOSSES, &(losses(&view)? + 1));
+        }
+        let change = keys.iter().fold(change, |change, key| change.remove(Query::key(key)));
+        if documents.commit(&change)? {
+            return Ok(());
+        }
+    }
 }
 
 /// Adds `wrong` to the count of wrong answers of a peer.

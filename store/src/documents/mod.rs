@@ -271,7 +271,10 @@ fn change_own(documents: &dyn Documents, key: &str, me: &str) -> Result<Option<C
         return Ok(None);
     }
     let relies_on = vec![(key.to_owned(), view.version(key))];
-    Ok(Some(Change { relies_on, relaxed: true, ..Change::default() }))
+    // A renewal may be lost with the power of the documents' host, the acquisition may not: somebody
+    // else could acquire the lock while it counts as held.
+    let relaxed = view.version(key) != 0;
+    Ok(Some(Change { relies_on, relaxed, ..Change::default() }))
 }
 
 /// Receives the documents of a scan.

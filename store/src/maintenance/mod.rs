@@ -18,6 +18,7 @@
 //! | `repair_lease` | the document that lets one repair run at a time |
 //! | `records` | the records that the peers list |
 //! | `references` | the blobs that the catalog refers to |
+//! | `unlisted` | snapshots that only records on the peers know |
 //! | `wanted` | the wanted blobs in the order of their names, in temporary files |
 //! | `whole_snapshots` | the *available* snapshots of which nothing is short |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
@@ -33,6 +34,7 @@ mod seal_tests;
 pub mod supervisor;
 #[cfg(test)]
 mod sweep_tests;
+mod unlisted;
 pub mod verify;
 mod wanted;
 mod whole_snapshots;

@@ -55,6 +55,49 @@ impl Resealed {
     }
 }
 
+/// Reports every record with a valid seal that a live peer lists. A record may be reported several
+/// times. Fails if a peer does not list its records.
+pub(super) async fn each_record(
+    connected: &ConnectedPeers,
+    peers: &[Peer],
+    mut report: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
+    for peer in peers.iter().filter(is_live) {
+        let mut pages = RecordPages::new(connected, peer.id);
+        while let Some(page) = pages.next().await? {
+            page.iter().try_for_each(|record| report(&record.block))?;
+        }
+    }
+    Ok(())
+}
+
+/// The records of one peer that have a valid seal, in pages.
+struct RecordPages<'a> {
+    connected: &'a ConnectedPeers,
+    peer: PeerId,
+    check: ListCheck,
+}
+
+impl<'a> RecordPages<'a> {
+    fn new(connected: &'a ConnectedPeers, peer: PeerId) -> RecordPages<'a> {
+        RecordPages { connected, peer, check: ListCheck::new(BlobId::from_bytes([0; 32])) }
+    }
+
+    /// The next page; `None` if there are no more.
+    async fn next(&mut self) -> Result<Option<Vec<Fragment>>> {
+        let RecordPages { connected, peer, check } = self;
+        let request = connected.records(peer, check.after());
+        let mut page = check.wait(peer, request).await??;
+        if !check.accept(peer, page.iter().map(|record| &record.description.blob))? {
+            return Ok(None);
+        }
+        let seals = connected.seals();
+        page.retain(|one| is_whole(one) && seals.is_sealed(&one.description));
+        Ok(Some(page))
+    }
+}
+
 async fn records_of(
     connected: &ConnectedPeers,
     peer: &PeerId,
@@ -62,26 +105,21 @@ async fn records_of(
     resealed: &mut u64,
     report: &mut impl FnMut(Wanted),
 ) -> Result<()> {
-    let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
-    loop {
-        let request = connected.records(peer, check.after());
-        let page = check.wait(peer, request).await??;
-        if !check.accept(peer, page.iter().map(|record| &record.description.blob))? {
-            return Ok(());
-        }
+    let mut pages = RecordPages::new(connected, *peer);
+    while let Some(page) = pages.next().await? {
         let seals = connected.seals();
-        let is_record = |one: &&Fragment| is_whole(one) && seals.is_sealed(&one.description);
-        for record in page.iter().filter(is_record) {
+        for record in page {
             let wanted = wanted_redundancy(&record.block, default);
             report(Wanted::record(record.description.blob, wanted));
             if seals.is_outdated(&record.description) {
                 let seal = seals.seal(&record.description);
                 let description = record.description.clone().with_seal(seal);
-                connected.put(*peer, Fragment { description, ..record.clone() }).await?;
+                connected.put(*peer, Fragment { description, ..record }).await?;
                 *resealed += 1;
             }
         }
     }
+    Ok(())
 }
 
 /// Whether a fragment is a whole record with its name. A peer that lists something else, or a record

@@ -24,6 +24,7 @@ use tokio::sync::mpsc;
 use super::records::listed_records;
 use super::references::all_references;
 use super::repair_lease::RepairLease;
+use super::unlisted::count_unlisted_snapshots;
 use super::wanted::{SortedWanted, WantedBlobs, names};
 use super::whole_snapshots::whole_snapshots;
 use crate::catalog::Available;
@@ -229,12 +230,30 @@ impl<'a> RepairJob<'a> {
     /// Records are never garbage: repair moves them to other peers.
     ///
     /// The references are read again: a snapshot that was published while the repair was at work is not
-    /// garbage, however old its blobs are. Nothing is deleted if a tree node cannot be read.
+    /// garbage, however old its blobs are. Nothing is deleted if a tree node cannot be read, or if the
+    /// peers have records of snapshots that the catalog does not have.
     fn sweep_drained(&self) -> Result<()> {
         let is_drained = |peer: &&Peer| peer.health == Health::Draining;
         let drained: Vec<_> = self.peers.iter().filter(is_drained).collect();
         if drained.is_empty() {
             return Ok(());
+        }
+        let catalog = self.repository.catalog();
+        let unlisted = count_unlisted_snapshots(catalog, &self.connected, &self.peers);
+        match self.runtime.block_on(unlisted) {
+            Ok(0) => {}
+            Ok(unlisted) => {
+                tracing::warn!(
+                    unlisted,
+                    "garbage stays on drained peers: they have records of snapshots that the catalog does \
+                     not have; run `cairn catalog rebuild`"
+                );
+                return Ok(());
+            }
+            Err(error) => {
+                tracing::warn!(%error, "garbage stays on drained peers: failed to read all records");
+                return Ok(());
+            }
         }
         let mut referenced = names();
         let unread = all_references(self.repository, |one| referenced.push(*one.blob.as_bytes()))?;

@@ -16,7 +16,7 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::cluster::repair::{DELETION_TIMEOUT, DeletionPermit};
 use crate::documents::{Documents, try_lock, unlock};
@@ -62,13 +62,14 @@ impl SharedState {
 
     fn is_held(&self) -> bool {
         let state = self.state();
-        !state.is_lost && state.renewed.elapsed() < SAFE_HOLD
+        !state.is_lost && sys::time_since_boot().saturating_sub(state.renewed) < SAFE_HOLD
     }
 }
 
 struct LeaseState {
-    /// When the last renewal that was granted was requested.
-    renewed: Instant,
+    /// When the last renewal that was granted was requested, by a clock that does not stop while the
+    /// machine is suspended.
+    renewed: Duration,
     /// Another repair holds the lease, a renewal came too late, or the lease was given back.
     is_lost: bool,
     /// The work has ended.
@@ -96,7 +97,8 @@ impl RepairLease<'_> {
     fn take(documents: &dyn Documents) -> Result<RepairLease<'_>> {
         let me = sys::random().map(PeerId::from_bytes);
         let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
-        let state = LeaseState { renewed: Instant::now(), is_lost: false, is_ended: false };
+        let renewed = sys::time_since_boot();
+        let state = LeaseState { renewed, is_lost: false, is_ended: false };
         let shared = SharedState { state: Mutex::new(state), wake: Condvar::new() };
         let lease = RepairLease { documents, me, shared: Arc::new(shared) };
         match lease.renew()? {
@@ -118,7 +120,7 @@ impl RepairLease<'_> {
 
     /// Requests the document again. Returns whether this repair holds it.
     fn renew(&self) -> Result<bool> {
-        let asked = Instant::now();
+        let asked = sys::time_since_boot();
         let is_ours = try_lock(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
         if is_ours {
             self.shared.state().renewed = asked;

@@ -319,3 +319,45 @@ fn a_snapshot_that_is_published_during_a_repair_loses_nothing_to_the_sweep() {
         assert!(buffer == chunk.content);
     }
 }
+
+/// The catalog is lost, and peers are drained before it is rebuilt.
+#[test]
+fn nothing_counts_as_garbage_while_the_catalog_is_not_rebuilt() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let first = documents(&dir, "catalog.db");
+    let beating = Heartbeats::of(&site, &first);
+    let repository = Repository::of_cluster(first, &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::Replicas(2).into());
+    let geometry = Geometry::new(20 * CHUNK as u64, CHUNK as u32).unwrap();
+    let chunks: Vec<_> = (0..20).map(|number| content(number, CHUNK).1).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
+    repository.put_chunks(&chunks).unwrap();
+    let changes = chunks.iter().enumerate();
+    let changes = changes.map(|(at, one)| (ChunkIndex(at as u64), Some(one.chunk_id())));
+    let root = repository.commit_tree(&Root::default(), geometry, &changes.collect()).unwrap().root;
+    repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    drop((repository, beating));
+
+    let second = documents(&dir, "again.db");
+    let _beating = Heartbeats::of(&site, &second);
+    let again = Repository::of_cluster(second.clone(), &Security::INSECURE).unwrap();
+    let held =
+        |at: usize| chunks.iter().filter(|one| has(&site.peers[at].address, one.id())).count();
+    let before: Vec<_> = (0..3).map(held).collect();
+    for at in [0, 1] {
+        drain(&*second, &site.peers[at].id, true).unwrap();
+    }
+    repair_all(&again, None, &|_| ()).unwrap();
+    assert_eq!((0..3).map(held).collect::<Vec<_>>(), before, "chunks were deleted");
+    assert_eq!(rebuild_catalog(&again, false).unwrap().snapshots, 1);
+    let mut buffer = vec![0; CHUNK];
+    for chunk in &chunks {
+        again.read_chunk(&chunk.chunk_id(), &mut buffer).unwrap();
+        assert!(buffer == chunk.content);
+    }
+    // Now the catalog refers to them. They are moved.
+    let report = repair_all(&again, None, &|_| ()).unwrap();
+    assert!(report.moved > 0, "{report:?}");
+}

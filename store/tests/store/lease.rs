@@ -28,6 +28,7 @@ for_each_document_store!(
     the_requests_of_a_writer_are_bounded,
     a_restarted_writer_may_repeat_its_last_steps,
     an_image_in_use_cannot_be_removed,
+    an_image_with_many_mirrors_can_be_removed,
     a_forgotten_mirror_frees_its_image,
     a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it,
     a_mirror_is_attached_by_a_process_of_this_boot,
@@ -332,6 +333,20 @@ fn an_image_in_use_cannot_be_removed(test: &TestRepository) {
     assert!(error.to_string().contains("/mirrors/1"), "{error}");
     remove(true).unwrap();
     assert!(test.repository.catalog().mirrors().unwrap().is_empty());
+}
+
+/// More mirrors than a change of etcd may have operations.
+fn an_image_with_many_mirrors_can_be_removed(test: &TestRepository) {
+    let (first, other) = (test.image("a"), test.image("b"));
+    for mirror in 1..=140 {
+        let reader = test.repository.attach(&owner(mirror), &first, Mode::ReadOnly).unwrap();
+        reader.release(None).unwrap();
+    }
+    let kept = test.repository.attach(&owner(200), &other, Mode::ReadOnly).unwrap();
+    test.repository.remove_image(&name("a"), true).unwrap();
+    let left = test.repository.catalog().mirrors().unwrap();
+    assert_eq!(left.iter().map(|mirror| mirror.id).collect::<Vec<_>>(), [owner(200).id]);
+    kept.detach().unwrap();
 }
 
 fn a_forgotten_mirror_frees_its_image(test: &TestRepository) {

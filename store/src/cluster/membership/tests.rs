@@ -8,8 +8,8 @@ use tempfile::TempDir;
 
 use super::view::MembersView;
 use super::{
-    Announcement, Health, PeerStats, SUPERVISOR, check_no_data, declare_lost_peers, drain, forget,
-    leave, lose, peers, send_heartbeat, suspect,
+    Announcement, Health, LOSSES, PeerStats, SUPERVISOR, check_no_data, declare_lost_peers, drain,
+    forget, leave, lose, peers, send_heartbeat, suspect,
 };
 use crate::cluster::placement::members::MemberState;
 use crate::documents::{
@@ -101,6 +101,10 @@ fn a_small_change_of_capacity_keeps_the_weight() {
     assert_eq!(weight(), 2000);
 }
 
+fn epoch(documents: &dyn Documents) -> Option<u64> {
+    documents.read(&[Query::key(LOSSES)]).unwrap().get(LOSSES).unwrap()
+}
+
 #[test]
 fn draining_survives_a_restart_and_ends_on_request() {
     let (_dir, documents) = documents();
@@ -134,8 +138,26 @@ fn a_peer_that_writes_nonsense_is_lost_and_others_are_not_affected() {
     send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
     assert_eq!(health(&documents, 1), Some(Health::Up));
     assert!(put(format!("members/{first}")));
+    // It is lost for good, and commits ask for what they stored on it.
+    let before = epoch(&documents);
+    lose(&documents, &first).unwrap();
+    assert_eq!(health(&documents, 1), Some(Health::Lost));
+    assert_ne!(epoch(&documents), before);
     forget(&documents, &first).unwrap();
     assert_eq!(health(&documents, 1), None);
+}
+
+/// A commit may have stored a fragment on the peer since the heartbeat that said that it is empty.
+#[test]
+fn forgetting_a_peer_begins_an_epoch() {
+    let (_dir, documents) = documents();
+    send_heartbeat(&documents, &announcement(1), &stats(100), 1).unwrap();
+    let before = epoch(&documents);
+    forget(&documents, &announcement(1).id).unwrap();
+    assert_ne!(epoch(&documents), before);
+    let after = epoch(&documents);
+    forget(&documents, &announcement(1).id).unwrap();
+    assert_eq!(epoch(&documents), after, "it was no member any more");
 }
 
 #[test]

@@ -1,0 +1,101 @@
+//! Snapshots that the peers have records of and the catalog does not have.
+//!
+//! A catalog that was lost, and is not yet rebuilt, refers to nothing or to a part of what there is.
+//! Content that it does not refer to is not garbage then. The peers' records show that: a snapshot with
+//! a record and without a tombstone exists.
+
+use super::records::each_record;
+use crate::catalog::{Catalog, RecordSubject};
+use crate::cluster::membership::Peer;
+use crate::cluster::repair::ConnectedPeers;
+use crate::durable::sorted_runs::{RunSorter, SortedRuns, temporary_directory};
+use crate::error::Result;
+use crate::id::ImageId;
+
+/// The image's id, the snapshot's number with the highest byte first, and one of the values below.
+const ENTRY: usize = 16 + 8 + 1;
+
+/// The most entries in memory: 25 MiB.
+const MAX_ENTRIES: usize = if cfg!(test) { 8 } else { 1 << 20 };
+
+/// The snapshot was removed. With the number 0, the whole image was.
+const REMOVED: u8 = 0;
+/// The catalog has the snapshot.
+const LISTED: u8 = 1;
+/// A record describes the snapshot.
+const RECORDED: u8 = 2;
+
+/// Counts the snapshots that records describe, that no tombstone removes, and that the catalog does
+/// not have. Fails if a live peer does not list its records, or has one that cannot be read.
+pub(super) async fn count_unlisted_snapshots(
+    catalog: &Catalog,
+    connected: &ConnectedPeers,
+    peers: &[Peer],
+) -> Result<u64> {
+    let mut all = RunSorter::new(&temporary_directory(), ENTRY, MAX_ENTRIES);
+    catalog.each_snapshot_id(|image, number| all.push(entry(image, number, LISTED)))?;
+    each_record(connected, peers, |record| {
+        match RecordSubject::of(record)? {
+            RecordSubject::Snapshot(image, number) => all.push(entry(&image, number, RECORDED)),
+            RecordSubject::Removal(image, number) => all.push(entry(&image, number, REMOVED)),
+            RecordSubject::Other => {}
+        }
+        Ok(())
+    })
+    .await?;
+    count(&all.finish()?)
+}
+
+fn entry(image: &ImageId, number: u64, what: u8) -> [u8; ENTRY] {
+    let mut entry = [0; ENTRY];
+    entry[..16].copy_from_slice(image.as_bytes());
+    entry[16..24].copy_from_slice(&number.to_be_bytes());
+    entry[24] = what;
+    entry
+}
+
+/// Counts the snapshots that are only recorded. What removes or lists a snapshot precedes its record,
+/// and the removal of an image precedes all its snapshots.
+fn count(all: &SortedRuns<ENTRY>) -> Result<u64> {
+    let (mut removed_image, mut accounted, mut unlisted) = (None, None, 0);
+    for entry in all.read()? {
+        let entry = entry?;
+        let (snapshot, image): ([u8; 24], [u8; 16]) =
+            (entry[..24].try_into().expect("24 bytes"), entry[..16].try_into().expect("16 bytes"));
+        let is_image = entry[16..24] == [0; 8];
+        match entry[24] {
+            REMOVED if is_image => removed_image = Some(image),
+            REMOVED | LISTED => accounted = Some(snapshot),
+            _ if accounted == Some(snapshot) || removed_image == Some(image) => {}
+            _ => unlisted += 1,
+        }
+    }
+    Ok(unlisted)
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::{ENTRY, LISTED, RECORDED, REMOVED, RunSorter, count, entry};
+    use crate::id::ImageId;
+
+    #[test]
+    fn a_recorded_snapshot_counts_unless_it_is_listed_or_removed_or_its_image_is() {
+        let directory = TempDir::new().unwrap();
+        let [one, other] = [1, 2].map(|byte| ImageId::from_bytes([byte; 16]));
+        let cases: [(&[(&ImageId, u64, u8)], u64); 6] = [
+            (&[], 0),
+            (&[(&one, 1, RECORDED), (&one, 2, RECORDED), (&other, 1, LISTED)], 2),
+            (&[(&one, 1, RECORDED), (&one, 1, LISTED), (&one, 2, LISTED)], 0),
+            (&[(&one, 1, RECORDED), (&one, 1, REMOVED), (&one, 2, RECORDED)], 1),
+            (&[(&one, 1, RECORDED), (&one, 2, RECORDED), (&one, 0, REMOVED)], 0),
+            (&[(&other, 0, REMOVED), (&one, 256, RECORDED), (&other, 1, RECORDED)], 1),
+        ];
+        for (entries, expected) in cases {
+            let mut all = RunSorter::<ENTRY>::new(directory.path(), ENTRY, 2);
+            entries.iter().for_each(|(image, number, what)| all.push(entry(image, *number, *what)));
+            assert_eq!(count(&all.finish().unwrap()).unwrap(), expected, "{entries:?}");
+        }
+    }
+}
