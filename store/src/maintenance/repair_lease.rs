@@ -2,10 +2,19 @@
 //! drop what the other keeps.
 //!
 //! A repair holds a document that expires, and renews it from a thread of its own. A repair that
-//! cannot renew the document stops well before it expires: each deletion asks the lease right before
-//! it is sent ([`RepairLease::permit`]), and the peer refuses it after
-//! [`DELETION_TIMEOUT`]. So no deletion of a repair is
-//! carried out after another repair has started. After a kill the next repair starts when the
+//! cannot renew the document stops well before it expires.
+//!
+//! Clocks of this process prove nothing about a deletion: the machine may be suspended, and a virtual
+//! machine may be paused, between any two steps. So each deletion is done in this order:
+//!
+//! 1. The peer's clock is read.
+//! 2. The lease is renewed ([`RepairLease::permit`]). Deletions that wait at the same time share one
+//!    renewal.
+//! 3. The deletion is sent. The peer refuses it when its clock is [`DELETION_TIMEOUT`] after the first
+//!    step.
+//!
+//! The document expires [`LEASE_SECONDS`] after the second step, which is later. So no deletion of a
+//! repair is carried out after another repair has started. After a kill the next repair starts when the
 //! document has expired.
 //!
 //! | | value |
@@ -14,11 +23,14 @@
 //! | it is renewed every | [`RENEW_INTERVAL`] |
 //! | it counts as held until | [`SAFE_HOLD`] after the last renewal that was granted |
 
+use std::pin::pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use crate::cluster::repair::{DELETION_TIMEOUT, DeletionPermit};
+use tokio::sync::Notify;
+
+use crate::cluster::repair::{DELETION_TIMEOUT, DeletionPermit, PermitFuture};
 use crate::documents::{Documents, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
@@ -32,6 +44,9 @@ const LEASE_SECONDS: u32 = 30;
 
 /// The interval between two renewals.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
+
+/// The pause after a renewal that failed.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// How long the lease counts as held after a renewal. The rest of [`LEASE_SECONDS`] is longer than
 /// a deletion takes ([`DELETION_TIMEOUT`]).
@@ -53,11 +68,35 @@ pub(super) struct RepairLease<'a> {
 struct SharedState {
     state: Mutex<LeaseState>,
     wake: Condvar,
+    /// Notified when a renewal has ended and when the lease is lost.
+    renewed: Notify,
 }
 
 impl SharedState {
     fn state(&self) -> MutexGuard<'_, LeaseState> {
         self.state.lock().expect("no code panics with the state locked")
+    }
+
+    /// Waits for a renewal that begins after this call. Returns whether it was granted.
+    async fn confirm(&self) -> bool {
+        let wanted = {
+            let mut state = self.state();
+            state.wanted = state.begun + 1;
+            state.wanted
+        };
+        self.wake.notify_all();
+        loop {
+            let mut renewed = pin!(self.renewed.notified());
+            // Before the check, so that no notification is missed.
+            renewed.as_mut().enable();
+            {
+                let state = self.state();
+                if state.is_lost || state.granted >= wanted {
+                    return !state.is_lost;
+                }
+            }
+            renewed.await;
+        }
     }
 
     fn is_held(&self) -> bool {
@@ -70,6 +109,12 @@ struct LeaseState {
     /// When the last renewal that was granted was requested, by a clock that does not stop while the
     /// machine is suspended.
     renewed: Duration,
+    /// The number of renewals that were begun.
+    begun: u64,
+    /// Of these, the last one that was granted.
+    granted: u64,
+    /// The renewal that somebody waits for.
+    wanted: u64,
     /// Another repair holds the lease, a renewal came too late, or the lease was given back.
     is_lost: bool,
     /// The work has ended.
@@ -98,8 +143,11 @@ impl RepairLease<'_> {
         let me = sys::random().map(PeerId::from_bytes);
         let me = me.map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?.to_string();
         let renewed = sys::time_since_boot();
-        let state = LeaseState { renewed, is_lost: false, is_ended: false };
-        let shared = SharedState { state: Mutex::new(state), wake: Condvar::new() };
+        let (begun, granted, wanted) = (0, 0, 0);
+        let (is_lost, is_ended) = (false, false);
+        let state = LeaseState { renewed, begun, granted, wanted, is_lost, is_ended };
+        let (wake, renewed) = (Condvar::new(), Notify::new());
+        let shared = SharedState { state: Mutex::new(state), wake, renewed };
         let lease = RepairLease { documents, me, shared: Arc::new(shared) };
         match lease.renew()? {
             true => Ok(lease),
@@ -112,18 +160,26 @@ impl RepairLease<'_> {
         self.shared.is_held()
     }
 
-    /// Permits deletions while the lease is held.
+    /// Permits deletions while the lease is held: see the module's text.
     pub(super) fn permit(&self) -> DeletionPermit {
         let shared = self.shared.clone();
-        Arc::new(move || shared.is_held())
+        Arc::new(move || -> PermitFuture {
+            let shared = shared.clone();
+            Box::pin(async move { shared.confirm().await })
+        })
     }
 
     /// Requests the document again. Returns whether this repair holds it.
     fn renew(&self) -> Result<bool> {
-        let asked = sys::time_since_boot();
+        let (asked, number) = {
+            let mut state = self.shared.state();
+            state.begun += 1;
+            (sys::time_since_boot(), state.begun)
+        };
         let is_ours = try_lock(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
         if is_ours {
-            self.shared.state().renewed = asked;
+            let mut state = self.shared.state();
+            (state.renewed, state.granted) = (asked, number);
         }
         Ok(is_ours)
     }
@@ -131,7 +187,8 @@ impl RepairLease<'_> {
     fn renew_until_ended(&self) {
         let mut state = self.shared.state();
         loop {
-            let is_waiting = |state: &mut LeaseState| !state.is_ended;
+            let is_waiting =
+                |state: &mut LeaseState| !state.is_ended && state.granted >= state.wanted;
             let woken = self.shared.wake.wait_timeout_while(state, RENEW_INTERVAL, is_waiting);
             state = woken.expect("no code panics with the state locked").0;
             if state.is_ended {
@@ -139,10 +196,15 @@ impl RepairLease<'_> {
             }
             drop(state);
             // While the catalog is away the lease stays valid until its time is up.
-            let is_lost = matches!(self.renew(), Ok(false)) || !self.is_held();
+            let renewed = self.renew();
+            let is_lost = matches!(renewed, Ok(false)) || !self.is_held();
+            if renewed.is_err() && !is_lost {
+                thread::sleep(RETRY_DELAY);
+            }
             state = self.shared.state();
+            state.is_lost |= is_lost;
+            self.shared.renewed.notify_waiters();
             if is_lost {
-                state.is_lost = true;
                 return;
             }
         }
@@ -153,6 +215,7 @@ impl Drop for RepairLease<'_> {
     fn drop(&mut self) {
         // A permit may outlive the lease.
         self.shared.state().is_lost = true;
+        self.shared.renewed.notify_waiters();
         // If this fails, the document expires.
         let _ = unlock(self.documents, LEASE_KEY, &self.me);
     }
@@ -173,14 +236,58 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use tempfile::TempDir;
+    use tokio::runtime::Builder;
+    use tokio::task::JoinSet;
 
-    use super::{Documents, Error, LEASE_KEY, RENEW_INTERVAL, RepairLease};
+    use super::{DeletionPermit, Documents, Error, LEASE_KEY, RENEW_INTERVAL, RepairLease};
     use crate::documents::{Change, Query, SqliteDocuments};
 
     fn documents(dir: &TempDir) -> SqliteDocuments {
         let path = dir.path().join("catalog.db");
         SqliteDocuments::create(&path).unwrap();
         SqliteDocuments::open(&path).unwrap()
+    }
+
+    fn is_permitted(permit: &DeletionPermit) -> bool {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(permit())
+    }
+
+    /// The lease passes to another repair while this one is stopped, and its clock with it.
+    #[test]
+    fn a_deletion_is_not_permitted_at_any_time_after_another_repair_has_the_lease() {
+        let dir = TempDir::new().unwrap();
+        let documents = documents(&dir);
+        RepairLease::with(&documents, |lease| {
+            let permit = lease.permit();
+            assert!(is_permitted(&permit));
+            let stolen = Change::default().put_for(60, LEASE_KEY, &"another repair".to_owned());
+            assert!(documents.commit(&stolen).unwrap());
+            assert!(lease.is_held(), "its clock says so");
+            assert!(!is_permitted(&permit));
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn deletions_share_renewals() {
+        let dir = TempDir::new().unwrap();
+        let documents = documents(&dir);
+        RepairLease::with(&documents, |lease| {
+            let permit = lease.permit();
+            let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+            let all = runtime.block_on(async {
+                let mut asked = JoinSet::new();
+                (0..1000).for_each(|_| drop(asked.spawn(permit())));
+                asked.join_all().await
+            });
+            assert!(all.into_iter().all(|is_permitted| is_permitted));
+            let renewals = lease.shared.state().begun;
+            assert!(renewals < 100, "{renewals}");
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]
@@ -197,10 +304,10 @@ mod tests {
         // Nothing is deleted after the lease was given back.
         let permit = RepairLease::with(&documents, |lease| {
             let permit = lease.permit();
-            assert!(permit());
+            assert!(is_permitted(&permit));
             Ok(permit)
         });
-        assert!(!permit.unwrap()());
+        assert!(!is_permitted(&permit.unwrap()));
         // The lease is free at once, however the work ended.
         let failed =
             RepairLease::with(&documents, |_| Err::<(), _>(Error::BadArgument("no".into())));
@@ -227,7 +334,7 @@ mod tests {
                 assert!(Instant::now() < end, "the loss of the lease was not noticed");
                 std::thread::sleep(Duration::from_millis(10));
             }
-            assert!(!permit(), "nothing is deleted without the lease");
+            assert!(!is_permitted(&permit), "nothing is deleted without the lease");
             Ok(())
         })
         .unwrap();

@@ -4,10 +4,11 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cairn_store::cluster::membership::{Announcement, PeerStats, send_heartbeat};
 use cairn_store::cluster::peer::{self, PeerStore};
+use cairn_store::cluster::protocol::PeerTime;
 use cairn_store::cluster::{Cluster, Connection, Member, MemberState};
 use cairn_store::documents::{CatalogStore, Change, Documents, Query, RemoteDocuments, remote};
 use cairn_store::encoding::Redundancy;
@@ -195,10 +196,9 @@ impl Site {
                 peer.have(&[blob], true).await.map(drop)
             }),
             Action::StoreFragments => self.ask(security, async |peer| peer.put(fragment()).await),
-            Action::DeleteFragments => {
-                let until = Instant::now() + Duration::from_secs(60);
-                self.ask(security, async |peer| peer.delete(&[], 0, until).await.map(drop))
-            }
+            Action::DeleteFragments => self.ask(security, async |peer| {
+                peer.delete(&[], 0, PeerTime(u64::MAX)).await.map(drop)
+            }),
             Action::ForgeContent => self.is_known(security),
             Action::ServeAsOwn => self.reads_from(self.own, security),
             Action::ServeAsOther => self.reads_from(self.other, security),

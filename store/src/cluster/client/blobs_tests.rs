@@ -78,8 +78,8 @@ impl Site {
                 index: held.index,
             };
             let all: Vec<_> = all.into_iter().map(id).collect();
-            let until = Instant::now() + Duration::from_secs(10);
-            connection.delete(&all, 0, until).await.unwrap();
+            let deadline = connection.clock().await.unwrap().after(Duration::from_secs(10));
+            connection.delete(&all, 0, deadline).await.unwrap();
         });
     }
 }

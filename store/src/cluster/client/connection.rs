@@ -1,7 +1,7 @@
 //! A client's connection to one peer: the protocol's requests as calls.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::time::timeout;
 
@@ -172,13 +172,14 @@ impl Connection {
     /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed for `idle`
     /// seconds. Returns the bytes that are free again on the peer's disk.
     ///
-    /// The peer does not begin the deletion after `until`, however long the request is on its way.
-    pub async fn delete(&self, fragments: &[FragmentId], idle: u32, until: Instant) -> Result<u64> {
+    /// The peer does not begin the deletion after `deadline`, however long the request is on its way.
+    pub async fn delete(
+        &self,
+        fragments: &[FragmentId],
+        idle: u32,
+        deadline: PeerTime,
+    ) -> Result<u64> {
         debug_assert!(fragments.len() <= MAX_DELETED);
-        let PeerTime(clock) = self.clock().await?;
-        // The peer read its clock before the answer came, so the deadline is not after `until`.
-        let left = until.saturating_duration_since(Instant::now());
-        let deadline = PeerTime(clock.saturating_add(left.as_millis() as u64));
         let fragments = fragments.to_vec();
         let below = CollectionNumber::MAX;
         match self.ask(Request::Delete { deadline, idle, below, fragments }).await? {
@@ -188,7 +189,7 @@ impl Connection {
     }
 
     /// The time on the peer's clock.
-    async fn clock(&self) -> Result<PeerTime> {
+    pub async fn clock(&self) -> Result<PeerTime> {
         match self.ask(Request::Clock).await? {
             Answer::Clock(time) => Ok(time),
             _ => Err(self.unexpected()),

@@ -6,6 +6,8 @@
 mod body;
 mod refusal;
 
+use std::time::Duration;
+
 use bytes::Bytes;
 
 use crate::collection::CollectionNumber;
@@ -123,6 +125,13 @@ pub struct Usage {
 /// A time on the clock of a peer: milliseconds since its process opened the data directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PeerTime(pub u64);
+
+impl PeerTime {
+    /// The time that is `duration` later.
+    pub fn after(self, duration: Duration) -> PeerTime {
+        PeerTime(self.0.saturating_add(duration.as_millis() as u64))
+    }
+}
 
 /// A request from a client to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,6 +8,7 @@ use super::{ConnectedPeers, DELETION_TIMEOUT, DeletionPermit, Peers};
 use crate::cluster::client::Connection;
 use crate::cluster::placement::Member;
 use crate::cluster::protocol::FragmentId;
+use crate::cluster::repair::permit_all;
 use crate::cluster::stalling_proxy::{Stall, StallingProxy};
 use crate::cluster::tests::{Peer, content};
 use crate::encoding::Redundancy;
@@ -47,7 +48,7 @@ async fn a_deletion_that_is_held_up_on_its_way_is_not_carried_out_after_its_time
     let (peer, id) = peer_with_fragment().await;
     let proxy = StallingProxy::start(&peer.address, Stall::Deletions);
     let begin = Instant::now();
-    let peers = through(&proxy, &peer, Arc::new(|| true));
+    let peers = through(&proxy, &peer, permit_all());
     let late = peers.delete(peer.id, &[id], 0).await.unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Unavailable, "{late}");
     assert!(begin.elapsed() < DELETION_TIMEOUT + SLACK, "{:?}", begin.elapsed());
@@ -56,7 +57,7 @@ async fn a_deletion_that_is_held_up_on_its_way_is_not_carried_out_after_its_time
     proxy.wait_for_answers(1).await;
     assert!(has(&peer, &id).await, "the deletion was carried out too late");
     // One that arrives in time is carried out. The first connection may be backed off.
-    let peers = through(&proxy, &peer, Arc::new(|| true));
+    let peers = through(&proxy, &peer, permit_all());
     assert!(peers.delete(peer.id, &[id], 0).await.unwrap() > 0);
     assert!(!has(&peer, &id).await);
 }
@@ -66,7 +67,7 @@ async fn a_peer_that_accepts_and_stalls_does_not_delay_a_deletion_beyond_its_tim
     let (peer, id) = peer_with_fragment().await;
     let proxy = StallingProxy::start(&peer.address, Stall::All);
     let begin = Instant::now();
-    let peers = through(&proxy, &peer, Arc::new(|| true));
+    let peers = through(&proxy, &peer, permit_all());
     let late = peers.delete(peer.id, &[id], 0).await.unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Unavailable, "{late}");
     assert!(begin.elapsed() < DELETION_TIMEOUT + SLACK, "{:?}", begin.elapsed());
@@ -79,7 +80,11 @@ async fn the_lease_is_checked_after_the_connection_was_made() {
     let proxy = StallingProxy::start(&peer.address, Stall::All);
     let is_held = Arc::new(AtomicBool::new(true));
     let held = is_held.clone();
-    let peers = through(&proxy, &peer, Arc::new(move || held.load(Ordering::SeqCst)));
+    let permit: DeletionPermit = Arc::new(move || {
+        let held = held.clone();
+        Box::pin(async move { held.load(Ordering::SeqCst) })
+    });
+    let peers = through(&proxy, &peer, permit);
     let lose = async {
         proxy.wait_for_stalled(1).await;
         is_held.store(false, Ordering::SeqCst);

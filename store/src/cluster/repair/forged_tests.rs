@@ -12,6 +12,7 @@ use super::{
 };
 use crate::cluster::client::{Cluster, Connection};
 use crate::cluster::placement::Member;
+use crate::cluster::repair::permit_all;
 use crate::cluster::tests::{Peer, content, members, start};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
@@ -72,7 +73,7 @@ impl Site {
         sender.try_send(Wanted::content(self.blob, self.wanted)).unwrap();
         drop(sender);
         let peers = members(&self.peers);
-        let peers = ConnectedPeers::new(peers, Security::INSECURE, Arc::new(|| true));
+        let peers = ConnectedPeers::new(peers, Security::INSECURE, permit_all());
         let (members, limits) = (RepairMembers::new(nodes), RepairLimits::default());
         repair(Arc::new(peers), members, receiver, limits, &|| true, &|_| ()).await
     }

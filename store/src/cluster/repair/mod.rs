@@ -47,6 +47,8 @@ mod verify;
 
 pub use job::{RepairLimits, repair};
 pub use members::{PeerState, RepairMembers, RepairPeer};
-pub use peers::{ConnectedPeers, DELETION_TIMEOUT, DeletionPermit, Peers};
+#[cfg(test)]
+pub(crate) use peers::permit_all;
+pub use peers::{ConnectedPeers, DELETION_TIMEOUT, DeletionPermit, Peers, PermitFuture};
 pub use plan::{Findings, FragmentLocation, Holding, Plan, Rejection, Removal, Step, Wanted, plan};
 pub use report::{Report, WrongFragment};

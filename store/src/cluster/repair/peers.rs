@@ -1,8 +1,9 @@
 //! The peers as repair uses them: a trait, and its implementation over connections.
 
 use std::collections::BTreeMap;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::time::timeout;
 
@@ -20,9 +21,18 @@ use crate::net::identity::Security;
 /// longer counts as down, and refuses the request if it gets to it later.
 pub const DELETION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns whether the caller may delete: whether it holds the repair lease, and will hold it for at
-/// least [`DELETION_TIMEOUT`].
-pub type DeletionPermit = Arc<dyn Fn() -> bool + Send + Sync>;
+/// Confirms that the caller may delete: that it holds the repair lease by a renewal which was requested
+/// after this call, and which lasts for longer than [`DELETION_TIMEOUT`].
+pub type DeletionPermit = Arc<dyn Fn() -> PermitFuture + Send + Sync>;
+
+/// See [`DeletionPermit`].
+pub type PermitFuture = Pin<Box<dyn Future<Output = bool> + Send>>;
+
+/// Permits all deletions.
+#[cfg(test)]
+pub(crate) fn permit_all() -> DeletionPermit {
+    Arc::new(|| Box::pin(async { true }))
+}
 
 /// Peers that repair can ask. Repair does not trust them: it verifies what they send.
 pub trait Peers: Send + Sync + 'static {
@@ -127,14 +137,16 @@ impl Peers for ConnectedPeers {
         self.pool.ask(member, put).await
     }
 
-    /// Deletes under the lease. There is no other way to delete from here: the permit is asked when
-    /// the connection is open, right before the request. After [`DELETION_TIMEOUT`] this side does not
-    /// wait any more, and the peer does not begin to delete.
+    /// Deletes under the lease. There is no other way to delete from here.
+    ///
+    /// The peer's clock is read before the permit is asked for. The peer begins no deletion later than
+    /// [`DELETION_TIMEOUT`] after that, so the lease that is renewed in between is still held then. It
+    /// does not matter how long this process, or its machine, is stopped at any point.
     async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        let until = Instant::now() + DELETION_TIMEOUT;
         let delete = |connection: Arc<Connection>| async move {
-            match (self.permit)() {
-                true => connection.delete(fragments, idle, until).await,
+            let clock = connection.clock().await?;
+            match (self.permit)().await {
+                true => connection.delete(fragments, idle, clock.after(DELETION_TIMEOUT)).await,
                 false => Err(Error::LeaseLost),
             }
         };

@@ -14,6 +14,7 @@ use super::{
 use crate::cluster::client::Cluster;
 use crate::cluster::placement::{Member, MemberState};
 use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::repair::permit_all;
 use crate::cluster::tests::{Peer, content, members, policy, start};
 use crate::encoding::Redundancy;
 use crate::encoding::SealKeys;
@@ -80,7 +81,7 @@ impl Stored {
 
 /// Peers that may be deleted from.
 fn connected(members: Vec<Member>) -> ConnectedPeers {
-    ConnectedPeers::new(members, Security::INSECURE, Arc::new(|| true))
+    ConnectedPeers::new(members, Security::INSECURE, permit_all())
 }
 
 async fn fragments(peer: &Peer) -> u64 {

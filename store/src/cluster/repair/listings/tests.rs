@@ -12,6 +12,7 @@ use super::{ListCheck, Listings, MAX_FRAGMENTS, Page, page_entries, predecessor}
 use crate::cluster::client::Cluster;
 use crate::cluster::list_check::UNEVEN_FRAGMENTS;
 use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::repair::permit_all;
 use crate::cluster::repair::{
     ConnectedPeers, Peers, RepairLimits, RepairMembers, RepairPeer, Report, Wanted, repair,
 };
@@ -271,7 +272,7 @@ async fn fragments(peer: &Peer) -> u64 {
 }
 
 fn connected(all: &[Peer]) -> ConnectedPeers {
-    ConnectedPeers::new(members(all), Security::INSECURE, Arc::new(|| true))
+    ConnectedPeers::new(members(all), Security::INSECURE, permit_all())
 }
 
 #[tokio::test]
