@@ -4,7 +4,6 @@
 //! itself. So a process that finds a blob in the index can rely on it. If the file is missing, the
 //! index is rebuilt from the segments.
 
-use std::collections::HashSet;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
@@ -39,6 +38,14 @@ CREATE TABLE blobs (
     length  INTEGER NOT NULL,
     form    INTEGER NOT NULL,
     stamp   INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+";
+
+/// The table of blobs that were found damaged. It is created when the index is opened, because the
+/// first repositories of this version do not have it.
+const DAMAGED_TABLE: &str = "
+CREATE TABLE IF NOT EXISTS damaged (
+    id BLOB NOT NULL PRIMARY KEY CHECK (length(id) = 32)
 ) STRICT, WITHOUT ROWID;
 ";
 
@@ -82,6 +89,7 @@ impl Index {
             recover(&mut |found| add_found(transaction, found))
         })?;
         let (writer, reader) = database::open(&path, VERSION)?;
+        writer.execute_batch(DAMAGED_TABLE)?;
         Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 
@@ -90,15 +98,29 @@ impl Index {
         find(&lock(&self.reader), id)
     }
 
-    /// Returns the slot of each blob, or `None` for a blob that is not in the index.
+    /// Returns the slot of each blob and whether the blob was found damaged, or `None` for a blob that
+    /// is not in the index.
     pub(super) fn find_all<'a>(
         &self,
         ids: impl IntoIterator<Item = &'a BlobId>,
-    ) -> Result<Vec<Option<Slot>>> {
+    ) -> Result<Vec<Option<(Slot, bool)>>> {
         let mut reader = lock(&self.reader);
         // All lookups see the same state.
         let transaction = reader.transaction()?;
-        ids.into_iter().map(|id| find(&transaction, id)).collect()
+        let damaged = Damaged::new(&transaction)?;
+        let find = |id| match find(&transaction, id)? {
+            Some(slot) => Ok(Some((slot, damaged.has(id)?))),
+            None => Ok(None),
+        };
+        ids.into_iter().map(find).collect()
+    }
+
+    /// Records that a blob is damaged, for all processes. A put of such a blob replaces it.
+    pub(super) fn mark_damaged(&self, id: &BlobId) -> Result<()> {
+        let writer = lock(&self.writer);
+        let insert = "INSERT OR IGNORE INTO damaged VALUES (?)";
+        writer.prepare_cached(insert)?.execute([id.as_bytes()])?;
+        Ok(())
     }
 
     /// Returns the segments below the size limit, the oldest first.
@@ -138,19 +160,19 @@ impl Index {
     }
 
     /// Adds blobs that are durable, and updates the ends of their segments. If another process has
-    /// already added a blob, its row stays, except for the blobs in `damaged`, whose rows are
-    /// replaced.
+    /// already added a blob, its row stays, except for damaged blobs, whose rows are replaced.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
-        damaged: &HashSet<BlobId>,
         ends: impl Iterator<Item = (u64, u64)>,
     ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let damaged = Damaged::new(&transaction)?;
         for entry in entries {
             let Slot { segment, offset, len } = entry.slot;
-            let insert = match damaged.contains(&entry.id) {
+            let is_damaged = damaged.has(&entry.id)?;
+            let insert = match is_damaged {
                 // The stamp stays: a process may rely on it.
                 true => {
                     "INSERT INTO blobs VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
@@ -164,13 +186,34 @@ impl Index {
             let CollectionNumber(stamp) = CollectionNumber::FIRST;
             let row = (entry.id.as_bytes(), segment, offset, len, PLAIN, stamp);
             transaction.prepare_cached(insert)?.execute(row)?;
+            if is_damaged {
+                let delete = "DELETE FROM damaged WHERE id = ?";
+                transaction.prepare_cached(delete)?.execute([entry.id.as_bytes()])?;
+            }
         }
+        drop(damaged);
         for (segment, end) in ends {
             transaction
                 .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?
                 .execute((end, segment))?;
         }
         Ok(transaction.commit()?)
+    }
+}
+
+/// Looks up which blobs were found damaged. Hardly ever is there one, and then no lookup is needed.
+struct Damaged<'a>(Option<&'a Connection>);
+
+impl<'a> Damaged<'a> {
+    fn new(connection: &'a Connection) -> Result<Damaged<'a>> {
+        let any = connection.prepare_cached("SELECT 1 FROM damaged LIMIT 1")?.exists([])?;
+        Ok(Damaged(any.then_some(connection)))
+    }
+
+    fn has(&self, id: &BlobId) -> Result<bool> {
+        let Some(connection) = self.0 else { return Ok(false) };
+        let mut query = connection.prepare_cached("SELECT 1 FROM damaged WHERE id = ?")?;
+        Ok(query.exists([id.as_bytes()])?)
     }
 }
 

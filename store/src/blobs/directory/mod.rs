@@ -63,8 +63,6 @@ pub(crate) struct DirectoryBlobs {
     flushing: Mutex<()>,
     /// Segments that are open for reading, by number.
     files: Mutex<HashMap<u64, Arc<File>>>,
-    /// Blobs that were found damaged. A put of such a blob replaces it.
-    damaged: Mutex<HashSet<BlobId>>,
 }
 
 #[derive(Default)]
@@ -114,9 +112,9 @@ impl DirectoryBlobs {
                 scan(&directory, number, report)
             })
         })?;
-        let (state, current, flushing, files, damaged) = Default::default();
+        let (state, current, flushing, files) = Default::default();
         let sync = SegmentSync::new(directory.clone());
-        Ok(Self { directory, index, state, sync, current, flushing, files, damaged })
+        Ok(Self { directory, index, state, sync, current, flushing, files })
     }
 
     /// Returns the segment to append to.
@@ -176,26 +174,20 @@ impl DirectoryBlobs {
             }
         }
         let slots = self.index.find_all(unstaged.iter().map(|blob| &blob.hash.name))?;
-        let is_stored = |blob: &NewBlob<'_>, slot| {
+        let is_stored = |blob: &NewBlob<'_>, (slot, is_damaged): (Slot, bool)| {
             let (id, len) = (blob.id(), blob.content.len());
-            let trusted = !self.damaged().contains(&id);
-            trusted || self.read(&id, slot, &mut vec![0; len]).is_ok()
+            !is_damaged || self.read(&id, slot, &mut vec![0; len]).is_ok()
         };
         let all = unstaged.into_iter().zip(slots);
-        let missing = all.filter(|(blob, slot)| !slot.is_some_and(|slot| is_stored(blob, slot)));
+        let missing =
+            all.filter(|(blob, found)| !found.is_some_and(|found| is_stored(blob, found)));
         Ok(missing.map(|(blob, _)| blob).collect())
     }
 
     /// Makes blobs durable, then visible to other handles.
     fn commit(&self, entries: &[Entry]) -> Result<()> {
         let ends = self.sync.sync(entries.iter().map(|one| (&one.segment, one.slot.end())))?;
-        let damaged = self.damaged().clone();
-        self.index.insert(entries, &damaged, ends.into_iter())?;
-        let mut remaining = self.damaged();
-        entries.iter().filter(|entry| damaged.contains(&entry.id)).for_each(|entry| {
-            remaining.remove(&entry.id);
-        });
-        Ok(())
+        self.index.insert(entries, ends.into_iter())
     }
 
     /// Reads a blob from its slot and verifies its content.
@@ -218,12 +210,12 @@ impl DirectoryBlobs {
             Err(error) if error.kind() == io::ErrorKind::NotFound => "the file is missing",
             Err(error) => {
                 if error.raw_os_error() == Some(libc::EIO) {
-                    self.damaged().insert(*id);
+                    self.mark_damaged(id);
                 }
                 return Err(Error::io("reading", &path, error));
             }
         };
-        self.damaged().insert(*id);
+        self.mark_damaged(id);
         Err(corrupt(reason.into()))
     }
 
@@ -241,8 +233,12 @@ impl DirectoryBlobs {
         Ok(file)
     }
 
-    fn damaged(&self) -> MutexGuard<'_, HashSet<BlobId>> {
-        self.damaged.lock().expect("no thread panics with the set locked")
+    /// Lets the next put of a blob replace it. If that cannot be recorded, nothing is worse than
+    /// before.
+    fn mark_damaged(&self, id: &BlobId) {
+        if let Err(error) = self.index.mark_damaged(id) {
+            tracing::warn!(blob = %id, %error, "failed to record that a blob is damaged");
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, WriterState> {

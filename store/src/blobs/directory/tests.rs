@@ -214,6 +214,19 @@ fn putting_the_content_again_replaces_a_blob_that_was_found_damaged() {
     assert_eq!(store.put(b"marble").1, 0);
 }
 
+/// One process verifies, and another one that is open already stores the content again.
+#[test]
+fn a_blob_that_another_process_found_damaged_is_replaced() {
+    let (store, id) = TestStore::with_blob(b"marble");
+    let other = store.second_handle();
+    store.corrupt();
+    store.get(&id).unwrap_err();
+    assert_eq!(put(&other, b"marble").1, 6, "it is stored again");
+    other.flush().unwrap();
+    assert_eq!(store.get(&id).unwrap(), b"marble");
+    assert_eq!(put(&store.second_handle(), b"marble").1, 0, "it is not damaged any more");
+}
+
 #[test]
 fn a_lost_index_is_rebuilt_from_the_segments() {
     let TestStore { dir, blobs } = TestStore::new();
