@@ -21,9 +21,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::repair::{has_available, repair_while};
-use crate::clock::now;
 use crate::cluster::membership;
 use crate::cluster::membership::Health;
+use crate::cluster::membership::loss_detector::{LookTime, LossDetector};
 use crate::documents::{Documents, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
@@ -129,15 +129,17 @@ impl Shared {
 
     /// Renews or takes the leader's document. While it is held, declares peers lost.
     fn watch(&self, me: &str) {
+        let mut detector = LossDetector::new(self.config.lost_after);
         while self.pause(POLL_INTERVAL) {
             let Some(documents) = self.documents() else { return };
             let is_leader = try_lock(documents, membership::SUPERVISOR, me, LEASE_SECONDS);
             self.leads.store(*is_leader.as_ref().unwrap_or(&false), Ordering::SeqCst);
             let declared = match is_leader {
-                Ok(true) => {
-                    membership::declare_lost_peers(documents, self.config.lost_after, now())
+                Ok(true) => detector.look(documents, LookTime::now()),
+                Ok(false) => {
+                    detector.forget();
+                    Ok(Vec::new())
                 }
-                Ok(false) => Ok(Vec::new()),
                 Err(error) => Err(error),
             };
             match declared {
