@@ -15,14 +15,16 @@
 //!
 //! - A peer without a heartbeat for [`HEARTBEAT_TTL_SECONDS`] is *down*. It keeps its rank, so a
 //!   reboot moves nothing.
-//! - The supervisor notes since when a peer is down, and declares it *lost* after a configurable
-//!   time. A lost peer has no rank, and repair replaces what it held.
+//! - The supervisor notes since when a peer is down, and declares it *lost* when it has seen the peer
+//!   down for a configurable time: see `loss_detector`. A lost peer has no rank, and repair replaces
+//!   what it held.
 //! - A lost peer that sends a heartbeat again is a member as before, with everything it has.
 //! - A peer writes `members/ID` and `alive/ID` itself and is not trusted. A member whose document
 //!   cannot be read is *lost*, and the others are not affected.
 //! - While a supervisor acts, `members/ID` says whether the peer is down. So a client need not read
 //!   heartbeats: see `view`.
 
+pub(crate) mod loss_detector;
 pub(crate) mod view;
 
 use std::time::Duration;
@@ -450,32 +452,6 @@ pub fn last_repair(documents: &dyn Documents) -> Result<Option<LastRepair>> {
 /// Writes the result of a repair.
 pub fn note_repair(documents: &dyn Documents, repair: &LastRepair) -> Result<()> {
     documents.commit(&Change::default().put(LAST_REPAIR, repair)).map(drop)
-}
-
-/// Notes since when a peer is down, and declares a peer lost that has been down for `lost_after`.
-/// Returns the peers that this call declared lost.
-pub fn declare_lost_peers(
-    documents: &dyn Documents,
-    lost_after: Duration,
-    now: u64,
-) -> Result<Vec<PeerId>> {
-    let mut lost = Vec::new();
-    let view = documents.read(&FOLDERS.map(Query::prefix))?;
-    for peer in peers_in(&view)?.into_iter().filter(|peer| peer.health == Health::Down) {
-        let heartbeat = view.version(&alive_key(&peer.id));
-        // A time in the future is that of a clock that was set back.
-        let since = peer.down_since.unwrap_or(now).min(now);
-        let is_lost = now.saturating_sub(since) >= lost_after.as_secs();
-        // A heartbeat that arrives meanwhile would leave a peer that is up marked as down.
-        let note = |document| MemberDocument { down_since: Some(since), lost: is_lost, ..document };
-        let is_noted = match update_unless_alive(documents, &peer.id, Some(heartbeat), note) {
-            // The peer was forgotten meanwhile. The others are looked at all the same.
-            Err(Error::NoPeer { .. }) => false,
-            noted => noted?,
-        };
-        lost.extend((is_noted && is_lost).then_some(peer.id));
-    }
-    Ok(lost)
 }
 
 #[cfg(test)]

@@ -1,19 +1,21 @@
 //! Scheduled and manual work that keeps a repository whole.
 //!
 //! ```text
-//! supervisor ─► repair ─► repair_lease: one repair at a time
-//!                  ├─► references: which blobs the catalog refers to
-//!                  ├─► records: which records the peers list
-//!                  ├─► wanted: both, sorted
-//!                  ├─► cluster::repair: plan and execute
-//!                  └─► whole_snapshots: which snapshots become stable
+//! supervisor ─┬─► repair_schedule: when
+//!             └─► repair ─► repair_lease: one repair at a time
+//!                    ├─► references: which blobs the catalog refers to
+//!                    ├─► records: which records the peers list
+//!                    ├─► wanted: both, sorted
+//!                    ├─► cluster::repair: plan and execute
+//!                    └─► whole_snapshots: which snapshots become stable
 //! rebuild: records on the peers ─► catalog
 //! verify: all blobs of snapshots ─► which of them cannot be read
 //! ```
 //!
 //! | file | responsibility |
 //! |---|---|
-//! | [`supervisor`] | the threads that declare peers lost and decide when to repair |
+//! | [`supervisor`] | the threads that declare peers lost and repair |
+//! | `repair_schedule` | the decision when to repair |
 //! | `repair` | the repair job: repairs all referenced blobs, sweeps drained peers |
 //! | `repair_lease` | the document that lets one repair run at a time |
 //! | `records` | the records that the peers list |
@@ -29,6 +31,7 @@ mod records;
 mod references;
 mod repair;
 mod repair_lease;
+mod repair_schedule;
 #[cfg(test)]
 mod seal_tests;
 pub mod supervisor;

@@ -10,20 +10,17 @@
 //! | task | when |
 //! |---|---|
 //! | note since when a peer is down, and declare it lost | every `POLL_INTERVAL` |
-//! | repair after a change of the members | when they have been the same for `SETTLE_TIME` |
-//! | repair everything | every `FULL_SCAN_INTERVAL` |
-//! | repair again: something was left, a peer found bad fragments, or a snapshot is only *available* | after a growing interval |
+//! | repair | when `RepairSchedule` says so |
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::repair::{has_available, repair_while};
-use crate::clock::now;
+use super::repair_schedule::RepairSchedule;
 use crate::cluster::membership;
-use crate::cluster::membership::Health;
+use crate::cluster::membership::loss_detector::{LookTime, LossDetector};
 use crate::documents::{Documents, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
@@ -36,20 +33,6 @@ const LEASE_SECONDS: u32 = 10;
 /// How often the supervisor reads the members and renews its document.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How long the members must stay the same before a repair starts: peers of one rack start one
-/// after the other.
-const SETTLE_TIME: Duration = Duration::from_secs(6);
-
-/// The interval between repairs when nothing has changed.
-const FULL_SCAN_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-
-/// The retry interval at the start, and again when a peer is back or the members change. Each
-/// repair doubles it, so the first retry comes after twice this time.
-const FIRST_RETRY: Duration = Duration::from_secs(10);
-
-/// The longest retry interval.
-const LONGEST_RETRY: Duration = Duration::from_secs(600);
-
 /// The settings of a supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SupervisorConfig {
@@ -58,10 +41,6 @@ pub struct SupervisorConfig {
     /// The most bytes a second that repair reads and writes; `None` for no limit.
     pub rate: Option<u64>,
 }
-
-/// What a repair depends on: of each peer its id, weight, domain, whether it is lost, and whether
-/// it is draining. A peer that only goes down changes nothing.
-type Situation = Vec<(PeerId, u64, String, bool, bool)>;
 
 /// The threads of a supervisor. They end when this is dropped.
 pub struct Supervisor {
@@ -129,15 +108,17 @@ impl Shared {
 
     /// Renews or takes the leader's document. While it is held, declares peers lost.
     fn watch(&self, me: &str) {
+        let mut detector = LossDetector::new(self.config.lost_after);
         while self.pause(POLL_INTERVAL) {
             let Some(documents) = self.documents() else { return };
             let is_leader = try_lock(documents, membership::SUPERVISOR, me, LEASE_SECONDS);
             self.leads.store(*is_leader.as_ref().unwrap_or(&false), Ordering::SeqCst);
             let declared = match is_leader {
-                Ok(true) => {
-                    membership::declare_lost_peers(documents, self.config.lost_after, now())
+                Ok(true) => detector.look(documents, LookTime::now()),
+                Ok(false) => {
+                    detector.forget();
+                    Ok(Vec::new())
                 }
-                Ok(false) => Ok(Vec::new()),
                 Err(error) => Err(error),
             };
             match declared {
@@ -158,84 +139,49 @@ impl Shared {
     /// while something is left to do, after a peer has found bad fragments, and soon when a peer is
     /// back.
     fn repair(&self) {
-        let mut done: Option<(Situation, Instant)> = None;
-        let mut seen: Option<(Situation, Instant)> = None;
-        let (mut left, mut wait, mut down) = (false, FIRST_RETRY, 0);
-        // The bad fragments that each peer has reported last, and their sum at the last repair.
-        let (mut bad, mut bad_at_repair) = (HashMap::new(), 0);
+        let mut schedule = RepairSchedule::new();
         while self.pause(POLL_INTERVAL) {
             if !self.leads.load(Ordering::SeqCst) {
-                (done, seen) = (None, None);
+                schedule.forget();
                 continue;
             }
             let Some(documents) = self.documents() else { return };
-            let Ok((situation, now_down)) = situation(documents, &mut bad) else { continue };
-            let found: u64 = bad.values().sum();
-            if now_down < std::mem::replace(&mut down, now_down) {
-                wait = FIRST_RETRY;
+            let Ok((peers, _)) = membership::peers(documents) else { continue };
+            schedule.note(&peers, Instant::now());
+            let has_available = || has_available(&self.repository).unwrap_or(false);
+            if schedule.is_due(Instant::now(), has_available)
+                && let Some(is_incomplete) = self.repair_once()
+            {
+                schedule.note_repair(is_incomplete, Instant::now());
             }
-            if seen.as_ref().is_none_or(|(before, _)| *before != situation) {
-                seen = Some((situation.clone(), Instant::now()));
-                wait = FIRST_RETRY;
+        }
+    }
+
+    /// Runs a repair. Returns whether something is left to do, or `None` if another repair runs.
+    fn repair_once(&self) -> Option<bool> {
+        let should_continue = || self.should_continue();
+        match repair_while(&self.repository, self.config.rate, &should_continue, &|_| ()) {
+            Ok(report) => {
+                tracing::info!(
+                    blobs = report.blobs,
+                    under = report.under,
+                    rebuilt = report.rebuilt,
+                    moved = report.moved,
+                    "a repair ended"
+                );
+                Some(report.is_incomplete())
             }
-            let is_settled = seen.as_ref().is_some_and(|(_, since)| since.elapsed() >= SETTLE_TIME);
-            let is_due = done.as_ref().is_none_or(|(before, at)| {
-                let again = left
-                    || found != bad_at_repair
-                    || has_available(&self.repository).unwrap_or(false);
-                *before != situation
-                    || at.elapsed() >= FULL_SCAN_INTERVAL
-                    || (at.elapsed() >= wait && again)
-            });
-            if !is_settled || !is_due {
-                continue;
+            // The holder of the repair lease may have died. Then the lease expires soon, and a
+            // longer interval would leave blobs without their redundancy for no reason.
+            Err(Error::RepairRuns) => None,
+            Err(error) => {
+                tracing::warn!(%error, "a repair failed");
+                Some(true)
             }
-            let repaired = repair_while(
-                &self.repository,
-                self.config.rate,
-                &|| self.should_continue(),
-                &|_| (),
-            );
-            left = match repaired {
-                Ok(report) => {
-                    tracing::info!(
-                        blobs = report.blobs,
-                        under = report.under,
-                        rebuilt = report.rebuilt,
-                        moved = report.moved,
-                        "a repair ended"
-                    );
-                    report.is_incomplete()
-                }
-                // The holder of the repair lease may have died. Then the lease expires soon, and a
-                // longer interval would leave blobs without their redundancy for no reason.
-                Err(Error::RepairRuns) => continue,
-                Err(error) => {
-                    tracing::warn!(%error, "a repair failed");
-                    true
-                }
-            };
-            (done, bad_at_repair) = (Some((situation, Instant::now())), found);
-            wait = (wait * 2).min(LONGEST_RETRY);
         }
     }
 
     fn should_continue(&self) -> bool {
         self.leads.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
     }
-}
-
-/// The situation, and the number of peers that are down. Updates the number of bad fragments that
-/// each peer has found: only a peer that is up reports it.
-fn situation(
-    documents: &dyn Documents,
-    bad: &mut HashMap<PeerId, u64>,
-) -> Result<(Situation, usize)> {
-    let (peers, _) = membership::peers(documents)?;
-    bad.extend(peers.iter().filter_map(|peer| Some((peer.id, peer.stats?.bad))));
-    let down = peers.iter().filter(|peer| peer.health == Health::Down).count();
-    let one = |peer: membership::Peer| {
-        (peer.id, peer.weight, peer.domain, peer.health == Health::Lost, peer.draining)
-    };
-    Ok((peers.into_iter().map(one).collect(), down))
 }

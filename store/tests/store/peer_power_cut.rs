@@ -135,6 +135,14 @@ fn workload() {
         delete(&store, &[11, 0]);
     }
     put(&open(&root), &[0, 5]);
+    // The peer appends to the last segment. So the first one is removed with its last fragment.
+    fs::write(root.join(PEER).join("segments/00000002"), []).unwrap();
+    {
+        let store = open(&root);
+        put(&store, &[3]);
+        delete(&store, &[0, 5]);
+        assert!(!root.join(PEER).join("segments/00000001").exists());
+    }
     mark("done");
 }
 

@@ -1,15 +1,17 @@
 //! The states of peers.
 
+use std::ops::RangeInclusive;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::loss_detector::{LookTime, LossDetector};
 use super::view::MembersView;
 use super::{
-    Announcement, Health, LOSSES, PeerStats, SUPERVISOR, check_no_data, declare_lost_peers, drain,
-    forget, leave, lose, peers, send_heartbeat, suspect,
+    Announcement, Health, LOSSES, PeerStats, SUPERVISOR, check_no_data, drain, forget, leave, lose,
+    peers, send_heartbeat, suspect,
 };
 use crate::cluster::placement::members::MemberState;
 use crate::documents::{
@@ -43,31 +45,58 @@ fn health(documents: &dyn Documents, n: u8) -> Option<Health> {
     all.into_iter().find(|peer| peer.id == announcement(n).id).map(|peer| peer.health)
 }
 
+fn detector() -> LossDetector {
+    LossDetector::new(LOST_AFTER)
+}
+
+/// Looks at a time that both clocks show.
+fn look(detector: &mut LossDetector, documents: &dyn Documents, seconds: u64) -> Vec<PeerId> {
+    look_at(detector, documents, seconds, seconds)
+}
+
+fn look_at(
+    detector: &mut LossDetector,
+    documents: &dyn Documents,
+    since_boot: u64,
+    wall: u64,
+) -> Vec<PeerId> {
+    let now = LookTime { since_boot: Duration::from_secs(since_boot), wall };
+    detector.look(documents, now).unwrap()
+}
+
+/// Looks every two seconds, and at the end. Asserts that no look but the last declares a peer lost.
+fn look_until(
+    detector: &mut LossDetector,
+    documents: &dyn Documents,
+    times: RangeInclusive<u64>,
+) -> Vec<PeerId> {
+    for seconds in (*times.start()..*times.end()).step_by(2) {
+        assert_eq!(look(detector, documents, seconds), [], "after {seconds} s");
+    }
+    look(detector, documents, *times.end())
+}
+
 #[test]
 fn a_peer_is_up_then_down_then_lost_and_back_again() {
     let (_dir, documents) = documents();
     send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
     send_heartbeat(&documents, &announcement(2), &stats(100), 1000).unwrap();
     assert_eq!(health(&documents, 1), Some(Health::Up));
-    assert!(declare_lost_peers(&documents, LOST_AFTER, 1000).unwrap().is_empty());
+    let mut detector = detector();
+    assert_eq!(look(&mut detector, &documents, 1000), []);
     leave(&documents, &announcement(1).id).unwrap();
     assert_eq!(health(&documents, 1), Some(Health::Down));
-    assert!(declare_lost_peers(&documents, LOST_AFTER, 1010).unwrap().is_empty());
-    assert!(declare_lost_peers(&documents, LOST_AFTER, 1069).unwrap().is_empty());
+    assert_eq!(look_until(&mut detector, &documents, 1010..=1069), []);
     assert_eq!(
         peers(&documents).unwrap().0[0].down_since,
         Some(1010),
         "the time when it was first seen down"
     );
-    // The peer comes back: its time as down starts again.
+    // The peer comes back between two looks: its time as down starts again.
     send_heartbeat(&documents, &announcement(1), &stats(100), 1069).unwrap();
     leave(&documents, &announcement(1).id).unwrap();
-    assert!(declare_lost_peers(&documents, LOST_AFTER, 1080).unwrap().is_empty());
-    assert_eq!(declare_lost_peers(&documents, LOST_AFTER, 1140).unwrap(), [announcement(1).id]);
-    assert!(
-        declare_lost_peers(&documents, LOST_AFTER, 1150).unwrap().is_empty(),
-        "it is declared lost once"
-    );
+    assert_eq!(look_until(&mut detector, &documents, 1080..=1140), [announcement(1).id]);
+    assert_eq!(look(&mut detector, &documents, 1150), [], "it is declared lost once");
     assert_eq!(health(&documents, 1), Some(Health::Lost));
     assert_eq!(health(&documents, 2), Some(Health::Up));
     assert!(peers(&documents).unwrap().0[0].member().is_none());
@@ -76,16 +105,81 @@ fn a_peer_is_up_then_down_then_lost_and_back_again() {
     assert_eq!(peers(&documents).unwrap().0[0].joined, 1000);
 }
 
+/// A peer that was never up again, and a supervisor that has seen it down once.
+fn a_peer_that_is_down(documents: &dyn Documents) -> LossDetector {
+    send_heartbeat(documents, &announcement(1), &stats(100), 1000).unwrap();
+    leave(documents, &announcement(1).id).unwrap();
+    let mut detector = detector();
+    assert_eq!(look(&mut detector, documents, 1000), []);
+    detector
+}
+
+#[test]
+fn a_step_of_the_wall_clock_makes_no_peer_lost() {
+    let (_dir, documents) = documents();
+    let mut detector = a_peer_that_is_down(&documents);
+    let day = 24 * 3600;
+    assert_eq!(look_at(&mut detector, &documents, 1002, 1002 + day), []);
+    assert_eq!(look_at(&mut detector, &documents, 1004, 4), [], "it was set back");
+    for seconds in (1006..1060).step_by(2) {
+        assert_eq!(look_at(&mut detector, &documents, seconds, seconds + day), [], "{seconds}");
+    }
+    let lost = look_at(&mut detector, &documents, 1060, 60);
+    assert_eq!(lost, [announcement(1).id], "the peer was seen down for the whole time");
+}
+
+#[test]
+fn a_supervisor_that_begins_to_act_measures_again_for_how_long_peers_are_down() {
+    let (_dir, documents) = documents();
+    let mut first = a_peer_that_is_down(&documents);
+    assert_eq!(look_until(&mut first, &documents, 1002..=1059), []);
+    // The boot clock of another host.
+    let mut second = detector();
+    for seconds in (10..70).step_by(2) {
+        assert_eq!(look_at(&mut second, &documents, seconds, 1050 + seconds), [], "{seconds}");
+    }
+    let noted = peers(&documents).unwrap().0[0].down_since;
+    assert_eq!(noted, Some(1000), "the note of the first one stays");
+    // The first one acts again for a while.
+    first.forget();
+    assert_eq!(look_until(&mut first, &documents, 1120..=1130), []);
+    second.forget();
+    assert_eq!(look_until(&mut second, &documents, 80..=140), [announcement(1).id]);
+}
+
+/// Its host slept, or it could not reach the catalog. The peer may have been up meanwhile.
+#[test]
+fn time_in_which_a_supervisor_did_not_look_does_not_count() {
+    let (_dir, documents) = documents();
+    let mut detector = a_peer_that_is_down(&documents);
+    assert_eq!(look_until(&mut detector, &documents, 5000..=5059), []);
+    assert_eq!(look(&mut detector, &documents, 5060), [announcement(1).id]);
+}
+
+#[test]
+fn a_peer_may_be_lost_as_soon_as_it_is_seen_down() {
+    let (_dir, documents) = documents();
+    for (lost_after, looks) in [(0, 1), (1, 2), (2, 2), (3, 3)] {
+        send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
+        leave(&documents, &announcement(1).id).unwrap();
+        let mut detector = LossDetector::new(Duration::from_secs(lost_after));
+        let lost = (0..looks).map(|nth| look(&mut detector, &documents, 1000 + 2 * nth).len());
+        let expected = (0..looks).map(|nth| usize::from(nth + 1 == looks));
+        assert!(lost.eq(expected), "{lost_after} s");
+    }
+}
+
 /// A supervisor whose clock was decades ahead has noted the time.
 #[test]
 fn a_peer_that_is_down_since_the_future_is_lost_in_time() {
     let (_dir, documents) = documents();
     send_heartbeat(&documents, &announcement(1), &stats(100), 1000).unwrap();
     leave(&documents, &announcement(1).id).unwrap();
-    assert!(declare_lost_peers(&documents, LOST_AFTER, u64::MAX / 2).unwrap().is_empty());
-    assert!(declare_lost_peers(&documents, LOST_AFTER, 1010).unwrap().is_empty());
-    assert!(declare_lost_peers(&documents, LOST_AFTER, 1069).unwrap().is_empty());
-    assert_eq!(declare_lost_peers(&documents, LOST_AFTER, 1070).unwrap(), [announcement(1).id]);
+    assert_eq!(look_at(&mut detector(), &documents, 1, u64::MAX / 2), []);
+    let mut detector = detector();
+    assert_eq!(look_until(&mut detector, &documents, 1010..=1069), []);
+    assert_eq!(peers(&documents).unwrap().0[0].down_since, Some(1010), "the note is corrected");
+    assert_eq!(look(&mut detector, &documents, 1070), [announcement(1).id]);
 }
 
 #[test]
@@ -133,7 +227,7 @@ fn a_peer_that_writes_nonsense_is_lost_and_others_are_not_affected() {
         [1, 2, 3].map(|n| health(&documents, n).unwrap()),
         [Health::Lost, Health::Down, Health::Up]
     );
-    declare_lost_peers(&documents, LOST_AFTER, 1).unwrap();
+    look(&mut detector(), &documents, 1);
     // Its next heartbeat, in good order, makes it a member again.
     send_heartbeat(&documents, &announcement(1), &stats(100), 2).unwrap();
     assert_eq!(health(&documents, 1), Some(Health::Up));
@@ -241,7 +335,7 @@ fn a_peer_whose_heartbeat_arrives_while_the_supervisor_looks_is_not_marked_as_do
     leave(&documents, &announcement(1).id).unwrap();
     let beat = || send_heartbeat(&documents, &announcement(1), &stats(100), 1001).unwrap();
     let hooked = HookedDocuments::new(&documents, Some(Box::new(beat)));
-    assert!(declare_lost_peers(&hooked, Duration::ZERO, 1002).unwrap().is_empty());
+    assert_eq!(look(&mut LossDetector::new(Duration::ZERO), &hooked, 1002), []);
     let view = documents.read(&[Query::prefix("members/")]).unwrap();
     let (_, member) = &view.under::<serde_json::Value>("members/").unwrap()[0];
     assert!(member["down_since"].is_null() && member["lost"] == false, "{member}");
@@ -278,7 +372,7 @@ fn a_client_of_a_supervised_cluster_reads_only_the_members_that_change() {
     assert_eq!(update(), (None, 1), "a heartbeat costs nothing");
     leave(&documents, &announcement(1).id).unwrap();
     assert_eq!(update(), (None, 1), "the supervisor has not seen it");
-    declare_lost_peers(&documents, LOST_AFTER, 1001).unwrap();
+    look(&mut detector(), &documents, 1001);
     assert_eq!(update(), (down, 2), "one member has changed");
     beat(1);
     assert_eq!(update(), (up, 2));

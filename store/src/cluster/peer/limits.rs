@@ -32,7 +32,7 @@ const COMMON_KIB: usize = 48 << 10;
 const PROVEN_KIB: usize = 16 << 10;
 
 /// The memory that one connection may hold, in KiB.
-const CONNECTION_KIB: usize = (COMMON_KIB + PROVEN_KIB) / 4;
+pub(super) const CONNECTION_KIB: usize = (COMMON_KIB + PROVEN_KIB) / 4;
 
 /// The memory of a request that counts as little, in KiB.
 const SMALL_REQUEST_KIB: usize = 64;
@@ -200,8 +200,9 @@ impl ClientSlot {
         Counted { stream, client: self.client.clone() }
     }
 
-    /// Waits for `kib` KiB of memory. The body of the request comes next.
+    /// Waits for `kib` KiB of memory, at most [`CONNECTION_KIB`]. The body of the request comes next.
     pub(super) async fn take(&self, kib: usize) -> io::Result<Memory> {
+        assert!(kib <= CONNECTION_KIB, "a connection would wait for {kib} KiB for ever");
         let permits = kib as u32;
         let client = &self.client;
         let is_idle = client.share.available_permits() == CONNECTION_KIB;

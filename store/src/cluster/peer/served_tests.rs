@@ -14,7 +14,9 @@ use tokio::time::timeout;
 use super::store::tests::{CODE, flip, fragment};
 use super::{PeerStore, serve};
 use crate::cluster::client::Connection;
-use crate::cluster::protocol::{FragmentId, Held, MAX_BODY, MAX_PUT, Request};
+use crate::cluster::protocol::{
+    FragmentId, HAVE, Held, MAX_ASKED, MAX_BODY, MAX_HAVE_BODY, MAX_PUT, Request,
+};
 use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Fragment, encode};
 use crate::encoding::{FRAME_BYTES, Redundancy, StoragePolicy};
@@ -205,6 +207,25 @@ async fn a_client_that_violates_the_protocol_gets_an_error_or_is_disconnected() 
         [Heard::Welcome(_)]
     ));
     assert_eq!(peer.connect().await.usage().await.unwrap().fragments, 0, "the peer still serves");
+    peer.stop().await;
+}
+
+/// Such a request would wait for more memory than a connection may hold, which is for ever.
+#[tokio::test]
+async fn a_have_request_that_is_longer_than_any_legal_one_ends_its_connection() {
+    let dir = TempDir::new().unwrap();
+    let peer = Peer::start(&dir, None).await;
+    let hello = hello_frame(&PEER_PROTOCOL, VERSION, VERSION);
+    for len in [MAX_HAVE_BODY + 1, MAX_BODY] {
+        let long = (Header { kind: HAVE, number: 1, len }, Vec::new());
+        let heard = exchange(&peer, &[hello.clone(), long]).await;
+        assert!(matches!(heard[..], [Heard::Welcome(_)]), "{len}: {heard:?}");
+    }
+    let blobs = vec![BlobId::of(b"absent"); MAX_ASKED];
+    let (header, body) = frame(&Request::Have { renew: None, blobs });
+    assert_eq!(header.len, MAX_HAVE_BODY, "the longest legal request");
+    let answer = exchange(&peer, &[hello, (header, body)]).await;
+    assert!(matches!(answer[..], [Heard::Welcome(_), Heard::Answer]), "{answer:?}");
     peer.stop().await;
 }
 

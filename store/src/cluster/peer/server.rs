@@ -23,17 +23,18 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use super::group_commit::{Put, ReplyTo, store_puts};
-use super::limits::{ClientSlot, Limits, Memory};
+use super::limits::{CONNECTION_KIB, ClientSlot, Limits, Memory};
 use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
-    Answer, GET, GET_FRAGMENT, GET_RANGE, HAVE, LIST, MAX_BODY, MAX_LISTED, RECORDS, Request,
-    read_request_body,
+    Answer, GET, GET_FRAGMENT, GET_RANGE, HAVE, LIST, MAX_BODY, MAX_HAVE_BODY, MAX_LISTED, RECORDS,
+    Request, longest_body, read_request_body,
 };
 use crate::error::Result;
 use crate::net::admission::{Admission, MAX_CONNECTIONS, Unauthenticated};
 use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_header};
 use crate::net::handshake::{PEER_PROTOCOL, greet};
 use crate::net::identity::{Role, Secured, Security};
+use crate::net::message::malformed;
 
 /// The roles that a peer serves. A peer has no business with another peer: a stolen peer key must
 /// not read or delete what others hold.
@@ -41,6 +42,14 @@ const CALLERS: [Role; 2] = [Role::Client, Role::Supervisor];
 
 /// The memory of one entry of a list, in bytes.
 const LISTED_ENTRY_BYTES: usize = 192;
+
+/// The memory of a `have` request and its answer, in bytes for each byte of the request.
+const HAVE_FACTOR: usize = 4;
+
+// The greatest memory of a request, in KiB, with its header.
+const _: () = assert!(MAX_BODY / 1024 + 3 <= CONNECTION_KIB);
+const _: () = assert!(HAVE_FACTOR * MAX_HAVE_BODY / 1024 + 3 <= CONNECTION_KIB);
+const _: () = assert!(MAX_LISTED * LISTED_ENTRY_BYTES / 1024 + 3 <= CONNECTION_KIB);
 
 /// How long a connection may be silent.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
@@ -163,7 +172,7 @@ async fn connection(
             _ = sending.join_next() => return Ok(()),
         };
         let Some(header) = header else { break };
-        let header = header.map_err(io::Error::other)?;
+        let header = header.and_then(checked).map_err(io::Error::other)?;
         let mut memory = slot.take(request_kib(&header)).await?;
         let body = read_request_body(&mut reader, &header).await?;
         memory.received();
@@ -201,12 +210,21 @@ async fn connection(
     Ok(())
 }
 
-/// The memory of a request and its answer, in KiB.
+/// A header, if its request can be legal.
+fn checked(header: Header) -> Result<Header> {
+    match header.len <= longest_body(header.kind) {
+        true => Ok(header),
+        false => Err(malformed("a request that is too long")),
+    }
+}
+
+/// The memory of a request and its answer, in KiB. It is at most [`CONNECTION_KIB`], because a
+/// connection never gets more.
 fn request_kib(header: &Header) -> usize {
     // The answer may have the greatest possible length.
     let bytes = match header.kind {
         GET | GET_RANGE | GET_FRAGMENT | RECORDS => MAX_BODY,
-        HAVE => 4 * header.len,
+        HAVE => HAVE_FACTOR * header.len,
         LIST => MAX_LISTED * LISTED_ENTRY_BYTES,
         _ => 0,
     };

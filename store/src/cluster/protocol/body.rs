@@ -5,7 +5,7 @@ use std::io;
 use bytes::Bytes;
 use tokio::io::AsyncRead;
 
-use super::{FragmentId, FragmentPart, Held, MAX_PUT, PUT};
+use super::{FragmentId, FragmentPart, HAVE, Held, MAX_BODY, MAX_HAVE_BODY, MAX_PUT, PUT};
 use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Description, Fragment, Kind};
 use crate::encoding::{SEAL_BYTES, Seal};
@@ -27,6 +27,14 @@ pub(super) const LEAD: usize = 12;
 /// The offset of the first block in a put.
 pub(super) fn blocks_at(lead: &[u8; LEAD]) -> usize {
     LEAD + usize::from(u16::from_le_bytes([lead[2], lead[3]]))
+}
+
+/// The longest body of requests of a kind, in bytes. A longer one is refused before it is read.
+pub(crate) fn longest_body(kind: u16) -> usize {
+    match kind {
+        HAVE => MAX_HAVE_BODY,
+        _ => MAX_BODY,
+    }
 }
 
 /// Reads the body of a request. The first block of a put begins at the start of a page, and so do

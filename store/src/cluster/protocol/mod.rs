@@ -22,7 +22,7 @@ use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason
 
 use self::body::{LEAD, write_head, write_held, write_id};
 
-pub(crate) use self::body::{fragment_len, read_request_body};
+pub(crate) use self::body::{fragment_len, longest_body, read_request_body};
 pub use self::refusal::Refusal;
 
 /// The longest body in bytes: the blocks of the longest content, and space for their descriptions.
@@ -34,6 +34,9 @@ const _: () = assert!(LEAD + MAX_PUT * (1 + Description::LONGEST) <= MAX_BODY - 
 
 /// The most blobs in one `have` request.
 pub const MAX_ASKED: usize = 4096;
+
+/// The longest body of a `have` request, in bytes: the renewal, its stamp, and the blobs.
+pub(crate) const MAX_HAVE_BODY: usize = 1 + 8 + MAX_ASKED * 32;
 
 /// The most fragments in the answer to a `have` request. Further ones are left out.
 pub const MAX_HELD: usize = 65536;

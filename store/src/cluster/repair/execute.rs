@@ -8,13 +8,13 @@
 
 use super::entry::Entry;
 use super::job::Shared;
+use super::memory::memory;
 use super::peers::Peers;
 use super::plan::{FragmentLocation, Holding, Plan, Rejection, Step, Wanted};
 use super::read::Gathered;
 use super::report::{Report, WrongFragment};
 use crate::cluster::protocol::FragmentId;
 use crate::encoding::fragment::{Fragment, Kind, encode, encode_record};
-use crate::encoding::redundancy::MAX_WIDTH;
 use crate::error::{Error, ErrorKind};
 use crate::id::{BlobId, PeerId};
 
@@ -35,17 +35,7 @@ impl<'a, P: Peers> Executor<'a, P> {
 
     /// The most bytes that a plan holds in memory.
     pub(super) fn memory(&self, plan: &Plan) -> usize {
-        let len = self.holdings.iter().map(|one| one.len as usize).max().unwrap_or(0);
-        let needed = self.holdings.iter().map(|one| usize::from(one.data)).max().unwrap_or(1);
-        let needed = needed.min(MAX_WIDTH);
-        let written = plan.steps.iter().map(|step| match step {
-            // The content, and all blocks of the new encoding.
-            Step::Encode { .. } => 4 * needed,
-            _ => 1,
-        });
-        // All kept blocks, the content, and the blocks that it gives.
-        let kept = plan.removal.as_ref().map_or(0, |removal| 2 * removal.kept.len() + needed);
-        len * (needed + written.sum::<usize>() + kept)
+        memory(plan, &self.holdings, &self.entry.findings)
     }
 
     /// Carries out the steps of a plan that can be carried out.

@@ -16,6 +16,7 @@
 //! | `members` | the peers and their states as repair sees them |
 //! | `entry` | one blob under repair, and what this repair knows about it |
 //! | `execute` | `Executor`: carries out the steps for one blob that add |
+//! | `memory` | the memory that a plan takes; pure |
 //! | `read` | reads fragments, and decodes a blob from them |
 //! | `verify` | compares fragments with the blob's name; pure |
 //! | `remove` | deletes the surplus of one blob |
@@ -33,6 +34,7 @@ mod forged_tests;
 mod job;
 mod listings;
 mod members;
+mod memory;
 mod peers;
 mod plan;
 mod rate_limiter;

@@ -166,7 +166,7 @@ pub struct Findings {
 
 impl Findings {
     /// Whether a fragment was read and is wrong.
-    fn is_wrong(&self, place: &FragmentLocation) -> bool {
+    pub(super) fn is_wrong(&self, place: &FragmentLocation) -> bool {
         self.damaged.contains(place) || self.forged.contains(place)
     }
 

@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 use super::execute::Executor;
 use super::job::Shared;
 use super::peers::Peers;
-use super::plan::{FragmentLocation, Holding, Rejection};
+use super::plan::{Findings, FragmentLocation, Holding, Rejection};
 use crate::cluster::client::assemble::EncodingAssembly;
 use crate::cluster::protocol::FragmentId;
 use crate::encoding::fragment::{Fragment, Kind};
@@ -130,14 +130,7 @@ impl<P: Peers> Executor<'_, P> {
     /// The number of fragments that are enough, and all fragments of an encoding in the order in
     /// which they are read: enough different ones come first, of different peers if possible.
     fn reading_order(&self, encoding: &BlobId) -> Option<(usize, Vec<Holding>)> {
-        let is_own = |one: &&Holding| {
-            let findings = &self.entry.findings;
-            let place = one.location();
-            one.encoding == *encoding
-                && !findings.damaged.contains(&place)
-                && !findings.forged.contains(&place)
-        };
-        let own = as_one_encoding(self.holdings.iter().filter(is_own).copied().collect());
+        let own = readable(&self.holdings, &self.entry.findings, encoding);
         let needed: usize = own.first()?.data.into();
         // Spread the reads over the holders, differently for each blob.
         let rotation = usize::from(self.entry.wanted.blob.as_bytes()[1]) % own.len();
@@ -158,6 +151,17 @@ impl<P: Peers> Executor<'_, P> {
         first.extend(rest);
         Some((needed, first))
     }
+}
+
+/// The fragments of an encoding that can be read, for all that is known. They agree about the
+/// encoding: a kind, numbers of blocks, and a length.
+pub(super) fn readable(
+    holdings: &[Holding],
+    findings: &Findings,
+    encoding: &BlobId,
+) -> Vec<Holding> {
+    let is_own = |one: &&Holding| one.encoding == *encoding && !findings.is_wrong(&one.location());
+    as_one_encoding(holdings.iter().filter(is_own).copied().collect())
 }
 
 /// Of fragments that peers report under one encoding, those that agree about it. A seal proves what
@@ -184,7 +188,7 @@ async fn fetch<P: Peers>(
     blob: BlobId,
     holding: &Holding,
 ) -> Result<Option<Fragment>, Error> {
-    let Holding { peer, encoding, kind, data, parity, index, .. } = *holding;
+    let Holding { peer, encoding, kind, data, parity, index, len, .. } = *holding;
     let found = shared.peers.get(peer, FragmentId { blob, encoding, index }).await?;
     let is_it = |one: &Fragment| {
         let description = &one.description;
@@ -193,6 +197,7 @@ async fn fetch<P: Peers>(
             && description.kind() == kind
             && description.needed() == usize::from(data)
             && description.width() == usize::from(data) + usize::from(parity)
+            && description.block_len() == len as usize
             && one.is_of(&blob)
     };
     let found = found.filter(is_it);

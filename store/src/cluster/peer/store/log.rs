@@ -225,11 +225,12 @@ impl Files {
         opened.map_err(|error| Error::io("opening", &path, error))
     }
 
-    /// Removes a segment's file.
+    /// Removes a segment's file. When this returns, no power cut brings the file back.
     pub(super) fn remove(&self, number: u64) -> Result<()> {
         self.files().remove(&number);
         let path = self.path(number);
-        fs::remove_file(&path).map_err(|error| Error::io("removing", &path, error))
+        fs::remove_file(&path).map_err(|error| Error::io("removing", &path, error))?;
+        sys::sync_dir(&self.directory)
     }
 
     /// Returns a segment's file. Reads use the page cache, because neighbours are often read next.

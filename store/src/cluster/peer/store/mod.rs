@@ -311,7 +311,8 @@ impl PeerStore {
         let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
         for number in segments.difference(&used) {
             if self.table.is_empty(*number)? {
-                // The file goes first: a file without a row would be scanned at the next start.
+                // The file goes first, durably: a file without a row would be scanned at the next
+                // start, and its fragments would be back.
                 self.files.remove(*number)?;
                 self.table.forget_segment(*number)?;
             }
