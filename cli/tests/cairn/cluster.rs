@@ -45,7 +45,9 @@ fn a_cluster_with_keys_uses_tls_and_the_keys_of_a_peer_are_no_clients_keys() {
     // The keys of a peer are of no use for a client, also if the files have other names.
     let stolen = lab.place.path("stolen");
     std::fs::create_dir(&stolen).unwrap();
-    for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
+    let list = "revoked.crl.pem";
+    for (from, to) in
+        [("ca.pem", "ca.pem"), (list, list), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
     {
         std::fs::copy(lab.place.path("peer0-keys").join(from), stolen.join(to)).unwrap();
     }

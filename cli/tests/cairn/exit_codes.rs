@@ -51,6 +51,22 @@ fn keys_that_are_missing_or_cannot_be_read_exit_with_2() {
 }
 
 #[test]
+fn keys_without_the_list_of_revoked_keys_exit_with_2() {
+    let place = Place::new();
+    place.ok(&["keys", "init", "keys"]);
+    place.ok(&["keys", "sign", "--keys", "keys", "peer"]);
+    for keys in ["keys", "peer"] {
+        std::fs::remove_file(place.path(keys).join("revoked.crl.pem")).unwrap();
+    }
+    let serve = ["serve", "--data", "data", "--listen", "127.0.0.1:0", "--keys"];
+    let advice = "copy it from the directory that `cairn keys init` has created";
+    assert_fails(&place, &[&serve[..], &["keys", "--catalog"]].concat(), 2, advice);
+    assert_fails(&place, &[&serve[..], &["peer", "--catalog", "127.0.0.1:1"]].concat(), 2, advice);
+    assert_fails(&place, &["--store", "cairn://127.0.0.1:1", "--keys", "keys", "ls"], 2, advice);
+    assert!(!place.path("data").exists());
+}
+
+#[test]
 fn something_that_does_not_exist_exits_with_3() {
     let place = Place::new();
     assert_fails(&place, &["ls"], 3, "there is no repository");
