@@ -258,6 +258,11 @@ pub enum Error {
         /// The number of blobs.
         blobs: usize,
     },
+    /// A lost catalog cannot be rebuilt before the peers have joined the empty one.
+    #[error(
+        "no peer has joined this catalog yet; wait until `cairn peers` shows all peers, and try again"
+    )]
+    NoPeerYet,
     /// Peers that may have records do not answer.
     #[error(
         "{answered} of {expected} peers answer{}{}; start the others first, or use --force to \
@@ -560,6 +565,7 @@ impl Error {
             }
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::NoPeerYet
             | Error::PeersMissing { .. }
             | Error::UnsealedRecords { .. }
             | Error::ContentLost { .. }

@@ -215,6 +215,15 @@ fn the_catalog_is_restored_from_the_peers() {
 }
 
 #[test]
+fn a_catalog_without_peers_is_not_rebuilt() {
+    let lab = Lab::new(0);
+    let refused = lab.run(&["catalog", "rebuild"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert!(refused.stderr.contains("until `cairn peers` shows all"), "{}", refused.stderr);
+    assert_eq!(lab.json(&["catalog", "rebuild", "--force"])["images"], 0);
+}
+
+#[test]
 fn an_import_without_space_for_all_of_it_succeeds_if_most_is_stored() {
     let mut lab = Lab::new(0);
     for _ in 0..2 {

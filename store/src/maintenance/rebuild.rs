@@ -7,11 +7,16 @@ use crate::repository::Repository;
 /// Restores the images, snapshots and mirrors that the peers' records describe and the catalog does
 /// not have.
 ///
-/// Fails without `force` if a peer does not answer, or if fewer peers answer than the cluster had.
+/// Fails without `force` if the cluster has no peer, because those of a lost catalog join an empty
+/// one only after some seconds. Also fails without `force` if a peer does not answer, or if fewer peers answer than the cluster had.
 /// Such a peer may have the only record of a snapshot or the only tombstone of a removed one. For the
 /// same reason, fails without `force` if a record has no valid seal: it may be a tombstone that was
 /// stored with a newer `mac.key`.
 pub fn rebuild_catalog(repository: &Repository, force: bool) -> Result<Rebuilt> {
+    let (cluster, _) = repository.cluster().ok_or(Error::NoCluster)?;
+    if !force && cluster.members().is_empty() {
+        return Err(Error::NoPeerYet);
+    }
     // Before the records are read: see `Inventory`.
     let inventory = repository.catalog().inventory()?;
     let found = repository.records().ok_or(Error::NoCluster)?;
