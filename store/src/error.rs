@@ -264,18 +264,14 @@ pub enum Error {
     )]
     NoPeerYet,
     /// Peers that may have records do not answer.
-    #[error(
-        "{answered} of {expected} peers answer{}{}; start the others first, or use --force to \
-         rebuild from these alone: snapshots that only the others know are missed, and removed \
-         ones may return", if silent.is_empty() { "" } else { ": " }, silent.join(", ")
-    )]
+    #[error("{}", peers_missing(answered, silent, *recorded))]
     PeersMissing {
-        /// The number of peers that answered.
-        answered: u64,
-        /// The number of peers that the cluster has or had.
-        expected: u64,
-        /// The members that do not answer, and why.
+        /// The short ids of the peers that answered.
+        answered: Vec<String>,
+        /// The short ids of the members that do not answer, and why.
         silent: Vec<String>,
+        /// The number of members when the newest record was written. Their ids are not known.
+        recorded: u64,
     },
     /// Records on the peers have no valid seal.
     #[error(
@@ -518,6 +514,25 @@ pub enum Error {
     /// The database reported an error.
     #[error("the repository's database failed: {0}")]
     Database(#[from] rusqlite::Error),
+}
+
+/// The message of [`Error::PeersMissing`].
+fn peers_missing(answered: &[String], silent: &[String], recorded: u64) -> String {
+    let members = answered.len() + silent.len();
+    let expected = recorded.max(members as u64);
+    let mut text = format!("{} of {expected} peers answer", answered.len());
+    if !answered.is_empty() {
+        text += &format!(" ({})", answered.join(" "));
+    }
+    if !silent.is_empty() {
+        text += &format!("; no answer from {}", silent.join(", "));
+    }
+    if recorded > members as u64 {
+        text += &format!("; {recorded} peers were members when the newest record was written");
+    }
+    text + "; start the others first. If a peer was removed on purpose since then, or will not \
+            return, use --force to rebuild from these alone: snapshots that only the others know \
+            are missed, and removed ones may return"
 }
 
 impl Error {

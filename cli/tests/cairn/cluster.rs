@@ -215,6 +215,27 @@ fn the_catalog_is_restored_from_the_peers() {
 }
 
 #[test]
+fn a_refused_rebuild_says_which_peers_answered_and_how_many_there_were() {
+    let mut lab = Lab::new(3);
+    let ids: Vec<_> = lab.peers.iter().flatten().map(|peer| peer.id[..8].to_owned()).collect();
+    lab.ok(&["create", "vm", "1M", "--redundancy", "replicas=2"]);
+    lab.kill(2);
+    lab.ok(&["peers", "lose", &ids[2]]);
+    lab.ok(&["peers", "forget", &ids[2]]);
+    lab.replace_catalog(2);
+    let refused = lab.run(&["catalog", "rebuild"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert!(refused.stderr.contains("2 of 3 peers answer ("), "{}", refused.stderr);
+    for id in &ids[..2] {
+        assert!(refused.stderr.contains(id), "no {id}: {}", refused.stderr);
+    }
+    let count = "3 peers were members when the newest record was written";
+    assert!(refused.stderr.contains(count), "{}", refused.stderr);
+    assert!(refused.stderr.contains("removed on purpose since then"), "{}", refused.stderr);
+    assert_eq!(lab.json(&["catalog", "rebuild", "--force"])["images"], 1);
+}
+
+#[test]
 fn a_catalog_without_peers_is_not_rebuilt() {
     let lab = Lab::new(0);
     let refused = lab.run(&["catalog", "rebuild"]);
