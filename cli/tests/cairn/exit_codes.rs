@@ -67,6 +67,23 @@ fn keys_without_the_list_of_revoked_keys_exit_with_2() {
 }
 
 #[test]
+fn a_damaged_key_for_seals_exits_with_2() {
+    let place = Place::new();
+    place.ok(&["keys", "init", "keys"]);
+    let good = std::fs::read_to_string(place.path("keys/mac.key")).unwrap();
+    let advice = "copy it from the directory that `cairn keys init` has created";
+    for damaged in ["", "nonsense", "{}", &good.replace("cairn-mac", "other"), &good[..99]] {
+        std::fs::write(place.path("keys/mac.key"), damaged).unwrap();
+        assert_fails(
+            &place,
+            &["--store", "cairn://127.0.0.1:1", "--keys", "keys", "ls"],
+            2,
+            advice,
+        );
+    }
+}
+
+#[test]
 fn something_that_does_not_exist_exits_with_3() {
     let place = Place::new();
     assert_fails(&place, &["ls"], 3, "there is no repository");
