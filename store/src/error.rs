@@ -382,10 +382,12 @@ pub enum Error {
     },
     /// A blob's redundancy needs more peers than are up.
     #[error(
-        "{peers} peers are up, which are not enough for this redundancy; start or add peers, or \
-         choose a lower one"
+        "{needed} peer{} needed, and {peers} {} up; start or add peers, or choose a lower redundancy",
+        if *needed == 1 { " is" } else { "s are" }, if *peers == 1 { "is" } else { "are" }
     )]
     TooFewPeers {
+        /// The number of peers that the redundancy needs.
+        needed: usize,
         /// The number of peers that are up.
         peers: usize,
     },
@@ -417,8 +419,8 @@ pub enum Error {
     },
     /// Blobs could not be stored with their full redundancy.
     #[error(
-        "{blobs} blobs are not stored with their full redundancy: {reason}; they stay in memory, \
-         and the next flush tries again"
+        "{blobs} {} not stored with {} full redundancy: {reason}",
+        if *blobs == 1 { "blob is" } else { "blobs are" }, if *blobs == 1 { "its" } else { "their" }
     )]
     NotStored {
         /// The number of blobs.

@@ -245,6 +245,16 @@ fn a_catalog_without_peers_is_not_rebuilt() {
 }
 
 #[test]
+fn an_import_with_too_few_peers_says_how_many_it_needs() {
+    let lab = Lab::new(2);
+    lab.random_disk("disk.raw", 1, MIB);
+    let run = lab.run(&["import", "disk.raw", "vm", "--redundancy", "replicas=3"]);
+    assert_eq!(run.code, 6, "{}", run.stderr);
+    assert!(run.stderr.contains("3 peers are needed, and 2 are up;"), "{}", run.stderr);
+    assert!(!run.stderr.contains("memory"), "the process ends: {}", run.stderr);
+}
+
+#[test]
 fn an_import_without_space_for_all_of_it_succeeds_if_most_is_stored() {
     let mut lab = Lab::new(0);
     for _ in 0..2 {
