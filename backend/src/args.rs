@@ -47,6 +47,7 @@ pub struct Args {
     pub keys: Option<PathBuf>,
 
     /// Use plain TCP for a cluster. Everybody on the network can then read and change the data.
+    /// CAIRN_KEYS is ignored.
     #[arg(long, conflicts_with = "keys")]
     pub insecure: bool,
 
@@ -175,6 +176,10 @@ impl Args {
                     false => arg,
                 }
             });
+        }
+        if std::env::args_os().any(|arg| arg == "--insecure") {
+            // What is typed overrides the environment. `--keys` beside it is still an error.
+            command = command.mut_arg("keys", |keys| keys.env(Resettable::Reset));
         }
         let matches = command.clone().get_matches();
         Args::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())

@@ -114,6 +114,25 @@ fn a_catalog_that_does_not_answer_and_an_address_of_another_host_exit_with_6() {
     assert_fails(&place, &serve, 6, "192.0.2.1:80");
 }
 
+#[test]
+fn insecure_overrides_the_keys_of_the_environment() {
+    let place = Place::new();
+    let run = |args: &[&str]| {
+        let output = place.command(args).env("CAIRN_KEYS", "nowhere").output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let url = format!("cairn://{free}");
+    for args in [["--insecure", "ls"], ["ls", "--insecure"]] {
+        let (code, text) = run(&[&["--store", &url][..], &args].concat());
+        assert!(code == Some(6) && text.contains(&free), "{code:?} {text}");
+    }
+    let (code, text) = run(&["--store", &url, "ls"]);
+    assert!(code == Some(2) && text.contains("nowhere"), "{text}");
+    let (code, text) = run(&["--store", &url, "--insecure", "--keys", "nowhere", "ls"]);
+    assert!(code == Some(2) && text.contains("cannot be used with"), "{text}");
+}
+
 /// A unit of systemd that sets an empty variable does not name anything.
 #[test]
 fn an_empty_variable_counts_as_unset() {
