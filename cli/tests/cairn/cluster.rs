@@ -245,6 +245,24 @@ fn a_catalog_without_peers_is_not_rebuilt() {
 }
 
 #[test]
+fn the_chosen_redundancy_is_printed_only_if_the_image_can_be_created() {
+    let lab = Lab::new(2);
+    lab.random_disk("disk.raw", 1, MIB);
+    std::fs::write(lab.place.path("empty.raw"), "").unwrap();
+    let chosen = "redundancy replicas=2, chosen by";
+    let prints = |args: &[&str]| {
+        let run = lab.run(args);
+        (run.code, run.stderr.contains(chosen))
+    };
+    assert_eq!(prints(&["import", "disk.raw", "vm"]), (0, true));
+    assert_eq!(prints(&["import", "missing.raw", "other"]), (3, false));
+    assert_eq!(prints(&["import", "empty.raw", "other"]), (2, false));
+    assert_eq!(prints(&["import", "disk.raw", "vm"]), (4, false));
+    assert_eq!(prints(&["create", "vm", "1M"]), (4, false));
+    assert_eq!(prints(&["create", "other", "1M"]), (0, true));
+}
+
+#[test]
 fn an_import_with_too_few_peers_says_how_many_it_needs() {
     let lab = Lab::new(2);
     lab.random_disk("disk.raw", 1, MIB);
