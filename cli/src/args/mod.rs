@@ -35,7 +35,7 @@ pub(crate) struct Cli {
     #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
     /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role;
-    /// for `keys sign` and `keys revoke`, the directory of the authority
+    /// for the commands of `keys`, the directory of the authority
     #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
     pub(crate) keys: Option<PathBuf>,
     /// Connect to a cluster without TLS: everyone on the network can read and change the data.
