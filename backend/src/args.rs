@@ -38,7 +38,8 @@ Exit codes:
 #[command(name = "cairn-blk", version, after_help = EXAMPLES, max_term_width = 100)]
 #[command(group(ArgGroup::new("socket").args(["socket_path", "fd"]).required(true)))]
 pub struct Args {
-    /// The repository: dir:PATH, or cairn://HOST:PORT for the catalog of a cluster.
+    /// The repository: dir:PATH, or a cluster: cairn://HOST:PORT (a catalog server) or
+    /// etcd://HOST:PORT[,HOST:PORT...] (etcd).
     #[arg(long, env = "CAIRN_STORE", value_name = "URL")]
     pub store: String,
 
@@ -47,6 +48,7 @@ pub struct Args {
     pub keys: Option<PathBuf>,
 
     /// Use plain TCP for a cluster. Everybody on the network can then read and change the data.
+    /// CAIRN_KEYS is ignored.
     #[arg(long, conflicts_with = "keys")]
     pub insecure: bool,
 
@@ -176,6 +178,10 @@ impl Args {
                 }
             });
         }
+        if std::env::args_os().any(|arg| arg == "--insecure") {
+            // What is typed overrides the environment. `--keys` beside it is still an error.
+            command = command.mut_arg("keys", |keys| keys.env(Resettable::Reset));
+        }
         let matches = command.clone().get_matches();
         Args::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
     }
@@ -232,6 +238,14 @@ mod tests {
     #[test]
     fn the_arguments_are_consistent() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn the_help_names_all_kinds_of_repositories() {
+        let help = Args::command().render_long_help().to_string();
+        for kind in ["dir:PATH", "cairn://HOST:PORT", "etcd://HOST:PORT"] {
+            assert!(help.contains(kind), "no {kind}");
+        }
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use cairn_store::BlobId;
 use cairn_store::cluster::repair::{
-    ConnectedPeers, PeerState, RepairLimits, RepairMembers, RepairPeer, Report as Repaired, Wanted,
-    repair,
+    ConnectedPeers, DeletionPermit, PeerState, RepairLimits, RepairMembers, RepairPeer,
+    Report as Repaired, Wanted, repair,
 };
 use cairn_store::encoding::{Redundancy, StoragePolicy};
 use serde::Serialize;
@@ -98,7 +98,8 @@ fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> 
     let lost = RepairPeer { state: PeerState::Lost, ..RepairPeer::from(&lost) };
     let members = RepairMembers::new(peers.chain([lost]));
     let security = testbed.security().clone();
-    let connected = Arc::new(ConnectedPeers::new(left, security, Arc::new(|| true)));
+    let permit: DeletionPermit = Arc::new(|| Box::pin(async { true }));
+    let connected = Arc::new(ConnectedPeers::new(left, security, permit));
     let blobs: BTreeSet<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {

@@ -76,7 +76,9 @@ pub(crate) fn waits_for(
     }
     if reasons.is_empty() {
         reasons.push(format!(
-            "repair moves {}; content of no snapshot is deleted when it is a day old",
+            "repair moves or deletes {}; copies of which the other peers have enough, and content \
+             of no snapshot, are deleted by the first repair after no client has stored them or \
+             asked for them for a day",
             count(stats.fragments, "fragment")
         ));
     }
@@ -147,7 +149,10 @@ mod tests {
             reasons(&useless, "replicas=2")[0]
                 .contains("needs 2 peers, and 1 other peer is a member;")
         );
-        assert!(reasons(&[up(2), up(3)], "replicas=2")[0].starts_with("repair moves 7 fragments;"));
+        assert!(
+            reasons(&[up(2), up(3)], "replicas=2")[0]
+                .starts_with("repair moves or deletes 7 fragments; copies of which")
+        );
     }
 
     #[test]

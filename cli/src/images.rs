@@ -16,15 +16,15 @@ pub(crate) fn geometry(size: u64, chunk_size: u64) -> Outcome<Geometry> {
     Geometry::new(size, chunk_size).doing(|| "checking the sizes".into())
 }
 
-/// The repository with the storage policy of a new image. Prints the redundancy if it was chosen by
-/// default.
+/// The repository with the storage policy of a new image, and a note on the redundancy if it was
+/// chosen by default.
 pub(crate) fn config(
     repository: Repository,
     options: &ImageOptions,
-    style: Style,
-) -> Outcome<Repository> {
+) -> Outcome<(Repository, Option<String>)> {
     let doing = || "choosing a redundancy".to_owned();
     let is_cluster = repository.cluster().is_some();
+    let mut note = None;
     let redundancy = match options.redundancy {
         Some(redundancy) if !is_cluster && redundancy != Redundancy::NONE => {
             let why = "a repository in a directory stores one copy of everything; --redundancy is \
@@ -34,23 +34,33 @@ pub(crate) fn config(
         Some(redundancy) => redundancy,
         None => {
             let chosen = repository.default_redundancy().doing(doing)?;
-            if is_cluster && !style.json {
-                eprintln!("redundancy {chosen}, chosen by the number of peers");
+            if is_cluster {
+                note = Some(format!("redundancy {chosen}, chosen by the number of peers"));
             }
             chosen
         }
     };
-    Ok(repository.with_policy(StoragePolicy { redundancy, compression: options.compress }))
+    let policy = StoragePolicy { redundancy, compression: options.compress };
+    Ok((repository.with_policy(policy), note))
+}
+
+/// Prints a note on standard error. A program that reads JSON wants none.
+pub(crate) fn print_note(note: Option<&str>, style: Style) {
+    if let Some(note) = note.filter(|_| !style.json) {
+        eprintln!("{note}");
+    }
 }
 
 pub(crate) fn create(
     repository: &Repository,
     image: &ImageName,
     geometry: Geometry,
+    note: Option<&str>,
     style: Style,
 ) -> Outcome {
     let snapshot =
         repository.create_image(image, geometry).doing(|| format!("creating image '{image}'"))?;
+    print_note(note, style);
     print_name(&snapshot, style)
 }
 

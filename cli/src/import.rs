@@ -22,7 +22,7 @@ use cairn_store::{
 
 use crate::args::Style;
 use crate::failure::{Doing, Exit, Failure, Outcome};
-use crate::images::{geometry, print_name};
+use crate::images::{geometry, print_name, print_note};
 use crate::progress::Progress;
 use crate::sparse::next_data;
 
@@ -39,13 +39,20 @@ enum Job {
 
 type Stored = Outcome<Option<(ChunkIndex, PutChunk)>>;
 
+pub(crate) struct Options {
+    pub(crate) chunk_size: u64,
+    /// What is printed when the source is known to be usable.
+    pub(crate) note: Option<String>,
+    pub(crate) style: Style,
+}
+
 pub(crate) fn import(
     repository: &Repository,
     path: &Path,
     image: &ImageName,
-    chunk_size: u64,
-    style: Style,
+    options: &Options,
 ) -> Outcome {
+    let &Options { chunk_size, style, .. } = options;
     let doing = || format!("importing {} to image '{image}'", path.display());
     let start = Instant::now();
     match repository.catalog().image(image) {
@@ -61,7 +68,8 @@ pub(crate) fn import(
     geometry(SECTOR_SIZE, chunk_size)?;
 
     let commit = repository.begin_commit().doing(doing)?;
-    let mut import = Import { repository, chunk_size, doing: &doing, tree: Tree::default() };
+    let mut import =
+        Import { repository, chunk_size, options, doing: &doing, tree: Tree::default() };
     let geometry = if path == Path::new("-") {
         import.stream(io::stdin())?
     } else {
@@ -91,6 +99,7 @@ pub(crate) fn import(
 struct Import<'a, F> {
     repository: &'a Repository,
     chunk_size: u64,
+    options: &'a Options,
     doing: &'a F,
     tree: Tree,
 }
@@ -117,6 +126,8 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         // Seeking finds the size of a block device, too.
         let len = file.seek(SeekFrom::End(0)).doing(self.doing)?;
         let geometry = self.geometry(len)?;
+        self.print_note();
+        self.print_rounding(len);
         let progress = Progress::new(len);
         let doing = self.doing;
         let _space = self.reserve(&file, len, geometry)?;
@@ -160,6 +171,7 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
 
     /// Imports a stream, whose size is known only at its end.
     fn stream(&mut self, mut stream: impl Read + Send) -> Outcome<Geometry> {
+        self.print_note();
         let mut len = 0;
         let (doing, chunk_size) = (self.doing, self.chunk_size);
         let progress = Progress::new(0);
@@ -178,7 +190,9 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
             }
             Ok(())
         })?;
+        drop(progress);
         let geometry = self.geometry(len)?;
+        self.print_rounding(len);
         self.grow(geometry)?;
         Ok(geometry)
     }
@@ -188,6 +202,20 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
             return Err(Failure::new(Exit::Usage, (self.doing)(), "there is nothing to import"));
         }
         geometry(len.next_multiple_of(SECTOR_SIZE), self.chunk_size)
+    }
+
+    fn print_note(&self) {
+        print_note(self.options.note.as_deref(), self.options.style);
+    }
+
+    /// Says that the image is larger than its source, if it is.
+    fn print_rounding(&self, len: u64) {
+        let size = len.next_multiple_of(SECTOR_SIZE);
+        let note = format!(
+            "note: the source has {len} bytes, and the image {size}: its size is rounded up to a \
+             whole number of sectors of {SECTOR_SIZE} bytes"
+        );
+        print_note((size > len).then_some(&*note), self.options.style);
     }
 
     /// Stores the chunks that `feed` sends, on all cores. If the geometry is known, the tree grows

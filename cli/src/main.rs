@@ -70,12 +70,13 @@ fn run(cli: Cli) -> Outcome {
         Command::Create { image, size, options } => {
             // Checked first, so that a wrong size creates no repository.
             let geometry = images::geometry(size, options.chunk_size)?;
-            let repository = images::config(open_or_create()?, &options, style)?;
-            images::create(&repository, &image, geometry, style)
+            let (repository, note) = images::config(open_or_create()?, &options)?;
+            images::create(&repository, &image, geometry, note.as_deref(), style)
         }
         Command::Import { file, image, options } => {
-            let repository = images::config(open_or_create()?, &options, style)?;
-            import::import(&repository, &file, &image, options.chunk_size, style)
+            let (repository, note) = images::config(open_or_create()?, &options)?;
+            let options = import::Options { chunk_size: options.chunk_size, note, style };
+            import::import(&repository, &file, &image, &options)
         }
         Command::Ls { image: None } => images::ls(&open()?, style),
         Command::Ls { image: Some(image) } => images::ls_image(&open()?, &image, style),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cairn_store::cluster::membership::{Announcement, check_no_data};
 use cairn_store::cluster::peer;
 use cairn_store::cluster::peer::PeerStore;
-use cairn_store::cluster::peer::heartbeat::Heartbeat;
+use cairn_store::cluster::peer::heartbeat::{Heartbeat, log_waiting};
 use cairn_store::cluster::peer::scrubber::{DEFAULT_SCRUB_INTERVAL, Scrubber};
 use cairn_store::documents;
 use cairn_store::documents::{CatalogStore, Documents, remote};
@@ -63,10 +63,11 @@ fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: S
         documents::open(catalog, &security).doing(|| format!("joining the catalog at {catalog}"))
     });
     let documents = documents.transpose()?;
-    if let (Some(id), Some(documents)) = (own, &documents)
+    if let (Some(id), Some(catalog), Some(documents)) = (own, catalog, &documents)
         && !PeerStore::is_in(data).doing(|| opening(data))?
     {
-        check_no_data(&**documents, &id).doing(|| opening(data))?;
+        let check = || check_no_data(&**documents, &id);
+        log_waiting(catalog, check).doing(|| opening(data))?;
     }
     let store = PeerStore::open_as(data, *capacity, own).doing(|| opening(data))?;
     let store = Arc::new(store);
@@ -110,7 +111,7 @@ fn start_heartbeat(
 ) -> Outcome<Heartbeat> {
     let (address, security) = (catalog.to_owned(), security.clone());
     let open = move || documents::open(&address, &security);
-    Heartbeat::start(documents, open, announcement, store.clone())
+    Heartbeat::start(catalog.to_owned(), documents, open, announcement, store.clone())
         .doing(|| format!("joining the catalog at {catalog}"))
 }
 

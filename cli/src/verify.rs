@@ -34,18 +34,20 @@ fn outcome(report: &Verification) -> Outcome {
     if report.unreadable == 0 {
         return Ok(());
     }
-    let snapshots = count(report.affected.len() as u64, "snapshot");
+    let affected = report.affected.len() as u64;
+    let need = if affected == 1 { "needs" } else { "need" };
+    let snapshots = format!("{} {need}", count(affected, "snapshot"));
     let doing = "verifying snapshots";
     if report.lost > 0 {
         let why = format!(
-            "{} lost, which {snapshots} need; `cairn repair` restores what a cluster still has in \
+            "{} lost, which {snapshots}; `cairn repair` restores what a cluster still has in \
              part, and a repository in a directory needs a copy",
             are(report.lost)
         );
         return Err(Failure::new(Exit::Corrupt, doing, why));
     }
     let why = format!(
-        "{} unreadable at the moment, which {snapshots} need; start the peers that are down, or \
+        "{} unreadable at the moment, which {snapshots}; start the peers that are down, or \
          check the disk, and verify again",
         are(report.unreadable)
     );
@@ -87,12 +89,14 @@ fn selected(repository: &Repository, names: &[SnapshotRef]) -> Outcome<Vec<Snaps
 
 /// What a verification of this many snapshots found.
 fn report_text(report: &Verification, snapshots: u64, style: Style) -> String {
-    let mut text = format!(
-        "{} verified: {}, {} read\n",
-        count(snapshots, "snapshot"),
-        count(report.blobs, "blob"),
-        style.size(report.bytes),
-    );
+    let snapshots = count(snapshots, "snapshot");
+    let result = match (report.affected.len(), report.lost) {
+        (0, _) => format!("{snapshots} verified"),
+        (affected, 0) => format!("{snapshots} read, {affected} unreadable at the moment"),
+        (affected, _) => format!("{snapshots} read, {affected} damaged"),
+    };
+    let (blobs, size) = (count(report.blobs, "blob"), style.size(report.bytes));
+    let mut text = format!("{result}: {blobs}, {size} read\n");
     for UnreadableBlob { blob, used_as, error } in report.errors.iter().take(MAX_PRINTED) {
         text += &format!("unreadable: {} {blob}: {error}\n", used_as.as_str());
     }

@@ -258,19 +258,20 @@ pub enum Error {
         /// The number of blobs.
         blobs: usize,
     },
-    /// Peers that may have records do not answer.
+    /// A lost catalog cannot be rebuilt before the peers have joined the empty one.
     #[error(
-        "{answered} of {expected} peers answer{}{}; start the others first, or use --force to \
-         rebuild from these alone: snapshots that only the others know are missed, and removed \
-         ones may return", if silent.is_empty() { "" } else { ": " }, silent.join(", ")
+        "no peer has joined this catalog yet; wait until `cairn peers` shows all peers, and try again"
     )]
+    NoPeerYet,
+    /// Peers that may have records do not answer.
+    #[error("{}", peers_missing(answered, silent, *recorded))]
     PeersMissing {
-        /// The number of peers that answered.
-        answered: u64,
-        /// The number of peers that the cluster has or had.
-        expected: u64,
-        /// The members that do not answer, and why.
+        /// The short ids of the peers that answered.
+        answered: Vec<String>,
+        /// The short ids of the members that do not answer, and why.
         silent: Vec<String>,
+        /// The number of members when the newest record was written. Their ids are not known.
+        recorded: u64,
     },
     /// Records on the peers have no valid seal.
     #[error(
@@ -381,10 +382,12 @@ pub enum Error {
     },
     /// A blob's redundancy needs more peers than are up.
     #[error(
-        "{peers} peers are up, which are not enough for this redundancy; start or add peers, or \
-         choose a lower one"
+        "{needed} peer{} needed, and {peers} {} up; start or add peers, or choose a lower redundancy",
+        if *needed == 1 { " is" } else { "s are" }, if *peers == 1 { "is" } else { "are" }
     )]
     TooFewPeers {
+        /// The number of peers that the redundancy needs.
+        needed: usize,
         /// The number of peers that are up.
         peers: usize,
     },
@@ -416,8 +419,8 @@ pub enum Error {
     },
     /// Blobs could not be stored with their full redundancy.
     #[error(
-        "{blobs} blobs are not stored with their full redundancy: {reason}; they stay in memory, \
-         and the next flush tries again"
+        "{blobs} {} not stored with {} full redundancy: {reason}",
+        if *blobs == 1 { "blob is" } else { "blobs are" }, if *blobs == 1 { "its" } else { "their" }
     )]
     NotStored {
         /// The number of blobs.
@@ -515,6 +518,25 @@ pub enum Error {
     Database(#[from] rusqlite::Error),
 }
 
+/// The message of [`Error::PeersMissing`].
+fn peers_missing(answered: &[String], silent: &[String], recorded: u64) -> String {
+    let members = answered.len() + silent.len();
+    let expected = recorded.max(members as u64);
+    let mut text = format!("{} of {expected} peers answer", answered.len());
+    if !answered.is_empty() {
+        text += &format!(" ({})", answered.join(" "));
+    }
+    if !silent.is_empty() {
+        text += &format!("; no answer from {}", silent.join(", "));
+    }
+    if recorded > members as u64 {
+        text += &format!("; {recorded} peers were members when the newest record was written");
+    }
+    text + "; start the others first. If a peer was removed on purpose since then, or will not \
+            return, use --force to rebuild from these alone: snapshots that only the others know \
+            are missed, and removed ones may return"
+}
+
 impl Error {
     /// What the caller can do about the error.
     pub fn kind(&self) -> ErrorKind {
@@ -560,6 +582,7 @@ impl Error {
             }
             Error::Full { .. }
             | Error::TooFewPeers { .. }
+            | Error::NoPeerYet
             | Error::PeersMissing { .. }
             | Error::UnsealedRecords { .. }
             | Error::ContentLost { .. }

@@ -35,10 +35,11 @@ pub(crate) struct Cli {
     #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
     /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role;
-    /// for `keys sign` and `keys revoke`, the directory of the authority
+    /// for the commands of `keys`, the directory of the authority
     #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
     pub(crate) keys: Option<PathBuf>,
-    /// Connect to a cluster without TLS: everyone on the network can read and change the data
+    /// Connect to a cluster without TLS: everyone on the network can read and change the data.
+    /// CAIRN_KEYS is ignored
     #[arg(long, global = true, conflicts_with = "keys")]
     pub(crate) insecure: bool,
     #[command(flatten)]
@@ -75,6 +76,10 @@ impl Cli {
     /// The command line. The help of each command shows only the global options that it uses.
     fn command_line() -> clap::Command {
         let mut command = without_empty_variables(Cli::command(), &["store", "keys"]);
+        if std::env::args_os().any(|arg| arg == "--insecure") {
+            // What is typed overrides the environment. `--keys` beside it is still an error.
+            command = command.mut_arg("keys", |keys| keys.env(Resettable::Reset));
+        }
         let options: Vec<_> = command.get_arguments().cloned().collect();
         for (name, unused) in UNUSED {
             // A subcommand that has an argument of this id does not inherit the global one.

@@ -45,7 +45,9 @@ fn a_cluster_with_keys_uses_tls_and_the_keys_of_a_peer_are_no_clients_keys() {
     // The keys of a peer are of no use for a client, also if the files have other names.
     let stolen = lab.place.path("stolen");
     std::fs::create_dir(&stolen).unwrap();
-    for (from, to) in [("ca.pem", "ca.pem"), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
+    let list = "revoked.crl.pem";
+    for (from, to) in
+        [("ca.pem", "ca.pem"), (list, list), ("peer.pem", "client.pem"), ("peer.key", "client.key")]
     {
         std::fs::copy(lab.place.path("peer0-keys").join(from), stolen.join(to)).unwrap();
     }
@@ -210,6 +212,64 @@ fn the_catalog_is_restored_from_the_peers() {
     lab.assert_exports("twin", &disk);
     let again = lab.json(&["catalog", "rebuild"]);
     assert_eq!((&again["images"], &again["snapshots"]), (&0.into(), &0.into()));
+}
+
+#[test]
+fn a_refused_rebuild_says_which_peers_answered_and_how_many_there_were() {
+    let mut lab = Lab::new(3);
+    let ids: Vec<_> = lab.peers.iter().flatten().map(|peer| peer.id[..8].to_owned()).collect();
+    lab.ok(&["create", "vm", "1M", "--redundancy", "replicas=2"]);
+    lab.kill(2);
+    lab.ok(&["peers", "lose", &ids[2]]);
+    lab.ok(&["peers", "forget", &ids[2]]);
+    lab.replace_catalog(2);
+    let refused = lab.run(&["catalog", "rebuild"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert!(refused.stderr.contains("2 of 3 peers answer ("), "{}", refused.stderr);
+    for id in &ids[..2] {
+        assert!(refused.stderr.contains(id), "no {id}: {}", refused.stderr);
+    }
+    let count = "3 peers were members when the newest record was written";
+    assert!(refused.stderr.contains(count), "{}", refused.stderr);
+    assert!(refused.stderr.contains("removed on purpose since then"), "{}", refused.stderr);
+    assert_eq!(lab.json(&["catalog", "rebuild", "--force"])["images"], 1);
+}
+
+#[test]
+fn a_catalog_without_peers_is_not_rebuilt() {
+    let lab = Lab::new(0);
+    let refused = lab.run(&["catalog", "rebuild"]);
+    assert_eq!(refused.code, 6, "{}", refused.stderr);
+    assert!(refused.stderr.contains("until `cairn peers` shows all"), "{}", refused.stderr);
+    assert_eq!(lab.json(&["catalog", "rebuild", "--force"])["images"], 0);
+}
+
+#[test]
+fn the_chosen_redundancy_is_printed_only_if_the_image_can_be_created() {
+    let lab = Lab::new(2);
+    lab.random_disk("disk.raw", 1, MIB);
+    std::fs::write(lab.place.path("empty.raw"), "").unwrap();
+    let chosen = "redundancy replicas=2, chosen by";
+    let prints = |args: &[&str]| {
+        let run = lab.run(args);
+        (run.code, run.stderr.contains(chosen))
+    };
+    assert_eq!(prints(&["import", "disk.raw", "vm"]), (0, true));
+    assert_eq!(prints(&["import", "missing.raw", "other"]), (3, false));
+    assert_eq!(prints(&["import", "empty.raw", "other"]), (2, false));
+    assert_eq!(prints(&["import", "disk.raw", "vm"]), (4, false));
+    assert_eq!(prints(&["create", "vm", "1M"]), (4, false));
+    assert_eq!(prints(&["create", "other", "1M"]), (0, true));
+}
+
+#[test]
+fn an_import_with_too_few_peers_says_how_many_it_needs() {
+    let lab = Lab::new(2);
+    lab.random_disk("disk.raw", 1, MIB);
+    let run = lab.run(&["import", "disk.raw", "vm", "--redundancy", "replicas=3"]);
+    assert_eq!(run.code, 6, "{}", run.stderr);
+    assert!(run.stderr.contains("3 peers are needed, and 2 are up;"), "{}", run.stderr);
+    assert!(!run.stderr.contains("memory"), "the process ends: {}", run.stderr);
 }
 
 #[test]

@@ -51,6 +51,39 @@ fn keys_that_are_missing_or_cannot_be_read_exit_with_2() {
 }
 
 #[test]
+fn keys_without_the_list_of_revoked_keys_exit_with_2() {
+    let place = Place::new();
+    place.ok(&["keys", "init", "keys"]);
+    place.ok(&["keys", "sign", "--keys", "keys", "peer"]);
+    for keys in ["keys", "peer"] {
+        std::fs::remove_file(place.path(keys).join("revoked.crl.pem")).unwrap();
+    }
+    let serve = ["serve", "--data", "data", "--listen", "127.0.0.1:0", "--keys"];
+    let advice = "copy it from the directory that `cairn keys init` has created";
+    assert_fails(&place, &[&serve[..], &["keys", "--catalog"]].concat(), 2, advice);
+    assert_fails(&place, &[&serve[..], &["peer", "--catalog", "127.0.0.1:1"]].concat(), 2, advice);
+    assert_fails(&place, &["--store", "cairn://127.0.0.1:1", "--keys", "keys", "ls"], 2, advice);
+    assert!(!place.path("data").exists());
+}
+
+#[test]
+fn a_damaged_key_for_seals_exits_with_2() {
+    let place = Place::new();
+    place.ok(&["keys", "init", "keys"]);
+    let good = std::fs::read_to_string(place.path("keys/mac.key")).unwrap();
+    let advice = "copy it from the directory that `cairn keys init` has created";
+    for damaged in ["", "nonsense", "{}", &good.replace("cairn-mac", "other"), &good[..99]] {
+        std::fs::write(place.path("keys/mac.key"), damaged).unwrap();
+        assert_fails(
+            &place,
+            &["--store", "cairn://127.0.0.1:1", "--keys", "keys", "ls"],
+            2,
+            advice,
+        );
+    }
+}
+
+#[test]
 fn something_that_does_not_exist_exits_with_3() {
     let place = Place::new();
     assert_fails(&place, &["ls"], 3, "there is no repository");
@@ -79,6 +112,25 @@ fn a_catalog_that_does_not_answer_and_an_address_of_another_host_exit_with_6() {
     assert_fails(&place, &["--store", &url, "--insecure", "ls"], 6, &free);
     let serve = ["serve", "--catalog", "--data", "data", "--insecure", "--listen", "192.0.2.1:80"];
     assert_fails(&place, &serve, 6, "192.0.2.1:80");
+}
+
+#[test]
+fn insecure_overrides_the_keys_of_the_environment() {
+    let place = Place::new();
+    let run = |args: &[&str]| {
+        let output = place.command(args).env("CAIRN_KEYS", "nowhere").output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let url = format!("cairn://{free}");
+    for args in [["--insecure", "ls"], ["ls", "--insecure"]] {
+        let (code, text) = run(&[&["--store", &url][..], &args].concat());
+        assert!(code == Some(6) && text.contains(&free), "{code:?} {text}");
+    }
+    let (code, text) = run(&["--store", &url, "ls"]);
+    assert!(code == Some(2) && text.contains("nowhere"), "{text}");
+    let (code, text) = run(&["--store", &url, "--insecure", "--keys", "nowhere", "ls"]);
+    assert!(code == Some(2) && text.contains("cannot be used with"), "{text}");
 }
 
 /// A unit of systemd that sets an empty variable does not name anything.

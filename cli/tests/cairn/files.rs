@@ -51,8 +51,14 @@ fn a_disk_is_padded_with_zeros_to_a_multiple_of_a_sector() {
         expected.resize(len.next_multiple_of(512), 0);
         fs::write(place.path("in.raw"), &disk).unwrap();
         let (file, stream) = (format!("file{len}"), format!("stream{len}"));
-        place.ok(&["import", "in.raw", &file]);
-        assert_eq!(place.run_with_input(&["import", "-", &stream], &disk).code, 0);
+        let note = format!("the source has {len} bytes, and the image {}", expected.len());
+        for run in [
+            place.run(&["import", "in.raw", &file]),
+            place.run_with_input(&["import", "-", &stream], &disk),
+        ] {
+            assert_eq!(run.code, 0, "{}", run.stderr);
+            assert_eq!(run.stderr.contains(&note), len % 512 != 0, "{len}: {}", run.stderr);
+        }
         for image in [file, stream] {
             place.ok(&["export", &image, "out.raw", "--force"]);
             assert!(fs::read(place.path("out.raw")).unwrap() == expected, "{image}");

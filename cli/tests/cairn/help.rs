@@ -64,6 +64,17 @@ fn help_and_the_error_without_a_repository_name_all_kinds_of_repositories() {
     }
 }
 
+#[test]
+fn the_help_of_a_command_for_keys_says_which_directory_it_needs() {
+    let place = Place::new();
+    for command in ["sign", "revoke", "rotate-mac", "retire-mac"] {
+        let help = place.ok(&["keys", command, "--help"]);
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let text = "for the commands of `keys`, the directory of the authority";
+        assert!(help.contains(text), "{command}: {help}");
+    }
+}
+
 /// A wrapper may pass the same options to every command.
 #[test]
 fn a_global_option_that_a_command_does_not_use_is_accepted_anywhere() {

@@ -1,9 +1,10 @@
 //! A peer as a process: every fragment that it acknowledged survives a kill.
 
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::process::{Child, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cairn_store::BlobId;
 use cairn_store::cluster::{Cluster, Connection, Member, MemberState};
@@ -235,6 +236,28 @@ async fn a_peer_with_keys_serves_only_clients_of_its_cluster() {
     let serve = ["serve", "--no-catalog", "--data", "other", "--listen", "127.0.0.1:0"];
     let run = place.run(&[&serve[..], &["--keys", "nowhere"]].concat());
     assert!(run.code != 0 && run.stderr.contains("ca.pem"), "{}", run.stderr);
+}
+
+#[test]
+fn a_peer_logs_soon_that_it_waits_for_its_catalog() {
+    let place = Place::new();
+    place.ok(&["keys", "init", "keys"]);
+    place.ok(&["keys", "sign", "--keys", "keys", "peer-keys"]);
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let serve = ["serve", "--listen", "127.0.0.1:0", "--catalog", &free, "--data"];
+    for (data, security) in [("one", &["--insecure"][..]), ("two", &["--keys", "peer-keys"])] {
+        let begin = Instant::now();
+        let mut command = place.command(&[&serve[..], &[data], security].concat());
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+        let waits = format!("waiting for the catalog at {free}");
+        let found = lines
+            .take_while(|_| begin.elapsed() < Duration::from_secs(6))
+            .any(|line| line.contains("WARN") && line.contains(&waits));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(found && begin.elapsed() < Duration::from_secs(6), "{:?}", begin.elapsed());
+    }
 }
 
 /// A peer that joins no catalog is used by nobody, so nobody gets one by accident.

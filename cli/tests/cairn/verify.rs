@@ -39,6 +39,7 @@ fn damage_in_a_directory_is_reported_with_the_snapshots_that_it_affects() {
     let run = place.run(&["verify"]);
     let text = String::from_utf8(run.stdout).unwrap();
     assert_eq!(run.code, 5, "{text}{}", run.stderr);
+    assert!(text.starts_with("4 snapshots read, 2 damaged: 6 blobs, "), "{text}");
     assert!(text.contains("unreadable: chunk "), "{text}");
     assert!(text.contains("affected: vm1@1\n") && text.contains("affected: copy@1\n"), "{text}");
     assert!(!text.contains("vm2"), "{text}");
@@ -46,9 +47,15 @@ fn damage_in_a_directory_is_reported_with_the_snapshots_that_it_affects() {
     let run = place.run(&["verify", "--json"]);
     let report: Value = serde_json::from_slice(&run.stdout).unwrap();
     assert_eq!((run.code, &report["lost"]), (5, &1.into()), "{report}");
+    let error: Value = serde_json::from_str(&run.stderr).unwrap();
+    assert_eq!(error["error"]["kind"], "corrupt", "{error}");
     assert_eq!(report["errors"][0]["used_as"], "chunk");
     assert_eq!(report["affected"], serde_json::json!(["copy@1", "vm1@1"]));
     place.ok(&["verify", "vm2", "empty"]);
+    let one = place.run(&["verify", "copy"]);
+    let text = String::from_utf8(one.stdout).unwrap();
+    assert!(text.starts_with("1 snapshot read, 1 damaged: "), "{text}");
+    assert!(one.stderr.contains("1 blob is lost, which 1 snapshot needs"), "{}", one.stderr);
 
     for (name, code) in [("vm9", 3), ("vm1@9", 3), ("vm1@", 2)] {
         assert_eq!(place.run(&["verify", name]).code, code, "{name}");
@@ -70,4 +77,6 @@ fn a_cluster_is_verified_like_a_directory() {
     let report: Value = serde_json::from_slice(&run.stdout).unwrap();
     assert_eq!(run.code, 6, "{report} {}", run.stderr);
     assert_eq!((&report["lost"], &report["affected"][0]), (&0.into(), &"vm@1".into()), "{report}");
+    let text = String::from_utf8(lab.run(&["verify", "vm"]).stdout).unwrap();
+    assert!(text.starts_with("1 snapshot read, 1 unreadable at the moment: "), "{text}");
 }

@@ -84,7 +84,8 @@ mod tests {
     fn a_recorded_snapshot_counts_unless_it_is_listed_or_removed_or_its_image_is() {
         let directory = TempDir::new().unwrap();
         let [one, other] = [1, 2].map(|byte| ImageId::from_bytes([byte; 16]));
-        let cases: [(&[(&ImageId, u64, u8)], u64); 6] = [
+        type Entries<'a> = &'a [(&'a ImageId, u64, u8)];
+        let cases: [(Entries<'_>, u64); 6] = [
             (&[], 0),
             (&[(&one, 1, RECORDED), (&one, 2, RECORDED), (&other, 1, LISTED)], 2),
             (&[(&one, 1, RECORDED), (&one, 1, LISTED), (&one, 2, LISTED)], 0),

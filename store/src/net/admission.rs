@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
+use tracing::Level;
 
 use crate::sys;
 
@@ -42,6 +43,9 @@ const OTHER_FILES: usize = 256;
 
 /// The fewest authenticated connections of a server, however few files its process may open.
 const FEWEST_CONNECTIONS: usize = 64;
+
+/// A server that admits fewer authenticated connections warns of it. Only a large cluster needs more.
+const FEW_CONNECTIONS: usize = 1024;
 
 /// The connections of a server.
 pub(crate) struct Admission {
@@ -88,9 +92,7 @@ impl Admission {
             u64::MAX
         });
         let admitted = within(max, files);
-        if admitted < max {
-            tracing::warn!(files, admitted, wanted = max, "few files limit the connections");
-        }
+        log_limit(files, admitted, max);
         Admission::with_limits(MAX_UNAUTHENTICATED, admitted)
     }
 
@@ -139,6 +141,28 @@ fn within(max: usize, files: u64) -> usize {
     let files = usize::try_from(files).unwrap_or(usize::MAX);
     let free = files.saturating_sub(OTHER_FILES + MAX_UNAUTHENTICATED);
     max.min(free.max(FEWEST_CONNECTIONS))
+}
+
+/// Logs that the limit of open files limits the connections, if it does.
+fn log_limit(files: u64, admitted: usize, max: usize) {
+    let text = format!(
+        "admitting {admitted} connections, not {max}, because this process may open {files} files; \
+         if more clients connect, raise the limit of open files (LimitNOFILE, or `ulimit -n`)"
+    );
+    match limit_level(admitted, max) {
+        Some(Level::WARN) => tracing::warn!("{text}"),
+        Some(_) => tracing::info!("{text}"),
+        None => {}
+    }
+}
+
+/// How urgent it is that a server admits fewer connections than it would; `None` if it does not.
+fn limit_level(admitted: usize, max: usize) -> Option<Level> {
+    match admitted {
+        _ if admitted >= max => None,
+        ..FEW_CONNECTIONS => Some(Level::WARN),
+        _ => Some(Level::INFO),
+    }
 }
 
 /// The host of an address. A host with IPv6 usually has a network of 64 bits to itself.
@@ -264,7 +288,11 @@ mod tests {
     use proptest::prelude::{prop_assert, proptest};
     use tokio::sync::oneshot::error::TryRecvError;
 
-    use super::{Admission, Authenticated, FEWEST_CONNECTIONS, Unauthenticated, host, within};
+    use tracing::Level;
+
+    use super::{
+        Admission, Authenticated, FEWEST_CONNECTIONS, Unauthenticated, host, limit_level, within,
+    };
 
     fn address(host: u8) -> IpAddr {
         [10, 0, 0, host].into()
@@ -280,6 +308,14 @@ mod tests {
 
     fn is_served(connection: &mut Authenticated) -> bool {
         connection.ended.try_recv() == Err(TryRecvError::Empty)
+    }
+
+    #[test]
+    fn only_a_limit_to_few_connections_is_a_warning() {
+        assert_eq!(limit_level(32_768, 32_768), None);
+        assert_eq!(limit_level(19_680, 32_768), Some(Level::INFO));
+        assert_eq!(limit_level(1024, 32_768), Some(Level::INFO));
+        assert_eq!(limit_level(1023, 32_768), Some(Level::WARN));
     }
 
     #[test]

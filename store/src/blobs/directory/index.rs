@@ -191,7 +191,6 @@ impl Index {
                 transaction.prepare_cached(delete)?.execute([entry.id.as_bytes()])?;
             }
         }
-        drop(damaged);
         for (segment, end) in ends {
             transaction
                 .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?

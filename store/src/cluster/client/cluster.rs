@@ -261,7 +261,7 @@ impl Cluster {
             }
         };
         self.store(vec![whole], redundancy, report).await;
-        stored.unwrap_or(Err(Error::TooFewPeers { peers: 0 }))
+        stored.unwrap_or(Err(Error::TooFewPeers { needed: redundancy.width(), peers: 0 }))
     }
 
     /// Stores encoded blobs, and reports the progress of each by its position in `all`. Each peer
@@ -277,8 +277,9 @@ impl Cluster {
         let width = redundancy.width();
         let is_up = |member: &&Member| member.state != MemberState::Down;
         let peers = members.all.iter().filter(is_up).count();
+        let too_few = || Error::TooFewPeers { needed: width, peers };
         if width == 0 || redundancy.needed() == 0 || width > members.all.len() {
-            let failed = |blob| (blob, Progress::Ended(Err(Error::TooFewPeers { peers })));
+            let failed = |blob| (blob, Progress::Ended(Err(too_few())));
             return report((0..all.len()).map(failed).collect());
         }
         let mut tallies: Vec<_> = all.iter().map(|whole| Tally::new(&whole.0, width)).collect();
@@ -296,9 +297,7 @@ impl Cluster {
                     Some(place) => {
                         waiting.push(Outbound { blob, fragment, place, places: places.clone() });
                     }
-                    None => {
-                        tallies[blob].add(Err(Error::TooFewPeers { peers }), blob, &mut progress)
-                    }
+                    None => tallies[blob].add(Err(too_few()), blob, &mut progress),
                 }
             }
         }

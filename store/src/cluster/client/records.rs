@@ -19,8 +19,8 @@ pub(crate) struct FoundRecords {
     pub(crate) records: Vec<Vec<u8>>,
     /// The number of records without a valid seal. A peer may have forged them.
     pub(crate) unsealed: u64,
-    /// The number of peers that returned all their records.
-    pub(crate) answered: u64,
+    /// The peers that returned all their records.
+    pub(crate) answered: Vec<PeerId>,
     /// The other peers, and why each of them did not.
     pub(crate) silent: Vec<(PeerId, String)>,
 }
@@ -59,10 +59,10 @@ impl Cluster {
     /// All records that the peers have.
     pub(super) async fn records(&self) -> FoundRecords {
         let mut found = Found::default();
-        let (mut answered, mut silent) = (0, Vec::new());
+        let (mut answered, mut silent) = (Vec::new(), Vec::new());
         for member in self.members() {
             match self.records_of(&member, &mut found).await {
-                Ok(()) => answered += 1,
+                Ok(()) => answered.push(member.id),
                 Err(error) => silent.push((member.id, error.to_string())),
             }
         }

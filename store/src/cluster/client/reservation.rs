@@ -116,7 +116,7 @@ impl Cluster {
         }
         if left > 0 && !is_refused {
             self.release(&taken).await;
-            return Err(Error::TooFewPeers { peers: able.len() });
+            return Err(Error::TooFewPeers { needed: 1, peers: able.len() });
         }
         if left > 0 {
             self.release(&taken).await;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use super::PeerStore;
 use crate::clock::now;
@@ -12,6 +13,25 @@ use crate::cluster::membership::{
 use crate::documents::Documents;
 use crate::error::{Error, Result};
 
+/// How long the catalog may take to answer a peer that starts, until the peer logs that it waits.
+const LOG_AFTER: Duration = Duration::from_secs(1);
+
+/// Carries out an operation on the catalog at this address. Logs soon that the process waits for it:
+/// the operation is tried again for some seconds before it fails.
+pub fn log_waiting<T>(catalog: &str, operation: impl FnOnce() -> T) -> T {
+    thread::scope(|scope| {
+        let (done, ended) = channel::<()>();
+        scope.spawn(move || {
+            if ended.recv_timeout(LOG_AFTER) == Err(RecvTimeoutError::Timeout) {
+                tracing::warn!("waiting for the catalog at {catalog}, which does not answer");
+            }
+        });
+        let result = operation();
+        drop(done);
+        result
+    })
+}
+
 /// A thread that sends a peer's heartbeats to the catalog. When this is dropped, the peer is down
 /// at once.
 pub struct Heartbeat {
@@ -20,10 +40,11 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Makes the peer a member and sends its heartbeats. The peer continues while the catalog is
+    /// Makes the peer a member of the catalog at this address, and sends its heartbeats. The peer continues while the catalog is
     /// away. After a failure, `open` opens the catalog's address again, and the peer joins whatever
     /// catalog it finds there.
     pub fn start(
+        catalog: String,
         mut documents: Arc<dyn Documents>,
         open: impl Fn() -> Result<Arc<dyn Documents>> + Send + 'static,
         announcement: Announcement,
@@ -31,10 +52,17 @@ impl Heartbeat {
     ) -> Result<Heartbeat> {
         let (stop, stopped) = channel();
         let run = move || {
-            let mut was_sent = true;
+            let (mut is_first, mut was_sent) = (true, true);
             loop {
-                let sent = stats(&store)
-                    .and_then(|stats| send_heartbeat(&*documents, &announcement, &stats, now()));
+                let send = || {
+                    let stats = stats(&store)?;
+                    send_heartbeat(&*documents, &announcement, &stats, now())
+                };
+                let sent = match is_first {
+                    true => log_waiting(&catalog, send),
+                    false => send(),
+                };
+                is_first = false;
                 match &sent {
                     Err(error) if was_sent => {
                         tracing::warn!(%error, "failed to send a heartbeat to the catalog")

@@ -39,17 +39,16 @@ impl MacKeys {
                 "there is no {}; copy it from the directory that `cairn keys init` has created",
                 path.display()
             )),
-            _ => Error::io("reading", path, error),
+            _ => Error::BadKeys(format!("reading {}: {error}", path.display())),
         })?;
-        let corrupt = |reason: &str| Error::corrupt(path.display().to_string(), reason);
         let keys: MacKeys =
-            serde_json::from_slice(&text).map_err(|error| corrupt(&error.to_string()))?;
+            serde_json::from_slice(&text).map_err(|error| damaged(path, &error.to_string()))?;
         if keys.format != FORMAT {
-            return Err(corrupt("it does not hold keys for seals"));
+            return Err(damaged(path, "it does not hold keys for seals"));
         }
         Error::check_format(path, keys.version, VERSION)?;
         if keys.keys.is_empty() {
-            return Err(corrupt("it holds no key"));
+            return Err(damaged(path, "it holds no key"));
         }
         Ok(keys)
     }
@@ -57,8 +56,7 @@ impl MacKeys {
     fn secrets(&self, path: &Path) -> Result<Vec<[u8; 32]>> {
         let secret = |text: &String| {
             let parsed = blake3::Hash::from_hex(text).map(|hash| *hash.as_bytes());
-            let wrong = |_| Error::corrupt(path.display().to_string(), "a key is not 32 bytes");
-            parsed.map_err(wrong)
+            parsed.map_err(|_| damaged(path, "a key is not 32 bytes"))
         };
         self.keys.iter().map(secret).collect()
     }
@@ -78,6 +76,14 @@ impl MacKeys {
         written.map_err(|error| Error::io("writing", &path, error))?;
         sys::sync_dir(directory)
     }
+}
+
+fn damaged(path: &Path, reason: &str) -> Error {
+    Error::BadKeys(format!(
+        "{} cannot be used: {reason}; copy it from the directory that `cairn keys init` has \
+         created, or from another client",
+        path.display()
+    ))
 }
 
 /// Reads the keys in a directory.

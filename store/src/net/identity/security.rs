@@ -127,8 +127,9 @@ impl Security {
         Security { keys: None, seals }
     }
 
-    /// TLS with the keys of this role and the authority's certificate, both in `directory`. If the
-    /// directory has a list of revoked certificates, these are refused.
+    /// TLS with the keys of this role, the authority's certificate and the list of revoked
+    /// certificates, all in `directory`. Fails without the list, because a revoked key would be
+    /// accepted.
     pub fn load(directory: &Path, role: Role) -> Result<Security> {
         let tls = Arc::new(Tls::load(directory, role)?);
         let etcd = match fs::exists(directory.join("etcd-ca.pem")) {

@@ -9,6 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 use super::{Identity, Role, Secured, Security, init, revoke, sign, sign_new_peer};
+use crate::error::Error;
 use crate::id::PeerId;
 
 /// An authority in the directory `keys`, with room for the keys of peers beside it.
@@ -157,10 +158,37 @@ async fn a_damaged_list_of_revoked_certificates_lets_nobody_in() {
     }
     fs::write(&list, text).unwrap();
     assert!(can_connect(&client, Role::Peer, &peer, all).await);
-    // A process that has read the list keeps it; for a new one there is none.
-    fs::remove_file(&list).unwrap();
-    assert!(can_connect(&client, Role::Peer, &peer, all).await);
-    assert!(can_connect(&client, Role::Peer, &ours.peer("peer"), all).await);
+}
+
+#[test]
+fn a_process_without_a_list_of_revoked_certificates_does_not_start() {
+    let ours = Authority::new();
+    ours.sign_peer("peer");
+    let load = |role: Role| {
+        let directory = if role == Role::Peer { "peer" } else { "keys" };
+        Security::load(&ours.path(directory), role).map(drop)
+    };
+    fs::remove_file(ours.path("keys/revoked.crl.pem")).unwrap();
+    fs::remove_file(ours.path("peer/revoked.crl.pem")).unwrap();
+    for role in Role::ALL {
+        let error = load(role).unwrap_err();
+        assert!(matches!(error, Error::BadKeys(_)), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("revoked.crl.pem") && text.contains("cairn keys init"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_list_of_revoked_certificates_that_vanishes_stays_in_force() {
+    let ours = Authority::new();
+    let id = ours.sign_peer("stolen").to_string();
+    ours.sign_peer("other");
+    let (stolen, other) = (ours.peer("stolen"), ours.peer("other"));
+    revoke(&ours.path("keys"), &id).unwrap();
+    let client = ours.role(Role::Client);
+    fs::remove_file(ours.path("keys/revoked.crl.pem")).unwrap();
+    assert!(can_connect(&client, Role::Peer, &other, &Role::ALL).await);
+    assert!(!can_connect(&client, Role::Peer, &stolen, &Role::ALL).await);
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //!
 //! The list may change while the process runs. Each new connection looks at the file, and a changed
 //! list makes a new configuration. A list that cannot be read lets no connection through, because
-//! it is unknown which certificates are revoked. A list that was removed stays in force.
+//! it is unknown which certificates are revoked. For the same reason, a process without a list does
+//! not start. A list that is removed later stays in force.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -32,14 +33,14 @@ pub(super) struct Tls {
     roots: Arc<RootCertStore>,
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
-    /// The file with the list of revoked certificates. It need not exist.
+    /// The file with the list of revoked certificates.
     list: PathBuf,
     current: Mutex<Current>,
 }
 
 struct Current {
-    /// The version of the list that the configuration has; `None` if there was none.
-    version: Option<FileVersion>,
+    /// The version of the list that the configuration has.
+    version: FileVersion,
     config: Arc<TlsConfig>,
 }
 
@@ -73,7 +74,9 @@ impl Tls {
         let authority = read(directory, "ca.pem", role)?;
         let certificate = read(directory, &format!("{name}.pem"), role)?;
         let key = read(directory, &format!("{name}.key"), role)?;
-        let tls = Tls::new(&authority, &certificate, &key, role, directory.join(REVOKED));
+        let list = directory.join(REVOKED);
+        let version = version_at_start(&list)?;
+        let tls = Tls::new(&authority, &certificate, &key, role, list, version);
         tls.map_err(|error| {
             let path = directory.display();
             Error::BadKeys(format!("the {name}'s keys in {path} cannot be used: {error}"))
@@ -86,6 +89,7 @@ impl Tls {
         key: &[u8],
         role: Role,
         list: PathBuf,
+        version: FileVersion,
     ) -> Result<Tls, AnyError> {
         let mut roots = RootCertStore::empty();
         for root in CertificateDer::pem_slice_iter(authority) {
@@ -100,8 +104,7 @@ impl Tls {
             let role = identity.role().name();
             return Err(format!("the certificate is that of a {role}").into());
         }
-        let version = version_of(&list)?;
-        let config = Arc::new(config(&roots, &chain, &key, version.map(|_| &*list))?);
+        let config = Arc::new(config(&roots, &chain, &key, &list)?);
         config.verify(own)?;
         let current = Mutex::new(Current { version, config });
         Ok(Tls { identity, roots, chain, key, list, current })
@@ -116,15 +119,15 @@ impl Tls {
     pub(super) fn config(&self) -> io::Result<Arc<TlsConfig>> {
         let found = version_of(&self.list)?;
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if found.is_some() && found != current.version {
-            let made = config(&self.roots, &self.chain, &self.key, Some(&self.list));
+        if let Some(version) = found.filter(|found| *found != current.version) {
+            let made = config(&self.roots, &self.chain, &self.key, &self.list);
             let config = made.map_err(|error| {
                 let path = self.list.display();
                 tracing::error!(%error, "{path} cannot be used, so no connection is made");
                 io::Error::other(format!("{path} cannot be used: {error}; copy it again"))
             })?;
             tracing::info!("the list of revoked certificates has changed");
-            *current = Current { version: found, config: Arc::new(config) };
+            *current = Current { version, config: Arc::new(config) };
         }
         Ok(current.config.clone())
     }
@@ -145,6 +148,19 @@ pub(super) fn read(directory: &Path, name: &str, role: Role) -> Result<Vec<u8>> 
     })
 }
 
+/// The version of the list of revoked certificates, which a process must have to start.
+fn version_at_start(list: &Path) -> Result<FileVersion> {
+    let path = list.display();
+    match version_of(list) {
+        Ok(Some(version)) => Ok(version),
+        Ok(None) => Err(Error::BadKeys(format!(
+            "there is no {path}, so it is unknown which keys are revoked; copy it from the \
+             directory that `cairn keys init` has created"
+        ))),
+        Err(error) => Err(Error::BadKeys(format!("reading {path}: {error}"))),
+    }
+}
+
 /// The version of a file; `None` if there is no file.
 fn version_of(path: &Path) -> io::Result<Option<FileVersion>> {
     match fs::metadata(path) {
@@ -158,18 +174,15 @@ fn version_of(path: &Path) -> io::Result<Option<FileVersion>> {
     }
 }
 
-/// A configuration with the list of revoked certificates in this file, if there is one.
+/// A configuration with the list of revoked certificates in this file.
 fn config(
     roots: &Arc<RootCertStore>,
     chain: &[CertificateDer<'static>],
     key: &PrivateKeyDer<'static>,
-    list: Option<&Path>,
+    list: &Path,
 ) -> Result<TlsConfig, AnyError> {
     let provider = Arc::new(ring::default_provider());
-    let lists = match list {
-        Some(list) => revoked(list)?,
-        None => Vec::new(),
-    };
+    let lists = revoked(list)?;
     let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
         .with_crls(lists.clone())
         .build()?;
