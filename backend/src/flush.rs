@@ -203,3 +203,40 @@ impl Flusher {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    use crate::mirror::files::map::power_cut_tests::create_mirror;
+    use crate::mirror::layout::Span;
+
+    const BLOCK: Span = Span { offset: 0, len: 4096 };
+
+    /// Somebody who writes the map would write it without a region that is being cleared, and whose
+    /// data is not durable yet.
+    #[test]
+    fn no_intent_is_cleared_while_somebody_else_may_write_the_map() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mirror, writer, disk) = create_mirror(&dir.path().join("mirror"), dir.path());
+        writer.write_intent(&mirror, BLOCK).unwrap();
+        let map = writer.map();
+        thread::scope(|scope| {
+            let (begin, begun) = mpsc::channel();
+            let (mirror, writer, disk) = (&mirror, &writer, &disk);
+            scope.spawn(move || {
+                begin.send(()).unwrap();
+                writer.clear_unchanged_intent(mirror, disk).unwrap();
+            });
+            begun.recv().unwrap();
+            thread::sleep(Duration::from_millis(100));
+            assert!(mirror.intent().covers(BLOCK), "it is cleared before the map is locked");
+            drop(map);
+        });
+        assert!(!mirror.intent().covers(BLOCK), "nothing has changed");
+        let bits = writer.map().intent(mirror.layout()).unwrap();
+        assert!(!bits.covers(BLOCK), "the map says so, too");
+    }
+}

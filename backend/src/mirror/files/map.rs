@@ -440,7 +440,7 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
 }
 
 #[cfg(test)]
-mod power_cut_tests;
+pub(crate) mod power_cut_tests;
 
 #[cfg(test)]
 mod tests;

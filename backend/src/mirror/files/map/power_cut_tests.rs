@@ -239,27 +239,18 @@ fn stamp(block: u64, version: u64) -> [u8; 16] {
     ((u128::from(block) << 64) | u128::from(version)).to_le_bytes()
 }
 
-/// The workload that is recorded. Without a recorder it does nothing.
-#[test]
-fn flush_workload() {
-    let Some(root) = recorded_root() else { return };
-    let (path, elsewhere) = (root.join(MIRROR), tempfile::tempdir().unwrap());
-    make_directory(&path).unwrap();
+/// Creates a mirror at `path`, with its live directory and its journal below `elsewhere`.
+pub(crate) fn create_mirror(path: &Path, elsewhere: &Path) -> (Mirror, MapWriter, DiskFile) {
+    make_directory(path).unwrap();
     let disk = DiskFile::open(&path.join("disk")).unwrap();
     disk.set_len(DISK_BYTES).unwrap();
     disk.punch(Span { offset: 0, len: DISK_BYTES }).unwrap();
-    disk.sync_name(&path).unwrap();
+    disk.sync_name(path).unwrap();
     let mut map = MapFile::create(&path.join("map"), small(), Root::default()).unwrap();
     mark("created");
     let layout = Layout::new(small().geometry);
-    let live = LiveDir::open(
-        &elsewhere.path().join("live"),
-        elsewhere.path(),
-        &map,
-        &[1; 16],
-        &layout,
-        BLOCK_BYTES,
-    );
+    let live =
+        LiveDir::open(&elsewhere.join("live"), elsewhere, &map, &[1; 16], &layout, BLOCK_BYTES);
     let live = live.unwrap();
     map.begin([1; 16]).unwrap();
     let space = CowSpace {
@@ -267,13 +258,21 @@ fn flush_workload() {
         spill_buffers: BufferPool::new(BLOCK_BYTES as usize),
         spill: RangeAllocator::new(0),
     };
-    let journal = Arc::new(Journal::open(&elsewhere.path().join("journal")).unwrap());
+    let journal = Arc::new(Journal::open(&elsewhere.join("journal")).unwrap());
     let Recovered { current, layers, .. } =
         recover(live.epochs, &journal, &layout, &space, |_| None).unwrap();
     let epochs = EpochManager::new(live.epoch_files, journal, 1, current, layers);
     let intent = map.intent(&layout).unwrap();
     let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
-    let writer = MapWriter::new(map);
+    (mirror, MapWriter::new(map), disk)
+}
+
+/// The workload that is recorded. Without a recorder it does nothing.
+#[test]
+fn flush_workload() {
+    let Some(root) = recorded_root() else { return };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let (mirror, writer, disk) = create_mirror(&root.join(MIRROR), elsewhere.path());
     for flush in 0..FLUSHES {
         for block in written_before(flush) {
             mark(&format!("writing {flush}"));

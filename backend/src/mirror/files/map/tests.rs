@@ -1,5 +1,6 @@
+use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cairn_store::{Geometry, ImageId, MirrorId, MirrorParent, NodeId, Root};
 use tempfile::TempDir;
@@ -163,4 +164,56 @@ fn the_parent_survives_a_clean_stop_and_a_kill() {
     let map = MapFile::open(&path).unwrap();
     assert_eq!((map.parent().number, map.is_clean()), (5, true));
     load(&map, &layout).unwrap();
+}
+
+/// Maps that this version has written, kept as files: after a clean stop, and in use. Every later
+/// version must read them, or have another version of the format and refuse them by it.
+/// `cargo test -p cairn-backend --lib make_the_maps -- --ignored` writes them anew.
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn fixture_identity() -> Identity {
+    Identity { geometry: Geometry::new(1 << 20, 64 * 1024).unwrap(), ..identity() }
+}
+
+#[test]
+#[ignore = "it writes into the source tree"]
+fn make_the_maps() {
+    let layout = Layout::new(fixture_identity().geometry);
+    fs::create_dir_all(fixture("")).unwrap();
+    for name in ["map-clean", "map-in-use"] {
+        let _ = fs::remove_file(fixture(name));
+        let mut map = MapFile::create(&fixture(name), fixture_identity(), Root::default()).unwrap();
+        map.begin([1; 16]).unwrap();
+        map.set_parent(5, Root(Some(NodeId::from_bytes([3; 32])))).unwrap();
+        let (presence, _) = load(&map, &layout).unwrap();
+        let written = Blocks { first: 40, count: 3 };
+        let bytes = map.intent(&layout).unwrap().bytes_with(written.span());
+        map.write_intent(&layout, &bytes).unwrap();
+        presence.set(written);
+        map.write_pages(&presence.take_changed()).unwrap();
+        if name == "map-clean" {
+            map.end(&presence, &layout, [2, 15].into_iter(), true).unwrap();
+        }
+    }
+}
+
+#[test]
+fn maps_of_this_version_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let layout = Layout::new(fixture_identity().geometry);
+    for (name, dirty) in [("map-clean", vec![2, 15]), ("map-in-use", vec![2])] {
+        let path = dir.path().join(name);
+        fs::copy(fixture(name), &path).unwrap();
+        let map = MapFile::open(&path).unwrap();
+        assert_eq!(map.identity(), &fixture_identity());
+        let root = Root(Some(NodeId::from_bytes([3; 32])));
+        assert_eq!(map.parent(), MirrorParent { image: identity().image_id, number: 5, root });
+        assert_eq!((map.is_clean(), map.use_id()), (name == "map-clean", &[1; 16]));
+        let (presence, record) = load(&map, &layout).unwrap();
+        assert_eq!(presence.local_bytes(), 3 * 4096);
+        assert!(presence.all(Blocks { first: 40, count: 3 }));
+        assert_eq!(record.chunks.dirty().iter().collect::<Vec<_>>(), dirty, "{name}");
+    }
 }
