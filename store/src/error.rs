@@ -312,6 +312,12 @@ pub enum Error {
         /// The snapshot.
         name: String,
     },
+    /// The creation of an image took so long that a repair has given it up.
+    #[error("the creation of image '{name}' took too long and was given up; try again")]
+    DraftGivenUp {
+        /// The image.
+        name: String,
+    },
     /// An image's removal has begun and is not complete.
     #[error("image '{name}' is being removed; `cairn rm {name}` completes that")]
     BeingRemoved {
@@ -566,6 +572,7 @@ impl Error {
             Error::ImageExists { .. }
             | Error::SnapshotExists { .. }
             | Error::BeingRemoved { .. }
+            | Error::DraftGivenUp { .. }
             | Error::Leased { .. }
             | Error::Fenced { .. }
             | Error::Referenced { .. }

@@ -28,6 +28,7 @@ pub(super) const SNAPSHOTS: &str = "snapshots/";
 pub(super) const AVAILABLE: &str = "available/";
 pub(super) const MIRRORS: &str = "mirrors/";
 pub(super) const LEASES: &str = "leases/";
+pub(super) const DRAFTS: &str = "drafts/";
 
 /// The key of an image. All other keys have the image's id: one image's name may begin with the
 /// name of another, and a name may be used again.
@@ -70,12 +71,25 @@ pub(super) fn restoring_key(image: &ImageId) -> String {
     format!("restoring/{image}")
 }
 
+/// The key of the [`DraftDocument`] of an image that is being created.
+pub(super) fn draft_key(image: &ImageId) -> String {
+    format!("{DRAFTS}{image}")
+}
+
 pub(super) fn mirror_key(mirror: &MirrorId) -> String {
     format!("{MIRRORS}{mirror}")
 }
 
 pub(super) fn lease_key(image: &ImageId) -> String {
     format!("{LEASES}{image}")
+}
+
+/// An image that is being created, and whose record may be on the peers.
+#[derive(Serialize, Deserialize)]
+pub(super) struct DraftDocument {
+    #[serde(with = "text")]
+    pub(super) name: ImageName,
+    pub(super) image: ImageDocument,
 }
 
 /// Serialises a value as its text (`ToString` and `FromStr`).

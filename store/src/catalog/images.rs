@@ -4,8 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use super::Catalog;
 use super::documents::{
-    AvailableDocument, IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument,
-    available_key, image, image_key, number_of, snapshot_key, snapshots, snapshots_of,
+    AvailableDocument, DRAFTS, DraftDocument, IMAGES, ImageDocument, MIRRORS, MirrorDocument,
+    SNAPSHOTS, SnapshotDocument, available_key, draft_key, image, image_key, number_of,
+    snapshot_key, snapshots, snapshots_of,
 };
 use super::index::{Located, SnapshotIndex};
 use super::records::Record;
@@ -131,6 +132,15 @@ impl Draft {
     /// The record that says that the image was not created.
     pub(crate) fn removal(&self) -> Record {
         Record::removal(&self.name, &self.image, 0)
+    }
+
+    pub(crate) fn id(&self) -> ImageId {
+        self.image.id
+    }
+
+    #[cfg(test)]
+    pub(crate) fn set_created(&mut self, created: u64) {
+        self.image.created = created;
     }
 }
 
@@ -271,15 +281,48 @@ impl Catalog {
         snapshot.snapshot(&name.image, &image, number)
     }
 
-    /// Fails if there is an image with the name of the draft.
+    /// Fails if the name of a draft is taken.
     pub(crate) fn check_free(&self, draft: &Draft) -> Result<()> {
         let key = image_key(&draft.name);
         check_free(&self.read(&[Query::key(&key)])?, &draft.name)
     }
 
+    /// Notes that the record of a draft may be on the peers from now on. If the process ends before
+    /// [`Catalog::insert`], a repair finds the draft, and stores its tombstone. Fails if the name is
+    /// taken.
+    pub(crate) fn begin_draft(&self, draft: &Draft) -> Result<()> {
+        self.change(&[Query::Key(image_key(&draft.name))], |view| {
+            check_free(view, &draft.name)?;
+            let (name, image) = (draft.name.clone(), draft.image.clone());
+            let document = DraftDocument { name, image };
+            Ok((Change::default().put(draft_key(&draft.image.id), &document), ()))
+        })
+    }
+
+    /// Removes the note of a draft whose tombstone is stored.
+    pub(crate) fn end_draft(&self, id: &ImageId) -> Result<()> {
+        let remove = || Change::default().remove(Query::Key(draft_key(id)));
+        self.change(&[], |_| Ok((remove(), ())))
+    }
+
+    /// The ids and the tombstones of drafts whose creation has begun `seconds` ago and is not
+    /// complete. A time in the future is that of a clock that was set back.
+    pub(crate) fn old_drafts(&self, seconds: u64) -> Result<Vec<(ImageId, Record)>> {
+        let (mut old, now) = (Vec::new(), now());
+        self.documents.scan(&[DRAFTS], &mut |key, document| {
+            let DraftDocument { name, image } = document.decode(key)?;
+            if now.abs_diff(image.created) >= seconds {
+                old.push((image.id, Record::removal(&name, &image, 0)));
+            }
+            Ok(())
+        })?;
+        Ok(old)
+    }
+
     /// Creates the image of a draft. `record` is the name of its first snapshot's record. Returns
     /// `None` if the cluster is in another epoch than the one in which the content was stored.
-    /// Fails if the image is a clone and its source was removed.
+    /// Fails if the image is a clone and its source was removed, or if it has a record and a repair has
+    /// given up its draft.
     pub(crate) fn insert(
         &self,
         draft: &Draft,
@@ -290,8 +333,13 @@ impl Catalog {
         let mut queries = vec![Query::Key(image_key(name)), Query::key(LOSSES)];
         let source_key = source.as_ref().map(|one| snapshot_key(&one.image_id, one.number));
         queries.extend(source_key.iter().cloned().map(Query::Key));
+        let draft_key = record.map(|_| draft_key(&image.id));
+        queries.extend(draft_key.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
             check_free(view, name)?;
+            if draft_key.as_ref().is_some_and(|key| view.version(key) == 0) {
+                return Err(Error::DraftGivenUp { name: name.to_string() });
+            }
             if let (Some(source), Some(key)) = (source, &source_key) {
                 let found = view.get::<SnapshotDocument>(key)?;
                 if found.is_none_or(|one| !one.state.has_content()) {
@@ -308,6 +356,9 @@ impl Catalog {
             if snapshot.state == SnapshotState::Available {
                 let entry = AvailableDocument { image: name.clone() };
                 change = change.put(available_key(&image.id, FIRST), &entry);
+            }
+            if let Some(key) = &draft_key {
+                change = change.remove(Query::key(key));
             }
             Ok((change, Some(snapshot.snapshot(name, image, FIRST)?)))
         })

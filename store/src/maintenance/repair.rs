@@ -48,6 +48,10 @@ use crate::repository::Repository;
 /// image takes hours.
 const GARBAGE_AGE_SECONDS: u32 = 24 * 3600;
 
+/// The age in seconds at which the creation of an image counts as interrupted. Between the record and
+/// the image's document are some seconds.
+const ABANDONED_DRAFT_SECONDS: u64 = 3600;
+
 /// Blobs that wait for repair to look at them.
 const QUEUED_BLOBS: usize = 4096;
 
@@ -115,6 +119,7 @@ impl<'a> RepairJob<'a> {
 
     fn run(&self, rate: Option<u64>, progress: &dyn Fn(u64)) -> Result<Report> {
         let catalog = self.repository.catalog();
+        self.bury_drafts()?;
         // Before any blob is looked at: a snapshot that becomes available later is left to the next
         // repair.
         let available = catalog.available()?;
@@ -148,6 +153,20 @@ impl<'a> RepairJob<'a> {
             membership::note_repair(self.documents, &last)?;
         }
         Ok(report)
+    }
+
+    /// Stores the tombstones of images whose creation was interrupted. Without them, a rebuilt catalog
+    /// would have the images.
+    fn bury_drafts(&self) -> Result<()> {
+        for (id, tombstone) in self.repository.catalog().old_drafts(ABANDONED_DRAFT_SECONDS)? {
+            match self.repository.bury_draft(&id, tombstone) {
+                Ok(()) => tracing::info!(image = %id, "the creation of an image was given up"),
+                Err(error) => {
+                    tracing::warn!(image = %id, %error, "failed to give up the creation of an image");
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Makes the snapshots stable whose blobs were all looked at, and of which none is `short`.

@@ -10,6 +10,7 @@ use tempfile::TempDir;
 
 use super::{rebuild_catalog, repair_all, repair_while};
 use crate::blobs::NewBlob;
+use crate::catalog::{Draft, FirstSnapshot};
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site;
 use crate::cluster::membership::{Announcement, PeerStats, drain, lose, send_heartbeat};
@@ -18,11 +19,13 @@ use crate::cluster::stalling_proxy::{Stall, StallingProxy};
 use crate::cluster::tests::content;
 use crate::documents::{Documents, SqliteDocuments};
 use crate::encoding::Redundancy;
+use crate::error::Error;
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::BlobId;
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::repository::Repository;
+use crate::snapshot::{Consistency, SnapshotState};
 use crate::tree::Root;
 
 const CHUNK: usize = 65536;
@@ -360,4 +363,46 @@ fn nothing_counts_as_garbage_while_the_catalog_is_not_rebuilt() {
     // Now the catalog refers to them. They are moved.
     let report = repair_all(&again, None, &|_| ()).unwrap();
     assert!(report.moved > 0, "{report:?}");
+}
+
+/// The process that creates an image is killed between the record and the catalog's document. The image
+/// is created again and removed.
+#[test]
+fn an_interrupted_creation_does_not_return_after_the_image_was_removed() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let first = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &first);
+    let repository = Repository::of_cluster(first, &Security::INSECURE).unwrap();
+    let geometry = Geometry::new(4 * CHUNK as u64, CHUNK as u32).unwrap();
+    let name: ImageName = "vm".parse().unwrap();
+    let (state, consistency) = (SnapshotState::Stable, Consistency::Crash);
+    let (dirty_bytes, stored_bytes, sent_bytes, saved_bytes) = (0, 0, 0, 0);
+    let root = Root::default();
+    let content = FirstSnapshot {
+        root,
+        state,
+        consistency,
+        dirty_bytes,
+        stored_bytes,
+        sent_bytes,
+        saved_bytes,
+    };
+    let mut draft = Draft::new(&name, geometry, Redundancy::Replicas(2).into(), &content).unwrap();
+    draft.set_created(1);
+    let catalog = repository.catalog();
+    let epoch = catalog.cluster_epoch().unwrap();
+    catalog.begin_draft(&draft).unwrap();
+    let record = repository.put_record(draft.record(epoch), state).unwrap();
+
+    repository.create_image(&name, geometry).unwrap();
+    repository.remove_image(&name, true).unwrap();
+    repair_all(&repository, None, &|_| ()).unwrap();
+    // A process that was only slow cannot complete the creation any more.
+    let late = catalog.insert(&draft, epoch, record);
+    assert!(matches!(late, Err(Error::DraftGivenUp { .. })), "{:?}", late.err());
+    let second = documents(&dir, "again.db");
+    let _also_beating = Heartbeats::of(&site, &second);
+    let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
+    assert_eq!(rebuild_catalog(&again, false).unwrap().images, 0);
 }

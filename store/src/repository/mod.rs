@@ -28,7 +28,7 @@ use crate::documents::Documents;
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, MirrorId};
+use crate::id::{BlobId, ChunkId, ImageId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
@@ -158,8 +158,11 @@ impl Repository {
     /// cluster is in another epoch than `epoch`.
     pub(crate) fn insert(&self, draft: &Draft, epoch: ClusterEpoch) -> Result<Option<Snapshot>> {
         // Before the record is stored: a rebuilt catalog must not mistake this draft for the image
-        // that has the name.
-        self.inner.catalog.check_free(draft)?;
+        // that has the name, or restore it if this process is killed.
+        match &self.inner.cluster {
+            Some(_) => self.inner.catalog.begin_draft(draft)?,
+            None => self.inner.catalog.check_free(draft)?,
+        }
         let record = self.put_record(draft.record(epoch), self.published_state())?;
         let inserted = self.inner.catalog.insert(draft, epoch, record);
         let is_refused = match &inserted {
@@ -171,10 +174,18 @@ impl Repository {
                 Error::ImageExists { .. } | Error::BeingRemoved { .. } | Error::NoSnapshot { .. }
             ),
         };
-        if is_refused && let Err(error) = self.put_record(draft.removal(), SnapshotState::Stable) {
-            tracing::warn!(%error, "a rebuilt catalog may have an image that was not created");
+        if is_refused && let Err(error) = self.bury_draft(&draft.id(), draft.removal()) {
+            tracing::warn!(%error, "a repair removes the record of an image that was not created");
         }
         inserted
+    }
+
+    /// Stores the tombstone of an image that was not created, and removes the note of its draft.
+    pub(crate) fn bury_draft(&self, id: &ImageId, tombstone: Record) -> Result<()> {
+        match self.put_record(tombstone, SnapshotState::Stable)? {
+            Some(_) => self.inner.catalog.end_draft(id),
+            None => Ok(()),
+        }
     }
 
     /// Reserves space on the peers for `bytes` of chunks that are put through this handle. Fails if
