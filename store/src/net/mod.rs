@@ -9,6 +9,7 @@
 //! handshake    hello ──► welcome or refusal      which protocol, which version
 //! identity     TLS 1.3 with roles, or plain TCP  which process is at the other end
 //! admission    few strangers, many clients       which connections a server keeps
+//! limits       memory, and a minimum speed       what each client uses of a server
 //! batched_reader                                 fewer wake-ups on plain TCP
 //! ```
 
@@ -18,4 +19,5 @@ pub(crate) mod connection;
 pub(crate) mod frame;
 pub(crate) mod handshake;
 pub mod identity;
+pub(crate) mod limits;
 pub(crate) mod message;

@@ -8,13 +8,13 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::limits::Memory;
 use super::server::{Answers, Outgoing};
 use super::store::{PeerStore, PutOrder, Room};
 use crate::cluster::protocol::{Answer, Refusal};
 use crate::collection::CollectionNumber;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, Result};
+use crate::net::limits::Memory;
 use crate::net::message::reason_of;
 
 /// While puts come quickly, the thread waits for more in steps of this length.

@@ -10,7 +10,6 @@
 //! | file | responsibility |
 //! |---|---|
 //! | `server` | accepts connections, reads requests, sends answers |
-//! | `limits` | bounds the memory, time and connections that clients use |
 //! | `group_commit` | one thread that stores the fragments of many puts with one sync |
 //! | `store/` | `PeerStore`: the log of segment files and the table of fragments |
 //! | `scrubber` | `Scrubber`: the thread that verifies all fragments, slowly |
@@ -18,7 +17,6 @@
 
 mod group_commit;
 pub mod heartbeat;
-mod limits;
 pub mod scrubber;
 #[cfg(test)]
 mod served_tests;

@@ -9,7 +9,7 @@
 //!
 //! The memory of requests and answers is bounded for all connections together. A request is read
 //! only when there is memory for it and for its answer. The memory is free when the answer is sent.
-//! `limits` ensures that no client keeps it from the others.
+//! `net::limits` ensures that no client keeps it from the others.
 
 use std::io;
 use std::sync::Arc;
@@ -23,7 +23,6 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use super::group_commit::{Put, ReplyTo, store_puts};
-use super::limits::{CONNECTION_KIB, ClientSlot, Limits, Memory};
 use super::store::{PeerStore, Room};
 use crate::cluster::protocol::{
     Answer, GET, GET_FRAGMENT, GET_RANGE, HAVE, LIST, MAX_BODY, MAX_HAVE_BODY, MAX_LISTED, RECORDS,
@@ -34,17 +33,24 @@ use crate::net::admission::{Admission, MAX_CONNECTIONS, Unauthenticated};
 use crate::net::frame::{HEADER, Header, OutgoingFrames, READ_AHEAD_BYTES, read_header};
 use crate::net::handshake::{PEER_PROTOCOL, greet};
 use crate::net::identity::{Role, Secured, Security};
+use crate::net::limits::{ClientSlot, Limits, Memory};
 use crate::net::message::malformed;
 
 /// The roles that a peer serves. A peer has no business with another peer: a stolen peer key must
 /// not read or delete what others hold.
 const CALLERS: [Role; 2] = [Role::Client, Role::Supervisor];
 
+/// Memory for requests and answers, in KiB.
+const MEMORY_KIB: usize = 64 << 10;
+
 /// The memory of one entry of a list, in bytes.
 const LISTED_ENTRY_BYTES: usize = 192;
 
 /// The memory of a `have` request and its answer, in bytes for each byte of the request.
 const HAVE_FACTOR: usize = 4;
+
+/// The memory that one connection may hold, in KiB.
+const CONNECTION_KIB: usize = MEMORY_KIB / 4;
 
 // The greatest memory of a request, in KiB, with its header.
 const _: () = assert!(MAX_BODY / 1024 + 3 <= CONNECTION_KIB);
@@ -77,7 +83,7 @@ pub async fn serve(
     security: Security,
     stop: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    let (limits, admission) = (Limits::new(), Admission::new(MAX_CONNECTIONS));
+    let (limits, admission) = (Limits::new(MEMORY_KIB), Admission::new(MAX_CONNECTIONS));
     // The channel is bounded by the memory that each put holds.
     let (puts, waiting) = mpsc::unbounded_channel();
     let (own, runtime) = (store.clone(), Handle::current());

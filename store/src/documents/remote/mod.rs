@@ -13,6 +13,8 @@
 //! | [`wire`] | requests and answers as bytes |
 //! | `server` | [`serve`]: connections and limits |
 //! | `permissions` | what each role may read and change |
+//! | `allowance` | how much each role may send and receive |
+//! | `peer_connections` | the connections of each peer |
 //! | `serve_scan` | the pages of a listing, on the server |
 //! | `waits` | the requests that wait for a change |
 //! | `store` | [`CatalogStore`]: the data directory of a catalog |
@@ -23,14 +25,18 @@
 
 #[cfg(test)]
 mod admission_tests;
+mod allowance;
 mod client;
 mod connection;
+mod peer_connections;
 mod permissions;
 mod scan;
 #[cfg(test)]
 mod scan_tests;
 mod serve_scan;
 mod server;
+#[cfg(test)]
+mod stall_tests;
 mod store;
 #[cfg(test)]
 pub(super) mod tests;

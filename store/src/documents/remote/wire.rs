@@ -160,6 +160,11 @@ impl Request {
     }
 }
 
+/// Whether the answer to a request of this kind may be long.
+pub(super) fn may_have_long_answer(kind: u16) -> bool {
+    [READ, LAST, READ_CHANGED].contains(&kind)
+}
+
 impl Answer {
     /// The answer to a request that failed with `error`.
     pub fn failed(error: &Error) -> Answer {

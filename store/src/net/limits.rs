@@ -1,12 +1,12 @@
-//! Limits on what clients use of a peer: memory and time.
+//! Limits on what clients use of a server: memory and time.
 //!
 //! A request is read when there is memory for it and for its answer. The memory is free when the
 //! answer is sent. So a client that sends a body slowly, or takes no answers, keeps memory from the
 //! others. These limits prevent that:
 //!
 //! - One connection may hold a quarter of the memory.
-//! - A quarter of the memory is reserved for connections that hold nothing, and have taken an
-//!   answer before or want little.
+//! - A quarter of the memory is reserved for connections that hold little, and have taken an answer
+//!   before or want little.
 //! - A connection that holds memory and moves hardly a byte is ended: after a while, or almost at
 //!   once when others wait and such connections hold a quarter of all memory.
 //!
@@ -24,18 +24,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-/// Memory for the requests and answers of any connection, in KiB.
-const COMMON_KIB: usize = 48 << 10;
-
-/// Memory for connections that hold nothing, and are proven or want little, in KiB. A connection is
-/// proven when it has taken an answer and is not slow.
-const PROVEN_KIB: usize = 16 << 10;
-
-/// The memory that one connection may hold, in KiB.
-pub(super) const CONNECTION_KIB: usize = (COMMON_KIB + PROVEN_KIB) / 4;
-
-/// The memory of a request that counts as little, in KiB.
-const SMALL_REQUEST_KIB: usize = 64;
+/// The memory that counts as little, in KiB.
+const LITTLE_KIB: usize = 64;
 
 /// The bytes a second that a connection that holds memory must move.
 const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
@@ -49,9 +39,14 @@ const SLOW_WINDOWS: u32 = 33;
 /// The interval between two checks of all connections.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The limits that all connections of a peer share.
-pub(super) struct Limits {
+/// The limits that all connections of a server share.
+pub(crate) struct Limits {
+    /// A quarter of the memory, in KiB: what one connection may hold.
+    quarter_kib: usize,
+    /// Memory for any connection: three quarters.
     common: Arc<Semaphore>,
+    /// Memory for connections that hold little, and are proven or want little. A connection is
+    /// proven when it has taken an answer and is not slow.
     proven: Arc<Semaphore>,
     /// The number of requests that wait for memory.
     waiting: AtomicUsize,
@@ -60,7 +55,7 @@ pub(super) struct Limits {
 }
 
 /// The state of one connection.
-pub(super) struct Client {
+pub(crate) struct Client {
     share: Arc<Semaphore>,
     /// Bytes that the client has sent and received.
     moved: AtomicU64,
@@ -80,14 +75,14 @@ struct Window {
 }
 
 /// An authenticated connection. It leaves the limits when this is dropped.
-pub(super) struct ClientSlot {
+pub(crate) struct ClientSlot {
     limits: Arc<Limits>,
     number: u64,
     client: Arc<Client>,
 }
 
 /// The memory that a request holds until its answer is sent.
-pub(super) struct Memory {
+pub(crate) struct Memory {
     permit: OwnedSemaphorePermit,
     share: OwnedSemaphorePermit,
     client: Arc<Client>,
@@ -103,10 +98,13 @@ enum Waits {
 }
 
 impl Limits {
-    pub(super) fn new() -> Arc<Limits> {
+    /// Limits for the requests and answers of a server, which take `memory_kib` KiB together.
+    pub(crate) fn new(memory_kib: usize) -> Arc<Limits> {
+        let quarter_kib = memory_kib / 4;
         Arc::new(Limits {
-            common: Arc::new(Semaphore::new(COMMON_KIB)),
-            proven: Arc::new(Semaphore::new(PROVEN_KIB)),
+            quarter_kib,
+            common: Arc::new(Semaphore::new(3 * quarter_kib)),
+            proven: Arc::new(Semaphore::new(quarter_kib)),
             waiting: AtomicUsize::new(0),
             numbers: AtomicU64::new(0),
             clients: Mutex::default(),
@@ -114,15 +112,15 @@ impl Limits {
     }
 
     /// Adds an authenticated connection.
-    pub(super) fn slot(self: &Arc<Limits>) -> ClientSlot {
+    pub(crate) fn slot(self: &Arc<Limits>) -> ClientSlot {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        let client = Arc::new(Client::new());
+        let client = Arc::new(Client::new(self.quarter_kib));
         lock(&self.clients).insert(number, client.clone());
         ClientSlot { limits: self.clone(), number, client }
     }
 
     /// Ends connections that keep memory from others. Never returns.
-    pub(super) async fn watch(self: Arc<Limits>) {
+    pub(crate) async fn watch(self: Arc<Limits>) {
         let mut ticks = interval(CHECK_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut pressed = None;
@@ -135,7 +133,7 @@ impl Limits {
                 .filter_map(|client| Some((client.clone(), client.check(now)?)))
                 .collect();
             let held: usize = stalled.iter().map(|(client, _)| client.stuck()).sum();
-            let is_cause = held >= (COMMON_KIB + PROVEN_KIB) / 4;
+            let is_cause = held >= self.quarter_kib;
             let at_once = is_cause && pressed.is_some_and(|since| now - since >= RATE_WINDOW);
             for (client, slow) in stalled {
                 if at_once || slow >= SLOW_WINDOWS {
@@ -151,9 +149,9 @@ impl Limits {
 }
 
 impl Client {
-    fn new() -> Client {
+    fn new(share_kib: usize) -> Client {
         Client {
-            share: Arc::new(Semaphore::new(CONNECTION_KIB)),
+            share: Arc::new(Semaphore::new(share_kib)),
             moved: AtomicU64::new(0),
             stuck: AtomicUsize::new(0),
             is_proven: AtomicBool::new(false),
@@ -191,21 +189,21 @@ impl Client {
 
 impl ClientSlot {
     /// Returns when the connection must end.
-    pub(super) async fn ended(&self) {
+    pub(crate) async fn ended(&self) {
         self.client.end.notified().await;
     }
 
     /// Wraps a stream of this client so that its bytes are counted.
-    pub(super) fn count<S>(&self, stream: S) -> Counted<S> {
+    pub(crate) fn count<S>(&self, stream: S) -> Counted<S> {
         Counted { stream, client: self.client.clone() }
     }
 
-    /// Waits for `kib` KiB of memory, at most [`CONNECTION_KIB`]. The body of the request comes next.
-    pub(super) async fn take(&self, kib: usize) -> io::Result<Memory> {
-        assert!(kib <= CONNECTION_KIB, "a connection would wait for {kib} KiB for ever");
+    /// Waits for `kib` KiB of memory, at most a quarter of all. The body of the request comes next.
+    pub(crate) async fn take(&self, kib: usize) -> io::Result<Memory> {
+        assert!(kib <= self.limits.quarter_kib, "a connection would wait for {kib} KiB for ever");
         let permits = kib as u32;
         let client = &self.client;
-        let is_idle = client.share.available_permits() == CONNECTION_KIB;
+        let held = self.limits.quarter_kib - client.share.available_permits();
         let share = client.share.clone().acquire_many_owned(permits).await;
         let share = share.map_err(io::Error::other)?;
         let limits = &self.limits;
@@ -214,7 +212,7 @@ impl ClientSlot {
             Err(_) => {
                 let _waiting = Waiting::new(&limits.waiting);
                 let is_proven = client.is_proven.load(Ordering::Relaxed);
-                let may = is_idle && (is_proven || kib <= SMALL_REQUEST_KIB);
+                let may = held <= LITTLE_KIB && (is_proven || kib <= LITTLE_KIB);
                 let permit = tokio::select! {
                     permit = limits.common.clone().acquire_many_owned(permits) => permit,
                     permit = limits.proven.clone().acquire_many_owned(permits), if may => permit,
@@ -236,13 +234,13 @@ impl Drop for ClientSlot {
 
 impl Memory {
     /// Notes that the body has arrived: the request does not wait for its client.
-    pub(super) fn received(&mut self) {
+    pub(crate) fn received(&mut self) {
         self.wait_for(Waits::Disk);
     }
 
     /// Notes that the answer is ready and waits until its client takes it. Releases the memory that
     /// an answer of `kib` KiB does not need.
-    pub(super) fn answered(&mut self, kib: usize) {
+    pub(crate) fn answered(&mut self, kib: usize) {
         let excess = self.permit.num_permits().saturating_sub(kib);
         drop(self.permit.split(excess));
         drop(self.share.split(excess));
@@ -286,7 +284,7 @@ impl Drop for Waiting<'_> {
 }
 
 /// A stream whose bytes are counted.
-pub(super) struct Counted<S> {
+pub(crate) struct Counted<S> {
     stream: S,
     client: Arc<Client>,
 }
@@ -361,9 +359,10 @@ mod tests {
     use tokio::time::Instant;
 
     use super::{
-        CHECK_INTERVAL, CONNECTION_KIB, Client, Limits, MIN_BYTES_PER_SECOND, RATE_WINDOW,
-        SLOW_WINDOWS,
+        CHECK_INTERVAL, Client, LITTLE_KIB, Limits, MIN_BYTES_PER_SECOND, RATE_WINDOW, SLOW_WINDOWS,
     };
+
+    const QUARTER_KIB: usize = 16 << 10;
 
     /// Checks a client at the usual interval while it moves `rate` bytes a second.
     fn slow_after(client: &Client, start: Instant, time: Duration, rate: u64) -> Option<u32> {
@@ -379,7 +378,7 @@ mod tests {
 
     #[test]
     fn a_connection_that_holds_memory_must_move_bytes() {
-        let client = Client::new();
+        let client = Client::new(QUARTER_KIB);
         let start = Instant::now();
         let second = Duration::from_secs(1);
         assert_eq!(slow_after(&client, start, second, 0), None, "the connection holds nothing");
@@ -400,7 +399,7 @@ mod tests {
 
     #[tokio::test]
     async fn memory_is_free_again_when_its_answer_is_sent() {
-        let limits = Limits::new();
+        let limits = Limits::new(4 * QUARTER_KIB);
         let slot = limits.slot();
         let mut memory = slot.take(5000).await.unwrap();
         assert_eq!(slot.client.stuck(), 5000);
@@ -409,14 +408,27 @@ mod tests {
         memory.answered(10);
         assert_eq!(
             (slot.client.stuck(), slot.client.share.available_permits()),
-            (10, CONNECTION_KIB - 10)
+            (10, QUARTER_KIB - 10)
         );
         drop(memory);
-        assert_eq!(
-            (slot.client.stuck(), slot.client.share.available_permits()),
-            (0, CONNECTION_KIB)
-        );
-        assert_eq!(limits.common.available_permits(), super::COMMON_KIB);
+        assert_eq!((slot.client.stuck(), slot.client.share.available_permits()), (0, QUARTER_KIB));
+        assert_eq!(limits.common.available_permits(), 3 * QUARTER_KIB);
         assert!(slot.client.is_proven.load(Ordering::Relaxed));
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_holds_little_gets_reserved_memory() {
+        let limits = Limits::new(4 * QUARTER_KIB);
+        let greedy: Vec<_> = (0..3).map(|_| limits.slot()).collect();
+        let mut held = Vec::new();
+        for slot in &greedy {
+            held.push(slot.take(QUARTER_KIB).await.unwrap());
+        }
+        let slot = limits.slot();
+        held.push(slot.take(LITTLE_KIB).await.unwrap());
+        held.push(slot.take(LITTLE_KIB).await.unwrap());
+        let wait = Duration::from_millis(50);
+        let more = tokio::time::timeout(wait, slot.take(1)).await;
+        assert!(more.is_err(), "it holds more than little");
     }
 }
