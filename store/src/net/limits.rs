@@ -247,6 +247,11 @@ impl Memory {
         self.wait_for(Waits::Sent);
     }
 
+    /// Ends the connection that holds this memory.
+    pub(crate) fn end_connection(&self) {
+        self.client.end.notify_one();
+    }
+
     fn wait_for(&mut self, waits: Waits) {
         let kib = self.permit.num_permits();
         if self.waits == Waits::Disk && waits != Waits::Disk {

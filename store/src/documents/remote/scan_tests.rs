@@ -8,10 +8,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::RemoteDocuments;
-use super::serve_scan::ScanLimits;
+use tempfile::TempDir;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::serve_scan::{MAX_SCANS, PAGES_IN_FLIGHT, ScanLimits};
+use super::server::Server;
 use super::tests::{Catalog, frame, relay, try_increment};
 use super::wire::Request;
+use super::{CatalogStore, RemoteDocuments};
 use crate::documents::{Change, Documents, Query};
 use crate::error::{Error, ErrorKind};
 use crate::net::admission::Admission;
@@ -145,4 +151,40 @@ fn clients_that_do_not_read_their_scans_pin_no_log_and_delay_nobody() {
     assert!(log.len() < 1 << 20, "{} bytes", log.len());
     stalled.iter().for_each(|stream| stream.shutdown(Shutdown::Both).unwrap());
     assert_eq!(documents.read(&[Query::prefix("big/")]).unwrap().documents.len(), 400);
+}
+
+/// The number of scans bounds the memory of their pages.
+#[tokio::test]
+async fn a_scan_counts_until_its_pages_are_sent() {
+    const SCANS: usize = 3 * MAX_SCANS;
+    let dir = TempDir::new().unwrap();
+    let store = Arc::new(CatalogStore::open(dir.path()).unwrap());
+    fill(&**store.documents(), 8);
+    let server = Arc::new(Server::new(store, Security::INSECURE, ScanLimits::default()));
+    let client = server.limits().slot();
+    let slots = Arc::new(Semaphore::new(SCANS));
+    let (answers, mut outgoing) = mpsc::unbounded_channel();
+    let mut scans = JoinSet::new();
+    for number in 0..SCANS as u64 {
+        let memory = client.take(1).await.unwrap();
+        let slot = slots.clone().acquire_owned().await.unwrap();
+        let (server, answers) = (server.clone(), answers.clone());
+        scans.spawn(async move {
+            let queries = vec![Query::prefix("big/")];
+            server.scan(queries, number, memory, slot, &answers).await;
+        });
+    }
+    // No answer is sent: all are kept here.
+    let mut kept = Vec::new();
+    while let Ok(answer) = timeout(Duration::from_secs(2), outgoing.recv()).await {
+        kept.push(answer.unwrap());
+    }
+    assert_eq!(kept.len(), MAX_SCANS * PAGES_IN_FLIGHT);
+    kept.clear();
+    drop(answers);
+    let mut sent = 0;
+    while outgoing.recv().await.is_some() {
+        sent += 1;
+    }
+    assert_eq!(sent, SCANS * (PAGES_IN_FLIGHT + 1) - MAX_SCANS * PAGES_IN_FLIGHT, "all others");
 }

@@ -8,6 +8,8 @@
 //! The transaction keeps the database's log from being reset, and the log grows meanwhile. So a
 //! client that reads too slowly, or a scan that takes too long, is ended. Scans have threads of
 //! their own: they do not occupy those of other requests.
+//!
+//! The number of scans bounds the memory of their pages. So a scan runs until its pages are sent.
 
 use std::io;
 use std::sync::Arc;
@@ -22,13 +24,13 @@ use crate::documents::{Document, Query, SqliteDocuments};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Scans at a time. Further ones wait.
-const MAX_SCANS: usize = 8;
+pub(super) const MAX_SCANS: usize = 8;
 
 /// A page is sent when it has this many bytes.
 const PAGE_BYTES: usize = 256 << 10;
 
 /// Pages of a scan that wait to be sent.
-const PAGES_IN_FLIGHT: usize = 2;
+pub(super) const PAGES_IN_FLIGHT: usize = 2;
 
 /// The documents of a page.
 type Page = Vec<(String, Document)>;
@@ -110,6 +112,12 @@ impl Scan<'_> {
             Ok(Ok(permit)) => ScanStep::Page(Answer::Page(page), permit),
             _ => ScanStep::End(failed("the client reads a listing too slowly")),
         }
+    }
+
+    /// Waits until all pages are sent. Returns `false` if the client does not take them.
+    pub(super) async fn pages_are_sent(&self) -> bool {
+        let all = self.in_flight.acquire_many(PAGES_IN_FLIGHT as u32);
+        timeout_at(Instant::now() + self.limits.page, all).await.is_ok()
     }
 
     async fn result(&mut self) -> Answer {

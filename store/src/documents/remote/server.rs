@@ -157,6 +157,11 @@ impl Server {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn limits(&self) -> &Arc<Limits> {
+        &self.limits
+    }
+
     /// Serves one client while it stays within the limits, until its certificate is revoked.
     async fn client(
         self: &Arc<Server>,
@@ -310,7 +315,9 @@ impl Server {
                     ScanStep::Page(page, sent) => {
                         send(Outgoing::page(number, page.to_body(), sent));
                     }
-                    ScanStep::End(answer) => break answer,
+                    ScanStep::End(answer) if scan.pages_are_sent().await => break answer,
+                    // Only the end of the connection frees the memory of the pages.
+                    ScanStep::End(_) => return memory.end_connection(),
                 }
             },
             Err(error) => Answer::Failed(ErrorKind::Unavailable, error.to_string()),
