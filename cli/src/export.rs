@@ -154,27 +154,57 @@ struct TempFile {
 impl TempFile {
     fn beside(target: &Path) -> io::Result<Self> {
         let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-        let path = target.with_file_name(format!(".{name}.cairn-{}", std::process::id()));
-        let file = File::create_new(&path)?;
-        Ok(Self { file, path })
+        let mut number = std::process::id();
+        loop {
+            let path = target.with_file_name(format!(".{name}.cairn-{number}"));
+            match File::create_new(&path) {
+                // In a container the ids of processes recur, and a killed export leaves its file.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    number = number.wrapping_add(1);
+                }
+                file => return Ok(Self { file: file?, path }),
+            }
+        }
     }
 
-    /// Gives the file the name of the target. Without `force` it does not replace a file that has
-    /// appeared in the meantime.
+    /// Gives the file the name of the target, durably. Without `force` it does not replace a file that
+    /// has appeared in the meantime.
     fn place(&self, target: &Path, force: bool) -> io::Result<()> {
-        if force {
-            return fs::rename(&self.path, target);
+        match force {
+            true => fs::rename(&self.path, target)?,
+            false => match fs::hard_link(&self.path, target) {
+                // Some file systems do not support hard links.
+                Err(_) if !fs::exists(target)? => fs::rename(&self.path, target)?,
+                linked => linked?,
+            },
         }
-        match fs::hard_link(&self.path, target) {
-            // Some file systems do not support hard links.
-            Err(_) if !fs::exists(target)? => fs::rename(&self.path, target),
-            linked => linked,
-        }
+        let directory = target.parent().filter(|path| !path.as_os_str().is_empty());
+        File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
     }
 }
 
 impl Drop for TempFile {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::TempFile;
+
+    /// The ids of processes recur in containers.
+    #[test]
+    fn the_temporary_file_of_a_killed_export_does_not_prevent_another_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("disk.raw");
+        let left = dir.path().join(format!(".disk.raw.cairn-{}", std::process::id()));
+        fs::write(&left, "a part").unwrap();
+        let temp = TempFile::beside(&target).unwrap();
+        temp.place(&target, false).unwrap();
+        drop(temp);
+        assert!(target.exists() && left.exists());
     }
 }

@@ -34,6 +34,12 @@ impl Style {
     }
 }
 
+/// The text with `?` in place of each control character. Text of a peer may contain sequences that
+/// change the operator's terminal.
+fn printable(text: &str) -> String {
+    text.chars().map(|one| if one.is_control() { '?' } else { one }).collect()
+}
+
 /// The alignment of a column.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Align {
@@ -57,7 +63,7 @@ impl Table {
     }
 
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
-        self.rows.push(cells.into_iter().collect());
+        self.rows.push(cells.into_iter().map(|cell| printable(&cell)).collect());
     }
 
     /// Prints the rest of the rows.
@@ -190,6 +196,13 @@ mod tests {
         );
         table.row(["b".into(), "2 B".into(), "y".into()]);
         assert_eq!(table.render(), "b          2 B  y\n", "as wide as the part before");
+    }
+
+    #[test]
+    fn control_characters_in_a_cell_do_not_reach_the_terminal() {
+        let mut table = Table::new(&[("DOMAIN", Align::Left), ("STATE", Align::Left)]);
+        table.row(["\x1b[2J\nfoo".into(), "up".into()]);
+        assert_eq!(table.render(), "DOMAIN    STATE\n?[2J?foo  up\n");
     }
 
     #[test]
