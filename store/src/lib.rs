@@ -78,7 +78,7 @@ pub use id::{
     BlobId, CatalogId, CertificateSerial, ChunkId, ImageId, InvalidId, MirrorId, NodeId, PeerId,
 };
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
-pub use process::{boot_id, host_name};
+pub use process::{LockedFile, boot_id, host_name};
 pub use repository::attachment::{Attachment, MAX_RESERVED};
 pub use repository::commit::{ChangedChunks, Commit, LocalCopy, SnapshotCommit};
 pub use repository::{Durability, PutChunk, Repository, ReservedSpace};

@@ -44,6 +44,28 @@ impl Process {
     }
 }
 
+/// A file that a process has locked (`flock`, exclusively) for as long as it holds a lease.
+///
+/// It proves the end of a process that cannot be seen, of another container for example. The proof
+/// has two parts:
+///
+/// - Both processes have the same kernel: the lease has the `boot_id` of the process that asks.
+/// - While the holder of the lease lives, it has its file open. So its file system stays in use, and
+///   neither the device number nor the inode number can name another file. The process that asks
+///   has locked a file with the same two numbers. So it has the holder's lock, and the holder has
+///   ended.
+///
+/// A copy of the file has another inode number, on the same host too, and proves nothing. Only a
+/// file system of this kernel keeps its numbers like this: a network file system may give the
+/// inode number of an open file to another file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LockedFile {
+    /// The device number of its file system.
+    pub device: u64,
+    /// Its inode number.
+    pub inode: u64,
+}
+
 /// The id of the current boot of this host's kernel.
 pub fn boot_id() -> Result<String> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");

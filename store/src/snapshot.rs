@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{ImageId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
-use crate::process::{boot_id, host_name};
+use crate::process::{LockedFile, boot_id, host_name};
 use crate::tree::Root;
 
 /// Declares an enum that is stored and shown as one word for each variant.
@@ -206,13 +206,23 @@ pub struct MirrorOwner {
     pub pid: u32,
     /// The id of the current boot of the host's kernel.
     pub boot_id: String,
+    /// The file that the process has locked, and keeps locked while it serves the mirror. With it
+    /// the process takes the lease over from an earlier process of the mirror, even if it cannot
+    /// see that the other one is dead. `None` if there is no such file.
+    pub lock: Option<LockedFile>,
 }
 
 impl MirrorOwner {
     /// The owner of a mirror that this process serves from the directory `path`.
     pub fn this_process(id: MirrorId, path: impl Into<String>) -> Result<Self> {
         let (host, pid, boot_id) = (host_name()?, std::process::id(), boot_id()?);
-        Ok(Self { id, host, path: path.into(), pid, boot_id })
+        Ok(Self { id, host, path: path.into(), pid, boot_id, lock: None })
+    }
+
+    /// The same owner, with the file that it has locked.
+    #[must_use]
+    pub fn with_lock(self, lock: Option<LockedFile>) -> Self {
+        Self { lock, ..self }
     }
 }
 

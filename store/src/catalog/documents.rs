@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, ImageId, MirrorId, NodeId};
 use crate::name::ImageName;
-use crate::process::Process;
+use crate::process::{LockedFile, Process};
 use crate::snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
 };
@@ -90,6 +90,9 @@ pub(super) struct DraftDocument {
     #[serde(with = "text")]
     pub(super) name: ImageName,
     pub(super) image: ImageDocument,
+    /// Whether the image cannot be created any more, because its tombstone may be stored.
+    #[serde(default)]
+    pub(super) given_up: bool,
 }
 
 /// Serialises a value as its text (`ToString` and `FromStr`).
@@ -307,12 +310,24 @@ pub(super) struct LeaseDocument {
     host: String,
     path: String,
     pub(super) process: Process,
+    /// The file that the process keeps locked.
+    #[serde(default)]
+    lock: Option<LockedFile>,
 }
 
 impl LeaseDocument {
     pub(super) fn new(owner: &MirrorOwner, process: Process) -> LeaseDocument {
         let (mirror, host, path) = (owner.id, owner.host.clone(), owner.path.clone());
-        LeaseDocument { mirror, host, path, process }
+        LeaseDocument { mirror, host, path, process, lock: owner.lock }
+    }
+
+    /// Whether the lease passes to `owner` without waiting for its end: it is the owner's own, or
+    /// the owner's lock proves that the holder has ended (see [`LockedFile`]).
+    pub(super) fn passes_to(&self, owner: &MirrorOwner, process: &Process) -> bool {
+        let has_lock = self.lock.is_some()
+            && self.lock == owner.lock
+            && self.process.boot_id == process.boot_id;
+        self.mirror == owner.id && (self.process == *process || has_lock)
     }
 
     /// Whether the holder may still write, as `observer` sees it.

@@ -129,11 +129,6 @@ impl Draft {
         Record::new(&self.name, &self.image, FIRST, self.snapshot.clone(), epoch)
     }
 
-    /// The record that says that the image was not created.
-    pub(crate) fn removal(&self) -> Record {
-        Record::removal(&self.name, &self.image, 0)
-    }
-
     pub(crate) fn id(&self) -> ImageId {
         self.image.id
     }
@@ -288,14 +283,39 @@ impl Catalog {
     }
 
     /// Notes that the record of a draft may be on the peers from now on. If the process ends before
-    /// [`Catalog::insert`], a repair finds the draft, and stores its tombstone. Fails if the name is
-    /// taken.
-    pub(crate) fn begin_draft(&self, draft: &Draft) -> Result<()> {
-        self.change(&[Query::Key(image_key(&draft.name))], |view| {
+    /// [`Catalog::insert`], a repair finds the draft, and stores its tombstone. Returns `false` if the
+    /// cluster is in another epoch: then a rebuild may have begun that does not know of this draft.
+    /// Fails if the name is taken.
+    pub(crate) fn begin_draft(&self, draft: &Draft, epoch: ClusterEpoch) -> Result<bool> {
+        self.change(&[Query::Key(image_key(&draft.name)), Query::key(LOSSES)], |view| {
             check_free(view, &draft.name)?;
+            if ClusterEpoch::of(view)? != epoch {
+                return Ok((Change::default(), false));
+            }
             let (name, image) = (draft.name.clone(), draft.image.clone());
-            let document = DraftDocument { name, image };
-            Ok((Change::default().put(draft_key(&draft.image.id), &document), ()))
+            let document = DraftDocument { name, image, given_up: false };
+            Ok((Change::default().put(draft_key(&draft.image.id), &document), true))
+        })
+    }
+
+    /// Gives up a draft: its image cannot be created from here on. Returns its tombstone, which has to
+    /// be stored before [`Catalog::end_draft`]. Returns `None` if there is no such draft, or if a
+    /// rebuild has created the image.
+    pub(crate) fn give_up_draft(&self, id: &ImageId) -> Result<Option<Record>> {
+        let key = draft_key(id);
+        let draft: Option<DraftDocument> = self.read(&[Query::key(&key)])?.get(&key)?;
+        let Some(DraftDocument { name, .. }) = draft else { return Ok(None) };
+        let image_key = image_key(&name);
+        self.change(&[Query::key(&key), Query::key(&image_key)], |view| {
+            let Some(draft) = view.get::<DraftDocument>(&key)? else {
+                return Ok((Change::default(), None));
+            };
+            if view.get::<ImageDocument>(&image_key)?.is_some_and(|image| image.id == *id) {
+                return Ok((Change::default().remove(Query::key(&key)), None));
+            }
+            let tombstone = Record::removal(&draft.name, &draft.image, 0);
+            let given_up = DraftDocument { given_up: true, ..draft };
+            Ok((Change::default().put(&key, &given_up), Some(tombstone)))
         })
     }
 
@@ -305,14 +325,14 @@ impl Catalog {
         self.change(&[], |_| Ok((remove(), ())))
     }
 
-    /// The ids and the tombstones of drafts whose creation has begun `seconds` ago and is not
-    /// complete. A time in the future is that of a clock that was set back.
-    pub(crate) fn old_drafts(&self, seconds: u64) -> Result<Vec<(ImageId, Record)>> {
+    /// The ids of drafts whose creation has begun `seconds` ago and is not complete. A time in the
+    /// future is that of a clock that was set back.
+    pub(crate) fn old_drafts(&self, seconds: u64) -> Result<Vec<ImageId>> {
         let (mut old, now) = (Vec::new(), now());
         self.documents.scan(&[DRAFTS], &mut |key, document| {
-            let DraftDocument { name, image } = document.decode(key)?;
+            let DraftDocument { image, .. } = document.decode(key)?;
             if now.abs_diff(image.created) >= seconds {
-                old.push((image.id, Record::removal(&name, &image, 0)));
+                old.push(image.id);
             }
             Ok(())
         })?;
@@ -336,8 +356,18 @@ impl Catalog {
         let draft_key = record.map(|_| draft_key(&image.id));
         queries.extend(draft_key.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
+            let restored = view.get::<ImageDocument>(&image_key(name))?;
+            if let (Some(key), true) = (&draft_key, restored.is_some_and(|one| one.id == image.id))
+            {
+                // A rebuild has found the record.
+                let snapshot = SnapshotDocument { record, ..snapshot.clone() };
+                let change = Change::default().remove(Query::key(key));
+                return Ok((change, Some(snapshot.snapshot(name, image, FIRST)?)));
+            }
             check_free(view, name)?;
-            if draft_key.as_ref().is_some_and(|key| view.version(key) == 0) {
+            if let Some(key) = &draft_key
+                && view.get::<DraftDocument>(key)?.is_none_or(|draft| draft.given_up)
+            {
                 return Err(Error::DraftGivenUp { name: name.to_string() });
             }
             if let (Some(source), Some(key)) = (source, &source_key) {

@@ -1,6 +1,7 @@
 //! The mirrors that refer to images, and the lease that makes one of them an image's writer.
 //!
-//! A lease is live until it expires, unless its process is seen to be dead. Every acquisition
+//! A lease is live until it expires, unless its process is seen to be dead. The same mirror may
+//! also show that it has the lock of the lease's process, which has then ended. Every acquisition
 //! raises the image's fence, and every operation of a writer succeeds only while the image's fence
 //! is the writer's. So a writer that was replaced learns that before it changes anything. A writer
 //! whose lease has expired continues as long as no other mirror has acquired the lease.
@@ -102,7 +103,7 @@ impl Catalog {
             }
             if let Some(lease) = live_lease(view, id, &process)?
                 && (mode == Mode::ReadWrite || lease.mirror == owner.id)
-                && !(lease.mirror == owner.id && lease.process == process)
+                && !lease.passes_to(owner, &process)
             {
                 return Err(lease.conflict(name));
             }

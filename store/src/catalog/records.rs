@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Catalog;
 use super::documents::{
-    AvailableDocument, IMAGES, ImageDocument, SNAPSHOTS, SnapshotDocument, available_key,
-    image_key, label_key, restoring_key, snapshot_key, text,
+    AvailableDocument, DRAFTS, DraftDocument, IMAGES, ImageDocument, SNAPSHOTS, SnapshotDocument,
+    available_key, image_key, label_key, restoring_key, snapshot_key, text,
 };
 use super::images::snapshot_of;
 use super::index::{LabelDocument, SnapshotIndex};
@@ -241,11 +241,14 @@ pub struct Rebuilt {
 ///   removed, its tombstone was stored before, so the records that are read later have it.
 /// - A snapshot that was published later has a record of the new epoch, which is ignored: whoever
 ///   publishes relies on the epoch.
+/// - An image whose creation has not ended is not restored. Whoever creates it relies on the epoch,
+///   so the creation fails, and its tombstone follows.
 pub(crate) struct Inventory {
     /// The epoch of the cluster that began before the catalog was listed.
     epoch: u64,
     images: HashMap<String, ImageId>,
     snapshots: HashSet<(ImageId, u64)>,
+    drafts: HashSet<ImageId>,
 }
 
 impl Catalog {
@@ -253,18 +256,18 @@ impl Catalog {
     pub(crate) fn inventory(&self) -> Result<Inventory> {
         let epoch = self.begin_epoch()?;
         let (mut images, mut snapshots) = (HashMap::new(), HashSet::new());
-        self.documents.scan(&[IMAGES, SNAPSHOTS], &mut |key, document| {
-            match key.strip_prefix(IMAGES) {
-                Some(name) => {
-                    images.insert(name.to_owned(), document.decode::<ImageDocument>(key)?.id);
-                }
-                None => {
-                    snapshots.insert(snapshot_of(key)?);
-                }
+        let mut drafts = HashSet::new();
+        self.documents.scan(&[IMAGES, SNAPSHOTS, DRAFTS], &mut |key, document| {
+            if let Some(name) = key.strip_prefix(IMAGES) {
+                images.insert(name.to_owned(), document.decode::<ImageDocument>(key)?.id);
+            } else if key.starts_with(DRAFTS) {
+                drafts.insert(document.decode::<DraftDocument>(key)?.image.id);
+            } else {
+                snapshots.insert(snapshot_of(key)?);
             }
             Ok(())
         })?;
-        Ok(Inventory { epoch, images, snapshots })
+        Ok(Inventory { epoch, images, snapshots, drafts })
     }
 
     /// Restores the images, snapshots and mirrors of these records that the catalog does not have.
@@ -273,6 +276,7 @@ impl Catalog {
         // Epochs of different catalogs are far apart.
         let later = inventory.epoch..inventory.epoch.saturating_add(EPOCHS_OF_A_REBUILD);
         snapshots.retain(|(_, record)| !later.contains(&record.epoch));
+        snapshots.retain(|(_, record)| !inventory.drafts.contains(&record.image.id));
         let all: Vec<Record> = snapshots.iter().map(|(_, record)| record.clone()).collect();
         let mut images: BTreeMap<ImageId, Vec<Record>> = BTreeMap::new();
         for (id, mut record) in snapshots {

@@ -250,31 +250,65 @@ pub(crate) fn try_lock(
     me: &str,
     seconds: u32,
 ) -> Result<bool> {
-    let Some(change) = change_own(documents, key, me)? else { return Ok(false) };
-    documents.commit(&change.put_for(seconds, key, &me))
+    match LockView::read(documents, key)? {
+        lock if lock.is_free() || lock.is_held_by(me) => {
+            documents.commit(&lock.change().put_for(seconds, key, &me))
+        }
+        _ => Ok(false),
+    }
+}
+
+/// Renews the lock `key`, which [`try_lock`] acquired, for `seconds`. Returns whether `me` has held it
+/// all the time. If it was free in between, somebody else may have held it.
+pub(crate) fn renew_lock(
+    documents: &dyn Documents,
+    key: &str,
+    me: &str,
+    seconds: u32,
+) -> Result<bool> {
+    match LockView::read(documents, key)? {
+        lock if lock.is_held_by(me) => documents.commit(&lock.change().put_for(seconds, key, &me)),
+        _ => Ok(false),
+    }
 }
 
 /// Releases the lock `key`, which [`try_lock`] acquired, if `me` still holds it.
 pub(crate) fn unlock(documents: &dyn Documents, key: &str, me: &str) -> Result<()> {
-    if let Some(change) = change_own(documents, key, me)? {
-        documents.commit(&change.remove(Query::key(key)))?;
+    let lock = LockView::read(documents, key)?;
+    if lock.is_held_by(me) {
+        documents.commit(&lock.change().remove(Query::key(key)))?;
     }
     Ok(())
 }
 
-/// A change that relies on the current version of the lock `key`; `None` if somebody other than
-/// `me` holds the lock.
-fn change_own(documents: &dyn Documents, key: &str, me: &str) -> Result<Option<Change>> {
-    let view = documents.read(&[Query::key(key)])?;
-    let holder: Option<String> = view.get(key)?;
-    if holder.is_some_and(|holder| holder != me) {
-        return Ok(None);
+/// A lock, as it was read.
+struct LockView<'a> {
+    key: &'a str,
+    holder: Option<String>,
+    version: u64,
+}
+
+impl LockView<'_> {
+    fn read<'a>(documents: &dyn Documents, key: &'a str) -> Result<LockView<'a>> {
+        let view = documents.read(&[Query::key(key)])?;
+        Ok(LockView { key, holder: view.get(key)?, version: view.version(key) })
     }
-    let relies_on = vec![(key.to_owned(), view.version(key))];
-    // A renewal may be lost with the power of the documents' host, the acquisition may not: somebody
-    // else could acquire the lock while it counts as held.
-    let relaxed = view.version(key) != 0;
-    Ok(Some(Change { relies_on, relaxed, ..Change::default() }))
+
+    fn is_free(&self) -> bool {
+        self.holder.is_none()
+    }
+
+    fn is_held_by(&self, me: &str) -> bool {
+        self.holder.as_deref() == Some(me)
+    }
+
+    /// A change that relies on what was read.
+    fn change(&self) -> Change {
+        let relies_on = vec![(self.key.to_owned(), self.version)];
+        // A renewal may be lost with the power of the documents' host, the acquisition may not:
+        // somebody else could acquire the lock while it counts as held.
+        Change { relies_on, relaxed: !self.is_free(), ..Change::default() }
+    }
 }
 
 /// Receives the documents of a scan.

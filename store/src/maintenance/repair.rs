@@ -158,8 +158,8 @@ impl<'a> RepairJob<'a> {
     /// Stores the tombstones of images whose creation was interrupted. Without them, a rebuilt catalog
     /// would have the images.
     fn bury_drafts(&self) -> Result<()> {
-        for (id, tombstone) in self.repository.catalog().old_drafts(ABANDONED_DRAFT_SECONDS)? {
-            match self.repository.bury_draft(&id, tombstone) {
+        for id in self.repository.catalog().old_drafts(ABANDONED_DRAFT_SECONDS)? {
+            match self.repository.bury_draft(&id) {
                 Ok(()) => tracing::info!(image = %id, "the creation of an image was given up"),
                 Err(error) => {
                     tracing::warn!(image = %id, %error, "failed to give up the creation of an image");

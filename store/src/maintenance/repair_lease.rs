@@ -31,7 +31,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use crate::cluster::repair::{DELETION_TIMEOUT, DeletionPermit, PermitFuture};
-use crate::documents::{Documents, try_lock, unlock};
+use crate::documents::{Documents, renew_lock, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
 use crate::sys;
@@ -149,7 +149,7 @@ impl RepairLease<'_> {
         let (wake, renewed) = (Condvar::new(), Notify::new());
         let shared = SharedState { state: Mutex::new(state), wake, renewed };
         let lease = RepairLease { documents, me, shared: Arc::new(shared) };
-        match lease.renew()? {
+        match lease.request(try_lock)? {
             true => Ok(lease),
             false => Err(Error::RepairRuns),
         }
@@ -169,14 +169,23 @@ impl RepairLease<'_> {
         })
     }
 
-    /// Requests the document again. Returns whether this repair holds it.
+    /// Requests the document again. Returns whether this repair has held it all the time: if it was
+    /// away in between, another repair may have held the lease and given it back.
     fn renew(&self) -> Result<bool> {
+        self.request(renew_lock)
+    }
+
+    /// Requests the document with `request`. Returns whether this repair holds it.
+    fn request(
+        &self,
+        request: impl FnOnce(&dyn Documents, &str, &str, u32) -> Result<bool>,
+    ) -> Result<bool> {
         let (asked, number) = {
             let mut state = self.shared.state();
             state.begun += 1;
             (sys::time_since_boot(), state.begun)
         };
-        let is_ours = try_lock(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
+        let is_ours = request(self.documents, LEASE_KEY, &self.me, LEASE_SECONDS)?;
         if is_ours {
             let mut state = self.shared.state();
             (state.renewed, state.granted) = (asked, number);
@@ -265,6 +274,24 @@ mod tests {
             assert!(documents.commit(&stolen).unwrap());
             assert!(lease.is_held(), "its clock says so");
             assert!(!is_permitted(&permit));
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// While this repair is stopped, the lease passes to another repair, which gives it back.
+    #[test]
+    fn a_lease_that_was_away_in_between_is_lost() {
+        let dir = TempDir::new().unwrap();
+        let documents = documents(&dir);
+        RepairLease::with(&documents, |lease| {
+            let permit = lease.permit();
+            assert!(is_permitted(&permit));
+            assert!(documents.commit(&Change::default().remove(Query::key(LEASE_KEY))).unwrap());
+            assert!(!is_permitted(&permit));
+            assert!(!lease.is_held());
+            let other = RepairLease::with(&documents, |_| Ok(7));
+            assert_eq!(other.unwrap(), 7, "this repair did not take it again");
             Ok(())
         })
         .unwrap();

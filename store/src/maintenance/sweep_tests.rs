@@ -365,6 +365,23 @@ fn nothing_counts_as_garbage_while_the_catalog_is_not_rebuilt() {
     assert!(report.moved > 0, "{report:?}");
 }
 
+/// A draft of the image `vm` whose creation began long ago.
+fn old_draft(geometry: Geometry) -> Draft {
+    let content = FirstSnapshot {
+        root: Root::default(),
+        state: SnapshotState::Stable,
+        consistency: Consistency::Crash,
+        dirty_bytes: 0,
+        stored_bytes: 0,
+        sent_bytes: 0,
+        saved_bytes: 0,
+    };
+    let (name, policy) = ("vm".parse().unwrap(), Redundancy::Replicas(2).into());
+    let mut draft = Draft::new(&name, geometry, policy, &content).unwrap();
+    draft.set_created(1);
+    draft
+}
+
 /// The process that creates an image is killed between the record and the catalog's document. The image
 /// is created again and removed.
 #[test]
@@ -376,24 +393,11 @@ fn an_interrupted_creation_does_not_return_after_the_image_was_removed() {
     let repository = Repository::of_cluster(first, &Security::INSECURE).unwrap();
     let geometry = Geometry::new(4 * CHUNK as u64, CHUNK as u32).unwrap();
     let name: ImageName = "vm".parse().unwrap();
-    let (state, consistency) = (SnapshotState::Stable, Consistency::Crash);
-    let (dirty_bytes, stored_bytes, sent_bytes, saved_bytes) = (0, 0, 0, 0);
-    let root = Root::default();
-    let content = FirstSnapshot {
-        root,
-        state,
-        consistency,
-        dirty_bytes,
-        stored_bytes,
-        sent_bytes,
-        saved_bytes,
-    };
-    let mut draft = Draft::new(&name, geometry, Redundancy::Replicas(2).into(), &content).unwrap();
-    draft.set_created(1);
+    let draft = old_draft(geometry);
     let catalog = repository.catalog();
     let epoch = catalog.cluster_epoch().unwrap();
-    catalog.begin_draft(&draft).unwrap();
-    let record = repository.put_record(draft.record(epoch), state).unwrap();
+    assert!(catalog.begin_draft(&draft, epoch).unwrap());
+    let record = repository.put_record(draft.record(epoch), SnapshotState::Stable).unwrap();
 
     repository.create_image(&name, geometry).unwrap();
     repository.remove_image(&name, true).unwrap();
@@ -405,4 +409,40 @@ fn an_interrupted_creation_does_not_return_after_the_image_was_removed() {
     let _also_beating = Heartbeats::of(&site, &second);
     let again = Repository::of_cluster(second, &Security::INSECURE).unwrap();
     assert_eq!(rebuild_catalog(&again, false).unwrap().images, 0);
+}
+
+/// A tombstone of an image that exists would remove it at the next rebuild.
+#[test]
+fn no_image_is_created_whose_tombstone_may_be_stored() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let repository = Repository::of_cluster(documents, &Security::INSECURE).unwrap();
+    let geometry = Geometry::new(4 * CHUNK as u64, CHUNK as u32).unwrap();
+    let (draft, catalog) = (old_draft(geometry), repository.catalog());
+    let epoch = catalog.cluster_epoch().unwrap();
+    assert!(catalog.begin_draft(&draft, epoch).unwrap());
+    let record = repository.put_record(draft.record(epoch), SnapshotState::Stable).unwrap();
+
+    // A rebuild does not create it either, because the creation may still be given up. After the
+    // rebuild began, no creation begins or ends that it does not know.
+    assert_eq!(rebuild_catalog(&repository, true).unwrap().images, 0);
+    assert!(catalog.insert(&draft, epoch, record).unwrap().is_none());
+    assert!(!catalog.begin_draft(&old_draft(geometry), epoch).unwrap());
+
+    // A repair gives it up between any two steps.
+    let epoch = catalog.cluster_epoch().unwrap();
+    assert!(catalog.give_up_draft(&draft.id()).unwrap().is_some());
+    let late = catalog.insert(&draft, epoch, record);
+    assert!(matches!(late, Err(Error::DraftGivenUp { .. })), "{:?}", late.err());
+    assert!(catalog.give_up_draft(&draft.id()).unwrap().is_some(), "the repair was interrupted");
+    catalog.end_draft(&draft.id()).unwrap();
+    assert!(catalog.give_up_draft(&draft.id()).unwrap().is_none());
+
+    // What was created is not given up.
+    let second = old_draft(geometry);
+    assert!(catalog.begin_draft(&second, epoch).unwrap());
+    assert!(catalog.insert(&second, epoch, record).unwrap().is_some());
+    assert!(catalog.give_up_draft(&second.id()).unwrap().is_none());
 }

@@ -160,7 +160,8 @@ impl Repository {
         // Before the record is stored: a rebuilt catalog must not mistake this draft for the image
         // that has the name, or restore it if this process is killed.
         match &self.inner.cluster {
-            Some(_) => self.inner.catalog.begin_draft(draft)?,
+            Some(_) if !self.inner.catalog.begin_draft(draft, epoch)? => return Ok(None),
+            Some(_) => {}
             None => self.inner.catalog.check_free(draft)?,
         }
         let record = self.put_record(draft.record(epoch), self.published_state())?;
@@ -174,18 +175,19 @@ impl Repository {
                 Error::ImageExists { .. } | Error::BeingRemoved { .. } | Error::NoSnapshot { .. }
             ),
         };
-        if is_refused && let Err(error) = self.bury_draft(&draft.id(), draft.removal()) {
+        if is_refused && let Err(error) = self.bury_draft(&draft.id()) {
             tracing::warn!(%error, "a repair removes the record of an image that was not created");
         }
         inserted
     }
 
-    /// Stores the tombstone of an image that was not created, and removes the note of its draft.
-    pub(crate) fn bury_draft(&self, id: &ImageId, tombstone: Record) -> Result<()> {
-        match self.put_record(tombstone, SnapshotState::Stable)? {
-            Some(_) => self.inner.catalog.end_draft(id),
-            None => Ok(()),
-        }
+    /// Gives up the creation of an image: stores its tombstone, and removes the note of its draft.
+    /// Does nothing if the image was created.
+    pub(crate) fn bury_draft(&self, id: &ImageId) -> Result<()> {
+        // Before the tombstone is stored: nobody may create the image after that.
+        let Some(tombstone) = self.inner.catalog.give_up_draft(id)? else { return Ok(()) };
+        self.put_record(tombstone, SnapshotState::Stable)?;
+        self.inner.catalog.end_draft(id)
     }
 
     /// Reserves space on the peers for `bytes` of chunks that are put through this handle. Fails if

@@ -5,8 +5,8 @@ use std::process::{Command, Stdio};
 use crate::documents::for_each_document_store;
 use crate::support::{TestRepository, name, new_snapshot, owner, write};
 use cairn_store::{
-    Attachment, Error, ErrorKind, MAX_RESERVED, MirrorId, Mode, NewSnapshot, Result, Root,
-    SnapshotRef, SnapshotState, boot_id,
+    Attachment, Error, ErrorKind, LockedFile, MAX_RESERVED, MirrorId, MirrorOwner, Mode,
+    NewSnapshot, Result, Root, SnapshotRef, SnapshotState, boot_id,
 };
 
 for_each_document_store!(
@@ -18,6 +18,7 @@ for_each_document_store!(
     an_expired_lease_that_no_other_writer_acquired_can_be_renewed,
     the_lease_of_a_dead_process_of_this_boot_is_free_at_once,
     the_lease_of_another_host_holds_until_it_expires,
+    the_lock_of_a_mirror_passes_its_lease_within_one_boot_and_no_copy_does,
     a_mirror_that_is_attached_again_keeps_its_parent,
     a_clean_stop_leaves_no_gap_in_the_numbers,
     numbers_that_were_used_or_skipped_are_not_returned,
@@ -83,7 +84,7 @@ fn a_second_writer_is_refused_and_the_error_names_the_holder(test: &TestReposito
     let _holder = test.attach(1, &first).unwrap();
     // The process of the other mirror is another one, which is alive.
     let mut child = Command::new("sleep").arg("60").stdout(Stdio::null()).spawn().unwrap();
-    let other = cairn_store::MirrorOwner { pid: child.id(), ..owner(2) };
+    let other = MirrorOwner { pid: child.id(), ..owner(2) };
     let error = test.repository.attach(&other, &first, Mode::ReadWrite).err().unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
@@ -158,6 +159,29 @@ fn the_lease_of_another_host_holds_until_it_expires(test: &TestRepository) {
     );
     test.expire_lease();
     test.attach(1, &first).unwrap();
+}
+
+fn the_lock_of_a_mirror_passes_its_lease_within_one_boot_and_no_copy_does(test: &TestRepository) {
+    let first = test.image("a");
+    let locked =
+        |mirror, device, inode| owner(mirror).with_lock(Some(LockedFile { device, inode }));
+    let attach = |owner: &MirrorOwner| test.repository.attach(owner, &first, Mode::ReadWrite);
+    let old = attach(&locked(1, 5, 6)).unwrap();
+    test.edit_holder("pid_namespace", 1.into());
+    for other in [locked(1, 5, 7), locked(1, 4, 6), owner(1), locked(2, 5, 6)] {
+        assert_eq!(kind(attach(&other)), ErrorKind::Conflict, "{other:?}");
+    }
+    let new = attach(&locked(1, 5, 6)).unwrap();
+    assert_eq!(kind(old.renew()), ErrorKind::Conflict, "the fence is another");
+    new.renew().unwrap();
+    // Another kernel may have another file with the same numbers.
+    test.edit_holder("boot_id", "elsewhere".into());
+    assert_eq!(kind(attach(&locked(1, 5, 6))), ErrorKind::Conflict);
+    // A holder without a lock proves nothing by having none.
+    test.expire_lease();
+    attach(&owner(1)).unwrap();
+    test.edit_holder("pid_namespace", 1.into());
+    assert_eq!(kind(attach(&owner(1))), ErrorKind::Conflict);
 }
 
 fn a_mirror_that_is_attached_again_keeps_its_parent(test: &TestRepository) {
@@ -369,7 +393,7 @@ fn a_removed_snapshot_cannot_be_attached_but_its_mirrors_keep_it(test: &TestRepo
 
 fn a_mirror_is_attached_by_a_process_of_this_boot(test: &TestRepository) {
     let first = test.image("a");
-    let foreign = cairn_store::MirrorOwner { boot_id: "elsewhere".into(), ..owner(1) };
+    let foreign = MirrorOwner { boot_id: "elsewhere".into(), ..owner(1) };
     assert_eq!(kind(test.repository.attach(&foreign, &first, Mode::ReadWrite)), ErrorKind::Invalid);
     assert_eq!(owner(1).boot_id, boot_id().unwrap());
 }

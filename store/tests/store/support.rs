@@ -88,14 +88,19 @@ impl TestRepository {
 
     /// Changes the holder of the lease of image `a` to a dead process, of this host or of another.
     pub(crate) fn end_holder(&self, boot_id: Option<&str>) {
+        self.edit_holder("start_time", 1.into());
+        if let Some(boot_id) = boot_id {
+            self.edit_holder("boot_id", boot_id.into());
+        }
+    }
+
+    /// Changes a field of the process that holds the lease of image `a`.
+    pub(crate) fn edit_holder(&self, field: &str, value: serde_json::Value) {
         let documents = self.documents();
         let key = self.lease_key();
         let view = documents.read(&[Query::key(&key)]).unwrap();
         let mut lease: serde_json::Value = view.get(&key).unwrap().unwrap();
-        lease["process"]["start_time"] = 1.into();
-        if let Some(boot_id) = boot_id {
-            lease["process"]["boot_id"] = boot_id.into();
-        }
+        lease["process"][field] = value;
         assert!(documents.commit(&Change::default().put_for(60, key, &lease)).unwrap());
     }
 

@@ -280,6 +280,14 @@ impl ClusterBlobs {
     /// already has. Fails once if such a blob is lost: what was put before this call must be put
     /// again then, and later flushes do not depend on it.
     fn complete_degraded(&self) -> Result<()> {
+        let mut lost = 0;
+        let result = self.put_degraded_again(&mut lost);
+        // Before any other error: nobody hears of these blobs again.
+        if lost > 0 { Err(Error::ContentLost { blobs: lost }) } else { result }
+    }
+
+    /// Does the work of [`Self::complete_degraded`], and counts the blobs that are lost.
+    fn put_degraded_again(&self, lost: &mut usize) -> Result<()> {
         let mut groups: HashMap<StoragePolicy, Vec<BlobId>> = HashMap::new();
         for (blob, policy) in &self.shared.window().degraded {
             groups.entry(*policy).or_default().push(*blob);
@@ -287,7 +295,7 @@ impl ClusterBlobs {
         if groups.is_empty() {
             return Ok(());
         }
-        let (mut buf, mut lost) = (vec![0; MAX_CONTENT], 0);
+        let mut buf = vec![0; MAX_CONTENT];
         for (policy, blobs) in groups {
             let known = self.runtime.block_on(self.shared.cluster.known(&blobs, &policy));
             for (blob, is_known) in blobs.into_iter().zip(known) {
@@ -302,7 +310,7 @@ impl ClusterBlobs {
                     Err(error) if error.kind() == ErrorKind::Corrupt => {
                         tracing::error!(%blob, %error, "a blob is lost that had little redundancy");
                         self.shared.known().blobs.clear();
-                        lost += 1;
+                        *lost += 1;
                     }
                     Err(error) => {
                         self.shared.window().degraded.insert((blob, policy));
@@ -313,7 +321,6 @@ impl ClusterBlobs {
         }
         self.flush_while(|_| true)?;
         match self.shared.window().degraded.len() {
-            0 if lost > 0 => Err(Error::ContentLost { blobs: lost }),
             0 => Ok(()),
             blobs => {
                 let reason = "they can be read but lack redundancy".into();

@@ -355,7 +355,7 @@ async fn a_moved_copy_is_dropped_at_its_old_place() {
 struct AlteredPeers {
     peers: ConnectedPeers,
     peer: PeerId,
-    /// What it claims to have, from what it has of a blob.
+    /// Turns the fragments of a blob that the peer holds into those that it claims to hold.
     claim: fn(Vec<Held>) -> Vec<Held>,
     /// Whether it claims that in its list, too.
     alters_list: bool,
@@ -517,7 +517,7 @@ async fn a_peer_that_claims_fragments_and_does_not_send_them_does_not_stop_the_r
         let claiming = AlteredPeers { claim, alters_list: true, get: Some(error), ..claiming };
         let (nodes, limits) = (RepairMembers::new(nodes), RepairLimits::default());
         repair(Arc::new(claiming), nodes, stored.feed(), limits, &|| true, &|_| ()).await;
-        // All that four peers but the liar have is enough to read each blob without any two of them.
+        // What any three of the honest peers have is enough to read each blob without any two of them.
         let honest: Vec<_> = all.iter().filter(|one| one.id != lost && one.id != liar).collect();
         for pair in [[0, 1, 2], [1, 2, 3], [0, 2, 4], [2, 3, 4]] {
             stored.check(pair.iter().map(|at| honest[*at].clone()).collect()).await;

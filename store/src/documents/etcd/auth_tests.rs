@@ -200,6 +200,7 @@ fn with_the_users_of_the_documentation_a_peer_changes_only_its_own_documents() {
         ("leader/supervisor", false, true),
         ("health/losses", false, true),
         ("snapshots/vm1/1", false, true),
+        ("drafts/vm1", false, true),
         ("images/vm1", false, false),
         ("leases/vm1", false, false),
     ] {

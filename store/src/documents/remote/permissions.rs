@@ -3,7 +3,7 @@
 //! | caller | reads | changes |
 //! |---|---|---|
 //! | client, or anybody on plain TCP | everything | everything |
-//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `snapshots`, `available` |
+//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `snapshots`, `available`, `drafts` |
 //! | peer *X* | `members/X`, `alive/X` | `members/X`, `alive/X` |
 //!
 //! A peer is not trusted. What it writes about itself may be wrong, so readers of its documents
@@ -19,9 +19,9 @@ use crate::net::identity::{Identity, Role};
 pub(super) const CALLERS: [Role; 3] = [Role::Client, Role::Supervisor, Role::Peer];
 
 /// The folders that a supervisor may change: it declares peers lost, and repair makes snapshots
-/// stable. Images, mirrors and leases are not in them.
-const SUPERVISOR_FOLDERS: [&str; 6] =
-    ["members", "suspects", "leader", "health", "snapshots", "available"];
+/// stable and gives up creations that were interrupted. Images, mirrors and leases are not in them.
+const SUPERVISOR_FOLDERS: [&str; 7] =
+    ["members", "suspects", "leader", "health", "snapshots", "available", "drafts"];
 
 /// The longest document that a peer may write, in bytes. All clients read it.
 const MAX_PEER_DOCUMENT: usize = 4096;
