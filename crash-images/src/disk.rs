@@ -124,6 +124,10 @@ impl Disk {
                     Node::Link(_) => {}
                 }
             }
+            // The kernel reports the error once, and drops the data that it could not write.
+            Operation::FailedSync(path) => {
+                self.file(path).changes.retain(|(_, is_durable)| *is_durable);
+            }
             Operation::SyncWrite(path) => {
                 let last =
                     self.file(path).changes.last_mut().expect("a write comes before its sync");

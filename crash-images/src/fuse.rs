@@ -75,6 +75,18 @@ impl Mounted {
         lock(&self.memory).mark(text);
     }
 
+    /// Makes the next `times` syncs of a file fail. As in Linux, each failure is reported once, and
+    /// what was written since the last sync never becomes durable, although it can be read and later
+    /// syncs succeed. `path` is relative to the root.
+    pub fn fail_syncs(&self, path: &str, times: u32) {
+        lock(&self.memory).fail_syncs(Path::new(path), times);
+    }
+
+    /// Makes all writes to a file fail, or lets them succeed again. `path` is relative to the root.
+    pub fn fail_writes(&self, path: &str, fail: bool) {
+        lock(&self.memory).fail_writes(Path::new(path), fail);
+    }
+
     /// The operations so far.
     pub fn recording(&self) -> Recording {
         Recording::new(lock(&self.memory).operations().to_vec())
@@ -383,10 +395,10 @@ impl Filesystem for Served {
 
 impl Served {
     fn sync(&self, ino: INodeNo, reply: ReplyEmpty) {
-        self.memory().sync(ino.0);
+        let result = self.memory().sync(ino.0);
         thread::spawn(move || {
             thread::sleep(SYNC_TIME);
-            reply.ok();
+            answer(reply, result);
         });
     }
 

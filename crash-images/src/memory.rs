@@ -1,6 +1,6 @@
 //! A file system in memory that records its operations in the order of their execution.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
@@ -17,6 +17,10 @@ pub(crate) struct Memory {
     /// open.
     nodes: Vec<Node>,
     operations: Vec<Operation>,
+    /// How many of the next syncs of a file fail.
+    failing_syncs: BTreeMap<PathBuf, u32>,
+    /// The files that cannot be written.
+    failing_writes: BTreeSet<PathBuf>,
 }
 
 struct Node {
@@ -34,7 +38,12 @@ pub(crate) enum Kind {
 impl Default for Memory {
     fn default() -> Self {
         let root = Node { path: Some(PathBuf::new()), kind: Kind::Directory(BTreeMap::new()) };
-        Self { nodes: vec![root], operations: Vec::new() }
+        Self {
+            nodes: vec![root],
+            operations: Vec::new(),
+            failing_syncs: BTreeMap::new(),
+            failing_writes: BTreeSet::new(),
+        }
     }
 }
 
@@ -45,6 +54,20 @@ impl Memory {
 
     pub(crate) fn mark(&mut self, text: &str) {
         self.operations.push(Operation::Mark(text.to_owned()));
+    }
+
+    /// Makes the next syncs of a file fail. What was written since its last sync is then readable,
+    /// and never becomes durable.
+    pub(crate) fn fail_syncs(&mut self, path: &Path, times: u32) {
+        self.failing_syncs.insert(path.to_owned(), times);
+    }
+
+    /// Makes all writes to a file fail, or lets them succeed again.
+    pub(crate) fn fail_writes(&mut self, path: &Path, fail: bool) {
+        match fail {
+            true => drop(self.failing_writes.insert(path.to_owned())),
+            false => drop(self.failing_writes.remove(path)),
+        }
     }
 
     pub(crate) fn kind(&self, number: u64) -> Result<&Kind, Errno> {
@@ -114,6 +137,9 @@ impl Memory {
     }
 
     pub(crate) fn write(&mut self, number: u64, offset: usize, data: &[u8]) -> Result<(), Errno> {
+        if self.path(number).is_some_and(|path| self.failing_writes.contains(path)) {
+            return Err(Errno::EIO);
+        }
         self.bytes(number)?.write(offset, data);
         self.record(number, |path| Operation::Write { path, offset, data: data.into() });
         Ok(())
@@ -139,8 +165,20 @@ impl Memory {
     }
 
     /// Records a sync of a file or a directory.
-    pub(crate) fn sync(&mut self, number: u64) {
-        self.record(number, Operation::Sync);
+    pub(crate) fn sync(&mut self, number: u64) -> Result<(), Errno> {
+        let path = self.path(number).map(Path::to_owned);
+        let failures = path.and_then(|path| self.failing_syncs.get_mut(&path));
+        match failures {
+            Some(left) if *left > 0 => {
+                *left -= 1;
+                self.record(number, Operation::FailedSync);
+                Err(Errno::EIO)
+            }
+            _ => {
+                self.record(number, Operation::Sync);
+                Ok(())
+            }
+        }
     }
 
     /// Records that the last write to a file is durable.

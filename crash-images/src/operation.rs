@@ -41,6 +41,8 @@ pub(crate) enum Operation {
     },
     /// Syncs a file or a directory.
     Sync(PathBuf),
+    /// A sync of a file that fails: changes since the last sync never become durable.
+    FailedSync(PathBuf),
     /// Makes the last write to the file durable.
     SyncWrite(PathBuf),
     /// Marks a point that the workload has reached.
@@ -75,6 +77,7 @@ impl fmt::Display for Operation {
                 write!(f, "punching {len} bytes at {offset} of {}", path.display())
             }
             Operation::Sync(path) => write!(f, "syncing '{}'", path.display()),
+            Operation::FailedSync(path) => write!(f, "a failed sync of '{}'", path.display()),
             Operation::SyncWrite(path) => write!(f, "a durable write to {}", path.display()),
             Operation::Mark(text) => write!(f, "'{text}'"),
         }
