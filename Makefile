@@ -102,7 +102,7 @@ demo-cluster: setup build ## The same demo on eight peers with TLS, four of whic
 
 # SOAK_SECONDS is the duration of each part. All parts but the stamped writer and the scan of many
 # blobs run with debug assertions, as `make test` does.
-soak: packages ## Run the randomised tests (writes, kills, power cuts, simulation) for about an hour
+soak: packages ## Run the randomised tests (writes, kills, power cuts, attacks, simulation) for about an hour
 	$(call say,running the stamped writer)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked --release -p cairn-backend --test stamped_writer -- --nocapture
@@ -112,6 +112,9 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, simulatio
 	$(call say,cutting the power)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-backend --test power_cut -- --nocapture
+	$(call say,attacking a disk)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-backend --test hostile_soak -- --nocapture
 	$(call say,simulating)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-backend --lib simulation -- --nocapture

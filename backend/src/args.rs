@@ -94,6 +94,16 @@ pub struct Args {
     #[arg(long, value_name = "CID", value_parser = clap::value_parser!(u32).range(3..))]
     pub guest_cid: Option<u32>,
 
+    /// The interval, in milliseconds, in which a guest may take one checkpoint, after a burst of 16;
+    /// 0 means no limit. The control socket has no limit.
+    #[arg(
+        long,
+        value_name = "MS",
+        default_value_t = 1000,
+        value_parser = clap::value_parser!(u32).range(0..=86_400_000)
+    )]
+    pub guest_checkpoint_interval: u32,
+
     /// The number of virtqueues. Each has a thread of its own.
     #[arg(
         long,

@@ -6,6 +6,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
+use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{
     GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MmapRegion,
@@ -23,15 +25,34 @@ pub(crate) struct UserRange {
 }
 
 /// A memory region, as a message describes it.
+#[derive(Clone)]
 pub(crate) struct Region {
-    pub(crate) range: UserRange,
-    pub(crate) mapping: MmapRegion<()>,
+    range: UserRange,
+    mapping: Arc<MmapRegion<()>>,
+}
+
+impl Region {
+    /// The region as a part of a map. What is written through the map is marked in the log.
+    fn view(&self, log: Option<Arc<DirtyLog>>) -> io::Result<GuestRegionMmap<RegionLog>> {
+        let mapping = &self.mapping;
+        let bitmap = RegionLog { start: self.range.guest, log, _mapping: Some(mapping.clone()) };
+        let builder = MmapRegionBuilder::new_with_bitmap(mapping.size(), bitmap)
+            .with_mmap_prot(mapping.prot())
+            .with_mmap_flags(mapping.flags());
+        // SAFETY: the pointer and the size are those of the mapping. The view's bitmap holds the
+        // mapping, so the mapping lives as long as the view.
+        let builder = unsafe { builder.with_raw_mmap_pointer(mapping.as_ptr()) };
+        let view = builder.build().map_err(io::Error::other)?;
+        GuestRegionMmap::new(view, GuestAddress(self.range.guest))
+            .ok_or_else(|| io::Error::other("a memory region wraps around"))
+    }
 }
 
 /// The size of a page of a [`DirtyLog`].
 const LOG_PAGE_BYTES: u64 = 4096;
 
 /// The hypervisor's log of guest pages that changed while the guest migrates, one bit per page.
+#[derive(Debug)]
 pub(crate) struct DirtyLog {
     mapping: MmapRegion<()>,
 }
@@ -54,11 +75,93 @@ impl DirtyLog {
             else {
                 return;
             };
-            // SAFETY: the byte is inside the mapping, which lives as long as `self`. Both sides
-            // access the bytes of this log atomically.
-            let bits = unsafe { AtomicU8::from_ptr(self.mapping.as_ptr().add(byte)) };
-            bits.fetch_or(1 << (page % 8), Ordering::SeqCst);
+            self.bits(byte).fetch_or(1 << (page % 8), Ordering::SeqCst);
         }
+    }
+
+    /// Whether the page of this address is marked.
+    fn is_marked(&self, address: u64) -> bool {
+        let page = address / LOG_PAGE_BYTES;
+        let byte = usize::try_from(page / 8).ok().filter(|at| *at < self.mapping.size());
+        byte.is_some_and(|at| self.bits(at).load(Ordering::SeqCst) & 1 << (page % 8) != 0)
+    }
+
+    fn bits(&self, byte: usize) -> &AtomicU8 {
+        assert!(byte < self.mapping.size());
+        // SAFETY: the byte is inside the mapping, which lives as long as `self`. Both sides access
+        // the bytes of this log atomically.
+        unsafe { AtomicU8::from_ptr(self.mapping.as_ptr().add(byte)) }
+    }
+}
+
+/// The guest's memory. Everything that is written through it is marked in the dirty log, if there is
+/// one. Only memory that the kernel fills must be marked by hand: see [`GuestMap::mark_filled`].
+pub(crate) type LoggedMemory = GuestMemoryMmap<RegionLog>;
+
+/// The dirty log of one region of memory, as `vm-memory` uses it: it marks what it has written.
+#[derive(Debug, Default)]
+pub(crate) struct RegionLog {
+    /// The region's first guest address.
+    start: u64,
+    log: Option<Arc<DirtyLog>>,
+    /// Holds the memory of a [`Region::view`].
+    _mapping: Option<Arc<MmapRegion<()>>>,
+}
+
+/// A part of a [`RegionLog`]. It borrows the log: a reference count that all workers change would
+/// make each access to guest memory slower.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RegionLogSlice<'a> {
+    start: u64,
+    log: Option<&'a DirtyLog>,
+}
+
+impl<'a> WithBitmapSlice<'a> for RegionLog {
+    type S = RegionLogSlice<'a>;
+}
+
+impl Bitmap for RegionLog {
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        self.slice_at(0).mark_dirty(offset, len);
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        self.slice_at(0).dirty_at(offset)
+    }
+
+    fn slice_at(&self, offset: usize) -> RegionLogSlice<'_> {
+        RegionLogSlice { start: self.start, log: self.log.as_deref() }.slice_at(offset)
+    }
+}
+
+/// A region that is made like this has no log.
+impl NewBitmap for RegionLog {
+    fn with_len(_len: usize) -> RegionLog {
+        RegionLog::default()
+    }
+}
+
+impl WithBitmapSlice<'_> for RegionLogSlice<'_> {
+    type S = Self;
+}
+
+impl BitmapSlice for RegionLogSlice<'_> {}
+
+impl Bitmap for RegionLogSlice<'_> {
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        if let Some(log) = self.log
+            && len > 0
+        {
+            log.mark(self.start.saturating_add(offset as u64), len as u64);
+        }
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        self.log.is_some_and(|log| log.is_marked(self.start.saturating_add(offset as u64)))
+    }
+
+    fn slice_at(&self, offset: usize) -> Self {
+        RegionLogSlice { start: self.start.saturating_add(offset as u64), log: self.log }
     }
 }
 
@@ -66,8 +169,8 @@ impl DirtyLog {
 /// with, so memory is unmapped only when no operation uses it.
 #[derive(Clone, Default)]
 pub(crate) struct GuestMap {
-    memory: GuestMemoryMmap,
-    ranges: Vec<UserRange>,
+    memory: LoggedMemory,
+    regions: Vec<Region>,
     log: Option<Arc<DirtyLog>>,
 }
 
@@ -76,37 +179,32 @@ pub(crate) struct GuestMap {
 pub(crate) struct OutsideMemory;
 
 impl GuestMap {
-    /// A map of these regions.
-    pub(crate) fn new(regions: Vec<Region>) -> io::Result<GuestMap> {
-        regions.into_iter().try_fold(GuestMap::default(), |map, region| map.with(region))
+    /// A map of these regions, with a dirty log or without one.
+    pub(crate) fn new(regions: Vec<Region>, log: Option<Arc<DirtyLog>>) -> io::Result<GuestMap> {
+        let memory = regions.iter().try_fold(LoggedMemory::default(), |memory, region| {
+            let view = Arc::new(region.view(log.clone())?);
+            memory.insert_region(view).map_err(io::Error::other)
+        })?;
+        Ok(GuestMap { memory, regions, log })
     }
 
-    /// This map with one more region.
-    pub(crate) fn with(&self, region: Region) -> io::Result<GuestMap> {
-        let Region { range, mapping } = region;
-        range
-            .user
-            .checked_add(range.len)
-            .ok_or_else(|| io::Error::other("a memory region wraps around"))?;
-        let mapped = GuestRegionMmap::new(mapping, GuestAddress(range.guest))
-            .ok_or_else(|| io::Error::other("a memory region wraps around"))?;
-        let memory = self.memory.insert_region(Arc::new(mapped)).map_err(io::Error::other)?;
-        let mut ranges = self.ranges.clone();
-        ranges.push(range);
-        Ok(GuestMap { memory, ranges, log: self.log.clone() })
+    /// The regions of this map and one more.
+    pub(crate) fn regions_with(&self, region: Region) -> Vec<Region> {
+        self.regions.iter().cloned().chain([region]).collect()
     }
 
-    /// This map without one region.
-    pub(crate) fn without(&self, guest: u64, len: u64) -> io::Result<GuestMap> {
-        let (memory, _) =
-            self.memory.remove_region(GuestAddress(guest), len).map_err(io::Error::other)?;
-        let ranges = self.ranges.iter().copied().filter(|range| range.guest != guest).collect();
-        Ok(GuestMap { memory, ranges, log: self.log.clone() })
+    /// The regions of this map without one. Fails if there is no such region.
+    pub(crate) fn regions_without(&self, guest: u64, len: u64) -> io::Result<Vec<Region>> {
+        let mut regions = self.regions.clone();
+        let is_it = |one: &Region| one.range.guest == guest && one.range.len == len;
+        let at = regions.iter().position(is_it);
+        regions.remove(at.ok_or_else(|| io::Error::other("there is no such memory region"))?);
+        Ok(regions)
     }
 
-    /// This map with another dirty log, or without one.
-    pub(crate) fn with_log(&self, log: Option<Arc<DirtyLog>>) -> GuestMap {
-        GuestMap { log, ..self.clone() }
+    /// The regions of this map.
+    pub(crate) fn regions(&self) -> Vec<Region> {
+        self.regions.clone()
     }
 
     /// Whether there is a dirty log.
@@ -114,29 +212,22 @@ impl GuestMap {
         self.log.is_some()
     }
 
-    /// Marks a part of memory that was written, if there is a dirty log.
-    pub(crate) fn mark(&self, address: GuestAddress, len: u64) {
+    /// Marks memory that the kernel has filled, if there is a dirty log.
+    pub(crate) fn mark_filled(&self, segments: &[Segment]) {
         if let Some(log) = &self.log {
-            log.mark(address.0, len);
-        }
-    }
-
-    /// Does [`GuestMap::mark`] for the memory of a request.
-    pub(crate) fn mark_all(&self, segments: &[Segment]) {
-        if self.is_logged() {
-            segments.iter().for_each(|one| self.mark(GuestAddress(one.address), one.len.into()));
+            segments.iter().for_each(|one| log.mark(one.address, one.len.into()));
         }
     }
 
     /// The memory by guest addresses.
-    pub(crate) fn memory(&self) -> &GuestMemoryMmap {
+    pub(crate) fn memory(&self) -> &LoggedMemory {
         &self.memory
     }
 
     /// Translates an address of the hypervisor's address space to a guest address.
     pub(crate) fn guest_address(&self, user: u64) -> Option<GuestAddress> {
-        let range =
-            self.ranges.iter().find(|range| range.user <= user && user - range.user < range.len)?;
+        let mut ranges = self.regions.iter().map(|region| region.range);
+        let range = ranges.find(|range| range.user <= user && user - range.user < range.len)?;
         Some(GuestAddress(user - range.user + range.guest))
     }
 
@@ -167,7 +258,13 @@ impl GuestMap {
 
 /// Maps the region that a message describes.
 pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Result<Region> {
+    if range.user.checked_add(range.len).is_none() {
+        return Err(io::Error::other("a memory region wraps around"));
+    }
     let file = vm_memory::FileOffset::new(file, offset);
     let mapping = MmapRegion::from_file(file, range.len as usize).map_err(io::Error::other)?;
-    Ok(Region { range, mapping })
+    Ok(Region { range, mapping: Arc::new(mapping) })
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,12 +1,15 @@
 //! Parses descriptor chains into requests. Pure: it reads guest memory and decides. It trusts
 //! nothing that the guest wrote.
 
+mod descriptors;
+
 use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
     VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
 };
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
+pub(crate) use self::descriptors::Descriptors;
 use crate::mirror::layout::SECTOR_BYTES;
 
 /// The most data segments of one request: the limit of one vectored system call.
@@ -20,6 +23,10 @@ pub(crate) const MAX_DISCARD_BYTES: u64 = 64 << 20;
 
 /// The size of a request's header.
 const HEADER_BYTES: usize = 16;
+
+/// The most descriptors of one request, if the header is split into single bytes. What is parsed
+/// stays small, however long the guest's tables are.
+const MAX_DESCRIPTORS: usize = HEADER_BYTES + MAX_SEGMENTS + 1;
 
 /// The size of the one range of a discard.
 const DISCARD_RANGE_BYTES: usize = 16;
@@ -68,16 +75,22 @@ pub(crate) struct Parsed {
     pub(crate) request: Result<RequestKind, Refused>,
 }
 
-/// Parses a chain. Returns `None` if the chain has no room for a status byte: then it can only be
-/// returned as it is.
+/// Parses a chain. Returns `None` if the chain has no room for a status byte, or is so long that the
+/// place of its status is not looked for: then it can only be returned as it is.
 pub(crate) fn parse(
     chain: impl Iterator<Item = Descriptor>,
-    memory: &GuestMemoryMmap,
+    memory: &impl GuestMemoryBackend,
 ) -> Option<Parsed> {
     let mut readable = Vec::new();
     let mut writable: Vec<Segment> = Vec::new();
     let mut ordered = true;
-    for Descriptor { segment, writable: is_writable } in chain.filter(|d| d.segment.len > 0) {
+    for (count, Descriptor { segment, writable: is_writable }) in chain.enumerate() {
+        if count == MAX_DESCRIPTORS {
+            return None;
+        }
+        if segment.len == 0 {
+            continue;
+        }
         if is_writable {
             writable.push(segment);
         } else {
@@ -100,7 +113,7 @@ pub(crate) fn parse(
 fn request(
     mut readable: Vec<Segment>,
     writable: Vec<Segment>,
-    memory: &GuestMemoryMmap,
+    memory: &impl GuestMemoryBackend,
 ) -> Result<RequestKind, Refused> {
     let header: [u8; HEADER_BYTES] = take(&mut readable, memory)?;
     let kind = u32::from_le_bytes(header[0..4].try_into().expect("four bytes"));
@@ -145,7 +158,7 @@ fn request(
 /// Reads the first `N` bytes of `segments` and removes them, however they are split.
 fn take<const N: usize>(
     segments: &mut Vec<Segment>,
-    memory: &GuestMemoryMmap,
+    memory: &impl GuestMemoryBackend,
 ) -> Result<[u8; N], Refused> {
     let mut bytes = [0; N];
     let mut done = 0;

@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crash_images::{Draw, Mounted, check_all};
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
-use support::device::{Device, Shape};
+use support::device::{Device, Io, Layout, Shape};
 use support::repository;
 use support::sys;
 
@@ -246,7 +247,7 @@ impl Fragile {
             .arg(&image)
             .status();
         assert!(made.expect("mke2fs runs").success());
-        match sys::mount_image(&image, &place) {
+        match sys::mount_image(&image, &place, 512) {
             Ok(_mounted) => Some(Fragile { image, place, _mounted }),
             Err(error) => {
                 eprintln!("skipped: no image can be mounted here: {error}");
@@ -363,6 +364,170 @@ fn after_the_hosts_death_only_regions_that_were_written_count_as_changed() {
     let number = backend.control().stable_checkpoint();
     assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next checkpoint");
     assert!(device.read_all() == disk, "the disk");
+    drop(device);
+    backend.terminate();
+}
+
+/// A mirror on a file system whose operations can fail, and an image of random content.
+fn failing_mirror(site: &Site) -> (Mounted, Options, Vec<u8>) {
+    let disk = random_disk(12, 2 * MIB);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let mounted = Mounted::new();
+    let options = Options { mirror: mounted.root().join("vm1"), ..Options::new(site) };
+    (mounted, options, disk)
+}
+
+/// A failed sync is like a power cut: the kernel reports it once, and drops what was not durable. So
+/// no later sync counts, in this process or in the next.
+#[test]
+fn after_a_failed_sync_nothing_counts_but_what_was_durable_before() {
+    // The sync of a flush that writes the map, and the sync of a flush that need not.
+    for is_map_current in [false, true] {
+        for is_killed in [false, true] {
+            let site = Site::new();
+            let (mounted, options, mut disk) = failing_mirror(&site);
+            let backend = Backend::start(&options);
+            let mut device = backend.device(Shape::default());
+            let queue = &mut device.queues[0];
+            queue.write(0, &[1; 4096]).expect("write");
+            queue.flush().expect("flush");
+            disk[..4096].fill(1);
+            if !is_map_current {
+                queue.write(8192, &[2; 4096]).expect("write");
+            }
+            mounted.fail_syncs("vm1/disk", 1);
+            queue.flush().expect_err("the sync fails");
+            mounted.mark("failed");
+            queue.flush().expect_err("nobody knows what is lost");
+            queue.write(16384, &[3; 4096]).expect("write");
+            queue.flush().expect_err("a flush that has to write the map");
+            assert!(queue.read(16384, 4096).expect("read") == [3; 4096]);
+
+            let mut control = backend.control();
+            let reason = control.status().checkpoint_error.expect("the status has the reason");
+            assert!(reason.contains("sync") && reason.contains("start"), "{reason}");
+            let refused = control.checkpoint().expect_err("its content could be wrong");
+            assert_eq!(refused.message, reason);
+            drop(device);
+            match is_killed {
+                true => backend.kill(),
+                false => {
+                    let log = backend.end_with_error();
+                    assert!(log.contains("closing the mirror"), "{log}");
+                }
+            }
+
+            // A power cut leaves the same.
+            let recording = mounted.recording().after("failed").sampled(4);
+            let draw = Draw { seed: 1, images: 1, atom: 512 };
+            let checked = check_all(&recording, draw, |root, _| {
+                // Images are checked at the same time, and an image of a disk has one writer.
+                let own = Site::new();
+                let copied = Command::new("cp")
+                    .arg("-r")
+                    .args([site.repository(), own.repository()])
+                    .status();
+                assert!(copied.expect("start cp").success(), "copy the repository");
+                let options = Options { mirror: root.join("vm1"), ..Options::new(&own) };
+                let backend = Backend::start(&options);
+                let found = backend.device(Shape::default()).read_all();
+                assert!(found == disk, "only what was durable is there");
+            });
+            let images = checked.unwrap_or_else(|violation| panic!("{violation}"));
+            assert!(images > 0, "no image was checked");
+
+            // The files still show what was written, and none of it is used.
+            let backend = Backend::start(&options);
+            assert!(backend.log().contains("not stopped cleanly"), "{}", backend.log());
+            let mut device = backend.device(Shape::default());
+            assert!(device.read_all() == disk, "only what was durable is there");
+            device.queues[0].write(8192, &[4; 4096]).expect("write");
+            device.queues[0].flush().expect("flush");
+            disk[8192..][..4096].fill(4);
+            check_and_end(&site, backend, device, &disk);
+        }
+    }
+}
+
+/// A checkpoint that was accepted before a sync fails does not become stable: what it reads from the
+/// mirror may be older than what the guest wrote.
+#[test]
+fn a_checkpoint_that_is_not_stable_fails_with_the_sync() {
+    let site = Site::new();
+    let (mounted, options, disk) = failing_mirror(&site);
+    let backend = Backend::start(&options.clone().with(&["--commit-rate", "65536"]));
+    let mut device = backend.device(Shape::default());
+    for at in (0..2 * MIB).step_by(CHUNK as usize) {
+        device.queues[0].write(at, &[5; 4096]).expect("write");
+    }
+    let mut control = backend.control();
+    let number = control.checkpoint().expect("it is accepted").number;
+    mounted.fail_syncs("vm1/disk", 1);
+    device.queues[0].flush().expect_err("the sync fails");
+    control.wait_until_quiet();
+    let snapshot = repository::snapshot(&site.store(), IMAGE, number);
+    let reason = snapshot.reason.clone().unwrap_or_default();
+    assert!(snapshot.require_content().is_err() && reason.contains("sync"), "{snapshot:?}");
+    drop(device);
+    backend.kill();
+    let backend = Backend::start(&options);
+    let device = backend.device(Shape::default());
+    check_and_end(&site, backend, device, &disk);
+}
+
+/// A write to a region that the map does not know waits for the map, and then fails, as on any disk
+/// that fails. Flushes do not wait for it.
+#[test]
+fn a_map_that_cannot_be_written_delays_no_flush_and_fails_only_writes_to_new_regions() {
+    let site = Site::new();
+    let disk = random_disk(13, MIB);
+    repository::create(&site.store(), IMAGE, CHUNK, 192 * MIB);
+    let mounted = Mounted::new();
+    let options = Options { mirror: mounted.root().join("vm1"), ..Options::new(&site) };
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape { depth: 33, longest: MIB as usize, ..Shape::default() });
+    let queue = &mut device.queues[0];
+    queue.write(0, &disk).expect("write");
+    queue.flush().expect("flush");
+    mounted.fail_writes("vm1/map", true);
+    let begin = Instant::now();
+    let mut parked = Vec::new();
+    for at in 0..32 {
+        let slot = queue.take_slot().expect("enough slots");
+        queue.fill(slot, Layout::PLAIN, &[9; 4096]);
+        let offset = 64 * MIB * (1 + at % 2) + at * 4096;
+        queue.submit(slot, Io::Write { offset, len: 4096 }, Layout::PLAIN);
+        parked.push(slot);
+    }
+    let mut slowest = Duration::ZERO;
+    let mut failed = 0;
+    while begin.elapsed() < Duration::from_secs(5) {
+        let slot = queue.take_slot().expect("enough slots");
+        let since = Instant::now();
+        queue.submit(slot, Io::Flush, Layout::PLAIN);
+        for done in queue.reap(1) {
+            assert_eq!(done.slot, slot, "a write ends early: {done:?}");
+            done.result.expect("flush");
+        }
+        slowest = slowest.max(since.elapsed());
+    }
+    assert!(slowest < Duration::from_millis(500), "a flush took {slowest:?}");
+    while failed < parked.len() {
+        for done in queue.reap(1) {
+            done.result.expect_err("a write whose region is not recorded");
+            failed += 1;
+        }
+    }
+    let took = begin.elapsed();
+    assert!((Duration::from_secs(9)..Duration::from_secs(20)).contains(&took), "{took:?}");
+    mounted.fail_writes("vm1/map", false);
+    std::thread::sleep(Duration::from_secs(1));
+    queue.write(64 * MIB, &[7; 4096]).expect("write when the map works again");
+    queue.flush().expect("flush");
+    let mut control = backend.control();
+    let number = control.stable_checkpoint();
+    let found = repository::export(&site.store(), IMAGE, number);
+    assert!(found[..MIB as usize] == disk && found[64 * MIB as usize..][..4096] == [7; 4096]);
     drop(device);
     backend.terminate();
 }

@@ -137,6 +137,102 @@ fn write_through_mode_outlives_the_backend() {
     }
 }
 
+/// Whether a write survives the host without a flush.
+fn is_write_through(site: &Site, mut guest: Guest, backend: Backend) -> bool {
+    write(&mut guest, 16, 9);
+    drop(guest);
+    backend.kill_with_host();
+    let backend = Backend::start(&Options::new(site));
+    read(&mut Guest::connect(&backend.options.socket), 16) == 9
+}
+
+#[test]
+fn write_through_mode_outlives_the_backend_when_the_used_index_has_wrapped_to_0() {
+    let site = site();
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let mut guest = Guest::connect(&options.socket);
+    guest.frontend.get_vring_base(0).unwrap();
+    let last = 65535u16;
+    for ring in [guest.setup.available, guest.setup.used] {
+        guest.put(ring + 2, &last.to_le_bytes());
+    }
+    (guest.available, guest.used) = (last, last);
+    guest.set_up_queue(Setup { base: last, ..guest.setup }).unwrap();
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 7);
+    assert_eq!(guest.used, 0);
+    backend.kill();
+    let backend = Backend::start(&options);
+    guest.connect_again(&options.socket).expect("connect again");
+    assert!(is_write_through(&site, guest, backend));
+}
+
+#[test]
+fn write_through_mode_outlives_the_backend_whichever_queue_starts_first() {
+    let site = site();
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let unused = Setup {
+        table: DATA + 0x4_0000,
+        available: DATA + 0x4_1000,
+        used: DATA + 0x4_2000,
+        ..Setup::default()
+    };
+    let second = Setup { queue: 1, ..Setup::default() };
+    let mut guest = Guest::connect_with(&options.socket, second).unwrap();
+    guest.set_up_queue(unused).unwrap();
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 7);
+    backend.kill();
+    let backend = Backend::start(&options);
+    guest.introduce_again(&options.socket).expect("connect again");
+    guest.set_up_queue(unused).unwrap();
+    guest.set_up_queue(Setup { base: guest.used, ..second }).unwrap();
+    assert!(is_write_through(&site, guest, backend));
+}
+
+/// QEMU shows the guest the mode that was last written, whatever happens to the device, and never
+/// reads it again.
+#[test]
+fn write_through_mode_outlives_a_reboot_under_the_same_hypervisor() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 7);
+    guest.frontend.get_vring_base(0).unwrap();
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    // The firmware cannot flush. The operating system can, and believes that it need not.
+    guest.frontend.set_features(features & !FLUSH & !CONFIG_WCE).unwrap();
+    guest.restart();
+    write(&mut guest, 8, 7);
+    guest.frontend.get_vring_base(0).unwrap();
+    guest.frontend.set_features(features).unwrap();
+    guest.restart();
+    assert_eq!(config(&mut guest, WRITEBACK, 1), [0]);
+    assert!(is_write_through(&site, guest, backend));
+}
+
+#[test]
+fn a_new_guest_begins_with_a_write_cache_unless_it_cannot_flush() {
+    let site = site();
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let mut guest = Guest::connect(&options.socket);
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 7);
+    drop(guest);
+    let mut guest = Guest::connect(&options.socket);
+    assert_eq!(config(&mut guest, WRITEBACK, 1), [1], "the next guest");
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    guest.frontend.set_features(features & !FLUSH).unwrap();
+    assert_eq!(config(&mut guest, WRITEBACK, 1), [0], "it can set the mode, but cannot flush");
+    guest.frontend.set_features(features).unwrap();
+    assert_eq!(config(&mut guest, WRITEBACK, 1), [1]);
+    assert!(!is_write_through(&site, guest, backend));
+}
+
 #[test]
 fn a_driver_that_cannot_flush_gets_write_through() {
     let site = site();
@@ -205,7 +301,7 @@ fn a_device_that_is_reset_starts_from_nothing() {
     assert!(set_config(&mut guest, WRITEBACK, &[0]));
     write(&mut guest, 8, 4);
     guest.frontend.reset_device().unwrap();
-    assert_eq!(config(&mut guest, WRITEBACK, 1), [1], "the caching mode is the default again");
+    assert_eq!(config(&mut guest, WRITEBACK, 1), [0], "the hypervisor still shows this mode");
     guest.offer(0);
     assert!(guest.wait_used(Duration::from_millis(200)).is_none(), "its rings are gone");
     let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
@@ -289,6 +385,60 @@ fn what_the_device_writes_is_logged_while_a_guest_migrates() {
     assert_eq!(read(&mut guest, 8), 6);
     assert!(log.take().is_empty(), "no more when it is over");
     assert_ne!(HEADER, STATUS);
+}
+
+/// A hypervisor may change the memory at any time of a migration. Requests that complete meanwhile
+/// are logged, too.
+#[test]
+fn nothing_is_written_without_a_log_while_the_memory_changes() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let protocol = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::LOG_SHMFD;
+    guest.frontend.set_protocol_features(protocol).unwrap();
+    let log = Log::new();
+    guest.frontend.set_log_base(0, Some(log.region())).unwrap();
+    guest.frontend.set_features(features).unwrap();
+    write(&mut guest, 0, 5);
+    log.take();
+    let regions: Vec<_> = guest
+        .memory
+        .iter()
+        .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap())
+        .collect();
+    let (tell, told) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let frontend = guest.frontend.clone();
+        let changes = scope.spawn(move || {
+            let mut count = 0;
+            while told.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                frontend.set_mem_table(&regions).unwrap();
+                count += 1;
+            }
+            count
+        });
+        let mut unlogged = Vec::new();
+        for round in 0..3000 {
+            assert_eq!(guest.request(IN, 0, &[(DATA, 4096, WRITABLE)]), OK);
+            // The used index may be read before its page is marked.
+            let mut marked = log.take();
+            if !marked.contains(&DATA) {
+                thread::sleep(Duration::from_millis(20));
+                marked.extend(log.take());
+            }
+            if !marked.contains(&DATA) {
+                unlogged.push(round);
+            }
+        }
+        drop(tell);
+        let changes: u32 = changes.join().unwrap();
+        assert!(changes > 10, "the memory changed {changes} times");
+        assert!(unlogged.is_empty(), "{} of 3000 reads are not in the log", unlogged.len());
+    });
 }
 
 #[test]

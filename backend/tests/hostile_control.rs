@@ -199,6 +199,24 @@ fn a_crowd_of_guests_keeps_no_operator_out() {
 }
 
 #[test]
+fn a_guests_checkpoints_are_limited_and_the_operators_are_not() {
+    let target = Target::new();
+    let mut refusals = Vec::new();
+    // Over many connections, because a guest can open as many as it wants.
+    for _ in 0..60 {
+        refusals.extend(target.backend.guest().checkpoint().err());
+        target.backend.control().wait_until_quiet();
+    }
+    let limited = refusals.iter().filter(|refusal| refusal.message.contains("try again in"));
+    assert!(limited.count() > 20, "{refusals:?}");
+    assert!(refusals.iter().all(|refusal| refusal.kind == RefusalKind::Busy), "{refusals:?}");
+    let mut control = target.backend.control();
+    for _ in 0..30 {
+        control.stable_checkpoint();
+    }
+}
+
+#[test]
 fn noise_harms_nobody() {
     let mut target = Target::new();
     let mut rng = Rng::new(9);

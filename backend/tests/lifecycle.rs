@@ -7,7 +7,7 @@ use std::fs;
 use cairn_agent::Event;
 use cairn_store::{ErrorKind, SnapshotRef};
 use seeded_rng::Rng;
-use support::backend::{Backend, IMAGE, Options, Site};
+use support::backend::{Backend, IMAGE, Options, Site, run};
 use support::device::Shape;
 use support::repository;
 use support::sys;
@@ -171,7 +171,59 @@ fn copies_that_find_no_memory_go_to_the_disk() {
     control.wait_until_quiet();
     let stats = control.stats();
     assert!(stats.spilled > 0, "{stats:?}");
+    let mirror = site.path("disk");
+    for file in [mirror.join("spill"), mirror.join("live-state/cow-memory")] {
+        let len = std::fs::metadata(&file).expect("a file").len();
+        assert_eq!(len, 0, "{} has no copy any more", file.display());
+    }
     assert!(repository::export(&site.store(), IMAGE, accepted.number) == disk, "the snapshot");
     let inverted: Vec<u8> = disk.iter().map(|byte| !byte).collect();
     assert!(device.read_all() == inverted, "the disk");
+}
+
+/// A process of another container cannot be seen, so its lease tells nothing about its end. The
+/// lock on the mirror's data file does.
+#[test]
+fn a_mirror_goes_on_at_once_after_its_process_has_died_in_another_container() {
+    let site = Site::new();
+    let image = repository::create(&site.store(), IMAGE, CHUNK, 4 << 20);
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    backend.device(Shape::default()).queues[0].write(0, &[7; 4096]).expect("write");
+    backend.kill();
+    repository::edit_lease_process(&site, &image, "pid_namespace", 1.into());
+    let backend = Backend::start(&options);
+    let mut control = backend.control();
+    control.stable_checkpoint();
+    backend.terminate();
+}
+
+#[test]
+fn a_lease_that_cannot_be_seen_is_not_taken_over_with_a_copy_or_from_another_host() {
+    let site = Site::new();
+    let image = repository::create(&site.store(), IMAGE, CHUNK, 4 << 20);
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    repository::edit_lease_process(&site, &image, "pid_namespace", 1.into());
+    let refused = |options: &Options| {
+        let ended = run(&options.arguments());
+        assert_eq!(ended.status.code(), Some(4), "{}", ended.message);
+        assert!(ended.message.contains("is in use by"), "{}", ended.message);
+    };
+    let copy = Options { live: site.path("live-of-copy"), ..Options::named(&site, "copy") };
+    fs::create_dir(&copy.mirror).expect("a directory for the copy");
+    for entry in fs::read_dir(&options.mirror).expect("list the mirror") {
+        let from = entry.expect("list the mirror").path();
+        if from.is_file() {
+            let to = copy.mirror.join(from.file_name().expect("a name"));
+            fs::copy(&from, to).expect("copy the mirror");
+        }
+    }
+    // The copy has the id of the mirror, and a data file with a lock of its own.
+    refused(&copy);
+    backend.kill();
+    refused(&copy);
+    // What the host's name for the file says is nothing on another host.
+    repository::edit_lease_process(&site, &image, "boot_id", "elsewhere".into());
+    refused(&options);
 }

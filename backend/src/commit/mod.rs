@@ -10,6 +10,8 @@
 //! continues with the first number that is not recorded as used. Without a live directory, nobody
 //! knows which of the reserved numbers were used, so the next process skips all of them.
 
+#[cfg(test)]
+mod label_tests;
 pub(crate) mod persist;
 pub(crate) mod stall;
 mod store_layer;
@@ -21,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, PendingCommit, Refusal, RefusalKind, is_valid_label};
-use cairn_store::{Consistency, NewSnapshot, now};
+use cairn_store::{Consistency, ErrorKind, NewSnapshot, now};
 use tokio::sync::watch;
 
 use crate::counters::Counters;
@@ -80,6 +82,34 @@ impl Commit {
     }
 }
 
+/// What the catalog has of a checkpoint when it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ending {
+    /// The snapshot is published, or may be: its label is in use. A label that is in use here and
+    /// not in the catalog is freed when it is requested again.
+    Published,
+    /// The snapshot will never be published, so its label is free.
+    Failed,
+    /// The snapshot has failed, and the catalog does not know that yet. Its label stays in use until
+    /// it does.
+    Unrecorded,
+}
+
+impl Ending {
+    /// The ending of a checkpoint after the catalog was told that it failed.
+    fn of_failure(told: &cairn_store::Result<()>) -> Ending {
+        match told {
+            Ok(()) => Ending::Failed,
+            // The catalog has never heard of the snapshot, or the snapshot was removed.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ending::Failed,
+            Err(error) if error.kind() == ErrorKind::Unavailable => Ending::Unrecorded,
+            // The publication was carried out although its answer was lost. Or the catalog refuses
+            // this process, and does not say what it has.
+            Err(_) => Ending::Published,
+        }
+    }
+}
+
 /// What [`persist`] does next.
 enum NextCommit {
     Commit(Arc<Commit>),
@@ -97,6 +127,18 @@ struct CommitQueue {
     unrecorded: Vec<(NewSnapshot, String)>,
     /// Set when the process stops. Then nothing more is accepted.
     closed: bool,
+}
+
+impl CommitQueue {
+    /// Keeps what a failed checkpoint leaves: its label, or its failure that has to be recorded.
+    fn failed(&mut self, new: &NewSnapshot, reason: &str, ending: Ending) {
+        self.unrecorded.retain(|(other, _)| other.number != new.number);
+        match (ending, &new.label) {
+            (Ending::Unrecorded, _) => self.unrecorded.push((new.clone(), reason.into())),
+            (Ending::Failed, Some(label)) => drop(self.labels.remove(label)),
+            (Ending::Failed | Ending::Published, _) => {}
+        }
+    }
 }
 
 /// The checkpoints of a disk.
@@ -157,6 +199,10 @@ impl Commits {
         }
         if let Some(reason) = self.image.poison_reason() {
             return Err(Refusal { kind: RefusalKind::Unavailable, message: reason });
+        }
+        // What is read from the data file may be older than what the guest has written.
+        if let Some(reason) = self.disk.data_sync.failure() {
+            return refuse(RefusalKind::Unavailable, reason);
         }
         if request.label.as_deref().is_some_and(|label| !is_valid_label(label)) {
             return refuse(
@@ -268,16 +314,12 @@ impl Commits {
         }
     }
 
-    /// Removes the first checkpoint, which has ended. If it failed and the catalog could not record
-    /// that, its label stays in use until the failure is recorded.
-    fn ended(&self, commit: &Commit, state: CommitState, is_recorded: bool) {
+    /// Removes the first checkpoint, which has ended.
+    fn ended(&self, commit: &Commit, state: CommitState, ending: Ending) {
         let mut queue = self.queue();
-        if let CommitState::Failed(reason) = &state {
-            match &commit.new.label {
-                _ if !is_recorded => queue.unrecorded.push((commit.new.clone(), reason.clone())),
-                Some(label) => drop(queue.labels.remove(label)),
-                None => {}
-            }
+        match &state {
+            CommitState::Failed(reason) => queue.failed(&commit.new, reason, ending),
+            CommitState::Stable { .. } | CommitState::Pending => {}
         }
         queue.commits.pop_front();
         drop(queue);
@@ -286,17 +328,11 @@ impl Commits {
     }
 
     /// Tries again to record failures in the catalog.
-    fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> bool) {
+    fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> Ending) {
         let failures = self.queue().unrecorded.clone();
         for (new, reason) in failures {
-            if !record(&new, &reason) {
-                continue;
-            }
-            let mut queue = self.queue();
-            queue.unrecorded.retain(|(other, _)| other.number != new.number);
-            if let Some(label) = &new.label {
-                queue.labels.remove(label);
-            }
+            let ending = record(&new, &reason);
+            self.queue().failed(&new, &reason, ending);
         }
     }
 

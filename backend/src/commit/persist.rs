@@ -22,13 +22,14 @@ use cairn_store::{
 
 use super::store_layer::{buffer_pool, store_layer};
 use super::throttle::CommitThrottle;
-use super::{Commit, CommitState, Commits, NextCommit};
+use super::{Commit, CommitState, Commits, Ending, NextCommit};
 use crate::counters::Counters;
 use crate::flush::Flusher;
 use crate::image::Image;
 use crate::local_disk::LocalDisk;
 use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::epoch::layer::Layer;
+use crate::mirror::files::data_sync::SYNC_FAILED;
 use crate::sys;
 
 /// How often an idle thread checks that snapshot numbers are reserved.
@@ -52,6 +53,8 @@ pub(super) enum PersistError {
     Mirror(#[from] io::Error),
     #[error("reading copies back: {0}")]
     Spill(io::Error),
+    #[error("{SYNC_FAILED}")]
+    SyncFailed,
     #[error("recording what is stored: {0}")]
     Journal(io::Error),
     #[error("{0}")]
@@ -142,8 +145,7 @@ impl Persister {
         let name = self.image.snapshot_name(commit.new.number);
         // In any case: only then is the dirty set complete.
         self.await_settled(&commit.layer);
-        let mut is_recorded = true;
-        let state = match self.persist_with_retries(commit) {
+        let (state, ending) = match self.persist_with_retries(commit) {
             Ok(published) => {
                 // Before the layer is gone: with the layer, a newer parent does no harm.
                 let (number, root) = self.image.attachment.parent();
@@ -153,7 +155,8 @@ impl Persister {
                 mirror.publish(&commit.layer);
                 // Writes do not wait for the snapshot's redundancy.
                 mirror.notify();
-                match self.complete(&published) {
+                self.disk.trim_copies();
+                let state = match self.complete(&published) {
                     Ok(()) => {
                         self.counters.stable(1);
                         let stored_bytes = published.snapshot.stored_bytes;
@@ -170,7 +173,8 @@ impl Persister {
                         tracing::error!(%name, %reason, "a checkpoint is not stable");
                         CommitState::Failed(reason)
                     }
-                }
+                };
+                (state, Ending::Published)
             }
             Err(PersistError::Stopped) => return false,
             Err(error) => {
@@ -179,14 +183,15 @@ impl Persister {
                     self.image.poison(reason.clone());
                 }
                 tracing::error!(%name, %reason, "a checkpoint failed");
-                is_recorded = self.record_failure(&commit.new, &reason);
+                let ending = self.record_failure(&commit.new, &reason);
                 mirror.give_up(&commit.layer);
+                self.disk.trim_copies();
                 self.counters.failed(1);
-                CommitState::Failed(reason)
+                (CommitState::Failed(reason), ending)
             }
         };
         mirror.notify();
-        self.commits.ended(commit, state, is_recorded);
+        self.commits.ended(commit, state, ending);
         true
     }
 
@@ -213,17 +218,14 @@ impl Persister {
         }
     }
 
-    /// Records a failure in the catalog. Returns `false` if that has to be tried again.
-    fn record_failure(&self, new: &NewSnapshot, reason: &str) -> bool {
-        match self.image.attachment.fail(new.number, reason) {
-            Ok(()) => true,
-            Err(error) => {
-                let name = self.image.snapshot_name(new.number);
-                tracing::error!(%name, %error, "cannot record the failure in the catalog");
-                // On any other error the catalog has never heard of the snapshot.
-                error.kind() != ErrorKind::Unavailable
-            }
+    /// Records a failure in the catalog. Returns what the catalog has then.
+    fn record_failure(&self, new: &NewSnapshot, reason: &str) -> Ending {
+        let told = self.image.attachment.fail(new.number, reason);
+        if let Err(error) = &told {
+            let name = self.image.snapshot_name(new.number);
+            tracing::error!(%name, %error, "cannot record the failure in the catalog");
         }
+        Ending::of_failure(&told)
     }
 
     /// Persists a checkpoint, and retries while the repository fails in a transient way. Chunks
@@ -264,6 +266,7 @@ impl Persister {
             commit.set_last_error(error.to_string());
             back_off(&mut delay, || {
                 self.abort.check()?;
+                self.check_sync()?;
                 commit.layer.failure().map_or(Ok(()), |reason| Err(PersistError::Layer(reason)))
             })?;
         }
@@ -343,9 +346,16 @@ impl Persister {
         if let Some(reason) = used.iter().find_map(|source| source.failure()) {
             return Err(PersistError::Layer(reason));
         }
+        // After all reading, too: until here the data file may have returned old data.
+        self.check_sync()?;
         let local = |at: ChunkIndex, buf: &mut [u8]| self.read_local(at, buf);
         let snapshot = announced.publish(&changes, stored.load(Ordering::Relaxed), &local)?;
         Ok((snapshot, changes))
+    }
+
+    /// Returns an error if a sync of the data file has failed.
+    pub(super) fn check_sync(&self) -> Result<(), PersistError> {
+        self.disk.data_sync.check().map_err(|_| PersistError::SyncFailed)
     }
 
     /// Reads a chunk as the mirror has it now, for a commit whose blobs were lost with their peers.

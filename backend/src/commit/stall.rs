@@ -43,6 +43,7 @@ pub(crate) fn spawn(
                 tracing::error!("{reason}");
                 counters.stalls(1);
                 disk.mirror.fail_oldest(&reason);
+                disk.trim_copies();
             }
         }
     })

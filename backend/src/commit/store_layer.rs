@@ -207,6 +207,7 @@ impl LayerWriter<'_> {
         let until = Instant::now() + self.persister.throttle.delay(bytes as u64);
         loop {
             self.persister.abort.check()?;
+            self.persister.check_sync()?;
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.failed.load(Ordering::SeqCst) {
                 return Ok(());
@@ -222,6 +223,7 @@ impl LayerWriter<'_> {
         let chunk_size = self.persister.disk.mirror.layout().chunk_size();
         let limit = (BATCH_BYTES / chunk_size).max(1);
         self.persister.abort.check()?;
+        self.persister.check_sync()?;
         if let Some(reason) = self.source.failure() {
             return Err(PersistError::Layer(reason));
         }

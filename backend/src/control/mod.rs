@@ -2,13 +2,16 @@
 //! line.
 //!
 //! Both use the messages of `cairn_agent`; a guest may use fewer of them. The proxy serves only the
-//! disk of this process, so a guest cannot name another disk. The time, the line length and the
-//! number of connections are bounded, and no connection can delay another one or the disk.
+//! disk of this process, so a guest cannot name another disk. The time, the line length, the number
+//! of connections, the queries of the catalog that wait, and the rate of a guest's checkpoints are
+//! bounded, and no connection can delay the operator's or the disk.
 
+pub(crate) mod catalog_lane;
+pub(crate) mod rate_limit;
 pub(crate) mod session;
 
 use std::os::unix::net::UnixListener as StdListener;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{io, thread};
 
@@ -17,6 +20,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
+use self::catalog_lane::CatalogLanes;
+use self::rate_limit::CheckpointLimit;
 use crate::commit::Commits;
 use crate::counters::Counters;
 use crate::guest::GuestState;
@@ -54,6 +59,9 @@ pub(crate) struct ControlContext {
     pub(crate) disk: Arc<LocalDisk>,
     pub(crate) guest: Arc<GuestState>,
     pub(crate) counters: Arc<Counters>,
+    pub(crate) catalog: CatalogLanes,
+    /// The limit of the guest's checkpoints, over all its connections.
+    pub(crate) guest_checkpoints: Mutex<CheckpointLimit>,
 }
 
 /// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`.
@@ -62,14 +70,7 @@ pub(crate) fn spawn(
     context: Arc<ControlContext>,
     stop: StopHandle,
 ) -> io::Result<()> {
-    // The one thread for catalog queries is started here and stays: later the system may be out of
-    // threads.
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(1)
-        .thread_keep_alive(Duration::from_secs(u64::from(u32::MAX)))
-        .build()?;
-    drop(runtime.spawn_blocking(|| ()));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     thread::Builder::new().name("control".into()).spawn(move || {
         if let Err(error) = runtime.block_on(run(listeners, context, stop.clone())) {
             tracing::error!(%error, "the control thread failed");

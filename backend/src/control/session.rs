@@ -13,6 +13,8 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufR
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
+use super::catalog_lane::NotAsked;
+use super::rate_limit::BURST;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
 use crate::image::Image;
@@ -50,14 +52,15 @@ pub(super) async fn serve(
             continue;
         }
         match request {
-            Request::Checkpoint(request) => {
-                checkpoint(&mut writer, context, &request, asked).await?;
-            }
+            Request::Checkpoint(request) => match allow_checkpoint(context, origin, asked) {
+                Ok(()) => checkpoint(&mut writer, origin, context, &request, asked).await?,
+                Err(refused) => send(&mut writer, &Event::Error(refused)).await?,
+            },
             Request::Follow(Follow { number }) => {
-                send(&mut writer, &follow(context, number).await).await?;
+                send(&mut writer, &follow(context, origin, number).await).await?;
             }
             Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
-            Request::List => send(&mut writer, &list(context).await).await?,
+            Request::List => send(&mut writer, &list(context, origin).await).await?,
             Request::Stats => send(&mut writer, &Event::Stats(context.counters.read())).await?,
         }
     }
@@ -97,14 +100,31 @@ async fn send(writer: &mut (impl AsyncWriteExt + Unpin), event: &Event) -> io::R
     timeout(LINE_TIMEOUT, writer.write_all(&line)).await?
 }
 
+/// Checks how often a guest takes checkpoints. The operator is not limited.
+fn allow_checkpoint(context: &ControlContext, origin: Origin, now: Instant) -> Result<(), Refusal> {
+    if origin == Origin::Host {
+        return Ok(());
+    }
+    let mut limit = context.guest_checkpoints.lock().expect("no code panics with this lock held");
+    limit.take(now).map_err(|wait| {
+        let (interval, wait) = (limit.interval().as_secs_f64(), wait.as_secs_f64());
+        let message = format!(
+            "a guest may take {BURST} checkpoints at once, and then one every {interval} s; try \
+             again in {wait:.1} s"
+        );
+        Refusal { kind: RefusalKind::Busy, message }
+    })
+}
+
 async fn checkpoint(
     writer: &mut (impl AsyncWriteExt + Unpin),
+    origin: Origin,
     context: &Arc<ControlContext>,
     request: &Checkpoint,
     asked: Instant,
 ) -> io::Result<()> {
     let commit = match context.commits.checkpoint(request, asked) {
-        Err(refused) if is_label_free(context, request, &refused).await => {
+        Err(refused) if is_label_free(context, origin, request, &refused).await => {
             context.commits.checkpoint(request, asked)
         }
         result => result,
@@ -131,6 +151,7 @@ async fn checkpoint(
 /// label.
 async fn is_label_free(
     context: &Arc<ControlContext>,
+    origin: Origin,
     request: &Checkpoint,
     refused: &Refusal,
 ) -> bool {
@@ -138,7 +159,7 @@ async fn is_label_free(
         return false;
     };
     let shared = context.clone();
-    let used = tokio::task::spawn_blocking(move || {
+    let used = context.catalog.of(origin).ask(move || {
         // In this order: a checkpoint that leaves the queue in between is in the catalog.
         let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
         let pending: Vec<String> = pending.collect();
@@ -154,7 +175,7 @@ async fn is_label_free(
 }
 
 /// Returns the outcome of a checkpoint, whichever process accepted it.
-async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
+async fn follow(context: &Arc<ControlContext>, origin: Origin, number: u64) -> Event {
     // In this order: a checkpoint that leaves the queue in between is in the catalog or in the list
     // of unrecorded failures.
     if let Some(commit) = context.commits.find(number) {
@@ -166,7 +187,7 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
         return failed(reason);
     }
     let find = move |image: &Image| image.find(Selector::Number(number));
-    let snapshot = match ask_catalog(context, find).await {
+    let snapshot = match ask_catalog(context, origin, find).await {
         Ok(found) => found,
         Err(refused) => return refused,
     };
@@ -202,17 +223,19 @@ async fn follow(context: &Arc<ControlContext>, number: u64) -> Event {
     }
 }
 
-/// Asks the catalog. Returns the answer to send if the catalog is unavailable.
+/// Asks the catalog. Returns the answer to send if the catalog is unavailable, or if too many
+/// queries of a guest wait for it.
 async fn ask_catalog<T: Send + 'static>(
     context: &Arc<ControlContext>,
+    origin: Origin,
     ask: impl FnOnce(&Image) -> cairn_store::Result<T> + Send + 'static,
 ) -> Result<T, Event> {
     let shared = context.clone();
-    let asked = match tokio::task::spawn_blocking(move || ask(&shared.image)).await {
-        Ok(asked) => asked.map_err(|error| error.to_string()),
-        Err(error) => Err(error.to_string()),
-    };
-    asked.map_err(|message| refusal(RefusalKind::Unavailable, message))
+    match context.catalog.of(origin).ask(move || ask(&shared.image)).await {
+        Ok(asked) => asked.map_err(|error| refusal(RefusalKind::Unavailable, error.to_string())),
+        Err(NotAsked::Full) => Err(refusal(RefusalKind::Busy, NotAsked::Full.to_string())),
+        Err(error) => Err(refusal(RefusalKind::Unavailable, error.to_string())),
+    }
 }
 
 /// Waits for the end of a checkpoint.
@@ -241,6 +264,8 @@ fn status(context: &ControlContext) -> Status {
     let mirror = &context.disk.mirror;
     let layout = mirror.layout();
     let queues = context.counters.queues.iter().enumerate();
+    let sync_failure = context.disk.data_sync.failure().map(str::to_owned);
+    let checkpoint_error = context.image.poison_reason().or(sync_failure);
     Status {
         protocol: PROTOCOL_VERSION,
         image: context.image.name().to_string(),
@@ -252,17 +277,17 @@ fn status(context: &ControlContext) -> Status {
         dirty_bytes: mirror.epoch_view().dirty().len() * layout.chunk_size() as u64,
         present_bytes: mirror.presence().local_bytes(),
         pending: context.commits.pending(),
-        checkpoint_error: context.image.poison_reason(),
+        checkpoint_error,
         queues: queues.map(|(number, queue)| queue.read(number)).collect(),
     }
 }
 
 /// Lists the snapshots of the image. A checkpoint is listed as soon as it is accepted, even if the
 /// catalog learns of it a little later.
-async fn list(context: &Arc<ControlContext>) -> Event {
+async fn list(context: &Arc<ControlContext>, origin: Origin) -> Event {
     let accepted = context.commits.accepted();
     let ask = |image: &Image| image.last_snapshots(MAX_LISTED);
-    let (snapshots, total) = match ask_catalog(context, ask).await {
+    let (snapshots, total) = match ask_catalog(context, origin, ask).await {
         Ok(listed) => listed,
         Err(refused) => return refused,
     };

@@ -46,7 +46,7 @@ pub fn journal(mut data: &[u8]) {
     let space = CowSpace {
         memory,
         spill_buffers: BufferPool::new(0),
-        spill: RangeAllocator::new(SPACE_BLOCKS * BLOCK_BYTES),
+        spill: RangeAllocator::new(SPACE_BLOCKS * BLOCK_BYTES, 0),
     };
     let layers =
         states.map(|state| Layer::recover(state, &journal, records.as_deref(), &layout, &space));

@@ -169,6 +169,12 @@ impl Ledger {
         self.set_header(NO_HEAD, used);
     }
 
+    /// Whether a process has used the ledger, for a ring of any state.
+    pub(crate) fn is_initialised(&self) -> bool {
+        let [version, ..] = self.header();
+        u64::from(version) == VERSION
+    }
+
     /// Whether no chain was returned since [`Ledger::reset`].
     fn is_unused(&self) -> bool {
         let [_, _, last, _] = self.header();

@@ -14,6 +14,18 @@ use self::ledger::{GuestRingAddresses, Ledger, LedgerFile, RingIndices};
 use self::ring_ownership::{ConnectionId, RingOwnership};
 use crate::mirror::files::live_dir::GuestFlags;
 
+/// The mode of the guest's write cache. The numbers are those of the live directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub(crate) enum CachingMode {
+    /// A write is answered when it has landed.
+    WriteBack = 0,
+    /// The guest has turned off the cache: a write is answered when it is durable.
+    TurnedOff = 1,
+    /// The driver cannot flush, so the cache is off.
+    CannotFlush = 2,
+}
+
 /// The guest's state. Connections and workers share it.
 pub(crate) struct GuestState {
     flags: GuestFlags,
@@ -40,8 +52,17 @@ impl GuestState {
         self.flags.write_through().load(Ordering::Relaxed) != 0
     }
 
-    pub(crate) fn set_write_through(&self, write_through: bool) {
-        self.flags.write_through().store(write_through.into(), Ordering::Relaxed);
+    /// The mode of the guest's write cache.
+    pub(crate) fn caching(&self) -> CachingMode {
+        match self.flags.write_through().load(Ordering::Relaxed) {
+            0 => CachingMode::WriteBack,
+            2 => CachingMode::CannotFlush,
+            _ => CachingMode::TurnedOff,
+        }
+    }
+
+    pub(crate) fn set_caching(&self, mode: CachingMode) {
+        self.flags.write_through().store(mode as u64, Ordering::Relaxed);
     }
 
     /// Whether the ring with this index may be in use when it starts.

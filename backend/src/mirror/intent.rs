@@ -68,19 +68,35 @@ impl WriteIntent {
         WriteIntent::regions(span).any(|region| self.get(region))
     }
 
-    /// The bits together with those of `span`, to be written to the map.
-    pub(crate) fn bytes_with(&self, span: Span) -> Vec<u8> {
-        let mut bytes = self.bytes();
-        for region in WriteIntent::regions(span) {
-            bytes[(region / 8) as usize] |= 1 << (region % 8);
-        }
-        bytes
+    /// An empty set of this disk's regions.
+    pub(crate) fn no_regions(&self) -> RegionSet {
+        RegionSet { words: vec![0; self.words.len()] }
     }
 
-    /// Records that the map has the regions of `span`.
-    pub(crate) fn set(&self, span: Span) {
-        for region in WriteIntent::regions(span) {
-            self.words[(region / 64) as usize].fetch_or(1 << (region % 64), Ordering::SeqCst);
+    /// The regions of `span`.
+    #[cfg(test)]
+    pub(crate) fn regions_of(&self, span: Span) -> RegionSet {
+        let mut regions = self.no_regions();
+        regions.insert(span);
+        regions
+    }
+
+    /// Whether the map has all of `regions`.
+    pub(crate) fn has_all(&self, regions: &RegionSet) -> bool {
+        let mut words = self.words.iter().zip(&regions.words);
+        words.all(|(word, more)| more & !word.load(Ordering::SeqCst) == 0)
+    }
+
+    /// The bits together with those of `regions`, to be written to the map.
+    pub(crate) fn bytes_with(&self, regions: &RegionSet) -> Vec<u8> {
+        let words = self.words.iter().zip(&regions.words);
+        words.flat_map(|(word, more)| (word.load(Ordering::SeqCst) | more).to_le_bytes()).collect()
+    }
+
+    /// Records that the map has `regions`.
+    pub(crate) fn set(&self, regions: &RegionSet) {
+        for (word, more) in self.words.iter().zip(&regions.words) {
+            word.fetch_or(*more, Ordering::SeqCst);
         }
     }
 
@@ -110,7 +126,39 @@ impl WriteIntent {
 
     /// Sets the bits of regions again that were cleared, and that the map still has.
     pub(crate) fn restore(&self, cleared: &[Region]) {
-        cleared.iter().for_each(|region| self.set(region.span()));
+        let mut regions = self.no_regions();
+        cleared.iter().for_each(|region| regions.insert(region.span()));
+        self.set(&regions);
+    }
+}
+
+/// A set of regions. Its size depends on the size of the disk, and not on what is inserted.
+#[derive(Clone)]
+pub(crate) struct RegionSet {
+    words: Vec<u64>,
+}
+
+impl RegionSet {
+    /// Inserts the regions of `span`.
+    pub(crate) fn insert(&mut self, span: Span) {
+        for region in WriteIntent::regions(span) {
+            self.words[(region / 64) as usize] |= 1 << (region % 64);
+        }
+    }
+
+    /// Inserts all regions of `other`.
+    pub(crate) fn insert_all(&mut self, other: &RegionSet) {
+        self.words.iter_mut().zip(&other.words).for_each(|(word, more)| *word |= more);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.words.iter().all(|word| *word == 0)
+    }
+
+    /// Removes all regions, and returns them.
+    pub(crate) fn take(&mut self) -> RegionSet {
+        let words = vec![0; self.words.len()];
+        RegionSet { words: std::mem::replace(&mut self.words, words) }
     }
 }
 
@@ -132,13 +180,14 @@ mod tests {
         let intent = intent();
         let span = Span { offset: 3 * REGION_BYTES - 512, len: 1024 };
         assert!(!intent.covers(span));
-        intent.set(Span { offset: 2 * REGION_BYTES, len: 512 });
+        intent.set(&intent.regions_of(Span { offset: 2 * REGION_BYTES, len: 512 }));
         assert!(!intent.covers(span));
-        intent.set(span);
+        intent.set(&intent.regions_of(span));
         assert!(intent.covers(span));
         assert!(!intent.covers(Span { offset: 4 * REGION_BYTES, len: 512 }));
-        let other =
-            WriteIntent::new(&intent.bytes_with(Span { offset: 100 * REGION_BYTES, len: 512 }));
+        let far = intent.regions_of(Span { offset: 100 * REGION_BYTES, len: 512 });
+        let other = WriteIntent::new(&intent.bytes_with(&far));
+        assert!(other.has_all(&far) && !intent.has_all(&far));
         assert!(other.covers(span) && other.covers(Span { offset: 100 * REGION_BYTES, len: 512 }));
         let cleared = other.clear_unchanged(|region| region.offset == 2 * REGION_BYTES);
         assert_eq!(cleared, [Region(3), Region(100)]);

@@ -22,7 +22,7 @@
 //! | [`layout`], [`bits`], [`block_set`] | arithmetic and sets |
 //! | [`presence`] | which blocks are local |
 //! | [`intent`] | which regions may differ from the parent snapshot |
-//! | `claims` | who is about to change which absent blocks |
+//! | [`claims`] | who is about to change which blocks |
 //! | [`epoch`] | epochs, layers and their recovery |
 //! | [`cow`] | space for the old content of blocks |
 //! | [`events`] | how waiting threads learn of changes |
@@ -30,7 +30,7 @@
 
 pub(crate) mod bits;
 pub(crate) mod block_set;
-mod claims;
+pub(crate) mod claims;
 pub(crate) mod cow;
 pub(crate) mod epoch;
 pub(crate) mod events;
@@ -47,10 +47,10 @@ use std::sync::{Arc, Mutex};
 
 use cairn_store::ChunkIndex;
 
-use self::claims::Claims;
+use self::claims::{Claims, WriteKind};
 use self::cow::buffer_pool::PooledBuffer;
 use self::cow::range_allocator::AllocatedRange;
-use self::cow::{CopyData, CowSpace, PreservedRun};
+use self::cow::{CopyData, CowSpace, NoSpace, PreservedRun};
 use self::epoch::Epoch;
 use self::epoch::layer::{CowAction, Layer};
 use self::epoch::manager::{EpochHandle, EpochManager, EpochView, StoreProgress};
@@ -80,8 +80,8 @@ pub(crate) struct Permit {
     span: Span,
     epoch: Epoch,
     worker: usize,
-    /// Whether blocks of `span` are claimed.
-    claimed: bool,
+    /// The kind of the claims on the blocks of `span`, if they are claimed.
+    claimed: Option<WriteKind>,
     returned: bool,
 }
 
@@ -120,6 +120,8 @@ pub(crate) struct Mirror {
     epochs: EpochManager,
     intent: WriteIntent,
     claims: Claims,
+    /// Whether only whole blocks can be written to the data file.
+    whole_blocks: bool,
     cow_space: CowSpace,
     /// Whether a write found no space for a copy.
     cow_exhausted: AtomicBool,
@@ -146,12 +148,32 @@ impl Mirror {
             epochs,
             intent,
             claims: Claims::new(),
+            whole_blocks: false,
             cow_space,
             cow_exhausted: AtomicBool::new(false),
             invalidations: AtomicU64::new(0),
             invalidating: Mutex::new(()),
             events,
         }
+    }
+
+    /// This mirror, with a data file to which only whole blocks can be written. Then a write to a
+    /// part of a block reads the block first.
+    pub(crate) fn with_whole_blocks(self, whole_blocks: bool) -> Mirror {
+        Mirror { whole_blocks, ..self }
+    }
+
+    /// How `span` is written to the data file.
+    pub(crate) fn write_kind(&self, span: Span) -> WriteKind {
+        match self.io_span(span) == span {
+            true => WriteKind::Plain,
+            false => WriteKind::ReadModifyWrite,
+        }
+    }
+
+    /// The span of the data file that has to be read or written for `span`.
+    pub(crate) fn io_span(&self, span: Span) -> Span {
+        if self.whole_blocks { self.layout.blocks(span).span() } else { span }
     }
 
     pub(crate) fn layout(&self) -> &Layout {
@@ -216,6 +238,17 @@ impl Mirror {
         self.notify();
     }
 
+    /// Gives space back that no copy uses. `shorten_spill` shortens the spill file, if it is longer.
+    pub(crate) fn trim_copies(
+        &self,
+        shorten_spill: impl FnOnce(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let result = self.cow_space.trim(shorten_spill);
+        // While that went on, there was less space than there is.
+        self.notify();
+        result
+    }
+
     /// How far the layers have been stored.
     pub(crate) fn store_progress(&self) -> StoreProgress {
         self.epochs.progress()
@@ -272,8 +305,8 @@ impl Mirror {
             return Plan::RecordIntent(span);
         }
         let is_present = match claimed {
-            true => self.layout.edges(span).all(|block| self.presence.get(block)),
-            false => {
+            Some(_) => self.layout.edges(span).all(|block| self.presence.get(block)),
+            None => {
                 self.invalidations().is_multiple_of(2)
                     && self.presence.all(self.layout.blocks(span))
             }
@@ -308,13 +341,15 @@ impl Mirror {
                 };
                 blocked |= runs.is_empty();
                 for run in runs {
-                    let reserved = self.reserve_copies(layer, chunk, run, &mut copies);
-                    if reserved < run.count {
-                        let (first, count) = (run.first + reserved, run.count - reserved);
-                        layer.cancel_copy(chunk, Blocks { first, count });
+                    let Err((rest, reason)) = self.reserve_copies(layer, chunk, run, &mut copies)
+                    else {
+                        continue;
+                    };
+                    layer.cancel_copy(chunk, rest);
+                    if reason == NoSpace::Full {
                         self.cow_exhausted.store(true, Ordering::Relaxed);
-                        blocked = true;
                     }
+                    blocked = true;
                 }
             }
         }
@@ -326,28 +361,29 @@ impl Mirror {
     }
 
     /// Reserves space for the copy of a run, in smaller parts if there is none for the whole run.
-    /// Returns the number of blocks for which there is space.
+    /// The error is the rest of the run, for which there is no space.
     fn reserve_copies(
         &self,
         layer: &Arc<Layer>,
         chunk: ChunkIndex,
         run: Blocks,
         copies: &mut Vec<(BlockCopy, PooledBuffer)>,
-    ) -> u64 {
-        let mut first = run.first;
+    ) -> Result<(), (Blocks, NoSpace)> {
+        let mut rest = run;
         let mut count = run.count;
-        while first < run.end() && count > 0 {
-            let part = Blocks { first, count: count.min(run.end() - first) };
+        while rest.count > 0 {
+            let part = Blocks { count: count.min(rest.count), ..rest };
             match self.cow_space.take(part.span().len) {
-                Some((buffer, spill_range)) => {
+                Ok((buffer, spill_range)) => {
                     let layer = layer.clone();
                     copies.push((BlockCopy { chunk, run: part, layer, spill_range }, buffer));
-                    first += part.count;
+                    rest = Blocks { first: part.end(), count: rest.count - part.count };
                 }
-                None => count = part.count / 2,
+                Err(reason) if part.count == 1 => return Err((rest, reason)),
+                Err(_) => count = part.count / 2,
             }
         }
-        first - run.first
+        Ok(())
     }
 
     /// Fails a layer whose old content cannot be kept: the snapshot is lost, but not the guest's
@@ -356,25 +392,26 @@ impl Mirror {
         self.epochs.fail(layer, &format!("copying chunk {} of the mirror: {error}", chunk.0));
     }
 
-    /// Claims the blocks of `span` in chunks that are not wholly present. Returns `None` if one of
-    /// the blocks is claimed by somebody else, and otherwise whether there was anything to claim.
-    fn claim(&self, span: Span) -> Option<bool> {
-        if self.presence.all(self.layout.blocks(span)) {
-            return Some(false);
+    /// Claims the blocks of `span`, unless a plain write finds all of them present. Returns `None` if
+    /// the write has to wait for somebody else's claim, and otherwise the kind of its own claims.
+    fn claim(&self, span: Span) -> Option<Option<WriteKind>> {
+        if !self.whole_blocks && self.presence.all(self.layout.blocks(span)) {
+            return Some(None);
         }
+        let kind = self.write_kind(span);
         for chunk in self.layout.chunks(span) {
-            if !self.claims.try_write(chunk, self.layout.blocks_within(span, chunk)) {
-                self.release_claims(span, chunk);
+            if !self.claims.try_write(chunk, self.layout.blocks_within(span, chunk), kind) {
+                self.release_claims(span, kind, chunk);
                 return None;
             }
         }
-        Some(true)
+        Some(Some(kind))
     }
 
     /// Releases the claims of `span` in the chunks before `end`.
-    fn release_claims(&self, span: Span, end: ChunkIndex) {
+    fn release_claims(&self, span: Span, kind: WriteKind, end: ChunkIndex) {
         for chunk in self.layout.chunks(span).take_while(|chunk| *chunk < end) {
-            self.claims.release_write(chunk, self.layout.blocks_within(span, chunk));
+            self.claims.release_write(chunk, self.layout.blocks_within(span, chunk), kind);
         }
     }
 
@@ -404,8 +441,8 @@ impl Mirror {
 
     fn return_permit(&self, mut permit: Permit) {
         permit.returned = true;
-        if permit.claimed {
-            self.release_claims(permit.span, ChunkIndex(u64::MAX));
+        if let Some(kind) = permit.claimed {
+            self.release_claims(permit.span, kind, ChunkIndex(u64::MAX));
             self.notify();
         }
         self.return_ticket(permit.worker, permit.epoch);

@@ -1,8 +1,13 @@
 use proptest::prelude::{any, prop};
-use proptest::{prop_assert, proptest};
+use proptest::{prop_assert, prop_assert_eq, proptest};
+use virtio_queue::desc::{RawDescriptor, split};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::{Descriptor, Parsed, Refused, RequestKind, Segment, parse};
+use super::{
+    Descriptor, Descriptors, MAX_DESCRIPTORS, MAX_SEGMENTS, Parsed, Refused, RequestKind, Segment,
+    parse,
+};
 
 const MEMORY: usize = 1 << 20;
 const HEADER: u64 = 0x1000;
@@ -112,7 +117,70 @@ fn wrong_shapes_are_invalid_and_unknown_kinds_unsupported() {
     );
 }
 
+#[test]
+fn a_chain_that_is_longer_than_any_request_is_not_read_to_its_end() {
+    let memory = memory();
+    header(&memory, 0, 0);
+    let parse_long = |data: usize, empty: usize| {
+        let mut seen = 0;
+        let chain = [read_only(HEADER, 16)]
+            .into_iter()
+            .chain(std::iter::repeat_n(write_only(DATA, 512), data))
+            .chain(std::iter::repeat_n(write_only(DATA, 0), empty))
+            .chain([write_only(STATUS, 1)])
+            .inspect(|_| seen += 1);
+        let parsed = parse(chain, &memory);
+        (parsed, seen)
+    };
+    let (parsed, _) = parse_long(MAX_SEGMENTS, 0);
+    assert!(matches!(parsed.unwrap().request, Ok(RequestKind::Read { .. })));
+    let (parsed, _) = parse_long(MAX_SEGMENTS + 1, 0);
+    assert_eq!(parsed.unwrap().request, Err(Refused::Invalid));
+    for (data, empty) in [(65000, 0), (1, 65000)] {
+        let (parsed, seen) = parse_long(data, empty);
+        assert_eq!((parsed, seen), (None, MAX_DESCRIPTORS + 1));
+    }
+}
+
 proptest! {
+    /// Any table, with any head, is walked as `virtio-queue` walks it.
+    #[test]
+    fn a_chain_is_walked_as_the_library_does(
+        entries in prop::collection::vec(
+            (
+                prop::sample::select(vec![0u64, 0x1000, 0x1010, 0x3000, MEMORY as u64 - 16, u64::MAX - 7]),
+                prop::sample::select(vec![0u32, 1, 16, 17, 48, 160, 4096, 65536 * 16, u32::MAX]),
+                0u16..8,
+                0u16..18,
+            ),
+            32,
+        ),
+        head in 0u16..18,
+    ) {
+        let (memory, table, size) = (memory(), 0x1000, 16);
+        for (at, (address, len, flags, next)) in (table..).step_by(16).zip(entries) {
+            let entry = RawDescriptor::from(split::Descriptor::new(address, len, flags, next));
+            memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
+        memory.write_obj(1u16, GuestAddress(0x8002)).unwrap();
+        memory.write_obj(head, GuestAddress(0x8004)).unwrap();
+        let mut queue = Queue::new(size).unwrap();
+        queue.set_desc_table_address(Some(table as u32), Some(0));
+        queue.set_avail_ring_address(Some(0x8000), Some(0));
+        queue.set_ready(true);
+        let expected: Vec<_> = queue
+            .iter(&memory)
+            .unwrap()
+            .next()
+            .unwrap()
+            .map(|one| (one.addr().0, one.len(), one.is_write_only()))
+            .collect();
+        let found: Vec<_> = Descriptors::new(&memory, GuestAddress(table), size, head)
+            .map(|one| (one.segment.address, one.segment.len, one.writable))
+            .collect();
+        prop_assert_eq!(found, expected);
+    }
+
     /// For any chain and any memory there is an answer and no panic, and accepted requests are
     /// within bounds.
     #[test]

@@ -12,7 +12,7 @@ use crate::mirror::files::disk_file::{DiskFile, make_directory};
 use crate::mirror::files::journal::Journal;
 use crate::mirror::files::live_dir::LiveDir;
 use crate::mirror::files::map::{Identity, MapError, MapFile, UseId};
-use crate::mirror::layout::{Layout, SECTOR_BYTES, Span};
+use crate::mirror::layout::{BLOCK_BYTES, Layout, Span};
 use crate::sys;
 
 /// The mirror's directory, which is locked and fits the image.
@@ -40,13 +40,13 @@ impl LocalState {
         let data = DiskFile::open(&path.join("disk")).map_err(|source| match source.kind() {
             io::ErrorKind::WouldBlock => StartError::Locked { path: path.clone() },
             io::ErrorKind::InvalidInput => {
-                mismatch("is on a file system without direct I/O; use ext4, xfs or btrfs")
+                mismatch("is on a file system without direct I/O; use ext4 or xfs")
             }
             _ => failed(source),
         })?;
-        if data.alignment().offset > SECTOR_BYTES {
+        if data.alignment().offset > BLOCK_BYTES {
             return Err(mismatch(
-                "is on a disk whose sectors are larger than 512 bytes, which is not supported",
+                "is on a disk whose sectors are larger than 4 KiB, which is not supported",
             ));
         }
         let spill = DiskFile::open(&path.join("spill")).map_err(failed)?;

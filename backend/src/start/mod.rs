@@ -7,8 +7,8 @@ mod sockets;
 use std::collections::HashSet;
 use std::fs;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use cairn_store::net::identity::Access;
 use cairn_store::{
@@ -23,10 +23,12 @@ use crate::args::Args;
 use crate::commit::persist::{Abort, Persister};
 use crate::commit::throttle::CommitThrottle;
 use crate::commit::{Commits, stall};
+use crate::control::catalog_lane::CatalogLanes;
+use crate::control::rate_limit::CheckpointLimit;
 use crate::control::{self, ControlContext};
 use crate::counters::Counters;
 use crate::fetch::Fetcher;
-use crate::flush::Flusher;
+use crate::flush::{Flusher, INTENT_TIMEOUT};
 use crate::guest::GuestState;
 use crate::guest::ledger::LedgerFile;
 use crate::image::Image;
@@ -40,7 +42,9 @@ use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
+use crate::mirror::files::data_sync::DataSync;
 use crate::mirror::files::live_dir;
+use crate::mirror::layout::SECTOR_BYTES;
 use crate::vhost::server::{self, StopHandle};
 use crate::worker::{self, Command, RequestContext};
 
@@ -74,6 +78,9 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let path = fs::canonicalize(&args.mirror).unwrap_or(args.mirror.clone());
     let owner = MirrorOwner::this_process(local.map.identity().mirror, path.display().to_string())
         .map_err(repository)?;
+    let lock = local.data.locked_file();
+    let lock = lock.map_err(|source| StartError::Mirror { path: args.mirror.clone(), source })?;
+    let owner = owner.with_lock(lock);
     let attachment = match local.is_used() {
         true => store.attach_again(&owner, &snapshot, mode, &local.map.parent()),
         false => store.attach(&owner, &snapshot, mode),
@@ -186,12 +193,11 @@ fn serve(
         Some(mib) => mib.saturating_mul(1 << 20),
         None => layout.file_len().min(free / 2),
     };
-    // Copies that exist already stay where they are.
-    let spill_bytes = spill_bytes.max(spill.len().map_err(serving("looking for copies"))?);
+    let spill_found = spill.len().map_err(serving("looking for copies"))?;
     let cow_space = CowSpace {
         memory: live.cow_memory,
         spill_buffers: BufferPool::new(SPILL_BUFFER_BYTES),
-        spill: RangeAllocator::new(spill_bytes),
+        spill: RangeAllocator::new(spill_bytes, spill_found),
     };
     let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
     let image = Arc::new(Image::new(repository, attachment, map.identity().geometry));
@@ -218,12 +224,20 @@ fn serve(
         .map_err(serving("making the ledger of requests"))?;
     let events = Events::new(wakes.collect());
     let intent = map.intent(&layout).map_err(serving("reading the map"))?;
-    let mirror = Mirror::new(layout, live.presence, intent, epochs, cow_space, events);
+    let mirror = Mirror::new(layout, live.presence, intent, epochs, cow_space, events)
+        .with_whole_blocks(data.alignment().offset > SECTOR_BYTES);
 
-    let disk = Arc::new(LocalDisk { mirror, data, spill, read_only: args.read_only });
+    let disk = Arc::new(LocalDisk {
+        mirror,
+        data,
+        data_sync: DataSync::new(live.validity),
+        spill,
+        read_only: args.read_only,
+    });
+    disk.trim_copies();
     let guest = Arc::new(GuestState::new(live.flags, ledgers));
     let counters = Arc::new(Counters::new(mailboxes.len()));
-    let flusher = Arc::new(Flusher::new(disk.clone(), map));
+    let flusher = Arc::new(Flusher::new(disk.clone(), map, INTENT_TIMEOUT));
     let fetch_retry = Duration::from_secs(args.fetch_retry.into());
     let fetcher =
         Arc::new(Fetcher::new(disk.clone(), image.clone(), counters.clone(), fetch_retry));
@@ -260,6 +274,11 @@ fn serve(
         disk: disk.clone(),
         guest: guest.clone(),
         counters: counters.clone(),
+        catalog: CatalogLanes::start().map_err(serving("starting a thread"))?,
+        guest_checkpoints: Mutex::new(CheckpointLimit::new(
+            Duration::from_millis(args.guest_checkpoint_interval.into()),
+            Instant::now(),
+        )),
     });
 
     let spawning = serving("starting a thread");

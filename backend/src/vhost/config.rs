@@ -86,7 +86,10 @@ mod tests {
     use cairn_store::Geometry;
     use virtio_bindings::bindings::virtio_blk::virtio_blk_config;
 
-    use super::{CONFIG_BYTES, Layout, space};
+    use super::{
+        CONFIG_BYTES, Layout, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX,
+        VIRTIO_BLK_F_WRITE_ZEROES, features, space,
+    };
 
     #[test]
     fn the_space_has_the_layout_of_the_specification() {
@@ -107,5 +110,47 @@ mod tests {
         assert_eq!(u32_at(offset_of!(virtio_blk_config, max_write_zeroes_sectors)), 131072);
         assert_eq!(space[offset_of!(virtio_blk_config, write_zeroes_may_unmap)], 1);
         assert_eq!(CONFIG_BYTES, size_of::<virtio_blk_config>());
+    }
+
+    /// Drivers divide by these limits, or take a limit of zero for "nothing is allowed".
+    #[test]
+    fn no_limit_of_a_feature_that_is_offered_is_zero() {
+        let sizes = [512, 4096, 4608, 65536, (1 << 30) + 512, 1 << 44];
+        let queue_sizes = [1, 2, 4, 64, 256, 1024];
+        for size in sizes {
+            for (queue_size, chunk_size) in queue_sizes.into_iter().zip([65536, 4 << 20].repeat(3))
+            {
+                let layout = Layout::new(Geometry::new(size, chunk_size).unwrap());
+                let space = space(&layout, 1, queue_size, true);
+                let u32_at = |at: usize| u32::from_le_bytes(space[at..at + 4].try_into().unwrap());
+                let limits = [
+                    (VIRTIO_BLK_F_SIZE_MAX, u32_at(offset_of!(virtio_blk_config, size_max))),
+                    (VIRTIO_BLK_F_SEG_MAX, u32_at(offset_of!(virtio_blk_config, seg_max))),
+                    (
+                        VIRTIO_BLK_F_DISCARD,
+                        u32_at(offset_of!(virtio_blk_config, max_discard_sectors)),
+                    ),
+                    (VIRTIO_BLK_F_DISCARD, u32_at(offset_of!(virtio_blk_config, max_discard_seg))),
+                    (
+                        VIRTIO_BLK_F_DISCARD,
+                        u32_at(offset_of!(virtio_blk_config, discard_sector_alignment)),
+                    ),
+                    (
+                        VIRTIO_BLK_F_WRITE_ZEROES,
+                        u32_at(offset_of!(virtio_blk_config, max_write_zeroes_sectors)),
+                    ),
+                    (
+                        VIRTIO_BLK_F_WRITE_ZEROES,
+                        u32_at(offset_of!(virtio_blk_config, max_write_zeroes_seg)),
+                    ),
+                ];
+                for (feature, limit) in limits {
+                    for read_only in [false, true] {
+                        let is_offered = features(read_only, false) & 1 << feature != 0;
+                        assert!(!is_offered || limit > 0, "{size} {queue_size}: feature {feature}");
+                    }
+                }
+            }
+        }
     }
 }

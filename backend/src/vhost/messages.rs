@@ -11,11 +11,11 @@ use vhost::vhost_user::message::{
     VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
-use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
+use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 
-use super::{Handler, MAX_MEMORY_SLOTS, Ring, UserRingAddresses, config, failed};
+use super::{Caching, Handler, MAX_MEMORY_SLOTS, Ring, UserRingAddresses, config, failed};
 use crate::guest::ledger::LedgerRegion;
-use crate::memory::{DirtyLog, GuestMap, UserRange, map_region};
+use crate::memory::{DirtyLog, UserRange, map_region};
 use crate::sys;
 use crate::worker::{Command, ParkedRequests};
 
@@ -38,11 +38,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
             *ring = Ring { size: self.queue_size, ..Ring::default() };
         }
         self.features = 0;
-        self.cached = true;
         self.log = None;
         self.ledgers = None;
-        self.apply_log();
-        Ok(())
+        self.apply_log()
     }
 
     fn get_features(&mut self) -> Result<u64> {
@@ -56,14 +54,10 @@ impl VhostUserBackendReqHandlerMut for Handler {
         let before = std::mem::replace(&mut self.features, features);
         let changed = |bit: u64| (before ^ features) & bit != 0;
         if changed(VhostUserVirtioFeatures::LOG_ALL.bits()) {
-            self.apply_log();
+            self.apply_log()?;
         }
-        // A driver that never flushes relies on every completed write.
-        let flushes = 1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE;
-        if features & flushes == 0 {
-            self.cached = false;
-        } else if changed(flushes) {
-            self.cached = true;
+        if self.runs() {
+            self.apply_caching();
         }
         // Without the protocol features no message enables a ring.
         if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
@@ -94,9 +88,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
             })
             .collect::<io::Result<_>>()
             .map_err(failed)?;
-        self.replace_map(GuestMap::new(regions).map_err(failed)?);
-        self.apply_log();
-        Ok(None)
+        self.replace_map(regions).map(|()| None)
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
@@ -207,7 +199,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let queues = self.rings.len() as u16;
         let layout = self.disk.mirror.layout();
-        let config = config::space(layout, queues, self.queue_size, self.cached);
+        let config = config::space(layout, queues, self.queue_size, self.cached());
         let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
         config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
     }
@@ -217,7 +209,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
             (config::WRITEBACK_OFFSET, [cached @ (0 | 1)])
                 if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
             {
-                self.cached = *cached == 1;
+                let turned_off = *cached == 0;
+                self.caching = Caching { turned_off, ..Caching::default() };
                 if self.runs() {
                     self.apply_caching();
                 }
@@ -243,14 +236,12 @@ impl VhostUserBackendReqHandlerMut for Handler {
             len: region.memory_size,
         };
         let region = map_region(range, file, region.mmap_offset).map_err(failed)?;
-        self.replace_map(self.map.with(region).map_err(failed)?);
-        Ok(None)
+        self.replace_map(self.map.regions_with(region)).map(|()| None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        let map = self.map.without(region.guest_phys_addr, region.memory_size).map_err(failed)?;
-        self.replace_map(map);
-        Ok(())
+        let (guest, len) = (region.guest_phys_addr, region.memory_size);
+        self.replace_map(self.map.regions_without(guest, len).map_err(failed)?)
     }
 
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
@@ -276,8 +267,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
         let log = DirtyLog::new(file, log.mmap_offset, log.mmap_size).map_err(failed)?;
         self.log = Some(Arc::new(log));
-        self.apply_log();
-        Ok(())
+        self.apply_log()
     }
 
     fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {

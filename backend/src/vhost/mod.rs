@@ -12,6 +12,7 @@ mod config;
 mod messages;
 pub(crate) mod server;
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -20,15 +21,17 @@ use std::sync::{Arc, mpsc};
 
 use vhost::vhost_user::message::VhostUserVirtioFeatures;
 use vhost::vhost_user::{Error, Result};
+use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
+use vm_memory::{Address, Bytes};
 
-use crate::guest::GuestState;
 use crate::guest::ledger::{GuestRingAddresses, Ledger, LedgerRegion, RingIndices};
 use crate::guest::ring_ownership::ConnectionId;
+use crate::guest::{CachingMode, GuestState};
 use crate::local_disk::LocalDisk;
-use crate::memory::{DirtyLog, GuestMap};
-use crate::worker::queue::{QueueSetup, chains};
+use crate::memory::{DirtyLog, GuestMap, Region};
+use crate::worker::queue::QueueSetup;
 use crate::worker::{Command, Mailbox, ParkedRequests};
 
 /// The number of memory slots, which is as many as KVM guests use.
@@ -54,6 +57,32 @@ struct Ring {
     running: bool,
 }
 
+/// What a connection knows of the guest's write cache.
+///
+/// A guest that has turned off its write cache never flushes. So forgetting that loses data, while
+/// write-through for a guest that flushes is only slow. These rules follow:
+///
+/// - A driver that has not negotiated FLUSH gets write-through.
+/// - A mode that the guest writes holds for the connection, across resets of the device: QEMU shows
+///   the next driver the mode that was last written, and never reads it from the device again.
+/// - A hypervisor that connects again does not repeat the mode. If the guest goes on, the cache
+///   stays off. A guest goes on if any of its rings was used, or if the hypervisor has a ledger of
+///   it. Hypervisors drop the ledger when the guest resets.
+/// - QEMU and Cloud Hypervisor describe all rings before they enable the first one, so all rings
+///   are asked when the first one starts. For others, a ring that starts later and was used turns
+///   the cache off again.
+/// - A guest of another hypervisor process begins with unused rings, and with a write cache.
+///
+/// A guest without a ledger that turned off the cache and has never sent a request looks like a
+/// new one.
+#[derive(Default)]
+struct Caching {
+    /// Whether the guest has turned off the write cache, on this connection or before.
+    turned_off: bool,
+    /// Whether the cache was off before the first ring of this connection started.
+    was_turned_off: bool,
+}
+
 /// The state of one connection.
 pub(crate) struct Handler {
     id: ConnectionId,
@@ -64,8 +93,7 @@ pub(crate) struct Handler {
     workers: Vec<Mailbox>,
     queue_size: u16,
     features: u64,
-    /// Whether writes are cached until the guest flushes them.
-    cached: bool,
+    caching: Caching,
     /// The hypervisor's dirty log. It is used while its feature is set.
     log: Option<Arc<DirtyLog>>,
     /// The ledgers that the hypervisor keeps.
@@ -95,7 +123,7 @@ impl Handler {
             workers,
             queue_size,
             features: 0,
-            cached: true,
+            caching: Caching::default(),
             log: None,
             ledgers: None,
             map: Arc::default(),
@@ -111,25 +139,70 @@ impl Handler {
         self.rings.iter().any(|ring| ring.running)
     }
 
-    /// Tells the workers whether writes are cached. The hypervisor whose rings run decides that.
-    fn apply_caching(&self) {
-        self.guest.set_write_through(!self.cached);
+    /// Whether writes are cached until the guest flushes them. Before the driver has negotiated
+    /// features this is what it will find if it can flush.
+    fn cached(&self) -> bool {
+        let can_flush = self.features & 1 << VIRTIO_BLK_F_FLUSH != 0;
+        !self.caching.turned_off && (can_flush || self.features == 0)
     }
 
-    /// Keeps the write cache off for a guest that has turned it off: the guest does not do so again
-    /// when its hypervisor reconnects.
-    fn inherit_caching(&mut self, used: u16) {
-        if used != 0 && !self.runs() && self.guest.is_write_through() {
-            self.cached = false;
+    /// Tells the workers whether writes are cached. The hypervisor whose rings run decides that.
+    fn apply_caching(&self) {
+        self.guest.set_caching(match (self.cached(), self.caching.turned_off) {
+            (true, _) => CachingMode::WriteBack,
+            (false, true) => CachingMode::TurnedOff,
+            (false, false) => CachingMode::CannotFlush,
+        });
+    }
+
+    /// Keeps the write cache off for a guest that has turned it off and goes on. See [`Caching`].
+    fn inherit_caching(&mut self) {
+        if !self.runs() {
+            self.caching.was_turned_off = self.guest.caching() == CachingMode::TurnedOff;
+        }
+        if self.caching.was_turned_off && (0..self.rings.len()).any(|index| self.goes_on(index)) {
+            self.caching.turned_off = true;
         }
     }
 
-    /// Uses the dirty log while there is one and its feature is set.
-    fn apply_log(&mut self) {
+    /// Whether the guest goes on that another connection or process has served, as far as this ring
+    /// tells: the ring was used, or the hypervisor has a ledger of it.
+    fn goes_on(&self, index: usize) -> bool {
+        let ring = &self.rings[index];
+        let has_ledger = || {
+            let ledger = self.ledgers.as_ref().and_then(|region| region.ledger(index, ring.size));
+            ledger.is_some_and(|ledger| ledger.is_initialised())
+        };
+        ring.addresses.is_some_and(|addresses| self.was_used(index, addresses) || has_ledger())
+    }
+
+    /// Whether a chain was ever returned on a ring. A used index of 0 does not tell: it wraps around
+    /// after 65536 chains. But by then the last entry of the used ring was written, and a driver
+    /// begins with rings that are zero.
+    fn was_used(&self, index: usize, addresses: UserRingAddresses) -> bool {
+        let Ring { size, next_avail, .. } = self.rings[index];
+        let memory = self.map.memory();
+        let read = |offset| -> Option<u64> {
+            let address = self.map.guest_address(addresses.used)?.checked_add(offset)?;
+            memory.read_obj(address).ok()
+        };
+        // Flags and index come first. Then there are entries of eight bytes.
+        let used_index = read(0).map_or(0, |word| u64::from_le(word) >> 16 & 0xffff);
+        let last_entry = read(4 + 8 * (u64::from(size) - 1)).unwrap_or(0);
+        next_avail != 0 || used_index != 0 || last_entry != 0
+    }
+
+    /// The dirty log, if there is one and its feature is set.
+    fn wanted_log(&self) -> Option<Arc<DirtyLog>> {
         let wanted = self.features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
-        let log = self.log.clone().filter(|_| wanted);
-        if log.is_some() || self.map.is_logged() {
-            self.replace_map(self.map.with_log(log));
+        self.log.clone().filter(|_| wanted)
+    }
+
+    /// Uses another dirty log, or none.
+    fn apply_log(&mut self) -> Result<()> {
+        match self.wanted_log().is_some() || self.map.is_logged() {
+            true => self.replace_map(self.map.regions()),
+            false => Ok(()),
         }
     }
 
@@ -153,16 +226,14 @@ impl Handler {
         let kick = kick.try_clone().map_err(failed)?;
         let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let mut queue = self.queue(index, addresses)?;
+        // Before the ledger is initialised.
+        self.inherit_caching();
         let (ledger, heads) = self.ledger(index, &mut queue)?;
-        let resubmit = chains(&queue, self.map.memory(), &heads).map_err(failed)?;
+        let resubmit = VecDeque::from(heads);
         if !resubmit.is_empty() {
-            tracing::info!(
-                index,
-                requests = resubmit.len(),
-                "serving requests that were in flight"
-            );
+            let requests = resubmit.len();
+            tracing::info!(index, requests, "serving requests that were in flight");
         }
-        self.inherit_caching(queue.next_used());
         self.apply_caching();
         self.guest.add_known_ring(index);
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
@@ -187,7 +258,7 @@ impl Handler {
             return Err(Error::InvalidParam);
         }
         let used = queue.used_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?;
-        self.check_known(index, used.0)?;
+        self.check_known(index, addresses)?;
         queue.set_next_used(used.0);
         queue.set_next_avail(ring.next_avail);
         Ok(queue)
@@ -225,14 +296,14 @@ impl Handler {
     /// Refuses a guest that was running before this process started, if the mirror was not stopped
     /// cleanly: the guest would read old data without noticing. So a ring that this process sees
     /// for the first time must be unused then.
-    fn check_known(&self, index: usize, used: u16) -> Result<()> {
-        if self.guest.knows_ring(index) || (used == 0 && self.rings[index].next_avail == 0) {
+    fn check_known(&self, index: usize, addresses: UserRingAddresses) -> Result<()> {
+        if self.guest.knows_ring(index) || !self.was_used(index, addresses) {
             return Ok(());
         }
         let reason = "the guest was running before this process started, but the mirror was not \
                       stopped cleanly and may lack data that the guest wrote; restart the guest, or \
                       start it from a snapshot";
-        tracing::error!(index, used, "{reason}");
+        tracing::error!(index, "{reason}");
         Err(failed(reason))
     }
 
@@ -286,8 +357,10 @@ impl Handler {
         }
     }
 
-    /// Replaces the guest's memory while nothing is in flight.
-    fn replace_map(&mut self, map: GuestMap) {
+    /// Replaces the guest's memory while nothing is in flight. No ring sees a map without the dirty
+    /// log that is wanted: a page that changes unlogged is lost in the migration.
+    fn replace_map(&mut self, regions: Vec<Region>) -> Result<()> {
+        let map = GuestMap::new(regions, self.wanted_log()).map_err(failed)?;
         // Other workers may serve another hypervisor.
         let own = self.workers.iter().zip(&self.rings).filter(|(_, ring)| ring.running);
         let own: Vec<_> = own.map(|(worker, _)| worker).collect();
@@ -305,5 +378,6 @@ impl Handler {
         for worker in own {
             worker.send(Command::Resume(self.map.clone()));
         }
+        Ok(())
     }
 }

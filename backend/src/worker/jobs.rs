@@ -8,6 +8,8 @@ use super::queue::{Chain, Outcome};
 use super::{Command, Worker};
 use crate::mapping::Buffer;
 use crate::memory::{GuestMap, OutsideMemory};
+use crate::mirror::claims::WriteKind;
+use crate::mirror::files::data_sync::RunningSync;
 use crate::mirror::files::disk_file::is_medium_error;
 use crate::mirror::layout::{BLOCK_BYTES, SECTOR_BYTES, Span};
 use crate::mirror::{BlockCopy, Permit, Plan};
@@ -55,10 +57,22 @@ pub(super) enum Tag {
         chain: Chain,
         permit: Permit,
     },
+    /// The first half of a write that can write only whole blocks: reads them.
+    ReadForWrite {
+        chain: Chain,
+        permit: Permit,
+        span: Span,
+        data: Vec<Segment>,
+    },
+    /// The same for a part of a request that zeroes `span`, by the request's key.
+    ReadForZeros {
+        key: usize,
+        span: Span,
+    },
     /// One operation of a request that has several, by the request's key.
     Part(usize),
     /// A sync of the mirror's data, for the running flush.
-    Sync,
+    Sync(RunningSync),
     /// A copy for the write with this key.
     Copy(BlockCopy, usize),
     Spill(BlockCopy, usize),
@@ -186,12 +200,7 @@ impl Worker {
                 let refused =
                     chunks.into_iter().filter(|chunk| !context.fetcher.request(*chunk)).count();
                 if refused > 0 {
-                    self.end(job.into_chain(), Outcome::Failed);
-                    // Other requests may wait for the memory that this one had. (A request that is
-                    // parked below waits for an event, and that event wakes the others too.)
-                    drop(memory);
-                    context.disk.mirror.notify();
-                    return Ok(());
+                    return self.refuse(job, memory);
                 }
             }
             Plan::Copy(copies) => {
@@ -206,10 +215,24 @@ impl Worker {
                 }
                 return Ok(());
             }
-            Plan::RecordIntent(span) => context.flusher.record_intent(span),
+            Plan::RecordIntent(span) => {
+                if !context.flusher.record_intent(span) {
+                    return self.refuse(job, memory);
+                }
+            }
             Plan::Wait => {}
         }
         self.park(job)
+    }
+
+    /// Fails a request for which something that it needs cannot be done.
+    fn refuse(&mut self, job: Job, memory: Option<Memory>) -> io::Result<()> {
+        self.end(job.into_chain(), Outcome::Failed);
+        // Other requests may wait for the memory that this one had. (A request that is parked waits
+        // for an event, and that event wakes the others too.)
+        drop(memory);
+        self.context.disk.mirror.notify();
+        Ok(())
     }
 
     fn park(&mut self, job: Job) -> io::Result<()> {
@@ -223,37 +246,77 @@ impl Worker {
             unreachable!("only reads are submitted without a permit, and they have memory")
         };
         let tag = Tag::Read { chain, data, span, is_retry };
-        self.ring.start(Io::Read { offset: span.offset, memory }, tag)
+        let offset = self.context.disk.mirror.io_span(span).offset;
+        self.ring.start(Io::Read { offset, memory }, tag)
     }
 
     fn submit_write(&mut self, job: Job, memory: Option<Memory>, permit: Permit) -> io::Result<()> {
         match (job, memory) {
-            (Job::Write { chain, span, data }, Some(mut memory)) => {
-                if let Memory::Pooled(buffer) = &mut memory
-                    && self
-                        .map()
-                        .ok_or(OutsideMemory)
-                        .and_then(|map| gather(map, &data, buffer))
-                        .is_err()
-                {
-                    self.context.disk.mirror.complete(permit, false);
-                    self.end(chain, Outcome::Failed);
-                    return Ok(());
+            (Job::Write { chain, span, data }, Some(memory)) => {
+                let mirror = &self.context.disk.mirror;
+                if mirror.write_kind(span) == WriteKind::ReadModifyWrite {
+                    let io = Io::Read { offset: mirror.io_span(span).offset, memory };
+                    return self.ring.start(io, Tag::ReadForWrite { chain, permit, span, data });
                 }
-                let io = Io::Write { offset: span.offset, memory };
-                self.ring.start(io, Tag::Write { chain, permit })
+                self.gather_and_write(chain, permit, (span, &data), memory)
             }
             (Job::Zero { chain, span }, _) => {
-                let operations =
-                    zeroing(span, self.context.disk.mirror.layout().covered(span).span());
+                let mirror = &self.context.disk.mirror;
+                let operations = zeroing(span, mirror.layout().covered(span).span());
                 let left = operations.len();
                 let key = self.parts.insert(SplitRequest { chain, permit, left, result: Ok(()) });
-                for io in operations {
-                    self.ring.start(io, Tag::Part(key))?;
+                for operation in operations {
+                    self.submit_zeros(operation, key)?;
                 }
                 Ok(())
             }
             _ => unreachable!("a read has no permit, and a write has memory"),
+        }
+    }
+
+    /// Writes the guest's data. If `memory` is a buffer, the data is copied into it first. The buffer
+    /// may have more blocks than `span`, with their content.
+    fn gather_and_write(
+        &mut self,
+        chain: Chain,
+        permit: Permit,
+        (span, data): (Span, &[Segment]),
+        mut memory: Memory,
+    ) -> io::Result<()> {
+        let mirror = &self.context.disk.mirror;
+        let io_span = mirror.io_span(span);
+        if let Memory::Pooled(buffer) = &mut memory {
+            let part = &mut buffer[(span.offset - io_span.offset) as usize..][..span.len as usize];
+            let map = self.queue.as_ref().map(|queue| queue.map()).ok_or(OutsideMemory);
+            if map.and_then(|map| gather(map, data, part)).is_err() {
+                drop(memory);
+                mirror.complete(permit, false);
+                mirror.notify();
+                self.end(chain, Outcome::Failed);
+                return Ok(());
+            }
+            zero_behind_end(buffer, io_span, mirror.layout().size());
+        }
+        self.ring.start(Io::Write { offset: io_span.offset, memory }, Tag::Write { chain, permit })
+    }
+
+    /// Submits a part of the request with this key that makes a span read as zeros.
+    fn submit_zeros(&mut self, operation: ZeroOperation, key: usize) -> io::Result<()> {
+        let mirror = &self.context.disk.mirror;
+        let span = match operation {
+            ZeroOperation::Punch(span) => return self.ring.start(Io::Punch(span), Tag::Part(key)),
+            ZeroOperation::Write(span) => span,
+        };
+        let io_span = mirror.io_span(span);
+        let memory = Memory::Buffer(Buffer::zeroed(io_span.len as usize));
+        match mirror.write_kind(span) {
+            WriteKind::Plain => {
+                self.ring.start(Io::Write { offset: span.offset, memory }, Tag::Part(key))
+            }
+            WriteKind::ReadModifyWrite => {
+                let io = Io::Read { offset: io_span.offset, memory };
+                self.ring.start(io, Tag::ReadForZeros { key, span })
+            }
         }
     }
 
@@ -271,14 +334,17 @@ impl Worker {
         let map = self.queue.as_ref().ok_or(NoMemory::Outside)?.map();
         let iovecs = map.iovecs(data).map_err(|OutsideMemory| NoMemory::Outside)?;
         let alignment = self.context.disk.data.alignment();
-        let direct = iovecs.iter().all(|iovec| {
-            (iovec.iov_base as usize).is_multiple_of(alignment.memory)
-                && (iovec.iov_len as u64).is_multiple_of(alignment.offset)
-        });
+        let io_span = self.context.disk.mirror.io_span(*span);
+        let direct = io_span == *span
+            && iovecs.iter().all(|iovec| {
+                (iovec.iov_base as usize).is_multiple_of(alignment.memory)
+                    && (iovec.iov_len as u64).is_multiple_of(alignment.offset)
+            });
         if direct {
             return Ok(Some(Memory::Guest { iovecs, _map: map.clone() }));
         }
-        let buffer = self.context.bounce_buffers.take(span.len as usize).ok_or(NoMemory::Later)?;
+        let buffer =
+            self.context.bounce_buffers.take(io_span.len as usize).ok_or(NoMemory::Later)?;
         Ok(Some(Memory::Pooled(buffer)))
     }
 
@@ -303,17 +369,18 @@ impl Worker {
                 self.park(Job::Read { chain, span, data, is_retry: true })?;
             }
             Tag::Read { chain, data, span, .. } => {
+                let skip = span.offset - self.context.disk.mirror.io_span(span).offset;
                 let result = match (result, &io) {
                     (Ok(()), Io::Read { memory: Memory::Pooled(buffer), .. }) => self
                         .map()
                         .ok_or(OutsideMemory)
-                        .and_then(|map| scatter(map, &data, buffer))
+                        .and_then(|map| scatter(map, &data, &buffer[skip as usize..]))
                         .map_err(|OutsideMemory| io::ErrorKind::InvalidInput.into()),
                     (result, _) => result,
                 };
                 // Also after a failure, because a part may have been written.
                 if let Some(map) = self.map() {
-                    map.mark_all(&data);
+                    map.mark_filled(&data);
                 }
                 self.finish(chain, result, span.len as u32);
             }
@@ -321,19 +388,33 @@ impl Worker {
                 self.context.disk.mirror.complete(permit, result.is_ok());
                 self.written(chain, result)?;
             }
-            Tag::Part(key) => {
-                let parts = &mut self.parts[key];
-                parts.left -= 1;
-                if result.is_err() {
-                    parts.result = result;
+            Tag::ReadForWrite { chain, permit, span, data } => {
+                let Io::Read { memory, .. } = io else {
+                    unreachable!("blocks are read into memory")
+                };
+                if result.is_ok() {
+                    return self.gather_and_write(chain, permit, (span, &data), memory);
                 }
-                if parts.left == 0 {
-                    let SplitRequest { chain, permit, result, .. } = self.parts.remove(key);
-                    self.context.disk.mirror.complete(permit, result.is_ok());
-                    self.written(chain, result)?;
-                }
+                drop(memory);
+                self.context.disk.mirror.complete(permit, false);
+                self.context.disk.mirror.notify();
+                return self.written(chain, result);
             }
-            Tag::Sync => return self.finish_flush(&result),
+            Tag::ReadForZeros { key, span } => {
+                let Io::Read { offset, memory: Memory::Buffer(mut buffer) } = io else {
+                    unreachable!("blocks are read into a buffer")
+                };
+                if result.is_err() {
+                    return self.finish_part(key, result);
+                }
+                buffer[(span.offset - offset) as usize..][..span.len as usize].fill(0);
+                let layout = self.context.disk.mirror.layout();
+                zero_behind_end(&mut buffer, layout.blocks(span).span(), layout.size());
+                let io = Io::Write { offset, memory: Memory::Buffer(buffer) };
+                return self.ring.start(io, Tag::Part(key));
+            }
+            Tag::Part(key) => return self.finish_part(key, result),
+            Tag::Sync(sync) => return self.finish_flush(&sync.end(result)),
             Tag::Spill(copy, key) => {
                 let Io::Spill { memory, .. } = io else {
                     unreachable!("a spill is written to the spill file")
@@ -352,6 +433,21 @@ impl Worker {
             self.context.disk.mirror.notify();
         }
         Ok(())
+    }
+
+    /// Ends an operation of the request with this key. After the last one the request is answered.
+    fn finish_part(&mut self, key: usize, result: io::Result<()>) -> io::Result<()> {
+        let parts = &mut self.parts[key];
+        parts.left -= 1;
+        if result.is_err() {
+            parts.result = result;
+        }
+        if parts.left > 0 {
+            return Ok(());
+        }
+        let SplitRequest { chain, permit, result, .. } = self.parts.remove(key);
+        self.context.disk.mirror.complete(permit, result.is_ok());
+        self.written(chain, result)
     }
 
     /// Handles a copy that was read into memory. It stays there, or goes on to the spill file.
@@ -415,9 +511,11 @@ impl Worker {
             return Ok(());
         }
         // If no block has become present since the map was last written, a sync of the data is
-        // enough.
-        if self.context.flusher.is_current() {
-            return self.ring.start(Io::Sync, Tag::Sync);
+        // enough. If another thread syncs it, the flusher waits for that.
+        if self.context.flusher.is_current()
+            && let Some(sync) = self.context.disk.data_sync.try_begin()
+        {
+            return self.ring.start(Io::Sync, Tag::Sync(sync));
         }
         let mailbox = self.mailbox.clone();
         let done = move |result| mailbox.send(Command::Flushed(result));
@@ -442,9 +540,6 @@ impl Worker {
         let len = id.len().min(available);
         let written =
             self.map().ok_or(OutsideMemory).and_then(|map| scatter(map, data, &id[..len]));
-        if let Some(map) = self.map() {
-            map.mark_all(data);
-        }
         let outcome = if written.is_ok() { Outcome::Ok(len as u32) } else { Outcome::Failed };
         self.end(chain, outcome);
     }
@@ -473,14 +568,19 @@ impl Worker {
     }
 }
 
+/// One operation of a request that makes a span read as zeros.
+enum ZeroOperation {
+    /// Writes zeros.
+    Write(Span),
+    /// Makes whole blocks a hole.
+    Punch(Span),
+}
+
 /// The operations that make `span` read as zeros: a hole for the blocks that it covers completely,
 /// and writes of zeros for the rest.
-fn zeroing(span: Span, covered: Span) -> Vec<Io> {
+fn zeroing(span: Span, covered: Span) -> Vec<ZeroOperation> {
     let zeros = |from: u64, to: u64| {
-        (from < to).then(|| Io::Write {
-            offset: from,
-            memory: Memory::Buffer(Buffer::zeroed((to - from) as usize)),
-        })
+        (from < to).then(|| ZeroOperation::Write(Span { offset: from, len: to - from }))
     };
     if covered.len == 0 {
         return zeros(span.offset, span.end()).into_iter().collect();
@@ -488,7 +588,15 @@ fn zeroing(span: Span, covered: Span) -> Vec<Io> {
     debug_assert!(covered.offset - span.offset < BLOCK_BYTES);
     let head = zeros(span.offset, covered.offset);
     let tail = zeros(covered.end(), span.end());
-    head.into_iter().chain([Io::Punch(covered)]).chain(tail).collect()
+    head.into_iter().chain([ZeroOperation::Punch(covered)]).chain(tail).collect()
+}
+
+/// Zeros the part of `blocks`, with the content `buffer`, that is behind the end of the disk. Blocks
+/// that were read may hold anything there.
+fn zero_behind_end(buffer: &mut [u8], blocks: Span, disk_size: u64) {
+    if blocks.end() > disk_size {
+        buffer[(disk_size - blocks.offset) as usize..].fill(0);
+    }
 }
 
 /// Copies guest memory into a buffer.

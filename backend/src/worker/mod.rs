@@ -273,7 +273,9 @@ impl Worker {
         self.state.stop().is_some_and(|stop| stop.parked == ParkedRequests::Leave)
     }
 
-    /// Pops and starts what the guest has made available.
+    /// Pops and starts what the guest has made available, but at most as many chains as the queue
+    /// has entries: a guest that refills its ring for ever must not keep the worker from its inbox.
+    /// What is left is seen by [`Worker::wait`], which then does not sleep.
     fn pop_all(&mut self) -> io::Result<()> {
         let (only_resubmit, leaves) = (!self.state.takes_requests(), self.leaves_parked());
         let Some(queue) = &mut self.queue else { return Ok(()) };
@@ -281,10 +283,10 @@ impl Worker {
             return Ok(());
         }
         queue.disable_kicks();
-        let now = self.now;
+        let (now, mut budget) = (self.now, queue.size());
         // A queue that stops takes no new requests, but finishes those that any process has begun.
         while let Some((chain, kind)) =
-            self.queue.as_mut().and_then(|queue| queue.pop(now, only_resubmit))
+            self.queue.as_mut().and_then(|queue| queue.pop(now, only_resubmit, &mut budget))
         {
             self.accept(chain, kind)?;
         }

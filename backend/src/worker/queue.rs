@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,14 +12,12 @@ use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
 };
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use vm_memory::{
-    Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
-};
+use vm_memory::{Bytes, GuestAddress};
 
 use crate::counters::Class;
 use crate::guest::ledger::Ledger;
 use crate::memory::GuestMap;
-use crate::request::{self, Descriptor, Refused, RequestKind, Segment};
+use crate::request::{self, Descriptors, Refused, RequestKind};
 
 /// Everything that a worker needs to drive a queue.
 pub(crate) struct QueueSetup {
@@ -28,8 +26,8 @@ pub(crate) struct QueueSetup {
     pub(crate) kick: File,
     pub(crate) call: Option<File>,
     pub(crate) ledger: Ledger,
-    /// Chains that an earlier process popped and did not return, oldest first.
-    pub(crate) resubmit: VecDeque<InFlightChain>,
+    /// The heads of chains that an earlier process popped and did not return, oldest first.
+    pub(crate) resubmit: VecDeque<u16>,
 }
 
 /// A popped chain. It must be completed exactly once, or left in flight explicitly; dropping it
@@ -73,8 +71,11 @@ pub(crate) struct ActiveQueue {
     kick: File,
     call: Option<File>,
     ledger: Ledger,
-    /// Chains that have to be served again.
-    resubmit: VecDeque<InFlightChain>,
+    /// The heads of chains that have to be served again.
+    resubmit: VecDeque<u16>,
+    /// The heads of all chains in flight. A guest that offers one of them again has broken the ring,
+    /// so there are never more than the queue has entries.
+    in_flight: HeadSet,
     /// Whether there are completions of which the guest was not notified.
     unannounced: bool,
     /// Whether the guest has broken its rings. Then nothing more is popped.
@@ -84,7 +85,18 @@ pub(crate) struct ActiveQueue {
 impl ActiveQueue {
     pub(crate) fn new(setup: QueueSetup) -> ActiveQueue {
         let QueueSetup { queue, map, kick, call, ledger, resubmit } = setup;
-        ActiveQueue { queue, map, kick, call, ledger, resubmit, unannounced: false, broken: false }
+        let in_flight = HeadSet::new(queue.size(), resubmit.iter().copied());
+        ActiveQueue {
+            queue,
+            map,
+            kick,
+            call,
+            ledger,
+            resubmit,
+            in_flight,
+            unannounced: false,
+            broken: false,
+        }
     }
 
     /// Whether chains of an earlier process are left to be served.
@@ -116,35 +128,32 @@ impl ActiveQueue {
         self.queue.next_avail()
     }
 
+    /// The number of entries of the queue.
+    pub(crate) fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
     /// Pops the next request. With `only_resubmit`, only chains of an earlier process are popped.
-    /// Chains that are not valid requests are answered here.
+    /// Chains that are not valid requests are answered here. Each chain takes one from `budget`, and
+    /// without a budget nothing is popped: a guest can refill its ring for ever.
     pub(crate) fn pop(
         &mut self,
         now: Instant,
         only_resubmit: bool,
+        budget: &mut u16,
     ) -> Option<(Chain, RequestKind)> {
-        while !self.broken {
-            let map = self.map.clone();
-            let (head, parsed) = match self.resubmit.pop_front() {
+        while !self.broken && *budget > 0 {
+            let head = match self.resubmit.pop_front() {
                 // The chain is in the ledger already.
-                Some((head, chain)) => (head, request::parse(chain.into_iter(), map.memory())),
+                Some(head) => head,
                 None if only_resubmit => return None,
-                // The ring is checked at each pop. If an index jumps by more than the queue holds,
-                // the guest's driver cannot go on until it resets the device.
-                None => match self.queue.iter(map.memory()).map(|mut chains| chains.next()) {
-                    Ok(chain) => {
-                        let chain = chain?;
-                        let head = chain.head_index();
-                        self.ledger.popped(head);
-                        (head, request::parse(chain.map(descriptor), map.memory()))
-                    }
-                    Err(error) => {
-                        tracing::error!(%error, "the guest broke a virtqueue: it stops until a reset");
-                        self.broken = true;
-                        return None;
-                    }
-                },
+                None => self.pop_head()?,
             };
+            *budget -= 1;
+            let map = self.map.clone();
+            let table = GuestAddress(self.queue.desc_table());
+            let chain = Descriptors::new(map.memory(), table, self.queue.size(), head);
+            let parsed = request::parse(chain, map.memory());
             let status = parsed.as_ref().map(|parsed| parsed.status);
             let parsed = parsed.map(|parsed| parsed.request);
             let class = match &parsed {
@@ -169,6 +178,27 @@ impl ActiveQueue {
         None
     }
 
+    /// Takes the head of the next chain from the available ring. The ring is checked each time. If
+    /// its index jumps by more than the queue holds, or if the head is in flight or is none of the
+    /// queue's, the guest's driver cannot go on until it resets the device.
+    fn pop_head(&mut self) -> Option<u16> {
+        let error = match self.queue.iter(self.map.memory()).map(|mut chains| chains.next()) {
+            Ok(chain) => {
+                let head = chain?.head_index();
+                if head < self.queue.size() && self.in_flight.insert(head) {
+                    self.ledger.popped(head);
+                    return Some(head);
+                }
+                self.queue.go_to_previous_position();
+                format!("head {head} is in flight already, or is beyond the table")
+            }
+            Err(error) => error.to_string(),
+        };
+        tracing::error!(error, "the guest broke a virtqueue: it stops until a reset");
+        self.broken = true;
+        None
+    }
+
     /// Returns a chain to the guest.
     pub(crate) fn complete(&mut self, mut chain: Chain, outcome: Outcome) {
         chain.returned = true;
@@ -179,12 +209,10 @@ impl ActiveQueue {
         };
         let memory = self.map.memory();
         let written = match chain.status {
-            Some(address) if memory.write_obj(status as u8, address).is_ok() => {
-                self.map.mark(address, 1);
-                data + 1
-            }
+            Some(address) if memory.write_obj(status as u8, address).is_ok() => data + 1,
             _ => 0,
         };
+        self.in_flight.remove(chain.head);
         self.ledger.returning(chain.head, self.queue.next_used());
         match self.queue.add_used(memory, chain.head, written) {
             Ok(()) => self.ledger.returned(chain.head, self.queue.next_used()),
@@ -193,7 +221,6 @@ impl ActiveQueue {
                 self.broken = true;
             }
         }
-        self.mark_used_ring();
         self.unannounced = true;
     }
 
@@ -227,19 +254,7 @@ impl ActiveQueue {
 
     /// Enables kicks. Returns whether requests came in meanwhile.
     pub(crate) fn enable_kicks(&mut self) -> bool {
-        let more =
-            !self.broken && self.queue.enable_notification(self.map.memory()).unwrap_or(false);
-        self.mark_used_ring();
-        more
-    }
-
-    /// Marks the used ring in the dirty log, if there is one.
-    fn mark_used_ring(&self) {
-        if self.map.is_logged() {
-            // Flags, index, entries, and the event index after them.
-            let len = 6 + 8 * u64::from(self.queue.size());
-            self.map.mark(GuestAddress(self.queue.used_ring()), len);
-        }
+        !self.broken && self.queue.enable_notification(self.map.memory()).unwrap_or(false)
     }
 
     /// Disables kicks, while the worker checks the ring by itself.
@@ -247,48 +262,50 @@ impl ActiveQueue {
         if !self.broken && self.queue.disable_notification(self.map.memory()).is_err() {
             self.broken = true;
         }
-        self.mark_used_ring();
     }
 }
 
-fn descriptor(one: virtio_queue::desc::split::Descriptor) -> Descriptor {
-    Descriptor {
-        segment: Segment { address: one.addr().0, len: one.len() },
-        writable: one.is_write_only(),
+/// The heads of the chains in flight, one bit each.
+struct HeadSet(Box<[u64]>);
+
+impl HeadSet {
+    /// The heads `heads` of a queue with `size` entries.
+    fn new(size: u16, heads: impl IntoIterator<Item = u16>) -> HeadSet {
+        let mut set = HeadSet(vec![0; usize::from(size).div_ceil(64)].into());
+        for head in heads {
+            set.insert(head);
+        }
+        set
+    }
+
+    /// Adds a head. Returns `false` if it was there already, or is not one of the queue's.
+    fn insert(&mut self, head: u16) -> bool {
+        let bit = 1 << (head % 64);
+        let Some(word) = self.0.get_mut(usize::from(head / 64)) else { return false };
+        let is_new = *word & bit == 0;
+        *word |= bit;
+        is_new
+    }
+
+    fn remove(&mut self, head: u16) {
+        if let Some(word) = self.0.get_mut(usize::from(head / 64)) {
+            *word &= !(1 << (head % 64));
+        }
     }
 }
 
-/// A chain that an earlier process popped: its head and its descriptors.
-pub(crate) type InFlightChain = (u16, Vec<Descriptor>);
+#[cfg(test)]
+mod tests {
+    use super::HeadSet;
 
-/// Returns the chains with these heads. The guest's available ring does not hold them any more. So
-/// they are put into a temporary ring, in memory that is added to the guest's for this purpose.
-pub(crate) fn chains(
-    queue: &Queue,
-    memory: &GuestMemoryMmap,
-    heads: &[u16],
-) -> io::Result<VecDeque<InFlightChain>> {
-    const PAGE_BYTES: u64 = 4096;
-    if heads.is_empty() {
-        return Ok(VecDeque::new());
+    #[test]
+    fn a_head_is_in_the_set_at_most_once_and_only_if_the_queue_has_it() {
+        let mut set = HeadSet::new(128, [5, 127]);
+        assert!(!set.insert(5) && !set.insert(127), "chains of an earlier process are in flight");
+        assert!(!set.insert(128) && !set.insert(u16::MAX), "beyond the queue");
+        assert!((0..128).filter(|head| set.insert(*head)).count() == 126);
+        set.remove(64);
+        set.remove(9999);
+        assert!(set.insert(64) && !set.insert(64));
     }
-    // Flags, index, entries, event index.
-    let len = 6 + 2 * u64::from(queue.size());
-    let ring =
-        MmapRegion::new(len.next_multiple_of(PAGE_BYTES) as usize).map_err(io::Error::other)?;
-    let behind = memory.last_addr().checked_align_up(PAGE_BYTES).unwrap_or(GuestAddress(0));
-    let start = GuestAddress(behind.0.max(PAGE_BYTES));
-    let region = GuestRegionMmap::new(ring, start).ok_or(io::ErrorKind::OutOfMemory)?;
-    let memory = memory.insert_region(Arc::new(region)).map_err(io::Error::other)?;
-    let mut own = Queue::new(queue.max_size()).map_err(io::Error::other)?;
-    own.set_size(queue.size());
-    own.try_set_desc_table_address(GuestAddress(queue.desc_table())).map_err(io::Error::other)?;
-    own.try_set_avail_ring_address(start).map_err(io::Error::other)?;
-    own.set_ready(true);
-    memory.write_obj(heads.len() as u16, GuestAddress(start.0 + 2)).map_err(io::Error::other)?;
-    for (at, head) in (start.0 + 4..).step_by(2).zip(heads) {
-        memory.write_obj(*head, GuestAddress(at)).map_err(io::Error::other)?;
-    }
-    let chains = own.iter(&memory).map_err(io::Error::other)?;
-    Ok(chains.map(|chain| (chain.head_index(), chain.map(descriptor).collect())).collect())
 }

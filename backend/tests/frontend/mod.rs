@@ -66,6 +66,8 @@ const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// How a queue is set up. The default is valid.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Setup {
+    /// The index of the queue.
+    pub(crate) queue: usize,
     pub(crate) size: u16,
     /// Guest addresses of the rings.
     pub(crate) table: u64,
@@ -76,19 +78,21 @@ pub(crate) struct Setup {
 
 impl Default for Setup {
     fn default() -> Setup {
-        Setup { size: 64, table: TABLE, available: AVAILABLE, used: USED, base: 0 }
+        Setup { queue: 0, size: 64, table: TABLE, available: AVAILABLE, used: USED, base: 0 }
     }
 }
 
 /// A connected guest with one queue.
 pub(crate) struct Guest {
     pub(crate) frontend: Frontend,
+    /// The connection of the frontend.
+    stream: UnixStream,
     pub(crate) memory: GuestMemoryMmap,
     pub(crate) kick: EventFd,
     call: EventFd,
     pub(crate) setup: Setup,
     pub(crate) available: u16,
-    used: u16,
+    pub(crate) used: u16,
 }
 
 /// Runs `work`, which uses `stream`, and breaks the connection if it takes too long.
@@ -133,11 +137,18 @@ impl Guest {
 
     /// Connects to the next backend, with memory and rings as they are.
     pub(crate) fn connect_again(&mut self, socket: &Path) -> vhost::Result<()> {
+        self.introduce_again(socket)?;
+        watched(&self.stream, || self.set_up_queue(Setup { base: self.used, ..self.setup }))
+    }
+
+    /// Connects to the next backend, and starts no queue.
+    pub(crate) fn introduce_again(&mut self, socket: &Path) -> vhost::Result<()> {
         let stream = UnixStream::connect(socket).expect("connect to the backend");
         let kept = stream.try_clone().expect("duplicate a socket");
         watched(&kept, || {
+            self.stream = stream.try_clone().expect("duplicate a socket");
             self.frontend = introduce(stream, &self.memory)?;
-            self.set_up_queue(Setup { base: self.used, ..self.setup })
+            Ok(())
         })
     }
 
@@ -145,22 +156,32 @@ impl Guest {
         let file = sys::memfd(MEMORY);
         let range = (GuestAddress(BASE), MEMORY as usize, Some(FileOffset::new(file, 0)));
         let memory = GuestMemoryMmap::from_ranges_with_files([range]).expect("map the memory");
+        let kept = stream.try_clone().expect("duplicate a socket");
         let frontend = introduce(stream, &memory)?;
         let kick = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let call = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
-        let guest = Guest { frontend, memory, kick, call, setup, available: setup.base, used: 0 };
+        let (available, used) = (setup.base, 0);
+        let guest = Guest { frontend, stream: kept, memory, kick, call, setup, available, used };
         guest.set_up_queue(setup)?;
         Ok(guest)
     }
 
-    fn set_up_queue(&self, setup: Setup) -> vhost::Result<()> {
+    /// Sends a message whose answer may never come. Breaks the connection then.
+    pub(crate) fn ask<T>(
+        &mut self,
+        message: impl FnOnce(&mut Frontend) -> vhost::Result<T>,
+    ) -> vhost::Result<T> {
+        watched(&self.stream, || message(&mut self.frontend))
+    }
+
+    pub(crate) fn set_up_queue(&self, setup: Setup) -> vhost::Result<()> {
         let frontend = &mut self.frontend.clone();
-        frontend.set_vring_num(0, setup.size)?;
-        frontend.set_vring_base(0, setup.base)?;
-        frontend.set_vring_addr(0, &self.rings(setup))?;
-        frontend.set_vring_call(0, &self.call)?;
-        frontend.set_vring_kick(0, &self.kick)?;
-        frontend.set_vring_enable(0, true)
+        frontend.set_vring_num(setup.queue, setup.size)?;
+        frontend.set_vring_base(setup.queue, setup.base)?;
+        frontend.set_vring_addr(setup.queue, &self.rings(setup))?;
+        frontend.set_vring_call(setup.queue, &self.call)?;
+        frontend.set_vring_kick(setup.queue, &self.kick)?;
+        frontend.set_vring_enable(setup.queue, true)
     }
 
     /// The addresses of the rings as the protocol wants them: in this process.

@@ -251,6 +251,19 @@ impl Backend {
         self.child.id()
     }
 
+    /// The most memory that the process has had, in bytes, with that of the guest.
+    pub(crate) fn peak_memory(&self) -> u64 {
+        self.memory("VmHWM:")
+    }
+
+    /// A size of the process's memory, as the kernel reports it.
+    pub(crate) fn memory(&self, field: &str) -> u64 {
+        let status = read(Path::new(&format!("/proc/{}/status", self.pid())));
+        let line = status.lines().find_map(|line| line.strip_prefix(field));
+        let number = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        number.unwrap_or_else(|| panic!("no {field} in {status}")) << 10
+    }
+
     pub(crate) fn log(&self) -> String {
         read(&self.log)
     }
@@ -276,6 +289,16 @@ impl Backend {
             Some(status) => assert_eq!(status.code(), Some(0), "after SIGTERM: {status}"),
             None => panic!("cairn-blk goes on after SIGTERM"),
         }
+    }
+
+    /// Stops the process as an operator does. It must end with an error. Returns its log.
+    pub(crate) fn end_with_error(mut self) -> String {
+        sys::signal(&self.child, libc::SIGTERM);
+        match wait(&mut self.child, END) {
+            Some(status) => assert!(!status.success(), "after SIGTERM: {status}"),
+            None => panic!("cairn-blk goes on after SIGTERM"),
+        }
+        self.log()
     }
 
     /// Kills the process some time after it was asked to stop.

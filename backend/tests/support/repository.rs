@@ -2,9 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use cairn_store::documents::{Change, Documents, Query, SqliteDocuments};
 use cairn_store::{
     ChunkIndex, Geometry, ImageName, Repository, Root, Snapshot, SnapshotRef, is_zero,
 };
+use serde_json::Value;
+
+use super::backend::Site;
 
 pub(crate) fn open(store: &str) -> Repository {
     Repository::open(store).expect("open the repository")
@@ -68,4 +72,16 @@ fn content(store: &str, snapshot: &Snapshot) -> Vec<u8> {
         assert!(is_zero(&chunk[len..]), "{index:?} holds data beyond the end of the disk");
     }
     disk
+}
+
+/// Changes the process that holds the lease of an image, as the catalog records it.
+pub(crate) fn edit_lease_process(site: &Site, image: &Snapshot, field: &str, value: Value) {
+    let path = site.repository().join("catalog.db");
+    let documents = SqliteDocuments::open(&path).expect("open the catalog");
+    let key = format!("leases/{}", image.image_id);
+    let view = documents.read(&[Query::key(&key)]).expect("read the lease");
+    let mut lease: Value = view.get(&key).expect("a lease").expect("the image has a writer");
+    lease["process"][field] = value;
+    let change = Change::default().put_for(60, key, &lease);
+    assert!(documents.commit(&change).expect("change the lease"));
 }

@@ -61,13 +61,27 @@ pub(crate) fn mount_tmpfs(at: &Path, bytes: u64) -> Result<Mounted, std::io::Err
     }
 }
 
-/// Mounts the file system in the file `image`, or returns why that is not possible here.
-pub(crate) fn mount_image(image: &Path, at: &Path) -> Result<Mounted, std::io::Error> {
-    let status = Command::new("mount").args(["-o", "loop"]).args([image, at]).status()?;
-    match status.success() {
-        true => Ok(Mounted(c_string(at))),
-        false => Err(std::io::Error::other("mount refuses")),
-    }
+/// Mounts the file system in the file `image`, on a device whose sectors have `sector_bytes` bytes,
+/// or returns why that is not possible here.
+pub(crate) fn mount_image(
+    image: &Path,
+    at: &Path,
+    sector_bytes: u32,
+) -> Result<Mounted, std::io::Error> {
+    let run = |command: &mut Command| {
+        let output = command.output()?;
+        match output.status.success() {
+            true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned()),
+            false => Err(std::io::Error::other(String::from_utf8_lossy(&output.stderr))),
+        }
+    };
+    let sectors = sector_bytes.to_string();
+    let device =
+        run(Command::new("losetup").args(["--find", "--show", "-b", &sectors]).arg(image))?;
+    let mounted = run(Command::new("mount").arg(&device).arg(at));
+    // While the file system is mounted, the device stays. It is gone with the file system.
+    run(Command::new("losetup").args(["--detach", &device]))?;
+    mounted.map(|_| Mounted(c_string(at)))
 }
 
 fn c_string(path: &Path) -> CString {

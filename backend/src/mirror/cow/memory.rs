@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::buffer_pool::PooledBuffer;
 use super::range_allocator::{AllocatedRange, RangeAllocator};
@@ -24,18 +24,34 @@ pub(crate) struct CowMemory {
 const GROWTH_BYTES: u64 = if cfg!(test) { BLOCK_BYTES } else { 4 << 20 };
 
 impl CowMemory {
-    /// Uses `file` with its content, and at most `limit` bytes of it.
+    /// Uses `file` with its content, and at most `limit` bytes of it for new copies.
     pub(crate) fn new(file: File, limit: u64) -> io::Result<CowMemory> {
-        let bytes = Arc::new(SharedBytes::new(&file, limit as usize)?);
-        let allocated = Mutex::new(file.metadata()?.len().min(limit));
-        Ok(CowMemory { file, bytes, ranges: RangeAllocator::new(limit), allocated })
+        let found = file.metadata()?.len();
+        let bytes = Arc::new(SharedBytes::new(&file, limit.max(found) as usize)?);
+        let ranges = RangeAllocator::new(limit, found);
+        Ok(CowMemory { file, bytes, ranges, allocated: Mutex::new(found) })
+    }
+
+    /// Gives the memory behind the last buffer in use back to the system.
+    pub(super) fn trim(&self) -> io::Result<()> {
+        let Some(tail) = self.ranges.take_tail() else { return Ok(()) };
+        let mut allocated = self.allocated();
+        if *allocated > tail.offset {
+            self.file.set_len(tail.offset)?;
+            *allocated = tail.offset;
+        }
+        Ok(())
+    }
+
+    fn allocated(&self) -> MutexGuard<'_, u64> {
+        self.allocated.lock().expect("no code panics with this lock held")
     }
 
     /// Returns a page-aligned buffer with arbitrary content, or `None` if no space is left.
     pub(crate) fn take(&self, len: u64) -> Option<PooledBuffer> {
         let range = self.ranges.take(len)?;
         let end = range.offset + len;
-        let mut allocated = self.allocated.lock().expect("no code panics with this lock held");
+        let mut allocated = self.allocated();
         if end > *allocated {
             let more = (end - *allocated).next_multiple_of(GROWTH_BYTES);
             match allocate_more(&self.file, *allocated, more) {
@@ -54,7 +70,7 @@ impl CowMemory {
 
     /// Returns the buffer at this offset, which an earlier process had allocated.
     pub(crate) fn take_at(&self, offset: u64, len: u64) -> Option<PooledBuffer> {
-        let allocated = *self.allocated.lock().expect("as in `take`");
+        let allocated = *self.allocated();
         let inside = offset.checked_add(len)? <= allocated;
         let aligned = (offset | len).is_multiple_of(BLOCK_BYTES);
         let range = (inside && aligned).then(|| self.ranges.take_at(offset, len))??;
@@ -85,5 +101,39 @@ mod tests {
         assert!(again.take_at(offset, 4096).is_none(), "taken");
         assert!(again.take_at(8 << 20, 4096).is_none(), "there is no memory behind it");
         assert!(again.take_at(100, 4096).is_none());
+    }
+
+    #[test]
+    fn memory_that_is_not_in_use_goes_back_to_the_system() {
+        let file = tempfile::tempfile().unwrap();
+        let memory = CowMemory::new(file.try_clone().unwrap(), 16 << 20).unwrap();
+        let len = || file.metadata().unwrap().len();
+        let first = memory.take(8192).unwrap();
+        let mut second = memory.take(4096).unwrap();
+        let third = memory.take(1 << 20).unwrap();
+        second.fill(0x5a);
+        drop((first, third));
+        memory.trim().unwrap();
+        assert_eq!(len(), 12288, "the second one stays where it is");
+        assert!(second.iter().all(|byte| *byte == 0x5a));
+        let mut behind = memory.take(1 << 20).unwrap();
+        behind.fill(1);
+        drop((second, behind));
+        memory.trim().unwrap();
+        assert_eq!(len(), 0);
+        memory.take(4096).unwrap().fill(2);
+    }
+
+    #[test]
+    fn an_earlier_process_with_more_memory_does_not_raise_the_limit() {
+        let file = tempfile::tempfile().unwrap();
+        let memory = CowMemory::new(file.try_clone().unwrap(), 16 << 20).unwrap();
+        drop(memory.take(8 << 20).unwrap());
+        drop(memory);
+        let again = CowMemory::new(file, 1 << 20).unwrap();
+        let old = again.take_at(4 << 20, 4096).unwrap();
+        let new = again.take(1 << 20).unwrap();
+        assert!(again.take(4096).is_none());
+        drop((old, new));
     }
 }

@@ -28,14 +28,37 @@ pub(crate) struct CowSpace {
     pub(crate) spill: Arc<RangeAllocator>,
 }
 
+/// Why there is no space for a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoSpace {
+    /// Memory and spill file are full. There is more when a chunk is stored.
+    Full,
+    /// All buffers are in use by copies on their way to the spill file. There is more when one of
+    /// these copies has ended.
+    Busy,
+}
+
 impl CowSpace {
     /// Takes a buffer for a copy of `len` bytes and, if memory is full, a range of the spill file.
-    pub(super) fn take(&self, len: u64) -> Option<(PooledBuffer, Option<AllocatedRange>)> {
+    pub(super) fn take(&self, len: u64) -> Result<(PooledBuffer, Option<AllocatedRange>), NoSpace> {
         if let Some(buffer) = self.memory.take(len) {
-            return Some((buffer, None));
+            return Ok((buffer, None));
         }
-        let buffer = self.spill_buffers.take(len as usize)?;
-        Some((buffer, Some(self.spill.take(len)?)))
+        let range = self.spill.take(len).ok_or(NoSpace::Full)?;
+        let buffer = self.spill_buffers.take(len as usize).ok_or(NoSpace::Busy)?;
+        Ok((buffer, Some(range)))
+    }
+
+    /// Gives memory and space of the spill file back that no copy uses. `shorten_spill` shortens
+    /// the spill file, if it is longer.
+    pub(super) fn trim(&self, shorten_spill: impl FnOnce(u64) -> io::Result<()>) -> io::Result<()> {
+        let memory = self.memory.trim();
+        let spill = match self.spill.take_tail() {
+            // Nobody writes behind its offset while it is taken.
+            Some(tail) => shorten_spill(tail.offset),
+            None => Ok(()),
+        };
+        memory.and(spill)
     }
 }
 
@@ -94,5 +117,62 @@ impl PreservedBlocks {
             valid = valid.union(&BlockSet::run(*run));
         }
         Ok(valid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BufferPool, CowMemory, CowSpace, NoSpace, RangeAllocator};
+
+    fn space(spill_bytes: u64) -> CowSpace {
+        let space = CowSpace {
+            memory: CowMemory::new(tempfile::tempfile().unwrap(), 4096).unwrap(),
+            spill_buffers: BufferPool::new(4096),
+            spill: RangeAllocator::new(spill_bytes, 0),
+        };
+        std::mem::forget(space.memory.take(4096).expect("the memory is full from here on"));
+        space
+    }
+
+    #[test]
+    fn a_buffer_that_is_busy_is_no_lack_of_space() {
+        let space = space(1 << 20);
+        let take = || space.take(4096).map(|(_, range)| range.map(|range| range.offset));
+        let first = space.take(4096).unwrap();
+        assert_eq!(take(), Err(NoSpace::Busy));
+        drop(first);
+        assert_eq!(take(), Ok(Some(0)));
+    }
+
+    #[test]
+    fn a_spill_file_that_is_full_is_a_lack_of_space_even_if_no_buffer_is_free() {
+        let space = space(4096);
+        let (buffer, range) = space.take(4096).unwrap();
+        assert!(matches!(space.take(4096), Err(NoSpace::Full)));
+        drop(buffer);
+        assert!(matches!(space.take(4096), Err(NoSpace::Full)));
+        drop(range);
+        assert!(space.take(4096).is_ok());
+    }
+
+    #[test]
+    fn the_spill_file_is_shortened_to_what_is_in_use() {
+        let space = space(1 << 20);
+        let (buffer, first) = space.take(4096).unwrap();
+        drop(buffer);
+        let (_buffer, second) = space.take(4096).unwrap();
+        let shortened = || {
+            let mut to = None;
+            let shorten = |len| {
+                to = Some(len);
+                Ok(())
+            };
+            space.trim(shorten).unwrap();
+            to
+        };
+        drop(first);
+        assert_eq!(shortened(), Some(8192), "the second one stays where it is");
+        drop(second);
+        assert_eq!(shortened(), Some(0));
     }
 }

@@ -6,14 +6,20 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The free ranges of a file or of shared memory.
 pub(crate) struct RangeAllocator {
+    /// New ranges end here at the latest.
+    limit: u64,
+    /// All ranges end here at the latest.
+    end: u64,
     /// The length of each free range, by its offset. No two free ranges touch.
     free: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl RangeAllocator {
-    /// Allocates within the first `limit` bytes.
-    pub(crate) fn new(limit: u64) -> Arc<RangeAllocator> {
-        Arc::new(RangeAllocator { free: Mutex::new(BTreeMap::from([(0, limit)])) })
+    /// Allocates within the first `limit` bytes. Ranges that an earlier process allocated may lie
+    /// within the first `found` bytes, if that is more.
+    pub(crate) fn new(limit: u64, found: u64) -> Arc<RangeAllocator> {
+        let end = limit.max(found);
+        Arc::new(RangeAllocator { limit, end, free: Mutex::new(BTreeMap::from([(0, end)])) })
     }
 
     fn free(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
@@ -24,7 +30,9 @@ impl RangeAllocator {
     /// range that fits, so that the ranges in use stay close together.
     pub(crate) fn take(self: &Arc<RangeAllocator>, len: u64) -> Option<AllocatedRange> {
         let mut free = self.free();
-        let (&offset, &available) = free.iter().find(|(_, available)| **available >= len)?;
+        let fits =
+            |(offset, available): &(&u64, &u64)| **available >= len && **offset + len <= self.limit;
+        let (&offset, &available) = free.iter().find(fits)?;
         free.remove(&offset);
         if available > len {
             free.insert(offset + len, available - len);
@@ -51,6 +59,18 @@ impl RangeAllocator {
         if end < start + available {
             free.insert(end, start + available - end);
         }
+        Some(AllocatedRange { offset, len, allocator: self.clone() })
+    }
+
+    /// Allocates everything behind the last range in use, or returns `None` if that is nothing.
+    /// While the caller has it, the file can be shortened to the offset of the result.
+    pub(super) fn take_tail(self: &Arc<RangeAllocator>) -> Option<AllocatedRange> {
+        let mut free = self.free();
+        let (&offset, &len) = free.last_key_value()?;
+        if offset + len < self.end {
+            return None;
+        }
+        free.remove(&offset);
         Some(AllocatedRange { offset, len, allocator: self.clone() })
     }
 }
@@ -85,7 +105,7 @@ mod tests {
 
     #[test]
     fn ranges_do_not_overlap_and_are_used_again() {
-        let ranges = RangeAllocator::new(4 * 4096);
+        let ranges = RangeAllocator::new(4 * 4096, 0);
         let a = ranges.take(4096).unwrap();
         let b = ranges.take(8192).unwrap();
         assert_eq!((a.offset, b.offset), (0, 4096));
@@ -98,7 +118,7 @@ mod tests {
 
     #[test]
     fn a_range_can_be_taken_again_where_it_was() {
-        let ranges = RangeAllocator::new(8 * 4096);
+        let ranges = RangeAllocator::new(8 * 4096, 0);
         let a = ranges.take_at(2 * 4096, 4096).unwrap();
         let b = ranges.take_at(3 * 4096, 8192).unwrap();
         assert!(ranges.take_at(4 * 4096, 4096).is_none(), "taken");
@@ -107,5 +127,21 @@ mod tests {
         assert_eq!(ranges.take(3 * 4096).unwrap().offset, 5 * 4096);
         drop((a, b));
         assert!(ranges.take_at(0, 8 * 4096).is_some());
+    }
+
+    #[test]
+    fn ranges_of_an_earlier_process_do_not_raise_the_limit() {
+        let ranges = RangeAllocator::new(2 * 4096, 8 * 4096);
+        let old = ranges.take_at(6 * 4096, 4096).unwrap();
+        let new = ranges.take(8192).unwrap();
+        assert_eq!(new.offset, 0);
+        assert!(ranges.take(4096).is_none(), "the rest is behind the limit");
+        assert_eq!(ranges.take_tail().unwrap().offset, 7 * 4096);
+        drop(old);
+        let tail = ranges.take_tail().unwrap();
+        assert_eq!(tail.offset, 8192, "everything behind the last range in use");
+        assert!(ranges.take_tail().is_none(), "somebody has it");
+        drop((tail, new));
+        assert_eq!(ranges.take_tail().unwrap().offset, 0);
     }
 }

@@ -9,16 +9,22 @@
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use cairn_store::LockedFile;
 
 use crate::mapping::Buffer;
 use crate::mirror::layout::Span;
 
 /// How long the lock of a dead process may last.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// File systems whose inodes only this kernel changes.
+const LOCAL_FILE_SYSTEMS: [libc::__fsword_t; 4] =
+    [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC, libc::TMPFS_MAGIC];
 
 /// The alignment of addresses, offsets and lengths that direct I/O on a file needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +155,20 @@ impl DiskFile {
             0 => Ok(stat.f_bavail.saturating_mul(stat.f_frsize)),
             _ => Err(io::Error::last_os_error()),
         }
+    }
+
+    /// The file that this process has locked, as a proof that an earlier process has ended. `None`
+    /// on a file system whose numbers prove nothing: see [`LockedFile`].
+    pub(crate) fn locked_file(&self) -> io::Result<Option<LockedFile>> {
+        // SAFETY: an all-zero statfs is a valid value of that plain struct.
+        let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+        // SAFETY: `stat` is writable and large enough. The descriptor is open as long as `self`.
+        if unsafe { libc::fstatfs(self.raw_fd(), &raw mut stat) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let metadata = self.file.metadata()?;
+        let locked = LockedFile { device: metadata.dev(), inode: metadata.ino() };
+        Ok(LOCAL_FILE_SYSTEMS.contains(&stat.f_type).then_some(locked))
     }
 
     /// Makes the file's length durable, and its name in `directory`.

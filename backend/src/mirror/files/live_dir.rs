@@ -13,6 +13,9 @@
 //! in use and has no live directory was left by a host that died. A link in the mirror's directory
 //! points to the live directory, so the next process finds it whatever its arguments are.
 //!
+//! A failed sync of the data file makes the directory invalid: the next process goes on as after the
+//! death of the host (see [`data_sync`](super::data_sync)).
+//!
 //! A clean stop removes the directory, unless it holds work that the next process must finish. Even
 //! then the map is exact, so the next process can go on without the live directory.
 
@@ -35,6 +38,8 @@ use crate::mirror::presence::Presence;
 use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
+/// Instead of [`MAGIC`] after a sync of the data file has failed. No release adopts such a directory.
+const INVALID_MAGIC: &[u8; 8] = b"CRNLOST\0";
 const VERSION: u32 = 2;
 
 /// The size of the header.
@@ -50,6 +55,7 @@ pub(crate) struct LiveDir {
     pub(crate) cow_memory: CowMemory,
     pub(crate) flags: GuestFlags,
     pub(crate) unused_numbers: UnusedNumbers,
+    pub(crate) validity: LiveValidity,
     /// Whether the directory was left by an earlier process. Otherwise it is empty.
     pub(crate) is_adopted: bool,
     /// The file with the header.
@@ -69,9 +75,31 @@ impl GuestFlags {
         &self.0[FLAGS_WORD]
     }
 
-    /// 1 if a write is answered only when it is durable.
+    /// Not 0 if a write is answered only when it is durable. The numbers are those of `CachingMode`.
     pub(crate) fn write_through(&self) -> &AtomicU64 {
         &self.0[FLAGS_WORD + 1]
+    }
+}
+
+/// Whether the live directory counts, in the first word of the header.
+pub(crate) struct LiveValidity(Words);
+
+impl LiveValidity {
+    /// The validity of no directory, in this process's own memory.
+    #[cfg(test)]
+    pub(crate) fn private() -> LiveValidity {
+        let words = Words::zeroed(1).expect("memory");
+        words[0].store(u64::from_ne_bytes(*MAGIC), Ordering::SeqCst);
+        LiveValidity(words)
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.0[0].load(Ordering::SeqCst) != u64::from_ne_bytes(*INVALID_MAGIC)
+    }
+
+    /// Makes the directory invalid, for this process and for all later ones.
+    pub(crate) fn invalidate(&self) {
+        self.0[0].store(u64::from_ne_bytes(*INVALID_MAGIC), Ordering::SeqCst);
     }
 }
 
@@ -143,6 +171,7 @@ impl LiveDir {
         let cow_memory = CowMemory::new(file_of_copies, cow_memory_bytes)?;
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
+        let validity = LiveValidity(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let known = if map.is_clean() && map.knows_guests() { u64::MAX } else { 0 };
         flags.known_rings().store(known, Ordering::SeqCst);
         // The header becomes valid when the map says that this use has begun.
@@ -160,6 +189,7 @@ impl LiveDir {
             cow_memory,
             flags,
             unused_numbers,
+            validity,
             is_adopted,
             file,
             lock,
@@ -202,6 +232,7 @@ impl LiveDir {
         presence.recount();
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
+        let validity = LiveValidity(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let (epoch_files, epochs) = EpochFiles::open(dir, layout.chunk_count())?;
         // The next epoch begins before the last one ends, so there is always an open one. Without it,
         // nobody knows which chunks the guest has changed.
@@ -213,8 +244,7 @@ impl LiveDir {
             )));
         }
         let copies = options().create(true).truncate(false).open(dir.join("cow-memory"))?;
-        let len = copies.metadata()?.len();
-        let cow_memory = CowMemory::new(copies, cow_memory_bytes.max(len))?;
+        let cow_memory = CowMemory::new(copies, cow_memory_bytes)?;
         let (dir, is_adopted) = (dir.to_owned(), true);
         Ok(Some(LiveDir {
             dir,
@@ -224,6 +254,7 @@ impl LiveDir {
             cow_memory,
             flags,
             unused_numbers,
+            validity,
             is_adopted,
             file,
             lock,
@@ -260,6 +291,13 @@ fn has_header(state: &Path, wanted: &[u8; HEADER_BYTES]) -> io::Result<bool> {
         Ok(file) if file.metadata()?.len() < PAGE_BYTES as u64 => Ok(false),
         Ok(file) => {
             let mut found = read_header(&file)?;
+            if found.starts_with(INVALID_MAGIC) {
+                tracing::warn!(
+                    state = %state.display(),
+                    "a sync of the mirror's data failed: only what was durable before is used"
+                );
+                return Ok(false);
+            }
             let version = u32::from_le_bytes(found[VERSION_RANGE].try_into().expect("4 bytes"));
             found[VERSION_RANGE].copy_from_slice(&wanted[VERSION_RANGE]);
             let promised: UseId = found[NEXT_USE_ID_RANGE].try_into().expect("16 bytes");
@@ -478,6 +516,24 @@ mod tests {
         let live = open(&base, &map);
         assert!(live.is_adopted);
         assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0, "and after a kill");
+    }
+
+    #[test]
+    fn after_a_failed_sync_no_process_adopts_it_and_no_guest_goes_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut map = map(dir.path());
+        let base = dir.path().join("run");
+        let live = open(&base, &map);
+        live.begin(&mut map, NEXT).unwrap();
+        live.flags.known_rings().store(1, Ordering::SeqCst);
+        live.presence.set(Blocks { first: 9, count: 1 });
+        assert!(live.validity.is_valid());
+        live.validity.invalidate();
+        assert!(!live.validity.is_valid());
+        drop(live);
+        let live = open(&base, &map);
+        assert!(!live.is_adopted && !live.presence.get(9) && live.validity.is_valid());
+        assert_eq!(live.flags.known_rings().load(Ordering::SeqCst), 0);
     }
 
     /// State that a stop has left goes on in a use of its own. The process can end at each step of

@@ -443,4 +443,7 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
 pub(crate) mod power_cut_tests;
 
 #[cfg(test)]
+mod region_power_cut_tests;
+
+#[cfg(test)]
 mod tests;

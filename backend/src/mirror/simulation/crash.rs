@@ -26,11 +26,19 @@ use crate::mirror::intent::WriteIntent;
 use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::Presence;
 
+/// The space for copies of old blocks, in blocks.
+#[derive(Clone, Copy)]
+pub(super) struct CowBlocks {
+    pub(super) memory: u64,
+    pub(super) spill_buffers: u64,
+    pub(super) spill: u64,
+}
+
 /// The mirror that a process finds in `dir`, and the checkpoints that it resumes.
 pub(super) fn open(
     dir: &TempDir,
     layout: Layout,
-    (cow_blocks, spill_buffers): (u64, u64),
+    cow: CowBlocks,
     states: &HashMap<u64, SnapshotState>,
 ) -> (Mirror, Vec<Arc<Layer>>) {
     let file = |name: &str| {
@@ -48,9 +56,9 @@ pub(super) fn open(
         found[0].begin(Epoch(1));
     }
     let space = CowSpace {
-        memory: CowMemory::new(file("cow-memory"), cow_blocks * BLOCK_BYTES).unwrap(),
-        spill_buffers: BufferPool::new((spill_buffers * BLOCK_BYTES) as usize),
-        spill: RangeAllocator::new(200 * BLOCK_BYTES),
+        memory: CowMemory::new(file("cow-memory"), cow.memory * BLOCK_BYTES).unwrap(),
+        spill_buffers: BufferPool::new((cow.spill_buffers * BLOCK_BYTES) as usize),
+        spill: RangeAllocator::new(cow.spill * BLOCK_BYTES, 0),
     };
     let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
     let Recovered { current, layers, resumed } =
@@ -101,7 +109,7 @@ impl World {
             journal.set_len(len.saturating_sub(64)).unwrap();
         }
         self.commits.clear();
-        let (mirror, resumed) = open(&self.dir, self.layout, self.cow_blocks, &self.states);
+        let (mirror, resumed) = open(&self.dir, self.layout, self.cow, &self.states);
         self.mirror = mirror;
         self.commits = resumed;
         let epoch_handle = |worker| self.mirror.epoch_handle(worker);

@@ -9,6 +9,7 @@ use std::thread;
 use cairn_store::{ChunkId, ChunkIndex, Geometry};
 use seeded_rng::Rng;
 
+use super::crash::CowBlocks;
 use super::storing::accept;
 use super::{CHUNK, CHUNKS, PARENT, PER_CHUNK, WORKERS, crash, set_stamp, stamp};
 use crate::mirror::layout::{BLOCK_BYTES, Layout, Span};
@@ -64,7 +65,10 @@ impl Shared {
                 match self.mirror.plan_write(&mut epoch_handle, worker, span) {
                     Plan::Direct(permit) => break permit,
                     Plan::Fill(chunks) => chunks.into_iter().for_each(|chunk| self.fill(chunk)),
-                    Plan::RecordIntent(span) => self.mirror.intent().set(span),
+                    Plan::RecordIntent(span) => {
+                        let intent = self.mirror.intent();
+                        intent.set(&intent.regions_of(span));
+                    }
                     Plan::Wait => thread::yield_now(),
                     Plan::Copy(jobs) => {
                         for (job, mut buffer) in jobs {
@@ -134,7 +138,8 @@ fn a_block_is_not_invalidated_once_somebody_may_have_written_it() {
         let layout = Layout::new(Geometry::new(CHUNKS * CHUNK, CHUNK as u32).unwrap());
         let dir = tempfile::tempdir().unwrap();
         let blocks = layout.block_count();
-        let (mirror, _) = crash::open(&dir, layout, (blocks * 16, 4), &HashMap::new());
+        let cow = CowBlocks { memory: blocks * 16, spill_buffers: 4, spill: 200 };
+        let (mirror, _) = crash::open(&dir, layout, cow, &HashMap::new());
         let shared = Shared {
             mirror,
             disk: (0..blocks).map(|_| AtomicU64::new(0)).collect(),

@@ -92,9 +92,10 @@ impl World {
                 self.parked[worker].push(job);
             }
             Plan::RecordIntent(span) => {
-                let bytes = self.mirror.intent().bytes_with(span);
+                let regions = self.mirror.intent().regions_of(span);
+                let bytes = self.mirror.intent().bytes_with(&regions);
                 std::fs::write(self.dir.path().join("intent"), bytes).unwrap();
-                self.mirror.intent().set(span);
+                self.mirror.intent().set(&regions);
                 self.parked[worker].push(job);
             }
             Plan::Wait => self.parked[worker].push(job),

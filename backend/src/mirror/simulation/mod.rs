@@ -34,6 +34,7 @@ use cairn_store::{ChunkIndex, Geometry, SnapshotState};
 use seeded_rng::Rng;
 use tempfile::TempDir;
 
+use self::crash::CowBlocks;
 use self::faults::Faults;
 use self::kernel::Operation;
 use self::ring::{Job, Queue, Ring, Write};
@@ -83,8 +84,7 @@ struct World {
     /// The directory of what outlives the process.
     dir: TempDir,
     layout: Layout,
-    /// The copy-on-write memory and the spill buffers, in blocks.
-    cow_blocks: (u64, u64),
+    cow: CowBlocks,
     mirror: Mirror,
     epoch_handles: Vec<EpochHandle>,
     /// The guest's memory.
@@ -127,8 +127,9 @@ impl World {
         let layout = Layout::new(Geometry::new(CHUNKS * CHUNK, CHUNK as u32).unwrap());
         // In memory if possible, like the live directory.
         let dir = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
-        let cow_blocks = (cow_blocks, 4);
-        let (mirror, _) = crash::open(&dir, layout, cow_blocks, &HashMap::new());
+        let spill = if seed.is_multiple_of(2) { 200 } else { 20 };
+        let cow = CowBlocks { memory: cow_blocks, spill_buffers: 4, spill };
+        let (mirror, _) = crash::open(&dir, layout, cow, &HashMap::new());
         let blocks = layout.block_count() as usize;
         let rings: Vec<Ring> = (0..WORKERS).map(|_| Ring::new()).collect();
         let ledgers = ring::ledgers();
@@ -137,7 +138,7 @@ impl World {
             planted_bug,
             dir,
             layout,
-            cow_blocks,
+            cow,
             epoch_handles: (0..WORKERS).map(|worker| mirror.epoch_handle(worker)).collect(),
             mirror,
             queues: ring::open(&ledgers, &rings),

@@ -35,7 +35,7 @@ impl Bench {
         let space = CowSpace {
             memory: CowMemory::new(tempfile::tempfile().unwrap(), 1 << 20).unwrap(),
             spill_buffers: BufferPool::new(0),
-            spill: RangeAllocator::new(1 << 20),
+            spill: RangeAllocator::new(1 << 20, 0),
         };
         Bench { dir, space, journal, layer }
     }

@@ -30,6 +30,7 @@ use crate::mirror::cow::range_allocator::RangeAllocator;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
+use crate::mirror::files::data_sync::DataSync;
 use crate::mirror::files::disk_file::{DiskFile, make_directory};
 use crate::mirror::files::journal::Journal;
 use crate::mirror::files::live_dir::LiveDir;
@@ -108,8 +109,9 @@ fn session(mut map: MapFile, layout: &Layout, number: u64) {
     for step in number * STEPS..(number + 1) * STEPS {
         for blocks in blocks_of(step) {
             // Write intent is durable before the write.
-            map.write_intent(layout, &intent.bytes_with(blocks.span())).unwrap();
-            intent.set(blocks.span());
+            let regions = intent.regions_of(blocks.span());
+            map.write_intent(layout, &intent.bytes_with(&regions)).unwrap();
+            intent.set(&regions);
             presence.set(blocks);
         }
         mark(&format!("set {step}"));
@@ -241,14 +243,24 @@ fn stamp(block: u64, version: u64) -> [u8; 16] {
 
 /// Creates a mirror at `path`, with its live directory and its journal below `elsewhere`.
 pub(crate) fn create_mirror(path: &Path, elsewhere: &Path) -> (Mirror, MapWriter, DiskFile) {
+    create_mirror_of(&small(), 1, path, elsewhere)
+}
+
+/// Creates a mirror with this identity, for this many workers.
+pub(super) fn create_mirror_of(
+    identity: &Identity,
+    workers: usize,
+    path: &Path,
+    elsewhere: &Path,
+) -> (Mirror, MapWriter, DiskFile) {
     make_directory(path).unwrap();
+    let layout = Layout::new(identity.geometry);
     let disk = DiskFile::open(&path.join("disk")).unwrap();
-    disk.set_len(DISK_BYTES).unwrap();
-    disk.punch(Span { offset: 0, len: DISK_BYTES }).unwrap();
+    disk.set_len(layout.file_len()).unwrap();
+    disk.punch(Span { offset: 0, len: layout.file_len() }).unwrap();
     disk.sync_name(path).unwrap();
-    let mut map = MapFile::create(&path.join("map"), small(), Root::default()).unwrap();
+    let mut map = MapFile::create(&path.join("map"), identity.clone(), Root::default()).unwrap();
     mark("created");
-    let layout = Layout::new(small().geometry);
     let live =
         LiveDir::open(&elsewhere.join("live"), elsewhere, &map, &[1; 16], &layout, BLOCK_BYTES);
     let live = live.unwrap();
@@ -256,15 +268,15 @@ pub(crate) fn create_mirror(path: &Path, elsewhere: &Path) -> (Mirror, MapWriter
     let space = CowSpace {
         memory: live.cow_memory,
         spill_buffers: BufferPool::new(BLOCK_BYTES as usize),
-        spill: RangeAllocator::new(0),
+        spill: RangeAllocator::new(0, 0),
     };
     let journal = Arc::new(Journal::open(&elsewhere.join("journal")).unwrap());
     let Recovered { current, layers, .. } =
         recover(live.epochs, &journal, &layout, &space, |_| None).unwrap();
-    let epochs = EpochManager::new(live.epoch_files, journal, 1, current, layers);
+    let epochs = EpochManager::new(live.epoch_files, journal, workers, current, layers);
     let intent = map.intent(&layout).unwrap();
     let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
-    (mirror, MapWriter::new(map), disk)
+    (mirror, MapWriter::new(map, DataSync::new(live.validity)), disk)
 }
 
 /// The workload that is recorded. Without a recorder it does nothing.

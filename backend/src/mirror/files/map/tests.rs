@@ -66,7 +66,8 @@ fn after_an_unclean_stop_local_chunks_of_regions_in_use_count_as_changed() {
     presence.set(Blocks { first: 640, count: 64 });
     // A fetch in another region.
     presence.set(Blocks { first: 100_000, count: 64 });
-    let bytes = map.intent(&layout).unwrap().bytes_with(Span { offset: 0, len: 512 });
+    let intent = map.intent(&layout).unwrap();
+    let bytes = intent.bytes_with(&intent.regions_of(Span { offset: 0, len: 512 }));
     map.write_intent(&layout, &bytes).unwrap();
     map.write_pages(&presence.take_changed()).unwrap();
     drop(map);
@@ -189,7 +190,8 @@ fn make_the_maps() {
         map.set_parent(5, Root(Some(NodeId::from_bytes([3; 32])))).unwrap();
         let (presence, _) = load(&map, &layout).unwrap();
         let written = Blocks { first: 40, count: 3 };
-        let bytes = map.intent(&layout).unwrap().bytes_with(written.span());
+        let intent = map.intent(&layout).unwrap();
+        let bytes = intent.bytes_with(&intent.regions_of(written.span()));
         map.write_intent(&layout, &bytes).unwrap();
         presence.set(written);
         map.write_pages(&presence.take_changed()).unwrap();

@@ -1,0 +1,129 @@
+//! Syncs of the data file, and what a failed one means.
+//!
+//! Linux reports a failed sync once, and then drops what it could not write: the next sync succeeds,
+//! although the data is lost. A disk may lose its cache in the same way. Nobody keeps what was
+//! written since the last sync, so nobody can write it again. A failed sync is therefore treated as a
+//! power cut:
+//!
+//! - Every later sync fails, in all threads. So does every flush.
+//! - The map is not written any more: it says what was durable before.
+//! - No checkpoint is accepted or published: what is read from the data file may be older than what
+//!   the guest has written.
+//! - The live directory becomes invalid. The next process goes on as after the death of the host.
+//!
+//! Only one sync runs at a time. Otherwise a sync that starts after another one has failed could
+//! succeed, and be relied on, before the thread of the failed one has recorded the failure.
+
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use super::disk_file::DiskFile;
+use super::live_dir::LiveValidity;
+
+/// What is reported after a failed sync, and what to do.
+pub(crate) const SYNC_FAILED: &str = "\
+    a sync of the mirror's data failed, and it is unknown which of the guest's writes are lost: all \
+    flushes fail, and no checkpoint is taken; check the mirror's disk, then start cairn-blk and the \
+    guest again, which go on from what was durable before, or start from a snapshot in another \
+    directory";
+
+/// The syncs of a data file. All threads share it.
+pub(crate) struct DataSync {
+    live: LiveValidity,
+    is_running: Mutex<bool>,
+    ended: Condvar,
+}
+
+impl DataSync {
+    pub(crate) fn new(live: LiveValidity) -> Arc<DataSync> {
+        Arc::new(DataSync { live, is_running: Mutex::new(false), ended: Condvar::new() })
+    }
+
+    /// Returns an error if a sync has failed.
+    pub(crate) fn check(&self) -> io::Result<()> {
+        match self.live.is_valid() {
+            true => Ok(()),
+            false => Err(io::Error::other(SYNC_FAILED)),
+        }
+    }
+
+    /// Why nothing can become durable any more, if so.
+    pub(crate) fn failure(&self) -> Option<&'static str> {
+        (!self.live.is_valid()).then_some(SYNC_FAILED)
+    }
+
+    fn running(&self) -> MutexGuard<'_, bool> {
+        self.is_running.lock().expect("no code panics with this lock held")
+    }
+
+    /// Permits the caller to sync the data file, unless a sync is running or has failed.
+    pub(crate) fn try_begin(self: &Arc<DataSync>) -> Option<RunningSync> {
+        let mut running = self.running();
+        if *running || self.check().is_err() {
+            return None;
+        }
+        *running = true;
+        Some(RunningSync(self.clone()))
+    }
+
+    /// Makes completed writes durable.
+    pub(crate) fn sync(self: &Arc<DataSync>, data: &DiskFile) -> io::Result<()> {
+        let running = self.ended.wait_while(self.running(), |running| *running);
+        *running.expect("as in `running`") = true;
+        let running = RunningSync(self.clone());
+        self.check()?;
+        running.end(data.sync())
+    }
+}
+
+/// A sync that is running. No other one runs until this is dropped.
+pub(crate) struct RunningSync(Arc<DataSync>);
+
+impl RunningSync {
+    /// Ends the sync with its result, and returns that.
+    pub(crate) fn end(self, result: io::Result<()>) -> io::Result<()> {
+        // Before the next sync may begin.
+        if let Err(error) = &result {
+            self.0.live.invalidate();
+            tracing::error!(%error, "{SYNC_FAILED}");
+        }
+        result
+    }
+}
+
+impl Drop for RunningSync {
+    fn drop(&mut self) {
+        *self.0.running() = false;
+        self.0.ended.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::super::disk_file::DiskFile;
+    use super::super::live_dir::LiveValidity;
+    use super::DataSync;
+
+    #[test]
+    fn a_sync_that_waits_for_one_that_fails_does_not_succeed() {
+        let dir = tempfile::tempdir().unwrap();
+        let data = DiskFile::open(&dir.path().join("disk")).unwrap();
+        let syncs = DataSync::new(LiveValidity::private());
+        syncs.sync(&data).unwrap();
+        let running = syncs.try_begin().unwrap();
+        assert!(syncs.try_begin().is_none(), "one at a time");
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| syncs.sync(&data));
+            thread::sleep(Duration::from_millis(50));
+            assert!(!waiting.is_finished());
+            running.end(Err(io::ErrorKind::Other.into())).unwrap_err();
+            waiting.join().unwrap().unwrap_err();
+        });
+        assert!(syncs.check().is_err() && syncs.try_begin().is_none());
+        syncs.sync(&data).unwrap_err();
+    }
+}
