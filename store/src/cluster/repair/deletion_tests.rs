@@ -49,9 +49,16 @@ async fn a_deletion_that_is_held_up_on_its_way_is_not_carried_out_after_its_time
     let proxy = StallingProxy::start(&peer.address, Stall::Deletions);
     let begin = Instant::now();
     let peers = through(&proxy, &peer, permit_all());
-    let late = peers.delete(peer.id, &[id], 0).await.unwrap_err();
+    let stalled = async {
+        proxy.wait_for_stalled(1).await;
+        Instant::now()
+    };
+    let (late, stalled) = tokio::join!(peers.delete(peer.id, &[id], 0), stalled);
+    let late = late.unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Unavailable, "{late}");
     assert!(begin.elapsed() < DELETION_TIMEOUT + SLACK, "{:?}", begin.elapsed());
+    // The peer's clock was read before the request was sent. Its limit has passed at this time.
+    tokio::time::sleep_until((stalled + DELETION_TIMEOUT).into()).await;
     // The lease may belong to another repair from here on.
     proxy.release();
     proxy.wait_for_answers(1).await;

@@ -129,7 +129,7 @@ async fn run_documented_commands(address: &str, root: ConnectOptions, id: &PeerI
         }
         count += 1;
     }
-    assert_eq!(count, 25, "commands in the documentation");
+    assert_eq!(count, 26, "commands in the documentation");
 }
 
 #[test]
