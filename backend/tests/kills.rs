@@ -139,13 +139,19 @@ fn nothing_is_lost_however_often_the_backend_is_killed() {
 const RESERVED: u64 = 25;
 
 /// Takes checkpoints. Returns their numbers.
-fn take(backend: &Backend, count: u64, wait: bool) -> Vec<u64> {
+fn numbers(backend: &Backend, count: u64, wait: bool) -> Vec<u64> {
     let mut control = backend.control();
     let take = |_| match wait {
         true => control.stable_checkpoint(),
         false => control.checkpoint().expect("a checkpoint").number,
     };
     (0..count).map(take).collect()
+}
+
+/// Takes checkpoints, and returns the last one's number. They have the numbers behind `last`.
+fn take(backend: &Backend, last: u64, count: u64, wait: bool) -> u64 {
+    assert!(numbers(backend, count, wait).into_iter().eq(last + 1..=last + count));
+    last + count
 }
 
 /// A process that stops gives its numbers back. It first records that it has none, because other
@@ -159,7 +165,7 @@ fn snapshot_numbers_go_on_without_a_gap_after_a_kill() {
     let mut may_skip = false;
     for round in 0..24 {
         let backend = Backend::start(&options);
-        for number in take(&backend, round % 5, round % 2 == 0) {
+        for number in numbers(&backend, round % 5, round % 2 == 0) {
             let last = taken[taken.len() - 1];
             let skipped = number - last - 1;
             assert!(skipped <= if may_skip { RESERVED } else { 0 }, "{number} follows {last}");
