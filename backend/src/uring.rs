@@ -1,4 +1,4 @@
-//! One io_uring on a data file and a spill file, owned by one thread.
+//! One io_uring on a data file and on spill files, owned by one thread.
 //!
 //! An operation is handed over as a whole. The ring's table owns the operation and its buffers
 //! until the kernel's completion arrives, and only then returns it. That ownership is the safety
@@ -16,6 +16,7 @@ use slab::Slab;
 use crate::mapping::Buffer;
 use crate::memory::GuestMap;
 use crate::mirror::cow::buffer_pool::PooledBuffer;
+use crate::mirror::files::disk_file::DiskFile;
 use crate::mirror::layout::Span;
 
 /// Memory that stays in place while the kernel uses it.
@@ -38,8 +39,9 @@ pub(crate) enum Io {
         offset: u64,
         memory: Memory,
     },
-    /// Writes to the spill file.
+    /// Writes to the spill file of a layer.
     Spill {
+        file: Arc<DiskFile>,
         offset: u64,
         memory: Memory,
     },
@@ -80,9 +82,8 @@ const POLL_FLAG: u64 = 1 << 63;
 /// The user data of operations whose completions are ignored.
 const SILENT_DATA: u64 = 1 << 62;
 
-/// The ring's files, by their registered index.
+/// The data file, by its registered index.
 const DISK_FILE: types::Fixed = types::Fixed(0);
-const SPILL_FILE: types::Fixed = types::Fixed(1);
 
 /// The number of operations that are submitted at once. The kernel holds back the first one until
 /// it has prepared the last one: with a larger batch the disk waits, with a smaller one there are
@@ -99,8 +100,8 @@ pub(crate) struct Ring<T> {
 }
 
 impl<T> Ring<T> {
-    /// Creates a ring for operations on `file` and `spill`, which must outlive it.
-    pub(crate) fn new(file: RawFd, spill: RawFd, depth: u32) -> io::Result<Ring<T>> {
+    /// Creates a ring for operations on the data file `file`, which must outlive it.
+    pub(crate) fn new(file: RawFd, depth: u32) -> io::Result<Ring<T>> {
         let ring = IoUring::builder()
             .setup_coop_taskrun()
             .setup_taskrun_flag()
@@ -109,7 +110,7 @@ impl<T> Ring<T> {
             .setup_cqsize(depth.next_power_of_two() * 4)
             .build(depth.next_power_of_two())
             .or_else(|_| IoUring::new(depth.next_power_of_two()))?;
-        ring.submitter().register_files(&[file, spill])?;
+        ring.submitter().register_files(&[file])?;
         Ok(Ring { ring, entries: Slab::new() })
     }
 
@@ -128,8 +129,8 @@ impl<T> Ring<T> {
             Io::Write { offset, mut memory } => {
                 (take_iovecs(&mut memory), Io::Write { offset, memory })
             }
-            Io::Spill { offset, mut memory } => {
-                (take_iovecs(&mut memory), Io::Spill { offset, memory })
+            Io::Spill { file, offset, mut memory } => {
+                (take_iovecs(&mut memory), Io::Spill { file, offset, memory })
             }
             other => (Vec::new(), other),
         };
@@ -154,8 +155,9 @@ impl<T> Ring<T> {
                     .offset(offset + entry.done)
                     .build()
             }
-            Io::Spill { offset, .. } => {
-                opcode::Writev::new(SPILL_FILE, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
+            Io::Spill { file, offset, .. } => {
+                let file = types::Fd(file.raw_fd());
+                opcode::Writev::new(file, entry.iovecs.as_ptr(), entry.iovecs.len() as u32)
                     .offset(offset + entry.done)
                     .build()
             }
@@ -191,7 +193,8 @@ impl<T> Ring<T> {
     fn push(&mut self, sqe: squeue::Entry) -> io::Result<()> {
         loop {
             // SAFETY: `self.entries` owns what the entry points to (the iovecs and, through `io`,
-            // the memory that they name) until its completion is reaped. Otherwise it is static.
+            // the memory that they name, and a spill file) until its completion is reaped. Otherwise it
+            // is static.
             if unsafe { self.ring.submission().push(&sqe) }.is_ok() {
                 return Ok(());
             }
@@ -346,7 +349,7 @@ mod tests {
     #[test]
     fn what_was_written_is_read_back_with_its_tag() {
         let file = tempfile::tempfile().unwrap();
-        let mut ring = Ring::new(file.as_raw_fd(), file.as_raw_fd(), 8).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
         let mut buffer = Buffer::zeroed(8192);
         buffer.fill(0x5a);
         ring.start(Io::Write { offset: 4096, memory: Memory::Buffer(buffer) }, 7).unwrap();
@@ -367,7 +370,7 @@ mod tests {
     fn a_read_beyond_the_end_is_an_error_not_old_memory() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
-        let mut ring = Ring::new(file.as_raw_fd(), file.as_raw_fd(), 8).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), 8).unwrap();
         ring.start(Io::Read { offset: 0, memory: Memory::Buffer(Buffer::zeroed(8192)) }, 1)
             .unwrap();
         assert!(finish(&mut ring).result.is_err());
@@ -376,7 +379,7 @@ mod tests {
     #[test]
     fn more_operations_than_entries_are_all_done() {
         let file = tempfile::tempfile().unwrap();
-        let mut ring = Ring::new(file.as_raw_fd(), file.as_raw_fd(), 2).unwrap();
+        let mut ring = Ring::new(file.as_raw_fd(), 2).unwrap();
         for tag in 0..20 {
             let offset = u64::from(tag) * 4096;
             ring.start(Io::Write { offset, memory: Memory::Buffer(Buffer::zeroed(4096)) }, tag)

@@ -86,5 +86,5 @@ pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorParent, MirrorRecord, Mode, NewSnapshot, Snapshot,
     SnapshotState,
 };
-pub use tree::{Chunks, Root, TreeUpdate};
+pub use tree::{Changes, Chunks, Root, TreeUpdate};
 pub use zero::is_zero;

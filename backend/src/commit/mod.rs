@@ -12,6 +12,7 @@
 
 #[cfg(test)]
 mod label_tests;
+mod layer_changes;
 pub(crate) mod persist;
 pub(crate) mod stall;
 mod store_layer;

@@ -9,17 +9,15 @@
 //! a later layer waits behind a failed one, the later one absorbs it: the later snapshot adds the
 //! failed layer's chunks that it did not change itself.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-use cairn_store::{
-    ChangedChunks, ChunkIndex, ErrorKind, NewSnapshot, Snapshot, SnapshotCommit, SnapshotState,
-};
+use cairn_store::{ChunkIndex, ErrorKind, NewSnapshot, Snapshot, SnapshotCommit, SnapshotState};
 
+use super::layer_changes::LayerChanges;
 use super::store_layer::{buffer_pool, store_layer};
 use super::throttle::CommitThrottle;
 use super::{Commit, CommitState, Commits, Ending, NextCommit};
@@ -56,7 +54,7 @@ pub(super) enum PersistError {
     #[error("{SYNC_FAILED}")]
     SyncFailed,
     #[error("recording what is stored: {0}")]
-    Journal(io::Error),
+    Table(io::Error),
     #[error("{0}")]
     Layer(String),
     #[error(
@@ -77,7 +75,7 @@ impl PersistError {
             // The guest has changed these chunks since.
             PersistError::Repository(cairn_store::Error::ContentLost { .. }) => false,
             PersistError::Repository(error) => error.kind() == ErrorKind::Unavailable,
-            PersistError::Journal(_) => true,
+            PersistError::Table(_) => true,
             _ => false,
         }
     }
@@ -303,7 +301,7 @@ impl Persister {
         &'a self,
         commit: &Commit,
         announced: &mut Option<SnapshotCommit<'a>>,
-    ) -> Result<(Snapshot, ChangedChunks), PersistError> {
+    ) -> Result<(Snapshot, LayerChanges), PersistError> {
         let Image { repository, attachment, .. } = &*self.image;
         let mirror = &self.disk.mirror;
         let layers = mirror.epoch_view().layers.clone();
@@ -313,7 +311,7 @@ impl Persister {
             let begun = attachment.begin(&commit.new)?;
             // A previous process, or a commit that failed, may have stored chunks. Peers may have
             // been lost since.
-            if sources.iter().any(|layer| !layer.stored().is_empty()) {
+            if sources.iter().any(|layer| layer.stored_count() > 0) {
                 begun.mark_unverified();
             }
             *announced = Some(begun);
@@ -323,7 +321,6 @@ impl Persister {
         let _space = repository.reserve_space(commit.new.dirty_bytes)?;
         let stored = AtomicU64::new(0);
         let buffers = buffer_pool(mirror.layout().chunk_size());
-        let mut changes = BTreeMap::new();
         // Chunks of a newer layer hide those of the older layers that it absorbs.
         sources.reverse();
         let mut used = Vec::new();
@@ -334,11 +331,8 @@ impl Persister {
                 // This holds for a layer that had failed before the newer one was frozen.
                 continue;
             }
-            used.push(source);
+            used.push(source.clone());
             store_layer(self, source, newer, &buffers, &stored)?;
-            for (chunk, id) in source.stored().iter() {
-                changes.entry(*chunk).or_insert(*id);
-            }
         }
         self.abort.check()?;
         // After all reading: a layer that has failed meanwhile did not guard its chunks against
@@ -348,6 +342,7 @@ impl Persister {
         }
         // After all reading, too: until here the data file may have returned old data.
         self.check_sync()?;
+        let changes = LayerChanges::new(used);
         let local = |at: ChunkIndex, buf: &mut [u8]| self.read_local(at, buf);
         let snapshot = announced.publish(&changes, stored.load(Ordering::Relaxed), &local)?;
         Ok((snapshot, changes))
@@ -389,7 +384,7 @@ impl Persister {
 struct Published<'a> {
     snapshot: Snapshot,
     commit: SnapshotCommit<'a>,
-    changes: ChangedChunks,
+    changes: LayerChanges,
 }
 
 /// Waits before a retry, and doubles the delay. Ends early with the error of `check`, if it has

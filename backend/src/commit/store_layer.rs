@@ -27,7 +27,7 @@ use crate::mirror::block_set::BlockSet;
 use crate::mirror::cow::buffer_pool::{BufferPool, PooledBuffer};
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::files::disk_file::is_medium_error;
-use crate::mirror::layout::BLOCK_BYTES;
+use crate::mirror::layout::{BLOCK_BYTES, Blocks};
 
 /// The number of threads that read, hash and store.
 const STORE_THREADS: usize = 3;
@@ -170,9 +170,10 @@ impl LayerWriter<'_> {
             return Ok(());
         }
         let ids: Vec<_> = group.iter().map(|(item, id)| (item.chunk, *id)).collect();
+        let layout = self.persister.disk.mirror.layout();
         let flushed = self.persister.image.repository.flush().map_err(PersistError::from);
-        let stored =
-            flushed.and_then(|()| self.source.mark_stored(&ids).map_err(PersistError::Journal));
+        let stored = flushed
+            .and_then(|()| self.source.mark_stored(&ids, layout).map_err(PersistError::Table));
         if let Err(error) = stored {
             self.failed.store(true, Ordering::SeqCst);
             self.cancel_store(group.into_iter().map(|(item, _)| item));
@@ -294,11 +295,13 @@ impl LayerWriter<'_> {
             }
             result => result?,
         }
-        let spill = &self.persister.disk.spill;
-        let read_spilled = |buffer: &mut [u8], offset: u64| spill.read_any(buffer, offset);
         let mut items = Vec::with_capacity(chunks.len());
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
-            let preserved = self.source.preserved(*chunk);
+            let start = layout.span_of(*chunk).offset;
+            let read_spilled = |buffer: &mut [u8], run: Blocks| {
+                self.source.spill_file()?.read_any(buffer, start + run.span().offset)
+            };
+            let preserved = self.source.preserved(*chunk).map_err(PersistError::Spill)?;
             let present =
                 preserved.overlay(&mut data, present, read_spilled).map_err(PersistError::Spill)?;
             items.push(StoreItem { chunk: *chunk, data, present });
@@ -318,7 +321,7 @@ impl LayerWriter<'_> {
     ) -> io::Result<()> {
         for ((chunk, present), buffer) in chunks.iter().zip(present).zip(buffers) {
             let offset = self.persister.disk.mirror.layout().span_of(*chunk).offset;
-            for run in present.without(&self.source.preserved(*chunk).decided).runs() {
+            for run in present.without(&self.source.preserved(*chunk)?.decided).runs() {
                 let span = run.span();
                 let part = &mut buffer[span.offset as usize..span.end() as usize];
                 self.persister.disk.data.read(part, offset + span.offset)?;

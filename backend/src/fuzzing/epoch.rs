@@ -15,7 +15,7 @@ const HEADER: usize = 97 * 8;
 pub fn epoch(mut data: &[u8]) {
     let [size] = take(&mut data);
     let chunks = [1, 64, 100, 5000][usize::from(size % 4)];
-    let mut bytes = [*b"CRNEPOCH", word(2), word(chunks), word(1)].concat();
+    let mut bytes = [*b"CRNEPOCH", word(3), word(chunks), word(1)].concat();
     // The words of the bitmaps, and one more word: bits beyond the last chunk have no meaning.
     let words = chunks.div_ceil(64) as usize;
     let (bitmap, summary) = ((words + 1) * 8, (words.div_ceil(64) + 1) * 8);

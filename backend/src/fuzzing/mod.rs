@@ -8,8 +8,8 @@
 //! `make fuzz` searches for a long time and with knowledge of the code. The tests here are a short
 //! version.
 
+mod copies;
 mod epoch;
-mod journal;
 mod ledger;
 mod map;
 mod messages;
@@ -22,8 +22,8 @@ use std::path::PathBuf;
 
 use crate::sys;
 
+pub use copies::copies;
 pub use epoch::epoch;
-pub use journal::journal;
 pub use ledger::ledger;
 pub use map::map;
 pub use messages::messages;
@@ -74,8 +74,8 @@ mod tests {
         }
 
         #[test]
-        fn journal(data in vec(any::<u8>(), 0..200)) {
-            super::journal(&data);
+        fn copies(data in vec(any::<u8>(), 0..200)) {
+            super::copies(&data);
         }
 
         #[test]

@@ -127,6 +127,28 @@ impl DirtySet {
         self.count.load(Ordering::Relaxed)
     }
 
+    /// The first chunk of the set at `from` or behind it.
+    pub(crate) fn first_from(&self, from: u64) -> Option<u64> {
+        let (chunks, summary) = (self.chunks.words(), self.summary.words());
+        let first =
+            |word: u64, at: u64| (word != 0).then(|| at * 64 + u64::from(word.trailing_zeros()));
+        let at_least =
+            |word: &AtomicU64, bit: u64| word.load(Ordering::Acquire) & (u64::MAX << (bit % 64));
+        let inner = from / 64;
+        if let Some(found) = first(at_least(chunks.get(inner as usize)?, from), inner) {
+            return Some(found);
+        }
+        let next = inner + 1;
+        let outer = next / 64;
+        let head = first(at_least(summary.get(outer as usize)?, next), outer);
+        let tail = || {
+            let mut words = (outer + 1..).zip(&summary[outer as usize + 1..]);
+            words.find_map(|(at, word)| first(word.load(Ordering::Acquire), at))
+        };
+        let inner = head.or_else(tail)?;
+        first(chunks[inner as usize].load(Ordering::Acquire), inner)
+    }
+
     /// The chunks in the set, in ascending order. Complete only when no thread inserts any more.
     pub(crate) fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.summary.words().iter().enumerate().flat_map(move |(outer, word)| {
@@ -171,6 +193,9 @@ mod tests {
             }
             let model: BTreeSet<u64> = chunks.iter().copied().collect();
             prop_assert_eq!(set.len(), model.len() as u64);
+            for from in chunks.iter().flat_map(|chunk| [*chunk, chunk + 1]).chain([0, 299_999]) {
+                prop_assert_eq!(set.first_from(from), model.range(from..).next().copied());
+            }
             prop_assert_eq!(set.iter().collect::<Vec<_>>(), model.into_iter().collect::<Vec<_>>());
         }
 

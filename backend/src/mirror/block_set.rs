@@ -28,6 +28,11 @@ impl BlockSet {
         set
     }
 
+    /// The words of the set. Block 0 is the lowest bit of the first word.
+    pub(crate) fn words(&self) -> &[u64] {
+        &self.0
+    }
+
     pub(crate) fn contains(&self, block: u64) -> bool {
         self.0[(block / 64) as usize] & (1 << (block % 64)) != 0
     }

@@ -49,12 +49,13 @@ use cairn_store::ChunkIndex;
 
 use self::claims::{Claims, WriteKind};
 use self::cow::buffer_pool::PooledBuffer;
-use self::cow::range_allocator::AllocatedRange;
-use self::cow::{CopyData, CowSpace, NoSpace, PreservedRun};
+use self::cow::spill_space::SpillReservation;
+use self::cow::{CowSpace, NoSpace};
 use self::epoch::Epoch;
-use self::epoch::layer::{CowAction, Layer};
+use self::epoch::layer::{CopyData, CowAction, Layer};
 use self::epoch::manager::{EpochHandle, EpochManager, EpochView, StoreProgress};
 use self::events::Events;
+use self::files::disk_file::DiskFile;
 use self::intent::WriteIntent;
 use self::layout::{Blocks, Layout, Span};
 use self::presence::Presence;
@@ -102,14 +103,20 @@ pub(crate) struct BlockCopy {
     /// The blocks, counted from the start of the chunk.
     run: Blocks,
     layer: Arc<Layer>,
-    /// The range of the spill file, if the copy does not stay in memory.
-    spill_range: Option<AllocatedRange>,
+    /// The space in the layer's spill file, if the copy does not stay in memory.
+    spill: Option<SpillReservation>,
 }
 
 impl BlockCopy {
-    /// The offset in the spill file to which the copy has to be written, if it has to be.
-    pub(crate) fn spill_offset(&self) -> Option<u64> {
-        self.spill_range.as_ref().map(|range| range.offset)
+    /// Whether the copy has to be written to the layer's spill file, at the offset that it has on
+    /// the disk.
+    pub(crate) fn is_spilled(&self) -> bool {
+        self.spill.is_some()
+    }
+
+    /// The spill file of the layer.
+    pub(crate) fn spill_file(&self) -> io::Result<Arc<DiskFile>> {
+        self.layer.spill_file()
     }
 }
 
@@ -238,12 +245,10 @@ impl Mirror {
         self.notify();
     }
 
-    /// Gives space back that no copy uses. `shorten_spill` shortens the spill file, if it is longer.
-    pub(crate) fn trim_copies(
-        &self,
-        shorten_spill: impl FnOnce(u64) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let result = self.cow_space.trim(shorten_spill);
+    /// Gives memory back that no copy uses. The space of spill files is given back with each chunk
+    /// that is stored, and with each layer that ends.
+    pub(crate) fn trim_copies(&self) -> io::Result<()> {
+        let result = self.cow_space.memory.trim();
         // While that went on, there was less space than there is.
         self.notify();
         result
@@ -374,9 +379,9 @@ impl Mirror {
         while rest.count > 0 {
             let part = Blocks { count: count.min(rest.count), ..rest };
             match self.cow_space.take(part.span().len) {
-                Ok((buffer, spill_range)) => {
+                Ok((buffer, spill)) => {
                     let layer = layer.clone();
-                    copies.push((BlockCopy { chunk, run: part, layer, spill_range }, buffer));
+                    copies.push((BlockCopy { chunk, run: part, layer, spill }, buffer));
                     rest = Blocks { first: part.end(), count: rest.count - part.count };
                 }
                 Err(reason) if part.count == 1 => return Err((rest, reason)),
@@ -461,16 +466,17 @@ impl Mirror {
         buffer: PooledBuffer,
         result: io::Result<()>,
     ) {
-        let BlockCopy { chunk, run, layer, spill_range } = copy;
-        let data = match spill_range {
-            Some(range) => {
+        let BlockCopy { chunk, run, layer, spill } = copy;
+        let data = match spill {
+            Some(reservation) => {
                 drop(buffer);
-                CopyData::File(range)
+                CopyData::Spilled(reservation)
             }
             None => CopyData::Memory(buffer),
         };
-        let preserved = PreservedRun { run, data };
-        if let Err(error) = result.and_then(|()| layer.record_copy(chunk, preserved)) {
+        let block = self.layout.blocks_of(chunk).first + run.first;
+        let recorded = result.and_then(|()| layer.record_copy(chunk, run, block, data));
+        if let Err(error) = recorded {
             self.fail_layer(&layer, chunk, &error);
         }
         self.notify();

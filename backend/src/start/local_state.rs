@@ -9,7 +9,7 @@ use cairn_store::{MirrorId, MirrorRecord, Selector, Snapshot, SnapshotRef};
 use super::error::StartError;
 use crate::args::Args;
 use crate::mirror::files::disk_file::{DiskFile, make_directory};
-use crate::mirror::files::journal::Journal;
+use crate::mirror::files::layer_table::LayerDir;
 use crate::mirror::files::live_dir::LiveDir;
 use crate::mirror::files::map::{Identity, MapError, MapFile, UseId};
 use crate::mirror::layout::{BLOCK_BYTES, Layout, Span};
@@ -18,9 +18,8 @@ use crate::sys;
 /// The mirror's directory, which is locked and fits the image.
 pub(super) struct LocalState {
     pub(super) data: DiskFile,
-    pub(super) spill: DiskFile,
     pub(super) map: MapFile,
-    pub(super) journal: Arc<Journal>,
+    pub(super) layer_dir: Arc<LayerDir>,
     pub(super) layout: Layout,
     pub(super) live: LiveDir,
     /// The id of the use of the mirror that begins, unless an earlier use goes on.
@@ -49,7 +48,6 @@ impl LocalState {
                 "is on a disk whose sectors are larger than 4 KiB, which is not supported",
             ));
         }
-        let spill = DiskFile::open(&path.join("spill")).map_err(failed)?;
         let layout = Layout::new(snapshot.geometry);
         let len = data.len().map_err(failed)?;
         let map = match MapFile::open(&map_path) {
@@ -97,7 +95,7 @@ impl LocalState {
         if data.len().map_err(failed)? != layout.file_len() {
             return Err(mismatch("has a data file of the wrong length; delete the directory"));
         }
-        let journal = Journal::open(&path.join("journal")).map_err(failed)?;
+        let layer_dir = Arc::new(LayerDir::new(path, &layout));
         let next_use = sys::random_id().map_err(failed)?;
         let (base, cow_memory_bytes) = (args.live(), u64::from(args.cow_memory) << 20);
         let live = LiveDir::open(&base, path, &map, &next_use, &layout, cow_memory_bytes).map_err(
@@ -109,7 +107,7 @@ impl LocalState {
         if !live.is_adopted {
             map.load(&layout, &live.presence, live.epochs[0].chunks.dirty()).map_err(map_failed)?;
         }
-        Ok(LocalState { data, spill, map, journal: Arc::new(journal), layout, live, next_use })
+        Ok(LocalState { data, map, layer_dir, layout, live, next_use })
     }
 
     /// Whether the mirror has data, or changes that are not in its parent.

@@ -37,7 +37,7 @@ use crate::local_disk::LocalDisk;
 use crate::mirror::Mirror;
 use crate::mirror::cow::CowSpace;
 use crate::mirror::cow::buffer_pool::BufferPool;
-use crate::mirror::cow::range_allocator::RangeAllocator;
+use crate::mirror::cow::spill_space::SpillSpace;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
@@ -159,7 +159,7 @@ fn serve(
     repository: Repository,
     attachment: Attachment,
 ) -> Result<(), StartError> {
-    let LocalState { data, spill, mut map, journal, layout, live, next_use } = local;
+    let LocalState { data, mut map, layer_dir, layout, live, next_use } = local;
     let live_path = live.dir().to_owned();
     match (live.is_adopted, map.is_clean()) {
         (true, true) => tracing::info!("resuming what the last process left"),
@@ -174,11 +174,6 @@ fn serve(
     let (number, root) = attachment.parent();
     map.set_parent(number, root).map_err(serving("recording the mirror's parent"))?;
     let _lock = live.lock;
-    if !live.is_adopted {
-        // Not before: until here the next process may still need them.
-        let cleared = journal.clear().and_then(|()| spill.set_len(0));
-        cleared.map_err(serving("removing copies of old checkpoints"))?;
-    }
     let mut mailboxes = Vec::new();
     let mut inboxes = Vec::new();
     for _ in 0..args.num_queues {
@@ -188,23 +183,22 @@ fn serve(
     }
     let wakes = mailboxes.iter().cloned().map(|mailbox| Box::new(move || mailbox.wake()) as _);
     // One layer needs at most the size of the disk, and the guest's own data needs space too.
-    let free = spill.free_space().map_err(serving("looking for free space"))?;
+    let free = data.free_space().map_err(serving("looking for free space"))?;
     let spill_bytes = match args.cow_disk {
         Some(mib) => mib.saturating_mul(1 << 20),
         None => layout.file_len().min(free / 2),
     };
-    let spill_found = spill.len().map_err(serving("looking for copies"))?;
     let cow_space = CowSpace {
         memory: live.cow_memory,
         spill_buffers: BufferPool::new(SPILL_BUFFER_BYTES),
-        spill: RangeAllocator::new(spill_bytes, spill_found),
+        spill: SpillSpace::new(spill_bytes),
     };
     let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
     let image = Arc::new(Image::new(repository, attachment, map.identity().geometry));
     let snapshots = image.snapshots().map_err(unavailable)?;
     let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
     let Recovered { current, layers, resumed } =
-        recover(live.epochs, &journal, &layout, &cow_space, state_of)
+        recover(live.epochs, &layer_dir, &layout, &cow_space, state_of)
             .map_err(serving("recovering checkpoints"))?;
     if args.read_only && !resumed.is_empty() {
         let reason = "has checkpoints that are not stored yet; start it without --read-only first";
@@ -217,7 +211,7 @@ fn serve(
     let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
     let setup = CommitSetup::new(&image, mode, snapshots, resumed, &live.unused_numbers.load())
         .map_err(unavailable)?;
-    let epochs = EpochManager::new(live.epoch_files, journal, mailboxes.len(), current, layers);
+    let epochs = EpochManager::new(live.epoch_files, layer_dir, mailboxes.len(), current, layers);
     epochs.prepare().map_err(serving("preparing checkpoints"))?;
     let ledger_path = live_path.join(live_dir::LEDGER_FILE);
     let ledgers = LedgerFile::open(&ledger_path, mailboxes.len(), args.queue_size)
@@ -231,7 +225,6 @@ fn serve(
         mirror,
         data,
         data_sync: DataSync::new(live.validity),
-        spill,
         read_only: args.read_only,
     });
     disk.trim_copies();

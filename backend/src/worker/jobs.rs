@@ -458,12 +458,17 @@ impl Worker {
         memory: Memory,
         read: io::Result<()>,
     ) -> io::Result<()> {
-        match copy.spill_offset() {
-            Some(offset) if read.is_ok() => {
+        let file = match read {
+            Ok(()) if copy.is_spilled() => copy.spill_file(),
+            read => return self.finish_copy(copy, key, memory, read),
+        };
+        match file {
+            Ok(file) => {
                 self.counters().spilled.add(1);
-                self.ring.start(Io::Spill { offset, memory }, Tag::Spill(copy, key))
+                let offset = self.context.disk.mirror.copy_source(&copy).offset;
+                self.ring.start(Io::Spill { file, offset, memory }, Tag::Spill(copy, key))
             }
-            _ => self.finish_copy(copy, key, memory, read),
+            Err(error) => self.finish_copy(copy, key, memory, Err(error)),
         }
     }
 

@@ -146,7 +146,7 @@ pub(crate) fn spawn(
     thread::Builder::new().name(format!("queue-{index}")).spawn(move || {
         // The ring belongs to the thread that creates it.
         let depth = u32::from(queue_size).max(64);
-        let ring = Ring::new(context.disk.data.raw_fd(), context.disk.spill.raw_fd(), depth);
+        let ring = Ring::new(context.disk.data.raw_fd(), depth);
         let worker = ring.map(|ring| Worker {
             index,
             ring,

@@ -287,7 +287,11 @@ fn a_snapshot_that_is_published_during_a_repair_loses_nothing_to_the_sweep() {
     let publish = |name: &str, chunks: &[NewBlob<'_>]| {
         let changes = chunks.iter().enumerate();
         let changes = changes.map(|(at, one)| (ChunkIndex(at as u64), Some(one.chunk_id())));
-        let root = repository.commit_tree(&Root::default(), geometry, &changes.collect());
+        let root = repository.commit_tree(
+            &Root::default(),
+            geometry,
+            &changes.collect::<BTreeMap<_, _>>(),
+        );
         let root = root.unwrap().root;
         repository.publish_image(&name.parse().unwrap(), geometry, &root, 0, 0).unwrap();
     };
@@ -338,7 +342,10 @@ fn nothing_counts_as_garbage_while_the_catalog_is_not_rebuilt() {
     repository.put_chunks(&chunks).unwrap();
     let changes = chunks.iter().enumerate();
     let changes = changes.map(|(at, one)| (ChunkIndex(at as u64), Some(one.chunk_id())));
-    let root = repository.commit_tree(&Root::default(), geometry, &changes.collect()).unwrap().root;
+    let root = repository
+        .commit_tree(&Root::default(), geometry, &changes.collect::<BTreeMap<_, _>>())
+        .unwrap()
+        .root;
     repository.publish_image(&"vm".parse().unwrap(), geometry, &root, 0, 0).unwrap();
     site.peers.iter().for_each(|peer| peer.age(25 * 3600));
     drop((repository, beating));

@@ -51,8 +51,8 @@ impl Attachment {
     }
 
     /// Returns the bytes of this many chunks.
-    pub(super) fn chunk_bytes(&self, chunks: usize) -> u64 {
-        chunks as u64 * u64::from(self.geometry.chunk_size())
+    pub(super) fn chunk_bytes(&self, chunks: u64) -> u64 {
+        chunks * u64::from(self.geometry.chunk_size())
     }
 
     /// Returns the name of the image.

@@ -37,12 +37,12 @@ use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId};
 use crate::name::ImageName;
 use crate::snapshot::{Consistency, Snapshot, SnapshotState};
-use crate::tree::{Referred, Root, TreeUpdate};
+use crate::tree::{Changes, Referred, Root, TreeUpdate};
 
 /// The most blobs in one question to the peers.
 const QUERY_BATCH: usize = 4096;
 
-/// The chunks that a snapshot changes; `None` is a hole.
+/// The chunks that a snapshot changes, in memory; `None` is a hole.
 pub type ChangedChunks = BTreeMap<ChunkIndex, Option<ChunkId>>;
 
 /// Reads a local copy of a chunk into a buffer of the image's chunk size. The copy need not be
@@ -171,14 +171,18 @@ impl Commit {
     /// Ensures that changed chunks are stored.
     fn verify_chunks(
         &self,
-        changes: &ChangedChunks,
+        changes: &dyn Changes,
         local: LocalCopy<'_>,
         geometry: Geometry,
     ) -> Result<()> {
         let (policy, chunk_size) = (self.repository.policy, geometry.chunk_size() as usize);
         let mut chunks = Verification::new(&self.repository, policy, local, chunk_size)?;
-        for (index, id) in changes.iter().filter_map(|(index, id)| Some((*index, (*id)?))) {
-            chunks.add(id.into(), Some(index))?;
+        let mut from = ChunkIndex(0);
+        while let Some((index, id)) = changes.next(from)? {
+            if let Some(id) = id {
+                chunks.add(id.into(), Some(index))?;
+            }
+            from = ChunkIndex(index.0 + 1);
         }
         none_lost(chunks.end()?)
     }
@@ -296,7 +300,7 @@ impl<'a> SnapshotCommit<'a> {
     /// [`complete`](Self::complete) or the next repair makes it stable.
     pub fn publish(
         &self,
-        changes: &ChangedChunks,
+        changes: &dyn Changes,
         stored_bytes: u64,
         local: LocalCopy<'_>,
     ) -> Result<Snapshot> {
@@ -308,7 +312,7 @@ impl<'a> SnapshotCommit<'a> {
             let update = self.store_tree(&base, changes)?;
             self.commit.repository.flush()?;
             let stored_bytes = stored_bytes + update.new_bytes;
-            let dirty_bytes = self.attachment.chunk_bytes(changes.len());
+            let dirty_bytes = self.attachment.chunk_bytes(changes.count());
             let published =
                 self.published(state, parent, &update.root, stored_bytes, dirty_bytes, epoch);
             self.attachment.publish(self.number, published)
@@ -337,7 +341,7 @@ impl<'a> SnapshotCommit<'a> {
     pub fn complete(
         &self,
         snapshot: &Snapshot,
-        changes: &ChangedChunks,
+        changes: &dyn Changes,
         local: LocalCopy<'_>,
     ) -> Result<Snapshot> {
         let (parent, base) = *self.base.lock().unwrap_or_else(PoisonError::into_inner);
@@ -358,7 +362,7 @@ impl<'a> SnapshotCommit<'a> {
         }
     }
 
-    fn store_tree(&self, base: &Root, changes: &ChangedChunks) -> Result<TreeUpdate> {
+    fn store_tree(&self, base: &Root, changes: &dyn Changes) -> Result<TreeUpdate> {
         self.commit.repository.commit_tree(base, self.attachment.geometry(), changes)
     }
 

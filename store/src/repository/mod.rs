@@ -15,7 +15,7 @@ mod open;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use self::attachment::Attachment;
-use self::commit::{ChangedChunks, Commit};
+use self::commit::Commit;
 use crate::blobs::{Blobs, NewBlob};
 use crate::catalog::{Catalog, Draft, MirrorReference, Record};
 use crate::cluster::client::Cluster;
@@ -32,7 +32,7 @@ use crate::id::{BlobId, ChunkId, ImageId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
-use crate::tree::{Chunks, Root, TreeUpdate, Trees};
+use crate::tree::{Changes, Chunks, Root, TreeUpdate, Trees};
 
 /// The result of [`Repository::put_chunk`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -372,7 +372,7 @@ impl Repository {
         &self,
         base: &Root,
         geometry: Geometry,
-        changes: &ChangedChunks,
+        changes: &dyn Changes,
     ) -> Result<TreeUpdate> {
         self.inner.trees.commit(base, geometry, changes, &self.policy)
     }

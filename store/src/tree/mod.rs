@@ -46,6 +46,25 @@ pub(crate) use self::walk::Referred;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Root(pub Option<NodeId>);
 
+/// The chunks that a snapshot changes, in ascending order. They need not fit into memory.
+pub trait Changes: Sync {
+    /// The first change at `from` or behind it; a chunk without a name is a hole.
+    fn next(&self, from: ChunkIndex) -> Result<Option<(ChunkIndex, Option<ChunkId>)>>;
+
+    /// The number of changed chunks.
+    fn count(&self) -> u64;
+}
+
+impl Changes for BTreeMap<ChunkIndex, Option<ChunkId>> {
+    fn next(&self, from: ChunkIndex) -> Result<Option<(ChunkIndex, Option<ChunkId>)>> {
+        Ok(self.range(from..).next().map(|(index, chunk)| (*index, *chunk)))
+    }
+
+    fn count(&self) -> u64 {
+        self.len() as u64
+    }
+}
+
 /// A tree that was derived from another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TreeUpdate {
@@ -129,13 +148,15 @@ impl Trees {
         &self,
         base: &Root,
         geometry: Geometry,
-        changes: &BTreeMap<ChunkIndex, Option<ChunkId>>,
+        changes: &dyn Changes,
         policy: &StoragePolicy,
     ) -> Result<TreeUpdate> {
-        let Some((last, _)) = changes.last_key_value() else {
+        if changes.next(ChunkIndex(0))?.is_none() {
             return Ok(TreeUpdate { root: *base, new_bytes: 0 });
-        };
-        geometry.check_index(*last)?;
+        }
+        if let Some((outside, _)) = changes.next(ChunkIndex(geometry.chunk_count()))? {
+            geometry.check_index(outside)?;
+        }
         let mut edit =
             Edit { trees: self, geometry, changes, policy: policy.of_small_blobs(), new_bytes: 0 };
         let root = Root(edit.apply(base.0, NodePosition::top(geometry))?);
@@ -178,7 +199,7 @@ impl Trees {
 struct Edit<'a> {
     trees: &'a Trees,
     geometry: Geometry,
-    changes: &'a BTreeMap<ChunkIndex, Option<ChunkId>>,
+    changes: &'a dyn Changes,
     policy: StoragePolicy,
     new_bytes: u64,
 }
@@ -194,7 +215,7 @@ impl Edit<'_> {
         let end = position.first + position.stride() * FAN_OUT;
         let mut from = position.first;
         while let Some((index, chunk)) =
-            self.changes.range(ChunkIndex(from)..ChunkIndex(end)).next()
+            self.changes.next(ChunkIndex(from))?.filter(|(index, _)| index.0 < end)
         {
             let slot = position.slot_of(index.0);
             let child: Option<Child> = if position.level == 0 {

@@ -160,7 +160,12 @@ fn a_changed_chunk_adds_one_path_of_nodes() {
     let geometry = disk(70_000);
     let full = (0..70_000).map(|index| (ChunkIndex(index), Some(chunk((index % 251) as u8))));
     let full = trees
-        .commit(&Root::default(), geometry, &full.collect(), &StoragePolicy::default())
+        .commit(
+            &Root::default(),
+            geometry,
+            &full.collect::<BTreeMap<_, _>>(),
+            &StoragePolicy::default(),
+        )
         .unwrap();
     let before = blobs.count();
 

@@ -5,8 +5,11 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::memory::SharedSlots;
 use super::range_allocator::AllocatedRange;
-use crate::mapping::{Buffer, SharedBytes};
+use crate::mapping::Buffer;
+use crate::mirror::epoch::Epoch;
+use crate::mirror::layout::Blocks;
 
 /// A bounded amount of memory for buffers.
 pub(crate) struct BufferPool {
@@ -60,15 +63,15 @@ enum BufferSource {
     },
     Shared {
         range: AllocatedRange,
-        bytes: Arc<SharedBytes>,
+        slots: Arc<SharedSlots>,
     },
 }
 
 impl PooledBuffer {
     /// The buffer at `range` of shared memory. The caller guarantees that the range lies within
-    /// `bytes`, that the file behind it has space there, and that no other buffer overlaps it.
-    pub(super) fn shared(range: AllocatedRange, bytes: Arc<SharedBytes>) -> PooledBuffer {
-        PooledBuffer(BufferSource::Shared { range, bytes })
+    /// `slots`, that the file behind it has space there, and that no other buffer overlaps it.
+    pub(super) fn shared(range: AllocatedRange, slots: Arc<SharedSlots>) -> PooledBuffer {
+        PooledBuffer(BufferSource::Shared { range, slots })
     }
 
     /// The address, for an operation that owns this buffer.
@@ -77,15 +80,16 @@ impl PooledBuffer {
             BufferSource::Private { buffer, .. } => {
                 buffer.as_mut().expect("taken only by drop").as_mut_ptr()
             }
-            BufferSource::Shared { range, bytes } => bytes.at(range.offset as usize),
+            BufferSource::Shared { range, slots } => slots.bytes.at(range.offset as usize),
         }
     }
 
-    /// The offset in the copy-on-write memory, if the buffer is part of it.
-    pub(super) fn cow_memory_offset(&self) -> Option<u64> {
+    /// Records that the buffer, which is part of the copy-on-write memory, preserves `blocks` of the
+    /// disk for an epoch. From here on the next process finds them.
+    pub(crate) fn set_owner(&self, epoch: Epoch, blocks: Blocks) {
         match &self.0 {
-            BufferSource::Private { .. } => None,
-            BufferSource::Shared { range, .. } => Some(range.offset),
+            BufferSource::Private { .. } => unreachable!("copies are kept in shared memory"),
+            BufferSource::Shared { range, slots } => slots.set_owner(range.offset, epoch, blocks),
         }
     }
 }
@@ -96,8 +100,8 @@ impl Deref for PooledBuffer {
     fn deref(&self) -> &[u8] {
         match &self.0 {
             BufferSource::Private { buffer, .. } => buffer.as_ref().expect("taken only by drop"),
-            BufferSource::Shared { range, bytes } => {
-                let start = bytes.at(range.offset as usize);
+            BufferSource::Shared { range, slots } => {
+                let start = slots.bytes.at(range.offset as usize);
                 // SAFETY: the range is inside the mapping and has space, as the caller of `shared`
                 // guarantees. It belongs to this value alone, because allocated ranges do not
                 // overlap. Any bytes are valid.
@@ -111,8 +115,8 @@ impl DerefMut for PooledBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
             BufferSource::Private { buffer, .. } => buffer.as_mut().expect("taken only by drop"),
-            BufferSource::Shared { range, bytes } => {
-                let start = bytes.at(range.offset as usize);
+            BufferSource::Shared { range, slots } => {
+                let start = slots.bytes.at(range.offset as usize);
                 // SAFETY: as in `deref`, and `self` is borrowed exclusively.
                 unsafe { std::slice::from_raw_parts_mut(start, range.len as usize) }
             }

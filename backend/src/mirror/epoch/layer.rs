@@ -12,15 +12,20 @@
 //! The dirty set is final, and its chunks may be stored and copied, only when the layer is
 //! *settled*: no write of the epoch is in flight.
 //!
-//! A layer outlives the process. Its states are in shared memory ([`EpochRecord`]), its copies are
-//! in the copy-on-write memory or in the spill file, and the [`Journal`] has a record of each copy
-//! before the write that depends on it is submitted. Because a chunk is guarded until its content
-//! is durable, nothing that persist has in its own memory is needed for recovery.
+//! A layer outlives the process. Its states are in shared memory ([`EpochRecord`]). A copy is in the
+//! copy-on-write memory, where its slots name their owner, or in the layer's spill file, and then the
+//! [`LayerTable`] says so. Both is written before the write that depends on the copy is submitted.
+//! Because a chunk is guarded until its content is durable, nothing that persist has in its own
+//! memory is needed for recovery.
+//!
+//! The memory of a layer is bounded, however many chunks it has: besides the bits of its record, it
+//! has only the chunks that have copies in memory, or that are being copied or stored at the moment.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use cairn_store::{ChunkId, ChunkIndex, NewSnapshot};
 
@@ -30,12 +35,19 @@ use super::layer_state::LayerState;
 use super::record::EpochRecord;
 use crate::mirror::bits::DirtySet;
 use crate::mirror::block_set::BlockSet;
-use crate::mirror::cow::{CopyData, CowSpace, PreservedBlocks, PreservedRun};
-use crate::mirror::files::journal::{ChunkEvent, CopyLocation, Journal, Record};
+use crate::mirror::cow::buffer_pool::PooledBuffer;
+use crate::mirror::cow::memory::OwnedSlot;
+use crate::mirror::cow::spill_space::SpillReservation;
+use crate::mirror::cow::{CowSpace, PreservedBlocks, PreservedRun};
+use crate::mirror::files::disk_file::DiskFile;
+use crate::mirror::files::layer_table::{ChunkEntry, LayerDir, LayerTable};
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout};
 
 /// Locks over which the chunks are spread.
 const SHARDS: usize = 32;
+
+/// The most chunks with spilled copies that are remembered, so that they are stored first.
+const MAX_RECENTLY_SPILLED: usize = 1024;
 
 /// What a write has to do before it may change blocks of a chunk.
 #[derive(Debug, PartialEq, Eq)]
@@ -48,49 +60,99 @@ pub(crate) enum CowAction {
     Copy(Vec<Blocks>),
 }
 
-/// The state of a guarded chunk that only this process knows.
+/// Where the copy of a run is.
+pub(crate) enum CopyData {
+    /// In the copy-on-write memory.
+    Memory(PooledBuffer),
+    /// In the layer's spill file.
+    Spilled(SpillReservation),
+}
+
+/// The state of a guarded chunk that only this process knows. A chunk that needs none of it is not
+/// tracked.
 #[derive(Default)]
 struct TrackedChunk {
-    preserved: PreservedBlocks,
+    /// Copies in memory.
+    runs: Vec<Arc<PreservedRun>>,
     /// Blocks that a write is copying at the moment.
     copying: BlockSet,
     /// Whether persist is storing the chunk: the bit that tells Pending from Scheduled.
     is_taken: bool,
 }
 
+impl TrackedChunk {
+    fn is_needed(&self) -> bool {
+        self.is_taken || !self.runs.is_empty() || !self.copying.is_empty()
+    }
+
+    fn in_memory(&self) -> BlockSet {
+        let union = |set: BlockSet, one: &Arc<PreservedRun>| set.union(&BlockSet::run(one.run));
+        self.runs.iter().fold(BlockSet::default(), union)
+    }
+}
+
 type Shard = HashMap<u64, TrackedChunk>;
+
+/// Changes what is known of a chunk, and forgets it if nothing is left.
+fn track<T>(
+    shard: &mut Shard,
+    chunk: ChunkIndex,
+    change: impl FnOnce(&mut TrackedChunk) -> T,
+) -> T {
+    let entry = shard.entry(chunk.0).or_default();
+    let result = change(entry);
+    if !entry.is_needed() {
+        shard.remove(&chunk.0);
+    }
+    result
+}
 
 /// One frozen epoch on its way into the repository.
 pub(crate) struct Layer {
     pub(crate) epoch: Epoch,
     record: Arc<EpochRecord>,
-    journal: Arc<Journal>,
+    dir: Arc<LayerDir>,
     tracked: Vec<Mutex<Shard>>,
     /// The number of chunks that have become Idle in this process.
     done: AtomicU64,
-    /// Chunks whose content is durable (`None`: the chunk is a hole).
-    stored: Mutex<BTreeMap<ChunkIndex, Option<ChunkId>>>,
+    /// The number of chunks that were Idle when this process began.
+    done_before: u64,
+    table: OnceLock<LayerTable>,
+    spill: Mutex<Spill>,
+}
+
+/// The spill file of a layer.
+#[derive(Default)]
+struct Spill {
+    file: Option<Arc<DiskFile>>,
+    /// The space of the copies in it.
+    used: Option<SpillReservation>,
+    /// Some of the chunks that have copies in it, the latest last.
+    recent: VecDeque<ChunkIndex>,
 }
 
 impl Layer {
     /// The layer of the epoch of `record`, which is frozen.
-    pub(crate) fn new(record: Arc<EpochRecord>, journal: Arc<Journal>) -> Layer {
+    pub(crate) fn new(record: Arc<EpochRecord>, dir: Arc<LayerDir>) -> Layer {
         Layer {
             epoch: record.epoch(),
             record,
-            journal,
+            dir,
             tracked: (0..SHARDS).map(|_| Mutex::default()).collect(),
             done: AtomicU64::new(0),
-            stored: Mutex::default(),
+            done_before: 0,
+            table: OnceLock::new(),
+            spill: Mutex::default(),
         }
     }
 
-    /// Recovers a layer of a process that is gone, with the records that the journal has of it. No
-    /// write of its epoch is in flight any more. If the journal does not fit, the layer fails.
+    /// Recovers a layer of a process that is gone, with its table and the copies that it may have
+    /// left in memory. No write of its epoch is in flight any more. If what was left does not fit,
+    /// the layer fails.
     pub(crate) fn recover(
         record: EpochRecord,
-        journal: &Arc<Journal>,
-        records: Option<&[Record]>,
+        dir: &Arc<LayerDir>,
+        owned: &[OwnedSlot],
         layout: &Layout,
         space: &CowSpace,
     ) -> Layer {
@@ -98,63 +160,134 @@ impl Layer {
             record.freeze();
         }
         record.settle();
-        let layer = Layer::new(Arc::new(record), journal.clone());
-        if layer.failure().is_none()
-            && records.and_then(|all| layer.replay(all, layout, space)).is_none()
-        {
-            layer.fail("the mirror's journal was damaged when the disk's process was restarted");
+        let mut layer = Layer::new(Arc::new(record), dir.clone());
+        if layer.failure().is_some() {
+            return layer;
+        }
+        let adopted = layer
+            .adopt_table(layout, space)
+            .and_then(|()| layer.adopt_memory(owned, layout, space));
+        if let Err(error) = adopted {
+            tracing::error!(%error, epoch = layer.epoch.0, "cannot recover a checkpoint");
+            layer.fail(
+                "the record of its old blocks was damaged when the disk's process was restarted",
+            );
         }
         layer
     }
 
-    /// Applies the journal's records again. `None` if they contradict the layer.
-    fn replay(&self, records: &[Record], layout: &Layout, space: &CowSpace) -> Option<()> {
-        let own = || records.iter().filter(|record| record.epoch == self.epoch);
-        // Only chunks that the epoch changed have records.
-        let is_changed =
-            |chunk: ChunkIndex| chunk.0 < layout.chunk_count() && self.dirty().contains(chunk.0);
-        if !own().all(|record| is_changed(record.chunk)) {
-            return None;
-        }
-        for Record { chunk, event, .. } in own() {
-            if let ChunkEvent::Stored(id) = event {
-                self.stored().insert(*chunk, *id);
-                // The process may have ended before it set the chunk's state.
-                self.begin_store(*chunk);
-                self.finish_store(*chunk);
+    /// Checks the table, and counts what it has.
+    fn adopt_table(&mut self, layout: &Layout, space: &CowSpace) -> io::Result<()> {
+        let inconsistent = |chunk: ChunkIndex, what: &str| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("chunk {}: {what}", chunk.0))
+        };
+        let blocks = BlockSet::run(Blocks { first: 0, count: layout.blocks_per_chunk() });
+        let (mut idle, mut spilled) = (0, 0);
+        let mut each = |chunk, entry: ChunkEntry| {
+            let is_idle = self.is_stored(chunk);
+            if is_idle && entry.stored.is_none() {
+                return Err(inconsistent(chunk, "it is durable under an unknown name"));
             }
-        }
-        for Record { chunk, event, .. } in own() {
-            let (ChunkEvent::Copied(run, _) | ChunkEvent::Absent(run)) = event else { continue };
-            if run.count == 0 || run.end() > layout.blocks_per_chunk() {
-                return None;
+            if !entry.decided.without(&blocks).is_empty() {
+                return Err(inconsistent(chunk, "it has copies of blocks that it does not have"));
             }
-            // The copies of a chunk that is Idle are gone.
-            if !self.is_guarding(*chunk) {
+            match is_idle {
+                true => idle += 1,
+                false => spilled += entry.spilled.len() * BLOCK_BYTES,
+            }
+            Ok(())
+        };
+        let mut chunks = self.dirty().iter().map(ChunkIndex);
+        if !self.record.has_table() {
+            chunks.try_for_each(|chunk| each(chunk, ChunkEntry::default()))?;
+            return Ok(());
+        }
+        let table = self.dir.open_table(self.epoch)?;
+        table.read_all(chunks, each)?;
+        self.table = OnceLock::from(table);
+        self.done_before = idle;
+        if spilled > 0 {
+            let file = Some(Arc::new(self.dir.open_spill(self.epoch)?));
+            let used = Some(space.spill.adopt(spilled));
+            self.spill = Mutex::new(Spill { file, used, recent: VecDeque::new() });
+        }
+        Ok(())
+    }
+
+    /// Takes over the copies in memory. A slot whose chunk is not guarded is free.
+    fn adopt_memory(
+        &self,
+        owned: &[OwnedSlot],
+        layout: &Layout,
+        space: &CowSpace,
+    ) -> io::Result<()> {
+        let damaged =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("a copy {what}"));
+        for slot in owned.iter().filter(|slot| slot.is_of(self.epoch)) {
+            if slot.block >= layout.block_count() {
+                return Err(damaged("of a block behind the disk's end"));
+            }
+            let chunk = layout.chunk_of(slot.block);
+            if !self.is_guarding(chunk) {
                 continue;
             }
-            let len = run.span().len;
-            let data = match event {
-                ChunkEvent::Copied(_, CopyLocation::Memory(at)) => {
-                    Some(CopyData::Memory(space.memory.take_at(*at, len)?))
-                }
-                // Direct I/O needs whole blocks, and so do the free ranges between the copies.
-                ChunkEvent::Copied(_, CopyLocation::File(at))
-                    if !at.is_multiple_of(BLOCK_BYTES) =>
-                {
-                    return None;
-                }
-                ChunkEvent::Copied(_, CopyLocation::File(at)) => {
-                    Some(CopyData::File(space.spill.take_at(*at, len)?))
-                }
-                _ => None,
-            };
-            let mut shard = self.shard(*chunk);
-            let preserved = &mut shard.entry(chunk.0).or_default().preserved;
-            preserved.decided = preserved.decided.union(&BlockSet::run(*run));
-            preserved.runs.extend(data.map(|data| Arc::new(PreservedRun { run: *run, data })));
+            let run = Blocks { first: slot.block - layout.blocks_of(chunk).first, count: 1 };
+            let entry = self.entry(chunk)?;
+            let mut shard = self.shard(chunk);
+            let tracked = shard.entry(chunk.0).or_default();
+            let decided = entry.decided.union(&tracked.in_memory());
+            if decided.contains(run.first) {
+                return Err(damaged("of a block that has another one"));
+            }
+            let data = space.memory.take_at(slot.offset, BLOCK_BYTES);
+            let data = data.ok_or_else(|| damaged("outside of the memory"))?;
+            tracked.runs.push(Arc::new(PreservedRun { run, data }));
         }
-        Some(())
+        Ok(())
+    }
+
+    /// The table, which is created if there is none.
+    fn table(&self) -> io::Result<&LayerTable> {
+        if let Some(table) = self.table.get() {
+            return Ok(table);
+        }
+        // One thread creates it.
+        let _spill = self.spill();
+        if let Some(table) = self.table.get() {
+            return Ok(table);
+        }
+        let table = self.dir.create_table(self.epoch)?;
+        // Before the first entry is written: a process that does not find the table knows that
+        // something is missing.
+        self.record.set_has_table();
+        Ok(self.table.get_or_init(|| table))
+    }
+
+    /// What the table has of a chunk.
+    fn entry(&self, chunk: ChunkIndex) -> io::Result<ChunkEntry> {
+        self.table.get().map_or(Ok(ChunkEntry::default()), |table| table.read(chunk))
+    }
+
+    fn spill(&self) -> MutexGuard<'_, Spill> {
+        self.spill.lock().expect("no code panics with a layer locked")
+    }
+
+    /// The path of the table.
+    pub(crate) fn table_path(&self) -> PathBuf {
+        self.dir.table_path(self.epoch)
+    }
+
+    /// The spill file, which is created if there is none.
+    pub(crate) fn spill_file(&self) -> io::Result<Arc<DiskFile>> {
+        let mut spill = self.spill();
+        match &spill.file {
+            Some(file) => Ok(file.clone()),
+            None => {
+                let file = Arc::new(self.dir.open_spill(self.epoch)?);
+                spill.file = Some(file.clone());
+                Ok(file)
+            }
+        }
     }
 
     /// The chunks that the epoch changed.
@@ -192,11 +325,6 @@ impl Layer {
         shard.lock().expect("no code panics with a layer locked")
     }
 
-    /// The chunks that are durable so far.
-    pub(crate) fn stored(&self) -> MutexGuard<'_, BTreeMap<ChunkIndex, Option<ChunkId>>> {
-        self.stored.lock().expect("no code panics with a layer locked")
-    }
-
     /// Whether writes have to preserve blocks of `chunk`. This is a few loads.
     pub(crate) fn is_guarding(&self, chunk: ChunkIndex) -> bool {
         self.state().is_guarding() && self.record.chunks.get(chunk, false).is_guarded()
@@ -223,56 +351,70 @@ impl Layer {
         if !self.is_guarding(chunk) {
             return Ok(CowAction::None);
         }
-        let entry = shard.entry(chunk.0).or_default();
-        let undecided = BlockSet::run(blocks).without(&entry.preserved.decided);
+        let mut entry = self.entry(chunk)?;
+        let tracked = shard.get(&chunk.0);
+        let in_memory = tracked.map(TrackedChunk::in_memory).unwrap_or_default();
+        let copying = tracked.map(|tracked| tracked.copying).unwrap_or_default();
+        let undecided = BlockSet::run(blocks).without(&entry.decided).without(&in_memory);
         if undecided.is_empty() {
             return Ok(CowAction::None);
         }
         let absent = undecided.without(&present);
         if !absent.is_empty() {
-            self.write_journal(chunk, absent.runs().into_iter().map(ChunkEvent::Absent))?;
-            entry.preserved.decided = entry.preserved.decided.union(&absent);
+            entry.decided = entry.decided.union(&absent);
+            self.table()?.write_blocks(chunk, &entry)?;
         }
         let wanted = undecided.intersection(&present);
-        let copies = wanted.without(&entry.copying);
-        entry.copying = entry.copying.union(&copies);
-        Ok(match (wanted.is_empty(), copies.is_empty()) {
-            (true, _) => CowAction::None,
-            (false, true) => CowAction::Wait,
-            (false, false) => CowAction::Copy(copies.runs()),
-        })
+        let copies = wanted.without(&copying);
+        if copies.is_empty() {
+            return Ok(if wanted.is_empty() { CowAction::None } else { CowAction::Wait });
+        }
+        track(&mut shard, chunk, |tracked| tracked.copying = tracked.copying.union(&copies));
+        Ok(CowAction::Copy(copies.runs()))
     }
 
-    fn write_journal(
+    /// Records the copy of a run, whose first block is `disk_block` of the disk: its blocks are
+    /// decided.
+    pub(crate) fn record_copy(
         &self,
         chunk: ChunkIndex,
-        events: impl Iterator<Item = ChunkEvent>,
+        run: Blocks,
+        disk_block: u64,
+        data: CopyData,
     ) -> io::Result<()> {
-        self.journal.write(events.map(|event| Record { epoch: self.epoch, chunk, event }))
-    }
-
-    /// Records the copy of a run: its blocks are decided.
-    pub(crate) fn record_copy(&self, chunk: ChunkIndex, copy: PreservedRun) -> io::Result<()> {
         let mut shard = self.shard(chunk);
         // A chunk that has become Idle, or a layer that has ended, needs no copy.
         if !self.is_guarding(chunk) {
             return Ok(());
         }
-        let event = ChunkEvent::Copied(copy.run, copy.data.location());
-        self.write_journal(chunk, std::iter::once(event))?;
-        let entry = shard.entry(chunk.0).or_default();
-        let run = BlockSet::run(copy.run);
-        entry.copying = entry.copying.without(&run);
-        entry.preserved.decided = entry.preserved.decided.union(&run);
-        entry.preserved.runs.push(Arc::new(copy));
+        let set = BlockSet::run(run);
+        let kept = match data {
+            CopyData::Memory(data) => {
+                data.set_owner(self.epoch, Blocks { first: disk_block, ..run });
+                Some(Arc::new(PreservedRun { run, data }))
+            }
+            CopyData::Spilled(reservation) => {
+                let mut entry = self.entry(chunk)?;
+                entry.decided = entry.decided.union(&set);
+                entry.spilled = entry.spilled.union(&set);
+                self.table()?.write_blocks(chunk, &entry)?;
+                self.spill().add(chunk, reservation);
+                None
+            }
+        };
+        track(&mut shard, chunk, |tracked| {
+            tracked.copying = tracked.copying.without(&set);
+            tracked.runs.extend(kept);
+        });
         Ok(())
     }
 
     /// Takes back the order to copy a run.
     pub(crate) fn cancel_copy(&self, chunk: ChunkIndex, run: Blocks) {
-        if let Some(entry) = self.shard(chunk).get_mut(&chunk.0) {
-            entry.copying = entry.copying.without(&BlockSet::run(run));
-        }
+        let mut shard = self.shard(chunk);
+        track(&mut shard, chunk, |tracked| {
+            tracked.copying = tracked.copying.without(&BlockSet::run(run));
+        });
     }
 
     /// Scheduled → Pending: the caller stores the chunk. Returns `false`, without a change, if the
@@ -282,8 +424,9 @@ impl Layer {
         let mut shard = self.shard(chunk);
         let is_scheduled = self.chunk_state(chunk, &shard) == Some(ChunkState::Scheduled);
         if is_scheduled {
-            let entry = shard.entry(chunk.0).or_default();
-            self.record.chunks.set(chunk, &mut entry.is_taken, ChunkState::Pending);
+            track(&mut shard, chunk, |tracked| {
+                self.record.chunks.set(chunk, &mut tracked.is_taken, ChunkState::Pending);
+            });
         }
         is_scheduled
     }
@@ -292,42 +435,68 @@ impl Layer {
     pub(crate) fn cancel_store(&self, chunk: ChunkIndex) {
         let mut shard = self.shard(chunk);
         if self.chunk_state(chunk, &shard).is_some() {
-            let entry = shard.entry(chunk.0).or_default();
-            self.record.chunks.set(chunk, &mut entry.is_taken, ChunkState::Scheduled);
+            track(&mut shard, chunk, |tracked| {
+                self.record.chunks.set(chunk, &mut tracked.is_taken, ChunkState::Scheduled);
+            });
         }
     }
 
     /// The blocks of a Pending chunk that writes have preserved. They take precedence over what was
     /// read from the mirror before this call.
-    pub(crate) fn preserved(&self, chunk: ChunkIndex) -> PreservedBlocks {
-        self.shard(chunk).get(&chunk.0).map(|entry| entry.preserved.clone()).unwrap_or_default()
+    pub(crate) fn preserved(&self, chunk: ChunkIndex) -> io::Result<PreservedBlocks> {
+        let shard = self.shard(chunk);
+        let ChunkEntry { decided, spilled, .. } = self.entry(chunk)?;
+        let tracked = shard.get(&chunk.0);
+        let in_memory = tracked.map(TrackedChunk::in_memory).unwrap_or_default();
+        let runs = tracked.map(|tracked| tracked.runs.clone()).unwrap_or_default();
+        Ok(PreservedBlocks { decided: decided.union(&in_memory), spilled, runs })
     }
 
     /// Pending → Idle, for chunks whose content is durable.
-    pub(crate) fn mark_stored(&self, ids: &[(ChunkIndex, Option<ChunkId>)]) -> io::Result<()> {
-        let record = |(chunk, id): &_| Record {
-            epoch: self.epoch,
-            chunk: *chunk,
-            event: ChunkEvent::Stored(*id),
-        };
-        self.journal.write(ids.iter().map(record))?;
-        self.stored().extend(ids.iter().copied());
-        ids.iter().for_each(|(chunk, _)| self.finish_store(*chunk));
+    pub(crate) fn mark_stored(
+        &self,
+        ids: &[(ChunkIndex, Option<ChunkId>)],
+        layout: &Layout,
+    ) -> io::Result<()> {
+        let table = self.table()?;
+        for (chunk, id) in ids {
+            table.write_stored(*chunk, *id)?;
+        }
+        ids.iter().for_each(|(chunk, _)| self.finish_store(*chunk, layout));
         Ok(())
     }
 
     /// Pending → Idle. A chunk that an earlier process made Idle stays so.
-    fn finish_store(&self, chunk: ChunkIndex) {
+    fn finish_store(&self, chunk: ChunkIndex, layout: &Layout) {
         let mut shard = self.shard(chunk);
         match self.chunk_state(chunk, &shard) {
             None | Some(ChunkState::Idle) => return,
             Some(_) => {}
         }
         let entry = shard.entry(chunk.0).or_default();
-        // Before the copies are dropped: other copies may use their ranges after that.
+        // Before the copies are dropped: other copies may use their space after that.
         self.record.chunks.set(chunk, &mut entry.is_taken, ChunkState::Idle);
         shard.remove(&chunk.0);
         self.done.fetch_add(1, Ordering::Relaxed);
+        drop(shard);
+        self.free_spilled(chunk, layout);
+    }
+
+    /// Frees the space of the copies of an Idle chunk in the spill file.
+    fn free_spilled(&self, chunk: ChunkIndex, layout: &Layout) {
+        let mut spill = self.spill();
+        let Spill { file: Some(file), used: Some(used), .. } = &mut *spill else { return };
+        let freed = self.entry(chunk).and_then(|entry| {
+            if !entry.spilled.is_empty() {
+                file.punch(layout.span_of(chunk))?;
+                used.release(entry.spilled.len() * BLOCK_BYTES);
+            }
+            Ok(())
+        });
+        if let Err(error) = freed {
+            // It is free when the layer ends.
+            tracing::warn!(%error, "cannot free the space of old blocks in a spill file");
+        }
     }
 
     /// The number of chunks that have become Idle in this process.
@@ -335,30 +504,43 @@ impl Layer {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// At most `limit` Scheduled chunks that have copies. Storing these first frees memory soonest.
+    /// At most `limit` Scheduled chunks that have copies. Storing these first frees space soonest.
     pub(crate) fn chunks_with_copies(&self, limit: usize) -> Vec<ChunkIndex> {
         let mut chunks = Vec::new();
         for shard in &self.tracked {
             let shard = shard.lock().expect("no code panics with a layer locked");
-            let found =
-                shard.iter().filter(|(_, one)| !one.is_taken && !one.preserved.runs.is_empty());
+            let found = shard.iter().filter(|(_, one)| !one.is_taken && !one.runs.is_empty());
             chunks.extend(found.map(|(chunk, _)| ChunkIndex(*chunk)));
             if chunks.len() >= limit {
                 break;
             }
         }
         chunks.truncate(limit);
+        let mut spill = self.spill();
+        while chunks.len() < limit
+            && let Some(chunk) = spill.recent.pop_back()
+        {
+            chunks.push(chunk);
+        }
         chunks
     }
 
     /// The number of chunks that are durable.
     pub(crate) fn stored_count(&self) -> u64 {
-        self.stored().len() as u64
+        self.done_before + self.done_count()
     }
 
     /// Whether a chunk is durable.
     pub(crate) fn is_stored(&self, chunk: ChunkIndex) -> bool {
-        self.stored().contains_key(&chunk)
+        self.record.chunks.get(chunk, false) == ChunkState::Idle
+    }
+
+    /// The name of a chunk that is durable; the inner `None` is a hole.
+    pub(crate) fn stored(&self, chunk: ChunkIndex) -> io::Result<Option<Option<ChunkId>>> {
+        match self.is_stored(chunk) {
+            true => Ok(self.entry(chunk)?.stored),
+            false => Ok(None),
+        }
     }
 
     /// Records that old content was lost. The first reason stays. From here on no write has to
@@ -374,6 +556,13 @@ impl Layer {
         for shard in &self.tracked {
             shard.lock().expect("no code panics with a layer locked").clear();
         }
+        let Spill { file, used, .. } = std::mem::take(&mut *self.spill());
+        if let Some(file) = file
+            && let Err(error) = file.set_len(0)
+        {
+            tracing::warn!(%error, "cannot free the space of a spill file");
+        }
+        drop(used);
     }
 
     /// Why the snapshot cannot be completed, if so.
@@ -381,13 +570,29 @@ impl Layer {
         self.record.failure()
     }
 
-    /// Ends the layer: it guards nothing and holds nothing any more, and the next process does not
-    /// find it.
+    /// Ends the layer: it guards nothing and has no copies any more, and the next process does not
+    /// find it. The names of its chunks can still be read.
     pub(crate) fn close(&self) {
-        // Before the copies are dropped: other copies may use their ranges after that.
+        // Before the copies are dropped: other copies may use their space after that.
         self.record.close();
         self.drop_copies();
-        self.stored().clear();
+        self.dir.remove(self.epoch);
+    }
+}
+
+impl Spill {
+    /// Adds a copy of a chunk.
+    fn add(&mut self, chunk: ChunkIndex, reservation: SpillReservation) {
+        match &mut self.used {
+            Some(used) => used.merge(reservation),
+            None => self.used = Some(reservation),
+        }
+        if self.recent.back() != Some(&chunk) {
+            if self.recent.len() == MAX_RECENTLY_SPILLED {
+                self.recent.pop_front();
+            }
+            self.recent.push_back(chunk);
+        }
     }
 }
 

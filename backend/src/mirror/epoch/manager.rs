@@ -25,7 +25,7 @@ use super::layer::Layer;
 use super::layer_state::LayerState;
 use super::record::{EpochFiles, EpochRecord};
 use crate::mirror::bits::DirtySet;
-use crate::mirror::files::journal::Journal;
+use crate::mirror::files::layer_table::LayerDir;
 
 /// The most layers that may wait to be published.
 pub(crate) const MAX_LAYERS: usize = 16;
@@ -87,7 +87,7 @@ pub(crate) struct StoreProgress {
 /// The epochs of a mirror.
 pub(crate) struct EpochManager {
     files: EpochFiles,
-    journal: Arc<Journal>,
+    layer_dir: Arc<LayerDir>,
     generation: AtomicU64,
     epoch: AtomicU64,
     current: Mutex<Arc<EpochView>>,
@@ -99,7 +99,7 @@ impl EpochManager {
     /// published.
     pub(crate) fn new(
         files: EpochFiles,
-        journal: Arc<Journal>,
+        layer_dir: Arc<LayerDir>,
         workers: usize,
         record: EpochRecord,
         layers: Vec<Arc<Layer>>,
@@ -108,7 +108,7 @@ impl EpochManager {
         let view = EpochView { generation: 0, epoch, record: Arc::new(record), layers };
         EpochManager {
             files,
-            journal,
+            layer_dir,
             generation: AtomicU64::new(0),
             epoch: AtomicU64::new(epoch.0),
             current: Mutex::new(Arc::new(view)),
@@ -195,7 +195,7 @@ impl EpochManager {
         // First: there is an open epoch at any time.
         next.begin(epoch);
         current.record.freeze();
-        let layer = Arc::new(Layer::new(current.record.clone(), self.journal.clone()));
+        let layer = Arc::new(Layer::new(current.record.clone(), self.layer_dir.clone()));
         let mut layers = current.layers.clone();
         layers.push(layer.clone());
         let view = EpochView { generation: 0, epoch, record: Arc::new(next), layers };
@@ -278,15 +278,6 @@ impl EpochManager {
     ) {
         for layer in done {
             layer.close();
-        }
-        // Records of an epoch that has no layer are not needed any more.
-        let is_needed = |epoch| layers.iter().any(|layer| layer.epoch == epoch);
-        let shortened = match layers.is_empty() {
-            true => self.journal.clear(),
-            false => self.journal.compact(is_needed),
-        };
-        if let Err(error) = shortened {
-            tracing::error!(%error, "cannot shorten the mirror's journal");
         }
         let record = current.record.clone();
         self.replace(current, EpochView { generation: 0, epoch: current.epoch, record, layers });

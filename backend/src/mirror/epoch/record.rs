@@ -27,7 +27,7 @@ use crate::mirror::bits::{Bits, DirtySet};
 use crate::mirror::files::disk_file::allocate;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CRNEPOCH");
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// Indices of words in the header.
 mod word {
@@ -44,6 +44,8 @@ mod word {
     pub(super) const CONSISTENCY: usize = 9;
     /// 1 once the words of the checkpoint are complete.
     pub(super) const ACCEPTED: usize = 10;
+    /// 1 once the layer has a table.
+    pub(super) const HAS_TABLE: usize = 11;
     /// A length in bytes, then 8 words of text.
     pub(super) const LABEL: usize = 16;
     /// A length in bytes, then 64 words of text.
@@ -250,6 +252,16 @@ impl EpochRecord {
             dirty_bytes: get(word::DIRTY_BYTES),
             pause_us: get(word::PAUSE_US),
         })
+    }
+
+    /// Records that the epoch's layer has a table.
+    pub(crate) fn set_has_table(&self) {
+        self.header[word::HAS_TABLE].store(1, Ordering::Release);
+    }
+
+    /// Whether the epoch's layer has a table.
+    pub(crate) fn has_table(&self) -> bool {
+        self.header[word::HAS_TABLE].load(Ordering::Acquire) != 0
     }
 
     /// Why no snapshot can be made of the epoch, if so.

@@ -9,7 +9,7 @@ use super::layer::Layer;
 use super::record::EpochRecord;
 use crate::mirror::bits::DirtySet;
 use crate::mirror::cow::CowSpace;
-use crate::mirror::files::journal::Journal;
+use crate::mirror::files::layer_table::LayerDir;
 use crate::mirror::layout::Layout;
 
 /// The epochs of a mirror, as an earlier process left them.
@@ -25,7 +25,7 @@ pub(crate) struct Recovered {
 /// state that a snapshot has in the catalog.
 pub(crate) fn recover(
     mut records: Vec<EpochRecord>,
-    journal: &Arc<Journal>,
+    layer_dir: &Arc<LayerDir>,
     layout: &Layout,
     space: &CowSpace,
     state_of: impl Fn(u64) -> Option<SnapshotState>,
@@ -39,9 +39,9 @@ pub(crate) fn recover(
         join(record.chunks.dirty());
         record.remove();
     }
-    let events = journal.read()?;
-    let recover_layer =
-        |record| Arc::new(Layer::recover(record, journal, events.as_deref(), layout, space));
+    // As many as fit into the copy-on-write memory.
+    let owned: Vec<_> = space.memory.owned().collect();
+    let recover_layer = |record| Arc::new(Layer::recover(record, layer_dir, &owned, layout, space));
     let mut layers: Vec<Arc<Layer>> = accepted.into_iter().map(recover_layer).collect();
     let state = |layer: &Layer| layer.accepted().and_then(|new| state_of(new.number));
     // A published layer has absorbed everything before it.
@@ -69,9 +69,7 @@ pub(crate) fn recover(
         join(layer.dirty());
         layer.close();
     }
-    if layers.is_empty() {
-        // Later epochs must not find the records of other epochs.
-        journal.clear()?;
-    }
+    // Those of epochs that ended while the process was killed.
+    layer_dir.retain(|epoch| layers.iter().any(|layer| layer.epoch == epoch))?;
     Ok(Recovered { current, layers, resumed })
 }

@@ -46,7 +46,7 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// An open and locked data file or spill file.
+/// An open data file, which is locked, or the spill file of a layer.
 pub(crate) struct DiskFile {
     file: File,
     alignment: DirectAlignment,
@@ -57,6 +57,13 @@ impl DiskFile {
     /// lock. A process that was killed holds it until the kernel has finished its last writes, so
     /// this waits for a moment.
     pub(crate) fn open(path: &Path) -> io::Result<DiskFile> {
+        let data = DiskFile::open_unlocked(path)?;
+        lock(&data.file)?;
+        Ok(data)
+    }
+
+    /// Opens or creates a file that nobody locks.
+    pub(crate) fn open_unlocked(path: &Path) -> io::Result<DiskFile> {
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -65,7 +72,6 @@ impl DiskFile {
             .mode(0o600)
             .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
             .open(path)?;
-        lock(&file)?;
         let alignment = direct_alignment(&file);
         Ok(DiskFile { file, alignment })
     }

@@ -40,7 +40,7 @@ use crate::sys;
 const MAGIC: &[u8; 8] = b"CRNLIVE\0";
 /// Instead of [`MAGIC`] after a sync of the data file has failed. No release adopts such a directory.
 const INVALID_MAGIC: &[u8; 8] = b"CRNLOST\0";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The size of the header.
 const HEADER_BYTES: usize = 128;
@@ -168,7 +168,8 @@ impl LiveDir {
         let first = epoch_files.allocate()?;
         first.begin(Epoch(1));
         let file_of_copies = options().create_new(true).open(dir.join("cow-memory"))?;
-        let cow_memory = CowMemory::new(file_of_copies, cow_memory_bytes)?;
+        let owners = options().create_new(true).open(dir.join("cow-owners"))?;
+        let cow_memory = CowMemory::new(file_of_copies, &owners, cow_memory_bytes)?;
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let validity = LiveValidity(Words::shared(&file, 0, PAGE_BYTES / 8)?);
@@ -244,7 +245,8 @@ impl LiveDir {
             )));
         }
         let copies = options().create(true).truncate(false).open(dir.join("cow-memory"))?;
-        let cow_memory = CowMemory::new(copies, cow_memory_bytes)?;
+        let owners = options().create(true).truncate(false).open(dir.join("cow-owners"))?;
+        let cow_memory = CowMemory::new(copies, &owners, cow_memory_bytes)?;
         let (dir, is_adopted) = (dir.to_owned(), true);
         Ok(Some(LiveDir {
             dir,

@@ -14,14 +14,14 @@ use crate::mirror::Mirror;
 use crate::mirror::cow::CowSpace;
 use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::cow::memory::CowMemory;
-use crate::mirror::cow::range_allocator::RangeAllocator;
+use crate::mirror::cow::spill_space::SpillSpace;
 use crate::mirror::epoch::Epoch;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::record::EpochFiles;
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
-use crate::mirror::files::journal::Journal;
+use crate::mirror::files::layer_table::LayerDir;
 use crate::mirror::intent::WriteIntent;
 use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::Presence;
@@ -56,14 +56,15 @@ pub(super) fn open(
         found[0].begin(Epoch(1));
     }
     let space = CowSpace {
-        memory: CowMemory::new(file("cow-memory"), cow.memory * BLOCK_BYTES).unwrap(),
+        memory: CowMemory::new(file("cow-memory"), &file("cow-owners"), cow.memory * BLOCK_BYTES)
+            .unwrap(),
         spill_buffers: BufferPool::new((cow.spill_buffers * BLOCK_BYTES) as usize),
-        spill: RangeAllocator::new(cow.spill * BLOCK_BYTES, 0),
+        spill: SpillSpace::new(cow.spill * BLOCK_BYTES),
     };
-    let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
+    let layer_dir = Arc::new(LayerDir::new(dir.path(), &layout));
     let Recovered { current, layers, resumed } =
-        recover(found, &journal, &layout, &space, |number| states.get(&number).copied()).unwrap();
-    let epochs = EpochManager::new(files, journal, WORKERS, current, layers);
+        recover(found, &layer_dir, &layout, &space, |number| states.get(&number).copied()).unwrap();
+    let epochs = EpochManager::new(files, layer_dir, WORKERS, current, layers);
     let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
     let (intent, events) = (WriteIntent::new(&intent), Events::new(Vec::new()));
     (Mirror::new(layout, presence, intent, epochs, space, events), resumed)
@@ -102,11 +103,10 @@ impl World {
             }
         }
         self.parked.iter_mut().for_each(Vec::clear);
-        if self.planted_bug == Some(PlantedBug::LostRecord) {
-            let path = self.dir.path().join("journal");
-            let journal = OpenOptions::new().write(true).open(path).unwrap();
-            let len = journal.metadata().unwrap().len();
-            journal.set_len(len.saturating_sub(64)).unwrap();
+        match self.planted_bug {
+            Some(PlantedBug::LostOwners) => self.erase_files("cow-owners", 0, 8, 8),
+            Some(PlantedBug::LostTables) => self.erase_files(".table", 4096 + 40, 64, 16),
+            _ => {}
         }
         self.commits.clear();
         let (mirror, resumed) = open(&self.dir, self.layout, self.cow, &self.states);
@@ -118,6 +118,20 @@ impl World {
         if self.planted_bug == Some(PlantedBug::LostLedgerEntry) {
             self.queues[0].lose_one(&self.rings[0]);
             self.queues = ring::open(&self.ledgers, &self.rings);
+        }
+    }
+
+    /// Erases `len` bytes at `first`, and at each `step` after that, in the files with such a name.
+    fn erase_files(&self, name: &str, first: usize, step: usize, len: usize) {
+        for entry in std::fs::read_dir(self.dir.path()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.to_str().unwrap().ends_with(name) {
+                let mut bytes = std::fs::read(&path).unwrap();
+                let parts =
+                    bytes.get_mut(first..).into_iter().flat_map(|rest| rest.chunks_mut(step));
+                parts.for_each(|part| part.iter_mut().take(len).for_each(|byte| *byte = 0));
+                std::fs::write(&path, bytes).unwrap();
+            }
         }
     }
 

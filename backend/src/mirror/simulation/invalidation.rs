@@ -107,12 +107,13 @@ impl Shared {
                 set_stamp(&mut data, at, version.load(Ordering::SeqCst));
             }
             let spilled = |_: &mut [u8], _| unreachable!("there is enough memory");
-            let preserved = layer.preserved(ChunkIndex(chunk));
+            let preserved = layer.preserved(ChunkIndex(chunk)).unwrap();
             let present = preserved.overlay(&mut data, present, spilled).unwrap();
             for at in (0..PER_CHUNK).filter(|at| present.contains(*at)) {
                 snapshot[(own.first + at) as usize] = stamp(&data, at);
             }
-            layer.mark_stored(&[(ChunkIndex(chunk), Some(ChunkId::of(&data)))]).unwrap();
+            let ids = [(ChunkIndex(chunk), Some(ChunkId::of(&data)))];
+            layer.mark_stored(&ids, self.mirror.layout()).unwrap();
         }
         for (block, (found, before)) in snapshot.iter().zip(&before).enumerate() {
             assert!(found >= before, "block {block} of snapshot {number}: {found}, not {before}");

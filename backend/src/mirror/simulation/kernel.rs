@@ -9,7 +9,6 @@ use super::faults::Fault;
 use super::ring::Job;
 use super::{PER_CHUNK, PlantedBug, World, set_stamp};
 use crate::mirror::block_set::BlockSet;
-use crate::mirror::cow::CopyData;
 use crate::mirror::cow::buffer_pool::PooledBuffer;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Span};
@@ -35,11 +34,10 @@ pub(super) enum OperationKind {
         buffer: PooledBuffer,
         fails: bool,
     },
-    /// A copy on its way to the spill file at this offset.
+    /// A copy on its way to the spill file.
     Spill {
         copy: BlockCopy,
         buffer: PooledBuffer,
-        offset: u64,
         fails: bool,
     },
     Fill {
@@ -168,9 +166,10 @@ impl World {
                 let place = copy.chunk.0 * PER_CHUNK + copy.run.first + block;
                 set_stamp(buffer, block, self.disk[place as usize]);
             }
-            OperationKind::Spill { buffer, offset, .. } => {
+            OperationKind::Spill { copy, buffer, .. } => {
                 let data = &buffer[(block * BLOCK_BYTES) as usize..][..BLOCK_BYTES as usize];
-                self.spilled.insert(*offset + block * BLOCK_BYTES, data.to_vec());
+                let offset = self.mirror.copy_source(copy).offset + block * BLOCK_BYTES;
+                self.spilled.insert((copy.layer.epoch, offset), data.to_vec());
             }
             OperationKind::Persist { data, chunk, .. } => {
                 set_stamp(data, block, self.disk[(chunk.0 * PER_CHUNK + block) as usize]);
@@ -181,12 +180,12 @@ impl World {
     fn complete(&mut self, done: OperationKind) {
         match done {
             OperationKind::Write { job, permit, fails } => self.written(job, permit, fails),
-            OperationKind::Copy { copy, buffer, fails } => match copy.spill_offset() {
-                Some(offset) if !fails => {
+            OperationKind::Copy { copy, buffer, fails } => match copy.is_spilled() && !fails {
+                true => {
                     let (left, fails) = self.copy_blocks(Fault::SpillWrite, copy.run.count);
-                    self.submit(OperationKind::Spill { copy, buffer, offset, fails }, left);
+                    self.submit(OperationKind::Spill { copy, buffer, fails }, left);
                 }
-                _ => self.finish_copy(copy, buffer, fails),
+                false => self.finish_copy(copy, buffer, fails),
             },
             OperationKind::Spill { copy, buffer, fails, .. } => {
                 self.finish_copy(copy, buffer, fails)
@@ -249,12 +248,12 @@ impl World {
         mut data: Vec<u8>,
         present: BlockSet,
     ) {
-        let preserved = layer.preserved(chunk);
-        let is_spilled = preserved.runs.iter().any(|piece| matches!(piece.data, CopyData::File(_)));
-        let fails = is_spilled && self.strikes(Fault::SpillRead, 3);
-        let read = |buffer: &mut [u8], offset: u64| {
-            for (block, data) in buffer.chunks_mut(BLOCK_BYTES as usize).enumerate() {
-                data.copy_from_slice(&self.spilled[&(offset + block as u64 * BLOCK_BYTES)]);
+        let preserved = layer.preserved(chunk).unwrap();
+        let fails = !preserved.spilled.is_empty() && self.strikes(Fault::SpillRead, 3);
+        let start = self.layout.span_of(chunk).offset;
+        let read = |buffer: &mut [u8], run: Blocks| {
+            for (block, data) in (run.first..).zip(buffer.chunks_mut(BLOCK_BYTES as usize)) {
+                data.copy_from_slice(&self.spilled[&(layer.epoch, start + block * BLOCK_BYTES)]);
             }
             if fails { Err(failure()) } else { Ok(()) }
         };
@@ -264,7 +263,7 @@ impl World {
         };
         let ids = [(chunk, Some(ChunkId::of(&data)))];
         if self.planted_bug == Some(PlantedBug::StoredTooEarly) {
-            let _ = layer.mark_stored(&ids);
+            let _ = layer.mark_stored(&ids, &self.layout);
         }
         if self.crashes_now(20) {
             return;
@@ -276,7 +275,7 @@ impl World {
         if self.planted_bug == Some(PlantedBug::StoredTooEarly) {
             return;
         }
-        if layer.mark_stored(&ids).is_err() {
+        if layer.mark_stored(&ids, &self.layout).is_err() {
             layer.cancel_store(chunk);
         }
     }

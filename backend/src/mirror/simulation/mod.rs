@@ -10,8 +10,8 @@
 //! all. Each request is answered once.
 //!
 //! The process crashes at any step. Operations in flight land, in part or in whole. The next
-//! process has the live directory, the journal, the spill file, the repository, and the guest's
-//! rings with their ledger. A write that was in flight at the crash may or may not be in a snapshot
+//! process has the live directory, the tables and spill files of the layers, the repository, and the
+//! guest's rings with their ledger. A write that was in flight at the crash may or may not be in a snapshot
 //! that was frozen meanwhile.
 //!
 //! Disks fail, in whole and in part, and their space runs out and comes back ([`faults`]). That may
@@ -58,8 +58,10 @@ const GARBAGE: u64 = 999_999;
 /// A bug that is made on purpose: the simulation has to find it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PlantedBug {
-    /// The last record of the journal is lost with the process.
-    LostRecord,
+    /// The owners of copies in memory are lost with the process.
+    LostOwners,
+    /// The blocks in the tables of layers are lost with the process.
+    LostTables,
     /// A request in flight is missing from the ledger.
     LostLedgerEntry,
     /// Writes do not wait for the writes of the epoch before.
@@ -110,8 +112,8 @@ struct World {
     stored: HashMap<(Epoch, u64), Vec<u64>>,
     /// The catalog.
     states: HashMap<u64, SnapshotState>,
-    /// The spill file.
-    spilled: HashMap<u64, Vec<u8>>,
+    /// The blocks in spill files, by epoch and offset.
+    spilled: HashMap<(Epoch, u64), Vec<u8>>,
     published: u64,
     crashes: u64,
     faults: Faults,
@@ -320,7 +322,8 @@ fn snapshots_and_the_live_disk_are_exact_whatever_the_order_of_steps() {
 #[test]
 fn planted_mistakes_are_found() {
     let plants = [
-        PlantedBug::LostRecord,
+        PlantedBug::LostOwners,
+        PlantedBug::LostTables,
         PlantedBug::LostLedgerEntry,
         PlantedBug::Unsettled,
         PlantedBug::StoredTooEarly,

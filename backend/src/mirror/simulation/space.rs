@@ -9,7 +9,7 @@ use std::io;
 pub(super) struct Space {
     /// The number of bytes that are left; `None` if there is no limit.
     left: Option<usize>,
-    /// How often there was too little space for records of the journal.
+    /// How often there was too little space for entries of a layer's table.
     pub(super) records: u64,
     /// How often there was too little space for a file to grow.
     pub(super) files: u64,
@@ -34,15 +34,20 @@ pub(super) fn look() -> Space {
     SPACE.get()
 }
 
-/// Takes space for records of `len` bytes. If there is less, takes that, and returns its size as
-/// the error.
-pub(in crate::mirror) fn take_for_records(len: usize) -> Result<(), usize> {
+/// Takes space for records of `len` bytes.
+pub(in crate::mirror) fn take_for_records(len: usize) -> io::Result<()> {
     let space = SPACE.get();
-    let Some(left) = space.left else { return Ok(()) };
-    let fits = left.min(len);
-    let records = space.records + u64::from(fits < len);
-    SPACE.set(Space { left: Some(left - fits), records, ..space });
-    if fits < len { Err(fits) } else { Ok(()) }
+    match space.left {
+        None => Ok(()),
+        Some(left) if left >= len => {
+            SPACE.set(Space { left: Some(left - len), ..space });
+            Ok(())
+        }
+        Some(_) => {
+            SPACE.set(Space { records: space.records + 1, ..space });
+            Err(io::ErrorKind::StorageFull.into())
+        }
+    }
 }
 
 /// Checks whether a file can grow by `len` bytes.

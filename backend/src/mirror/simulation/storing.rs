@@ -85,16 +85,7 @@ impl World {
         }
         self.commits.remove(0);
         self.mirror.give_up(&layer);
-        self.trim_copies();
-    }
-
-    /// Gives space back that no copy uses.
-    fn trim_copies(&mut self) {
-        let shorten = |len| {
-            self.spilled.retain(|offset, _| *offset < len);
-            Ok(())
-        };
-        self.mirror.trim_copies(shorten).unwrap();
+        self.mirror.trim_copies().unwrap();
     }
 
     /// The layer and the failed layers that it absorbs, newest first. Layers whose chunks are all
@@ -153,7 +144,7 @@ impl World {
             return;
         }
         self.mirror.publish(layer);
-        self.trim_copies();
+        self.mirror.trim_copies().unwrap();
         self.commits.remove(0);
     }
 }

@@ -53,7 +53,8 @@ async fn a_deletion_that_is_held_up_on_its_way_is_not_carried_out_after_its_time
         proxy.wait_for_stalled(1).await;
         Instant::now()
     };
-    let (late, stalled) = tokio::join!(peers.delete(peer.id, &[id], 0), stalled);
+    let fragments = [id];
+    let (late, stalled) = tokio::join!(peers.delete(peer.id, &fragments, 0), stalled);
     let late = late.unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Unavailable, "{late}");
     assert!(begin.elapsed() < DELETION_TIMEOUT + SLACK, "{:?}", begin.elapsed());

@@ -1,14 +1,15 @@
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use cairn_store::{ChunkId, ChunkIndex, Geometry};
 
-use super::{BlockSet, Blocks, CowAction, Epoch, Layer};
+use super::{BlockSet, Blocks, ChunkEntry, CopyData, CowAction, Epoch, Layer, LayerDir};
+use crate::mapping::Buffer;
+use crate::mirror::cow::CowSpace;
 use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::cow::memory::CowMemory;
-use crate::mirror::cow::range_allocator::RangeAllocator;
-use crate::mirror::cow::{CopyData, CowSpace, PreservedRun};
+use crate::mirror::cow::spill_space::SpillSpace;
 use crate::mirror::epoch::record::EpochFiles;
-use crate::mirror::files::journal::{ChunkEvent, CopyLocation, Journal, Record};
 use crate::mirror::layout::Layout;
 
 const CHUNK: ChunkIndex = ChunkIndex(3);
@@ -17,7 +18,8 @@ const CHUNK: ChunkIndex = ChunkIndex(3);
 struct Bench {
     dir: tempfile::TempDir,
     space: CowSpace,
-    journal: Arc<Journal>,
+    layout: Layout,
+    layers: Arc<LayerDir>,
     layer: Layer,
 }
 
@@ -29,15 +31,16 @@ impl Bench {
         record.begin(Epoch(1));
         record.chunks.schedule(CHUNK.0);
         record.freeze();
-        let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
-        let layer = Layer::new(Arc::new(record), journal.clone());
+        let layout = Layout::new(Geometry::new(10 * 256 * 1024, 256 * 1024).unwrap());
+        let layers = Arc::new(LayerDir::new(dir.path(), &layout));
+        let layer = Layer::new(Arc::new(record), layers.clone());
         layer.settle();
         let space = CowSpace {
-            memory: CowMemory::new(tempfile::tempfile().unwrap(), 1 << 20).unwrap(),
+            memory: CowMemory::private(1 << 20),
             spill_buffers: BufferPool::new(0),
-            spill: RangeAllocator::new(1 << 20, 0),
+            spill: SpillSpace::new(1 << 20),
         };
-        Bench { dir, space, journal, layer }
+        Bench { dir, space, layout, layers, layer }
     }
 
     fn cow_action(&self, run: Blocks, present: BlockSet) -> CowAction {
@@ -47,18 +50,38 @@ impl Bench {
     fn copy(&self, run: Blocks, fill: u8) {
         let mut buffer = self.space.memory.take(run.span().len).unwrap();
         buffer.fill(fill);
-        self.layer
-            .record_copy(CHUNK, PreservedRun { run, data: CopyData::Memory(buffer) })
-            .unwrap();
+        self.record(run, CopyData::Memory(buffer));
+    }
+
+    fn spill(&self, run: Blocks, fill: u8) {
+        let file = self.layer.spill_file().unwrap();
+        let mut buffer = Buffer::zeroed(run.span().len as usize);
+        buffer.fill(fill);
+        file.write(&buffer, self.layout.span_of(CHUNK).offset + run.span().offset).unwrap();
+        self.record(run, CopyData::Spilled(self.space.spill.reserve(run.span().len).unwrap()));
+    }
+
+    fn record(&self, run: Blocks, data: CopyData) {
+        let block = self.layout.blocks_of(CHUNK).first + run.first;
+        self.layer.record_copy(CHUNK, run, block, data).unwrap();
+    }
+
+    fn mark_stored(&self, id: Option<ChunkId>) {
+        self.layer.mark_stored(&[(CHUNK, id)], &self.layout).unwrap();
+    }
+
+    /// The bytes on the disk of the layer's spill file.
+    fn spilled_bytes(&self) -> u64 {
+        let file = self.dir.path().join("layer-1.spill");
+        std::fs::metadata(file).map_or(0, |metadata| metadata.blocks() * 512)
     }
 
     /// The layer as the next process has it.
     fn recover(&self) -> Layer {
         let (_, mut found) = EpochFiles::open(self.dir.path(), 10).unwrap();
-        let records = self.journal.read().unwrap().unwrap();
-        let layout = Layout::new(Geometry::new(10 * 256 * 1024, 256 * 1024).unwrap());
+        let owned: Vec<_> = self.space.memory.owned().collect();
         let record = found.pop().unwrap();
-        Layer::recover(record, &self.journal, Some(&records), &layout, &self.space)
+        Layer::recover(record, &self.layers, &owned, &self.layout, &self.space)
     }
 }
 
@@ -87,7 +110,7 @@ fn an_absent_block_is_decided_without_a_copy() {
     assert_eq!(bench.cow_action(run(6, 4), present), CowAction::Copy(vec![run(6, 2)]));
     assert_eq!(bench.cow_action(run(8, 2), all()), CowAction::None);
     assert!(bench.layer.begin_store(CHUNK));
-    let preserved = bench.layer.preserved(CHUNK);
+    let preserved = bench.layer.preserved(CHUNK).unwrap();
     assert!(preserved.decided.contains(8) && !preserved.decided.contains(6));
 }
 
@@ -99,7 +122,7 @@ fn preserved_blocks_take_precedence_over_what_persist_read() {
     assert_eq!(bench.cow_action(run(1, 1), all()), CowAction::Copy(vec![run(1, 1)]));
     bench.copy(run(1, 1), 0);
     let mut read = vec![0xff; 64 * 4096];
-    let preserved = bench.layer.preserved(CHUNK);
+    let preserved = bench.layer.preserved(CHUNK).unwrap();
     assert_eq!(preserved.overlay(&mut read, all(), |_, _| Ok(())).unwrap(), all());
     assert!(read[4096..8192].iter().all(|byte| *byte == 0) && read[8192] == 0xff);
     assert_eq!(
@@ -107,7 +130,7 @@ fn preserved_blocks_take_precedence_over_what_persist_read() {
         CowAction::Copy(vec![run(2, 1)]),
         "not durable yet"
     );
-    bench.layer.mark_stored(&[(CHUNK, Some(ChunkId::of(&read)))]).unwrap();
+    bench.mark_stored(Some(ChunkId::of(&read)));
     assert_eq!(bench.cow_action(run(3, 1), all()), CowAction::None);
     assert!(!bench.layer.begin_store(CHUNK), "idle is final");
 }
@@ -139,7 +162,7 @@ fn the_next_process_finds_copies_and_absent_blocks_but_nothing_half_done() {
     // In truth the ranges are free because the process is gone.
     bench.layer.drop_copies();
     let again = bench.recover();
-    let preserved = again.preserved(CHUNK);
+    let preserved = again.preserved(CHUNK).unwrap();
     assert!(preserved.decided.contains(1) && preserved.decided.contains(2));
     assert!(preserved.decided.contains(20) && !preserved.decided.contains(10));
     let mut read = vec![0xff; 64 * 4096];
@@ -158,7 +181,7 @@ fn the_next_process_guards_nothing_that_is_durable_or_lost() {
     bench.cow_action(run(1, 1), all());
     bench.copy(run(1, 1), 0x11);
     assert!(bench.layer.begin_store(CHUNK));
-    bench.layer.mark_stored(&[(CHUNK, None)]).unwrap();
+    bench.mark_stored(None);
     let again = bench.recover();
     assert!(again.is_stored(CHUNK) && !again.is_guarding(CHUNK));
     assert!(bench.space.memory.take_at(0, 4096).is_some(), "the copy is not needed");
@@ -166,8 +189,10 @@ fn the_next_process_guards_nothing_that_is_durable_or_lost() {
     let bench = Bench::new();
     let id = ChunkId::of(b"stored");
     assert!(bench.layer.begin_store(CHUNK));
-    bench.layer.mark_stored(&[(CHUNK, Some(id))]).unwrap();
-    assert_eq!(bench.recover().stored().get(&CHUNK), Some(&Some(id)));
+    bench.mark_stored(Some(id));
+    let again = bench.recover();
+    assert_eq!(again.stored(CHUNK).unwrap(), Some(Some(id)));
+    assert_eq!(again.stored_count(), 1);
 
     let bench = Bench::new();
     bench.layer.fail("no space");
@@ -177,28 +202,97 @@ fn the_next_process_guards_nothing_that_is_durable_or_lost() {
 }
 
 #[test]
-fn a_journal_that_cannot_be_right_is_refused() {
+fn spilled_copies_outlive_the_process_and_their_space_comes_back_with_the_chunk() {
+    let bench = Bench::new();
+    bench.cow_action(run(1, 2), all());
+    bench.spill(run(1, 2), 0x11);
+    bench.cow_action(run(5, 1), all());
+    bench.copy(run(5, 1), 0x22);
+    assert_eq!(bench.cow_action(run(1, 2), all()), CowAction::None);
+    assert_eq!((bench.space.spill.used(), bench.spilled_bytes()), (8192, 8192));
+    assert_eq!(bench.layer.chunks_with_copies(4), [CHUNK, CHUNK]);
+    // In truth the memory is free because the process is gone.
+    bench.layer.tracked.iter().for_each(|shard| shard.lock().unwrap().clear());
+    let again = bench.recover();
+    assert_eq!(bench.space.spill.used(), 16384, "of both processes, in truth one is gone");
+    assert!(again.begin_store(CHUNK));
+    let preserved = again.preserved(CHUNK).unwrap();
+    let mut read = vec![0xff; 64 * 4096];
+    let file = again.spill_file().unwrap();
+    let start = bench.layout.span_of(CHUNK).offset;
+    let valid = preserved
+        .overlay(&mut read, all(), |to, run| file.read_any(to, start + run.span().offset))
+        .unwrap();
+    assert_eq!(valid, all());
+    let block = |at: usize| &read[at * 4096..(at + 1) * 4096];
+    for (at, fill) in [(0, 0xff), (1, 0x11), (2, 0x11), (3, 0xff), (5, 0x22), (6, 0xff)] {
+        assert!(block(at).iter().all(|byte| *byte == fill), "block {at}");
+    }
+    again.mark_stored(&[(CHUNK, Some(ChunkId::of(&read)))], &bench.layout).unwrap();
+    assert_eq!((bench.space.spill.used(), bench.spilled_bytes()), (8192, 0));
+    assert!(again.tracked.iter().all(|shard| shard.lock().unwrap().is_empty()));
+}
+
+#[test]
+fn a_chunk_without_copies_in_memory_takes_no_memory() {
+    let bench = Bench::new();
+    bench.cow_action(run(1, 1), all());
+    bench.spill(run(1, 1), 0x11);
+    bench.cow_action(run(20, 1), BlockSet::default());
+    assert!(bench.layer.begin_store(CHUNK));
+    bench.layer.cancel_store(CHUNK);
+    bench.cow_action(run(2, 1), all());
+    bench.layer.cancel_copy(CHUNK, run(2, 1));
+    assert!(bench.layer.tracked.iter().all(|shard| shard.lock().unwrap().is_empty()));
+    assert_eq!(bench.cow_action(run(1, 1), all()), CowAction::None);
+    assert_eq!(bench.cow_action(run(20, 1), all()), CowAction::None);
+}
+
+#[test]
+fn a_layer_that_ends_gives_all_its_space_back() {
+    let bench = Bench::new();
+    bench.cow_action(run(1, 1), all());
+    bench.spill(run(1, 1), 0x11);
+    bench.layer.fail("no space");
+    assert_eq!((bench.space.spill.used(), bench.spilled_bytes()), (0, 0));
+    bench.layer.close();
+    let is_layers = |name: &str| name.starts_with("layer-");
+    let files = std::fs::read_dir(bench.dir.path()).unwrap();
+    let left = files.filter(|file| is_layers(file.as_ref().unwrap().file_name().to_str().unwrap()));
+    assert_eq!(left.count(), 0);
+}
+
+#[test]
+fn what_an_earlier_process_cannot_have_left_fails_the_layer() {
     let bench = Bench::new();
     bench.cow_action(run(1, 1), all());
     bench.copy(run(1, 1), 0x11);
-    assert!(bench.recover().failure().is_some(), "two copies in one range");
+    assert!(bench.recover().failure().is_some(), "two copies in one slot of memory");
 
-    let copied = |at| ChunkEvent::Copied(run(1, 1), CopyLocation::File(at));
-    for (chunk, event) in [
-        (ChunkIndex(4), ChunkEvent::Stored(None)),
-        (ChunkIndex(4), ChunkEvent::Absent(run(1, 1))),
-        (ChunkIndex(10), ChunkEvent::Stored(None)),
-        (CHUNK, copied(512)),
-        (CHUNK, copied(1 << 20)),
-        (CHUNK, ChunkEvent::Absent(run(60, 5))),
+    let all = BlockSet::run(run(0, 64));
+    let entry = |decided, spilled| ChunkEntry { stored: None, decided, spilled };
+    for (entry, fails) in [
+        (entry(all, all), false),
+        (entry(all, BlockSet::default()), false),
+        (entry(BlockSet::default(), all), true),
     ] {
         let bench = Bench::new();
-        bench.journal.write([Record { epoch: Epoch(1), chunk, event }]).unwrap();
+        bench.layer.table().unwrap().write_blocks(CHUNK, &entry).unwrap();
         let again = bench.recover();
-        assert!(again.failure().is_some() && !again.is_guarding(CHUNK), "{chunk:?} {event:?}");
+        assert_eq!(again.failure().is_some(), fails, "{entry:?}");
+        assert_eq!(again.is_guarding(CHUNK), !fails);
     }
+
     let bench = Bench::new();
-    let event = copied(4096);
-    bench.journal.write([Record { epoch: Epoch(1), chunk: CHUNK, event }]).unwrap();
-    assert!(bench.recover().failure().is_none(), "a whole block inside of the spill file");
+    bench.layer.record.chunks.corrupt_idle(CHUNK.0);
+    assert!(bench.recover().failure().is_some(), "durable, but without a table");
+    let bench = Bench::new();
+    bench.layer.table().unwrap();
+    bench.layer.record.chunks.corrupt_idle(CHUNK.0);
+    assert!(bench.recover().failure().is_some(), "durable, but without a name");
+
+    let bench = Bench::new();
+    bench.cow_action(run(20, 1), BlockSet::default());
+    std::fs::remove_file(bench.layer.table_path()).unwrap();
+    assert!(bench.recover().failure().is_some(), "the table is gone");
 }

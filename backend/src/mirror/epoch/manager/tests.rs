@@ -1,14 +1,17 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::{Epoch, EpochFiles, EpochManager, Journal, LayerState, MAX_LAYERS};
+use cairn_store::Geometry;
+
+use super::{Epoch, EpochFiles, EpochManager, LayerDir, LayerState, MAX_LAYERS};
+use crate::mirror::layout::Layout;
 
 fn manager() -> EpochManager {
     let files = EpochFiles::private(100);
     let record = files.allocate().unwrap();
     record.begin(Epoch(1));
     let dir = tempfile::tempdir().unwrap();
-    let journal = Journal::open(&dir.path().join("journal")).unwrap();
-    EpochManager::new(files, journal.into(), 2, record, Vec::new())
+    let layout = Layout::new(Geometry::new(100 << 18, 1 << 18).unwrap());
+    EpochManager::new(files, LayerDir::new(dir.path(), &layout).into(), 2, record, Vec::new())
 }
 
 #[test]

@@ -26,13 +26,13 @@ use crate::mapping::Buffer;
 use crate::mirror::Mirror;
 use crate::mirror::cow::CowSpace;
 use crate::mirror::cow::buffer_pool::BufferPool;
-use crate::mirror::cow::range_allocator::RangeAllocator;
+use crate::mirror::cow::spill_space::SpillSpace;
 use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
 use crate::mirror::files::data_sync::DataSync;
 use crate::mirror::files::disk_file::{DiskFile, make_directory};
-use crate::mirror::files::journal::Journal;
+use crate::mirror::files::layer_table::LayerDir;
 use crate::mirror::files::live_dir::LiveDir;
 use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout, SECTOR_BYTES, Span};
 
@@ -268,12 +268,12 @@ pub(super) fn create_mirror_of(
     let space = CowSpace {
         memory: live.cow_memory,
         spill_buffers: BufferPool::new(BLOCK_BYTES as usize),
-        spill: RangeAllocator::new(0, 0),
+        spill: SpillSpace::new(0),
     };
-    let journal = Arc::new(Journal::open(&elsewhere.join("journal")).unwrap());
+    let layer_dir = Arc::new(LayerDir::new(elsewhere, &layout));
     let Recovered { current, layers, .. } =
-        recover(live.epochs, &journal, &layout, &space, |_| None).unwrap();
-    let epochs = EpochManager::new(live.epoch_files, journal, workers, current, layers);
+        recover(live.epochs, &layer_dir, &layout, &space, |_| None).unwrap();
+    let epochs = EpochManager::new(live.epoch_files, layer_dir, workers, current, layers);
     let intent = map.intent(&layout).unwrap();
     let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
     (mirror, MapWriter::new(map, DataSync::new(live.validity)), disk)
