@@ -5,12 +5,26 @@
 //! completed. A change of memory only pauses the rings: requests that wait for a fetch go on
 //! waiting, so an unavailable repository never blocks the hypervisor.
 //!
+//! A hypervisor that keeps the record of requests in flight can negotiate that requests that wait
+//! stay in this record when a ring stops. Then only requests that were submitted are completed.
+//! QEMU disables a ring before it says how the ring stops, so a disabled ring is *suspended*: its
+//! requests stay in the record, and a stop that has to complete them starts the ring once more.
+//!
+//! ```text
+//!            start                          disable, if requests may stay in flight
+//!  Stopped ─────────► Running ──────────────────────────────────────────────────► Suspended
+//!     ▲                │   ▲                                                       │   │
+//!     │ stop, disable  │   └────────────── enable, or a stop that completes ───────┘   │
+//!     └────────────────┴─────────────────────── stop, reset, end of the connection ────┘
+//! ```
+//!
 //! The ring of a guest that another process served starts with the requests that were in flight
 //! there. See [`ledger`](crate::guest::ledger).
 
 mod config;
 mod messages;
 pub(crate) mod server;
+mod skip_drain;
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -19,7 +33,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
-use vhost::vhost_user::message::VhostUserVirtioFeatures;
+use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost::vhost_user::{Error, Result};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
@@ -54,7 +68,19 @@ struct Ring {
     kick: Option<File>,
     call: Option<File>,
     enabled: bool,
-    running: bool,
+    state: RingState,
+}
+
+/// What is done with a ring. The header of this module has the transitions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum RingState {
+    /// Nothing.
+    #[default]
+    Stopped,
+    /// A worker drives it.
+    Running,
+    /// It is disabled, and requests that were popped are in the hypervisor's ledger.
+    Suspended,
 }
 
 /// What a connection knows of the guest's write cache.
@@ -93,6 +119,7 @@ pub(crate) struct Handler {
     workers: Vec<Mailbox>,
     queue_size: u16,
     features: u64,
+    protocol_features: VhostUserProtocolFeatures,
     caching: Caching,
     /// The hypervisor's dirty log. It is used while its feature is set.
     log: Option<Arc<DirtyLog>>,
@@ -123,6 +150,7 @@ impl Handler {
             workers,
             queue_size,
             features: 0,
+            protocol_features: VhostUserProtocolFeatures::empty(),
             caching: Caching::default(),
             log: None,
             ledgers: None,
@@ -136,7 +164,7 @@ impl Handler {
     }
 
     fn runs(&self) -> bool {
-        self.rings.iter().any(|ring| ring.running)
+        self.rings.iter().any(|ring| ring.state == RingState::Running)
     }
 
     /// Whether writes are cached until the guest flushes them. Before the driver has negotiated
@@ -210,14 +238,20 @@ impl Handler {
         self.rings.get_mut(index as usize).ok_or(Error::InvalidParam)
     }
 
-    /// Starts the ring if it has everything it needs.
+    /// Starts the ring if it has everything it needs, and is enabled.
     fn update(&mut self, index: usize) -> Result<()> {
+        match self.rings[index] {
+            Ring { enabled: true, state: RingState::Stopped | RingState::Suspended, .. } => {
+                self.start(index)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Starts the ring if it has everything it needs.
+    fn start(&mut self, index: usize) -> Result<()> {
         let ring = &self.rings[index];
-        let (Some(addresses), Some(kick), true, false) =
-            (ring.addresses, &ring.kick, ring.enabled, ring.running)
-        else {
-            return Ok(());
-        };
+        let (Some(addresses), Some(kick)) = (ring.addresses, &ring.kick) else { return Ok(()) };
         if !self.guest.acquire_rings(self.id) {
             let reason = "another hypervisor runs this disk; stop its guest, or migrate it";
             tracing::error!("{reason}");
@@ -238,7 +272,7 @@ impl Handler {
         self.guest.add_known_ring(index);
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
         self.workers[index].send(Command::Start(Box::new(setup)));
-        self.rings[index].running = true;
+        self.rings[index].state = RingState::Running;
         self.guest.queue_started();
         Ok(())
     }
@@ -307,21 +341,80 @@ impl Handler {
         Err(failed(reason))
     }
 
-    /// Stops a ring after every request that was popped is completed.
-    fn stop(&mut self, index: usize) {
-        self.halt(index..index + 1, ParkedRequests::Finish);
+    /// What becomes of parked requests when the ring is disabled or stops. They may stay in flight
+    /// if that was negotiated, and if the hypervisor keeps the record of them.
+    fn parked_requests(&self, index: u32) -> ParkedRequests {
+        let index = index as usize;
+        let negotiated =
+            self.protocol_features.contains(VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT);
+        let ring = self.rings.get(index).filter(|_| negotiated);
+        let ledger = ring.zip(self.ledgers.as_ref()).and_then(|(ring, ledgers)| {
+            // The ring's ledger is in it: it is not replaced while a ring runs.
+            ledgers.ledger(index, ring.size)
+        });
+        match ledger {
+            Some(_) => ParkedRequests::Leave,
+            None => ParkedRequests::Finish,
+        }
+    }
+
+    /// Disables a ring.
+    fn disable(&mut self, index: usize, parked: ParkedRequests) {
+        if self.rings[index].state != RingState::Running {
+            return;
+        }
+        self.halt(index..index + 1, parked);
+        if parked == ParkedRequests::Leave {
+            self.rings[index].state = RingState::Suspended;
+        }
         self.release_if_idle();
     }
 
-    /// Stops all rings. If the connection has ended, parked requests are left to the next one.
-    pub(crate) fn stop_all(&mut self, waiting: ParkedRequests) {
-        self.halt(0..self.rings.len(), waiting);
+    /// Stops a ring, and returns its next available index. A stopped ring starts again with the next
+    /// kick descriptor.
+    fn stop(&mut self, index: u32, parked: ParkedRequests) -> Result<u32> {
+        let state = self.ring(index)?.state;
+        let at = index as usize;
+        if state == RingState::Suspended && parked == ParkedRequests::Finish {
+            // The worker takes the requests from the ledger, and no others once it is told to stop.
+            self.start(at)?;
+            if self.rings[at].state != RingState::Running {
+                return Err(Error::InvalidOperation("a ring with requests in flight lacks a kick"));
+            }
+        }
+        self.halt(at..at + 1, parked);
+        let ring = &mut self.rings[at];
+        ring.state = RingState::Stopped;
+        ring.kick = None;
+        ring.call = None;
+        let base = ring.next_avail;
+        self.release_if_idle();
+        Ok(u32::from(base))
+    }
+
+    /// GET_VRING_BASE_SKIP_DRAIN.
+    fn get_vring_base_skip_drain(&mut self, index: u32) -> Result<u32> {
+        if !self.protocol_features.contains(skip_drain::FEATURE) {
+            return Err(Error::InvalidOperation("GET_VRING_BASE_SKIP_DRAIN was not negotiated"));
+        }
+        self.stop(index, self.parked_requests(index))
+    }
+
+    /// Stops all rings, because the device is reset or the connection has ended. If the connection
+    /// has ended, parked requests are left to the next one. Requests of suspended rings are not
+    /// executed by this connection.
+    pub(crate) fn stop_all(&mut self, parked: ParkedRequests) {
+        self.halt(0..self.rings.len(), parked);
+        for ring in &mut self.rings {
+            ring.state = RingState::Stopped;
+        }
         self.release_if_idle();
     }
 
-    /// Lets another hypervisor run the disk if no ring of this one runs.
+    /// Lets another hypervisor run the disk if all rings of this one are stopped. A suspended ring
+    /// may have to complete requests.
     fn release_if_idle(&self) {
-        if !self.runs() {
+        if self.rings.iter().all(|ring| ring.state == RingState::Stopped) {
             self.guest.release_rings(self.id);
         }
     }
@@ -338,14 +431,15 @@ impl Handler {
         result
     }
 
-    /// Stops several rings at the same time.
-    fn halt(&mut self, indices: Range<usize>, waiting: ParkedRequests) {
+    /// Takes several rings from their workers at the same time.
+    fn halt(&mut self, indices: Range<usize>, parked: ParkedRequests) {
         let mut answers = Vec::new();
         for index in indices {
-            if std::mem::take(&mut self.rings[index].running) {
+            if self.rings[index].state == RingState::Running {
+                self.rings[index].state = RingState::Stopped;
                 self.guest.queue_stopped();
                 let (reply, answer) = mpsc::channel();
-                self.workers[index].send(Command::Stop(waiting, reply));
+                self.workers[index].send(Command::Stop(parked, reply));
                 answers.push((index, answer));
             }
         }
@@ -362,7 +456,11 @@ impl Handler {
     fn replace_map(&mut self, regions: Vec<Region>) -> Result<()> {
         let map = GuestMap::new(regions, self.wanted_log()).map_err(failed)?;
         // Other workers may serve another hypervisor.
-        let own = self.workers.iter().zip(&self.rings).filter(|(_, ring)| ring.running);
+        let own = self
+            .workers
+            .iter()
+            .zip(&self.rings)
+            .filter(|(_, ring)| ring.state == RingState::Running);
         let own: Vec<_> = own.map(|(worker, _)| worker).collect();
         let pause = |worker: &&Mailbox| {
             let (reply, answer) = mpsc::channel();
