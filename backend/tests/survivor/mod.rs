@@ -209,11 +209,9 @@ impl Survivor {
             .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file"))
             .collect();
         frontend.set_mem_table(&regions)?;
-        if self.manner != Manner::NoLedger {
-            if self.ledger.is_none() {
-                let wanted = VhostUserInflight::new(0, 0, QUEUES as u16, SIZE);
-                self.ledger = Some(frontend.get_inflight_fd(&wanted)?);
-            }
+        if self.manner != Manner::NoLedger && self.ledger.is_none() {
+            let wanted = VhostUserInflight::new(0, 0, QUEUES as u16, SIZE);
+            self.ledger = Some(frontend.get_inflight_fd(&wanted)?);
         }
         self.frontend = Some(frontend);
         let bases: Vec<_> = (0..QUEUES)
