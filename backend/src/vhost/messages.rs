@@ -13,10 +13,8 @@ use vhost::vhost_user::message::{
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 
-use super::{
-    Caching, Handler, MAX_MEMORY_SLOTS, Ring, RingState, UserRingAddresses, config, failed,
-    skip_drain,
-};
+use super::rings::{Ring, RingState, UserRingAddresses};
+use super::{Caching, Handler, MAX_MEMORY_SLOTS, config, failed, skip_drain};
 use crate::guest::ledger::LedgerRegion;
 use crate::memory::{DirtyLog, UserRange, map_region};
 use crate::sys;
