@@ -62,6 +62,25 @@ pub(crate) fn shutdown(listener: &UnixListener) {
     unsafe { libc::shutdown(listener.as_raw_fd(), libc::SHUT_RDWR) };
 }
 
+/// Waits until bytes arrive, and copies the first ones without taking them or the descriptors that
+/// come with them. Returns how many were copied, which is 0 at the end of the connection.
+pub(crate) fn peek(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<usize> {
+    loop {
+        // SAFETY: the buffer is live, writable, and has the length that is passed.
+        let len = unsafe {
+            let buffer = bytes.as_mut_ptr().cast();
+            libc::recv(stream.as_raw_fd(), buffer, bytes.len(), libc::MSG_PEEK)
+        };
+        match usize::try_from(len) {
+            Ok(len) => return Ok(len),
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => {}
+                error => return Err(error),
+            },
+        }
+    }
+}
+
 /// Listens on a unix socket, and replaces one that nobody listens on any more. A `private` socket
 /// is accessible to this user only. Call this before other threads create files.
 pub(crate) fn listen(path: &Path, private: bool) -> io::Result<UnixListener> {

@@ -13,7 +13,8 @@ use vhost::vhost_user::message::{
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 
-use super::{Caching, Handler, MAX_MEMORY_SLOTS, Ring, UserRingAddresses, config, failed};
+use super::rings::{Ring, RingState, UserRingAddresses};
+use super::{Caching, Handler, MAX_MEMORY_SLOTS, config, failed, skip_drain};
 use crate::guest::ledger::LedgerRegion;
 use crate::memory::{DirtyLog, UserRange, map_region};
 use crate::sys;
@@ -94,7 +95,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
         let max = u32::from(self.queue_size);
         let ring = self.ring(index)?;
-        if ring.running || num == 0 || num > max || !num.is_power_of_two() {
+        if ring.state == RingState::Running || num == 0 || num > max || !num.is_power_of_two() {
             return Err(Error::InvalidParam);
         }
         ring.size = num as u16;
@@ -119,15 +120,15 @@ impl VhostUserBackendReqHandlerMut for Handler {
             Ok(())
         };
         // A ring that waited only for its addresses starts with the next kick descriptor.
-        match self.rings[index].running {
-            true => self.around_stop(index, change),
-            false => change(self),
+        match self.rings[index].state {
+            RingState::Running => self.around_stop(index, change),
+            RingState::Suspended | RingState::Stopped => change(self),
         }
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         let ring = self.ring(index)?;
-        if ring.running {
+        if ring.state == RingState::Running {
             return Err(Error::InvalidOperation("the ring is running"));
         }
         ring.next_avail = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
@@ -135,13 +136,14 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        self.ring(index)?;
-        self.stop(index as usize);
-        let ring = self.ring(index)?;
-        // A stopped ring starts again with the next kick descriptor.
-        ring.kick = None;
-        ring.call = None;
-        Ok(VhostUserVringState::new(index, u32::from(ring.next_avail)))
+        // A hypervisor that wants requests to stay in flight has a message of its own for that, if
+        // it knows of it.
+        let parked = match self.protocol_features.contains(skip_drain::FEATURE) {
+            true => ParkedRequests::Finish,
+            false => self.parked_requests(index),
+        };
+        let base = self.stop(index, parked)?;
+        Ok(VhostUserVringState::new(index, base))
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
@@ -154,8 +156,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
-        let running = self.ring(u32::from(index))?.running;
-        if running {
+        if self.ring(u32::from(index))?.state == RingState::Running {
             let copy = file.as_ref().map(File::try_clone).transpose().map_err(failed)?;
             self.workers[usize::from(index)].send(Command::SetCall(copy));
         }
@@ -173,12 +174,15 @@ impl VhostUserBackendReqHandlerMut for Handler {
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT
+            | skip_drain::FEATURE;
         features.set(VhostUserProtocolFeatures::LOG_SHMFD, self.migratable);
         Ok(features)
     }
 
-    fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        self.protocol_features = VhostUserProtocolFeatures::from_bits_retain(features);
         Ok(())
     }
 
@@ -191,7 +195,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
         if enable {
             self.update(index as usize)
         } else {
-            self.stop(index as usize);
+            self.disable(index as usize, self.parked_requests(index));
             Ok(())
         }
     }

@@ -2,60 +2,37 @@
 //!
 //! A ring runs while it has memory, addresses and a kick descriptor, and is enabled. A message that
 //! takes one of these away stops the ring first. A stop ends when every request that was popped is
-//! completed. A change of memory only pauses the rings: requests that wait for a fetch go on
-//! waiting, so an unavailable repository never blocks the hypervisor.
+//! completed, or is left in flight as was negotiated: [`rings`] has the rules. A change of memory
+//! only pauses the rings: requests that wait for a fetch go on waiting, so an unavailable
+//! repository never blocks the hypervisor.
 //!
 //! The ring of a guest that another process served starts with the requests that were in flight
 //! there. See [`ledger`](crate::guest::ledger).
 
 mod config;
 mod messages;
+mod rings;
 pub(crate) mod server;
+mod skip_drain;
 
-use std::collections::VecDeque;
-use std::fs::File;
 use std::io;
-use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
-use vhost::vhost_user::message::VhostUserVirtioFeatures;
+use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost::vhost_user::{Error, Result};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
-use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
-use virtio_queue::{Queue, QueueT};
 use vm_memory::{Address, Bytes};
 
-use crate::guest::ledger::{GuestRingAddresses, Ledger, LedgerRegion, RingIndices};
+use self::rings::{Ring, RingState, UserRingAddresses};
+use crate::guest::ledger::LedgerRegion;
 use crate::guest::ring_ownership::ConnectionId;
 use crate::guest::{CachingMode, GuestState};
 use crate::local_disk::LocalDisk;
 use crate::memory::{DirtyLog, GuestMap, Region};
-use crate::worker::queue::QueueSetup;
-use crate::worker::{Command, Mailbox, ParkedRequests};
+use crate::worker::{Command, Mailbox};
 
 /// The number of memory slots, which is as many as KVM guests use.
 const MAX_MEMORY_SLOTS: u64 = 509;
-
-/// The addresses of a ring in the hypervisor's address space.
-#[derive(Clone, Copy)]
-struct UserRingAddresses {
-    descriptors: u64,
-    available: u64,
-    used: u64,
-}
-
-/// One virtqueue, as the messages describe it.
-#[derive(Default)]
-struct Ring {
-    size: u16,
-    addresses: Option<UserRingAddresses>,
-    next_avail: u16,
-    kick: Option<File>,
-    call: Option<File>,
-    enabled: bool,
-    running: bool,
-}
 
 /// What a connection knows of the guest's write cache.
 ///
@@ -93,6 +70,7 @@ pub(crate) struct Handler {
     workers: Vec<Mailbox>,
     queue_size: u16,
     features: u64,
+    protocol_features: VhostUserProtocolFeatures,
     caching: Caching,
     /// The hypervisor's dirty log. It is used while its feature is set.
     log: Option<Arc<DirtyLog>>,
@@ -123,6 +101,7 @@ impl Handler {
             workers,
             queue_size,
             features: 0,
+            protocol_features: VhostUserProtocolFeatures::empty(),
             caching: Caching::default(),
             log: None,
             ledgers: None,
@@ -136,7 +115,7 @@ impl Handler {
     }
 
     fn runs(&self) -> bool {
-        self.rings.iter().any(|ring| ring.running)
+        self.rings.iter().any(|ring| ring.state == RingState::Running)
     }
 
     /// Whether writes are cached until the guest flushes them. Before the driver has negotiated
@@ -206,163 +185,16 @@ impl Handler {
         }
     }
 
-    fn ring(&mut self, index: u32) -> Result<&mut Ring> {
-        self.rings.get_mut(index as usize).ok_or(Error::InvalidParam)
-    }
-
-    /// Starts the ring if it has everything it needs.
-    fn update(&mut self, index: usize) -> Result<()> {
-        let ring = &self.rings[index];
-        let (Some(addresses), Some(kick), true, false) =
-            (ring.addresses, &ring.kick, ring.enabled, ring.running)
-        else {
-            return Ok(());
-        };
-        if !self.guest.acquire_rings(self.id) {
-            let reason = "another hypervisor runs this disk; stop its guest, or migrate it";
-            tracing::error!("{reason}");
-            return Err(failed(reason));
-        }
-        let kick = kick.try_clone().map_err(failed)?;
-        let call = ring.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
-        let mut queue = self.queue(index, addresses)?;
-        // Before the ledger is initialised.
-        self.inherit_caching();
-        let (ledger, heads) = self.ledger(index, &mut queue)?;
-        let resubmit = VecDeque::from(heads);
-        if !resubmit.is_empty() {
-            let requests = resubmit.len();
-            tracing::info!(index, requests, "serving requests that were in flight");
-        }
-        self.apply_caching();
-        self.guest.add_known_ring(index);
-        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
-        self.workers[index].send(Command::Start(Box::new(setup)));
-        self.rings[index].running = true;
-        self.guest.queue_started();
-        Ok(())
-    }
-
-    /// Builds the queue of a ring, and checks everything that the hypervisor says about it.
-    fn queue(&self, index: usize, addresses: UserRingAddresses) -> Result<Queue> {
-        let ring = &self.rings[index];
-        let translate = |user| self.map.guest_address(user).ok_or(Error::InvalidParam);
-        let mut queue = Queue::new(self.queue_size).map_err(failed)?;
-        queue.try_set_size(ring.size).map_err(failed)?;
-        queue.try_set_desc_table_address(translate(addresses.descriptors)?).map_err(failed)?;
-        queue.try_set_avail_ring_address(translate(addresses.available)?).map_err(failed)?;
-        queue.try_set_used_ring_address(translate(addresses.used)?).map_err(failed)?;
-        queue.set_event_idx(self.features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
-        queue.set_ready(true);
-        if !queue.is_valid(self.map.memory()) {
-            return Err(Error::InvalidParam);
-        }
-        let used = queue.used_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?;
-        self.check_known(index, addresses)?;
-        queue.set_next_used(used.0);
-        queue.set_next_avail(ring.next_avail);
-        Ok(queue)
-    }
-
-    /// Returns the ring's ledger, and the chains that an earlier process popped and did not return.
-    /// The next chain to pop follows those, whatever the hypervisor says, because it cannot know
-    /// them.
-    fn ledger(&self, index: usize, queue: &mut Queue) -> Result<(Ledger, Vec<u16>)> {
-        let available = queue.avail_idx(self.map.memory(), Ordering::Acquire).map_err(failed)?.0;
-        let indices = RingIndices { available, used: queue.next_used() };
-        let size = queue.size();
-        let ring_addresses = GuestRingAddresses {
-            descriptors: queue.desc_table(),
-            available: queue.avail_ring(),
-            used: queue.used_ring(),
-        };
-        let kept = self.ledgers.as_ref().and_then(|region| region.ledger(index, size));
-        let (ledger, heads) = match kept {
-            Some(mut ledger) => {
-                let heads = ledger.resume(indices);
-                (ledger, heads)
-            }
-            None => {
-                let own = self.guest.resume_ledger(index, size, ring_addresses, indices);
-                own.ok_or(Error::InvalidParam)?
-            }
-        };
-        if let Some(heads) = &heads {
-            queue.set_next_avail(indices.used.wrapping_add(heads.len() as u16));
-        }
-        Ok((ledger, heads.unwrap_or_default()))
-    }
-
-    /// Refuses a guest that was running before this process started, if the mirror was not stopped
-    /// cleanly: the guest would read old data without noticing. So a ring that this process sees
-    /// for the first time must be unused then.
-    fn check_known(&self, index: usize, addresses: UserRingAddresses) -> Result<()> {
-        if self.guest.knows_ring(index) || !self.was_used(index, addresses) {
-            return Ok(());
-        }
-        let reason = "the guest was running before this process started, but the mirror was not \
-                      stopped cleanly and may lack data that the guest wrote; restart the guest, or \
-                      start it from a snapshot";
-        tracing::error!(index, "{reason}");
-        Err(failed(reason))
-    }
-
-    /// Stops a ring after every request that was popped is completed.
-    fn stop(&mut self, index: usize) {
-        self.halt(index..index + 1, ParkedRequests::Finish);
-        self.release_if_idle();
-    }
-
-    /// Stops all rings. If the connection has ended, parked requests are left to the next one.
-    pub(crate) fn stop_all(&mut self, waiting: ParkedRequests) {
-        self.halt(0..self.rings.len(), waiting);
-        self.release_if_idle();
-    }
-
-    /// Lets another hypervisor run the disk if no ring of this one runs.
-    fn release_if_idle(&self) {
-        if !self.runs() {
-            self.guest.release_rings(self.id);
-        }
-    }
-
-    /// Stops a ring, applies `change`, and starts the ring again if it ran and still can.
-    fn around_stop(
-        &mut self,
-        index: usize,
-        change: impl FnOnce(&mut Self) -> Result<()>,
-    ) -> Result<()> {
-        self.halt(index..index + 1, ParkedRequests::Finish);
-        let result = change(self).and_then(|()| self.update(index));
-        self.release_if_idle();
-        result
-    }
-
-    /// Stops several rings at the same time.
-    fn halt(&mut self, indices: Range<usize>, waiting: ParkedRequests) {
-        let mut answers = Vec::new();
-        for index in indices {
-            if std::mem::take(&mut self.rings[index].running) {
-                self.guest.queue_stopped();
-                let (reply, answer) = mpsc::channel();
-                self.workers[index].send(Command::Stop(waiting, reply));
-                answers.push((index, answer));
-            }
-        }
-        for (index, answer) in answers {
-            // A worker that has ended does not answer. Then nothing is in flight either.
-            if let Ok(next_avail) = answer.recv() {
-                self.rings[index].next_avail = next_avail;
-            }
-        }
-    }
-
     /// Replaces the guest's memory while nothing is in flight. No ring sees a map without the dirty
     /// log that is wanted: a page that changes unlogged is lost in the migration.
     fn replace_map(&mut self, regions: Vec<Region>) -> Result<()> {
         let map = GuestMap::new(regions, self.wanted_log()).map_err(failed)?;
         // Other workers may serve another hypervisor.
-        let own = self.workers.iter().zip(&self.rings).filter(|(_, ring)| ring.running);
+        let own = self
+            .workers
+            .iter()
+            .zip(&self.rings)
+            .filter(|(_, ring)| ring.state == RingState::Running);
         let own: Vec<_> = own.map(|(worker, _)| worker).collect();
         let pause = |worker: &&Mailbox| {
             let (reply, answer) = mpsc::channel();
@@ -370,7 +202,7 @@ impl Handler {
             answer
         };
         for answer in own.iter().map(pause).collect::<Vec<_>>() {
-            // As in `stop`.
+            // As in `halt`.
             let _ = answer.recv();
         }
         tracing::debug!(bytes = map.len(), "guest memory");

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-use super::Handler;
+use super::{Handler, skip_drain};
 use crate::guest::GuestState;
 use crate::guest::ring_ownership::ConnectionId;
 use crate::local_disk::LocalDisk;
@@ -141,9 +141,16 @@ fn connection(
     tracing::info!("a hypervisor is connected");
     guest.connection_opened();
     let handler = Arc::new(Mutex::new(handler));
+    let lock = || handler.lock().unwrap_or_else(PoisonError::into_inner);
+    let peer = stream.try_clone();
     let mut requests = BackendReqHandler::from_stream(stream, handler.clone());
     let end = loop {
-        match requests.handle_request() {
+        let handled = match &peer {
+            Ok(peer) if skip_drain::is_next(peer) => skip_drain::serve(peer, &mut lock()),
+            Ok(_) => requests.handle_request(),
+            Err(error) => break Err(io::Error::new(error.kind(), error.to_string())),
+        };
+        match handled {
             Ok(()) => {}
             Err(Error::ReqHandlerError(error)) => break Err(error),
             Err(Error::Disconnected | Error::PartialMessage) => break Ok(()),
@@ -154,7 +161,7 @@ fn connection(
             Err(error) => break Err(io::Error::other(error.to_string())),
         }
     };
-    handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(ParkedRequests::Leave);
+    lock().stop_all(ParkedRequests::Leave);
     guest.connection_closed();
     stop.leave(id);
     match end {

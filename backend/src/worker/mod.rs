@@ -57,9 +57,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// What becomes of parked requests when their queue stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ParkedRequests {
-    /// They get some time, and then they fail: the guest asked for the stop.
+    /// They get some time, and then they fail.
     Finish,
-    /// They stay in flight, for the next process or connection that drives the queue.
+    /// They stay in flight, and the next owner of the queue serves them.
     Leave,
 }
 
@@ -77,7 +77,7 @@ pub(crate) enum Command {
     Pause(Sender<()>),
     /// Go on with this memory.
     Resume(Arc<GuestMap>),
-    /// Finish every request that was submitted, release the queue, and answer with the next
+    /// Finish every request that was submitted, and release the queue. The answer is the next
     /// available index.
     Stop(ParkedRequests, Sender<u16>),
     /// The flush that was requested from the flusher has ended.

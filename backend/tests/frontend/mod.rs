@@ -13,14 +13,17 @@
 //! ```
 #![allow(dead_code, reason = "each test program uses its own part")]
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::VhostUserHeaderFlag;
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
@@ -82,9 +85,42 @@ impl Default for Setup {
     }
 }
 
+/// Protocol features of a hypervisor that keeps the record of requests in flight.
+pub(crate) const INFLIGHT_SHMFD: u64 = 1 << 12;
+pub(crate) const GET_VRING_BASE_INFLIGHT: u64 = 1 << 20;
+pub(crate) const GET_VRING_BASE_SKIP_DRAIN: u64 = 1 << 23;
+
+/// The record of requests in flight that a hypervisor keeps.
+pub(crate) struct Ledger {
+    description: VhostUserInflight,
+    file: File,
+}
+
+impl Ledger {
+    /// The heads that are in flight on queue 0.
+    pub(crate) fn heads(&self) -> Vec<u16> {
+        let mut bytes = vec![0; self.description.mmap_size as usize];
+        self.file.read_exact_at(&mut bytes, 0).expect("read the ledger");
+        let entries = bytes[16..].chunks(16).take(usize::from(self.description.queue_size));
+        (0..).zip(entries).filter(|(_, entry)| entry[0] != 0).map(|(head, _)| head).collect()
+    }
+
+    /// The record of another hypervisor to which the guest has migrated.
+    pub(crate) fn migrate(&self) -> Ledger {
+        let mut bytes = vec![0; self.description.mmap_size as usize];
+        self.file.read_exact_at(&mut bytes, 0).expect("read the ledger");
+        let file = sys::memfd(self.description.mmap_size);
+        file.write_all_at(&bytes, 0).expect("write the ledger");
+        Ledger { description: self.description, file }
+    }
+}
+
 /// A connected guest with one queue.
 pub(crate) struct Guest {
     pub(crate) frontend: Frontend,
+    /// The protocol features that it wants beyond the usual ones.
+    protocol_features: u64,
+    pub(crate) ledger: Option<Ledger>,
     /// The connection of the frontend.
     stream: UnixStream,
     pub(crate) memory: GuestMemoryMmap,
@@ -127,6 +163,42 @@ impl Guest {
         watched(&kept, || Guest::handshake(stream, setup))
     }
 
+    /// Connects as a hypervisor that keeps the record of requests in flight, and wants these
+    /// protocol features.
+    pub(crate) fn connect_with_ledger(socket: &Path, protocol_features: u64) -> Guest {
+        let stream = UnixStream::connect(socket).expect("connect to the backend");
+        let features = INFLIGHT_SHMFD | protocol_features;
+        let mut guest = Guest::introduced(stream, Setup::default(), features).expect("connect");
+        let wanted = VhostUserInflight::new(0, 0, 1, guest.setup.size);
+        let (description, file) = guest.frontend.get_inflight_fd(&wanted).expect("a ledger");
+        guest.ledger = Some(Ledger { description, file });
+        guest.start_at(0);
+        guest
+    }
+
+    /// Starts the queue with the ledger, memory and rings as they are.
+    pub(crate) fn start_at(&mut self, base: u16) {
+        let ledger = self.ledger.as_ref().expect("it keeps one");
+        self.frontend
+            .set_inflight_fd(&ledger.description, ledger.file.as_raw_fd())
+            .expect("the backend takes the ledger");
+        self.set_up_queue(Setup { base, ..self.setup }).expect("start the queue");
+    }
+
+    /// Sends GET_VRING_BASE_SKIP_DRAIN for queue 0. Returns the next available index.
+    pub(crate) fn skip_drain(&mut self) -> std::io::Result<u32> {
+        self.stream.set_read_timeout(Some(TIME_LIMIT))?;
+        let words = [45, 1, 8, 0, 0].map(u32::to_ne_bytes);
+        self.stream.write_all(&words.concat())?;
+        let mut answer = [0; 20];
+        self.stream.read_exact(&mut answer)?;
+        let (answer, _) = answer.as_chunks::<4>();
+        let [request, flags, size, index, base] =
+            answer.try_into().map(|words: [_; 5]| words.map(u32::from_ne_bytes)).expect("five");
+        assert_eq!((request, flags, size, index), (45, 1 | 4, 8, 0), "a reply to the message");
+        Ok(base)
+    }
+
     /// Starts the queue again after GET_VRING_BASE, with rings as new.
     pub(crate) fn restart(&mut self) {
         self.put(self.setup.available, &[0; 4]);
@@ -147,23 +219,43 @@ impl Guest {
         let kept = stream.try_clone().expect("duplicate a socket");
         watched(&kept, || {
             self.stream = stream.try_clone().expect("duplicate a socket");
-            self.frontend = introduce(stream, &self.memory)?;
+            self.frontend = introduce(stream, &self.memory, self.protocol_features)?;
             Ok(())
         })
     }
 
     fn handshake(stream: UnixStream, setup: Setup) -> vhost::Result<Guest> {
+        let guest = Guest::introduced(stream, setup, 0)?;
+        guest.set_up_queue(setup)?;
+        Ok(guest)
+    }
+
+    /// A guest that is known to the backend, and whose queue does not run.
+    fn introduced(
+        stream: UnixStream,
+        setup: Setup,
+        protocol_features: u64,
+    ) -> vhost::Result<Guest> {
         let file = sys::memfd(MEMORY);
         let range = (GuestAddress(BASE), MEMORY as usize, Some(FileOffset::new(file, 0)));
         let memory = GuestMemoryMmap::from_ranges_with_files([range]).expect("map the memory");
         let kept = stream.try_clone().expect("duplicate a socket");
-        let frontend = introduce(stream, &memory)?;
+        let frontend = introduce(stream, &memory, protocol_features)?;
         let kick = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let call = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let (available, used) = (setup.base, 0);
-        let guest = Guest { frontend, stream: kept, memory, kick, call, setup, available, used };
-        guest.set_up_queue(setup)?;
-        Ok(guest)
+        Ok(Guest {
+            frontend,
+            protocol_features,
+            ledger: None,
+            stream: kept,
+            memory,
+            kick,
+            call,
+            setup,
+            available,
+            used,
+        })
     }
 
     /// Sends a message whose answer may never come. Breaks the connection then.
@@ -323,8 +415,13 @@ impl Guest {
     }
 }
 
-/// Negotiates features, and shares the guest's memory with the backend.
-fn introduce(stream: UnixStream, memory: &GuestMemoryMmap) -> vhost::Result<Frontend> {
+/// Negotiates features, and shares the guest's memory with the backend. The backend must offer
+/// `protocol_features`.
+fn introduce(
+    stream: UnixStream,
+    memory: &GuestMemoryMmap,
+    protocol_features: u64,
+) -> vhost::Result<Frontend> {
     let mut frontend = Frontend::from_stream(stream, 16);
     frontend.set_owner()?;
     let features = frontend.get_features()?;
@@ -334,7 +431,10 @@ fn introduce(stream: UnixStream, memory: &GuestMemoryMmap) -> vhost::Result<Fron
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::REPLY_ACK;
     let offered = frontend.get_protocol_features()?;
-    frontend.set_protocol_features(offered & wanted)?;
+    let known = protocol_features & VhostUserProtocolFeatures::all().bits();
+    assert_eq!(offered.bits() & known, known, "{offered:?} was offered");
+    let more = VhostUserProtocolFeatures::from_bits_retain(protocol_features);
+    frontend.set_protocol_features(offered & wanted | more)?;
     frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     let regions: Vec<_> = memory
         .iter()

@@ -14,8 +14,10 @@
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::fs::File;
+use std::io::{Read, Write};
 use std::ops::{Range, RangeInclusive};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
@@ -66,9 +68,14 @@ pub(crate) enum Manner {
     UsedIndex,
     /// Keeps the ledger, and gives the available index as the base, as Cloud Hypervisor does.
     AvailableIndex,
+    /// Keeps the ledger, and can stop rings without a drain.
+    SkipDrain,
     /// Knows nothing of ledgers.
     NoLedger,
 }
+
+/// The protocol features of [`Manner::SkipDrain`].
+const SKIP_DRAIN: u64 = 1 << 20 | 1 << 23;
 
 /// Sectors are counted from the guest's first one.
 #[derive(Clone, Debug)]
@@ -105,9 +112,13 @@ pub(crate) struct Survivor {
     manner: Manner,
     ledger: Option<(VhostUserInflight, File)>,
     frontend: Option<Frontend>,
+    /// The connection of the frontend.
+    stream: Option<UnixStream>,
     queues: Vec<Queue>,
     rng: Rng,
     flushes: u64,
+    /// Features of the device that it does not use.
+    pub(crate) declined_features: u64,
     /// How many of 100 requests are flushes.
     pub(crate) flush_share: u64,
     /// The part of its blocks that it uses. The first `QUEUES * DEPTH` are number 0, and so on.
@@ -144,9 +155,12 @@ impl Survivor {
             manner,
             ledger: None,
             frontend: None,
+            stream: None,
             queues: (0..QUEUES).map(queue).collect(),
             rng,
             flushes: 0,
+            // Without EVENT_IDX, every kick counts.
+            declined_features: 1 << 29,
             flush_share: 3,
             part: 0..(blocks / (QUEUES * DEPTH)) as u64,
             first_sector: 0,
@@ -175,15 +189,18 @@ impl Survivor {
     }
 
     fn handshake(&mut self, stream: UnixStream) -> vhost::Result<()> {
+        self.stream = Some(stream.try_clone().expect("duplicate a socket"));
         let mut frontend = Frontend::from_stream(stream, QUEUES as u64);
         frontend.set_owner()?;
         let features = frontend.get_features()?;
-        // Without EVENT_IDX, every kick counts.
-        frontend.set_features(features & !(1 << 29))?;
+        frontend.set_features(features & !self.declined_features)?;
         let mut wanted = VhostUserProtocolFeatures::MQ | VhostUserProtocolFeatures::REPLY_ACK;
         wanted.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.manner != Manner::NoLedger);
         let offered = frontend.get_protocol_features()?;
         assert!(offered.contains(wanted), "{offered:?} was offered");
+        if self.manner == Manner::SkipDrain {
+            wanted |= VhostUserProtocolFeatures::from_bits_retain(SKIP_DRAIN);
+        }
         frontend.set_protocol_features(wanted)?;
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         let regions: Vec<_> = self
@@ -192,22 +209,31 @@ impl Survivor {
             .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file"))
             .collect();
         frontend.set_mem_table(&regions)?;
-        if self.manner != Manner::NoLedger {
-            if self.ledger.is_none() {
-                let wanted = VhostUserInflight::new(0, 0, QUEUES as u16, SIZE);
-                self.ledger = Some(frontend.get_inflight_fd(&wanted)?);
-            }
-            let (ledger, file) = self.ledger.as_ref().expect("set above");
+        if self.manner != Manner::NoLedger && self.ledger.is_none() {
+            let wanted = VhostUserInflight::new(0, 0, QUEUES as u16, SIZE);
+            self.ledger = Some(frontend.get_inflight_fd(&wanted)?);
+        }
+        self.frontend = Some(frontend);
+        let bases: Vec<_> = (0..QUEUES)
+            .map(|index| match self.manner {
+                Manner::AvailableIndex => self.queues[index].available,
+                _ => self.get(index as u64 * QUEUE + USED + 2),
+            })
+            .collect();
+        self.start_queues(&bases)
+    }
+
+    /// Starts all queues, each with the next available index.
+    fn start_queues(&mut self, bases: &[u16]) -> vhost::Result<()> {
+        let mut frontend = self.frontend.clone().expect("connected");
+        if let Some((ledger, file)) = &self.ledger {
             frontend.set_inflight_fd(ledger, file.as_raw_fd())?;
         }
         let here = self.memory.iter().next().expect("there is one region").as_ptr() as u64;
         for (index, queue) in self.queues.iter_mut().enumerate() {
             let at = index as u64 * QUEUE;
-            let used: u16 =
-                self.memory.read_obj(GuestAddress(BASE + at + USED + 2)).expect("inside");
-            let base = if self.manner == Manner::AvailableIndex { queue.available } else { used };
             frontend.set_vring_num(index, SIZE)?;
-            frontend.set_vring_base(index, base)?;
+            frontend.set_vring_base(index, bases[index])?;
             let rings = VringConfigData {
                 queue_max_size: SIZE,
                 queue_size: SIZE,
@@ -224,8 +250,72 @@ impl Survivor {
             frontend.set_vring_kick(index, &queue.kick)?;
             frontend.set_vring_enable(index, true)?;
         }
-        self.frontend = Some(frontend);
         Ok(())
+    }
+
+    /// Stops all queues without a drain, as QEMU does when the guest migrates. Checks that the
+    /// ledger has exactly the requests that were popped and not answered, and that the device
+    /// leaves the memory alone. Returns the next available indices, and how many requests are left.
+    pub(crate) fn suspend(&mut self) -> (Vec<u16>, usize) {
+        let mut frontend = self.frontend.clone().expect("connected");
+        for index in 0..QUEUES {
+            frontend.set_vring_enable(index, false).expect("disable a queue");
+        }
+        let bases: Vec<_> = (0..QUEUES).map(|index| self.skip_drain(index)).collect();
+        let memory = self.whole_memory();
+        std::thread::sleep(Duration::from_millis(10));
+        assert!(memory == self.whole_memory(), "a suspended device wrote to the memory");
+        let mut left = 0;
+        for (index, base) in bases.iter().enumerate() {
+            self.reap(index);
+            let popped = self.popped(index, *base);
+            assert_eq!(self.ledger_heads(index), popped, "queue {index}, next is {base}");
+            left += popped.len();
+        }
+        (bases, left)
+    }
+
+    /// Starts all queues again after [`Survivor::suspend`].
+    pub(crate) fn resume(&mut self, bases: &[u16]) {
+        self.start_queues(bases).expect("start the queues again");
+    }
+
+    /// Sends GET_VRING_BASE_SKIP_DRAIN. Returns the next available index.
+    fn skip_drain(&mut self, index: usize) -> u16 {
+        let stream = self.stream.as_mut().expect("connected");
+        let message = [45, 1, 8, index as u32, 0].map(u32::to_ne_bytes).concat();
+        stream.write_all(&message).expect("send a message");
+        let mut answer = [0; 20];
+        stream.read_exact(&mut answer).expect("an answer");
+        u16::from_ne_bytes([answer[16], answer[17]])
+    }
+
+    fn whole_memory(&self) -> Vec<u8> {
+        let mut bytes = vec![0; MEMORY as usize];
+        self.memory.read_slice(&mut bytes, GuestAddress(BASE)).expect("inside the memory");
+        bytes
+    }
+
+    /// The heads of the requests that were popped and not answered, if `base` is popped next.
+    fn popped(&self, queue: usize, base: u16) -> Vec<u16> {
+        let available = self.queues[queue].available;
+        let ring = queue as u64 * QUEUE + AVAILABLE + 4;
+        let waiting: Vec<u16> = (0..available.wrapping_sub(base))
+            .map(|ahead| self.get(ring + u64::from(base.wrapping_add(ahead) % SIZE) * 2))
+            .collect();
+        let slots = (0..).step_by(3).zip(&self.queues[queue].slots);
+        let unanswered = slots.filter(|(_, slot)| slot.request.is_some()).map(|(head, _)| head);
+        unanswered.filter(|head| !waiting.contains(head)).collect()
+    }
+
+    /// The heads of a queue's requests in the ledger.
+    fn ledger_heads(&self, queue: usize) -> Vec<u16> {
+        let (description, file) = self.ledger.as_ref().expect("it keeps one");
+        let len = description.mmap_size as usize / QUEUES;
+        let mut bytes = vec![0; len];
+        file.read_exact_at(&mut bytes, (queue * len) as u64).expect("read the ledger");
+        let entries = bytes[16..].chunks(16).take(usize::from(SIZE));
+        (0..).zip(entries).filter(|(_, entry)| entry[0] != 0).map(|(head, _)| head).collect()
     }
 
     fn put<T: vm_memory::ByteValued>(&self, address: u64, value: T) {
