@@ -74,6 +74,7 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     let new = NewSnapshot {
         number,
         label: Some("golden".into()),
+        size: attachment.geometry().size(),
         consistency: Consistency::Filesystem,
         time: 0,
         dirty_bytes: 0,
