@@ -141,8 +141,12 @@ fn connection(
     tracing::info!("a hypervisor is connected");
     guest.connection_opened();
     let handler = Arc::new(Mutex::new(handler));
+    let watched = stream.try_clone();
     let mut requests = BackendReqHandler::from_stream(stream, handler.clone());
     let end = loop {
+        if let Ok(watched) = &watched {
+            guest.config_channels.watch(id, watched);
+        }
         match requests.handle_request() {
             Ok(()) => {}
             Err(Error::ReqHandlerError(error)) => break Err(error),
@@ -155,6 +159,7 @@ fn connection(
         }
     };
     handler.lock().unwrap_or_else(PoisonError::into_inner).stop_all(ParkedRequests::Leave);
+    guest.config_channels.remove(id);
     guest.connection_closed();
     stop.leave(id);
     match end {

@@ -7,7 +7,7 @@ use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::cow::memory::CowMemory;
 use crate::mirror::cow::range_allocator::RangeAllocator;
 use crate::mirror::cow::{CopyData, CowSpace, PreservedRun};
-use crate::mirror::epoch::record::EpochFiles;
+use crate::mirror::epoch::record::{ChunkCounts, EpochFiles};
 use crate::mirror::files::journal::{ChunkEvent, CopyLocation, Journal, Record};
 use crate::mirror::layout::Layout;
 
@@ -24,11 +24,11 @@ struct Bench {
 impl Bench {
     fn new() -> Bench {
         let dir = tempfile::tempdir().unwrap();
-        let (epochs, _) = EpochFiles::open(dir.path(), 10).unwrap();
+        let (epochs, _) = EpochFiles::open(dir.path(), counts(10)).unwrap();
         let record = epochs.allocate().unwrap();
         record.begin(Epoch(1));
         record.chunks.schedule(CHUNK.0);
-        record.freeze();
+        record.freeze(1 << 20);
         let journal = Arc::new(Journal::open(&dir.path().join("journal")).unwrap());
         let layer = Layer::new(Arc::new(record), journal.clone());
         layer.settle();
@@ -54,7 +54,7 @@ impl Bench {
 
     /// The layer as the next process has it.
     fn recover(&self) -> Layer {
-        let (_, mut found) = EpochFiles::open(self.dir.path(), 10).unwrap();
+        let (_, mut found) = EpochFiles::open(self.dir.path(), counts(10)).unwrap();
         let records = self.journal.read().unwrap().unwrap();
         let layout = Layout::new(Geometry::new(10 * 256 * 1024, 256 * 1024).unwrap());
         let record = found.pop().unwrap();
@@ -201,4 +201,8 @@ fn a_journal_that_cannot_be_right_is_refused() {
     let event = copied(4096);
     bench.journal.write([Record { epoch: Epoch(1), chunk: CHUNK, event }]).unwrap();
     assert!(bench.recover().failure().is_none(), "a whole block inside of the spill file");
+}
+
+fn counts(chunks: u64) -> ChunkCounts {
+    ChunkCounts { now: chunks, capacity: chunks }
 }
