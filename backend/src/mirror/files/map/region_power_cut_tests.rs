@@ -32,7 +32,7 @@ use super::{Identity, MapFile};
 use crate::flush::MapWriter;
 use crate::mapping::Buffer;
 use crate::mirror::files::disk_file::DiskFile;
-use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout};
+use crate::mirror::layout::{BLOCK_BYTES, Blocks};
 use crate::mirror::{Mirror, Plan};
 
 const REGION_BYTES: u64 = 64 << 20;
