@@ -46,7 +46,9 @@ pub(crate) enum GrowError {
          a checkpoint, stop the guest, and start the disk in another directory"
     )]
     Capacity { size: u64, capacity: u64 },
-    #[error("the last block of the disk cannot be fetched; try again when the repository can be read")]
+    #[error(
+        "the last block of the disk cannot be fetched; try again when the repository can be read"
+    )]
     LastBlock,
     #[error("{doing}: {source}")]
     Mirror { doing: &'static str, source: io::Error },

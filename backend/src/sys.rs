@@ -113,9 +113,7 @@ impl DescriptorMessage {
 pub(crate) fn send_at_once(stream: &UnixStream, bytes: &[u8]) -> io::Result<()> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     // SAFETY: `bytes` is readable memory of this length.
-    let sent = unsafe {
-        libc::send(stream.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags)
-    };
+    let sent = unsafe { libc::send(stream.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
     match usize::try_from(sent) {
         Ok(sent) if sent == bytes.len() => Ok(()),
         Ok(_) => Err(io::ErrorKind::WriteZero.into()),

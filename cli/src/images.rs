@@ -210,7 +210,9 @@ pub(crate) fn resize(
     let disk = control.map(control::resize).transpose()?;
     if style.json {
         let image = image.to_string();
-        return print_json(&json!({ "image": image, "before": before, "size": size, "disk": disk }));
+        return print_json(
+            &json!({ "image": image, "before": before, "size": size, "disk": disk }),
+        );
     }
     let disk = disk.map(|disk| format!("; the running disk has {}", style.size(disk)));
     let (before, size) = (style.size(before), style.size(size));

@@ -252,8 +252,7 @@ fn serve(
     let fetcher =
         Arc::new(Fetcher::new(disk.clone(), image.clone(), counters.clone(), fetch_retry));
     let shared = (disk.clone(), image.clone(), guest.clone());
-    let grower =
-        Arc::new(Grower::new(shared, (flusher.clone(), fetcher.clone()), live_state));
+    let grower = Arc::new(Grower::new(shared, (flusher.clone(), fetcher.clone()), live_state));
     let shared = (disk.clone(), image.clone(), counters.clone());
     let CommitSetup { numbers, labels, resumed, unrecorded } = setup;
     let commits = Commits::new(shared, live.unused_numbers, numbers, labels, resumed);

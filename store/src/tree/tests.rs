@@ -280,10 +280,8 @@ fn a_tree_of_a_larger_disk_is_reported_as_corrupt() {
         .commit(&Root::default(), disk(256), &changes(&[(255, Some(1))]), &StoragePolicy::default())
         .unwrap()
         .root;
-    let high = trees
-        .commit(&wide, disk(257), &changes(&[]), &StoragePolicy::default())
-        .unwrap()
-        .root;
+    let high =
+        trees.commit(&wide, disk(257), &changes(&[]), &StoragePolicy::default()).unwrap().root;
     assert_ne!(high, wide);
     for (root, geometry) in [(wide, disk(255)), (high, disk(256))] {
         let error = trees.chunk_at(&root, geometry, ChunkIndex(0)).unwrap_err();
