@@ -21,6 +21,7 @@ use support::control::Control;
 use support::device::Shape;
 use support::repository;
 use support::rng::{Repeat, number_from_env};
+use support::sys;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
 
@@ -193,6 +194,41 @@ fn a_disk_does_not_grow_beyond_what_its_mirror_was_made_for_and_goes_on() {
         assert!(guest.works(0, 7));
         drop(guest);
         backend.terminate();
+    }
+}
+
+#[test]
+fn a_disk_for_whose_growth_there_is_no_space_goes_on_as_it_is() {
+    let site = Site::new();
+    let live = site.path("live-memory");
+    fs::create_dir(&live).expect("a place to mount");
+    let _mounted = match sys::mount_tmpfs(&live, 12 << 20) {
+        Ok(mounted) => mounted,
+        Err(error) => {
+            eprintln!("skipped: a small file system cannot be mounted here: {error}");
+            return;
+        }
+    };
+    repository::create(&site.store(), IMAGE, CHUNK, SMALL);
+    let options = Options { live, ..Options::new(&site) };
+    for round in 0..2 {
+        let backend = Backend::start(&options);
+        // The presence of such a disk takes 16 MiB.
+        grow_image(&site, 512 << 30);
+        match backend.control().ask(&Request::Resize).unwrap() {
+            Event::Error(refusal) => assert!(refusal.message.contains("room"), "{refusal:?}"),
+            other => panic!("a growth without space was answered with {other:?}"),
+        }
+        let mut device = backend.device(Shape::default());
+        assert_eq!(device.capacity, SMALL);
+        device.queues[0].write(SMALL - 512, &[round + 1; 512]).expect("write");
+        device.queues[0].flush().expect("flush");
+        let number = backend.control().stable_checkpoint();
+        let snapshot = repository::export(&site.store(), IMAGE, number);
+        assert_eq!(snapshot.len() as u64, SMALL);
+        assert_eq!(snapshot[SMALL as usize - 512..], [round + 1; 512]);
+        drop(device);
+        if round == 0 { backend.kill() } else { backend.terminate() }
     }
 }
 

@@ -134,9 +134,10 @@ impl EpochManager {
     /// Makes room for the chunks of a disk that is going to grow. After an error, the disk keeps its
     /// size and everything goes on.
     pub(crate) fn make_room(&self, chunks: ChunkCounts) -> io::Result<()> {
-        // Before the current record: records that are made from here on have room.
-        self.files.grow(chunks);
-        self.files.fit(&self.current().record)
+        // No freeze can come in between, which would use another record.
+        let current = self.current();
+        current.record.grow(chunks)?;
+        self.files.grow(chunks)
     }
 
     /// Sets the size of the disk, for which there is room.

@@ -126,8 +126,8 @@ impl EpochRecord {
         Ok(record)
     }
 
-    /// Makes room for the chunks of a disk that has grown. An error changes nothing.
-    fn grow(&self, chunks: ChunkCounts) -> io::Result<()> {
+    /// Makes room for the chunks of a disk that is going to grow. An error changes nothing.
+    pub(super) fn grow(&self, chunks: ChunkCounts) -> io::Result<()> {
         if let Some((file, _)) = &self.file {
             make_room(file, &self.header, chunks)?;
             self.chunks.grow(chunks.now);
@@ -422,10 +422,14 @@ impl EpochFiles {
         record.grow(self.chunks())
     }
 
-    /// All records that are created from here on have room for this many chunks.
-    pub(crate) fn grow(&self, chunks: ChunkCounts) {
+    /// Makes room for this many chunks in all records that are not in use yet. An error changes
+    /// nothing.
+    pub(crate) fn grow(&self, chunks: ChunkCounts) -> io::Result<()> {
+        let spare = self.spare.lock().expect("as in `allocate`");
+        spare.as_ref().map_or(Ok(()), |spare| spare.grow(chunks))?;
         let mut counts = self.chunks.lock().expect("as in `chunks`");
         counts.now = counts.now.max(chunks.now);
+        Ok(())
     }
 
     fn make(&self) -> io::Result<EpochRecord> {
