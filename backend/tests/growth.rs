@@ -152,6 +152,45 @@ fn a_disk_grows_under_a_running_guest_and_its_snapshots_keep_their_sizes() {
     assert!(read(&old, Shape::default()) == holes, "a writer of an old snapshot");
 }
 
+/// A write up to the old end counts as a write of the whole last block, and one that ends a moment
+/// later does not.
+#[test]
+fn writes_up_to_the_end_are_kept_while_the_end_moves() {
+    let seed = number_from_env("CAIRN_SEED").unwrap_or(1);
+    let _repeat = Repeat(seed);
+    let (site, mut rng) = (Site::new(), Rng::new(seed));
+    let mut disk = vec![9; SMALL as usize];
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let mut snapshots = Vec::new();
+    for round in 1..=60u8 {
+        let size = disk.len() as u64;
+        // Often within the same block, and sometimes in another chunk.
+        let more = if rng.chance(70) { rng.between(1, 6) } else { rng.between(1, 300) } * 512;
+        grow_image(&site, size + more);
+        let control = backend.options.control.clone();
+        let asked = thread::spawn(move || Control::connect(&control)?.ask(&Request::Resize));
+        thread::sleep(Duration::from_micros(rng.below(1500)));
+        for _ in 0..rng.below(4) {
+            let offset = size - 512 * rng.between(1, 3);
+            assert_eq!(write(&mut guest, offset, round), OK);
+            disk[offset as usize..][..512].fill(round);
+        }
+        asked.join().unwrap().expect("the disk grows");
+        disk.resize((size + more) as usize, 0);
+        if rng.chance(10) {
+            snapshots.push((backend.control().stable_checkpoint(), disk.clone()));
+        }
+    }
+    snapshots.push((backend.control().stable_checkpoint(), disk));
+    drop(guest);
+    backend.terminate();
+    for (number, disk) in snapshots {
+        assert!(repository::export(&site.store(), IMAGE, number) == disk, "snapshot {number}");
+    }
+}
+
 #[test]
 fn a_hypervisor_that_connects_after_a_growth_is_told_of_it() {
     let site = Site::new();
