@@ -22,7 +22,7 @@ use crate::mirror::files::data_sync::DataSync;
 use crate::mirror::files::disk_file::DiskFile;
 use crate::mirror::files::map::MapFile;
 use crate::mirror::intent::RegionSet;
-use crate::mirror::layout::Span;
+use crate::mirror::layout::{Layout, Span};
 use crate::mirror::presence::Presence;
 
 /// Called with the result of a flush.
@@ -63,7 +63,7 @@ impl MapWriter {
     pub(crate) fn write_intent(&self, mirror: &Mirror, regions: &RegionSet) -> io::Result<()> {
         let map = self.map()?;
         if !mirror.intent().has_all(regions) {
-            map.write_intent(mirror.layout(), &mirror.intent().bytes_with(regions))?;
+            map.write_intent(&mirror.intent().bytes_with(regions))?;
             mirror.intent().set(regions);
         }
         Ok(())
@@ -90,7 +90,20 @@ impl MapWriter {
         }
         // If this fails, the map may have the regions or not. Their bits stay cleared, so the next
         // write to one of them records it again.
-        map.write_intent(mirror.layout(), &mirror.intent().bytes())
+        map.write_intent(&mirror.intent().bytes())
+    }
+
+    /// Makes room in the map and in the data file for a disk that is going to grow, and then records
+    /// its size durably in the map. After an error, the disk keeps its size and everything goes on;
+    /// the next process may find the new size.
+    pub(crate) fn record_growth(&self, data: &DiskFile, layout: &Layout) -> io::Result<()> {
+        self.map()?.make_room(layout)?;
+        if data.len()? < layout.file_len() {
+            data.set_len(layout.file_len())?;
+        }
+        // A map that says so never comes before the file that is so long.
+        self.data_sync.sync_length(data)?;
+        self.map()?.set_size(layout.size())
     }
 
     /// Makes everything durable that has completed.
@@ -175,7 +188,7 @@ impl Flusher {
         let writer = MapWriter::new(map, disk.data_sync.clone());
         let requests = FlushRequests {
             flushes: Vec::new(),
-            wanted: disk.mirror.intent().no_regions(),
+            wanted: RegionSet::default(),
             retry_at: None,
             failing_since: None,
         };
@@ -222,6 +235,11 @@ impl Flusher {
         self.writer.map()?.set_parent(number, root)
     }
 
+    /// Makes room for a disk that is going to grow, and records its size durably.
+    pub(crate) fn record_growth(&self, layout: &Layout) -> io::Result<()> {
+        self.writer.record_growth(&self.disk.data, layout)
+    }
+
     /// Makes everything durable, and marks the map as cleanly closed. `knows_guests` tells whether
     /// guests that ran may go on.
     pub(crate) fn close_map(&self, knows_guests: bool) -> io::Result<()> {
@@ -231,7 +249,7 @@ impl Flusher {
         // If the live directory is lost, the checkpoints that are not stable are lost with it. Then
         // these are the changes.
         let dirty = view.dirty_sets().flat_map(|set| set.iter());
-        self.writer.map()?.end(mirror.presence(), mirror.layout(), dirty, knows_guests)
+        self.writer.map()?.end(mirror.presence(), dirty, knows_guests)
     }
 
     /// Starts the thread.
@@ -331,7 +349,7 @@ mod tests {
             drop(map);
         });
         assert!(!mirror.intent().covers(BLOCK), "nothing has changed");
-        let bits = writer.map().unwrap().intent(mirror.layout()).unwrap();
+        let bits = writer.map().unwrap().intent().unwrap();
         assert!(!bits.covers(BLOCK), "the map says so, too");
     }
 

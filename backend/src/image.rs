@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use cairn_store::{
-    Attachment, ChunkIndex, Error, Geometry, ImageName, Repository, Selector, Snapshot, SnapshotRef,
+    Attachment, ChunkIndex, Error, ImageName, Repository, Selector, Snapshot, SnapshotRef,
 };
 
 /// The length of the serial number that a guest can read.
@@ -16,14 +16,13 @@ pub(crate) type Serial = [u8; SERIAL_BYTES];
 pub(crate) struct Image {
     pub(crate) repository: Repository,
     pub(crate) attachment: Attachment,
-    pub(crate) geometry: Geometry,
     /// Why no checkpoint can be taken any more, if so.
     poison: Mutex<Option<String>>,
 }
 
 impl Image {
-    pub(crate) fn new(repository: Repository, attachment: Attachment, geometry: Geometry) -> Image {
-        Image { repository, attachment, geometry, poison: Mutex::default() }
+    pub(crate) fn new(repository: Repository, attachment: Attachment) -> Image {
+        Image { repository, attachment, poison: Mutex::default() }
     }
 
     pub(crate) fn name(&self) -> &ImageName {
@@ -76,7 +75,7 @@ impl Image {
         buffer: &mut [u8],
     ) -> cairn_store::Result<bool> {
         let (_, root) = self.attachment.parent();
-        match self.repository.chunk_at(&root, self.geometry, chunk)? {
+        match self.repository.chunk_at(&root, self.attachment.geometry(), chunk)? {
             Some(id) => self.repository.read_chunk(&id, buffer).map(|()| true),
             None => Ok(false),
         }

@@ -21,7 +21,8 @@
 //! | `vhost` | the hypervisor's messages |
 //! | `worker` | one thread for each virtqueue: requests from pop to completion |
 //! | `commit` | checkpoints, from the request to the publication |
-//! | `fetch`, `flush`, `lease` | background threads: lazy reads, the map, the writer's lease |
+//! | `lease`, `grow` | the thread that renews the writer's lease; growing the disk with its image |
+//! | `fetch`, `flush` | background threads: lazy reads, the map |
 //! | `guest` | what is known of the guest: ledgers, ownership of the rings |
 //! | `local_disk`, `image` | the two halves of a disk: local files, and repository |
 //! | `uring`, `memory`, `request` | the ring, guest memory, and parsing of descriptor chains |
@@ -37,6 +38,7 @@ mod fetch;
 mod flush;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod grow;
 mod guest;
 mod image;
 mod lease;

@@ -8,7 +8,7 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// The size of a page, and the alignment of buffers for direct I/O.
 pub(crate) const PAGE_BYTES: usize = 4096;
@@ -27,10 +27,12 @@ fn map(bytes: usize, file: &File, offset: u64) -> io::Result<NonNull<u8>> {
     NonNull::new(start.cast()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
 }
 
-/// An array of atomic words, shared through a file.
+/// An array of atomic words, shared through a file. It can grow up to the capacity for which it was
+/// mapped.
 pub(crate) struct Words {
     start: NonNull<AtomicU64>,
-    len: usize,
+    len: AtomicUsize,
+    capacity: usize,
 }
 
 impl Words {
@@ -45,7 +47,26 @@ impl Words {
     /// must be long enough and have all its space allocated; otherwise access to the words is
     /// fatal.
     pub(crate) fn shared(file: &File, offset: u64, len: usize) -> io::Result<Words> {
-        Ok(Words { start: map(Words::bytes(len), file, offset)?.cast(), len })
+        Words::shared_with_capacity(file, offset, len, len)
+    }
+
+    /// Does [`Words::shared`], for words that may later be `capacity`. Only the first `len` words
+    /// need space in the file until they [`grow`](Words::grow).
+    pub(crate) fn shared_with_capacity(
+        file: &File,
+        offset: u64,
+        len: usize,
+        capacity: usize,
+    ) -> io::Result<Words> {
+        let capacity = capacity.max(len);
+        let start = map(Words::bytes(capacity), file, offset)?.cast();
+        Ok(Words { start, len: AtomicUsize::new(len), capacity })
+    }
+
+    /// Makes the array `len` words long, if it is shorter. The file must have space for them.
+    pub(crate) fn grow(&self, len: usize) {
+        assert!(len <= self.capacity, "words beyond what is mapped");
+        self.len.fetch_max(len, Ordering::SeqCst);
     }
 
     fn bytes(len: usize) -> usize {
@@ -57,16 +78,16 @@ impl Deref for Words {
     type Target = [AtomicU64];
 
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping holds `len` words, is page aligned, and lives as long as `self`. Any
-        // bits are a valid AtomicU64.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+        // SAFETY: the mapping holds `capacity` words, which are never fewer than `len`, is page
+        // aligned, and lives as long as `self`. Any bits are a valid AtomicU64.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len.load(Ordering::SeqCst)) }
     }
 }
 
 impl Drop for Words {
     fn drop(&mut self) {
         // SAFETY: exactly the mapping that was made. Nothing borrows from it any more.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), Words::bytes(self.len)) };
+        unsafe { libc::munmap(self.start.as_ptr().cast(), Words::bytes(self.capacity)) };
     }
 }
 

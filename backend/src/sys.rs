@@ -55,6 +55,64 @@ pub(crate) fn is_in_memory(path: &Path) -> io::Result<bool> {
     Ok([libc::TMPFS_MAGIC, RAMFS_MAGIC].contains(&stat.f_type))
 }
 
+/// The descriptor that comes with the next bytes of a stream, if there is one. It also stays in the
+/// socket: this is a duplicate.
+pub(crate) fn peek_descriptor(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
+    let mut byte = [0u8; 1];
+    let mut part = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: byte.len() };
+    let mut control = DescriptorMessage([0; 4]);
+    // SAFETY: an all-zero msghdr is a valid value of that plain struct.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    message.msg_control = (&raw mut control).cast();
+    message.msg_controllen = DescriptorMessage::LEN;
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: `message` refers to `byte` and `control`, which are writable and live longer than the
+    // call.
+    let read = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, flags) };
+    if read < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has filled in `message`.
+    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: the header is null, or it is in `control`.
+    let Some(header) = (unsafe { header.as_ref() }) else { return Ok(None) };
+    let is_descriptor =
+        header.cmsg_level == libc::SOL_SOCKET && header.cmsg_type == libc::SCM_RIGHTS;
+    if !is_descriptor || header.cmsg_len < DescriptorMessage::LEN {
+        return Ok(None);
+    }
+    // SAFETY: the message has room for one descriptor, which the kernel has put there. It is new,
+    // and nothing else owns it.
+    unsafe {
+        let fd = libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned();
+        Ok(Some(OwnedFd::from_raw_fd(fd)))
+    }
+}
+
+/// Aligned space for a control message with one descriptor.
+#[repr(C)]
+struct DescriptorMessage([u64; 4]);
+
+impl DescriptorMessage {
+    /// The bytes that are used: room for one descriptor and no more, so that the kernel drops others.
+    // SAFETY: CMSG_LEN only computes.
+    const LEN: usize = unsafe { libc::CMSG_LEN(size_of::<RawFd>() as u32) } as usize;
+}
+
+/// Sends bytes on a stream, without waiting. Returns `WouldBlock` if there is no room for them.
+pub(crate) fn send_at_once(stream: &UnixStream, bytes: &[u8]) -> io::Result<()> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: `bytes` is readable memory of this length.
+    let sent = unsafe { libc::send(stream.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+    match usize::try_from(sent) {
+        Ok(sent) if sent == bytes.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Makes a pending and every later accept on this socket fail.
 pub(crate) fn shutdown(listener: &UnixListener) {
     // SAFETY: the descriptor is open, and no memory is passed. Fails only if the socket is shut
@@ -172,5 +230,35 @@ impl VsockListener {
         // SAFETY: a new descriptor that nothing else owns.
         let stream = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok((peer.svm_cid, stream.into()))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::DescriptorMessage;
+
+    /// Sends bytes together with a descriptor.
+    pub(crate) fn send_descriptor(stream: &UnixStream, bytes: &[u8], fd: &impl AsRawFd) {
+        let mut bytes = bytes.to_vec();
+        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        let mut control = DescriptorMessage([0; 4]);
+        // SAFETY: an all-zero msghdr is a valid value. `message` refers to `bytes` and `control`,
+        // which live longer than the call, and the control message fits into `control`.
+        let sent = unsafe {
+            let mut message: libc::msghdr = std::mem::zeroed();
+            (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+            message.msg_control = (&raw mut control).cast();
+            message.msg_controllen = DescriptorMessage::LEN;
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = DescriptorMessage::LEN;
+            libc::CMSG_DATA(header).cast::<i32>().write_unaligned(fd.as_raw_fd());
+            libc::sendmsg(stream.as_raw_fd(), &raw const message, 0)
+        };
+        assert_eq!(sent, bytes.len() as isize);
     }
 }

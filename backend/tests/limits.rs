@@ -52,6 +52,7 @@ fn a_pending_snapshot_of_a_lost_mirror_does_not_stop_the_next_one() {
     let new = NewSnapshot {
         number,
         label: None,
+        size: attachment.geometry().size(),
         consistency: Consistency::Crash,
         time: 0,
         dirty_bytes: 0,

@@ -132,7 +132,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
 fn fill(data: &Path, snapshots: u64) -> Result<()> {
     let store = CatalogStore::open(data)?;
     let documents = store.documents();
-    let mut change = Change::default().put("schema", &2);
+    let mut change = Change::default().put("schema", &3);
     for number in 0..snapshots / SNAPSHOTS_OF_IMAGE {
         let id = format!("{:032x}", u128::from(number) << 64 | 1);
         change = change.put(format!("images/image-{number:08}"), &image(&id));
@@ -177,6 +177,7 @@ fn image(id: &str) -> Value {
 fn snapshot(number: u64) -> Value {
     json!({
         "parent": number.checked_sub(1).filter(|parent| *parent > 0),
+        "size": 1_u64 << 30,
         "root": null,
         "time": 1_700_000_000 + number,
         "label": (number == SNAPSHOTS_OF_IMAGE).then_some("last"),

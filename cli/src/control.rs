@@ -1,4 +1,4 @@
-//! `checkpoint`, `status` and `stats`: requests to a running disk.
+//! `checkpoint`, `status`, `stats` and `resize`: requests to a running disk.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -65,6 +65,16 @@ pub(crate) fn stats(socket: &Path, style: Style) -> Outcome {
     match client.ask(&Request::Stats, Wait::Accepted)? {
         Event::Stats(stats) if style.json => print_json(&json!(stats)),
         Event::Stats(stats) => print_stats(&stats, style),
+        _ => Err(client.unexpected()),
+    }
+}
+
+/// Lets a running disk grow to the size of its image. Returns the size that it has then.
+pub(crate) fn resize(socket: &Path) -> Outcome<u64> {
+    let doing = || format!("telling {} that its image has grown", socket.display());
+    let mut client = Client::connect(socket, TIMEOUT, doing)?;
+    match client.ask(&Request::Resize, Wait::Accepted)? {
+        Event::Resized(resized) => Ok(resized.size),
         _ => Err(client.unexpected()),
     }
 }

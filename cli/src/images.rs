@@ -1,10 +1,13 @@
-//! Images and snapshots: `create`, `ls`, `show`, `clone`, `rm`.
+//! Images and snapshots: `create`, `ls`, `show`, `clone`, `resize`, `rm`.
+
+use std::path::Path;
 
 use cairn_store::encoding::{Redundancy, StoragePolicy};
 use cairn_store::{Geometry, Image, ImageName, Repository, Selector, Snapshot, SnapshotRef};
 use serde_json::{Value, json};
 
 use crate::args::{ImageOptions, Style};
+use crate::control;
 use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{Align, Listing, or_dash, print, print_fields, print_json};
 use crate::time::utc;
@@ -188,6 +191,32 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
         ("root", or_dash(snapshot.root.0)),
         ("mirror", or_dash(snapshot.mirror)),
     ])
+}
+
+pub(crate) fn resize(
+    repository: &Repository,
+    image: &ImageName,
+    size: u64,
+    control: Option<&Path>,
+    style: Style,
+) -> Outcome {
+    let before = repository
+        .catalog()
+        .resize(image, size)
+        .doing(|| format!("resizing image '{image}'"))?
+        .geometry
+        .size();
+    // From here on the image is larger. A disk that cannot follow now does so later.
+    let disk = control.map(control::resize).transpose()?;
+    if style.json {
+        let image = image.to_string();
+        return print_json(
+            &json!({ "image": image, "before": before, "size": size, "disk": disk }),
+        );
+    }
+    let disk = disk.map(|disk| format!("; the running disk has {}", style.size(disk)));
+    let (before, size) = (style.size(before), style.size(size));
+    print(&format!("{image}: {before} -> {size}{}\n", disk.unwrap_or_default()))
 }
 
 pub(crate) fn rm(

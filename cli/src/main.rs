@@ -82,6 +82,9 @@ fn run(cli: Cli) -> Outcome {
         Command::Ls { image: Some(image) } => images::ls_image(&open()?, &image, style),
         Command::Show { snapshot } => images::show(&open()?, &snapshot, style),
         Command::Clone { snapshot, image } => images::clone(&open()?, &snapshot, &image, style),
+        Command::Resize { image, size, control } => {
+            images::resize(&open()?, &image, size, control.as_deref(), style)
+        }
         Command::Export { snapshot, file, force } => {
             export::export(&open()?, &snapshot, &file, force, style)
         }

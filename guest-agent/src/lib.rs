@@ -47,6 +47,8 @@ pub enum Request {
     List,
     /// Reads the counters since the start of the process. For the host only.
     Stats,
+    /// Grows the disk to the size that its image has in the catalog. For the host only.
+    Resize,
 }
 
 /// [`Request`] as it is parsed: serde refuses unknown fields of a variant with braces, but ignores
@@ -59,6 +61,7 @@ enum ReceivedRequest {
     Status {},
     List {},
     Stats {},
+    Resize {},
 }
 
 impl From<ReceivedRequest> for Request {
@@ -69,6 +72,7 @@ impl From<ReceivedRequest> for Request {
             ReceivedRequest::Status {} => Request::Status,
             ReceivedRequest::List {} => Request::List,
             ReceivedRequest::Stats {} => Request::Stats,
+            ReceivedRequest::Resize {} => Request::Resize,
         }
     }
 }
@@ -78,7 +82,7 @@ impl Request {
     pub fn allowed_from_guest(&self) -> bool {
         match self {
             Request::Checkpoint(_) | Request::Follow(_) | Request::Status | Request::List => true,
-            Request::Stats => false,
+            Request::Stats | Request::Resize => false,
         }
     }
 }
@@ -147,6 +151,8 @@ pub enum Event {
     Snapshots(Snapshots),
     /// The answer to [`Request::Stats`].
     Stats(Stats),
+    /// The answer to [`Request::Resize`].
+    Resized(Resized),
     /// The server did not execute the request.
     Error(Refusal),
 }
@@ -280,6 +286,13 @@ pub struct PendingCommit {
     /// Why storing fails at present, if it does. It is retried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
+}
+
+/// The content of [`Event::Resized`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resized {
+    /// The disk's size in bytes.
+    pub size: u64,
 }
 
 /// The content of [`Event::Snapshots`].

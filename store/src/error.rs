@@ -65,6 +65,19 @@ pub enum Error {
     /// An argument does not fit the object that it is used on.
     #[error("{0}")]
     BadArgument(String),
+    /// A disk was to become smaller.
+    #[error(
+        "image '{name}' has {before} bytes and cannot shrink to {size}; to get a smaller disk, \
+         create another image and copy the content in a guest"
+    )]
+    CannotShrink {
+        /// The image.
+        name: String,
+        /// Its size in bytes.
+        before: u64,
+        /// The size that was asked for, in bytes.
+        size: u64,
+    },
     /// The address of a catalog has an unknown form.
     #[error(
         "'{address}' is not the address of a catalog; write HOST:PORT, or \
@@ -552,6 +565,7 @@ impl Error {
             | Error::InvalidId(_)
             | Error::BadGeometry { .. }
             | Error::BadArgument(_)
+            | Error::CannotShrink { .. }
             | Error::BadCatalogAddress { .. }
             | Error::BadKeys(_)
             | Error::TooLarge { .. }

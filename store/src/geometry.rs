@@ -20,7 +20,7 @@ pub(crate) const FAN_OUT: u64 = 256;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkIndex(pub u64);
 
-/// The size of a disk and of its chunks. Both are fixed when the image is created.
+/// The size of a disk and of its chunks. The chunk size is fixed when the image is created.
 ///
 /// Every chunk is stored with its full length: the part of the last chunk beyond the disk's end is
 /// zeros.

@@ -115,7 +115,7 @@ pub struct Snapshot {
     pub root: Root,
     /// When it was requested: seconds since 1970, UTC.
     pub time: u64,
-    /// The size of the disk and of its chunks.
+    /// The size of the disk when the snapshot was taken, and of its chunks.
     pub geometry: Geometry,
     /// How its content is stored on peers.
     pub policy: StoragePolicy,
@@ -162,7 +162,7 @@ impl Snapshot {
 pub struct Image {
     /// Its name.
     pub name: ImageName,
-    /// The size of the disk and of its chunks.
+    /// The size of the disk and of its chunks. Snapshots may be smaller.
     pub geometry: Geometry,
     /// When it was created: seconds since 1970, UTC.
     pub created: u64,
@@ -183,6 +183,8 @@ pub struct NewSnapshot {
     pub number: u64,
     /// A second name, unique among the image's snapshots that have not failed.
     pub label: Option<String>,
+    /// The size of the disk.
+    pub size: u64,
     /// How consistent the content is.
     pub consistency: Consistency,
     /// When it was requested: seconds since 1970, UTC.

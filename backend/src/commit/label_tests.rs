@@ -12,6 +12,7 @@ fn labelled(number: u64) -> NewSnapshot {
     NewSnapshot {
         number,
         label: Some("mine".into()),
+        size: 1 << 20,
         consistency: Consistency::Crash,
         time: 0,
         dirty_bytes: 0,

@@ -248,6 +248,7 @@ impl Commits {
         let new = NewSnapshot {
             number,
             label: request.label.clone(),
+            size: layer.size(),
             consistency: match request.consistency {
                 cairn_agent::Consistency::Crash => Consistency::Crash,
                 cairn_agent::Consistency::Filesystem => Consistency::Filesystem,

@@ -173,7 +173,7 @@ impl LayerWriter<'_> {
         let layout = self.persister.disk.mirror.layout();
         let flushed = self.persister.image.repository.flush().map_err(PersistError::from);
         let stored = flushed
-            .and_then(|()| self.source.mark_stored(&ids, layout).map_err(PersistError::Table));
+            .and_then(|()| self.source.mark_stored(&ids, &layout).map_err(PersistError::Table));
         if let Err(error) = stored {
             self.failed.store(true, Ordering::SeqCst);
             self.cancel_store(group.into_iter().map(|(item, _)| item));

@@ -24,6 +24,7 @@ use self::catalog_lane::CatalogLanes;
 use self::rate_limit::CheckpointLimit;
 use crate::commit::Commits;
 use crate::counters::Counters;
+use crate::grow::Grower;
 use crate::guest::GuestState;
 use crate::image::Image;
 use crate::local_disk::LocalDisk;
@@ -59,6 +60,7 @@ pub(crate) struct ControlContext {
     pub(crate) disk: Arc<LocalDisk>,
     pub(crate) guest: Arc<GuestState>,
     pub(crate) counters: Arc<Counters>,
+    pub(crate) grower: Arc<Grower>,
     pub(crate) catalog: CatalogLanes,
     /// The limit of the guest's checkpoints, over all its connections.
     pub(crate) guest_checkpoints: Mutex<CheckpointLimit>,

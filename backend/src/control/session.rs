@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cairn_agent::{
     Accepted, Checkpoint, Event, Failed, Follow, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
-    RefusalKind, Request, SnapshotLine, Snapshots, Stable, Status, Wait,
+    RefusalKind, Request, Resized, SnapshotLine, Snapshots, Stable, Status, Wait,
 };
 use cairn_store::{Selector, SnapshotState, now};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -17,6 +17,7 @@ use super::catalog_lane::NotAsked;
 use super::rate_limit::BURST;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
+use crate::grow::GrowError;
 use crate::image::Image;
 
 /// How long it may take to receive or send one line, once it has begun.
@@ -61,6 +62,7 @@ pub(super) async fn serve(
             }
             Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
             Request::List => send(&mut writer, &list(context, origin).await).await?,
+            Request::Resize => send(&mut writer, &resize(context, origin).await).await?,
             Request::Stats => send(&mut writer, &Event::Stats(context.counters.read())).await?,
         }
     }
@@ -238,6 +240,19 @@ async fn ask_catalog<T: Send + 'static>(
     }
 }
 
+/// Grows the disk to the size of its image.
+async fn resize(context: &Arc<ControlContext>, origin: Origin) -> Event {
+    let shared = context.clone();
+    let grown = context.catalog.of(origin).ask(move || shared.grower.follow_image()).await;
+    match grown {
+        Ok(Ok(size)) => Event::Resized(Resized { size }),
+        Ok(Err(error @ GrowError::ReadOnly)) => refusal(RefusalKind::Denied, error.to_string()),
+        Ok(Err(error @ GrowError::Stopping)) => refusal(RefusalKind::Busy, error.to_string()),
+        Ok(Err(error)) => refusal(RefusalKind::Unavailable, error.to_string()),
+        Err(error) => refusal(RefusalKind::Unavailable, error.to_string()),
+    }
+}
+
 /// Waits for the end of a checkpoint.
 async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
     let mut state = commit.watch();
@@ -271,7 +286,7 @@ fn status(context: &ControlContext) -> Status {
         image: context.image.name().to_string(),
         parent: context.image.parent_name(),
         size: layout.size(),
-        chunk_size: context.image.geometry.chunk_size(),
+        chunk_size: layout.chunk_size() as u32,
         read_only: context.disk.read_only,
         connected: context.guest.is_connected(),
         dirty_bytes: mirror.epoch_view().dirty().len() * layout.chunk_size() as u64,

@@ -5,7 +5,7 @@ use cairn_store::{Consistency, NewSnapshot};
 use super::{file_of, flip, path_of, take};
 use crate::mapping::PAGE_BYTES;
 use crate::mirror::epoch::layer_state::LayerState;
-use crate::mirror::epoch::record::EpochRecord;
+use crate::mirror::epoch::record::{ChunkCounts, EpochRecord};
 
 /// The size of the part of the header that is used.
 const HEADER: usize = 97 * 8;
@@ -28,7 +28,7 @@ pub fn epoch(mut data: &[u8]) {
     // All these disks have bitmaps of one page.
     let pieces = [(0, header), (page, dirty), (2 * page, summary), (3 * page, idle)];
     let file = file_of(4 * page, &pieces);
-    let open = || EpochRecord::open(&path_of(&file), chunks);
+    let open = || EpochRecord::open(&path_of(&file), ChunkCounts { now: chunks, capacity: chunks });
     // The record of another version is an error, and other damage means that there is no record.
     let Ok(Some(state)) = open() else {
         assert!(!data.is_empty(), "a whole state is refused");
@@ -63,6 +63,7 @@ fn check(state: &EpochRecord, chunks: u64) {
     let new = NewSnapshot {
         number,
         label,
+        size: state.size(),
         consistency: state.accepted().map_or(Consistency::Crash, |new| new.consistency),
         time: number.rotate_left(8),
         dirty_bytes: number.rotate_left(16),
@@ -72,7 +73,7 @@ fn check(state: &EpochRecord, chunks: u64) {
     assert_eq!(state.accepted(), Some(new));
     let failure = state.failure();
     if state.state() == LayerState::Open {
-        state.freeze();
+        state.freeze(state.size());
     }
     state.settle();
     state.fail("no space");

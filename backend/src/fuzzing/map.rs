@@ -51,13 +51,13 @@ pub fn map(mut data: &[u8]) {
 
 fn check(file: &File) -> Result<(), MapError> {
     let mut map = MapFile::open(&path_of(file))?;
-    let layout = Layout::new(map.identity().geometry);
+    let layout = map.identity().layout();
     let (presence, dirty) = load(&map, &layout)?;
     let local: Vec<u64> = presence.touched_chunks(layout.blocks_per_chunk()).collect();
     let changed: Vec<u64> = dirty.iter().collect();
     assert!(local.iter().chain(&changed).all(|chunk| *chunk < layout.chunk_count()));
     assert_eq!(dirty.len(), changed.len() as u64);
-    let intent = map.intent(&layout)?;
+    let intent = map.intent()?;
     let may_differ = |chunk: &u64| intent.covers_any(layout.span_of(ChunkIndex(*chunk)));
     let counts: Vec<u64> = local.iter().copied().filter(may_differ).collect();
     assert!(map.is_clean() || counts == changed, "after an unclean stop all of it counts");
@@ -65,7 +65,7 @@ fn check(file: &File) -> Result<(), MapError> {
     let identity = map.identity().clone();
     map.begin([9; 16])?;
     assert!(!MapFile::open(&path_of(file))?.is_clean());
-    map.end(&presence, &layout, dirty.iter(), true)?;
+    map.end(&presence, dirty.iter(), true)?;
     let map = MapFile::open(&path_of(file)).expect("it was written by a clean stop");
     assert!(map.is_clean() && map.knows_guests());
     assert_eq!((map.identity(), map.use_id()), (&identity, &[9; 16]));
@@ -80,7 +80,7 @@ fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, DirtySet), MapError
     let presence = Presence::absent(layout.block_count()).expect("memory");
     let chunks = layout.chunk_count();
     let dirty = DirtySet::new(bits(chunks), bits(chunks.div_ceil(64)));
-    map.load(layout, &presence, &dirty)?;
+    map.load(&presence, &dirty)?;
     Ok((presence, dirty))
 }
 
@@ -88,7 +88,7 @@ fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, DirtySet), MapError
 fn header(sequence: u64, state: u8) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[0..8].copy_from_slice(b"CAIRNMAP");
-    bytes[8] = 3;
+    bytes[8] = 4;
     bytes[12] = state % 4;
     bytes[16..24].copy_from_slice(&sequence.to_le_bytes());
     bytes[24..40].copy_from_slice(&[7; 16]);
@@ -98,6 +98,7 @@ fn header(sequence: u64, state: u8) -> [u8; HEADER] {
     bytes[56] = 3;
     bytes[64] = 3;
     bytes[66..69].copy_from_slice(b"vm1");
+    bytes[248..256].copy_from_slice(&SIZE.to_le_bytes());
     bytes
 }
 

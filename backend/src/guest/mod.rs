@@ -3,13 +3,16 @@
 //! | module | is |
 //! |---|---|
 //! | [`ledger`] | the requests in flight, in shared memory |
+//! | [`config_channels`] | telling hypervisors that the device's configuration has changed |
 //! | [`ring_ownership`] | which hypervisor runs the virtqueues |
 
+pub(crate) mod config_channels;
 pub(crate) mod ledger;
 pub(crate) mod ring_ownership;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use self::config_channels::ConfigChannels;
 use self::ledger::{GuestRingAddresses, Ledger, LedgerFile, RingIndices};
 use self::ring_ownership::{ConnectionId, RingOwnership};
 use crate::mirror::files::live_dir::GuestFlags;
@@ -32,6 +35,7 @@ pub(crate) struct GuestState {
     /// The requests in flight, for hypervisors that keep no record of them.
     ledgers: LedgerFile,
     ownership: RingOwnership,
+    pub(crate) config_channels: ConfigChannels,
     connections: AtomicUsize,
     running_queues: AtomicUsize,
 }
@@ -42,6 +46,7 @@ impl GuestState {
             flags,
             ledgers,
             ownership: RingOwnership::default(),
+            config_channels: ConfigChannels::default(),
             connections: AtomicUsize::new(0),
             running_queues: AtomicUsize::new(0),
         }

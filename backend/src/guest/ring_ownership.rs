@@ -11,7 +11,7 @@ use std::time::Duration;
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Identifies a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ConnectionId(pub(crate) u64);
 
 #[derive(Default)]

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::mapping::Words;
 
-/// A bitmap whose bits are only set, never cleared.
+/// A bitmap whose bits are only set, never cleared. It can grow; bits that it does not have are not
+/// set.
 ///
 /// Setting a bit releases and reading it acquires: a thread that sees a bit also sees what was done
 /// before the bit was set.
@@ -21,13 +22,21 @@ impl Bits {
         Ok(Bits { words: Words::zeroed(len.div_ceil(64) as usize)? })
     }
 
-    /// Bits in a file, starting at a page. The file must have all its space allocated.
-    pub(crate) fn shared(file: &File, offset: u64, len: u64) -> io::Result<Bits> {
-        Ok(Bits { words: Words::shared(file, offset, len.div_ceil(64) as usize)? })
+    /// Bits in a file, starting at a page. They can grow to `capacity`. The file must have space for
+    /// the first `len` bits.
+    pub(crate) fn shared(file: &File, offset: u64, len: u64, capacity: u64) -> io::Result<Bits> {
+        let [len, capacity] = [len, capacity].map(|bits| bits.div_ceil(64) as usize);
+        Ok(Bits { words: Words::shared_with_capacity(file, offset, len, capacity)? })
+    }
+
+    /// Makes the bitmap `len` bits long, if it is shorter. The file must have space for them.
+    pub(crate) fn grow(&self, len: u64) {
+        self.words.grow(len.div_ceil(64) as usize);
     }
 
     pub(crate) fn get(&self, bit: u64) -> bool {
-        self.words[(bit / 64) as usize].load(Ordering::Acquire) & (1 << (bit % 64)) != 0
+        let word = self.words.get((bit / 64) as usize);
+        word.is_some_and(|word| word.load(Ordering::Acquire) & (1 << (bit % 64)) != 0)
     }
 
     /// Sets the bit. Returns whether this call changed it.
@@ -102,6 +111,12 @@ impl DirtySet {
             }
         }
         self.count.store(count, Ordering::Relaxed);
+    }
+
+    /// Makes the set one of `chunks` chunks, if it has fewer. The file must have space for them.
+    pub(crate) fn grow(&self, chunks: u64) {
+        self.summary.grow(chunks.div_ceil(64));
+        self.chunks.grow(chunks);
     }
 
     pub(crate) fn insert(&self, chunk: u64) {

@@ -9,7 +9,7 @@
 //! marks its chunks as changed, and then checks the bit. The thread that clears the bit
 //! first clears it, and then checks the chunks. So at least one of them sees the other.
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 use super::bits::ones;
 use super::layout::{Layout, Span};
@@ -29,15 +29,22 @@ impl Region {
 
 /// The regions whose bit is set in the map.
 pub(crate) struct WriteIntent {
-    words: Vec<AtomicU64>,
+    /// Words for a disk as large as the capacity.
+    all_words: Vec<AtomicU64>,
+    /// The number of words that the disk has at present.
+    len: AtomicUsize,
 }
 
 impl WriteIntent {
     /// The bits that the map holds, as [`WriteIntent::bytes`] returns them.
-    pub(crate) fn new(bytes: &[u8]) -> WriteIntent {
+    pub(crate) fn new(layout: &Layout, bytes: &[u8]) -> WriteIntent {
         let (words, _) = bytes.as_chunks::<8>();
+        let (len, capacity) = (words.len(), WriteIntent::capacity_bytes(layout) / 8);
         let word = |bytes: &[u8; 8]| AtomicU64::new(u64::from_le_bytes(*bytes));
-        WriteIntent { words: words.iter().map(word).collect() }
+        let mut all_words = Vec::with_capacity(capacity);
+        all_words.extend(words.iter().map(word));
+        all_words.resize_with(capacity.max(len), AtomicU64::default);
+        WriteIntent { all_words, len: AtomicUsize::new(len) }
     }
 
     /// The number of bytes for the bits of a disk, rounded up to whole words.
@@ -45,9 +52,23 @@ impl WriteIntent {
         layout.file_len().div_ceil(REGION_BYTES).div_ceil(64) as usize * 8
     }
 
+    /// [`WriteIntent::bytes_for`] of a disk as large as the capacity. This is 2 KiB for each TiB.
+    pub(crate) fn capacity_bytes(layout: &Layout) -> usize {
+        layout.capacity().div_ceil(REGION_BYTES).div_ceil(64) as usize * 8
+    }
+
+    /// Makes room for the regions of a disk that has grown.
+    pub(crate) fn grow(&self, layout: &Layout) {
+        self.len.fetch_max(WriteIntent::bytes_for(layout) / 8, Ordering::SeqCst);
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        &self.all_words[..self.len.load(Ordering::SeqCst)]
+    }
+
     /// The bits as the map holds them.
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        self.words.iter().flat_map(|word| word.load(Ordering::SeqCst).to_le_bytes()).collect()
+        self.words().iter().flat_map(|word| word.load(Ordering::SeqCst).to_le_bytes()).collect()
     }
 
     fn regions(span: Span) -> impl Iterator<Item = u64> {
@@ -55,7 +76,7 @@ impl WriteIntent {
     }
 
     fn get(&self, region: u64) -> bool {
-        self.words[(region / 64) as usize].load(Ordering::SeqCst) & (1 << (region % 64)) != 0
+        self.words()[(region / 64) as usize].load(Ordering::SeqCst) & (1 << (region % 64)) != 0
     }
 
     /// Whether the map has all regions of `span`.
@@ -68,34 +89,30 @@ impl WriteIntent {
         WriteIntent::regions(span).any(|region| self.get(region))
     }
 
-    /// An empty set of this disk's regions.
-    pub(crate) fn no_regions(&self) -> RegionSet {
-        RegionSet { words: vec![0; self.words.len()] }
-    }
-
     /// The regions of `span`.
     #[cfg(test)]
     pub(crate) fn regions_of(&self, span: Span) -> RegionSet {
-        let mut regions = self.no_regions();
+        let mut regions = RegionSet::default();
         regions.insert(span);
         regions
     }
 
     /// Whether the map has all of `regions`.
     pub(crate) fn has_all(&self, regions: &RegionSet) -> bool {
-        let mut words = self.words.iter().zip(&regions.words);
+        let mut words = self.words().iter().zip(&regions.words);
         words.all(|(word, more)| more & !word.load(Ordering::SeqCst) == 0)
     }
 
     /// The bits together with those of `regions`, to be written to the map.
     pub(crate) fn bytes_with(&self, regions: &RegionSet) -> Vec<u8> {
-        let words = self.words.iter().zip(&regions.words);
+        let more = regions.words.iter().chain(std::iter::repeat(&0));
+        let words = self.words().iter().zip(more);
         words.flat_map(|(word, more)| (word.load(Ordering::SeqCst) | more).to_le_bytes()).collect()
     }
 
     /// Records that the map has `regions`.
     pub(crate) fn set(&self, regions: &RegionSet) {
-        for (word, more) in self.words.iter().zip(&regions.words) {
+        for (word, more) in self.words().iter().zip(&regions.words) {
             word.fetch_or(*more, Ordering::SeqCst);
         }
     }
@@ -106,7 +123,7 @@ impl WriteIntent {
     /// and the map is written. If the data cannot be made durable, it calls [`WriteIntent::restore`].
     pub(crate) fn clear_unchanged(&self, is_changed: impl Fn(Span) -> bool) -> Vec<Region> {
         let mut cleared = Vec::new();
-        for (index, word) in self.words.iter().enumerate() {
+        for (index, word) in self.words().iter().enumerate() {
             for bit in ones(word.load(Ordering::SeqCst)) {
                 let region = Region(index as u64 * 64 + bit);
                 if is_changed(region.span()) {
@@ -126,14 +143,14 @@ impl WriteIntent {
 
     /// Sets the bits of regions again that were cleared, and that the map still has.
     pub(crate) fn restore(&self, cleared: &[Region]) {
-        let mut regions = self.no_regions();
+        let mut regions = RegionSet::default();
         cleared.iter().for_each(|region| regions.insert(region.span()));
         self.set(&regions);
     }
 }
 
-/// A set of regions. Its size depends on the size of the disk, and not on what is inserted.
-#[derive(Clone)]
+/// A set of regions. Its size depends on the size of the disk, and not on how much is inserted.
+#[derive(Clone, Default)]
 pub(crate) struct RegionSet {
     words: Vec<u64>,
 }
@@ -142,13 +159,22 @@ impl RegionSet {
     /// Inserts the regions of `span`.
     pub(crate) fn insert(&mut self, span: Span) {
         for region in WriteIntent::regions(span) {
-            self.words[(region / 64) as usize] |= 1 << (region % 64);
+            let word = (region / 64) as usize;
+            self.make_room(word + 1);
+            self.words[word] |= 1 << (region % 64);
         }
     }
 
     /// Inserts all regions of `other`.
     pub(crate) fn insert_all(&mut self, other: &RegionSet) {
+        self.make_room(other.words.len());
         self.words.iter_mut().zip(&other.words).for_each(|(word, more)| *word |= more);
+    }
+
+    fn make_room(&mut self, words: usize) {
+        if self.words.len() < words {
+            self.words.resize(words, 0);
+        }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -169,10 +195,14 @@ mod tests {
     use super::{REGION_BYTES, Region, WriteIntent};
     use crate::mirror::layout::{Layout, Span};
 
+    fn layout() -> Layout {
+        Layout::new(Geometry::new(200 * REGION_BYTES, 256 * 1024).unwrap())
+    }
+
     fn intent() -> WriteIntent {
-        let layout = Layout::new(Geometry::new(200 * REGION_BYTES, 256 * 1024).unwrap());
+        let layout = layout();
         assert_eq!(WriteIntent::bytes_for(&layout), 32);
-        WriteIntent::new(&vec![0; WriteIntent::bytes_for(&layout)])
+        WriteIntent::new(&layout, &vec![0; WriteIntent::bytes_for(&layout)])
     }
 
     #[test]
@@ -186,7 +216,7 @@ mod tests {
         assert!(intent.covers(span));
         assert!(!intent.covers(Span { offset: 4 * REGION_BYTES, len: 512 }));
         let far = intent.regions_of(Span { offset: 100 * REGION_BYTES, len: 512 });
-        let other = WriteIntent::new(&intent.bytes_with(&far));
+        let other = WriteIntent::new(&layout(), &intent.bytes_with(&far));
         assert!(other.has_all(&far) && !intent.has_all(&far));
         assert!(other.covers(span) && other.covers(Span { offset: 100 * REGION_BYTES, len: 512 }));
         let cleared = other.clear_unchanged(|region| region.offset == 2 * REGION_BYTES);

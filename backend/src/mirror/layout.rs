@@ -1,6 +1,6 @@
 //! How the bytes of a disk are divided into blocks and chunks. Pure arithmetic.
 
-use cairn_store::{ChunkIndex, Geometry};
+use cairn_store::{ChunkIndex, Geometry, MAX_SIZE};
 
 /// The size of a sector, the unit of a virtio-blk request.
 pub(crate) const SECTOR_BYTES: u64 = 512;
@@ -50,22 +50,64 @@ impl Blocks {
     }
 }
 
+/// The smallest capacity of a mirror, unless its disk may not become so large.
+const MIN_CAPACITY: u64 = 1 << 40;
+
+/// How often a disk can double before its mirror has to be made anew.
+const CAPACITY_DOUBLINGS: u32 = 3;
+
+/// The size up to which the disk of a new mirror can grow. Files are laid out for the capacity, and
+/// have space for the size only.
+pub(crate) fn default_capacity(size: u64) -> u64 {
+    (size << CAPACITY_DOUBLINGS).clamp(MIN_CAPACITY, MAX_SIZE)
+}
+
 /// The shape of one disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     size: u64,
     chunk_size: u64,
     chunk_count: u64,
+    /// The number of chunks that the disk can have after it has grown.
+    capacity_chunks: u64,
 }
 
 impl Layout {
-    /// The layout of an image's disk.
+    /// The layout of a disk that cannot grow.
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn new(geometry: Geometry) -> Layout {
+        Layout::with_capacity(geometry, geometry.size())
+    }
+
+    /// The layout of a disk that can grow to `capacity` bytes.
+    pub(crate) fn with_capacity(geometry: Geometry, capacity: u64) -> Layout {
+        let chunk_size = u64::from(geometry.chunk_size());
         Layout {
             size: geometry.size(),
-            chunk_size: u64::from(geometry.chunk_size()),
+            chunk_size,
             chunk_count: geometry.chunk_count(),
+            capacity_chunks: capacity.div_ceil(chunk_size).max(geometry.chunk_count()),
         }
+    }
+
+    /// The layout after the disk has got another size.
+    pub(crate) fn with_size(self, size: u64) -> Layout {
+        Layout { size, chunk_count: size.div_ceil(self.chunk_size), ..self }
+    }
+
+    /// The largest size to which the disk can grow.
+    pub(crate) fn capacity(&self) -> u64 {
+        (self.capacity_chunks * self.chunk_size).min(MAX_SIZE)
+    }
+
+    /// The number of chunks of a disk as large as the capacity.
+    pub(crate) fn capacity_chunks(&self) -> u64 {
+        self.capacity_chunks
+    }
+
+    /// The number of blocks of a disk as large as the capacity.
+    pub(crate) fn capacity_blocks(&self) -> u64 {
+        self.capacity_chunks * self.blocks_per_chunk()
     }
 
     /// The size of the guest's disk in bytes.

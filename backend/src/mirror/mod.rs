@@ -54,10 +54,11 @@ use self::cow::{CowSpace, NoSpace};
 use self::epoch::Epoch;
 use self::epoch::layer::{CopyData, CowAction, Layer};
 use self::epoch::manager::{EpochHandle, EpochManager, EpochView, StoreProgress};
+use self::epoch::record::ChunkCounts;
 use self::events::Events;
 use self::files::disk_file::DiskFile;
 use self::intent::WriteIntent;
-use self::layout::{Blocks, Layout, Span};
+use self::layout::{BLOCK_BYTES, Blocks, Layout, Span};
 use self::presence::Presence;
 
 /// What has to happen to a request.
@@ -122,6 +123,8 @@ impl BlockCopy {
 
 /// The local state of one disk. All threads share it.
 pub(crate) struct Mirror {
+    /// The layout that the disk had when the process started. Its size is not used: see
+    /// [`Mirror::layout`].
     layout: Layout,
     presence: Presence,
     epochs: EpochManager,
@@ -149,6 +152,7 @@ impl Mirror {
         cow_space: CowSpace,
         events: Events,
     ) -> Mirror {
+        epochs.set_size(layout.size());
         Mirror {
             layout,
             presence,
@@ -183,8 +187,32 @@ impl Mirror {
         if self.whole_blocks { self.layout.blocks(span).span() } else { span }
     }
 
-    pub(crate) fn layout(&self) -> &Layout {
-        &self.layout
+    /// The present layout.
+    pub(crate) fn layout(&self) -> Layout {
+        self.layout.with_size(self.epochs.size())
+    }
+
+    /// Makes room in the epochs for a disk that is going to grow. After an error, the disk keeps its
+    /// size and everything goes on.
+    pub(crate) fn make_room(&self, layout: &Layout) -> io::Result<()> {
+        self.epochs.make_room(ChunkCounts::of(layout))
+    }
+
+    /// Gives the disk a larger size, from here on. All files have space for it, and the map says
+    /// that the disk has it. If the old size is no multiple of the block size, the last block must
+    /// be present: a write up to the old end covers it no more.
+    pub(crate) fn grow(&self, layout: &Layout) {
+        let before = self.layout();
+        debug_assert!(before.size() <= layout.size(), "a disk never shrinks");
+        debug_assert!(
+            before.size().is_multiple_of(BLOCK_BYTES)
+                || self.presence.get(before.size() / BLOCK_BYTES),
+            "the last block is absent"
+        );
+        self.presence.grow(layout);
+        self.intent.grow(layout);
+        // Last: from here on, workers use what has grown.
+        self.epochs.set_size(layout.size());
     }
 
     pub(crate) fn presence(&self) -> &Presence {
@@ -277,11 +305,11 @@ impl Mirror {
 
     /// Plans a write, a discard or a write of zeros (BlobCR, algorithm 4).
     pub(crate) fn plan_write(&self, handle: &mut EpochHandle, worker: usize, span: Span) -> Plan {
-        let missing: Vec<ChunkIndex> = self
-            .layout
+        let layout = self.layout();
+        let missing: Vec<ChunkIndex> = layout
             .edges(span)
             .filter(|block| !self.presence.get(*block))
-            .map(|block| self.layout.chunk_of(block))
+            .map(|block| layout.chunk_of(block))
             .collect();
         if !missing.is_empty() {
             return Plan::Fill(missing);
@@ -310,7 +338,7 @@ impl Mirror {
             return Plan::RecordIntent(span);
         }
         let is_present = match claimed {
-            Some(_) => self.layout.edges(span).all(|block| self.presence.get(block)),
+            Some(_) => layout.edges(span).all(|block| self.presence.get(block)),
             None => {
                 self.invalidations().is_multiple_of(2)
                     && self.presence.all(self.layout.blocks(span))
@@ -423,7 +451,7 @@ impl Mirror {
     /// Whether a chunk of `span` has changed since the parent snapshot.
     pub(crate) fn is_changed(&self, span: Span) -> bool {
         let view = self.epoch_view();
-        let end = span.end().min(self.layout.file_len());
+        let end = span.end().min(self.layout().file_len());
         let span = Span { offset: span.offset, len: end - span.offset };
         let is_dirty = |chunk: ChunkIndex| view.dirty_sets().any(|set| set.contains(chunk.0));
         self.layout.chunks(span).any(is_dirty)
@@ -439,7 +467,7 @@ impl Mirror {
     pub(crate) fn complete(&self, permit: Permit, landed: bool) {
         if landed {
             // Blocks that are covered only partly are present already: the plan ensured that.
-            self.presence.set(self.layout.covered(permit.span));
+            self.presence.set(self.layout().covered(permit.span));
         }
         self.return_permit(permit);
     }

@@ -16,7 +16,8 @@ use std::sync::{Mutex, MutexGuard};
 
 use super::bits::{Bits, masks, ones};
 use super::block_set::BlockSet;
-use super::layout::{BLOCK_BYTES, Blocks};
+use super::files::disk_file::allocate_more;
+use super::layout::{BLOCK_BYTES, Blocks, Layout};
 use crate::mapping::Buffer;
 
 /// The number of words in a page of the bitmap. The map file is written by pages.
@@ -60,17 +61,41 @@ impl Presence {
         Ok(Presence::over([bits?, changed?, writing?]))
     }
 
-    /// The presence that `file` holds, starting at `offset`, which is the start of a page.
-    pub(crate) fn shared(file: &File, offset: u64, blocks: u64) -> io::Result<Presence> {
-        let bits = |(from, len)| Bits::shared(file, offset + from, len);
-        let [all, changed, writing] = Presence::parts(blocks).map(bits);
+    /// The presence that `file` holds, starting at `offset`, which is the start of a page. It must
+    /// have space: see [`Presence::allocate`].
+    pub(crate) fn shared(file: &File, offset: u64, layout: &Layout) -> io::Result<Presence> {
+        let bits = |(from, len, capacity)| Bits::shared(file, offset + from, len, capacity);
+        let [all, changed, writing] = Presence::shared_parts(layout).map(bits);
         Ok(Presence::over([all?, changed?, writing?]))
     }
 
-    /// The number of bytes of that file for a disk with `blocks` blocks.
-    pub(crate) fn shared_len(blocks: u64) -> u64 {
-        let [.., (offset, bits)] = Presence::parts(blocks);
+    /// Allocates the space that a disk needs in that file, which is long enough for its capacity.
+    pub(crate) fn allocate(file: &File, offset: u64, layout: &Layout) -> io::Result<()> {
+        Presence::shared_parts(layout).into_iter().try_for_each(|(from, len, _)| {
+            allocate_more(file, offset + from, len.div_ceil(64).max(1) * 8)
+        })
+    }
+
+    /// Makes room for the blocks of a disk that has grown. The file must have space for them.
+    pub(crate) fn grow(&self, layout: &Layout) {
+        let [bits, changed, writing] = Presence::parts(layout.block_count()).map(|(_, len)| len);
+        self.writing.0.grow(writing);
+        self.changed.0.grow(changed);
+        self.bits.grow(bits);
+    }
+
+    /// The number of bytes of that file for a disk with this capacity.
+    pub(crate) fn shared_len(layout: &Layout) -> u64 {
+        let [.., (offset, bits)] = Presence::parts(layout.capacity_blocks());
         (offset + bits.div_ceil(8)).next_multiple_of(PAGE_BYTES as u64)
+    }
+
+    /// The offset of each part in the file, its number of bits, and its number of bits when the disk
+    /// is as large as its capacity.
+    fn shared_parts(layout: &Layout) -> [(u64, u64, u64); 3] {
+        let now = Presence::parts(layout.block_count());
+        let later = Presence::parts(layout.capacity_blocks());
+        std::array::from_fn(|part| (later[part].0, now[part].1, later[part].1))
     }
 
     /// The offset in the file and the number of bits, for the bitmap and for the two sets of page
@@ -286,7 +311,9 @@ impl PageFlags {
 
 #[cfg(test)]
 mod tests {
-    use super::{BlockSet, Blocks, Presence};
+    use cairn_store::Geometry;
+
+    use super::{BlockSet, Blocks, Layout, Presence};
 
     #[test]
     fn a_chunks_bits_are_its_own_whatever_the_chunk_size() {
@@ -342,14 +369,14 @@ mod tests {
     #[test]
     fn what_was_not_durable_when_the_process_ended_counts_as_changed() {
         let file = tempfile::tempfile().unwrap();
-        let blocks = 4 * 32768;
-        file.set_len(4096 + Presence::shared_len(blocks)).unwrap();
-        let presence = Presence::shared(&file, 4096, blocks).unwrap();
+        let layout = Layout::new(Geometry::new(4 * 32768 * 4096, 65536).unwrap());
+        file.set_len(4096 + Presence::shared_len(&layout)).unwrap();
+        let presence = Presence::shared(&file, 4096, &layout).unwrap();
         presence.set(Blocks { first: 5, count: 10 });
         assert_eq!(presence.take_changed().len(), 1);
         presence.set(Blocks { first: 2 * 32768, count: 1 });
         drop(presence);
-        let again = Presence::shared(&file, 4096, blocks).unwrap();
+        let again = Presence::shared(&file, 4096, &layout).unwrap();
         again.recount();
         assert!(again.all(Blocks { first: 5, count: 10 }) && again.get(2 * 32768));
         assert_eq!(again.local_bytes(), 11 * 4096);

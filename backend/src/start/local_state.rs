@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use cairn_store::{MirrorId, MirrorRecord, Selector, Snapshot, SnapshotRef};
+use cairn_store::{Geometry, MirrorId, MirrorRecord, Selector, Snapshot, SnapshotRef};
 
 use super::error::StartError;
 use crate::args::Args;
@@ -12,7 +12,7 @@ use crate::mirror::files::disk_file::{DiskFile, make_directory};
 use crate::mirror::files::layer_table::LayerDir;
 use crate::mirror::files::live_dir::LiveDir;
 use crate::mirror::files::map::{Identity, MapError, MapFile, UseId};
-use crate::mirror::layout::{BLOCK_BYTES, Layout, Span};
+use crate::mirror::layout::{BLOCK_BYTES, Layout, Span, default_capacity};
 use crate::sys;
 
 /// The mirror's directory, which is locked and fits the image.
@@ -28,7 +28,12 @@ pub(super) struct LocalState {
 
 impl LocalState {
     /// Opens the directory, or creates a mirror of `snapshot` in it.
-    pub(super) fn open(args: &Args, snapshot: &Snapshot) -> Result<LocalState, StartError> {
+    /// The mirror gets this geometry if it is created; otherwise it keeps its size.
+    pub(super) fn open(
+        args: &Args,
+        snapshot: &Snapshot,
+        geometry: Geometry,
+    ) -> Result<LocalState, StartError> {
         let path = &args.mirror;
         let failed = |source| StartError::Mirror { path: path.clone(), source };
         let mismatch =
@@ -48,7 +53,6 @@ impl LocalState {
                 "is on a disk whose sectors are larger than 4 KiB, which is not supported",
             ));
         }
-        let layout = Layout::new(snapshot.geometry);
         let len = data.len().map_err(failed)?;
         let map = match MapFile::open(&map_path) {
             Ok(map) => map,
@@ -60,11 +64,13 @@ impl LocalState {
                     mirror: MirrorId::from_bytes(sys::random_id().map_err(failed)?),
                     image: snapshot.image.clone(),
                     image_id: snapshot.image_id,
-                    geometry: snapshot.geometry,
+                    geometry,
+                    capacity: default_capacity(geometry.size()),
                     origin: snapshot.number,
                 };
-                data.set_len(layout.file_len()).map_err(failed)?;
-                data.punch(Span { offset: 0, len: layout.file_len() }).map_err(|error| {
+                let len = identity.layout().file_len();
+                data.set_len(len).map_err(failed)?;
+                data.punch(Span { offset: 0, len }).map_err(|error| {
                     mismatch(&format!("is on a file system that cannot punch holes ({error})"))
                 })?;
                 // A process that finds a map also finds the file that it describes.
@@ -74,15 +80,15 @@ impl LocalState {
             Err(error) => return Err(map_failed(error)),
         };
         let identity = map.identity();
-        if identity.image != snapshot.image || identity.geometry != snapshot.geometry {
+        if identity.image != snapshot.image
+            || identity.geometry.chunk_size() != snapshot.geometry.chunk_size()
+        {
             return Err(mismatch(&format!(
-                "belongs to image '{}' of {} bytes in chunks of {}, not to '{}' of {} bytes in chunks \
-                 of {}; choose another directory",
+                "belongs to image '{}' in chunks of {} bytes, not to '{}' in chunks of {}; choose \
+                 another directory",
                 identity.image,
-                identity.geometry.size(),
                 identity.geometry.chunk_size(),
                 snapshot.image,
-                snapshot.geometry.size(),
                 snapshot.geometry.chunk_size(),
             )));
         }
@@ -92,7 +98,9 @@ impl LocalState {
                 identity.image
             )));
         }
-        if data.len().map_err(failed)? != layout.file_len() {
+        let layout = identity.layout();
+        // It may be longer: the process may have ended while the disk grew.
+        if data.len().map_err(failed)? < layout.file_len() {
             return Err(mismatch("has a data file of the wrong length; delete the directory"));
         }
         let layer_dir = Arc::new(LayerDir::new(path, &layout));
@@ -105,7 +113,7 @@ impl LocalState {
             },
         )?;
         if !live.is_adopted {
-            map.load(&layout, &live.presence, live.epochs[0].chunks.dirty()).map_err(map_failed)?;
+            map.load(&live.presence, live.epochs[0].chunks.dirty()).map_err(map_failed)?;
         }
         Ok(LocalState { data, map, layer_dir, layout, live, next_use })
     }

@@ -29,6 +29,7 @@ use crate::control::{self, ControlContext};
 use crate::counters::Counters;
 use crate::fetch::Fetcher;
 use crate::flush::{Flusher, INTENT_TIMEOUT};
+use crate::grow::Grower;
 use crate::guest::GuestState;
 use crate::guest::ledger::LedgerFile;
 use crate::image::Image;
@@ -69,7 +70,12 @@ pub fn run(args: &Args) -> Result<(), StartError> {
     let snapshot = store.catalog().resolve(&wanted).map_err(repository)?;
     snapshot.require_content().map_err(repository)?;
     let store = store.with_policy(snapshot.policy).with_durability(args.durability);
-    let local = LocalState::open(args, &snapshot)?;
+    // A writer has the size of its image, and a reader that of its snapshot.
+    let geometry = match args.read_only {
+        true => snapshot.geometry,
+        false => store.catalog().image(&snapshot.image).map_err(repository)?.geometry,
+    };
+    let local = LocalState::open(args, &snapshot, geometry)?;
     let record = store.catalog().mirror(&local.map.identity().mirror).map_err(repository)?;
     local
         .check(&args.mirror, &wanted, &snapshot, record.as_ref())
@@ -86,7 +92,8 @@ pub fn run(args: &Args) -> Result<(), StartError> {
         false => store.attach(&owner, &snapshot, mode),
     };
     let attachment = attachment.map_err(repository)?;
-    serve(args, sockets, local, store, attachment)
+    attachment.grow(local.layout.size()).map_err(repository)?;
+    serve(args, sockets, local, store, attachment, geometry.size())
 }
 
 /// The snapshot numbers and labels that checkpoints need, and the checkpoints that are resumed.
@@ -144,6 +151,7 @@ fn announced(snapshot: &Snapshot) -> NewSnapshot {
     NewSnapshot {
         number: snapshot.number,
         label: None,
+        size: snapshot.geometry.size(),
         consistency: snapshot.consistency,
         time: snapshot.time,
         dirty_bytes: snapshot.dirty_bytes,
@@ -158,9 +166,11 @@ fn serve(
     local: LocalState,
     repository: Repository,
     attachment: Attachment,
+    size: u64,
 ) -> Result<(), StartError> {
     let LocalState { data, mut map, layer_dir, layout, live, next_use } = local;
     let live_path = live.dir().to_owned();
+    let live_state = live.state().map_err(serving("opening the live directory"))?;
     match (live.is_adopted, map.is_clean()) {
         (true, true) => tracing::info!("resuming what the last process left"),
         (true, false) => tracing::info!("taking over the mirror from a process that was killed"),
@@ -194,7 +204,7 @@ fn serve(
         spill: SpillSpace::new(spill_bytes),
     };
     let unavailable = |source| StartError::Repository { image: args.image.clone(), source };
-    let image = Arc::new(Image::new(repository, attachment, map.identity().geometry));
+    let image = Arc::new(Image::new(repository, attachment));
     let snapshots = image.snapshots().map_err(unavailable)?;
     let state_of = |number| snapshots.iter().find(|one| one.number == number).map(|one| one.state);
     let Recovered { current, layers, resumed } =
@@ -217,7 +227,7 @@ fn serve(
     let ledgers = LedgerFile::open(&ledger_path, mailboxes.len(), args.queue_size)
         .map_err(serving("making the ledger of requests"))?;
     let events = Events::new(wakes.collect());
-    let intent = map.intent(&layout).map_err(serving("reading the map"))?;
+    let intent = map.intent().map_err(serving("reading the map"))?;
     let mirror = Mirror::new(layout, live.presence, intent, epochs, cow_space, events)
         .with_whole_blocks(data.alignment().offset > SECTOR_BYTES);
 
@@ -234,6 +244,8 @@ fn serve(
     let fetch_retry = Duration::from_secs(args.fetch_retry.into());
     let fetcher =
         Arc::new(Fetcher::new(disk.clone(), image.clone(), counters.clone(), fetch_retry));
+    let shared = (disk.clone(), image.clone(), guest.clone());
+    let grower = Arc::new(Grower::new(shared, (flusher.clone(), fetcher.clone()), live_state));
     let shared = (disk.clone(), image.clone(), counters.clone());
     let CommitSetup { numbers, labels, resumed, unrecorded } = setup;
     let commits = Commits::new(shared, live.unused_numbers, numbers, labels, resumed);
@@ -267,6 +279,7 @@ fn serve(
         disk: disk.clone(),
         guest: guest.clone(),
         counters: counters.clone(),
+        grower: grower.clone(),
         catalog: CatalogLanes::start().map_err(serving("starting a thread"))?,
         guest_checkpoints: Mutex::new(CheckpointLimit::new(
             Duration::from_millis(args.guest_checkpoint_interval.into()),
@@ -283,10 +296,16 @@ fn serve(
     }
     flusher.spawn().map_err(&spawning)?;
     fetcher.spawn().map_err(&spawning)?;
-    lease::spawn(image.clone()).map_err(&spawning)?;
+    lease::spawn(image.clone(), grower.clone()).map_err(&spawning)?;
     let stall = Duration::from_secs(args.cow_stall.into());
     stall::spawn(disk.clone(), counters, stall).map_err(&spawning)?;
     let persist = persister.spawn().map_err(&spawning)?;
+    if !args.read_only
+        && let Err(error) = grower.grow(size)
+    {
+        // A guest that runs goes on with the disk that it has.
+        tracing::error!(%error, "the disk cannot grow with its image");
+    }
     let stop = StopHandle::default();
     control::spawn(sockets.listeners, control, stop.clone()).map_err(&spawning)?;
     tracing::info!(image = %image.name(), parent = image.attachment.parent().0, "serving");
@@ -311,6 +330,7 @@ fn serve(
             "the next start resumes checkpoints that are not stable"
         );
     }
+    grower.close();
     let closed = flusher.close_map(guest.knows_any_ring()).map_err(serving("closing the mirror"));
     if closed.is_ok() {
         let unused = commits.take_unused_numbers();

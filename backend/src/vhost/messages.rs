@@ -174,6 +174,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE
+            // The channel is kept in `ConfigChannels`.
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD
             | VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT
             | skip_drain::FEATURE;
@@ -203,7 +205,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let queues = self.rings.len() as u16;
         let layout = self.disk.mirror.layout();
-        let config = config::space(layout, queues, self.queue_size, self.cached());
+        let config = config::space(&layout, queues, self.queue_size, self.cached());
         let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
         config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
     }

@@ -95,6 +95,11 @@ impl Handler {
         self.apply_caching();
         self.guest.add_known_ring(index);
         let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
+        // A hypervisor that connects again may know an old size. QEMU reads the configuration again
+        // only if a ring has started.
+        if !self.runs() {
+            self.guest.config_channels.notify(self.id);
+        }
         self.workers[index].send(Command::Start(Box::new(setup)));
         self.rings[index].state = RingState::Running;
         self.guest.queue_started();

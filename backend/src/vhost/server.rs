@@ -147,7 +147,10 @@ fn connection(
     let end = loop {
         let handled = match &peer {
             Ok(peer) if skip_drain::is_next(peer) => skip_drain::serve(peer, &mut lock()),
-            Ok(_) => requests.handle_request(),
+            Ok(peer) => {
+                guest.config_channels.watch(id, peer);
+                requests.handle_request()
+            }
             Err(error) => break Err(io::Error::new(error.kind(), error.to_string())),
         };
         match handled {
@@ -162,6 +165,7 @@ fn connection(
         }
     };
     lock().stop_all(ParkedRequests::Leave);
+    guest.config_channels.remove(id);
     guest.connection_closed();
     stop.leave(id);
     match end {

@@ -103,7 +103,7 @@ pub(super) struct SplitRequest {
 impl Worker {
     /// Accepts a request that was popped.
     pub(super) fn accept(&mut self, chain: Chain, kind: RequestKind) -> io::Result<()> {
-        let layout = *self.context.disk.mirror.layout();
+        let layout = self.context.disk.mirror.layout();
         let counters = self.counters();
         counters.taken.add(1);
         let writes = matches!(

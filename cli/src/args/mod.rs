@@ -167,6 +167,23 @@ pub(crate) enum Command {
         /// The new image's name
         image: ImageName,
     },
+    /// Make the disk of an image larger, also while it is in use
+    #[command(after_help = "A disk only grows. Its snapshots keep the sizes that they have.\n\n\
+                            A disk that runs grows within 20 seconds, and at once with --control. The \
+                            guest then sees the new size and can enlarge its partitions and file \
+                            systems.\n\n\
+                            Examples:\n  cairn resize vm1 40G\n  \
+                            cairn resize vm1 40G --control /run/vm1.ctl")]
+    Resize {
+        /// The image's name
+        image: ImageName,
+        /// The disk's size
+        #[arg(value_parser = parse_size)]
+        size: u64,
+        /// The control socket of the disk's cairn-blk, which then grows at once
+        #[arg(long, value_name = "SOCKET")]
+        control: Option<PathBuf>,
+    },
     /// Write a snapshot to a raw disk file
     #[command(after_help = "Examples:\n  cairn export vm1@3 vm1.raw\n  \
                             cairn export vm1 - | ssh host 'cat > vm1.raw'")]

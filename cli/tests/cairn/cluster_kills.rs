@@ -198,7 +198,7 @@ impl<'a> Writer<'a> {
 
     fn publish(&self, number: u64, changes: &Disk) -> Result<Snapshot> {
         self.attachment.renew()?;
-        let commit = match self.attachment.begin(&new_snapshot(number)) {
+        let commit = match self.attachment.begin(&new_snapshot(number, &self.attachment)) {
             Ok(commit) => commit,
             // It was published before, and only the answer was lost.
             Err(Error::WrongState { state: "stable" | "available", .. }) => {
@@ -210,7 +210,8 @@ impl<'a> Writer<'a> {
         let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
         let stored = self.repository.put_chunks(&chunks)?;
         let tree = changes.keys().zip(&chunks);
-        let tree = tree.map(|(at, one)| (ChunkIndex(*at), Some(one.chunk_id()))).collect();
+        let tree: BTreeMap<_, _> =
+            tree.map(|(at, one)| (ChunkIndex(*at), Some(one.chunk_id()))).collect();
         commit.publish(&tree, stored, &|at, buf| {
             buf.copy_from_slice(&content(changes[&at.0]));
             true
@@ -243,9 +244,16 @@ fn attach(repository: &Repository, me: u8, first: &Snapshot) -> Result<Attachmen
     repository.attach(&owner?, first, Mode::ReadWrite)
 }
 
-fn new_snapshot(number: u64) -> NewSnapshot {
-    let consistency = Consistency::Crash;
-    NewSnapshot { number, label: None, consistency, time: 0, dirty_bytes: 0, pause_us: 0 }
+fn new_snapshot(number: u64, attachment: &Attachment) -> NewSnapshot {
+    NewSnapshot {
+        number,
+        label: None,
+        size: attachment.geometry().size(),
+        consistency: Consistency::Crash,
+        time: 0,
+        dirty_bytes: 0,
+        pause_us: 0,
+    }
 }
 
 /// Imports disks with the program, one after the other.

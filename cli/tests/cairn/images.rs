@@ -30,6 +30,27 @@ fn an_image_is_created_listed_cloned_and_removed() {
 }
 
 #[test]
+fn an_image_grows_never_shrinks_and_its_snapshots_keep_their_sizes() {
+    let place = Place::new();
+    place.ok(&["create", "vm1", "1M"]);
+    assert_eq!(place.ok(&["resize", "vm1", "3M"]), "vm1: 1 MiB -> 3 MiB\n");
+    assert_eq!(place.json(&["ls"])[0]["size"], 3 << 20);
+    assert_eq!(place.json(&["show", "vm1@1"])["size"], 1 << 20);
+    let grown = json!({ "image": "vm1", "before": 3 << 20, "size": 3 << 20, "disk": null });
+    assert_eq!(place.json(&["resize", "vm1", "3M"]), grown, "the same size is no error");
+    for (size, code) in [("2M", 2), ("100", 2), ("65T", 2), ("x", 2)] {
+        assert_eq!(place.run(&["resize", "vm1", size]).code, code, "{size}");
+    }
+    assert!(place.run(&["resize", "vm1", "2M"]).stderr.contains("cannot shrink"));
+    assert_eq!(place.run(&["resize", "vm2", "2M"]).code, 3);
+    let away = place.run(&["resize", "vm1", "4M", "--control", "away.ctl"]);
+    assert_eq!(away.code, 3, "nobody serves it");
+    assert_eq!(place.json(&["ls"])[0]["size"], 4 << 20, "but the image has grown");
+    assert_eq!(place.ok(&["clone", "vm1@1", "vm2"]), "vm2@1\n");
+    assert_eq!(place.json(&["ls"])[1]["size"], 1 << 20);
+}
+
+#[test]
 fn show_prints_the_properties_of_a_snapshot() {
     let place = Place::new();
     place.disk("in.raw");
@@ -74,6 +95,7 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     let new = NewSnapshot {
         number,
         label: Some("golden".into()),
+        size: attachment.geometry().size(),
         consistency: Consistency::Filesystem,
         time: 0,
         dirty_bytes: 0,

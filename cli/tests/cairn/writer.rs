@@ -42,8 +42,15 @@ impl Writer {
     /// Reserves a number and begins the snapshot with it.
     pub(crate) fn begin(&self) -> Result<SnapshotCommit<'_>> {
         let number = self.attachment.reserve(1)?.start;
-        let (label, consistency) = (None, Consistency::Crash);
-        let new = NewSnapshot { number, label, consistency, time: 0, dirty_bytes: 0, pause_us: 0 };
+        let new = NewSnapshot {
+            number,
+            label: None,
+            size: self.attachment.geometry().size(),
+            consistency: Consistency::Crash,
+            time: 0,
+            dirty_bytes: 0,
+            pause_us: 0,
+        };
         self.attachment.begin(&new)
     }
 

@@ -14,6 +14,7 @@ use super::records::Record;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query};
 use crate::error::{Error, Result};
+use crate::geometry::Geometry;
 use crate::name::SnapshotRef;
 use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
@@ -70,13 +71,15 @@ impl Catalog {
 
     /// Renews the lease. After a rebuild of the catalog, acquires it again and refers to the
     /// mirror's `parent` again, unless another writer has acquired the image. No number below
-    /// `reserved_end` is then given out again.
+    /// `reserved_end` is then given out again. Returns the size of the image, which becomes `size`,
+    /// the size of the mirror, if that is larger.
     pub(crate) fn renew(
         &self,
         holder: &Holder,
         parent: (u64, Root),
         reserved_end: u64,
-    ) -> Result<()> {
+        size: u64,
+    ) -> Result<u64> {
         let mirror_key = mirror_key(&holder.owner.id);
         let queries = [
             Query::Key(holder.image_key()),
@@ -88,10 +91,17 @@ impl Catalog {
             let key = lease_key(&holder.image);
             let change = Change::default().put_for(LEASE_SECONDS as u32, key, &lease);
             match holder.check(view) {
-                Ok(_) => Ok((change, ())),
+                Ok(image) if image.size >= size => Ok((change, image.size)),
+                // The catalog is older than the mirror: it was restored from a copy.
+                Ok(image) => {
+                    let image = ImageDocument { size, ..image };
+                    Ok((change.put(holder.image_key(), &image), size))
+                }
                 Err(Error::CatalogRebuilt { .. }) => {
                     let image = image(view, &holder.image_name)?;
+                    let size = image.size.max(size);
                     let image = ImageDocument {
+                        size,
                         writer: Some(holder.owner.id),
                         fence: holder.fence.unwrap_or(0),
                         next_number: image.next_number.max(reserved_end),
@@ -100,7 +110,7 @@ impl Catalog {
                     let mirror = holder.mirror_after_rebuild(view, parent)?;
                     tracing::info!(image = %holder.image_name, "attached again to a rebuilt catalog");
                     let change = change.put(holder.image_key(), &image);
-                    Ok((change.put(&mirror_key, &mirror), ()))
+                    Ok((change.put(&mirror_key, &mirror), size))
                 }
                 Err(error) => Err(error),
             }
@@ -144,8 +154,12 @@ impl Catalog {
                 let selector = new.label.clone().unwrap_or_default();
                 return Err(Error::SnapshotExists { image, selector });
             }
+            Geometry::new(new.size, image.chunk_size)?;
+            // Unless the catalog was restored from a copy, the image has this size already.
+            image.size = image.size.max(new.size);
             let snapshot = SnapshotDocument {
                 parent: Some(mirror.parent),
+                size: new.size,
                 root: None,
                 time: new.time,
                 label: new.label.clone(),

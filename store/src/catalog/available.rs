@@ -58,7 +58,7 @@ impl Catalog {
                 {
                     found.push(Available {
                         policy: image.policy(),
-                        refers: Referrer::snapshot(image.geometry()?, &one),
+                        refers: Referrer::snapshot(one.geometry(image.chunk_size)?, &one),
                         version: view.version(&snapshot_key),
                         key: snapshot_key,
                         index: available_key(&id, number),

@@ -21,7 +21,7 @@ use crate::tree::Root;
 pub(super) const SCHEMA: &str = "schema";
 
 /// The version of the documents that this program reads and writes.
-pub(super) const SCHEMA_VERSION: u64 = 2;
+pub(super) const SCHEMA_VERSION: u64 = 3;
 
 pub(super) const IMAGES: &str = "images/";
 pub(super) const SNAPSHOTS: &str = "snapshots/";
@@ -141,6 +141,7 @@ pub(super) mod optional_text {
 pub(super) struct ImageDocument {
     #[serde(with = "text")]
     pub(super) id: ImageId,
+    /// The size of the disk of the image's writer. It only grows.
     pub(super) size: u64,
     pub(super) chunk_size: u32,
     pub(super) created: u64,
@@ -167,8 +168,7 @@ pub(super) struct ImageDocument {
 
 impl ImageDocument {
     pub(super) fn geometry(&self) -> Result<Geometry> {
-        Geometry::new(self.size, self.chunk_size)
-            .map_err(|error| Error::corrupt("an image in the catalog", error.to_string()))
+        geometry(self.size, self.chunk_size)
     }
 
     pub(super) fn policy(&self) -> StoragePolicy {
@@ -189,10 +189,17 @@ impl ImageDocument {
     }
 }
 
+fn geometry(size: u64, chunk_size: u32) -> Result<Geometry> {
+    Geometry::new(size, chunk_size)
+        .map_err(|error| Error::corrupt("an image in the catalog", error.to_string()))
+}
+
 /// A snapshot.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct SnapshotDocument {
     pub(super) parent: Option<u64>,
+    /// The size of the disk when the snapshot was taken.
+    pub(super) size: u64,
     #[serde(with = "optional_text")]
     pub(super) root: Option<NodeId>,
     pub(super) time: u64,
@@ -217,6 +224,11 @@ pub(super) struct SnapshotDocument {
 }
 
 impl SnapshotDocument {
+    /// The shape of the snapshot of an image with this chunk size.
+    pub(super) fn geometry(&self, chunk_size: u32) -> Result<Geometry> {
+        geometry(self.size, chunk_size)
+    }
+
     pub(super) fn snapshot(
         self,
         image: &ImageName,
@@ -230,7 +242,7 @@ impl SnapshotDocument {
             parent: self.parent,
             root: Root(self.root),
             time: self.time,
-            geometry: document.geometry()?,
+            geometry: self.geometry(document.chunk_size)?,
             policy: document.policy(),
             label: self.label,
             state: self.state,

@@ -15,7 +15,7 @@ use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query, View};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
-use crate::geometry::Geometry;
+use crate::geometry::{Geometry, MAX_SIZE};
 use crate::id::{BlobId, ImageId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
@@ -88,6 +88,7 @@ impl Draft {
         };
         let snapshot = SnapshotDocument {
             parent: None,
+            size: geometry.size(),
             root: first.root.0,
             time,
             label: None,
@@ -167,28 +168,30 @@ impl Catalog {
         // Checks the version of the documents.
         self.read(&[])?;
         let mut all: HashMap<StoragePolicy, Vec<Referrer>> = HashMap::new();
-        let mut images: HashMap<ImageId, (StoragePolicy, Geometry)> = HashMap::new();
+        let mut images: HashMap<ImageId, (StoragePolicy, u32)> = HashMap::new();
         // In the order of the keys: the images come first.
         self.documents.scan(&[IMAGES, MIRRORS, SNAPSHOTS], &mut |key, document| {
             if key.starts_with(IMAGES) {
                 let image: ImageDocument = document.decode(key)?;
-                images.insert(image.id, (image.policy(), image.geometry()?));
+                images.insert(image.id, (image.policy(), image.chunk_size));
                 return Ok(());
             }
-            // A mirror keeps its parent's content, even if the parent snapshot was removed.
-            let (id, root, record) = if key.starts_with(MIRRORS) {
+            // A mirror keeps its parent's content, even if the parent snapshot was removed. The tree
+            // itself tells the size that the parent had.
+            let (id, size, root, record) = if key.starts_with(MIRRORS) {
                 let mirror: MirrorDocument = document.decode(key)?;
-                (mirror.image_id, mirror.root, None)
+                (mirror.image_id, MAX_SIZE, mirror.root, None)
             } else {
                 let snapshot: SnapshotDocument = document.decode(key)?;
                 if !snapshot.state.has_content() {
                     return Ok(());
                 }
-                (snapshot_of(key)?.0, snapshot.root, snapshot.record)
+                (snapshot_of(key)?.0, snapshot.size, snapshot.root, snapshot.record)
             };
             // A snapshot without an image is left from a rebuild that was killed.
-            if let Some((policy, geometry)) = images.get(&id) {
-                let referrer = Referrer { geometry: *geometry, root: Root(root), record };
+            if let Some((policy, chunk_size)) = images.get(&id) {
+                let geometry = Geometry::new(size, *chunk_size)?;
+                let referrer = Referrer { geometry, root: Root(root), record };
                 all.entry(*policy).or_default().push(referrer);
             }
             Ok(())
@@ -218,6 +221,27 @@ impl Catalog {
     /// One image.
     pub fn image(&self, name: &ImageName) -> Result<Image> {
         image(&self.read(&[Query::Key(image_key(name))])?, name)?.image(name)
+    }
+
+    /// Gives the disk of an image another size, which is not smaller. Returns the image as it was.
+    ///
+    /// Snapshots keep their sizes. The process that serves a disk of the image learns of its size
+    /// when it renews its lease.
+    pub fn resize(&self, name: &ImageName, size: u64) -> Result<Image> {
+        let key = image_key(name);
+        self.change(&[Query::key(&key)], |view| {
+            let before = image(view, name)?;
+            Geometry::new(size, before.chunk_size)?;
+            if size < before.size {
+                let (name, before) = (name.to_string(), before.size);
+                return Err(Error::CannotShrink { name, before, size });
+            }
+            let change = match size == before.size {
+                true => Change::default(),
+                false => Change::default().put(&key, &ImageDocument { size, ..before.clone() }),
+            };
+            Ok((change, before.image(name)?))
+        })
     }
 
     /// The snapshots of an image, oldest first, in any state. They are all in memory at once: see

@@ -101,7 +101,8 @@ impl World {
         let number = self.catalog.reserve(holder, rng.between(1, 3))?.start;
         let label = rng.pick(&LABELS).map(str::to_owned);
         let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
-        let new = NewSnapshot { number, label, consistency, time, dirty_bytes, pause_us };
+        let new =
+            NewSnapshot { number, label, size: 1 << 20, consistency, time, dirty_bytes, pause_us };
         let epoch = self.catalog.begin(holder, &new)?;
         let state = rng.pick(&[SnapshotState::Stable, SnapshotState::Available]);
         let published = Published {

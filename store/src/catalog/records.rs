@@ -28,7 +28,7 @@ use crate::tree::Root;
 
 /// The format name in every record.
 const FORMAT: &str = "cairn-snapshot-record";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The most snapshots that a rebuild restores with one change. Each writes up to three documents, and
 /// etcd refuses changes of more than 128 operations.
@@ -100,6 +100,11 @@ impl Record {
 
     pub(super) fn image_id(&self) -> ImageId {
         self.image.id
+    }
+
+    /// The largest size that the image is known to have had.
+    fn size(&self) -> u64 {
+        self.snapshot.as_ref().map_or(0, |snapshot| snapshot.size).max(self.image.size)
     }
 
     /// The storage policy of the image.
@@ -320,7 +325,7 @@ impl Catalog {
     /// Restores an image, or what is missing of an image that the catalog has. Returns the number
     /// of restored snapshots.
     fn restore(&self, image: &RecordedImage, inventory: &Inventory, is_known: bool) -> Result<u64> {
-        let RecordedImage { last, next_number, snapshots, .. } = image;
+        let RecordedImage { last, next_number, size, snapshots, .. } = image;
         let (name, id) = (&last.image_name, &last.image.id);
         let missing =
             snapshots.iter().filter(|(number, _)| !inventory.snapshots.contains(&(*id, *number)));
@@ -332,10 +337,15 @@ impl Catalog {
         let (key, mark) = (image_key(name), restoring_key(id));
         self.change(&[Query::key(&key), Query::key(&mark)], |view| {
             let document = match view.get::<ImageDocument>(&key)? {
-                Some(found) if found.id == *id && found.next_number < *next_number => {
-                    ImageDocument { next_number: *next_number, ..found }
+                Some(found)
+                    if found.id == *id
+                        && (found.next_number < *next_number || found.size < *size) =>
+                {
+                    let next_number = found.next_number.max(*next_number);
+                    ImageDocument { next_number, size: found.size.max(*size), ..found }
                 }
                 None if !is_known => ImageDocument {
+                    size: *size,
                     next_number: *next_number,
                     writer: None,
                     fence: image.fence,
@@ -418,6 +428,8 @@ struct RecordedImage {
     last: Record,
     /// A number that no snapshot of the image has used, and none above it.
     next_number: u64,
+    /// The largest size in any record. A disk only grows.
+    size: u64,
     /// The highest fence and count of rebuilds in any record.
     fence: u64,
     restored: u64,
@@ -435,6 +447,7 @@ impl RecordedImage {
         let fence = records.iter().map(|one| one.image.fence).max().unwrap_or(0);
         let restored = records.iter().map(|one| one.image.restored).max().unwrap_or(0);
         let next = records.iter().map(|one| one.image.next_number.max(one.number + 1)).max();
+        let size = records.iter().map(Record::size).max().unwrap_or(0);
         let newest: BTreeMap<u64, Record> =
             records.into_iter().map(|record| (record.number, record)).collect();
         let is_removed = newest.contains_key(&0);
@@ -442,7 +455,7 @@ impl RecordedImage {
             newest.into_iter().filter_map(|(number, one)| Some((number, one.snapshot?)));
         let snapshots = snapshots.filter(|(_, one)| one.state.has_content() && !is_removed);
         let (next_number, snapshots) = (next.unwrap_or(0), snapshots.collect());
-        RecordedImage { last, next_number, fence, restored, snapshots }
+        RecordedImage { last, next_number, size, fence, restored, snapshots }
     }
 
     /// Whether the image was not removed.

@@ -111,7 +111,7 @@ impl TestCatalog {
 
 fn new(number: u64) -> NewSnapshot {
     let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
-    NewSnapshot { number, label: None, consistency, time, dirty_bytes, pause_us }
+    NewSnapshot { number, label: None, size: 1 << 20, consistency, time, dirty_bytes, pause_us }
 }
 
 fn published(state: SnapshotState) -> Published {

@@ -29,7 +29,9 @@ const MAX_REASON_CHARS: usize = 1000;
 pub struct Attachment {
     repository: Repository,
     holder: Holder,
-    geometry: Geometry,
+    chunk_size: u32,
+    /// The size of the mirror.
+    size: AtomicU64,
     parent: Mutex<(u64, Root)>,
     /// The mirror may have given out snapshot numbers below this one.
     reserved_end: AtomicU64,
@@ -43,16 +45,27 @@ impl Attachment {
         parent: (u64, Root),
     ) -> Self {
         let (parent, reserved_end) = (Mutex::new(parent), AtomicU64::new(0));
-        Self { repository, holder, geometry, parent, reserved_end }
+        let (chunk_size, size) = (geometry.chunk_size(), AtomicU64::new(geometry.size()));
+        Self { repository, holder, chunk_size, size, parent, reserved_end }
     }
 
-    pub(super) fn geometry(&self) -> Geometry {
-        self.geometry
+    /// Returns the size of the mirror and of its chunks. At first it is that of the snapshot that the
+    /// mirror was attached to.
+    pub fn geometry(&self) -> Geometry {
+        let size = self.size.load(Ordering::SeqCst);
+        Geometry::new(size, self.chunk_size).expect("both were checked when they were set")
+    }
+
+    /// Notes the size of the mirror. It only grows.
+    pub fn grow(&self, size: u64) -> Result<()> {
+        Geometry::new(size, self.chunk_size)?;
+        self.size.fetch_max(size, Ordering::SeqCst);
+        Ok(())
     }
 
     /// Returns the bytes of this many chunks.
     pub(super) fn chunk_bytes(&self, chunks: u64) -> u64 {
-        chunks * u64::from(self.geometry.chunk_size())
+        chunks * u64::from(self.chunk_size)
     }
 
     /// Returns the name of the image.
@@ -100,14 +113,18 @@ impl Attachment {
     /// Renews the lease. The interval between two calls must be well below
     /// [`LEASE_SECONDS`](crate::LEASE_SECONDS). A reader has no lease, so the call does nothing.
     ///
+    /// Returns the size that the mirror should have: that of its image, or its own if it is a
+    /// reader. If the mirror is larger than its image, the image grows.
+    ///
     /// If the catalog was rebuilt, this attaches the mirror again.
-    pub fn renew(&self) -> Result<()> {
+    pub fn renew(&self) -> Result<u64> {
+        let size = self.size.load(Ordering::SeqCst);
         match self.holder.may_write() {
             true => {
                 let reserved_end = self.reserved_end.load(Ordering::SeqCst);
-                self.repository.catalog().renew(&self.holder, self.parent(), reserved_end)
+                self.repository.catalog().renew(&self.holder, self.parent(), reserved_end, size)
             }
-            false => Ok(()),
+            false => Ok(size),
         }
     }
 
@@ -119,13 +136,16 @@ impl Attachment {
     pub fn begin(&self, new: &NewSnapshot) -> Result<SnapshotCommit<'_>> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
         let epoch = self.repository.catalog().begin(&self.holder, new)?;
-        Ok(SnapshotCommit::new(self, new.number, Commit::new(&self.repository, epoch)?))
+        let geometry = Geometry::new(new.size, self.chunk_size)?;
+        let commit = Commit::new(&self.repository, epoch)?;
+        Ok(SnapshotCommit::new(self, new.number, geometry, commit))
     }
 
     /// Returns the commit of a snapshot that was announced before. It is unverified: it does not
     /// know when the content was stored.
     pub fn announced(&self, number: u64) -> SnapshotCommit<'_> {
-        SnapshotCommit::new(self, number, Commit::unverified(&self.repository))
+        let commit = Commit::unverified(&self.repository);
+        SnapshotCommit::new(self, number, self.geometry(), commit)
     }
 
     /// Publishes a snapshot whose content is stored. Returns `None` if the cluster is in another

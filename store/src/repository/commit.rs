@@ -272,14 +272,21 @@ impl<'a> Verification<'a> {
 pub struct SnapshotCommit<'a> {
     attachment: &'a Attachment,
     number: u64,
+    /// The shape of the snapshot.
+    geometry: Geometry,
     commit: Commit,
     /// The number and the root of the snapshot that it is derived from, after the publication.
     base: Mutex<(u64, Root)>,
 }
 
 impl<'a> SnapshotCommit<'a> {
-    pub(super) fn new(attachment: &'a Attachment, number: u64, commit: Commit) -> Self {
-        SnapshotCommit { attachment, number, commit, base: Mutex::default() }
+    pub(super) fn new(
+        attachment: &'a Attachment,
+        number: u64,
+        geometry: Geometry,
+        commit: Commit,
+    ) -> Self {
+        SnapshotCommit { attachment, number, geometry, commit, base: Mutex::default() }
     }
 
     /// Returns the snapshot's number.
@@ -307,7 +314,7 @@ impl<'a> SnapshotCommit<'a> {
         let (parent, base) = self.attachment.parent();
         *self.base.lock().unwrap_or_else(PoisonError::into_inner) = (parent, base);
         let state = self.commit.repository.published_state();
-        let verify = || self.commit.verify_chunks(changes, local, self.attachment.geometry());
+        let verify = || self.commit.verify_chunks(changes, local, self.geometry);
         self.commit.in_epoch(verify, |epoch| {
             let update = self.store_tree(&base, changes)?;
             self.commit.repository.flush()?;
@@ -328,7 +335,7 @@ impl<'a> SnapshotCommit<'a> {
     ) -> Result<Snapshot> {
         let (parent, _) = self.attachment.parent();
         let state = self.commit.repository.published_state();
-        let verify = || self.commit.verify_tree(root, self.attachment.geometry());
+        let verify = || self.commit.verify_tree(root, self.geometry);
         self.commit.in_epoch(verify, |epoch| {
             self.commit.repository.flush()?;
             let published = self.published(state, parent, root, stored_bytes, dirty_bytes, epoch);
@@ -347,7 +354,7 @@ impl<'a> SnapshotCommit<'a> {
         let (parent, base) = *self.base.lock().unwrap_or_else(PoisonError::into_inner);
         let Snapshot { root, stored_bytes, dirty_bytes, .. } = *snapshot;
         let verify = || {
-            self.commit.verify_chunks(changes, local, self.attachment.geometry())?;
+            self.commit.verify_chunks(changes, local, self.geometry)?;
             self.store_tree(&base, changes).map(drop)
         };
         let completed = self.commit.in_epoch(verify, |epoch| {
@@ -363,7 +370,7 @@ impl<'a> SnapshotCommit<'a> {
     }
 
     fn store_tree(&self, base: &Root, changes: &dyn Changes) -> Result<TreeUpdate> {
-        self.commit.repository.commit_tree(base, self.attachment.geometry(), changes)
+        self.commit.repository.commit_tree(base, self.geometry, changes)
     }
 
     fn published(

@@ -1,10 +1,14 @@
 //! The Merkle tree over the chunks of a snapshot.
 //!
-//! A node of level 0 names chunks, a node above names nodes. The height follows from the disk's
-//! [`Geometry`] alone, and a node without children does not exist. So one content has one root,
-//! whatever changes led to it. Changing a chunk copies the path from the root to it (path copying,
-//! also called *shadowing*). Everything else is shared with the older tree. A *clone* refers to the
-//! same root.
+//! A node of level 0 names chunks, a node above names nodes. The height of a stored tree follows
+//! from the disk's [`Geometry`] alone, and a node without children does not exist. So one content of
+//! one size has one root, whatever changes led to it. Changing a chunk copies the path from the root
+//! to it (path copying, also called *shadowing*). Everything else is shared with the older tree. A
+//! *clone* refers to the same root.
+//!
+//! The root's level tells the height of a tree. So the tree of a disk can be read with the geometry
+//! that the disk has after it has grown: chunks that the tree does not cover are holes. A commit to
+//! a disk that has grown puts the old root under new ones, in slot 0.
 //!
 //! ```text
 //!            root of @1      root of @2
@@ -88,8 +92,14 @@ struct NodePosition {
 }
 
 impl NodePosition {
+    /// The position of the root of a tree that is committed with this geometry.
     fn top(geometry: Geometry) -> Self {
         Self { level: geometry.height() - 1, first: 0 }
+    }
+
+    /// Whether the node covers this chunk.
+    fn covers(self, index: u64) -> bool {
+        (self.first..self.first + self.stride() * FAN_OUT).contains(&index)
     }
 
     /// How many chunks each child covers.
@@ -129,21 +139,24 @@ impl Trees {
         index: ChunkIndex,
     ) -> Result<Option<ChunkId>> {
         geometry.check_index(index)?;
-        let mut position = NodePosition::top(geometry);
-        let mut next = root.0;
-        while let Some(id) = next {
+        let Some(id) = root.0 else { return Ok(None) };
+        let (mut position, mut node) = self.load_root(id, geometry)?;
+        if !position.covers(index.0) {
+            return Ok(None);
+        }
+        loop {
             let slot = position.slot_of(index.0);
-            let Some(child) = self.load(id, geometry, position)?.get(slot).copied() else { break };
+            let Some(child) = node.get(slot).copied() else { return Ok(None) };
             if position.level == 0 {
                 return Ok(Some(ChunkId::from_bytes(child)));
             }
-            next = Some(NodeId::from_bytes(child));
             position = position.child(slot);
+            node = self.load(NodeId::from_bytes(child), geometry, position)?;
         }
-        Ok(None)
     }
 
-    /// Stores the tree that differs from `base` by these chunks.
+    /// Stores the tree that differs from `base` by these chunks. `base` may be the tree of a smaller
+    /// disk.
     pub(crate) fn commit(
         &self,
         base: &Root,
@@ -151,16 +164,17 @@ impl Trees {
         changes: &dyn Changes,
         policy: &StoragePolicy,
     ) -> Result<TreeUpdate> {
-        if changes.next(ChunkIndex(0))?.is_none() {
-            return Ok(TreeUpdate { root: *base, new_bytes: 0 });
-        }
         if let Some((outside, _)) = changes.next(ChunkIndex(geometry.chunk_count()))? {
             geometry.check_index(outside)?;
         }
         let mut edit =
             Edit { trees: self, geometry, changes, policy: policy.of_small_blobs(), new_bytes: 0 };
-        let root = Root(edit.apply(base.0, NodePosition::top(geometry))?);
-        Ok(TreeUpdate { root, new_bytes: edit.new_bytes })
+        let base = base.0.map(|id| edit.raise(id)).transpose()?;
+        let root = match changes.next(ChunkIndex(0))?.is_none() {
+            true => base,
+            false => edit.apply(base, NodePosition::top(geometry))?,
+        };
+        Ok(TreeUpdate { root: Root(root), new_bytes: edit.new_bytes })
     }
 
     /// The chunks that are not holes, in order.
@@ -168,19 +182,35 @@ impl Trees {
         Chunks::new(Arc::clone(self), root, geometry)
     }
 
+    /// Loads the root of a tree that was committed with this geometry, or before the disk has grown
+    /// to it. The root's level tells its position.
+    fn load_root(&self, id: NodeId, geometry: Geometry) -> Result<(NodePosition, Arc<Node>)> {
+        let node = self.read(id)?;
+        let top = NodePosition::top(geometry);
+        if node.level() > top.level {
+            return Err(corrupt(id, "it is the root of a larger disk"));
+        }
+        let position = NodePosition { level: node.level(), ..top };
+        check_position(id, &node, geometry, position)?;
+        Ok((position, node))
+    }
+
+    /// Reads a node, which may be at any position.
+    fn read(&self, id: NodeId) -> Result<Arc<Node>> {
+        if let Some(node) = self.cache.get(&id) {
+            return Ok(node);
+        }
+        let mut bytes = [0; MAX_NODE];
+        let len = self.blobs.get(&id.into(), &mut bytes)?;
+        let node = Node::decode(&bytes[..len]).map_err(|reason| corrupt(id, reason))?;
+        let node = Arc::new(node);
+        self.cache.insert(id, Arc::clone(&node));
+        Ok(node)
+    }
+
     fn load(&self, id: NodeId, geometry: Geometry, position: NodePosition) -> Result<Arc<Node>> {
-        let corrupt = |reason| Error::corrupt(format!("tree node {id}"), reason);
-        let node = match self.cache.get(&id) {
-            Some(node) => node,
-            None => {
-                let mut bytes = [0; MAX_NODE];
-                let len = self.blobs.get(&id.into(), &mut bytes)?;
-                let node = Arc::new(Node::decode(&bytes[..len]).map_err(corrupt)?);
-                self.cache.insert(id, Arc::clone(&node));
-                node
-            }
-        };
-        node.check_position(position.level, position.slots(geometry)).map_err(corrupt)?;
+        let node = self.read(id)?;
+        check_position(id, &node, geometry, position)?;
         Ok(node)
     }
 
@@ -195,6 +225,21 @@ impl Trees {
     }
 }
 
+/// Fails unless a node fits a position in a tree.
+fn check_position(
+    id: NodeId,
+    node: &Node,
+    geometry: Geometry,
+    position: NodePosition,
+) -> Result<()> {
+    let fits = node.check_position(position.level, position.slots(geometry));
+    fits.map_err(|reason| corrupt(id, reason))
+}
+
+fn corrupt(id: NodeId, reason: &'static str) -> Error {
+    Error::corrupt(format!("tree node {id}"), reason)
+}
+
 /// The application of changes to a tree. It holds one path of nodes at a time.
 struct Edit<'a> {
     trees: &'a Trees,
@@ -205,6 +250,20 @@ struct Edit<'a> {
 }
 
 impl Edit<'_> {
+    /// Gives the tree with the root `id` the height of the disk.
+    fn raise(&mut self, id: NodeId) -> Result<NodeId> {
+        let low = self.trees.load_root(id, self.geometry)?.0.level;
+        let mut root = id;
+        for level in low..NodePosition::top(self.geometry).level {
+            let mut above = Node::new(level + 1);
+            above.set(0, Some(*root.as_bytes()));
+            let (id, new_bytes) = self.trees.store(above, &self.policy)?;
+            self.new_bytes += new_bytes;
+            root = id;
+        }
+        Ok(root)
+    }
+
     /// Applies the changes under `position` to the subtree `old`. Returns the resulting subtree.
     fn apply(&mut self, old: Option<NodeId>, position: NodePosition) -> Result<Option<NodeId>> {
         let before = match old {

@@ -37,6 +37,11 @@ impl Node {
         Self { level, present: [0; 4], children: Vec::new() }
     }
 
+    /// The number of levels below the node.
+    pub(crate) fn level(&self) -> u8 {
+        self.level
+    }
+
     /// The child in this slot.
     pub(crate) fn get(&self, slot: u8) -> Option<&Child> {
         self.has(slot).then(|| &self.children[self.rank(slot)])

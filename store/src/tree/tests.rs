@@ -142,6 +142,38 @@ proptest! {
     }
 
     #[test]
+    fn a_tree_that_grew_with_its_disk_has_the_root_of_one_that_did_not(
+        (small, runs) in runs_of_changes(),
+        more in prop_oneof![Just(0), 1..300_u64, Just(65_536), Just(16_777_216)],
+        later in vec((0..400_u64, any::<Option<u8>>()), 0..4),
+    ) {
+        let (policy, chunks) = (StoragePolicy::default(), small.chunk_count() + more);
+        let (large, (_, trees)) = (disk(chunks), trees());
+        let commit = |base: &Root, geometry, changes: &Changes| {
+            trees.commit(base, geometry, changes, &policy).unwrap().root
+        };
+        let before = runs.iter().fold(Root::default(), |root, run| commit(&root, small, run));
+        let read = |root: &Root, geometry| -> Changes {
+            let chunks = trees.chunks(root, geometry).map(|chunk| chunk.unwrap());
+            chunks.map(|(index, id)| (index, Some(id))).collect()
+        };
+        let mut content = read(&before, small);
+        prop_assert_eq!(&read(&before, large), &content, "the old tree, after the growth");
+        prop_assert_eq!(trees.chunk_at(&before, large, ChunkIndex(chunks - 1)).unwrap(),
+            content.get(&ChunkIndex(chunks - 1)).copied().flatten());
+        // Near the old end, and near the new one.
+        let later: Changes = later.into_iter().map(|(at, byte)| {
+            let at = if at < 200 { small.chunk_count() + at } else { chunks - 1 + 200 - at.min(chunks + 199) };
+            (ChunkIndex(at.min(chunks - 1)), byte.map(chunk))
+        }).collect();
+        let after = commit(&before, large, &later);
+        content.extend(later);
+        content.retain(|_, id| id.is_some());
+        prop_assert_eq!(&read(&after, large), &content);
+        prop_assert_eq!(after, commit(&Root::default(), large, &content), "at once");
+    }
+
+    #[test]
     fn arbitrary_bytes_are_refused_or_are_the_one_encoding_of_a_node(
         bytes in vec(any::<u8>(), 0..200),
         bitmap in btree_map(0..32_usize, any::<u8>(), 0..4),
@@ -245,7 +277,7 @@ fn chunks_beyond_the_disk_are_refused() {
 }
 
 #[test]
-fn a_tree_of_another_geometry_is_reported_as_corrupt() {
+fn a_tree_of_a_larger_disk_is_reported_as_corrupt() {
     let blobs: Arc<MemoryBlobs> = Arc::default();
     // The cache is large: a cached node is checked again for another position.
     let trees = Arc::new(Trees::new(blobs, 1 << 20));
@@ -253,10 +285,13 @@ fn a_tree_of_another_geometry_is_reported_as_corrupt() {
         .commit(&Root::default(), disk(256), &changes(&[(255, Some(1))]), &StoragePolicy::default())
         .unwrap()
         .root;
-    for geometry in [disk(255), disk(257)] {
-        let error = trees.chunk_at(&wide, geometry, ChunkIndex(0)).unwrap_err();
+    let high =
+        trees.commit(&wide, disk(257), &changes(&[]), &StoragePolicy::default()).unwrap().root;
+    assert_ne!(high, wide);
+    for (root, geometry) in [(wide, disk(255)), (high, disk(256))] {
+        let error = trees.chunk_at(&root, geometry, ChunkIndex(0)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt);
-        let mut chunks = trees.chunks(&wide, geometry);
+        let mut chunks = trees.chunks(&root, geometry);
         assert_eq!(chunks.next().unwrap().unwrap_err().kind(), ErrorKind::Corrupt);
         assert!(chunks.next().is_none(), "the walk ends after an error");
     }

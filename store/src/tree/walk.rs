@@ -32,15 +32,14 @@ impl Chunks {
         Self { trees, geometry, start: root.0, path: Vec::new() }
     }
 
-    fn enter(&mut self, id: NodeId, position: NodePosition) -> Result<()> {
-        let node = self.trees.load(id, self.geometry, position)?;
+    fn enter(&mut self, position: NodePosition, node: Arc<Node>) {
         self.path.push(Step { position, node, slot: Some(0) });
-        Ok(())
     }
 
     fn advance(&mut self) -> Result<Option<(ChunkIndex, ChunkId)>> {
         if let Some(root) = self.start.take() {
-            self.enter(root, NodePosition::top(self.geometry))?;
+            let (position, node) = self.trees.load_root(root, self.geometry)?;
+            self.enter(position, node);
         }
         while let Some(step) = self.path.last_mut() {
             let Some(slot) = step.slot.and_then(|from| step.node.next_present(from)) else {
@@ -54,7 +53,9 @@ impl Chunks {
                 let index = ChunkIndex(position.first_of(slot));
                 return Ok(Some((index, ChunkId::from_bytes(child))));
             }
-            self.enter(NodeId::from_bytes(child), position.child(slot))?;
+            let below = position.child(slot);
+            let node = self.trees.load(NodeId::from_bytes(child), self.geometry, below)?;
+            self.enter(below, node);
         }
         Ok(None)
     }
@@ -98,8 +99,22 @@ impl Trees {
         visit: &mut dyn FnMut(Referred),
         failed: &mut dyn FnMut(NodeId, Error),
     ) {
-        let mut left: Vec<_> =
-            root.0.map(|id| (id, NodePosition::top(geometry))).into_iter().collect();
+        let Some(id) = root.0.filter(|id| seen.insert(*id)) else { return };
+        let mut left = Vec::new();
+        let mut expand = |id, loaded: Result<(NodePosition, Arc<Node>)>, left: &mut Vec<_>| {
+            visit(Referred::Node(id));
+            let (position, node) = match loaded {
+                Ok(loaded) => loaded,
+                Err(error) => return failed(id, error),
+            };
+            for (slot, child) in children(&node) {
+                match position.level {
+                    0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
+                    _ => left.push((NodeId::from_bytes(child), position.child(slot))),
+                }
+            }
+        };
+        expand(id, self.load_root(id, geometry), &mut left);
         while !left.is_empty() {
             let mut some = Vec::with_capacity(PARALLEL_READS);
             while some.len() < PARALLEL_READS
@@ -110,20 +125,7 @@ impl Trees {
                 }
             }
             for ((id, position), node) in some.iter().zip(self.load_all(&some, geometry)) {
-                visit(Referred::Node(*id));
-                let node = match node {
-                    Ok(node) => node,
-                    Err(error) => {
-                        failed(*id, error);
-                        continue;
-                    }
-                };
-                for (slot, child) in children(&node) {
-                    match position.level {
-                        0 => visit(Referred::Chunk(ChunkId::from_bytes(child))),
-                        _ => left.push((NodeId::from_bytes(child), position.child(slot))),
-                    }
-                }
+                expand(*id, node.map(|node| (*position, node)), &mut left);
             }
         }
     }
@@ -158,8 +160,14 @@ impl Trees {
         is_sought: &dyn Fn(&NodeId) -> bool,
         answers: &mut HashMap<NodeId, bool>,
     ) -> bool {
-        let top = NodePosition::top(geometry);
-        root.0.is_some_and(|id| self.node_has(id, geometry, top, is_sought, answers))
+        let Some(id) = root.0 else { return false };
+        match answers.get(&id) {
+            Some(answer) => *answer,
+            None if is_sought(&id) => true,
+            None => self.load_root(id, geometry).map_or(true, |(position, _)| {
+                self.node_has(id, geometry, position, is_sought, answers)
+            }),
+        }
     }
 
     fn node_has(
@@ -195,8 +203,13 @@ impl Trees {
         blobs: &HashSet<BlobId>,
         answers: &mut HashMap<NodeId, bool>,
     ) -> bool {
-        let top = NodePosition::top(geometry);
-        root.0.is_some_and(|id| self.node_refers_to(id, geometry, top, blobs, answers))
+        let Some(id) = root.0 else { return false };
+        match answers.get(&id) {
+            Some(answer) => *answer,
+            None => self.load_root(id, geometry).map_or(true, |(position, _)| {
+                self.node_refers_to(id, geometry, position, blobs, answers)
+            }),
+        }
     }
 
     fn node_refers_to(

@@ -1,5 +1,6 @@
 //! Images, snapshots, clones and their content.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,8 +12,8 @@ use crate::support::{
 };
 use cairn_store::encoding::StoragePolicy;
 use cairn_store::{
-    BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, Repository, Result, Root, SnapshotRef,
-    SnapshotState,
+    BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, NewSnapshot, Repository, Result, Root,
+    SnapshotRef, SnapshotState,
 };
 use tempfile::TempDir;
 
@@ -22,6 +23,7 @@ for_each_document_store!(
     objects_that_do_not_exist_are_reported_as_not_found,
     a_clone_shares_content_and_is_independent_of_its_source,
     snapshots_without_content_cannot_be_cloned_and_the_error_says_why,
+    a_disk_grows_and_its_snapshots_keep_their_sizes,
     the_last_snapshot_with_content_cannot_be_removed,
 );
 
@@ -96,6 +98,44 @@ fn snapshots_without_content_cannot_be_cloned_and_the_error_says_why(test: &Test
         1,
         "the newest stable snapshot"
     );
+}
+
+fn a_disk_grows_and_its_snapshots_keep_their_sizes(test: &TestRepository) {
+    let repository = &test.repository;
+    let (catalog, vm) = (repository.catalog(), name("a"));
+    let third_chunk = repository.put_chunk(&content(3)).unwrap().id;
+    let changes = BTreeMap::from([(ChunkIndex(3), Some(third_chunk))]);
+    let root = repository.commit_tree(&Root::default(), disk(200), &changes).unwrap().root;
+    let first = repository.publish_image(&vm, disk(200), &root, 0, 0).unwrap();
+    let writer = test.attach(1, &first).unwrap();
+    assert_eq!(writer.renew().unwrap(), disk(200).size());
+    for refused in [disk(199).size(), disk(200).size() + 1, 0, u64::MAX] {
+        assert_eq!(kind(catalog.resize(&vm, refused)), ErrorKind::Invalid, "{refused}");
+    }
+    assert_eq!(catalog.resize(&vm, disk(200).size()).unwrap().geometry, disk(200), "no change");
+    assert_eq!(catalog.resize(&vm, disk(1000).size()).unwrap().geometry, disk(200));
+    assert_eq!(catalog.image(&vm).unwrap().geometry, disk(1000));
+    assert_eq!(catalog.resolve(&at("a@1")).unwrap().geometry, disk(200));
+    assert_eq!(writer.renew().unwrap(), disk(1000).size(), "the writer learns of it");
+    assert_eq!(writer.geometry(), disk(200), "until the mirror has grown");
+
+    // A checkpoint from before the growth, and one from after it.
+    let numbers = writer.reserve(2).unwrap();
+    let chunk = repository.put_chunk(&content(5)).unwrap().id;
+    for (number, chunks, at) in [(numbers.start, 200, 199), (numbers.start + 1, 1000, 999)] {
+        writer.grow(disk(chunks).size()).unwrap();
+        let new = NewSnapshot { size: disk(chunks).size(), ..new_snapshot(number) };
+        let changes = BTreeMap::from([(ChunkIndex(at), Some(chunk))]);
+        let published = writer.begin(&new).unwrap().publish(&changes, 0, &|_, _| false).unwrap();
+        assert_eq!(published.geometry, disk(chunks));
+    }
+    let [second, third] = ["a@2", "a@3"].map(|name| catalog.resolve(&at(name)).unwrap());
+    assert_holds(repository, &second, &[(3, 3), (199, 5)]);
+    assert_holds(repository, &third, &[(3, 3), (199, 5), (999, 5)]);
+    assert_eq!(third.root, write(repository, &Root::default(), &[(3, 3), (199, 5), (999, 5)]));
+    let clone = repository.clone_snapshot(&at("a@2"), &name("b")).unwrap();
+    assert_eq!((clone.geometry, clone.root), (disk(200), second.root));
+    assert_eq!(catalog.image(&name("b")).unwrap().geometry, disk(200));
 }
 
 fn the_last_snapshot_with_content_cannot_be_removed(test: &TestRepository) {

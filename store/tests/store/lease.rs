@@ -122,7 +122,7 @@ fn a_fenced_writer_can_change_nothing(test: &TestRepository) {
     };
     fenced(old.announced(number).publish_tree(&Root::default(), 0, 0).map(drop));
     fenced(old.reserve(1).map(drop));
-    fenced(old.renew());
+    fenced(old.renew().map(drop));
     fenced(old.begin(&new_snapshot(number + 1)).map(drop));
     fenced(old.fail(number, "x"));
     fenced(old.release(Some(2..4)));

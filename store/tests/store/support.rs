@@ -178,6 +178,7 @@ pub(crate) fn new_snapshot(number: u64) -> NewSnapshot {
     NewSnapshot {
         number,
         label: None,
+        size: disk(1000).size(),
         consistency: Consistency::Filesystem,
         time: 1_700_000_000,
         dirty_bytes: 0,

@@ -7,6 +7,7 @@ mod checkpoint;
 mod clone;
 mod cluster;
 mod disk;
+mod growth;
 mod kills;
 mod migration;
 

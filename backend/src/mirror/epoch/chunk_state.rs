@@ -98,6 +98,12 @@ impl ChunkStates {
         self.dirty.insert(chunk);
     }
 
+    /// Makes room for the chunks of a disk that has grown. The file must have space for them.
+    pub(super) fn grow(&self, chunks: u64) {
+        self.idle.grow(chunks);
+        self.dirty.grow(chunks);
+    }
+
     /// Takes over bits that another process has set for `chunks` chunks.
     pub(super) fn adopt(&self, chunks: u64) {
         self.dirty.recount(chunks);

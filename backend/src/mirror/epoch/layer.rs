@@ -157,7 +157,7 @@ impl Layer {
         space: &CowSpace,
     ) -> Layer {
         if record.state() == LayerState::Open {
-            record.freeze();
+            record.freeze(record.size());
         }
         record.settle();
         let mut layer = Layer::new(Arc::new(record), dir.clone());
@@ -304,6 +304,11 @@ impl Layer {
     /// The checkpoint that froze the epoch, if it was recorded.
     pub(crate) fn accepted(&self) -> Option<NewSnapshot> {
         self.record.accepted()
+    }
+
+    /// The size of the disk when the epoch was frozen.
+    pub(crate) fn size(&self) -> u64 {
+        self.record.size()
     }
 
     pub(crate) fn state(&self) -> LayerState {

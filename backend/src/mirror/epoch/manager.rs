@@ -12,6 +12,10 @@
 //! one of them sees the other: either the worker starts again in the new epoch, or the freeze sees
 //! the ticket.
 //!
+//! The size of the disk changes under the lock under which an epoch ends. A worker that has seen
+//! the larger size takes its ticket in an epoch that has not ended then. So no write beyond the size
+//! of a layer is in its epoch.
+//!
 //! A layer is *settled* when no ticket of its epoch is out. Writes of later epochs wait for that,
 //! which takes as long as the slowest write in flight. It keeps everything after it simple: the
 //! dirty set of a settled layer is final, and no write of its epoch can reach the mirror any more.
@@ -23,7 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::Epoch;
 use super::layer::Layer;
 use super::layer_state::LayerState;
-use super::record::{EpochFiles, EpochRecord};
+use super::record::{ChunkCounts, EpochFiles, EpochRecord};
 use crate::mirror::bits::DirtySet;
 use crate::mirror::files::layer_table::LayerDir;
 
@@ -90,6 +94,8 @@ pub(crate) struct EpochManager {
     layer_dir: Arc<LayerDir>,
     generation: AtomicU64,
     epoch: AtomicU64,
+    /// The size of the disk.
+    size: AtomicU64,
     current: Mutex<Arc<EpochView>>,
     tickets: Vec<Tickets>,
 }
@@ -104,6 +110,7 @@ impl EpochManager {
         record: EpochRecord,
         layers: Vec<Arc<Layer>>,
     ) -> EpochManager {
+        let size = AtomicU64::new(0);
         let epoch = record.epoch();
         let view = EpochView { generation: 0, epoch, record: Arc::new(record), layers };
         EpochManager {
@@ -111,11 +118,32 @@ impl EpochManager {
             layer_dir,
             generation: AtomicU64::new(0),
             epoch: AtomicU64::new(epoch.0),
+            size,
             current: Mutex::new(Arc::new(view)),
             tickets: (0..workers)
                 .map(|_| Tickets(std::array::from_fn(|_| AtomicU64::new(0))))
                 .collect(),
         }
+    }
+
+    /// The size of the disk.
+    pub(crate) fn size(&self) -> u64 {
+        self.size.load(Ordering::SeqCst)
+    }
+
+    /// Makes room for the chunks of a disk that is going to grow. After an error, the disk keeps its
+    /// size and everything goes on.
+    pub(crate) fn make_room(&self, chunks: ChunkCounts) -> io::Result<()> {
+        // No freeze can come in between, which would use another record.
+        let current = self.current();
+        current.record.grow(chunks)?;
+        self.files.grow(chunks)
+    }
+
+    /// Sets the size of the disk, for which there is room.
+    pub(crate) fn set_size(&self, size: u64) {
+        let _current = self.current();
+        self.size.store(size, Ordering::SeqCst);
     }
 
     fn current(&self) -> MutexGuard<'_, Arc<EpochView>> {
@@ -191,10 +219,15 @@ impl EpochManager {
             next.remove();
             return Ok(None);
         }
+        // The record may be older than the growth of the disk.
+        if let Err(error) = self.files.fit(&next) {
+            next.remove();
+            return Err(error);
+        }
         let epoch = Epoch(current.epoch.0 + 1);
         // First: there is an open epoch at any time.
         next.begin(epoch);
-        current.record.freeze();
+        current.record.freeze(self.size());
         let layer = Arc::new(Layer::new(current.record.clone(), self.layer_dir.clone()));
         let mut layers = current.layers.clone();
         layers.push(layer.clone());

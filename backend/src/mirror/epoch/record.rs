@@ -24,7 +24,8 @@ use super::chunk_state::ChunkStates;
 use super::layer_state::LayerState;
 use crate::mapping::{PAGE_BYTES, Words};
 use crate::mirror::bits::{Bits, DirtySet};
-use crate::mirror::files::disk_file::allocate;
+use crate::mirror::files::disk_file::allocate_more;
+use crate::mirror::layout::Layout;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CRNEPOCH");
 const VERSION: u64 = 3;
@@ -33,7 +34,8 @@ const VERSION: u64 = 3;
 mod word {
     pub(super) const MAGIC: usize = 0;
     pub(super) const VERSION: usize = 1;
-    pub(super) const CHUNKS: usize = 2;
+    /// The number of chunks of a disk as large as its capacity.
+    pub(super) const CAPACITY: usize = 2;
     pub(super) const EPOCH: usize = 3;
     /// A [`super::LayerState`].
     pub(super) const STATE: usize = 4;
@@ -44,8 +46,12 @@ mod word {
     pub(super) const CONSISTENCY: usize = 9;
     /// 1 once the words of the checkpoint are complete.
     pub(super) const ACCEPTED: usize = 10;
+    /// The size of the disk at the end of the epoch.
+    pub(super) const SIZE: usize = 11;
+    /// The number of chunks for which the file has space.
+    pub(super) const ROOM: usize = 12;
     /// 1 once the layer has a table.
-    pub(super) const HAS_TABLE: usize = 11;
+    pub(super) const HAS_TABLE: usize = 13;
     /// A length in bytes, then 8 words of text.
     pub(super) const LABEL: usize = 16;
     /// A length in bytes, then 64 words of text.
@@ -61,7 +67,21 @@ const REASON_MAX_BYTES: usize = 512;
 pub(crate) struct EpochRecord {
     header: Words,
     pub(crate) chunks: ChunkStates,
-    path: Option<PathBuf>,
+    /// The file and its path. Without one, the record is in this process's own memory.
+    file: Option<(File, PathBuf)>,
+}
+
+/// The number of chunks of a disk, and of one as large as its capacity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ChunkCounts {
+    pub(crate) now: u64,
+    pub(crate) capacity: u64,
+}
+
+impl ChunkCounts {
+    pub(crate) fn of(layout: &Layout) -> ChunkCounts {
+        ChunkCounts { now: layout.chunk_count(), capacity: layout.capacity_chunks() }
+    }
 }
 
 /// Offsets of the parts in the file, and its length.
@@ -72,6 +92,7 @@ struct FileParts {
     len: u64,
 }
 
+/// The parts of the file of a disk whose capacity is this many chunks.
 fn file_parts(chunks: u64) -> FileParts {
     let page = PAGE_BYTES as u64;
     let bytes = |bits: u64| (bits.div_ceil(64).max(1) * 8).next_multiple_of(page);
@@ -89,49 +110,67 @@ impl EpochRecord {
         let record = EpochRecord {
             header: Words::zeroed(word::COUNT)?,
             chunks: ChunkStates::new(dirty, Bits::zeroed(chunks)?),
-            path: None,
+            file: None,
         };
         record.stamp(chunks);
         Ok(record)
     }
 
-    fn create(path: &Path, chunks: u64) -> io::Result<EpochRecord> {
+    fn create(path: &Path, chunks: ChunkCounts) -> io::Result<EpochRecord> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
-        let record = allocate(&file, file_parts(chunks).len)
-            .and_then(|()| EpochRecord::map(&file, path, chunks))
+        let record = file
+            .set_len(file_parts(chunks.capacity).len)
+            .and_then(|()| allocate_more(&file, 0, PAGE_BYTES as u64))
+            .and_then(|()| EpochRecord::map(file, path, chunks))
             // The next process cannot use half of a file.
             .inspect_err(|_| drop(fs::remove_file(path)))?;
-        record.stamp(chunks);
+        record.stamp(chunks.capacity);
         Ok(record)
     }
 
+    /// Makes room for the chunks of a disk that is going to grow. An error changes nothing.
+    pub(super) fn grow(&self, chunks: ChunkCounts) -> io::Result<()> {
+        if let Some((file, _)) = &self.file {
+            make_room(file, &self.header, chunks)?;
+            self.chunks.grow(chunks.now);
+        }
+        Ok(())
+    }
+
     fn stamp(&self, chunks: u64) {
-        self.header[word::CHUNKS].store(chunks, Ordering::Relaxed);
+        self.header[word::CAPACITY].store(chunks, Ordering::Relaxed);
         self.header[word::VERSION].store(VERSION, Ordering::Relaxed);
         self.header[word::MAGIC].store(MAGIC, Ordering::Release);
     }
 
-    fn map(file: &File, path: &Path, chunks: u64) -> io::Result<EpochRecord> {
-        let FileParts { dirty, summary, idle, .. } = file_parts(chunks);
-        let bits = |offset, count| Bits::shared(file, offset, count);
-        let dirty = DirtySet::new(bits(dirty, chunks)?, bits(summary, chunks.div_ceil(64))?);
+    fn map(file: File, path: &Path, chunks: ChunkCounts) -> io::Result<EpochRecord> {
+        let header = Words::shared(&file, 0, word::COUNT)?;
+        // A record of before the growth of the disk has less room.
+        make_room(&file, &header, chunks)?;
+        let FileParts { dirty, summary, idle, .. } = file_parts(chunks.capacity);
+        let ChunkCounts { now, capacity } = chunks;
+        let bits = |offset, now, capacity| Bits::shared(&file, offset, now, capacity);
+        let words = |chunks: u64| chunks.div_ceil(64);
+        let summary = bits(summary, words(now), words(capacity))?;
+        let dirty = DirtySet::new(bits(dirty, now, capacity)?, summary);
         Ok(EpochRecord {
-            header: Words::shared(file, 0, word::COUNT)?,
-            chunks: ChunkStates::new(dirty, bits(idle, chunks)?),
-            path: Some(path.into()),
+            header,
+            chunks: ChunkStates::new(dirty, bits(idle, now, capacity)?),
+            file: Some((file, path.into())),
         })
     }
 
     /// Opens the record that a process left. `None` if the file is not the record of an epoch that
     /// has begun, or if nothing of the epoch is needed any more.
-    pub(crate) fn open(path: &Path, chunks: u64) -> io::Result<Option<EpochRecord>> {
+    pub(crate) fn open(path: &Path, chunks: ChunkCounts) -> io::Result<Option<EpochRecord>> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
-        if file.metadata()?.len() != file_parts(chunks).len {
+        if file.metadata()?.len() != file_parts(chunks.capacity).len {
             return Ok(None);
         }
-        let record = EpochRecord::map(&file, path, chunks)?;
+        let record = EpochRecord::map(file, path, chunks)?;
         let is = |at: usize, value| record.header[at].load(Ordering::Acquire) == value;
-        let has_begun = is(word::MAGIC, MAGIC) && is(word::CHUNKS, chunks) && !is(word::EPOCH, 0);
+        let is_same = is(word::MAGIC, MAGIC) && is(word::CAPACITY, chunks.capacity);
+        let has_begun = is_same && !is(word::EPOCH, 0);
         if has_begun && !is(word::VERSION, VERSION) {
             let path = path.display();
             let reason = format!("{path} was written by another version of this program");
@@ -142,7 +181,7 @@ impl EpochRecord {
             record.header[word::STATE].store(LayerState::Lost as u64, Ordering::Release);
         }
         let known = has_begun && record.state() != LayerState::Closed;
-        record.chunks.adopt(chunks);
+        record.chunks.adopt(chunks.now);
         Ok(known.then_some(record))
     }
 
@@ -153,6 +192,11 @@ impl EpochRecord {
     /// Begins an epoch with this record.
     pub(crate) fn begin(&self, epoch: Epoch) {
         self.header[word::EPOCH].store(epoch.0, Ordering::Release);
+    }
+
+    /// The size of the disk at the end of the epoch.
+    pub(crate) fn size(&self) -> u64 {
+        self.header[word::SIZE].load(Ordering::Acquire)
     }
 
     /// The epoch's state. A damaged word counts as Lost: then the epoch's changes go into the next
@@ -177,8 +221,9 @@ impl EpochRecord {
         }
     }
 
-    /// Ends the epoch: writes go into the next one.
-    pub(crate) fn freeze(&self) {
+    /// Ends the epoch of a disk of this size: writes go into the next one.
+    pub(crate) fn freeze(&self, size: u64) {
+        self.header[word::SIZE].store(size, Ordering::Release);
         self.advance(|_| Some(LayerState::Frozen));
     }
 
@@ -220,6 +265,7 @@ impl EpochRecord {
     pub(crate) fn accept(&self, new: &NewSnapshot) {
         let set = |at: usize, value: u64| self.header[at].store(value, Ordering::Relaxed);
         set(word::NUMBER, new.number);
+        set(word::SIZE, new.size);
         set(word::TIME, new.time);
         set(word::DIRTY_BYTES, new.dirty_bytes);
         set(word::PAUSE_US, new.pause_us);
@@ -243,6 +289,7 @@ impl EpochRecord {
         Some(NewSnapshot {
             number: get(word::NUMBER),
             label: (!label.is_empty()).then_some(label),
+            size: self.size(),
             consistency: match get(word::CONSISTENCY) {
                 0 => Consistency::Crash,
                 1 => Consistency::Filesystem,
@@ -292,7 +339,7 @@ impl EpochRecord {
 
     /// Removes the file. For records of epochs that never began; others are closed.
     pub(crate) fn remove(&self) {
-        if let Some(path) = &self.path
+        if let Some((_, path)) = &self.file
             && let Err(error) = fs::remove_file(path)
         {
             let path = path.display();
@@ -301,10 +348,24 @@ impl EpochRecord {
     }
 }
 
+/// Allocates the space that the parts of a file need, unless it has that. The file is long enough.
+fn make_room(file: &File, header: &Words, chunks: ChunkCounts) -> io::Result<()> {
+    if header[word::ROOM].load(Ordering::Acquire) >= chunks.now {
+        return Ok(());
+    }
+    let FileParts { dirty, summary, idle, .. } = file_parts(chunks.capacity);
+    let bytes = |bits: u64| bits.div_ceil(64).max(1) * 8;
+    allocate_more(file, dirty, bytes(chunks.now))?;
+    allocate_more(file, summary, bytes(chunks.now.div_ceil(64)))?;
+    allocate_more(file, idle, bytes(chunks.now))?;
+    header[word::ROOM].store(chunks.now, Ordering::Release);
+    Ok(())
+}
+
 /// Creates the records of epochs. One record is created ahead of time, so that a checkpoint does
 /// not wait for it.
 pub(crate) struct EpochFiles {
-    chunks: u64,
+    chunks: Mutex<ChunkCounts>,
     /// The directory of the files. Without one, records are in this process's own memory.
     dir: Option<PathBuf>,
     next_file: AtomicU64,
@@ -315,12 +376,16 @@ impl EpochFiles {
     /// Records of a disk with this many chunks, in this process's own memory.
     #[cfg(test)]
     pub(crate) fn private(chunks: u64) -> EpochFiles {
+        let chunks = Mutex::new(ChunkCounts { now: chunks, capacity: chunks });
         EpochFiles { chunks, dir: None, next_file: AtomicU64::new(0), spare: Mutex::default() }
     }
 
     /// Opens the records that a process left in `dir`, and returns them oldest first. Files that
     /// are of no use are removed.
-    pub(crate) fn open(dir: &Path, chunks: u64) -> io::Result<(EpochFiles, Vec<EpochRecord>)> {
+    pub(crate) fn open(
+        dir: &Path,
+        chunks: ChunkCounts,
+    ) -> io::Result<(EpochFiles, Vec<EpochRecord>)> {
         let mut found = Vec::new();
         let mut next_file = 0;
         for entry in fs::read_dir(dir)? {
@@ -337,7 +402,7 @@ impl EpochFiles {
             }
         }
         found.sort_by_key(EpochRecord::epoch);
-        let next_file = AtomicU64::new(next_file);
+        let (next_file, chunks) = (AtomicU64::new(next_file), Mutex::new(chunks));
         Ok((
             EpochFiles { chunks, dir: Some(dir.into()), next_file, spare: Mutex::default() },
             found,
@@ -360,14 +425,33 @@ impl EpochFiles {
         Ok(())
     }
 
+    fn chunks(&self) -> ChunkCounts {
+        *self.chunks.lock().expect("no code panics with the counts locked")
+    }
+
+    /// Makes room in a record for all chunks of the disk. An error changes nothing.
+    pub(crate) fn fit(&self, record: &EpochRecord) -> io::Result<()> {
+        record.grow(self.chunks())
+    }
+
+    /// Makes room for this many chunks in all records that are not in use yet. An error changes
+    /// nothing.
+    pub(crate) fn grow(&self, chunks: ChunkCounts) -> io::Result<()> {
+        let spare = self.spare.lock().expect("as in `allocate`");
+        spare.as_ref().map_or(Ok(()), |spare| spare.grow(chunks))?;
+        let mut counts = self.chunks.lock().expect("as in `chunks`");
+        counts.now = counts.now.max(chunks.now);
+        Ok(())
+    }
+
     fn make(&self) -> io::Result<EpochRecord> {
         match &self.dir {
             Some(dir) => {
                 let number = self.next_file.fetch_add(1, Ordering::Relaxed);
-                EpochRecord::create(&dir.join(format!("epoch-{number}")), self.chunks)
+                EpochRecord::create(&dir.join(format!("epoch-{number}")), self.chunks())
             }
             #[cfg(test)]
-            None => EpochRecord::private(self.chunks),
+            None => EpochRecord::private(self.chunks().now),
             #[cfg(not(test))]
             None => unreachable!("only tests have epochs without a directory"),
         }

@@ -68,11 +68,20 @@ impl DataSync {
 
     /// Makes completed writes durable.
     pub(crate) fn sync(self: &Arc<DataSync>, data: &DiskFile) -> io::Result<()> {
+        self.run(|| data.sync())
+    }
+
+    /// Makes completed writes and the length of the file durable.
+    pub(crate) fn sync_length(self: &Arc<DataSync>, data: &DiskFile) -> io::Result<()> {
+        self.run(|| data.sync_length())
+    }
+
+    fn run(self: &Arc<DataSync>, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let running = self.ended.wait_while(self.running(), |running| *running);
         *running.expect("as in `running`") = true;
         let running = RunningSync(self.clone());
         self.check()?;
-        running.end(data.sync())
+        running.end(sync())
     }
 }
 

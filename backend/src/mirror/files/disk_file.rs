@@ -183,6 +183,11 @@ impl DiskFile {
         sync_directory(directory)
     }
 
+    /// Makes completed writes and the file's length durable.
+    pub(crate) fn sync_length(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+
     /// Makes completed writes durable.
     pub(crate) fn sync(&self) -> io::Result<()> {
         self.file.sync_data()

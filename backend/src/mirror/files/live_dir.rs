@@ -30,8 +30,8 @@ use crate::mapping::{PAGE_BYTES, Words};
 use crate::mirror::cow::memory::CowMemory;
 use crate::mirror::epoch::Epoch;
 use crate::mirror::epoch::layer_state::LayerState;
-use crate::mirror::epoch::record::{EpochFiles, EpochRecord};
-use crate::mirror::files::disk_file::{allocate, lock};
+use crate::mirror::epoch::record::{ChunkCounts, EpochFiles, EpochRecord};
+use crate::mirror::files::disk_file::{allocate_more, lock};
 use crate::mirror::files::map::{MapFile, UseId};
 use crate::mirror::layout::Layout;
 use crate::mirror::presence::Presence;
@@ -162,9 +162,10 @@ impl LiveDir {
             }
         }
         let file = options().create_new(true).open(dir.join("state"))?;
-        allocate(&file, state_len(layout))?;
-        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout.block_count())?;
-        let (epoch_files, _) = EpochFiles::open(&dir, layout.chunk_count())?;
+        file.set_len(state_len(layout))?;
+        allocate_state(&file, layout)?;
+        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout)?;
+        let (epoch_files, _) = EpochFiles::open(&dir, ChunkCounts::of(layout))?;
         let first = epoch_files.allocate()?;
         first.begin(Epoch(1));
         let file_of_copies = options().create_new(true).open(dir.join("cow-memory"))?;
@@ -229,12 +230,13 @@ impl LiveDir {
         if file.metadata()?.len() != state_len(layout) {
             return Err(io::Error::other("the live state has the wrong length"));
         }
-        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout.block_count())?;
+        allocate_state(&file, layout)?;
+        let presence = Presence::shared(&file, PAGE_BYTES as u64, layout)?;
         presence.recount();
         let flags = GuestFlags(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let unused_numbers = UnusedNumbers(Words::shared(&file, 0, PAGE_BYTES / 8)?);
         let validity = LiveValidity(Words::shared(&file, 0, PAGE_BYTES / 8)?);
-        let (epoch_files, epochs) = EpochFiles::open(dir, layout.chunk_count())?;
+        let (epoch_files, epochs) = EpochFiles::open(dir, ChunkCounts::of(layout))?;
         // The next epoch begins before the last one ends, so there is always an open one. Without it,
         // nobody knows which chunks the guest has changed.
         if epochs.last().is_none_or(|last| last.state() != LayerState::Open) {
@@ -263,10 +265,32 @@ impl LiveDir {
         }))
     }
 
+    /// The file with the state, which has to grow with the disk: see [`LiveState::make_room`].
+    pub(crate) fn state(&self) -> io::Result<LiveState> {
+        self.file.try_clone().map(LiveState)
+    }
+
     /// The directory's path.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
+}
+
+/// The file with the header and the presence.
+pub(crate) struct LiveState(File);
+
+impl LiveState {
+    /// Makes room for a disk that is going to grow. After an error, the disk keeps its size and
+    /// everything goes on.
+    pub(crate) fn make_room(&self, layout: &Layout) -> io::Result<()> {
+        allocate_state(&self.0, layout)
+    }
+}
+
+/// Allocates the space that a disk needs in the state file.
+fn allocate_state(file: &File, layout: &Layout) -> io::Result<()> {
+    allocate_more(file, 0, PAGE_BYTES as u64)?;
+    Presence::allocate(file, PAGE_BYTES as u64, layout)
 }
 
 const LOCK_FILE: &str = "lock";
@@ -329,7 +353,7 @@ fn options() -> OpenOptions {
 
 /// The length of the state file.
 fn state_len(layout: &Layout) -> u64 {
-    PAGE_BYTES as u64 + Presence::shared_len(layout.block_count())
+    PAGE_BYTES as u64 + Presence::shared_len(layout)
 }
 
 /// Removes the live directory of a mirror that was stopped cleanly.
@@ -354,7 +378,7 @@ fn header(boot: &[u8; 36], map: &MapFile, use_id: &UseId) -> [u8; HEADER_BYTES] 
     bytes[VERSION_RANGE].copy_from_slice(&VERSION.to_le_bytes());
     bytes[12..48].copy_from_slice(boot);
     bytes[48..64].copy_from_slice(identity.mirror.as_bytes());
-    bytes[64..72].copy_from_slice(&identity.geometry.size().to_le_bytes());
+    bytes[64..72].copy_from_slice(&identity.capacity.to_le_bytes());
     bytes[72..76].copy_from_slice(&identity.geometry.chunk_size().to_le_bytes());
     bytes[USE_ID_RANGE].copy_from_slice(use_id);
     bytes
@@ -376,13 +400,13 @@ mod tests {
 
     use super::{LiveDir, NEXT_USE_ID_RANGE};
     use crate::mirror::files::map::{Identity, MapFile, UseId};
-    use crate::mirror::layout::{Blocks, Layout};
+    use crate::mirror::layout::Blocks;
 
     const NEXT: UseId = [9; 16];
 
     fn try_open(base: &Path, map: &MapFile) -> std::io::Result<LiveDir> {
         let mirror = base.parent().unwrap();
-        LiveDir::open(base, mirror, map, &NEXT, &Layout::new(map.identity().geometry), 1 << 20)
+        LiveDir::open(base, mirror, map, &NEXT, &map.identity().layout(), 1 << 20)
     }
 
     fn open(base: &Path, map: &MapFile) -> LiveDir {
@@ -395,6 +419,7 @@ mod tests {
             image: "vm1".parse().unwrap(),
             image_id: ImageId::from_bytes([9; 16]),
             geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
+            capacity: 8 << 30,
             origin: 3,
         };
         MapFile::create(&dir.join("map"), identity, Root::default()).unwrap()
@@ -542,7 +567,6 @@ mod tests {
     /// that.
     #[test]
     fn what_a_stop_left_is_found_wherever_the_next_begin_ends() {
-        let layout = |map: &MapFile| Layout::new(map.identity().geometry);
         for step in 0..4 {
             let dir = tempfile::tempdir().unwrap();
             let mut map = map(dir.path());
@@ -551,7 +575,7 @@ mod tests {
             live.begin(&mut map, NEXT).unwrap();
             live.presence.set(Blocks { first: 9, count: 1 });
             map.write_pages(&live.presence.take_changed()).unwrap();
-            map.end(&live.presence, &layout(&map), [].into_iter(), true).unwrap();
+            map.end(&live.presence, [].into_iter(), true).unwrap();
             let at_rest = std::fs::read(dir.path().join("map")).unwrap();
             drop(live);
 

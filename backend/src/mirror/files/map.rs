@@ -1,6 +1,7 @@
 //! The map file of a mirror: which blocks are local, in a form that survives the death of the host.
 //!
-//! `docs/formats.md` describes the bytes. Two header slots are written in turn, so that a torn
+//! The file is laid out for the largest size to which the disk can grow, and has space for its
+//! present size: the rest is holes. `docs/formats.md` describes the bytes. Two header slots are written in turn, so that a torn
 //! write leaves the other one. A torn page of presence is safe, because both the old and the new
 //! value of each bit are safe. The dirty set is written only at a clean stop, and valid only after
 //! one. The header of a clean stop has a checksum over both bitmaps.
@@ -10,17 +11,19 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use cairn_store::{ChunkIndex, Geometry, ImageId, ImageName, MirrorId, MirrorParent, NodeId, Root};
+use cairn_store::{
+    ChunkIndex, Geometry, ImageId, ImageName, MAX_SIZE, MirrorId, MirrorParent, NodeId, Root,
+};
 
 use crate::mapping::Buffer;
 use crate::mirror::bits::DirtySet;
-use crate::mirror::files::disk_file::allocate;
+use crate::mirror::files::disk_file::allocate_more;
 use crate::mirror::intent::WriteIntent;
 use crate::mirror::layout::{BLOCK_BYTES, Layout};
 use crate::mirror::presence::{PAGE_BYTES, Page, Presence};
 
 const MAGIC: &[u8; 8] = b"CAIRNMAP";
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 const SLOT_BYTES: u64 = 4096;
 const PRESENCE_OFFSET: u64 = 2 * SLOT_BYTES;
 const HEADER_BYTES: usize = 512;
@@ -31,6 +34,7 @@ const BITMAP_HASH_RANGE: std::ops::Range<usize> = 160..192;
 const IMAGE_ID_RANGE: std::ops::Range<usize> = 192..208;
 const PARENT_OFFSET: usize = 208;
 const ROOT_RANGE: std::ops::Range<usize> = 216..248;
+const CAPACITY_OFFSET: usize = 248;
 /// Up to this many pages are cheaper to write directly than with a sync.
 const DIRECT_WRITE_MAX_PAGES: usize = 2;
 
@@ -72,15 +76,24 @@ pub enum MapError {
     Newer(u32),
 }
 
-/// The identity of a mirror, fixed at its creation.
+/// The identity of a mirror. Only the size of its disk changes after its creation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) mirror: MirrorId,
     pub(crate) image: ImageName,
     pub(crate) image_id: ImageId,
     pub(crate) geometry: Geometry,
+    /// The largest size to which the disk can grow.
+    pub(crate) capacity: u64,
     /// The snapshot that the mirror started from.
     pub(crate) origin: u64,
+}
+
+impl Identity {
+    /// The layout of the disk.
+    pub(crate) fn layout(&self) -> Layout {
+        Layout::with_capacity(self.geometry, self.capacity)
+    }
 }
 
 /// The open map of a mirror.
@@ -127,7 +140,8 @@ impl MapFile {
         };
         file.write_all(&encode(&identity, header))?;
         // Allocates all space, so that a later flush does not fail for lack of it.
-        allocate(&file, file_len(&Layout::new(identity.geometry)))?;
+        file.set_len(file_len(&identity.layout()))?;
+        allocate_parts(&file, &identity.layout())?;
         file.sync_all()?;
         std::fs::rename(&fresh, path)?;
         let directory = path.parent().unwrap_or(Path::new("."));
@@ -158,7 +172,7 @@ impl MapFile {
             [Err(error), Err(_)] => return Err(error),
         };
         let (identity, header) = newest;
-        if file.metadata()?.len() < file_len(&Layout::new(identity.geometry)) {
+        if file.metadata()?.len() < file_len(&identity.layout()) {
             return Err(MapError::Damaged("it is too short"));
         }
         let direct = open_direct(path)?;
@@ -167,6 +181,27 @@ impl MapFile {
 
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
+    }
+
+    /// Makes room for a disk that is going to grow. After an error, the map is as before.
+    pub(crate) fn make_room(&self, layout: &Layout) -> io::Result<()> {
+        allocate_parts(&self.file, layout)?;
+        // The space is durable before a write relies on it: see `write_pages`.
+        self.file.sync_data()
+    }
+
+    /// Records durably that the disk has grown. There is room for it, and the mirror is in use.
+    pub(crate) fn set_size(&mut self, size: u64) -> io::Result<()> {
+        let geometry = Geometry::new(size, self.identity.geometry.chunk_size());
+        let geometry = geometry.map_err(io::Error::other)?;
+        if self.is_clean() || size < self.identity.geometry.size() || size > self.identity.capacity
+        {
+            return Err(io::Error::other("the mirror's disk cannot get this size"));
+        }
+        let identity = Identity { geometry, ..self.identity.clone() };
+        self.write(&identity, self.header)?;
+        self.identity = identity;
+        Ok(())
     }
 
     /// The snapshot that the mirror's unchanged parts come from.
@@ -199,28 +234,25 @@ impl MapFile {
     }
 
     /// Reads the write intent.
-    pub(crate) fn intent(&self, layout: &Layout) -> io::Result<WriteIntent> {
-        let mut bytes = vec![0; WriteIntent::bytes_for(layout)];
-        self.file.read_exact_at(&mut bytes, intent_at(layout))?;
-        Ok(WriteIntent::new(&bytes))
+    pub(crate) fn intent(&self) -> io::Result<WriteIntent> {
+        let layout = self.identity.layout();
+        let mut bytes = vec![0; WriteIntent::bytes_for(&layout)];
+        self.file.read_exact_at(&mut bytes, intent_at(&layout))?;
+        Ok(WriteIntent::new(&layout, &bytes))
     }
 
     /// Makes write intent durable.
-    pub(crate) fn write_intent(&self, layout: &Layout, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write_intent(&self, bytes: &[u8]) -> io::Result<()> {
         let mut pages = Buffer::zeroed(bytes.len().next_multiple_of(PAGE_BYTES));
         pages[..bytes.len()].copy_from_slice(bytes);
-        self.direct.write_all_at(&pages, intent_at(layout))
+        self.direct.write_all_at(&pages, intent_at(&self.identity.layout()))
     }
 
     /// Reads which blocks are local, and which chunks had changed at a clean stop, into sets that
     /// are empty. After an unclean stop, a chunk counts as changed if it has local blocks and lies
     /// in a region with write intent.
-    pub(crate) fn load(
-        &self,
-        layout: &Layout,
-        presence: &Presence,
-        dirty: &DirtySet,
-    ) -> Result<(), MapError> {
+    pub(crate) fn load(&self, presence: &Presence, dirty: &DirtySet) -> Result<(), MapError> {
+        let layout = self.identity.layout();
         let mut checksum = blake3::Hasher::new();
         let mut page = vec![0; PAGE_BYTES];
         for index in 0..presence.bytes() / PAGE_BYTES as u64 {
@@ -237,7 +269,7 @@ impl MapFile {
             return empty.then_some(()).ok_or(MapError::Damaged("its header is lost"));
         }
         if self.header.state == MapState::InUse {
-            let intent = self.intent(layout)?;
+            let intent = self.intent()?;
             for chunk in presence.touched_chunks(layout.blocks_per_chunk()) {
                 if intent.covers_any(layout.span_of(ChunkIndex(chunk))) {
                     dirty.insert(chunk);
@@ -245,8 +277,8 @@ impl MapFile {
             }
             return Ok(());
         }
-        let mut bytes = vec![0; dirty_len(layout)];
-        self.file.read_exact_at(&mut bytes, PRESENCE_OFFSET + presence.bytes())?;
+        let mut bytes = vec![0; dirty_len(layout.chunk_count())];
+        self.file.read_exact_at(&mut bytes, dirty_at(&layout))?;
         checksum.update(&bytes);
         if checksum.finalize() != self.header.bitmaps {
             return Err(MapError::Damaged("the checksum of its bitmaps is wrong"));
@@ -288,15 +320,15 @@ impl MapFile {
     pub(crate) fn end(
         &mut self,
         presence: &Presence,
-        layout: &Layout,
         dirty: impl Iterator<Item = u64>,
         knows_guests: bool,
     ) -> io::Result<()> {
-        let mut bytes = vec![0u8; dirty_len(layout)];
+        let layout = self.identity.layout();
+        let mut bytes = vec![0u8; dirty_len(layout.chunk_count())];
         for chunk in dirty {
             bytes[(chunk / 8) as usize] |= 1 << (chunk % 8);
         }
-        self.file.write_all_at(&bytes, PRESENCE_OFFSET + presence.bytes())?;
+        self.file.write_all_at(&bytes, dirty_at(&layout))?;
         self.file.sync_data()?;
         let mut checksum = blake3::Hasher::new();
         // The checksum is over the file's content, because a fetch may set bits until the very end
@@ -313,8 +345,13 @@ impl MapFile {
     }
 
     fn write_header(&mut self, header: Header) -> io::Result<()> {
+        let identity = self.identity.clone();
+        self.write(&identity, header)
+    }
+
+    fn write(&mut self, identity: &Identity, header: Header) -> io::Result<()> {
         let header = Header { sequence: self.header.sequence + 1, ..header };
-        let bytes = encode(&self.identity, header);
+        let bytes = encode(identity, header);
         self.file.write_all_at(&bytes, if header.sequence % 2 == 1 { 0 } else { SLOT_BYTES })?;
         self.file.sync_data()?;
         self.header = header;
@@ -326,19 +363,32 @@ fn open_direct(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).custom_flags(libc::O_DIRECT | libc::O_DSYNC).open(path)
 }
 
-/// The size of the dirty set in the file.
-fn dirty_len(layout: &Layout) -> usize {
-    layout.chunk_count().div_ceil(8) as usize
+/// The size of the dirty set of this many chunks.
+fn dirty_len(chunks: u64) -> usize {
+    chunks.div_ceil(8) as usize
+}
+
+/// The offset of the dirty set.
+fn dirty_at(layout: &Layout) -> u64 {
+    PRESENCE_OFFSET + Presence::bytes_for(layout.capacity_blocks())
 }
 
 /// The offset of the write intent. It starts at a page, and is written at once.
 fn intent_at(layout: &Layout) -> u64 {
-    let dirty = PRESENCE_OFFSET + Presence::bytes_for(layout.block_count());
-    (dirty + dirty_len(layout) as u64).next_multiple_of(SLOT_BYTES)
+    let end = dirty_at(layout) + dirty_len(layout.capacity_chunks()) as u64;
+    end.next_multiple_of(SLOT_BYTES)
 }
 
 fn file_len(layout: &Layout) -> u64 {
-    intent_at(layout) + (WriteIntent::bytes_for(layout) as u64).next_multiple_of(SLOT_BYTES)
+    intent_at(layout) + (WriteIntent::capacity_bytes(layout) as u64).next_multiple_of(SLOT_BYTES)
+}
+
+/// Allocates the space that a disk needs. The file is long enough for its capacity.
+fn allocate_parts(file: &File, layout: &Layout) -> io::Result<()> {
+    let pages = |bytes: u64| bytes.next_multiple_of(SLOT_BYTES);
+    allocate_more(file, 0, PRESENCE_OFFSET + Presence::bytes_for(layout.block_count()))?;
+    allocate_more(file, dirty_at(layout), pages(dirty_len(layout.chunk_count()) as u64))?;
+    allocate_more(file, intent_at(layout), pages(WriteIntent::bytes_for(layout) as u64))
 }
 
 /// Reads as much as the file has. The rest of `bytes` becomes zero.
@@ -377,6 +427,7 @@ fn encode(identity: &Identity, header: Header) -> [u8; HEADER_BYTES] {
     bytes[PARENT_OFFSET..PARENT_OFFSET + 8].copy_from_slice(&number.to_le_bytes());
     // No node has this name: an empty disk has no root.
     bytes[ROOT_RANGE].copy_from_slice(&root.map_or([0; 32], |root| *root.as_bytes()));
+    bytes[CAPACITY_OFFSET..CAPACITY_OFFSET + 8].copy_from_slice(&identity.capacity.to_le_bytes());
     let hash = blake3::hash(&bytes[..HASHED_BYTES]);
     bytes[HASHED_BYTES..].copy_from_slice(hash.as_bytes());
     bytes
@@ -405,6 +456,10 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
     let mirror: [u8; 16] = bytes[24..40].try_into().expect("16 bytes");
     let geometry = Geometry::new(u64_at(40), u32_at(48))
         .map_err(|_| MapError::Damaged("an impossible disk size"))?;
+    let capacity = u64_at(CAPACITY_OFFSET);
+    if capacity < geometry.size() || capacity > MAX_SIZE {
+        return Err(MapError::Damaged("an impossible capacity"));
+    }
     let length = usize::from(u16::from_le_bytes(bytes[64..66].try_into().expect("two bytes")));
     let image = bytes[NAME_RANGE]
         .get(..length)
@@ -417,6 +472,7 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
         image,
         image_id: ImageId::from_bytes(image_id),
         geometry,
+        capacity,
         origin: u64_at(56),
     };
     let state = match u32_at(12) {

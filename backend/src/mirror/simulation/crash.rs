@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::kernel::{Operation, OperationKind};
 use super::ring::Write;
-use super::{CHUNKS, PlantedBug, WORKERS, World, ring};
+use super::{PlantedBug, WORKERS, World, ring};
 use crate::mirror::Mirror;
 use crate::mirror::cow::CowSpace;
 use crate::mirror::cow::buffer_pool::BufferPool;
@@ -18,7 +18,7 @@ use crate::mirror::cow::spill_space::SpillSpace;
 use crate::mirror::epoch::Epoch;
 use crate::mirror::epoch::layer::Layer;
 use crate::mirror::epoch::manager::EpochManager;
-use crate::mirror::epoch::record::EpochFiles;
+use crate::mirror::epoch::record::{ChunkCounts, EpochFiles};
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
 use crate::mirror::files::layer_table::LayerDir;
@@ -47,10 +47,10 @@ pub(super) fn open(
         options.open(dir.path().join(name)).unwrap()
     };
     let presence = file("presence");
-    presence.set_len(Presence::shared_len(layout.block_count())).unwrap();
-    let presence = Presence::shared(&presence, 0, layout.block_count()).unwrap();
+    presence.set_len(Presence::shared_len(&layout)).unwrap();
+    let presence = Presence::shared(&presence, 0, &layout).unwrap();
     presence.recount();
-    let (files, mut found) = EpochFiles::open(dir.path(), CHUNKS).unwrap();
+    let (files, mut found) = EpochFiles::open(dir.path(), ChunkCounts::of(&layout)).unwrap();
     if found.is_empty() {
         found.push(files.allocate().unwrap());
         found[0].begin(Epoch(1));
@@ -66,7 +66,7 @@ pub(super) fn open(
         recover(found, &layer_dir, &layout, &space, |number| states.get(&number).copied()).unwrap();
     let epochs = EpochManager::new(files, layer_dir, WORKERS, current, layers);
     let intent = std::fs::read(dir.path().join("intent")).unwrap_or(vec![0; 8]);
-    let (intent, events) = (WriteIntent::new(&intent), Events::new(Vec::new()));
+    let (intent, events) = (WriteIntent::new(&layout, &intent), Events::new(Vec::new()));
     (Mirror::new(layout, presence, intent, epochs, space, events), resumed)
 }
 

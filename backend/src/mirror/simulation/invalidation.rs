@@ -113,7 +113,7 @@ impl Shared {
                 snapshot[(own.first + at) as usize] = stamp(&data, at);
             }
             let ids = [(ChunkIndex(chunk), Some(ChunkId::of(&data)))];
-            layer.mark_stored(&ids, self.mirror.layout()).unwrap();
+            layer.mark_stored(&ids, &self.mirror.layout()).unwrap();
         }
         for (block, (found, before)) in snapshot.iter().zip(&before).enumerate() {
             assert!(found >= before, "block {block} of snapshot {number}: {found}, not {before}");

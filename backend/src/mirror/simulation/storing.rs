@@ -17,6 +17,7 @@ pub(super) fn accept(layer: &Layer, number: u64) {
     layer.accept(&NewSnapshot {
         number,
         label: None,
+        size: 1 << 20,
         consistency: Consistency::Crash,
         time: 0,
         dirty_bytes: 0,

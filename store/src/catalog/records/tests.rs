@@ -258,12 +258,12 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
 
         let lost = Query::prefix("");
         assert!(bench.documents.commit(&Change::default().remove(lost)).unwrap());
-        let gone = bench.catalog.renew(&holder, (1, Root(None)), end).unwrap_err();
+        let gone = bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap_err();
         assert!(matches!(gone, Error::ImageGone { .. }), "{gone}");
         assert_eq!(bench.rebuild(&records).0, 1);
         let early = bench.catalog.reserve(&holder, 1).unwrap_err();
         assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
-        bench.catalog.renew(&holder, (1, Root(None)), end).unwrap();
+        bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap();
         assert!(bench.catalog.reserve(&holder, 1).unwrap().start >= end);
     }
     // The next catalog is taken by another writer first, which then ends.
@@ -271,8 +271,51 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
     bench.rebuild(&records);
     let other = attach(&bench, 8);
     bench.catalog.release(&other, None).unwrap();
-    let fenced = bench.catalog.renew(&holder, (1, Root(None)), end).unwrap_err();
+    let fenced = bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap_err();
     assert!(matches!(fenced, Error::Fenced { .. }), "{fenced}");
+}
+
+/// The record that was stored last may be that of a checkpoint from before the growth: it is
+/// published later than the growth of the image.
+#[test]
+fn a_rebuilt_image_has_the_largest_size_of_its_records_or_of_its_running_disk() {
+    let bench = Bench::new();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let mut records = [(1, 1 << 20), (2, 3 << 20), (3, 1 << 20)].map(|(number, size)| {
+        let (id, mut record) = bench.record(number, number, false);
+        record.snapshot.as_mut().unwrap().size = size;
+        (id, record)
+    });
+    let size = || bench.catalog.image(&bench.name).unwrap().geometry.size();
+    let size_of = |number| {
+        let name = SnapshotRef::number(&bench.name, number);
+        bench.catalog.resolve(&name).unwrap().geometry.size()
+    };
+    bench.rebuild(&records[..1]);
+    assert_eq!(size(), 1 << 20);
+    bench.rebuild(&records);
+    assert_eq!(size(), 3 << 20, "an image that the catalog has");
+    assert_eq!([1, 2, 3].map(size_of), [1 << 20, 3 << 20, 1 << 20]);
+    let lost = Change::default().remove(Query::prefix(""));
+    assert!(bench.documents.commit(&lost).unwrap());
+    bench.rebuild(&records);
+    assert_eq!(size(), 3 << 20, "an image that the catalog does not have");
+
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let attach = || bench.catalog.attach(&owner, &snapshot, Mode::ReadWrite, None).unwrap().0;
+    let holder = attach();
+    let renew = |size| bench.catalog.renew(&holder, (1, Root(None)), 5, size).unwrap();
+    assert_eq!(renew(1 << 20), 3 << 20);
+    assert_eq!((renew(4 << 20), size()), (4 << 20, 4 << 20), "restored from a copy");
+    // The image document of a tombstone counts, too.
+    let image = bench.catalog.read(&[Query::Key(image_key(&bench.name))]).unwrap();
+    let image: ImageDocument = image.get(&image_key(&bench.name)).unwrap().unwrap();
+    records[2] = bench.record(3, 3, true);
+    records[2].1.image = ImageDocument { size: 5 << 20, ..image };
+    assert!(bench.documents.commit(&lost).unwrap());
+    bench.rebuild(&records);
+    assert_eq!(size(), 5 << 20);
+    assert_eq!((renew(7 << 20), size()), (7 << 20, 7 << 20), "after a rebuild");
 }
 
 /// A snapshot is published and removed while a rebuild reads the records.

@@ -9,7 +9,7 @@ use crate::mirror::cow::CowSpace;
 use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::cow::memory::CowMemory;
 use crate::mirror::cow::spill_space::SpillSpace;
-use crate::mirror::epoch::record::EpochFiles;
+use crate::mirror::epoch::record::{ChunkCounts, EpochFiles};
 use crate::mirror::layout::Layout;
 
 const CHUNK: ChunkIndex = ChunkIndex(3);
@@ -26,11 +26,11 @@ struct Bench {
 impl Bench {
     fn new() -> Bench {
         let dir = tempfile::tempdir().unwrap();
-        let (epochs, _) = EpochFiles::open(dir.path(), 10).unwrap();
+        let (epochs, _) = EpochFiles::open(dir.path(), counts(10)).unwrap();
         let record = epochs.allocate().unwrap();
         record.begin(Epoch(1));
         record.chunks.schedule(CHUNK.0);
-        record.freeze();
+        record.freeze(1 << 20);
         let layout = Layout::new(Geometry::new(10 * 256 * 1024, 256 * 1024).unwrap());
         let layers = Arc::new(LayerDir::new(dir.path(), &layout));
         let layer = Layer::new(Arc::new(record), layers.clone());
@@ -78,7 +78,7 @@ impl Bench {
 
     /// The layer as the next process has it.
     fn recover(&self) -> Layer {
-        let (_, mut found) = EpochFiles::open(self.dir.path(), 10).unwrap();
+        let (_, mut found) = EpochFiles::open(self.dir.path(), counts(10)).unwrap();
         let owned: Vec<_> = self.space.memory.owned().collect();
         let record = found.pop().unwrap();
         Layer::recover(record, &self.layers, &owned, &self.layout, &self.space)
@@ -295,4 +295,8 @@ fn what_an_earlier_process_cannot_have_left_fails_the_layer() {
     bench.cow_action(run(20, 1), BlockSet::default());
     std::fs::remove_file(bench.layer.table_path()).unwrap();
     assert!(bench.recover().failure().is_some(), "the table is gone");
+}
+
+fn counts(chunks: u64) -> ChunkCounts {
+    ChunkCounts { now: chunks, capacity: chunks }
 }

@@ -2,7 +2,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cairn_store::Geometry;
 
-use super::{Epoch, EpochFiles, EpochManager, LayerDir, LayerState, MAX_LAYERS};
+use super::{ChunkCounts, Epoch, EpochFiles, EpochManager, LayerDir, LayerState, MAX_LAYERS};
 use crate::mirror::layout::Layout;
 
 fn manager() -> EpochManager {
@@ -121,4 +121,55 @@ fn a_layer_that_fails_joins_the_current_epoch_at_once_and_stays_until_its_checkp
     epochs.publish(&later);
     assert_eq!((layer.state(), later.state()), (LayerState::Closed, LayerState::Closed));
     assert!(epochs.view().layers.is_empty());
+}
+
+/// Real threads: workers write the last chunk of the disk while it grows and is frozen. A disk of
+/// `n` chunks has the size `n` here.
+#[test]
+fn a_layer_has_every_write_up_to_its_size_and_none_behind_it() {
+    const CAPACITY: u64 = 1 << 20;
+    let counts = |now| ChunkCounts { now, capacity: CAPACITY };
+    let dir = tempfile::tempdir().unwrap();
+    let (files, _) = EpochFiles::open(dir.path(), counts(1)).unwrap();
+    let record = files.allocate().unwrap();
+    record.begin(Epoch(1));
+    let layers = LayerDir::new(dir.path(), &Layout::new(Geometry::new(1 << 20, 1 << 18).unwrap()));
+    let epochs = EpochManager::new(files, layers.into(), 2, record, Vec::new());
+    epochs.set_size(1);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for worker in 0..2 {
+            let (epochs, stop) = (&epochs, &stop);
+            scope.spawn(move || {
+                let mut handle = epochs.handle(worker);
+                while !stop.load(Ordering::Relaxed) {
+                    let size = epochs.size();
+                    let (epoch, _) = epochs.take_ticket(&mut handle);
+                    handle.view().mark_dirty(size - 1);
+                    epochs.return_ticket(worker, epoch);
+                }
+            });
+        }
+        scope.spawn(|| {
+            for size in (100..CAPACITY).step_by(997) {
+                epochs.make_room(counts(size)).unwrap();
+                epochs.set_size(size);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        let (mut sizes, mut written) = (Vec::new(), 0);
+        while !stop.load(Ordering::Relaxed) {
+            epochs.prepare().unwrap();
+            let layer = epochs.freeze().unwrap().unwrap();
+            while !epochs.settle(&layer) {
+                std::thread::yield_now();
+            }
+            let behind = layer.dirty().iter().find(|chunk| *chunk >= layer.size());
+            assert_eq!(behind, None, "a disk of {} chunks", layer.size());
+            written += layer.dirty().len();
+            sizes.push(layer.size());
+            epochs.publish(&layer);
+        }
+        assert!(sizes.is_sorted() && written > 0);
+    });
 }

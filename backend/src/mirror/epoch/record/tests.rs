@@ -1,12 +1,13 @@
 use cairn_store::{ChunkIndex, Consistency, NewSnapshot};
 
-use super::{Epoch, EpochFiles, LayerState};
+use super::{ChunkCounts, Epoch, EpochFiles, LayerState};
 use crate::mirror::epoch::chunk_state::ChunkState;
 
 fn new(label: Option<&str>) -> NewSnapshot {
     NewSnapshot {
         number: 7,
         label: label.map(String::from),
+        size: 1 << 20,
         consistency: Consistency::Filesystem,
         time: 1_800_000_000,
         dirty_bytes: 12 << 20,
@@ -17,7 +18,7 @@ fn new(label: Option<&str>) -> NewSnapshot {
 #[test]
 fn an_epoch_is_found_again_with_its_sets_and_its_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let (epochs, found) = EpochFiles::open(dir.path(), 100_000).unwrap();
+    let (epochs, found) = EpochFiles::open(dir.path(), counts(100_000)).unwrap();
     assert!(found.is_empty());
     epochs.prepare().unwrap();
     let (first, second) = (epochs.allocate().unwrap(), epochs.allocate().unwrap());
@@ -29,11 +30,11 @@ fn an_epoch_is_found_again_with_its_sets_and_its_checkpoint() {
     (first.chunks).set(ChunkIndex(3), &mut false, ChunkState::Pending);
     (first.chunks).set(ChunkIndex(3), &mut true, ChunkState::Idle);
     first.accept(&new(Some("before-upgrade")));
-    second.freeze();
+    second.freeze(1 << 20);
     second.settle();
     second.fail("no space");
     drop((epochs, first, second));
-    let (_, found) = EpochFiles::open(dir.path(), 100_000).unwrap();
+    let (_, found) = EpochFiles::open(dir.path(), counts(100_000)).unwrap();
     assert_eq!(found.iter().map(|one| one.epoch().0).collect::<Vec<_>>(), [4, 5]);
     let (first, second) = (&found[0], &found[1]);
     assert_eq!(first.chunks.dirty().iter().collect::<Vec<_>>(), [3, 99_999]);
@@ -44,19 +45,19 @@ fn an_epoch_is_found_again_with_its_sets_and_its_checkpoint() {
     assert_eq!(first.accepted(), Some(new(Some("before-upgrade"))));
     assert_eq!(first.failure(), None);
     assert_eq!((second.accepted(), second.failure()), (None, Some("no space".into())));
-    first.freeze();
+    first.freeze(1 << 20);
     first.settle();
     first.close();
-    assert_eq!(EpochFiles::open(dir.path(), 100_000).unwrap().1.len(), 1);
-    assert_eq!(EpochFiles::open(dir.path(), 5).unwrap().1.len(), 0, "of another disk");
+    assert_eq!(EpochFiles::open(dir.path(), counts(100_000)).unwrap().1.len(), 1);
+    assert_eq!(EpochFiles::open(dir.path(), counts(5)).unwrap().1.len(), 0, "of another disk");
 }
 
 #[test]
 fn a_long_reason_is_cut_between_characters() {
     let dir = tempfile::tempdir().unwrap();
-    let (epochs, _) = EpochFiles::open(dir.path(), 10).unwrap();
+    let (epochs, _) = EpochFiles::open(dir.path(), counts(10)).unwrap();
     let record = epochs.allocate().unwrap();
-    record.freeze();
+    record.freeze(1 << 20);
     record.settle();
     record.fail(&"ü".repeat(600));
     assert_eq!(record.failure(), Some("ü".repeat(256)));
@@ -66,7 +67,7 @@ fn a_long_reason_is_cut_between_characters() {
 fn the_first_reason_of_a_failure_stays_whatever_the_order_of_failure_and_end() {
     for abandon_first in [true, false] {
         let record = EpochFiles::private(10).allocate().unwrap();
-        record.freeze();
+        record.freeze(1 << 20);
         record.settle();
         if abandon_first {
             record.abandon();
@@ -90,12 +91,12 @@ fn a_damaged_state_counts_as_lost() {
 #[test]
 fn a_record_with_a_damaged_state_can_be_closed() {
     let dir = tempfile::tempdir().unwrap();
-    let (files, _) = EpochFiles::open(dir.path(), 10).unwrap();
+    let (files, _) = EpochFiles::open(dir.path(), counts(10)).unwrap();
     let record = files.allocate().unwrap();
     record.begin(Epoch(3));
     record.header[super::word::STATE].store(77, std::sync::atomic::Ordering::Relaxed);
     drop(record);
-    let (_, mut found) = EpochFiles::open(dir.path(), 10).unwrap();
+    let (_, mut found) = EpochFiles::open(dir.path(), counts(10)).unwrap();
     let record = found.pop().unwrap();
     assert_eq!(record.state(), LayerState::Lost);
     record.abandon();
@@ -106,12 +107,16 @@ fn a_record_with_a_damaged_state_can_be_closed() {
 #[test]
 fn a_record_of_another_version_is_refused_and_kept() {
     let dir = tempfile::tempdir().unwrap();
-    let (files, _) = EpochFiles::open(dir.path(), 10).unwrap();
+    let (files, _) = EpochFiles::open(dir.path(), counts(10)).unwrap();
     let record = files.allocate().unwrap();
     record.begin(Epoch(3));
     record.header[super::word::VERSION].store(1, std::sync::atomic::Ordering::Relaxed);
     for _ in 0..2 {
-        let refused = EpochFiles::open(dir.path(), 10).map(drop).unwrap_err().to_string();
+        let refused = EpochFiles::open(dir.path(), counts(10)).map(drop).unwrap_err().to_string();
         assert!(refused.contains("another version"), "{refused}");
     }
+}
+
+fn counts(chunks: u64) -> ChunkCounts {
+    ChunkCounts { now: chunks, capacity: chunks }
 }

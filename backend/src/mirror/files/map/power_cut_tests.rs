@@ -86,7 +86,7 @@ fn changed_at(session: u64) -> Vec<u64> {
 fn map_workload() {
     let Some(root) = recorded_root() else { return };
     let path = root.join("map");
-    let layout = Layout::new(identity().geometry);
+    let layout = identity().layout();
     for number in 0..SESSIONS {
         let map = match number {
             0 => MapFile::create(&path, identity(), Root::default()).unwrap(),
@@ -104,13 +104,13 @@ fn session(mut map: MapFile, layout: &Layout, number: u64) {
     mark("beginning");
     map.begin([1; 16]).unwrap();
     mark("begun");
-    let intent = map.intent(layout).unwrap();
+    let intent = map.intent().unwrap();
     mark(&format!("found {}", presence.local_bytes() / BLOCK_BYTES));
     for step in number * STEPS..(number + 1) * STEPS {
         for blocks in blocks_of(step) {
             // Write intent is durable before the write.
             let regions = intent.regions_of(blocks.span());
-            map.write_intent(layout, &intent.bytes_with(&regions)).unwrap();
+            map.write_intent(&intent.bytes_with(&regions)).unwrap();
             intent.set(&regions);
             presence.set(blocks);
         }
@@ -120,7 +120,7 @@ fn session(mut map: MapFile, layout: &Layout, number: u64) {
         mark(&format!("durable {step}"));
     }
     mark(&format!("ending {number}"));
-    map.end(&presence, layout, changed_at(number).into_iter(), true).unwrap();
+    map.end(&presence, changed_at(number).into_iter(), true).unwrap();
     mark(&format!("ended {number}"));
 }
 
@@ -130,7 +130,7 @@ fn next_map_workload() {
     let Some(root) = recorded_root() else { return };
     mark("killed");
     let map = MapFile::open(&root.join("map")).unwrap();
-    session(map, &Layout::new(identity().geometry), SESSIONS);
+    session(map, &identity().layout(), SESSIONS);
     mark("done");
 }
 
@@ -155,7 +155,7 @@ fn check_map(root: &Path, marks: &[String]) {
     }
     assert!(!has(marks, "begun") || map.header.state != MapState::Fresh, "a used map is fresh");
 
-    let layout = Layout::new(identity().geometry);
+    let layout = identity().layout();
     let (presence, record) = load(&map, &layout).unwrap();
     for step in all(marks, "durable") {
         let present = blocks_of(step).into_iter().all(|blocks| presence.all(blocks));
@@ -228,7 +228,11 @@ const DISK_BYTES: u64 = 512 << 10;
 const MIRROR: &str = "mirrors/vm1";
 
 fn small() -> Identity {
-    Identity { geometry: Geometry::new(DISK_BYTES, 64 * 1024).unwrap(), ..identity() }
+    Identity {
+        geometry: Geometry::new(DISK_BYTES, 64 * 1024).unwrap(),
+        capacity: 64 * DISK_BYTES,
+        ..identity()
+    }
 }
 
 /// The blocks that are written before a flush. Some of them were written before.
@@ -254,7 +258,7 @@ pub(super) fn create_mirror_of(
     elsewhere: &Path,
 ) -> (Mirror, MapWriter, DiskFile) {
     make_directory(path).unwrap();
-    let layout = Layout::new(identity.geometry);
+    let layout = identity.layout();
     let disk = DiskFile::open(&path.join("disk")).unwrap();
     disk.set_len(layout.file_len()).unwrap();
     disk.punch(Span { offset: 0, len: layout.file_len() }).unwrap();
@@ -274,7 +278,7 @@ pub(super) fn create_mirror_of(
     let Recovered { current, layers, .. } =
         recover(live.epochs, &layer_dir, &layout, &space, |_| None).unwrap();
     let epochs = EpochManager::new(live.epoch_files, layer_dir, workers, current, layers);
-    let intent = map.intent(&layout).unwrap();
+    let intent = map.intent().unwrap();
     let mirror = Mirror::new(layout, live.presence, intent, epochs, space, Events::new(Vec::new()));
     (mirror, MapWriter::new(map, DataSync::new(live.validity)), disk)
 }
@@ -312,7 +316,7 @@ fn check_flush(root: &Path, marks: &[String]) {
         }
         Err(error) => panic!("the map does not open: {error}"),
     };
-    let (presence, _) = load(&map, &Layout::new(small().geometry)).unwrap();
+    let (presence, _) = load(&map, &small().layout()).unwrap();
     let disk = std::fs::read(path.join("disk")).unwrap();
     assert_eq!(disk.len() as u64, DISK_BYTES);
     for block in 0..DISK_BYTES / BLOCK_BYTES {
@@ -345,5 +349,93 @@ fn a_sync_of_data_map_or_directories_that_is_left_out_is_found() {
     let recording = recorded("flush_workload");
     for name in ["mirrors/vm1/disk", "mirrors/vm1/map", "mirrors/vm1", "mirrors", ""] {
         leave_out_syncs(&recording, name, FEW_IMAGES, check_flush);
+    }
+}
+
+// A disk that grows while it is in use.
+
+/// The sizes of the disk. The first end is in the middle of a chunk.
+const SIZES: [u64; 3] = [DISK_BYTES - 3 * BLOCK_BYTES, DISK_BYTES + SECTOR_BYTES, 40 * DISK_BYTES];
+
+fn growing() -> Identity {
+    Identity { geometry: Geometry::new(SIZES[0], 64 * 1024).unwrap(), ..small() }
+}
+
+/// The last whole block of the disk with this size.
+fn last_block(size: u64) -> u64 {
+    size / BLOCK_BYTES - 1
+}
+
+/// The workload that is recorded. Without a recorder it does nothing.
+#[test]
+fn growth_workload() {
+    let Some(root) = recorded_root() else { return };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let path = root.join(MIRROR);
+    let (mirror, writer, disk) = create_mirror_of(&growing(), 1, &path, elsewhere.path());
+    for (index, size) in SIZES.into_iter().enumerate() {
+        if index > 0 {
+            let layout = mirror.layout().with_size(size);
+            // The block that the old end cuts off must be present.
+            mirror.presence().set(Blocks { first: mirror.layout().size() / BLOCK_BYTES, count: 1 });
+            mark(&format!("growing {index}"));
+            writer.record_growth(&disk, &layout).unwrap();
+            mark(&format!("grown {index}"));
+            mirror.make_room(&layout).unwrap();
+            // The state file of the live directory is sparse here, and gets space by itself.
+            mirror.grow(&layout);
+        }
+        let span = Blocks { first: last_block(size), count: 1 }.span();
+        writer.write_intent(&mirror, &mirror.intent().regions_of(span)).unwrap();
+        let mut buffer = Buffer::zeroed(BLOCK_BYTES as usize);
+        buffer.fill(index as u8 + 1);
+        disk.write(&buffer, span.offset).unwrap();
+        mirror.presence().set(Blocks { first: last_block(size), count: 1 });
+        writer.flush(&mirror, &disk).unwrap();
+        mark(&format!("flushed {index}"));
+    }
+    mark("done");
+}
+
+fn check_growth(root: &Path, marks: &[String]) {
+    let path = root.join(MIRROR);
+    let map = match MapFile::open(&path.join("map")) {
+        Ok(map) => map,
+        Err(MapError::Io(error)) if error.kind() == std::io::ErrorKind::NotFound => {
+            assert!(!has(marks, "created"), "the map is gone");
+            return;
+        }
+        Err(error) => panic!("the map does not open: {error}"),
+    };
+    let layout = map.identity().layout();
+    let reached = SIZES.iter().position(|size| *size == layout.size()).expect("one of the sizes");
+    let newest = |word| all(marks, word).last().map_or(0, |index| *index as usize);
+    assert!(reached >= newest("grown"), "a growth that was recorded is gone");
+    assert!(reached <= newest("growing"), "a growth that did not begin");
+    let disk = std::fs::read(path.join("disk")).unwrap();
+    assert!(disk.len() as u64 >= layout.file_len(), "the map came before the data file");
+    let (presence, record) = load(&map, &layout).unwrap();
+    for index in all(marks, "flushed") {
+        let block = last_block(SIZES[index as usize]);
+        assert!(presence.get(block), "block {block} was flushed and is absent");
+        let start = (block * BLOCK_BYTES) as usize;
+        assert_eq!(disk[start..start + BLOCK_BYTES as usize], [index as u8 + 1; 4096]);
+        assert!(record.chunks.dirty().contains(layout.chunk_of(block).0), "it counts as changed");
+    }
+    // What lies behind the flushed blocks is zeros, also if the disk is going to grow.
+    let end = SIZES[newest("growing")] / BLOCK_BYTES * BLOCK_BYTES;
+    assert!(disk[(end as usize).min(disk.len())..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn a_power_cut_while_a_disk_grows_leaves_a_whole_disk_of_the_old_or_the_new_size() {
+    cut_the_power(&recorded("growth_workload"), 32, WORD_BYTES, check_growth);
+}
+
+#[test]
+fn a_sync_of_a_growth_that_is_left_out_is_found() {
+    let recording = recorded("growth_workload");
+    for name in ["mirrors/vm1/disk", "mirrors/vm1/map"] {
+        leave_out_syncs(&recording, name, FEW_IMAGES, check_growth);
     }
 }

@@ -32,7 +32,7 @@ use super::{Identity, MapFile};
 use crate::flush::MapWriter;
 use crate::mapping::Buffer;
 use crate::mirror::files::disk_file::DiskFile;
-use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout};
+use crate::mirror::layout::{BLOCK_BYTES, Blocks};
 use crate::mirror::{Mirror, Plan};
 
 const REGION_BYTES: u64 = 64 << 20;
@@ -45,7 +45,7 @@ const HOT_REGIONS: u64 = 4;
 
 fn many_regions() -> Identity {
     let geometry = Geometry::new(REGIONS * REGION_BYTES, CHUNK_BYTES).unwrap();
-    Identity { geometry, ..identity() }
+    Identity { geometry, capacity: 2 * geometry.size(), ..identity() }
 }
 
 /// The block of a region that a writer writes to. Each is in a chunk of its own.
@@ -154,7 +154,7 @@ fn history(marks: &[String]) -> (HashMap<u64, Vec<(u64, u64)>>, u64) {
 }
 
 fn check(root: &Path, marks: &[String]) {
-    let layout = Layout::new(many_regions().geometry);
+    let layout = many_regions().layout();
     let map = MapFile::open(&root.join("vm1/map")).unwrap();
     let disk = File::open(root.join("vm1/disk")).unwrap();
     let (presence, record) = load(&map, &layout).unwrap();

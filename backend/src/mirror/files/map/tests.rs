@@ -18,6 +18,7 @@ pub(super) fn identity() -> Identity {
         image: "vm1".parse().unwrap(),
         image_id: ImageId::from_bytes([9; 16]),
         geometry: Geometry::new(1 << 30, 256 * 1024).unwrap(),
+        capacity: 8 << 30,
         origin: 3,
     }
 }
@@ -25,7 +26,7 @@ pub(super) fn identity() -> Identity {
 pub(super) fn load(map: &MapFile, layout: &Layout) -> Result<(Presence, EpochRecord), MapError> {
     let presence = Presence::absent(layout.block_count()).unwrap();
     let record = EpochRecord::private(layout.chunk_count()).unwrap();
-    map.load(layout, &presence, record.chunks.dirty())?;
+    map.load(&presence, record.chunks.dirty())?;
     Ok((presence, record))
 }
 
@@ -35,7 +36,7 @@ fn in_use() -> (TempDir, PathBuf, Layout, MapFile) {
     let path = dir.path().join("map");
     let mut map = MapFile::create(&path, identity(), Root::default()).unwrap();
     map.begin([1; 16]).unwrap();
-    (dir, path, Layout::new(identity().geometry), map)
+    (dir, path, identity().layout(), map)
 }
 
 #[test]
@@ -45,7 +46,7 @@ fn presence_and_changes_survive_a_clean_stop() {
     assert_eq!(record.chunks.dirty().len(), 0);
     presence.set(Blocks { first: 100, count: 50 });
     map.write_pages(&presence.take_changed()).unwrap();
-    map.end(&presence, &layout, [0, 9, 4095].into_iter(), true).unwrap();
+    map.end(&presence, [0, 9, 4095].into_iter(), true).unwrap();
     let map = MapFile::open(&path).unwrap();
     assert_eq!(map.identity(), &identity());
     assert!(map.is_clean() && map.knows_guests());
@@ -66,9 +67,9 @@ fn after_an_unclean_stop_local_chunks_of_regions_in_use_count_as_changed() {
     presence.set(Blocks { first: 640, count: 64 });
     // A fetch in another region.
     presence.set(Blocks { first: 100_000, count: 64 });
-    let intent = map.intent(&layout).unwrap();
+    let intent = map.intent().unwrap();
     let bytes = intent.bytes_with(&intent.regions_of(Span { offset: 0, len: 512 }));
-    map.write_intent(&layout, &bytes).unwrap();
+    map.write_intent(&bytes).unwrap();
     map.write_pages(&presence.take_changed()).unwrap();
     drop(map);
     let map = MapFile::open(&path).unwrap();
@@ -93,7 +94,7 @@ fn a_torn_header_leaves_the_one_before_it() {
 fn a_flipped_bit_or_a_missing_end_is_found_after_a_clean_stop() {
     let (_dir, path, layout, mut map) = in_use();
     let (presence, _) = load(&map, &layout).unwrap();
-    map.end(&presence, &layout, std::iter::empty(), false).unwrap();
+    map.end(&presence, std::iter::empty(), false).unwrap();
     let stopped = MapFile::open(&path).unwrap();
     assert!(stopped.is_clean() && !stopped.knows_guests());
     assert!(load(&stopped, &layout).is_ok());
@@ -108,14 +109,14 @@ fn what_is_beyond_the_disks_end_is_refused_whatever_the_checksum_says() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("map");
     let geometry = Geometry::new((1 << 30) - 256 * 1024, 256 * 1024).unwrap();
-    let smaller = Layout::new(geometry);
+    let smaller = Identity { geometry, ..identity() }.layout();
     let end = |presence: Option<u64>, dirty: Option<u64>| {
         let mut map =
             MapFile::create(&path, Identity { geometry, ..identity() }, Root::default()).unwrap();
         let (written, _) = load(&map, &smaller).unwrap();
         presence.iter().for_each(|first| written.set(Blocks { first: *first, count: 1 }));
         map.write_pages(&written.take_changed()).unwrap();
-        map.end(&written, &smaller, dirty.into_iter(), true).unwrap();
+        map.end(&written, dirty.into_iter(), true).unwrap();
         load(&MapFile::open(&path).unwrap(), &smaller).map(|_| ())
     };
     let (blocks, chunks) = (smaller.block_count(), smaller.chunk_count());
@@ -159,7 +160,7 @@ fn the_parent_survives_a_clean_stop_and_a_kill() {
     let mut map = MapFile::open(&path).unwrap();
     assert_eq!((map.parent(), map.is_clean(), map.use_id()), (parent, false, &[1; 16]));
     let (presence, _) = load(&map, &layout).unwrap();
-    map.end(&presence, &layout, std::iter::empty(), true).unwrap();
+    map.end(&presence, std::iter::empty(), true).unwrap();
     // A change of the parent does not make a clean map unclean.
     map.set_parent(5, Root::default()).unwrap();
     let map = MapFile::open(&path).unwrap();
@@ -175,13 +176,17 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn fixture_identity() -> Identity {
-    Identity { geometry: Geometry::new(1 << 20, 64 * 1024).unwrap(), ..identity() }
+    Identity {
+        geometry: Geometry::new(1 << 20, 64 * 1024).unwrap(),
+        capacity: 8 << 20,
+        ..identity()
+    }
 }
 
 #[test]
 #[ignore = "it writes into the source tree"]
 fn make_the_maps() {
-    let layout = Layout::new(fixture_identity().geometry);
+    let layout = fixture_identity().layout();
     fs::create_dir_all(fixture("")).unwrap();
     for name in ["map-clean", "map-in-use"] {
         let _ = fs::remove_file(fixture(name));
@@ -190,13 +195,13 @@ fn make_the_maps() {
         map.set_parent(5, Root(Some(NodeId::from_bytes([3; 32])))).unwrap();
         let (presence, _) = load(&map, &layout).unwrap();
         let written = Blocks { first: 40, count: 3 };
-        let intent = map.intent(&layout).unwrap();
+        let intent = map.intent().unwrap();
         let bytes = intent.bytes_with(&intent.regions_of(written.span()));
-        map.write_intent(&layout, &bytes).unwrap();
+        map.write_intent(&bytes).unwrap();
         presence.set(written);
         map.write_pages(&presence.take_changed()).unwrap();
         if name == "map-clean" {
-            map.end(&presence, &layout, [2, 15].into_iter(), true).unwrap();
+            map.end(&presence, [2, 15].into_iter(), true).unwrap();
         }
     }
 }
@@ -204,7 +209,7 @@ fn make_the_maps() {
 #[test]
 fn maps_of_this_version_are_read() {
     let dir = tempfile::tempdir().unwrap();
-    let layout = Layout::new(fixture_identity().geometry);
+    let layout = fixture_identity().layout();
     for (name, dirty) in [("map-clean", vec![2, 15]), ("map-in-use", vec![2])] {
         let path = dir.path().join(name);
         fs::copy(fixture(name), &path).unwrap();
