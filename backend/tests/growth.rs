@@ -191,6 +191,27 @@ fn writes_up_to_the_end_are_kept_while_the_end_moves() {
     }
 }
 
+/// Otherwise a write up to the old end, which did not fetch the block, would count as a part of it.
+#[test]
+fn a_disk_whose_last_block_cannot_be_fetched_does_not_grow() {
+    let site = Site::new();
+    repository::import(&site.store(), IMAGE, CHUNK, &vec![9; SMALL as usize]);
+    let backend = Backend::start(&Options::new(&site).with(&["--fetch-retry", "1"]));
+    let (segments, away) = (site.repository().join("segments"), site.path("away"));
+    fs::rename(&segments, &away).expect("take the data away");
+    grow_image(&site, LARGE);
+    match backend.control().ask(&Request::Resize).unwrap() {
+        Event::Error(refusal) => assert!(refusal.message.contains("last block"), "{refusal:?}"),
+        other => panic!("the growth was answered with {other:?}"),
+    }
+    assert_eq!(backend.control().status().size, SMALL);
+    fs::remove_dir_all(&segments).ok();
+    fs::rename(&away, &segments).expect("bring the data back");
+    thread::sleep(Duration::from_secs(1));
+    assert_eq!(grow_disk(&mut backend.control()), LARGE);
+    backend.terminate();
+}
+
 #[test]
 fn a_hypervisor_that_connects_after_a_growth_is_told_of_it() {
     let site = Site::new();
