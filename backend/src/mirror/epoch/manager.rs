@@ -102,7 +102,7 @@ pub(crate) struct EpochManager {
 
 impl EpochManager {
     /// `record` is that of the current epoch. `layers` are the earlier epochs that are not
-    /// published.
+    /// published. The caller sets the size of the disk.
     pub(crate) fn new(
         files: EpochFiles,
         layer_dir: Arc<LayerDir>,
@@ -110,7 +110,6 @@ impl EpochManager {
         record: EpochRecord,
         layers: Vec<Arc<Layer>>,
     ) -> EpochManager {
-        let size = AtomicU64::new(0);
         let epoch = record.epoch();
         let view = EpochView { generation: 0, epoch, record: Arc::new(record), layers };
         EpochManager {
@@ -118,7 +117,7 @@ impl EpochManager {
             layer_dir,
             generation: AtomicU64::new(0),
             epoch: AtomicU64::new(epoch.0),
-            size,
+            size: AtomicU64::new(0),
             current: Mutex::new(Arc::new(view)),
             tickets: (0..workers)
                 .map(|_| Tickets(std::array::from_fn(|_| AtomicU64::new(0))))
