@@ -379,11 +379,14 @@ impl Commits {
     }
 
     /// Takes all unused numbers, which the caller gives back to the catalog. First the live directory
-    /// records that none is left: other processes may get them from the catalog.
+    /// records that this process has none, because other processes may get them from then on. The
+    /// record ends at the first number that is given back: if the process is killed before the catalog
+    /// has them, the next process finds them in its reservation, and if it is killed after that, they
+    /// are free.
     pub(crate) fn take_unused_numbers(&self) -> Range<u64> {
         let numbers = &mut self.queue().numbers;
         let unused = numbers.clone();
-        numbers.start = numbers.end;
+        numbers.end = numbers.start;
         self.unused_numbers.record(numbers);
         unused
     }
