@@ -475,6 +475,27 @@ fn a_checkpoint_that_is_not_stable_fails_with_the_sync() {
     check_and_end(&site, backend, device, &disk);
 }
 
+/// Linux drops what it cannot write, and a later read returns something else. A layer's table says
+/// which old blocks are preserved, so a checkpoint whose table was not written may be wrong.
+#[test]
+fn a_checkpoint_whose_table_is_lost_fails_and_the_next_one_is_complete() {
+    let site = Site::new();
+    let (mounted, options, mut disk) = failing_mirror(&site);
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[5; 4096]).expect("write");
+    disk[..4096].fill(5);
+    // The first epoch of a mirror is 1.
+    mounted.fail_syncs("vm1/layer-1.table", 1);
+    let mut control = backend.control();
+    let number = control.checkpoint().expect("it is accepted").number;
+    control.wait_until_quiet();
+    let snapshot = repository::snapshot(&site.store(), IMAGE, number);
+    let reason = snapshot.reason.clone().unwrap_or_default();
+    assert!(snapshot.require_content().is_err() && reason.contains("old blocks"), "{snapshot:?}");
+    check_and_end(&site, backend, device, &disk);
+}
+
 /// A write to a region that the map does not know waits for the map, and then fails, as on any disk
 /// that fails. Flushes do not wait for it.
 #[test]

@@ -335,6 +335,12 @@ impl Persister {
             store_layer(self, source, newer, &buffers, &stored)?;
         }
         self.abort.check()?;
+        // After all reading, too: the table says which blocks were read from where.
+        for source in &used {
+            if let Err(error) = source.check_table() {
+                mirror.fail(source, &format!("the record of its old blocks is lost: {error}"));
+            }
+        }
         // After all reading: a layer that has failed meanwhile did not guard its chunks against
         // newer writes any more.
         if let Some(reason) = used.iter().find_map(|source| source.failure()) {

@@ -299,7 +299,7 @@ impl LayerWriter<'_> {
         for ((chunk, mut data), present) in chunks.iter().zip(buffers).zip(present) {
             let start = layout.span_of(*chunk).offset;
             let read_spilled = |buffer: &mut [u8], run: Blocks| {
-                self.source.spill_file()?.read_any(buffer, start + run.span().offset)
+                self.source.read_spilled(buffer, start + run.span().offset)
             };
             let preserved = self.source.preserved(*chunk).map_err(PersistError::Spill)?;
             let present =

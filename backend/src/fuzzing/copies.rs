@@ -61,7 +61,7 @@ pub fn copies(mut data: &[u8]) {
     drop(layers);
     let all = space.memory.take_at(0, SLOTS / 2 * BLOCK_BYTES);
     assert!(all.is_some(), "all memory is free again");
-    assert_eq!(fs::read_dir(&dir.0).expect("a directory").count(), 0, "no file is left");
+    layer_dir.wait_until_free(|| fs::read_dir(&dir.0).expect("a directory").count() == 0);
 }
 
 /// A change of a table's entry, or of a slot's owner.

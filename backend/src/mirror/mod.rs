@@ -115,8 +115,8 @@ impl BlockCopy {
         self.spill.is_some()
     }
 
-    /// The spill file of the layer.
-    pub(crate) fn spill_file(&self) -> io::Result<Arc<DiskFile>> {
+    /// The spill file of the layer; `None` if the layer needs no copies any more.
+    pub(crate) fn spill_file(&self) -> io::Result<Option<Arc<DiskFile>>> {
         self.layer.spill_file()
     }
 }
@@ -265,6 +265,12 @@ impl Mirror {
     /// Abandons a layer whose checkpoint failed.
     pub(crate) fn give_up(&self, layer: &Layer) {
         self.epochs.give_up(layer);
+    }
+
+    /// Fails a layer: see [`EpochManager::fail`].
+    pub(crate) fn fail(&self, layer: &Layer, reason: &str) {
+        self.epochs.fail(layer, reason);
+        self.notify();
     }
 
     /// Fails the oldest layer that holds copies, so that writes can go on.

@@ -463,7 +463,8 @@ impl Worker {
             read => return self.finish_copy(copy, key, memory, read),
         };
         match file {
-            Ok(file) => {
+            Ok(None) => self.finish_copy(copy, key, memory, Ok(())),
+            Ok(Some(file)) => {
                 self.counters().spilled.add(1);
                 let offset = self.context.disk.mirror.copy_source(&copy).offset;
                 self.ring.start(Io::Spill { file, offset, memory }, Tag::Spill(copy, key))

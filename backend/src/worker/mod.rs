@@ -327,6 +327,9 @@ impl Worker {
         let events = self.context.disk.mirror.events();
         let may_sleep =
             !more && (self.parked.is_empty() || events.may_sleep(self.index, self.seen_events));
+        if may_sleep {
+            self.epoch_handle.forget_layers();
+        }
         let limit = match self.state.stop() {
             _ if !may_sleep => Some(Duration::ZERO),
             Some(Stop { deadline, .. }) => Some(

@@ -124,6 +124,8 @@ pub(crate) struct Layer {
 /// The spill file of a layer.
 #[derive(Default)]
 struct Spill {
+    /// Set when the layer needs no copies any more. Then there is no file.
+    has_ended: bool,
     file: Option<Arc<DiskFile>>,
     /// The space of the copies in it.
     used: Option<SpillReservation>,
@@ -182,7 +184,7 @@ impl Layer {
             io::Error::new(io::ErrorKind::InvalidData, format!("chunk {}: {what}", chunk.0))
         };
         let blocks = BlockSet::run(Blocks { first: 0, count: layout.blocks_per_chunk() });
-        let (mut idle, mut spilled) = (0, 0);
+        let (mut idle, mut spilled, mut spill_len) = (0, 0, 0);
         let mut each = |chunk, entry: ChunkEntry| {
             let is_idle = self.is_stored(chunk);
             if is_idle && entry.stored.is_none() {
@@ -191,9 +193,11 @@ impl Layer {
             if !entry.decided.without(&blocks).is_empty() {
                 return Err(inconsistent(chunk, "it has copies of blocks that it does not have"));
             }
-            match is_idle {
-                true => idle += 1,
-                false => spilled += entry.spilled.len() * BLOCK_BYTES,
+            if is_idle {
+                idle += 1;
+            } else if let Some(last) = entry.spilled.runs().last() {
+                spilled += entry.spilled.len() * BLOCK_BYTES;
+                spill_len = layout.span_of(chunk).offset + last.span().end();
             }
             Ok(())
         };
@@ -207,9 +211,9 @@ impl Layer {
         self.table = OnceLock::from(table);
         self.done_before = idle;
         if spilled > 0 {
-            let file = Some(Arc::new(self.dir.open_spill(self.epoch)?));
+            let file = Some(Arc::new(self.dir.reopen_spill(self.epoch, spill_len)?));
             let used = Some(space.spill.adopt(spilled));
-            self.spill = Mutex::new(Spill { file, used, recent: VecDeque::new() });
+            self.spill = Mutex::new(Spill { file, used, ..Spill::default() });
         }
         Ok(())
     }
@@ -277,17 +281,26 @@ impl Layer {
         self.dir.table_path(self.epoch)
     }
 
-    /// The spill file, which is created if there is none.
-    pub(crate) fn spill_file(&self) -> io::Result<Arc<DiskFile>> {
+    /// The spill file, which is created if there is none. `None` if the layer needs no copies any
+    /// more.
+    pub(crate) fn spill_file(&self) -> io::Result<Option<Arc<DiskFile>>> {
         let mut spill = self.spill();
-        match &spill.file {
-            Some(file) => Ok(file.clone()),
-            None => {
-                let file = Arc::new(self.dir.open_spill(self.epoch)?);
-                spill.file = Some(file.clone());
-                Ok(file)
-            }
+        if spill.file.is_none() && !spill.has_ended {
+            spill.file = Some(Arc::new(self.dir.open_spill(self.epoch)?));
         }
+        Ok(spill.file.clone())
+    }
+
+    /// Reads blocks of a chunk, at this offset of the disk, from the spill file.
+    pub(crate) fn read_spilled(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let ended = || io::Error::other("the checkpoint has ended");
+        self.spill_file()?.ok_or_else(ended)?.read_any(buffer, offset)
+    }
+
+    /// Fails if entries of the table are lost, because the kernel could not write them: then what
+    /// was read for this layer may be wrong.
+    pub(crate) fn check_table(&self) -> io::Result<()> {
+        self.table.get().map_or(Ok(()), LayerTable::sync)
     }
 
     /// The chunks that the epoch changed.
@@ -489,18 +502,21 @@ impl Layer {
 
     /// Frees the space of the copies of an Idle chunk in the spill file.
     fn free_spilled(&self, chunk: ChunkIndex, layout: &Layout) {
-        let mut spill = self.spill();
-        let Spill { file: Some(file), used: Some(used), .. } = &mut *spill else { return };
+        let Some(file) = self.spill().file.clone() else { return };
+        // Without the lock: nobody changes the entry of an Idle chunk.
         let freed = self.entry(chunk).and_then(|entry| {
             if !entry.spilled.is_empty() {
                 file.punch(layout.span_of(chunk))?;
-                used.release(entry.spilled.len() * BLOCK_BYTES);
             }
-            Ok(())
+            Ok(entry.spilled.len() * BLOCK_BYTES)
         });
-        if let Err(error) = freed {
+        match (freed, &mut self.spill().used) {
+            (Ok(bytes), Some(used)) => used.release(bytes),
+            (Ok(_), None) => {}
             // It is free when the layer ends.
-            tracing::warn!(%error, "cannot free the space of old blocks in a spill file");
+            (Err(error), _) => {
+                tracing::warn!(%error, "cannot free the space of old blocks in a spill file");
+            }
         }
     }
 
@@ -561,13 +577,12 @@ impl Layer {
         for shard in &self.tracked {
             shard.lock().expect("no code panics with a layer locked").clear();
         }
-        let Spill { file, used, .. } = std::mem::take(&mut *self.spill());
-        if let Some(file) = file
-            && let Err(error) = file.set_len(0)
-        {
-            tracing::warn!(%error, "cannot free the space of a spill file");
+        let ended = Spill { has_ended: true, ..Spill::default() };
+        // The space counts as free from here on, although the file system frees it a little later.
+        let Spill { file, .. } = std::mem::replace(&mut *self.spill(), ended);
+        if let Some(file) = file {
+            self.dir.discard_content(file);
         }
-        drop(used);
     }
 
     /// Why the snapshot cannot be completed, if so.

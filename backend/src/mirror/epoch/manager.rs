@@ -38,6 +38,9 @@ pub(crate) const MAX_LAYERS: usize = 16;
 /// with tickets out never share a counter.
 const TICKET_COUNTERS: u64 = 32;
 
+/// The generation of a view that has to be replaced before it is used.
+const NO_GENERATION: u64 = u64::MAX;
+
 /// What a write needs to know about epochs. It is replaced as a whole.
 pub(crate) struct EpochView {
     generation: u64,
@@ -78,6 +81,16 @@ impl EpochHandle {
     /// The view that the last ticket belongs to.
     pub(crate) fn view(&self) -> &Arc<EpochView> {
         &self.view
+    }
+
+    /// Forgets the layers, before the worker sleeps: they hold memory and files after they have
+    /// ended.
+    pub(crate) fn forget_layers(&mut self) {
+        if !self.view.layers.is_empty() {
+            let (epoch, record) = (self.view.epoch, self.view.record.clone());
+            let view = EpochView { generation: NO_GENERATION, epoch, record, layers: Vec::new() };
+            self.view = Arc::new(view);
+        }
     }
 }
 

@@ -30,13 +30,21 @@ pub(crate) const SYNC_FAILED: &str = "\
 /// The syncs of a data file. All threads share it.
 pub(crate) struct DataSync {
     live: LiveValidity,
-    is_running: Mutex<bool>,
+    turns: Mutex<Turns>,
     ended: Condvar,
+}
+
+/// Who syncs, and who waits for that.
+#[derive(Default)]
+struct Turns {
+    is_running: bool,
+    /// The number of threads that wait. They come before threads that only try.
+    waiting: usize,
 }
 
 impl DataSync {
     pub(crate) fn new(live: LiveValidity) -> Arc<DataSync> {
-        Arc::new(DataSync { live, is_running: Mutex::new(false), ended: Condvar::new() })
+        Arc::new(DataSync { live, turns: Mutex::default(), ended: Condvar::new() })
     }
 
     /// Returns an error if a sync has failed.
@@ -52,18 +60,19 @@ impl DataSync {
         (!self.live.is_valid()).then_some(SYNC_FAILED)
     }
 
-    fn running(&self) -> MutexGuard<'_, bool> {
-        self.is_running.lock().expect("no code panics with this lock held")
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().expect("no code panics with this lock held")
     }
 
-    /// Permits the caller to sync the data file, unless a sync is running or has failed.
+    /// Permits the caller to sync the data file, unless a sync is running or has failed, or another
+    /// thread waits for its turn.
     pub(crate) fn try_begin(self: &Arc<DataSync>) -> Option<RunningSync> {
-        let mut running = self.running();
-        if *running || self.check().is_err() {
+        let mut turns = self.turns();
+        if turns.is_running || turns.waiting > 0 || self.check().is_err() {
             return None;
         }
-        *running = true;
-        Some(RunningSync(self.clone()))
+        turns.is_running = true;
+        Some(RunningSync { syncs: self.clone(), has_ended: false })
     }
 
     /// Makes completed writes durable.
@@ -77,39 +86,56 @@ impl DataSync {
     }
 
     fn run(self: &Arc<DataSync>, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
-        let running = self.ended.wait_while(self.running(), |running| *running);
-        *running.expect("as in `running`") = true;
-        let running = RunningSync(self.clone());
-        self.check()?;
-        running.end(sync())
+        let mut turns = self.turns();
+        turns.waiting += 1;
+        let turns = self.ended.wait_while(turns, |turns| turns.is_running);
+        let mut turns = turns.expect("as in `turns`");
+        turns.waiting -= 1;
+        turns.is_running = true;
+        drop(turns);
+        let running = RunningSync { syncs: self.clone(), has_ended: false };
+        let result = self.check().and_then(|()| sync());
+        running.end(result)
     }
 }
 
 /// A sync that is running. No other one runs until this is dropped.
-pub(crate) struct RunningSync(Arc<DataSync>);
+///
+/// A sync that is dropped without its result counts as failed.
+pub(crate) struct RunningSync {
+    syncs: Arc<DataSync>,
+    has_ended: bool,
+}
 
 impl RunningSync {
     /// Ends the sync with its result, and returns that.
-    pub(crate) fn end(self, result: io::Result<()>) -> io::Result<()> {
+    pub(crate) fn end(mut self, result: io::Result<()>) -> io::Result<()> {
         // Before the next sync may begin.
-        if let Err(error) = &result {
-            self.0.live.invalidate();
+        if let Err(error) = &result
+            && self.syncs.check().is_ok()
+        {
+            self.syncs.live.invalidate();
             tracing::error!(%error, "{SYNC_FAILED}");
         }
+        self.has_ended = true;
         result
     }
 }
 
 impl Drop for RunningSync {
     fn drop(&mut self) {
-        *self.0.running() = false;
-        self.0.ended.notify_one();
+        if !self.has_ended {
+            self.syncs.live.invalidate();
+        }
+        self.syncs.turns().is_running = false;
+        self.syncs.ended.notify_one();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::io;
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::thread;
     use std::time::Duration;
 
@@ -134,5 +160,43 @@ mod tests {
         });
         assert!(syncs.check().is_err() && syncs.try_begin().is_none());
         syncs.sync(&data).unwrap_err();
+    }
+
+    #[test]
+    fn a_sync_without_a_result_has_failed() {
+        let syncs = DataSync::new(LiveValidity::private());
+        drop(syncs.try_begin().unwrap());
+        assert!(syncs.check().is_err());
+    }
+
+    /// A worker in write-through mode begins its next sync as soon as one has ended.
+    #[test]
+    fn a_sync_that_waits_comes_before_those_that_begin_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let data = DiskFile::open(&dir.path().join("disk")).unwrap();
+        let syncs = DataSync::new(LiveValidity::private());
+        let (stop, ended) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::SeqCst) {
+                    if let Some(running) = syncs.try_begin() {
+                        thread::sleep(Duration::from_millis(1));
+                        running.end(Ok(())).unwrap();
+                        ended.fetch_add(1, Ordering::SeqCst);
+                    }
+                }
+            });
+            while ended.load(Ordering::SeqCst) == 0 {
+                thread::yield_now();
+            }
+            for _ in 0..20 {
+                let before = ended.load(Ordering::SeqCst);
+                syncs.sync(&data).unwrap();
+                let passed = ended.load(Ordering::SeqCst) - before;
+                assert!(passed <= 5, "{passed} others came first");
+                thread::sleep(Duration::from_millis(2));
+            }
+            stop.store(true, Ordering::SeqCst);
+        });
     }
 }

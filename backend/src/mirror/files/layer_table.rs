@@ -16,6 +16,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
 
 use cairn_store::{ChunkId, ChunkIndex};
 
@@ -26,6 +28,7 @@ use crate::mirror::epoch::Epoch;
 use crate::mirror::layout::Layout;
 #[cfg(test)]
 use crate::mirror::simulation::space;
+use crate::sys;
 
 const MAGIC: &[u8; 8] = b"CRNLAYER";
 const VERSION: u32 = 1;
@@ -33,6 +36,9 @@ const HEADER_BYTES: usize = 24;
 
 /// The bytes of an entry before the sets of blocks: a chunk's name and the kind of the entry.
 const NAME_BYTES: usize = 40;
+
+/// The names of files that are to be removed begin with this.
+const ENDED_PREFIX: &str = "ended-layer-";
 
 /// Kinds of entries.
 const NOT_STORED: u64 = 0;
@@ -154,6 +160,12 @@ impl LayerTable {
         self.file.write_all_at(bytes, offset)
     }
 
+    /// Fails if the kernel could not write entries to the disk: it may have dropped them. What was
+    /// read from the table before counts only if this succeeds.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
     /// Writes the sets of blocks of a chunk's entry.
     pub(crate) fn write_blocks(&self, chunk: ChunkIndex, entry: &ChunkEntry) -> io::Result<()> {
         let words = |set: &BlockSet| set.words()[..self.layout.words].to_vec();
@@ -178,14 +190,62 @@ impl LayerTable {
 }
 
 /// The directory with the files of all layers.
+///
+/// Freeing the space of a large sparse file takes seconds. So a thread does that, and nobody waits
+/// for it. What is left when the process ends is freed by the next one.
 pub(crate) struct LayerDir {
     path: PathBuf,
     layout: EntryLayout,
+    garbage: Mutex<Option<mpsc::Sender<Garbage>>>,
+}
+
+/// Space that nobody needs.
+enum Garbage {
+    /// The content of an open file.
+    Content(Arc<DiskFile>),
+    File(PathBuf),
+}
+
+impl Garbage {
+    fn free(&self) {
+        let freed = match self {
+            Garbage::Content(file) => file.set_len(0),
+            Garbage::File(path) => match fs::remove_file(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                result => result,
+            },
+        };
+        if let Err(error) = freed {
+            tracing::error!(%error, "cannot free the space of a layer that has ended");
+        }
+    }
 }
 
 impl LayerDir {
     pub(crate) fn new(path: &Path, layout: &Layout) -> LayerDir {
-        LayerDir { path: path.into(), layout: EntryLayout::new(layout) }
+        let (path, layout) = (path.into(), EntryLayout::new(layout));
+        LayerDir { path, layout, garbage: Mutex::default() }
+    }
+
+    /// Frees space soon.
+    fn discard(&self, garbage: Garbage) {
+        let mut sender = self.garbage.lock().expect("no code panics with this lock held");
+        let sender = sender.get_or_insert_with(|| {
+            let (sender, receiver) = mpsc::channel::<Garbage>();
+            let free = move || receiver.iter().for_each(|garbage| garbage.free());
+            let spawned = thread::Builder::new().name("layer-files".into()).spawn(free);
+            if let Err(error) = spawned {
+                tracing::error!(%error, "cannot free the space of layers that have ended");
+            }
+            sender
+        });
+        // Fails without the thread. Then the next process frees it.
+        let _ = sender.send(garbage);
+    }
+
+    /// Frees the content of a spill file.
+    pub(crate) fn discard_content(&self, file: Arc<DiskFile>) {
+        self.discard(Garbage::Content(file));
     }
 
     fn file(&self, epoch: Epoch, kind: &str) -> PathBuf {
@@ -234,35 +294,59 @@ impl LayerDir {
         DiskFile::open_unlocked(&self.file(epoch, "spill"))
     }
 
-    /// Removes the files of an epoch. Whoever has opened them can use them further.
+    /// Opens the spill file that an earlier process left, which must have `len` bytes at least.
+    pub(crate) fn reopen_spill(&self, epoch: Epoch, len: u64) -> io::Result<DiskFile> {
+        let path = self.file(epoch, "spill");
+        if fs::metadata(&path)?.len() < len {
+            return Err(damaged("blocks are missing in the spill file"));
+        }
+        DiskFile::open_unlocked(&path)
+    }
+
+    /// Removes the files of an epoch soon. Whoever has opened them can use them further.
     pub(crate) fn remove(&self, epoch: Epoch) {
         for kind in ["table", "spill"] {
-            let path = self.file(epoch, kind);
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    let path = path.display();
-                    tracing::error!(%error, %path, "cannot remove the file of a layer that has ended");
-                }
-                _ => {}
-            }
+            self.discard(Garbage::File(self.file(epoch, kind)));
         }
     }
 
-    /// Removes the files of all epochs but those that are needed.
+    /// Removes the files of all epochs but those that are needed. Their names are free at once,
+    /// because the numbers of epochs may begin again.
     pub(crate) fn retain(&self, is_needed: impl Fn(Epoch) -> bool) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
-            let epoch = name.to_str().and_then(|name| {
-                let (epoch, kind) = name.strip_prefix("layer-")?.split_once('.')?;
+            let Some(name) = name.to_str() else { continue };
+            if name.starts_with(ENDED_PREFIX) {
+                self.discard(Garbage::File(entry.path()));
+            }
+            let epoch = name.strip_prefix("layer-").and_then(|name| {
+                let (epoch, kind) = name.split_once('.')?;
                 let is_ours = ["table", "spill"].contains(&kind);
                 epoch.parse().ok().filter(|_| is_ours).map(Epoch)
             });
             if epoch.is_some_and(|epoch| !is_needed(epoch)) {
-                fs::remove_file(entry.path())?;
+                let id = u128::from_le_bytes(sys::random_id()?);
+                let ended = self.path.join(format!("{ENDED_PREFIX}{id:032x}"));
+                match fs::rename(entry.path(), &ended) {
+                    // It was removed meanwhile.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    result => result?,
+                }
+                self.discard(Garbage::File(ended));
             }
         }
         Ok(())
+    }
+
+    /// Waits until what was discarded is free.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn wait_until_free(&self, is_free: impl Fn() -> bool) {
+        let begin = std::time::Instant::now();
+        while !is_free() {
+            assert!(begin.elapsed().as_secs() < 20, "space of layers is not freed");
+            thread::yield_now();
+        }
     }
 }
 
@@ -353,14 +437,25 @@ mod tests {
         }
         layers.remove(Epoch(1));
         layers.remove(Epoch(1));
+        std::fs::write(dir.path().join("ended-layer-0123"), b"").unwrap();
         layers.retain(|epoch| epoch == Epoch(3)).unwrap();
-        let mut left: Vec<_> = std::fs::read_dir(dir.path())
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name())
-            .collect();
-        left.sort();
-        let expected =
-            ["disk", "layer-3.spill", "layer-3.table", "layer-9.other", "layer-x.table", "map"];
-        assert_eq!(left, expected);
+        layers.create_table(Epoch(2)).unwrap();
+        let names = || {
+            let files = std::fs::read_dir(dir.path()).unwrap();
+            let mut names: Vec<_> = files.map(|file| file.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        layers.wait_until_free(|| names().len() == 7);
+        let expected = [
+            "disk",
+            "layer-2.table",
+            "layer-3.spill",
+            "layer-3.table",
+            "layer-9.other",
+            "layer-x.table",
+            "map",
+        ];
+        assert_eq!(names(), expected);
     }
 }

@@ -246,8 +246,8 @@ impl LiveDir {
                 dir.display()
             )));
         }
-        let copies = options().create(true).truncate(false).open(dir.join("cow-memory"))?;
-        let owners = options().create(true).truncate(false).open(dir.join("cow-owners"))?;
+        let copies = options().open(dir.join("cow-memory"))?;
+        let owners = options().open(dir.join("cow-owners"))?;
         let cow_memory = CowMemory::new(copies, &owners, cow_memory_bytes)?;
         let (dir, is_adopted) = (dir.to_owned(), true);
         Ok(Some(LiveDir {

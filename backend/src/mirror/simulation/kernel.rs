@@ -1,5 +1,6 @@
 //! Operations in flight, and how they end.
 
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
@@ -170,6 +171,10 @@ impl World {
                 let data = &buffer[(block * BLOCK_BYTES) as usize..][..BLOCK_BYTES as usize];
                 let offset = self.mirror.copy_source(copy).offset + block * BLOCK_BYTES;
                 self.spilled.insert((copy.layer.epoch, offset), data.to_vec());
+                // The next process looks only at its length.
+                let spill = format!("layer-{}.spill", copy.layer.epoch.0);
+                let spill = File::create(self.dir.path().join(spill)).unwrap();
+                spill.set_len(self.layout.file_len()).unwrap();
             }
             OperationKind::Persist { data, chunk, .. } => {
                 set_stamp(data, block, self.disk[(chunk.0 * PER_CHUNK + block) as usize]);

@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cairn_store::Geometry;
@@ -172,4 +173,23 @@ fn a_layer_has_every_write_up_to_its_size_and_none_behind_it() {
         }
         assert!(sizes.is_sorted() && written > 0);
     });
+}
+
+#[test]
+fn a_worker_that_sleeps_keeps_no_layer_that_has_ended() {
+    let epochs = manager();
+    let mut idle = epochs.handle(0);
+    let freeze = |_| Arc::downgrade(&epochs.freeze().unwrap().unwrap());
+    let layers: Vec<_> = (0..MAX_LAYERS).map(freeze).collect();
+    let (epoch, _) = epochs.take_ticket(&mut idle);
+    epochs.return_ticket(0, epoch);
+    idle.forget_layers();
+    for layer in &layers {
+        let layer = layer.upgrade().unwrap();
+        assert!(epochs.settle(&layer));
+        epochs.publish(&layer);
+    }
+    assert!(layers.iter().all(|layer| layer.upgrade().is_none()));
+    assert_eq!(epochs.take_ticket(&mut idle).0, Epoch(1 + MAX_LAYERS as u64));
+    assert!(idle.view().layers.is_empty());
 }
