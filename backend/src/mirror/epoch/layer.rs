@@ -21,7 +21,10 @@
 //! The memory of a layer is bounded, however many chunks it has: besides the bits of its record, it
 //! has only the chunks that have copies in memory, or that are being copied or stored at the moment.
 
-use std::collections::{HashMap, VecDeque};
+mod adoption;
+mod spill;
+
+use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,6 +32,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use cairn_store::{ChunkId, ChunkIndex, NewSnapshot};
 
+use self::spill::Spill;
 use super::Epoch;
 use super::chunk_state::ChunkState;
 use super::layer_state::LayerState;
@@ -36,18 +40,13 @@ use super::record::EpochRecord;
 use crate::mirror::bits::DirtySet;
 use crate::mirror::block_set::BlockSet;
 use crate::mirror::cow::buffer_pool::PooledBuffer;
-use crate::mirror::cow::memory::OwnedSlot;
 use crate::mirror::cow::spill_space::SpillReservation;
-use crate::mirror::cow::{CowSpace, PreservedBlocks, PreservedRun};
-use crate::mirror::files::disk_file::DiskFile;
+use crate::mirror::cow::{PreservedBlocks, PreservedRun};
 use crate::mirror::files::layer_table::{ChunkEntry, LayerDir, LayerTable};
-use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout};
+use crate::mirror::layout::{Blocks, Layout};
 
 /// Locks over which the chunks are spread.
 const SHARDS: usize = 32;
-
-/// The most chunks with spilled copies that are remembered, so that they are stored first.
-const MAX_RECENTLY_SPILLED: usize = 1024;
 
 /// What a write has to do before it may change blocks of a chunk.
 #[derive(Debug, PartialEq, Eq)]
@@ -121,18 +120,6 @@ pub(crate) struct Layer {
     spill: Mutex<Spill>,
 }
 
-/// The spill file of a layer.
-#[derive(Default)]
-struct Spill {
-    /// Set when the layer needs no copies any more. Then there is no file.
-    has_ended: bool,
-    file: Option<Arc<DiskFile>>,
-    /// The space of the copies in it.
-    used: Option<SpillReservation>,
-    /// Some of the chunks that have copies in it, the latest last.
-    recent: VecDeque<ChunkIndex>,
-}
-
 impl Layer {
     /// The layer of the epoch of `record`, which is frozen.
     pub(crate) fn new(record: Arc<EpochRecord>, dir: Arc<LayerDir>) -> Layer {
@@ -146,108 +133,6 @@ impl Layer {
             table: OnceLock::new(),
             spill: Mutex::default(),
         }
-    }
-
-    /// Recovers a layer of a process that is gone, with its table and the copies that it may have
-    /// left in memory. No write of its epoch is in flight any more. If what was left does not fit,
-    /// the layer fails.
-    pub(crate) fn recover(
-        record: EpochRecord,
-        dir: &Arc<LayerDir>,
-        owned: &[OwnedSlot],
-        layout: &Layout,
-        space: &CowSpace,
-    ) -> Layer {
-        if record.state() == LayerState::Open {
-            record.freeze(record.size());
-        }
-        record.settle();
-        let mut layer = Layer::new(Arc::new(record), dir.clone());
-        if layer.failure().is_some() {
-            return layer;
-        }
-        let adopted = layer
-            .adopt_table(layout, space)
-            .and_then(|()| layer.adopt_memory(owned, layout, space));
-        if let Err(error) = adopted {
-            tracing::error!(%error, epoch = layer.epoch.0, "cannot recover a checkpoint");
-            layer.fail(
-                "the record of its old blocks was damaged when the disk's process was restarted",
-            );
-        }
-        layer
-    }
-
-    /// Checks the table, and counts what it has.
-    fn adopt_table(&mut self, layout: &Layout, space: &CowSpace) -> io::Result<()> {
-        let inconsistent = |chunk: ChunkIndex, what: &str| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("chunk {}: {what}", chunk.0))
-        };
-        let blocks = BlockSet::run(Blocks { first: 0, count: layout.blocks_per_chunk() });
-        let (mut idle, mut spilled, mut spill_len) = (0, 0, 0);
-        let mut each = |chunk, entry: ChunkEntry| {
-            let is_idle = self.is_stored(chunk);
-            if is_idle && entry.stored.is_none() {
-                return Err(inconsistent(chunk, "it is durable under an unknown name"));
-            }
-            if !entry.decided.without(&blocks).is_empty() {
-                return Err(inconsistent(chunk, "it has copies of blocks that it does not have"));
-            }
-            if is_idle {
-                idle += 1;
-            } else if let Some(last) = entry.spilled.runs().last() {
-                spilled += entry.spilled.len() * BLOCK_BYTES;
-                spill_len = layout.span_of(chunk).offset + last.span().end();
-            }
-            Ok(())
-        };
-        let mut chunks = self.dirty().iter().map(ChunkIndex);
-        if !self.record.has_table() {
-            chunks.try_for_each(|chunk| each(chunk, ChunkEntry::default()))?;
-            return Ok(());
-        }
-        let table = self.dir.open_table(self.epoch)?;
-        table.read_all(chunks, each)?;
-        self.table = OnceLock::from(table);
-        self.done_before = idle;
-        if spilled > 0 {
-            let file = Some(Arc::new(self.dir.reopen_spill(self.epoch, spill_len)?));
-            let used = Some(space.spill.adopt(spilled));
-            self.spill = Mutex::new(Spill { file, used, ..Spill::default() });
-        }
-        Ok(())
-    }
-
-    /// Takes over the copies in memory. A slot whose chunk is not guarded is free.
-    fn adopt_memory(
-        &self,
-        owned: &[OwnedSlot],
-        layout: &Layout,
-        space: &CowSpace,
-    ) -> io::Result<()> {
-        let damaged =
-            |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("a copy {what}"));
-        for slot in owned.iter().filter(|slot| slot.is_of(self.epoch)) {
-            if slot.block >= layout.block_count() {
-                return Err(damaged("of a block behind the disk's end"));
-            }
-            let chunk = layout.chunk_of(slot.block);
-            if !self.is_guarding(chunk) {
-                continue;
-            }
-            let run = Blocks { first: slot.block - layout.blocks_of(chunk).first, count: 1 };
-            let entry = self.entry(chunk)?;
-            let mut shard = self.shard(chunk);
-            let tracked = shard.entry(chunk.0).or_default();
-            let decided = entry.decided.union(&tracked.in_memory());
-            if decided.contains(run.first) {
-                return Err(damaged("of a block that has another one"));
-            }
-            let data = space.memory.take_at(slot.offset, BLOCK_BYTES);
-            let data = data.ok_or_else(|| damaged("outside of the memory"))?;
-            tracked.runs.push(Arc::new(PreservedRun { run, data }));
-        }
-        Ok(())
     }
 
     /// The table, which is created if there is none.
@@ -272,29 +157,9 @@ impl Layer {
         self.table.get().map_or(Ok(ChunkEntry::default()), |table| table.read(chunk))
     }
 
-    fn spill(&self) -> MutexGuard<'_, Spill> {
-        self.spill.lock().expect("no code panics with a layer locked")
-    }
-
     /// The path of the table.
     pub(crate) fn table_path(&self) -> PathBuf {
         self.dir.table_path(self.epoch)
-    }
-
-    /// The spill file, which is created if there is none. `None` if the layer needs no copies any
-    /// more.
-    pub(crate) fn spill_file(&self) -> io::Result<Option<Arc<DiskFile>>> {
-        let mut spill = self.spill();
-        if spill.file.is_none() && !spill.has_ended {
-            spill.file = Some(Arc::new(self.dir.open_spill(self.epoch)?));
-        }
-        Ok(spill.file.clone())
-    }
-
-    /// Reads blocks of a chunk, at this offset of the disk, from the spill file.
-    pub(crate) fn read_spilled(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        let ended = || io::Error::other("the checkpoint has ended");
-        self.spill_file()?.ok_or_else(ended)?.read_any(buffer, offset)
     }
 
     /// Fails if entries of the table are lost, because the kernel could not write them: then what
@@ -500,26 +365,6 @@ impl Layer {
         self.free_spilled(chunk, layout);
     }
 
-    /// Frees the space of the copies of an Idle chunk in the spill file.
-    fn free_spilled(&self, chunk: ChunkIndex, layout: &Layout) {
-        let Some(file) = self.spill().file.clone() else { return };
-        // Without the lock: nobody changes the entry of an Idle chunk.
-        let freed = self.entry(chunk).and_then(|entry| {
-            if !entry.spilled.is_empty() {
-                file.punch(layout.span_of(chunk))?;
-            }
-            Ok(entry.spilled.len() * BLOCK_BYTES)
-        });
-        match (freed, &mut self.spill().used) {
-            (Ok(bytes), Some(used)) => used.release(bytes),
-            (Ok(_), None) => {}
-            // It is free when the layer ends.
-            (Err(error), _) => {
-                tracing::warn!(%error, "cannot free the space of old blocks in a spill file");
-            }
-        }
-    }
-
     /// The number of chunks that have become Idle in this process.
     pub(crate) fn done_count(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
@@ -597,22 +442,6 @@ impl Layer {
         self.record.close();
         self.drop_copies();
         self.dir.remove(self.epoch);
-    }
-}
-
-impl Spill {
-    /// Adds a copy of a chunk.
-    fn add(&mut self, chunk: ChunkIndex, reservation: SpillReservation) {
-        match &mut self.used {
-            Some(used) => used.merge(reservation),
-            None => self.used = Some(reservation),
-        }
-        if self.recent.back() != Some(&chunk) {
-            if self.recent.len() == MAX_RECENTLY_SPILLED {
-                self.recent.pop_front();
-            }
-            self.recent.push_back(chunk);
-        }
     }
 }
 
