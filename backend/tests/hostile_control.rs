@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -17,14 +18,23 @@ use support::repository;
 
 struct Target {
     backend: Backend,
-    _site: Site,
+    site: Site,
 }
 
 impl Target {
     fn new() -> Target {
         let site = Site::new();
         repository::create(&site.store(), IMAGE, 64 << 10, 4 << 20);
-        Target { backend: Backend::start(&Options::new(&site)), _site: site }
+        let options = Options::new(&site).with(&["--commit-retry", "600"]);
+        Target { backend: Backend::start(&options), site }
+    }
+
+    /// Takes the repository's data away and writes, so that no checkpoint can be stored any more.
+    fn hold_checkpoints(&self) {
+        let (segments, away) = (self.site.repository().join("segments"), self.site.path("away"));
+        fs::rename(segments, away).expect("take the data away");
+        let mut device = self.backend.device(Shape::default());
+        device.queues[0].write(0, &[7; 65536]).expect("write");
     }
 
     /// Both sockets of the protocol.
@@ -214,6 +224,41 @@ fn a_guests_checkpoints_are_limited_and_the_operators_are_not() {
     for _ in 0..30 {
         control.stable_checkpoint();
     }
+}
+
+#[test]
+fn a_client_that_leaves_while_it_waits_for_a_checkpoint_frees_its_connection() {
+    let target = Target::new();
+    target.hold_checkpoints();
+    let number = target.backend.control().checkpoint().expect("it is accepted").number;
+    let follow = format!("{{\"op\":\"follow\",\"number\":{number}}}\n");
+    let checkpoint = "{\"op\":\"checkpoint\",\"wait\":\"stable\"}\n";
+    for socket in target.sockets() {
+        // As many as there are connections. Some send more before they leave.
+        for (at, end) in (0..64).zip(["", "x", "{\"op\":\"status\"}\n"].into_iter().cycle()) {
+            let request = if at < 5 { checkpoint } else { &follow };
+            let mut stream = connect(&socket);
+            stream.write_all(request.as_bytes()).expect("send a request");
+            if at < 5 {
+                stream.read_exact(&mut [0; 19]).expect("it is accepted");
+            }
+            stream.write_all(end.as_bytes()).expect("send more");
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        let mut client = Control::connect(&socket).expect("connect");
+        let answer = client.ask(&Request::Status);
+        assert!(matches!(answer, Ok(Event::Status(_))), "{}: {answer:?}", socket.display());
+    }
+    // A client that stays still waits for the answer.
+    let mut waiting = connect(&target.sockets()[0]);
+    waiting.write_all(follow.as_bytes()).expect("send a request");
+    assert_eq!(hear(&mut waiting), "");
+    fs::rename(target.site.path("away"), target.site.repository().join("segments"))
+        .expect("bring the data back");
+    waiting.set_read_timeout(Some(Duration::from_secs(60))).expect("set a timeout");
+    let mut answer = [0; 17];
+    waiting.read_exact(&mut answer).expect("an answer");
+    assert_eq!(answer, *b"{\"event\":\"stable\"");
 }
 
 #[test]

@@ -54,11 +54,15 @@ pub(super) async fn serve(
         }
         match request {
             Request::Checkpoint(request) => match allow_checkpoint(context, origin, asked) {
-                Ok(()) => checkpoint(&mut writer, origin, context, &request, asked).await?,
+                Ok(()) => {
+                    let client = (&mut reader, &mut writer);
+                    checkpoint(client, origin, context, &request, asked).await?;
+                }
                 Err(refused) => send(&mut writer, &Event::Error(refused)).await?,
             },
             Request::Follow(Follow { number }) => {
-                send(&mut writer, &follow(context, origin, number).await).await?;
+                let event = follow(&mut reader, context, origin, number).await?;
+                send(&mut writer, &event).await?;
             }
             Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
             Request::List => send(&mut writer, &list(context, origin).await).await?,
@@ -119,7 +123,7 @@ fn allow_checkpoint(context: &ControlContext, origin: Origin, now: Instant) -> R
 }
 
 async fn checkpoint(
-    writer: &mut (impl AsyncWriteExt + Unpin),
+    (reader, writer): (&mut (impl AsyncBufRead + Unpin), &mut (impl AsyncWriteExt + Unpin)),
     origin: Origin,
     context: &Arc<ControlContext>,
     request: &Checkpoint,
@@ -144,7 +148,8 @@ async fn checkpoint(
     };
     send(writer, &Event::Accepted(accepted)).await?;
     if request.wait == Wait::Stable {
-        send(writer, &outcome(context, &commit).await).await?;
+        let event = outcome(reader, context, &commit).await?;
+        send(writer, &event).await?;
     }
     Ok(())
 }
@@ -177,12 +182,22 @@ async fn is_label_free(
 }
 
 /// Returns the outcome of a checkpoint, whichever process accepted it.
-async fn follow(context: &Arc<ControlContext>, origin: Origin, number: u64) -> Event {
+async fn follow(
+    reader: &mut (impl AsyncBufRead + Unpin),
+    context: &Arc<ControlContext>,
+    origin: Origin,
+    number: u64,
+) -> io::Result<Event> {
     // In this order: a checkpoint that leaves the queue in between is in the catalog or in the list
     // of unrecorded failures.
-    if let Some(commit) = context.commits.find(number) {
-        return outcome(context, &commit).await;
+    match context.commits.find(number) {
+        Some(commit) => outcome(reader, context, &commit).await,
+        None => Ok(recorded_outcome(context, origin, number).await),
     }
+}
+
+/// Returns the outcome of a checkpoint that is not in the queue.
+async fn recorded_outcome(context: &Arc<ControlContext>, origin: Origin, number: u64) -> Event {
     let name = context.image.snapshot_name(number);
     let failed = |reason| Event::Failed(Failed { snapshot: name.clone(), number, reason });
     if let Some(reason) = context.commits.unrecorded_failure(number) {
@@ -253,13 +268,28 @@ async fn resize(context: &Arc<ControlContext>, origin: Origin) -> Event {
     }
 }
 
-/// Waits for the end of a checkpoint.
-async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
+/// Waits for the end of a checkpoint. Fails if the client leaves before, because the wait may be
+/// long and the connection would stay in use.
+async fn outcome(
+    reader: &mut (impl AsyncBufRead + Unpin),
+    context: &ControlContext,
+    commit: &Commit,
+) -> io::Result<Event> {
     let mut state = commit.watch();
-    let ended = state.wait_for(|state| *state != CommitState::Pending).await;
-    let ended = ended.map(|state| state.clone()).unwrap_or(CommitState::Pending);
+    let ended = tokio::select! {
+        biased;
+        ended = state.wait_for(|state| *state != CommitState::Pending) => {
+            ended.map(|state| state.clone()).unwrap_or(CommitState::Pending)
+        }
+        // The client closed the connection, or sends before it has the answer. The latter violates
+        // the protocol, and would hide the end of the connection.
+        read = reader.fill_buf() => {
+            read?;
+            return Err(io::Error::other("the client did not wait for the answer"));
+        }
+    };
     let (snapshot, number) = (context.image.snapshot_name(commit.new.number), commit.new.number);
-    match ended {
+    Ok(match ended {
         CommitState::Stable { stored_bytes, elapsed } => Event::Stable(Stable {
             snapshot,
             number,
@@ -272,7 +302,7 @@ async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
             RefusalKind::Unavailable,
             format!("the outcome of {snapshot} is not known here"),
         ),
-    }
+    })
 }
 
 fn status(context: &ControlContext) -> Status {
