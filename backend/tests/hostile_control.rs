@@ -227,6 +227,20 @@ fn a_guests_checkpoints_are_limited_and_the_operators_are_not() {
 }
 
 #[test]
+fn a_guest_leaves_room_for_a_checkpoint_of_the_operator() {
+    let target = Target::new();
+    target.hold_checkpoints();
+    let mut guest = target.backend.guest();
+    let refusals: Vec<_> = (0..16).filter_map(|_| guest.checkpoint().err()).collect();
+    assert_eq!(refusals.len(), 1, "{refusals:?}");
+    assert_eq!(refusals[0].kind, RefusalKind::Busy, "{refusals:?}");
+    let mut control = target.backend.control();
+    control.checkpoint().expect("the operator's checkpoint is accepted");
+    let refusal = control.checkpoint().expect_err("there is no more room");
+    assert_eq!(refusal.kind, RefusalKind::Busy, "{refusal:?}");
+}
+
+#[test]
 fn a_client_that_leaves_while_it_waits_for_a_checkpoint_frees_its_connection() {
     let target = Target::new();
     target.hold_checkpoints();

@@ -185,10 +185,12 @@ impl Commits {
     }
 
     /// Takes a checkpoint. It holds every write that completed before this call, and no write that
-    /// is submitted after the call returns. `asked` is the time when the request was read.
+    /// is submitted after the call returns. `asked` is the time when the request was read. It is
+    /// refused unless `spare` further checkpoints can be taken after it.
     pub(crate) fn checkpoint(
         &self,
         request: &Checkpoint,
+        spare: usize,
         asked: Instant,
     ) -> Result<Arc<Commit>, Refusal> {
         let refuse = |kind, message: &str| Err(Refusal { kind, message: message.into() });
@@ -222,20 +224,20 @@ impl Commits {
                 "the label is in use in this image; choose another",
             );
         }
-        if queue.numbers.is_empty() {
+        if queue.numbers.end - queue.numbers.start <= spare as u64 {
             return refuse(
                 RefusalKind::Busy,
                 "no snapshot number is reserved; try again in a moment",
             );
         }
+        let too_many = "too many checkpoints wait to become stable; try again later";
+        // Only this function adds layers, with the queue locked.
+        if self.disk.mirror.epoch_view().layers.len() + spare >= MAX_LAYERS {
+            return refuse(RefusalKind::Busy, too_many);
+        }
         let layer = match self.disk.mirror.freeze() {
             Ok(Some(layer)) => layer,
-            Ok(None) => {
-                return refuse(
-                    RefusalKind::Busy,
-                    "too many checkpoints wait to become stable; try again later",
-                );
-            }
+            Ok(None) => return refuse(RefusalKind::Busy, too_many),
             Err(error) => {
                 return Err(Refusal { kind: RefusalKind::Unavailable, message: error.to_string() });
             }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use crate::mirror::epoch::manager::MAX_LAYERS;
 
-/// The number of checkpoints that a guest may take at once, after a time without any: as many as can
-/// wait to become stable.
+/// The number of checkpoints that a guest may take at once, after a time without any. As many can wait
+/// to become stable, but the last of them only if the operator takes it.
 pub(crate) const BURST: u32 = MAX_LAYERS as u32;
 
 /// A token bucket: it holds [`BURST`] tokens, and gains one in each interval. A checkpoint takes

@@ -129,9 +129,14 @@ async fn checkpoint(
     request: &Checkpoint,
     asked: Instant,
 ) -> io::Result<()> {
-    let commit = match context.commits.checkpoint(request, asked) {
+    // A guest leaves room for a checkpoint of the operator.
+    let spare = match origin {
+        Origin::Host => 0,
+        Origin::Guest => 1,
+    };
+    let commit = match context.commits.checkpoint(request, spare, asked) {
         Err(refused) if is_label_free(context, origin, request, &refused).await => {
-            context.commits.checkpoint(request, asked)
+            context.commits.checkpoint(request, spare, asked)
         }
         result => result,
     };
