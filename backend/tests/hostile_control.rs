@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Checkpoint, Event, MAX_LINE, RefusalKind, Request};
+use cairn_agent::{Checkpoint, Event, Follow, MAX_LINE, RefusalKind, Request};
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
@@ -224,6 +224,42 @@ fn a_guests_checkpoints_are_limited_and_the_operators_are_not() {
     for _ in 0..30 {
         control.stable_checkpoint();
     }
+}
+
+#[test]
+fn a_guests_queries_of_the_catalog_are_limited_and_the_operators_are_not() {
+    let target = Target::new();
+    let follow = Request::Follow(Follow { number: 1 });
+    let begin = Instant::now();
+    let mut refusals = Vec::new();
+    // Over many connections, because a guest can open as many as it wants.
+    for _ in 0..100 {
+        for request in [&Request::List, &follow] {
+            match target.backend.guest().ask(request).expect("an answer") {
+                Event::Error(refusal) => refusals.push(refusal),
+                Event::Snapshots(_) | Event::Stable(_) => {}
+                other => panic!("{request:?} was answered with {other:?}"),
+            }
+        }
+    }
+    let allowed = 200 - refusals.len() as u64;
+    assert!(allowed >= 32, "{allowed} queries were answered");
+    assert!(allowed <= 32 + 10 * (begin.elapsed().as_secs() + 1), "{allowed} queries");
+    for refusal in &refusals {
+        assert_eq!(refusal.kind, RefusalKind::Busy, "{refusal:?}");
+        assert!(refusal.message.contains("try again in"), "{refusal:?}");
+    }
+    let mut control = target.backend.control();
+    for _ in 0..100 {
+        control.list();
+    }
+    // What needs no catalog is not limited.
+    let mut guest = target.backend.guest();
+    for _ in 0..100 {
+        guest.status();
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    guest.list();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //!
 //! Both use the messages of `cairn_agent`; a guest may use fewer of them. The proxy serves only the
 //! disk of this process, so a guest cannot name another disk. The time, the line length, the number
-//! of connections, the queries of the catalog that wait, and the rate of a guest's checkpoints are
+//! of connections, and the rates of a guest's checkpoints and of its queries of the catalog are
 //! bounded, and no connection can delay the operator's or the disk.
 
 pub(crate) mod catalog_lane;
@@ -21,7 +21,7 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
 use self::catalog_lane::CatalogLanes;
-use self::rate_limit::CheckpointLimit;
+use self::rate_limit::RateLimit;
 use crate::commit::Commits;
 use crate::counters::Counters;
 use crate::grow::Grower;
@@ -63,7 +63,7 @@ pub(crate) struct ControlContext {
     pub(crate) grower: Arc<Grower>,
     pub(crate) catalog: CatalogLanes,
     /// The limit of the guest's checkpoints, over all its connections.
-    pub(crate) guest_checkpoints: Mutex<CheckpointLimit>,
+    pub(crate) guest_checkpoints: Mutex<RateLimit>,
 }
 
 /// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`.

@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::catalog_lane::NotAsked;
-use super::rate_limit::BURST;
+use super::rate_limit::CHECKPOINT_BURST;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
 use crate::grow::GrowError;
@@ -115,7 +115,7 @@ fn allow_checkpoint(context: &ControlContext, origin: Origin, now: Instant) -> R
     limit.take(now).map_err(|wait| {
         let (interval, wait) = (limit.interval().as_secs_f64(), wait.as_secs_f64());
         let message = format!(
-            "a guest may take {BURST} checkpoints at once, and then one every {interval} s; try \
+            "a guest may take {CHECKPOINT_BURST} checkpoints at once, and then one every {interval} s; try \
              again in {wait:.1} s"
         );
         Refusal { kind: RefusalKind::Busy, message }
@@ -245,8 +245,8 @@ async fn recorded_outcome(context: &Arc<ControlContext>, origin: Origin, number:
     }
 }
 
-/// Asks the catalog. Returns the answer to send if the catalog is unavailable, or if too many
-/// queries of a guest wait for it.
+/// Asks the catalog. Returns the answer to send if the catalog is unavailable, or if a guest asks too
+/// often or too many of its queries wait.
 async fn ask_catalog<T: Send + 'static>(
     context: &Arc<ControlContext>,
     origin: Origin,
@@ -255,8 +255,10 @@ async fn ask_catalog<T: Send + 'static>(
     let shared = context.clone();
     match context.catalog.of(origin).ask(move || ask(&shared.image)).await {
         Ok(asked) => asked.map_err(|error| refusal(RefusalKind::Unavailable, error.to_string())),
-        Err(NotAsked::Full) => Err(refusal(RefusalKind::Busy, NotAsked::Full.to_string())),
-        Err(error) => Err(refusal(RefusalKind::Unavailable, error.to_string())),
+        Err(error @ (NotAsked::Full | NotAsked::TooOften(_))) => {
+            Err(refusal(RefusalKind::Busy, error.to_string()))
+        }
+        Err(error @ NotAsked::Ended) => Err(refusal(RefusalKind::Unavailable, error.to_string())),
     }
 }
 

@@ -24,7 +24,7 @@ use crate::commit::persist::{Abort, Persister};
 use crate::commit::throttle::CommitThrottle;
 use crate::commit::{Commits, stall};
 use crate::control::catalog_lane::CatalogLanes;
-use crate::control::rate_limit::CheckpointLimit;
+use crate::control::rate_limit::{CHECKPOINT_BURST, RateLimit};
 use crate::control::{self, ControlContext};
 use crate::counters::Counters;
 use crate::fetch::Fetcher;
@@ -281,7 +281,8 @@ fn serve(
         counters: counters.clone(),
         grower: grower.clone(),
         catalog: CatalogLanes::start().map_err(serving("starting a thread"))?,
-        guest_checkpoints: Mutex::new(CheckpointLimit::new(
+        guest_checkpoints: Mutex::new(RateLimit::new(
+            CHECKPOINT_BURST,
             Duration::from_millis(args.guest_checkpoint_interval.into()),
             Instant::now(),
         )),
