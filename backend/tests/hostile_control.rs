@@ -203,6 +203,9 @@ fn a_crowd_of_guests_keeps_no_operator_out() {
         crowd.extend(UnixStream::connect(target.backend.guest_socket()));
     }
     assert_answers_soon(|| target.backend.control(), "a crowd has come");
+    let log = target.backend.log();
+    let lines = log.lines().filter(|line| line.contains("too many")).count();
+    assert!((1..=2).contains(&lines), "{lines} lines for the connections that were refused");
     drop(crowd);
     std::thread::sleep(Duration::from_millis(200));
     target.still_serves("a crowd");
