@@ -171,19 +171,14 @@ async fn is_label_free(
         return false;
     };
     let shared = context.clone();
-    let used = context.catalog.of(origin).ask(move || {
-        // In this order: a checkpoint that leaves the queue in between is in the catalog.
-        let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
-        let pending: Vec<String> = pending.collect();
-        let Ok(named) = shared.image.find(Selector::Label(label.clone())) else { return false };
-        let is_taken = named.is_some_and(|one| one.state != SnapshotState::Failed);
-        if is_taken || pending.contains(&label) {
-            return false;
-        }
-        shared.commits.free_label(&label);
-        true
+    let freed = context.catalog.of(origin).ask(move || {
+        let is_in_catalog = || match shared.image.find(Selector::Label(label.clone())) {
+            Ok(found) => found.is_some_and(|one| one.state != SnapshotState::Failed),
+            Err(_) => true,
+        };
+        shared.commits.free_label(&label, is_in_catalog)
     });
-    used.await.unwrap_or(false)
+    freed.await.unwrap_or(false)
 }
 
 /// Returns the outcome of a checkpoint, whichever process accepted it.

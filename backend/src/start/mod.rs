@@ -4,7 +4,7 @@ mod error;
 mod local_state;
 mod sockets;
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::fs;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -101,7 +101,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
 /// Snapshots that an earlier process left pending are marked as failed, unless they are resumed.
 struct CommitSetup {
     numbers: std::ops::Range<u64>,
-    labels: HashSet<String>,
+    labels: HashMap<String, u64>,
     resumed: Vec<Arc<Layer>>,
     /// Failed snapshots whose failure could not be recorded completely, with the reason.
     unrecorded: Vec<(NewSnapshot, String)>,
@@ -116,7 +116,7 @@ impl CommitSetup {
         unused: &Range<u64>,
     ) -> cairn_store::Result<CommitSetup> {
         if mode == Mode::ReadOnly {
-            let (numbers, labels, unrecorded) = (0..0, HashSet::new(), Vec::new());
+            let (numbers, labels, unrecorded) = (0..0, HashMap::new(), Vec::new());
             return Ok(CommitSetup { numbers, labels, resumed, unrecorded });
         }
         let mut unrecorded = Vec::new();
@@ -139,7 +139,7 @@ impl CommitSetup {
         let labels = snapshots
             .into_iter()
             .filter(|one| one.state.has_content())
-            .filter_map(|one| one.label)
+            .filter_map(|one| Some((one.label?, one.number)))
             .collect();
         let numbers = image.attachment.resume(unused)?;
         Ok(CommitSetup { numbers, labels, resumed, unrecorded })
