@@ -297,10 +297,12 @@ fn a_client_that_leaves_while_it_waits_for_a_checkpoint_frees_its_connection() {
             }
             stream.write_all(end.as_bytes()).expect("send more");
         }
-        std::thread::sleep(Duration::from_millis(300));
-        let mut client = Control::connect(&socket).expect("connect");
-        let answer = client.ask(&Request::Status);
-        assert!(matches!(answer, Ok(Event::Status(_))), "{}: {answer:?}", socket.display());
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let ask = || Control::connect(&socket).and_then(|mut client| client.ask(&Request::Status));
+        while let Err(error) = ask() {
+            assert!(Instant::now() < deadline, "{}: {error}", socket.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
     // A client that stays still waits for the answer.
     let mut waiting = connect(&target.sockets()[0]);
