@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Event, Follow, MAX_LINE, RefusalKind, Request};
+use cairn_store::{SnapshotRef, SnapshotState};
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
@@ -138,6 +139,33 @@ fn a_label_is_given_once() {
     let lines = control.list();
     let line = lines.iter().find(|line| line.snapshot == accepted.snapshot).expect("it is listed");
     assert_eq!((line.label.as_deref(), line.state.as_str()), (Some("first"), "stable"));
+}
+
+/// Many clients ask at once for the label of a snapshot that was removed.
+#[test]
+fn the_label_of_a_removed_snapshot_is_given_to_one_checkpoint() {
+    let target = Target::new();
+    let (store, mut control) = (target.site.store(), target.backend.control());
+    let labelled = || Checkpoint { label: Some("first".into()), ..Checkpoint::default() };
+    for round in 0..10 {
+        let old = control.checkpoint_with(labelled()).expect("a free label").number;
+        control.stable_checkpoint();
+        let name = SnapshotRef::number(&repository::image(IMAGE), old);
+        repository::open(&store).remove_snapshot(&name).expect("remove the snapshot");
+        let accepted: Vec<u64> = std::thread::scope(|scope| {
+            let ask = || {
+                let mut control = target.backend.control();
+                scope.spawn(move || control.checkpoint_with(labelled()))
+            };
+            let asked = [(); 8].map(|()| ask());
+            asked.into_iter().filter_map(|one| one.join().unwrap().ok()).map(|a| a.number).collect()
+        });
+        assert_eq!(accepted.len(), 1, "round {round}: {accepted:?}");
+        control.stable_checkpoint();
+        assert_eq!(repository::snapshot(&store, IMAGE, accepted[0]).state, SnapshotState::Stable);
+        let name = SnapshotRef::number(&repository::image(IMAGE), accepted[0]);
+        repository::open(&store).remove_snapshot(&name).expect("remove the snapshot");
+    }
 }
 
 #[test]
