@@ -3,12 +3,14 @@
 
 mod support;
 
+use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Checkpoint, Event, MAX_LINE, RefusalKind, Request};
+use cairn_agent::{Checkpoint, Event, Follow, MAX_LINE, RefusalKind, Request};
+use cairn_store::{SnapshotRef, SnapshotState};
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
@@ -17,14 +19,23 @@ use support::repository;
 
 struct Target {
     backend: Backend,
-    _site: Site,
+    site: Site,
 }
 
 impl Target {
     fn new() -> Target {
         let site = Site::new();
         repository::create(&site.store(), IMAGE, 64 << 10, 4 << 20);
-        Target { backend: Backend::start(&Options::new(&site)), _site: site }
+        let options = Options::new(&site).with(&["--commit-retry", "600"]);
+        Target { backend: Backend::start(&options), site }
+    }
+
+    /// Takes the repository's data away and writes, so that no checkpoint can be stored any more.
+    fn hold_checkpoints(&self) {
+        let (segments, away) = (self.site.repository().join("segments"), self.site.path("away"));
+        fs::rename(segments, away).expect("take the data away");
+        let mut device = self.backend.device(Shape::default());
+        device.queues[0].write(0, &[7; 65536]).expect("write");
     }
 
     /// Both sockets of the protocol.
@@ -130,6 +141,33 @@ fn a_label_is_given_once() {
     assert_eq!((line.label.as_deref(), line.state.as_str()), (Some("first"), "stable"));
 }
 
+/// Many clients ask at once for the label of a snapshot that was removed.
+#[test]
+fn the_label_of_a_removed_snapshot_is_given_to_one_checkpoint() {
+    let target = Target::new();
+    let (store, mut control) = (target.site.store(), target.backend.control());
+    let labelled = || Checkpoint { label: Some("first".into()), ..Checkpoint::default() };
+    for round in 0..10 {
+        let old = control.checkpoint_with(labelled()).expect("a free label").number;
+        control.stable_checkpoint();
+        let name = SnapshotRef::number(&repository::image(IMAGE), old);
+        repository::open(&store).remove_snapshot(&name).expect("remove the snapshot");
+        let accepted: Vec<u64> = std::thread::scope(|scope| {
+            let ask = || {
+                let mut control = target.backend.control();
+                scope.spawn(move || control.checkpoint_with(labelled()))
+            };
+            let asked = [(); 8].map(|()| ask());
+            asked.into_iter().filter_map(|one| one.join().unwrap().ok()).map(|a| a.number).collect()
+        });
+        assert_eq!(accepted.len(), 1, "round {round}: {accepted:?}");
+        control.stable_checkpoint();
+        assert_eq!(repository::snapshot(&store, IMAGE, accepted[0]).state, SnapshotState::Stable);
+        let name = SnapshotRef::number(&repository::image(IMAGE), accepted[0]);
+        repository::open(&store).remove_snapshot(&name).expect("remove the snapshot");
+    }
+}
+
 #[test]
 fn an_endless_line_is_cut_off() {
     let mut target = Target::new();
@@ -193,6 +231,9 @@ fn a_crowd_of_guests_keeps_no_operator_out() {
         crowd.extend(UnixStream::connect(target.backend.guest_socket()));
     }
     assert_answers_soon(|| target.backend.control(), "a crowd has come");
+    let log = target.backend.log();
+    let lines = log.lines().filter(|line| line.contains("too many")).count();
+    assert!((1..=2).contains(&lines), "{lines} lines for the connections that were refused");
     drop(crowd);
     std::thread::sleep(Duration::from_millis(200));
     target.still_serves("a crowd");
@@ -214,6 +255,93 @@ fn a_guests_checkpoints_are_limited_and_the_operators_are_not() {
     for _ in 0..30 {
         control.stable_checkpoint();
     }
+}
+
+#[test]
+fn a_guests_queries_of_the_catalog_are_limited_and_the_operators_are_not() {
+    let target = Target::new();
+    let follow = Request::Follow(Follow { number: 1 });
+    let begin = Instant::now();
+    let mut refusals = Vec::new();
+    // Over many connections, because a guest can open as many as it wants.
+    for _ in 0..100 {
+        for request in [&Request::List, &follow] {
+            match target.backend.guest().ask(request).expect("an answer") {
+                Event::Error(refusal) => refusals.push(refusal),
+                Event::Snapshots(_) | Event::Stable(_) => {}
+                other => panic!("{request:?} was answered with {other:?}"),
+            }
+        }
+    }
+    let allowed = 200 - refusals.len() as u64;
+    assert!(allowed >= 32, "{allowed} queries were answered");
+    assert!(allowed <= 32 + 10 * (begin.elapsed().as_secs() + 1), "{allowed} queries");
+    for refusal in &refusals {
+        assert_eq!(refusal.kind, RefusalKind::Busy, "{refusal:?}");
+        assert!(refusal.message.contains("try again in"), "{refusal:?}");
+    }
+    let mut control = target.backend.control();
+    for _ in 0..100 {
+        control.list();
+    }
+    // What needs no catalog is not limited.
+    let mut guest = target.backend.guest();
+    for _ in 0..100 {
+        guest.status();
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    guest.list();
+}
+
+#[test]
+fn a_guest_leaves_room_for_a_checkpoint_of_the_operator() {
+    let target = Target::new();
+    target.hold_checkpoints();
+    let mut guest = target.backend.guest();
+    let refusals: Vec<_> = (0..16).filter_map(|_| guest.checkpoint().err()).collect();
+    assert_eq!(refusals.len(), 1, "{refusals:?}");
+    assert_eq!(refusals[0].kind, RefusalKind::Busy, "{refusals:?}");
+    let mut control = target.backend.control();
+    control.checkpoint().expect("the operator's checkpoint is accepted");
+    let refusal = control.checkpoint().expect_err("there is no more room");
+    assert_eq!(refusal.kind, RefusalKind::Busy, "{refusal:?}");
+}
+
+#[test]
+fn a_client_that_leaves_while_it_waits_for_a_checkpoint_frees_its_connection() {
+    let target = Target::new();
+    target.hold_checkpoints();
+    let number = target.backend.control().checkpoint().expect("it is accepted").number;
+    let follow = format!("{{\"op\":\"follow\",\"number\":{number}}}\n");
+    let checkpoint = "{\"op\":\"checkpoint\",\"wait\":\"stable\"}\n";
+    for socket in target.sockets() {
+        // As many as there are connections. Some send more before they leave.
+        for (at, end) in (0..64).zip(["", "x", "{\"op\":\"status\"}\n"].into_iter().cycle()) {
+            let request = if at < 5 { checkpoint } else { &follow };
+            let mut stream = connect(&socket);
+            stream.write_all(request.as_bytes()).expect("send a request");
+            if at < 5 {
+                stream.read_exact(&mut [0; 19]).expect("it is accepted");
+            }
+            stream.write_all(end.as_bytes()).expect("send more");
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let ask = || Control::connect(&socket).and_then(|mut client| client.ask(&Request::Status));
+        while let Err(error) = ask() {
+            assert!(Instant::now() < deadline, "{}: {error}", socket.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+    // A client that stays still waits for the answer.
+    let mut waiting = connect(&target.sockets()[0]);
+    waiting.write_all(follow.as_bytes()).expect("send a request");
+    assert_eq!(hear(&mut waiting), "");
+    fs::rename(target.site.path("away"), target.site.repository().join("segments"))
+        .expect("bring the data back");
+    waiting.set_read_timeout(Some(Duration::from_secs(60))).expect("set a timeout");
+    let mut answer = [0; 17];
+    waiting.read_exact(&mut answer).expect("an answer");
+    assert_eq!(answer, *b"{\"event\":\"stable\"");
 }
 
 #[test]

@@ -18,7 +18,7 @@ pub(crate) mod stall;
 mod store_layer;
 pub(crate) mod throttle;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -123,7 +123,8 @@ struct CommitQueue {
     /// persisted.
     commits: VecDeque<Arc<Commit>>,
     numbers: Range<u64>,
-    labels: HashSet<String>,
+    /// The labels in use, each with the number of the checkpoint or snapshot that has it.
+    labels: HashMap<String, u64>,
     /// Failed checkpoints whose failure is not recorded in the catalog yet, with the reason.
     unrecorded: Vec<(NewSnapshot, String)>,
     /// Set when the process stops. Then nothing more is accepted.
@@ -131,15 +132,59 @@ struct CommitQueue {
 }
 
 impl CommitQueue {
+    /// Whether the label belongs to a checkpoint that the catalog may not know yet.
+    fn is_pending(&self, label: &str) -> bool {
+        let commits = self.commits.iter().map(|commit| &commit.new);
+        let mut pending = commits.chain(self.unrecorded.iter().map(|(new, _)| new));
+        pending.any(|new| new.label.as_deref() == Some(label))
+    }
+
+    /// Enters a label that is in use. One that another checkpoint or snapshot has stays with it.
+    fn add_label(&mut self, new: &NewSnapshot) {
+        if let Some(label) = &new.label {
+            self.labels.entry(label.clone()).or_insert(new.number);
+        }
+    }
+
+    /// Removes a label if `holder` has it. Returns whether the label is free.
+    fn remove_label(&mut self, label: &str, holder: u64) -> bool {
+        if self.labels.get(label) == Some(&holder) {
+            self.labels.remove(label);
+        }
+        !self.labels.contains_key(label)
+    }
+
     /// Keeps what a failed checkpoint leaves: its label, or its failure that has to be recorded.
     fn failed(&mut self, new: &NewSnapshot, reason: &str, ending: Ending) {
         self.unrecorded.retain(|(other, _)| other.number != new.number);
         match (ending, &new.label) {
             (Ending::Unrecorded, _) => self.unrecorded.push((new.clone(), reason.into())),
-            (Ending::Failed, Some(label)) => drop(self.labels.remove(label)),
+            (Ending::Failed, Some(label)) => {
+                self.remove_label(label, new.number);
+            }
             (Ending::Failed | Ending::Published, _) => {}
         }
     }
+}
+
+/// Does [`Commits::free_label`].
+fn free_label(
+    queue: &Mutex<CommitQueue>,
+    label: &str,
+    is_in_catalog: impl FnOnce() -> bool,
+) -> bool {
+    let lock = || queue.lock().expect("no code panics with the commits locked");
+    let holder = {
+        let queue = lock();
+        let Some(holder) = queue.labels.get(label) else { return true };
+        // Before the query: the catalog knows every checkpoint that has left the queue by now.
+        if queue.is_pending(label) {
+            return false;
+        }
+        *holder
+    };
+    // Another checkpoint may get the label during the query, and may even end.
+    !is_in_catalog() && lock().remove_label(label, holder)
 }
 
 /// The checkpoints of a disk.
@@ -159,7 +204,7 @@ impl Commits {
         (disk, image, counters): (Arc<LocalDisk>, Arc<Image>, Arc<Counters>),
         unused_numbers: UnusedNumbers,
         numbers: Range<u64>,
-        mut labels: HashSet<String>,
+        labels: HashMap<String, u64>,
         layers: impl IntoIterator<Item = Arc<Layer>>,
     ) -> Commits {
         let commit = |layer: Arc<Layer>| {
@@ -167,16 +212,20 @@ impl Commits {
             Some(Commit::new(new, layer, Instant::now()))
         };
         let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
-        labels.extend(commits.iter().filter_map(|commit| commit.new.label.clone()));
         let unrecorded = Vec::new();
-        let queue = CommitQueue { commits, numbers, labels, unrecorded, closed: false };
+        let accepted: Vec<_> = commits.iter().map(|commit| commit.new.clone()).collect();
+        let mut queue = CommitQueue { commits, numbers, labels, unrecorded, closed: false };
+        accepted.iter().for_each(|new| queue.add_label(new));
         let (queue, changed) = (Mutex::new(queue), Condvar::new());
         Commits { disk, image, counters, unused_numbers, queue, changed }
     }
 
     /// Adds failures of an earlier process that are not recorded in the catalog yet.
     pub(crate) fn with_unrecorded(self, failures: Vec<(NewSnapshot, String)>) -> Commits {
-        self.queue().unrecorded.extend(failures);
+        let mut queue = self.queue();
+        failures.iter().for_each(|(new, _)| queue.add_label(new));
+        queue.unrecorded.extend(failures);
+        drop(queue);
         self
     }
 
@@ -185,10 +234,12 @@ impl Commits {
     }
 
     /// Takes a checkpoint. It holds every write that completed before this call, and no write that
-    /// is submitted after the call returns. `asked` is the time when the request was read.
+    /// is submitted after the call returns. `asked` is the time when the request was read. It is
+    /// refused unless `spare` further checkpoints can be taken after it.
     pub(crate) fn checkpoint(
         &self,
         request: &Checkpoint,
+        spare: usize,
         asked: Instant,
     ) -> Result<Arc<Commit>, Refusal> {
         let refuse = |kind, message: &str| Err(Refusal { kind, message: message.into() });
@@ -216,26 +267,26 @@ impl Commits {
         if queue.closed {
             return refuse(RefusalKind::Busy, "the disk's process is stopping; try again later");
         }
-        if request.label.as_ref().is_some_and(|label| queue.labels.contains(label)) {
+        if request.label.as_ref().is_some_and(|label| queue.labels.contains_key(label)) {
             return refuse(
                 RefusalKind::Conflict,
                 "the label is in use in this image; choose another",
             );
         }
-        if queue.numbers.is_empty() {
+        if queue.numbers.end - queue.numbers.start <= spare as u64 {
             return refuse(
                 RefusalKind::Busy,
                 "no snapshot number is reserved; try again in a moment",
             );
         }
+        let too_many = "too many checkpoints wait to become stable; try again later";
+        // Only this function adds layers, with the queue locked.
+        if self.disk.mirror.epoch_view().layers.len() + spare >= MAX_LAYERS {
+            return refuse(RefusalKind::Busy, too_many);
+        }
         let layer = match self.disk.mirror.freeze() {
             Ok(Some(layer)) => layer,
-            Ok(None) => {
-                return refuse(
-                    RefusalKind::Busy,
-                    "too many checkpoints wait to become stable; try again later",
-                );
-            }
+            Ok(None) => return refuse(RefusalKind::Busy, too_many),
             Err(error) => {
                 return Err(Refusal { kind: RefusalKind::Unavailable, message: error.to_string() });
             }
@@ -244,7 +295,7 @@ impl Commits {
         queue.numbers.start += 1;
         // Before anybody can learn of the number: no other checkpoint may get it.
         self.unused_numbers.record(&queue.numbers);
-        queue.labels.extend(request.label.clone());
+        queue.labels.extend(request.label.clone().map(|label| (label, number)));
         let new = NewSnapshot {
             number,
             label: request.label.clone(),
@@ -267,9 +318,10 @@ impl Commits {
         Ok(commit)
     }
 
-    /// Frees a label that is no longer in the catalog.
-    pub(crate) fn free_label(&self, label: &str) {
-        self.queue().labels.remove(label);
+    /// Frees a label that neither an accepted checkpoint nor the catalog has. `is_in_catalog` asks the
+    /// catalog. Returns whether the label is free.
+    pub(crate) fn free_label(&self, label: &str, is_in_catalog: impl FnOnce() -> bool) -> bool {
+        free_label(&self.queue, label, is_in_catalog)
     }
 
     /// The checkpoints that are accepted and have not ended, oldest first.

@@ -3,16 +3,17 @@
 //!
 //! Both use the messages of `cairn_agent`; a guest may use fewer of them. The proxy serves only the
 //! disk of this process, so a guest cannot name another disk. The time, the line length, the number
-//! of connections, the queries of the catalog that wait, and the rate of a guest's checkpoints are
+//! of connections, and the rates of a guest's checkpoints and of its queries of the catalog are
 //! bounded, and no connection can delay the operator's or the disk.
 
 pub(crate) mod catalog_lane;
+mod log_limit;
 pub(crate) mod rate_limit;
 pub(crate) mod session;
 
 use std::os::unix::net::UnixListener as StdListener;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use tokio::net::{UnixListener, UnixStream};
@@ -21,7 +22,8 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
 use self::catalog_lane::CatalogLanes;
-use self::rate_limit::CheckpointLimit;
+use self::log_limit::LogLimit;
+use self::rate_limit::RateLimit;
 use crate::commit::Commits;
 use crate::counters::Counters;
 use crate::grow::Grower;
@@ -63,7 +65,7 @@ pub(crate) struct ControlContext {
     pub(crate) grower: Arc<Grower>,
     pub(crate) catalog: CatalogLanes,
     /// The limit of the guest's checkpoints, over all its connections.
-    pub(crate) guest_checkpoints: Mutex<CheckpointLimit>,
+    pub(crate) guest_checkpoints: Mutex<RateLimit>,
 }
 
 /// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`.
@@ -115,10 +117,10 @@ async fn run(
 }
 
 async fn accept(listener: UnixListener, origin: Origin, context: Arc<ControlContext>) {
-    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut slots = Slots::new(origin);
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => admit(stream, origin, &context, &slots),
+            Ok((stream, _)) => slots.admit(stream, &context),
             Err(error) => {
                 // Most likely the process is out of descriptors: wait until other connections end.
                 tracing::warn!(%error, ?origin, "cannot accept a connection");
@@ -134,10 +136,13 @@ async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlC
     let (sender, mut receiver) = mpsc::channel(1);
     // Accepting blocks. The thread ends with the process.
     let accepting = thread::Builder::new().name("vsock".into()).spawn(move || {
+        let mut log = LogLimit::new(Instant::now());
         loop {
             match listener.accept() {
                 Ok((peer, _)) if peer != guest => {
-                    tracing::warn!(peer, "refused a connection of another guest");
+                    if let Some(count) = log.count(Instant::now()) {
+                        tracing::warn!(peer, count, "refused connections of other guests");
+                    }
                 }
                 Ok((_, stream)) => {
                     if sender.blocking_send(stream).is_err() {
@@ -155,31 +160,43 @@ async fn accept_vsock(listener: VsockListener, guest: u32, context: Arc<ControlC
         tracing::error!(%error, "cannot start the vsock thread");
         return;
     }
-    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut slots = Slots::new(Origin::Guest);
     while let Some(stream) = receiver.recv().await {
         match UnixStream::from_std(stream) {
-            Ok(stream) => admit(stream, Origin::Guest, &context, &slots),
+            Ok(stream) => slots.admit(stream, &context),
             Err(error) => tracing::warn!(%error, "cannot use a vsock connection"),
         }
     }
 }
 
-/// Serves a connection if a slot is free, and closes it otherwise.
-fn admit(
-    stream: UnixStream,
+/// The connections that one listener may serve at the same time.
+struct Slots {
     origin: Origin,
-    context: &Arc<ControlContext>,
-    slots: &Arc<Semaphore>,
-) {
-    let Ok(slot) = slots.clone().try_acquire_owned() else {
-        tracing::warn!(?origin, "refused a connection: there are too many");
-        return;
-    };
-    let context = context.clone();
-    tokio::spawn(async move {
-        let _slot = slot;
-        if let Err(error) = session::serve(stream, origin, &context).await {
-            tracing::debug!(%error, ?origin, "a connection ended");
-        }
-    });
+    free: Arc<Semaphore>,
+    log: LogLimit,
+}
+
+impl Slots {
+    fn new(origin: Origin) -> Slots {
+        let free = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        Slots { origin, free, log: LogLimit::new(Instant::now()) }
+    }
+
+    /// Serves a connection if a slot is free, and closes it otherwise.
+    fn admit(&mut self, stream: UnixStream, context: &Arc<ControlContext>) {
+        let origin = self.origin;
+        let Ok(slot) = self.free.clone().try_acquire_owned() else {
+            if let Some(count) = self.log.count(Instant::now()) {
+                tracing::warn!(?origin, count, "refused connections: there are too many");
+            }
+            return;
+        };
+        let context = context.clone();
+        tokio::spawn(async move {
+            let _slot = slot;
+            if let Err(error) = session::serve(stream, origin, &context).await {
+                tracing::debug!(%error, ?origin, "a connection ended");
+            }
+        });
+    }
 }

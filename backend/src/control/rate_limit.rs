@@ -1,35 +1,36 @@
-//! Limits how often a guest may take a checkpoint.
+//! Limits how often a guest may do what costs others.
 //!
 //! Each checkpoint adds a snapshot to the catalog, for as long as the operator keeps it. Without a
-//! limit, one guest could fill the catalog of all.
+//! limit, one guest could fill the catalog of all. And each query loads the catalog, which serves all
+//! disks.
 
 use std::time::{Duration, Instant};
 
 use crate::mirror::epoch::manager::MAX_LAYERS;
 
-/// The number of checkpoints that a guest may take at once, after a time without any: as many as can
-/// wait to become stable.
-pub(crate) const BURST: u32 = MAX_LAYERS as u32;
+/// The number of checkpoints that a guest may take at once, after a time without any. As many can wait
+/// to become stable, but the last of them only if the operator takes it.
+pub(crate) const CHECKPOINT_BURST: u32 = MAX_LAYERS as u32;
 
-/// A token bucket: it holds [`BURST`] tokens, and gains one in each interval. A checkpoint takes
-/// one.
-pub(crate) struct CheckpointLimit {
+/// A token bucket: it holds `burst` tokens, and gains one in each interval.
+pub(crate) struct RateLimit {
+    burst: u32,
     interval: Duration,
     /// When the bucket was or will be full.
     full_at: Instant,
 }
 
-impl CheckpointLimit {
+impl RateLimit {
     /// A full bucket. An interval of zero means that there is no limit.
-    pub(crate) fn new(interval: Duration, now: Instant) -> CheckpointLimit {
-        CheckpointLimit { interval, full_at: now }
+    pub(crate) fn new(burst: u32, interval: Duration, now: Instant) -> RateLimit {
+        RateLimit { burst, interval, full_at: now }
     }
 
     /// Takes a token. Returns the time until there is one, if there is none.
     pub(crate) fn take(&mut self, now: Instant) -> Result<(), Duration> {
         let full_at = self.full_at.max(now) + self.interval;
         let missing = full_at - now;
-        match missing.checked_sub(self.interval * BURST).filter(|wait| !wait.is_zero()) {
+        match missing.checked_sub(self.interval * self.burst).filter(|wait| !wait.is_zero()) {
             Some(wait) => Err(wait),
             None => {
                 self.full_at = full_at;
@@ -50,14 +51,15 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{BURST, CheckpointLimit};
+    use super::RateLimit;
 
+    const BURST: u32 = 16;
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn after_a_burst_one_checkpoint_is_allowed_in_each_interval() {
+    fn after_a_burst_one_token_is_gained_in_each_interval() {
         let begin = Instant::now();
-        let mut limit = CheckpointLimit::new(SECOND, begin);
+        let mut limit = RateLimit::new(BURST, SECOND, begin);
         for _ in 0..BURST {
             assert_eq!(limit.take(begin), Ok(()));
         }
@@ -73,7 +75,7 @@ mod tests {
     #[test]
     fn an_interval_of_zero_is_no_limit() {
         let begin = Instant::now();
-        let mut limit = CheckpointLimit::new(Duration::ZERO, begin);
+        let mut limit = RateLimit::new(BURST, Duration::ZERO, begin);
         assert!((0..1000).all(|_| limit.take(begin).is_ok()));
     }
 
@@ -83,7 +85,7 @@ mod tests {
             pauses in prop::collection::vec(0u64..3000, 1..200)
         ) {
             let begin = Instant::now();
-            let mut limit = CheckpointLimit::new(SECOND, begin);
+            let mut limit = RateLimit::new(BURST, SECOND, begin);
             let mut now = begin;
             let mut taken: Vec<Instant> = Vec::new();
             for pause in pauses {

@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::catalog_lane::NotAsked;
-use super::rate_limit::BURST;
+use super::rate_limit::CHECKPOINT_BURST;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
 use crate::grow::GrowError;
@@ -54,11 +54,15 @@ pub(super) async fn serve(
         }
         match request {
             Request::Checkpoint(request) => match allow_checkpoint(context, origin, asked) {
-                Ok(()) => checkpoint(&mut writer, origin, context, &request, asked).await?,
+                Ok(()) => {
+                    let client = (&mut reader, &mut writer);
+                    checkpoint(client, origin, context, &request, asked).await?;
+                }
                 Err(refused) => send(&mut writer, &Event::Error(refused)).await?,
             },
             Request::Follow(Follow { number }) => {
-                send(&mut writer, &follow(context, origin, number).await).await?;
+                let event = follow(&mut reader, context, origin, number).await?;
+                send(&mut writer, &event).await?;
             }
             Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
             Request::List => send(&mut writer, &list(context, origin).await).await?,
@@ -111,7 +115,7 @@ fn allow_checkpoint(context: &ControlContext, origin: Origin, now: Instant) -> R
     limit.take(now).map_err(|wait| {
         let (interval, wait) = (limit.interval().as_secs_f64(), wait.as_secs_f64());
         let message = format!(
-            "a guest may take {BURST} checkpoints at once, and then one every {interval} s; try \
+            "a guest may take {CHECKPOINT_BURST} checkpoints at once, and then one every {interval} s; try \
              again in {wait:.1} s"
         );
         Refusal { kind: RefusalKind::Busy, message }
@@ -119,15 +123,20 @@ fn allow_checkpoint(context: &ControlContext, origin: Origin, now: Instant) -> R
 }
 
 async fn checkpoint(
-    writer: &mut (impl AsyncWriteExt + Unpin),
+    (reader, writer): (&mut (impl AsyncBufRead + Unpin), &mut (impl AsyncWriteExt + Unpin)),
     origin: Origin,
     context: &Arc<ControlContext>,
     request: &Checkpoint,
     asked: Instant,
 ) -> io::Result<()> {
-    let commit = match context.commits.checkpoint(request, asked) {
+    // A guest leaves room for a checkpoint of the operator.
+    let spare = match origin {
+        Origin::Host => 0,
+        Origin::Guest => 1,
+    };
+    let commit = match context.commits.checkpoint(request, spare, asked) {
         Err(refused) if is_label_free(context, origin, request, &refused).await => {
-            context.commits.checkpoint(request, asked)
+            context.commits.checkpoint(request, spare, asked)
         }
         result => result,
     };
@@ -144,7 +153,8 @@ async fn checkpoint(
     };
     send(writer, &Event::Accepted(accepted)).await?;
     if request.wait == Wait::Stable {
-        send(writer, &outcome(context, &commit).await).await?;
+        let event = outcome(reader, context, &commit).await?;
+        send(writer, &event).await?;
     }
     Ok(())
 }
@@ -161,28 +171,33 @@ async fn is_label_free(
         return false;
     };
     let shared = context.clone();
-    let used = context.catalog.of(origin).ask(move || {
-        // In this order: a checkpoint that leaves the queue in between is in the catalog.
-        let pending = shared.commits.accepted().into_iter().filter_map(|new| new.label);
-        let pending: Vec<String> = pending.collect();
-        let Ok(named) = shared.image.find(Selector::Label(label.clone())) else { return false };
-        let is_taken = named.is_some_and(|one| one.state != SnapshotState::Failed);
-        if is_taken || pending.contains(&label) {
-            return false;
-        }
-        shared.commits.free_label(&label);
-        true
+    let freed = context.catalog.of(origin).ask(move || {
+        let is_in_catalog = || match shared.image.find(Selector::Label(label.clone())) {
+            Ok(found) => found.is_some_and(|one| one.state != SnapshotState::Failed),
+            Err(_) => true,
+        };
+        shared.commits.free_label(&label, is_in_catalog)
     });
-    used.await.unwrap_or(false)
+    freed.await.unwrap_or(false)
 }
 
 /// Returns the outcome of a checkpoint, whichever process accepted it.
-async fn follow(context: &Arc<ControlContext>, origin: Origin, number: u64) -> Event {
+async fn follow(
+    reader: &mut (impl AsyncBufRead + Unpin),
+    context: &Arc<ControlContext>,
+    origin: Origin,
+    number: u64,
+) -> io::Result<Event> {
     // In this order: a checkpoint that leaves the queue in between is in the catalog or in the list
     // of unrecorded failures.
-    if let Some(commit) = context.commits.find(number) {
-        return outcome(context, &commit).await;
+    match context.commits.find(number) {
+        Some(commit) => outcome(reader, context, &commit).await,
+        None => Ok(recorded_outcome(context, origin, number).await),
     }
+}
+
+/// Returns the outcome of a checkpoint that is not in the queue.
+async fn recorded_outcome(context: &Arc<ControlContext>, origin: Origin, number: u64) -> Event {
     let name = context.image.snapshot_name(number);
     let failed = |reason| Event::Failed(Failed { snapshot: name.clone(), number, reason });
     if let Some(reason) = context.commits.unrecorded_failure(number) {
@@ -225,8 +240,8 @@ async fn follow(context: &Arc<ControlContext>, origin: Origin, number: u64) -> E
     }
 }
 
-/// Asks the catalog. Returns the answer to send if the catalog is unavailable, or if too many
-/// queries of a guest wait for it.
+/// Asks the catalog. Returns the answer to send if the catalog is unavailable, or if a guest asks too
+/// often or too many of its queries wait.
 async fn ask_catalog<T: Send + 'static>(
     context: &Arc<ControlContext>,
     origin: Origin,
@@ -235,8 +250,10 @@ async fn ask_catalog<T: Send + 'static>(
     let shared = context.clone();
     match context.catalog.of(origin).ask(move || ask(&shared.image)).await {
         Ok(asked) => asked.map_err(|error| refusal(RefusalKind::Unavailable, error.to_string())),
-        Err(NotAsked::Full) => Err(refusal(RefusalKind::Busy, NotAsked::Full.to_string())),
-        Err(error) => Err(refusal(RefusalKind::Unavailable, error.to_string())),
+        Err(error @ (NotAsked::Full | NotAsked::TooOften(_))) => {
+            Err(refusal(RefusalKind::Busy, error.to_string()))
+        }
+        Err(error @ NotAsked::Ended) => Err(refusal(RefusalKind::Unavailable, error.to_string())),
     }
 }
 
@@ -253,13 +270,28 @@ async fn resize(context: &Arc<ControlContext>, origin: Origin) -> Event {
     }
 }
 
-/// Waits for the end of a checkpoint.
-async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
+/// Waits for the end of a checkpoint. Fails if the client leaves before, because the wait may be
+/// long and the connection would stay in use.
+async fn outcome(
+    reader: &mut (impl AsyncBufRead + Unpin),
+    context: &ControlContext,
+    commit: &Commit,
+) -> io::Result<Event> {
     let mut state = commit.watch();
-    let ended = state.wait_for(|state| *state != CommitState::Pending).await;
-    let ended = ended.map(|state| state.clone()).unwrap_or(CommitState::Pending);
+    let ended = tokio::select! {
+        biased;
+        ended = state.wait_for(|state| *state != CommitState::Pending) => {
+            ended.map(|state| state.clone()).unwrap_or(CommitState::Pending)
+        }
+        // The client closed the connection, or sends before it has the answer. The latter violates
+        // the protocol, and would hide the end of the connection.
+        read = reader.fill_buf() => {
+            read?;
+            return Err(io::Error::other("the client did not wait for the answer"));
+        }
+    };
     let (snapshot, number) = (context.image.snapshot_name(commit.new.number), commit.new.number);
-    match ended {
+    Ok(match ended {
         CommitState::Stable { stored_bytes, elapsed } => Event::Stable(Stable {
             snapshot,
             number,
@@ -272,7 +304,7 @@ async fn outcome(context: &ControlContext, commit: &Commit) -> Event {
             RefusalKind::Unavailable,
             format!("the outcome of {snapshot} is not known here"),
         ),
-    }
+    })
 }
 
 fn status(context: &ControlContext) -> Status {

@@ -4,7 +4,7 @@ mod error;
 mod local_state;
 mod sockets;
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::fs;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -24,7 +24,7 @@ use crate::commit::persist::{Abort, Persister};
 use crate::commit::throttle::CommitThrottle;
 use crate::commit::{Commits, stall};
 use crate::control::catalog_lane::CatalogLanes;
-use crate::control::rate_limit::CheckpointLimit;
+use crate::control::rate_limit::{CHECKPOINT_BURST, RateLimit};
 use crate::control::{self, ControlContext};
 use crate::counters::Counters;
 use crate::fetch::Fetcher;
@@ -101,7 +101,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
 /// Snapshots that an earlier process left pending are marked as failed, unless they are resumed.
 struct CommitSetup {
     numbers: std::ops::Range<u64>,
-    labels: HashSet<String>,
+    labels: HashMap<String, u64>,
     resumed: Vec<Arc<Layer>>,
     /// Failed snapshots whose failure could not be recorded completely, with the reason.
     unrecorded: Vec<(NewSnapshot, String)>,
@@ -116,7 +116,7 @@ impl CommitSetup {
         unused: &Range<u64>,
     ) -> cairn_store::Result<CommitSetup> {
         if mode == Mode::ReadOnly {
-            let (numbers, labels, unrecorded) = (0..0, HashSet::new(), Vec::new());
+            let (numbers, labels, unrecorded) = (0..0, HashMap::new(), Vec::new());
             return Ok(CommitSetup { numbers, labels, resumed, unrecorded });
         }
         let mut unrecorded = Vec::new();
@@ -139,7 +139,7 @@ impl CommitSetup {
         let labels = snapshots
             .into_iter()
             .filter(|one| one.state.has_content())
-            .filter_map(|one| one.label)
+            .filter_map(|one| Some((one.label?, one.number)))
             .collect();
         let numbers = image.attachment.resume(unused)?;
         Ok(CommitSetup { numbers, labels, resumed, unrecorded })
@@ -281,7 +281,8 @@ fn serve(
         counters: counters.clone(),
         grower: grower.clone(),
         catalog: CatalogLanes::start().map_err(serving("starting a thread"))?,
-        guest_checkpoints: Mutex::new(CheckpointLimit::new(
+        guest_checkpoints: Mutex::new(RateLimit::new(
+            CHECKPOINT_BURST,
             Duration::from_millis(args.guest_checkpoint_interval.into()),
             Instant::now(),
         )),
