@@ -234,9 +234,10 @@ impl World {
         let blocks = self.layout.blocks(job.write.span);
         for block in blocks.first..blocks.end() {
             // In a block that was absent, a failed write leaves garbage. The block may have landed
-            // when an earlier process tried the write.
-            let is_there =
-                self.mirror.presence().get(block) && self.disk[block as usize] == version;
+            // when an earlier process tried the write, and may have become part of a snapshot.
+            let is_local = self.mirror.presence().get(block);
+            let content = if is_local { &self.disk } else { &self.parent };
+            let is_there = content[block as usize] == version;
             if !fails || is_there {
                 self.history[block as usize].push((permit.epoch, version));
             }
