@@ -412,6 +412,7 @@ impl Commits {
             *numbers = more;
         }
         self.unused_numbers.record(numbers);
+        self.unused_numbers.record_reservation(self.image.attachment.reservation());
     }
 
     /// Stops accepting checkpoints. Returns whether all accepted checkpoints ended within `limit`.
@@ -432,9 +433,9 @@ impl Commits {
 
     /// Takes all unused numbers, which the caller gives back to the catalog. First the live directory
     /// records that this process has none, because other processes may get them from then on. The
-    /// record ends at the first number that is given back: if the process is killed before the catalog
-    /// has them, the next process finds them in its reservation, and if it is killed after that, they
-    /// are free.
+    /// record ends at the first number that is given back, and keeps the id of their reservation: if the
+    /// process is killed before the catalog has them, the next process finds them there, and if it is
+    /// killed after that, they are free.
     pub(crate) fn take_unused_numbers(&self) -> Range<u64> {
         let numbers = &mut self.queue().numbers;
         let unused = numbers.clone();

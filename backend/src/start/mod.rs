@@ -6,7 +6,6 @@ mod sockets;
 
 use std::collections::HashMap;
 use std::fs;
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -44,7 +43,7 @@ use crate::mirror::epoch::manager::EpochManager;
 use crate::mirror::epoch::recovery::{Recovered, recover};
 use crate::mirror::events::Events;
 use crate::mirror::files::data_sync::DataSync;
-use crate::mirror::files::live_dir;
+use crate::mirror::files::live_dir::{self, UnusedNumbers};
 use crate::mirror::layout::SECTOR_BYTES;
 use crate::vhost::server::{self, StopHandle};
 use crate::worker::{self, Command, RequestContext};
@@ -113,7 +112,7 @@ impl CommitSetup {
         mode: Mode,
         snapshots: Vec<Snapshot>,
         resumed: Vec<Arc<Layer>>,
-        unused: &Range<u64>,
+        unused: &UnusedNumbers,
     ) -> cairn_store::Result<CommitSetup> {
         if mode == Mode::ReadOnly {
             let (numbers, labels, unrecorded) = (0..0, HashMap::new(), Vec::new());
@@ -141,7 +140,7 @@ impl CommitSetup {
             .filter(|one| one.state.has_content())
             .filter_map(|one| Some((one.label?, one.number)))
             .collect();
-        let numbers = image.attachment.resume(unused)?;
+        let numbers = image.attachment.resume(&unused.load(), unused.reservation())?;
         Ok(CommitSetup { numbers, labels, resumed, unrecorded })
     }
 }
@@ -219,7 +218,7 @@ fn serve(
         tracing::info!(checkpoints = resumed.len(), "resuming checkpoints that were accepted");
     }
     let mode = if args.read_only { Mode::ReadOnly } else { Mode::ReadWrite };
-    let setup = CommitSetup::new(&image, mode, snapshots, resumed, &live.unused_numbers.load())
+    let setup = CommitSetup::new(&image, mode, snapshots, resumed, &live.unused_numbers)
         .map_err(unavailable)?;
     let epochs = EpochManager::new(live.epoch_files, layer_dir, mailboxes.len(), current, layers);
     epochs.prepare().map_err(serving("preparing checkpoints"))?;

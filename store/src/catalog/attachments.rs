@@ -20,8 +20,9 @@ use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 impl Catalog {
-    /// Reserves `count` snapshot numbers for the mirror.
-    pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<Range<u64>> {
+    /// Reserves `count` snapshot numbers for the mirror. Also returns the id of the reservation: the
+    /// numbers extend the mirror's last reservation if they follow it.
+    pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<(Range<u64>, u64)> {
         let mirror_key = mirror_key(&holder.owner.id);
         let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
         self.change(&queries, |view| {
@@ -31,29 +32,40 @@ impl Catalog {
             image.next_number = numbers.end;
             if mirror.reserved.end != numbers.start {
                 mirror.reserved.start = numbers.start;
+                mirror.reservation = holder.fence.unwrap_or(0);
             }
             mirror.reserved.end = numbers.end;
             let change = Change::default().put(holder.image_key(), &image);
-            Ok((change.put(&mirror_key, &mirror), numbers))
+            Ok((change.put(&mirror_key, &mirror), (numbers, mirror.reservation)))
         })
     }
 
     /// Returns the mirror's reserved numbers that were not used, and drops the rest of its
-    /// reservation. `left` has the numbers that one copy of the mirror has recorded as unused.
+    /// reservation. `left` has the numbers that one copy of the mirror has recorded as unused, and
+    /// `reservation` the id of their reservation, if it was recorded. Also returns that id.
     ///
     /// Every process of a mirror calls this before it reserves, and a process without a record
     /// drops the whole reservation. So a reservation that has a number below `left.end` was made by
     /// processes that share this record. Numbers of it beyond `left.end` were reserved by a process
     /// that was killed before it could record them. If all its numbers are above, another copy of
-    /// the mirror has reserved them, and `left` is ignored.
-    pub(crate) fn resume(&self, holder: &Holder, left: &Range<u64>) -> Result<Range<u64>> {
+    /// the mirror may have reserved them. Then `left` counts only if the reservation has the recorded
+    /// id: no process has dropped it or given it back since.
+    pub(crate) fn resume(
+        &self,
+        holder: &Holder,
+        left: &Range<u64>,
+        reservation: Option<u64>,
+    ) -> Result<(Range<u64>, u64)> {
         let mirror_key = mirror_key(&holder.owner.id);
         let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
         self.change(&queries, |view| {
             let image = holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
             let start = left.start.max(mirror.reserved.start).max(image.index.highest + 1);
-            let is_own = mirror.reserved.start < left.end && start < mirror.reserved.end;
+            let is_same = reservation == Some(mirror.reservation);
+            let is_own =
+                (mirror.reserved.start < left.end || is_same) && start < mirror.reserved.end;
+            let reservation = mirror.reservation;
             let usable = if is_own { start..mirror.reserved.end } else { 0..0 };
             let mut change = Change::default();
             if mirror.reserved != usable {
@@ -65,7 +77,7 @@ impl Catalog {
                 let image = ImageDocument { next_number: left.end, ..image };
                 change = change.put(holder.image_key(), &image);
             }
-            Ok((change, usable))
+            Ok((change, (usable, reservation)))
         })
     }
 

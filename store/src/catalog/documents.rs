@@ -288,6 +288,9 @@ pub(super) struct MirrorDocument {
     pub(super) announced: u64,
     /// Snapshot numbers that only this mirror may use. It has used some of them.
     pub(super) reserved: Range<u64>,
+    /// Identifies the reservation: the fence of the writer that began it.
+    #[serde(default)]
+    pub(super) reservation: u64,
 }
 
 impl MirrorDocument {

@@ -228,6 +228,7 @@ impl Holder {
             attached: now(),
             announced: 0,
             reserved: 0..0,
+            reservation: 0,
         })
     }
 

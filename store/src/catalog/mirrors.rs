@@ -230,6 +230,7 @@ pub(super) fn attached_mirror(
         attached: now(),
         announced: 0,
         reserved: 0..0,
+        reservation: 0,
     })
 }
 

@@ -35,6 +35,8 @@ pub struct Attachment {
     parent: Mutex<(u64, Root)>,
     /// The mirror may have given out snapshot numbers below this one.
     reserved_end: AtomicU64,
+    /// The id of the last reservation.
+    reservation: AtomicU64,
 }
 
 impl Attachment {
@@ -46,7 +48,8 @@ impl Attachment {
     ) -> Self {
         let (parent, reserved_end) = (Mutex::new(parent), AtomicU64::new(0));
         let (chunk_size, size) = (geometry.chunk_size(), AtomicU64::new(geometry.size()));
-        Self { repository, holder, chunk_size, size, parent, reserved_end }
+        let reservation = AtomicU64::new(0);
+        Self { repository, holder, chunk_size, size, parent, reserved_end, reservation }
     }
 
     /// Returns the size of the mirror and of its chunks. At first it is that of the snapshot that the
@@ -92,8 +95,9 @@ impl Attachment {
                 "{count} snapshot numbers cannot be reserved at once"
             )));
         }
-        let numbers = self.repository.catalog().reserve(&self.holder, count)?;
+        let (numbers, reservation) = self.repository.catalog().reserve(&self.holder, count)?;
         self.reserved_end.fetch_max(numbers.end, Ordering::SeqCst);
+        self.reservation.store(reservation, Ordering::SeqCst);
         Ok(numbers)
     }
 
@@ -104,10 +108,22 @@ impl Attachment {
     /// mirror, and above all snapshots of the image. All other numbers that the mirror had reserved
     /// are never used.
     ///
+    /// `reservation` is the id that the previous process recorded with the numbers; `None` if there is
+    /// no record.
+    ///
     /// Every process calls this before its first [`reserve`](Self::reserve).
-    pub fn resume(&self, left: &Range<u64>) -> Result<Range<u64>> {
+    pub fn resume(&self, left: &Range<u64>, reservation: Option<u64>) -> Result<Range<u64>> {
         self.reserved_end.fetch_max(left.end, Ordering::SeqCst);
-        self.repository.catalog().resume(&self.holder, left)
+        let catalog = self.repository.catalog();
+        let (numbers, reservation) = catalog.resume(&self.holder, left, reservation)?;
+        self.reservation.store(reservation, Ordering::SeqCst);
+        Ok(numbers)
+    }
+
+    /// Returns the id of the reservation that the numbers of [`reserve`](Self::reserve) and
+    /// [`resume`](Self::resume) belong to.
+    pub fn reservation(&self) -> u64 {
+        self.reservation.load(Ordering::SeqCst)
     }
 
     /// Renews the lease. The interval between two calls must be well below

@@ -23,6 +23,7 @@ for_each_document_store!(
     a_clean_stop_leaves_no_gap_in_the_numbers,
     numbers_that_were_used_or_skipped_are_not_returned,
     a_restarted_mirror_continues_with_its_unused_numbers,
+    numbers_that_were_not_given_back_are_found_by_the_id_of_their_reservation,
     a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy,
     numbers_that_were_returned_or_are_of_another_image_are_not_resumed,
     only_reserved_numbers_and_free_labels_can_be_announced,
@@ -227,26 +228,52 @@ fn a_restarted_mirror_continues_with_its_unused_numbers(test: &TestRepository) {
     let first = test.image("a");
     assert_eq!(test.attach(1, &first).unwrap().reserve(4).unwrap(), 2..6);
     let attachment = test.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(3..6)).unwrap(), 3..6);
+    assert_eq!(attachment.resume(&(3..6), None).unwrap(), 3..6);
     assert_eq!(attachment.reserve(2).unwrap(), 6..8, "they follow the unused numbers");
     attachment.begin(&new_snapshot(3)).unwrap();
     let attachment = test.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(4..8)).unwrap(), 4..8);
+    assert_eq!(attachment.resume(&(4..8), None).unwrap(), 4..8);
     // An announced number counts as used, whatever the mirror has recorded.
-    assert_eq!(attachment.resume(&(2..8)).unwrap(), 4..8);
+    assert_eq!(attachment.resume(&(2..8), None).unwrap(), 4..8);
     // A process may be killed after a reservation and before it has recorded the numbers.
     attachment.reserve(2).unwrap();
     let attachment = test.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(5..8)).unwrap(), 5..10);
+    assert_eq!(attachment.resume(&(5..8), None).unwrap(), 5..10);
     attachment.reserve(2).unwrap();
     let attachment = test.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(10..10)).unwrap(), 10..12, "all recorded numbers are used");
+    assert_eq!(
+        attachment.resume(&(10..10), None).unwrap(),
+        10..12,
+        "all recorded numbers are used"
+    );
     // Another mirror then takes a snapshot.
     attachment.release(None).unwrap();
     let other = test.attach(2, &first).unwrap();
     assert_eq!(publish(&other, &Root::default()), 12);
     other.release(None).unwrap();
-    assert_eq!(test.attach(1, &first).unwrap().resume(&(10..12)).unwrap(), 0..0);
+    assert_eq!(test.attach(1, &first).unwrap().resume(&(10..12), None).unwrap(), 0..0);
+}
+
+/// A process that stops records that no number is left, and then gives its numbers back. It may be
+/// killed before that, after it, or after others have used them.
+fn numbers_that_were_not_given_back_are_found_by_the_id_of_their_reservation(
+    test: &TestRepository,
+) {
+    let first = test.image("a");
+    let attach = || test.attach(1, &first).unwrap();
+    let stopping = attach();
+    assert_eq!(stopping.reserve(4).unwrap(), 2..6);
+    let id = Some(stopping.reservation());
+    let next = attach();
+    assert_eq!(next.resume(&(2..2), id).unwrap(), 2..6, "it was killed before that");
+    assert_eq!(next.reserve(2).unwrap(), 6..8);
+    assert_eq!(Some(next.reservation()), id, "they extend the same reservation");
+    next.release(Some(2..8)).unwrap();
+    let next = attach();
+    assert_eq!(next.resume(&(2..2), id).unwrap(), 0..0, "it was killed after that");
+    assert_eq!(next.reserve(4).unwrap(), 2..6, "they are free");
+    assert_ne!(Some(next.reservation()), id);
+    assert_eq!(attach().resume(&(2..2), id).unwrap(), 0..0, "they may have been used");
 }
 
 /// A copy of the mirror's directory is used on another host, without the live directory. Then the
@@ -255,15 +282,15 @@ fn a_copy_of_a_mirror_does_not_use_the_numbers_of_another_copy(test: &TestReposi
     let first = test.image("a");
     let attach = || test.attach(1, &first).unwrap();
     let here = attach();
-    assert_eq!(here.resume(&(0..0)).unwrap(), 0..0);
+    assert_eq!(here.resume(&(0..0), None).unwrap(), 0..0);
     assert_eq!(here.reserve(4).unwrap(), 2..6);
     let there = attach();
-    assert_eq!(there.resume(&(0..0)).unwrap(), 0..0, "it is unknown which of them were used");
+    assert_eq!(there.resume(&(0..0), None).unwrap(), 0..0, "it is unknown which of them were used");
     assert_eq!(there.reserve(4).unwrap(), 6..10);
     let here = attach();
-    assert_eq!(here.resume(&(3..6)).unwrap(), 0..0, "later numbers may have been used");
+    assert_eq!(here.resume(&(3..6), None).unwrap(), 0..0, "later numbers may have been used");
     assert_eq!(here.reserve(4).unwrap(), 10..14);
-    assert_eq!(attach().resume(&(7..10)).unwrap(), 0..0);
+    assert_eq!(attach().resume(&(7..10), None).unwrap(), 0..0);
 }
 
 fn numbers_that_were_returned_or_are_of_another_image_are_not_resumed(test: &TestRepository) {
@@ -275,7 +302,7 @@ fn numbers_that_were_returned_or_are_of_another_image_are_not_resumed(test: &Tes
     assert_eq!(other.reserve(8).unwrap(), 3..11);
     other.release(None).unwrap();
     let attachment = test.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(3..10)).unwrap(), 0..0);
+    assert_eq!(attachment.resume(&(3..10), None).unwrap(), 0..0);
     assert_eq!(attachment.reserve(1).unwrap(), 11..12);
 
     attachment.release(None).unwrap();
@@ -285,9 +312,9 @@ fn numbers_that_were_returned_or_are_of_another_image_are_not_resumed(test: &Tes
     attachment.reserve(32).unwrap();
     attachment.release(None).unwrap();
     let attachment = test.attach(1, &first).unwrap();
-    assert_eq!(attachment.resume(&(3..10)).unwrap(), 0..0, "an image of the same name");
+    assert_eq!(attachment.resume(&(3..10), None).unwrap(), 0..0, "an image of the same name");
     let reader = test.repository.attach(&owner(2), &first, Mode::ReadOnly).unwrap();
-    assert_eq!(kind(reader.resume(&(3..10))), ErrorKind::Invalid);
+    assert_eq!(kind(reader.resume(&(3..10), None)), ErrorKind::Invalid);
 }
 
 fn only_reserved_numbers_and_free_labels_can_be_announced(test: &TestRepository) {

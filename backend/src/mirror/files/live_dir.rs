@@ -113,11 +113,22 @@ impl UnusedNumbers {
         start..end.max(start)
     }
 
+    /// The id of the numbers' reservation, if it is recorded.
+    pub(crate) fn reservation(&self) -> Option<u64> {
+        let id = self.0[FLAGS_WORD + 4].load(Ordering::SeqCst);
+        (id != 0).then_some(id)
+    }
+
     /// Records the numbers that are unused from here on.
     pub(crate) fn record(&self, unused: &Range<u64>) {
         // In this order: if the process ends in between, no used number counts as unused.
         self.0[FLAGS_WORD + 2].store(unused.start, Ordering::SeqCst);
         self.0[FLAGS_WORD + 3].store(unused.end, Ordering::SeqCst);
+    }
+
+    /// Records the id of the reservation to which the numbers belong.
+    pub(crate) fn record_reservation(&self, id: u64) {
+        self.0[FLAGS_WORD + 4].store(id, Ordering::SeqCst);
     }
 }
 

@@ -96,7 +96,7 @@ fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_cloc
     let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
     let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
     let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite, None).unwrap();
-    assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().start, 70);
+    assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().0.start, 70);
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
         bench.catalog.attach(&owner(id), &snapshot, Mode::ReadWrite, None).unwrap().0
     };
     let holder = attach(&bench, 7);
-    let end = bench.catalog.reserve(&holder, 25).unwrap().end;
+    let end = bench.catalog.reserve(&holder, 25).unwrap().0.end;
     for _ in 0..3 {
         // The restored image is in the records of later snapshots.
         let image = bench.catalog.read(&[Query::Key(image_key(&bench.name))]).unwrap();
@@ -264,7 +264,7 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
         let early = bench.catalog.reserve(&holder, 1).unwrap_err();
         assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
         bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap();
-        assert!(bench.catalog.reserve(&holder, 1).unwrap().start >= end);
+        assert!(bench.catalog.reserve(&holder, 1).unwrap().0.start >= end);
     }
     // The next catalog is taken by another writer first, which then ends.
     assert!(bench.documents.commit(&Change::default().remove(Query::prefix(""))).unwrap());
