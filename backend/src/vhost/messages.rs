@@ -203,9 +203,10 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        self.caching.is_known = true;
         let queues = self.rings.len() as u16;
         let layout = self.disk.mirror.layout();
-        let config = config::space(&layout, queues, self.queue_size, self.cached());
+        let config = config::space(&layout, queues, self.queue_size, self.shows_cache());
         let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
         config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
     }
@@ -216,7 +217,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
                 if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
             {
                 let turned_off = *cached == 0;
-                self.caching = Caching { turned_off, ..Caching::default() };
+                self.caching = Caching { turned_off, was_turned_off: false, is_known: true };
                 if self.runs() {
                     self.apply_caching();
                 }
