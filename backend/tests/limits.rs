@@ -3,7 +3,7 @@
 mod frontend;
 mod support;
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use cairn_store::{Consistency, MirrorId, MirrorOwner, Mode, NewSnapshot};
@@ -134,6 +134,49 @@ fn memory_for_unaligned_requests_is_bounded() {
         peak = peak.max(kib >> 10);
     }
     assert!(peak < 256, "{peak} MiB");
+}
+
+/// A pipe that nobody reads takes the place of the guest's interrupt.
+#[test]
+fn an_interrupt_that_blocks_holds_up_nobody_and_does_not_pile_up() {
+    const CAPACITY: usize = 64 << 10;
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let (mut reader, mut writer) = std::io::pipe().expect("a pipe");
+    // The first interrupt fits, the next ones do not.
+    writer.write_all(&[0; CAPACITY - 8]).expect("fill the pipe");
+    let call = support::sys::as_event(writer);
+    guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
+    for sector in 0..50 {
+        assert!(guest.works(sector * 8, 5), "sector {sector}");
+    }
+    reader.read_exact(&mut [0; CAPACITY]).expect("read the pipe");
+    std::thread::sleep(Duration::from_millis(300));
+    let stop = |guest: &mut Guest| {
+        let begin = Instant::now();
+        guest.ask(|frontend| frontend.get_vring_base(0)).expect("stop");
+        assert!(begin.elapsed() < Duration::from_secs(8), "it took {:?}", begin.elapsed());
+    };
+    stop(&mut guest);
+    drop(call);
+    let mut late = Vec::new();
+    reader.read_to_end(&mut late).expect("the backend has closed it");
+    assert!((8..=24).contains(&late.len()), "{} bytes for 100 requests", late.len());
+
+    // Full from the start.
+    let (_reader, mut writer) = std::io::pipe().expect("a pipe");
+    writer.write_all(&[0; CAPACITY]).expect("fill the pipe");
+    let call = support::sys::as_event(writer);
+    guest.restart();
+    guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
+    assert!(guest.works(8, 6), "requests are served");
+    stop(&mut guest);
+    guest.restart();
+    guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
+    drop(guest);
+    assert!(Guest::connect(&backend.options.socket).works(8, 7), "the next hypervisor is served");
+    backend.terminate();
 }
 
 #[test]

@@ -63,7 +63,8 @@ pub(crate) enum ParkedRequests {
     Leave,
 }
 
-/// The id of the poll of the wake-up descriptor. The ids of kick polls count up from here.
+/// The id of the poll of the wake-up descriptor. The ids of kick polls and signals count up from
+/// here.
 const WAKE_POLL_ID: u32 = 0;
 
 /// A command for a worker.
@@ -157,7 +158,8 @@ pub(crate) fn spawn(
             state: WorkerState::Idle,
             queue: None,
             kick_poll: None,
-            next_poll: WAKE_POLL_ID,
+            signal: None,
+            last_id: WAKE_POLL_ID,
             wake_armed: false,
             parked: Vec::new(),
             copying: Slab::new(),
@@ -186,7 +188,10 @@ struct Worker {
     queue: Option<ActiveQueue>,
     /// The poll of the present queue's kick, while it is armed.
     kick_poll: Option<u32>,
-    next_poll: u32,
+    /// The signal to the present queue's guest that is in flight. There is one at most: a descriptor
+    /// that blocks must not fill the kernel's memory.
+    signal: Option<u32>,
+    last_id: u32,
     wake_armed: bool,
     parked: Vec<Job>,
     copying: Slab<CopyingWrite>,
@@ -230,16 +235,12 @@ impl Worker {
             match command {
                 Command::Start(setup) => {
                     self.state.transition(WorkerState::Running);
-                    let queue = ActiveQueue::new(*setup);
-                    // An earlier process may have ended between a completion and its interrupt.
-                    queue.interrupt();
-                    self.queue = Some(queue);
+                    self.queue = Some(ActiveQueue::new(*setup));
                 }
                 Command::SetCall(call) => {
-                    self.ring.submit_all()?;
+                    self.end_signal()?;
                     if let Some(queue) = &mut self.queue {
                         queue.set_call(call);
-                        queue.interrupt();
                     }
                 }
                 Command::Pause(reply) => drop(self.state.transition(WorkerState::Pausing(reply))),
@@ -293,12 +294,30 @@ impl Worker {
         Ok(())
     }
 
-    /// Notifies the guest of all completions since the last call, once.
+    /// Notifies the guest of all completions since the last call, once. While a signal is in flight
+    /// the next one waits.
     fn announce(&mut self) -> io::Result<()> {
-        match self.queue.as_mut().and_then(ActiveQueue::announce) {
-            Some(call) => self.ring.signal(call),
-            None => Ok(()),
+        if self.signal.is_none()
+            && let Some(call) = self.queue.as_mut().and_then(ActiveQueue::announce)
+        {
+            let id = self.next_id();
+            self.ring.signal(call, id)?;
+            self.signal = Some(id);
         }
+        Ok(())
+    }
+
+    /// Gives up a signal that is in flight. After that its descriptor may be closed.
+    fn end_signal(&mut self) -> io::Result<()> {
+        if let Some(signal) = self.signal.take() {
+            self.ring.cancel_signal(signal)?;
+        }
+        self.ring.submit_all()
+    }
+
+    fn next_id(&mut self) -> u32 {
+        self.last_id = self.last_id.wrapping_add(1).max(WAKE_POLL_ID + 1);
+        self.last_id
     }
 
     fn plan_parked(&mut self) -> io::Result<()> {
@@ -314,10 +333,11 @@ impl Worker {
             self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE_POLL_ID)?;
             self.wake_armed = true;
         }
-        if let (Some(queue), None) = (&self.queue, self.kick_poll) {
-            self.next_poll = self.next_poll.wrapping_add(1).max(WAKE_POLL_ID + 1);
-            self.ring.poll(queue.kick_fd(), self.next_poll)?;
-            self.kick_poll = Some(self.next_poll);
+        if let (Some(kick), None) = (self.queue.as_ref().map(ActiveQueue::kick_fd), self.kick_poll)
+        {
+            let id = self.next_id();
+            self.ring.poll(kick, id)?;
+            self.kick_poll = Some(id);
         }
         if self.busy_poll()? {
             return Ok(());
@@ -368,8 +388,9 @@ impl Worker {
                         self.kick_poll = None;
                     }
                 }
-                // The poll of an earlier queue.
-                Reaped::Ready { .. } => {}
+                Reaped::Signalled { id } if self.signal == Some(id) => self.signal = None,
+                // Of an earlier queue or descriptor.
+                Reaped::Ready { .. } | Reaped::Signalled { .. } => {}
             }
         }
         Ok(())
@@ -387,8 +408,8 @@ impl Worker {
         }
     }
 
-    /// Stopping → Idle, when every request is answered or left. Requests that are still parked at
-    /// the deadline fail.
+    /// Stopping → Idle, when every request is answered or left, and the guest is notified. Requests
+    /// that are still parked at the deadline fail, and an interrupt that blocks is given up.
     fn finish_stop(&mut self) -> io::Result<()> {
         let leaves = self.leaves_parked();
         let Some(Stop { deadline, is_mapped, .. }) = self.state.stop() else { return Ok(()) };
@@ -413,11 +434,14 @@ impl Worker {
             return Ok(());
         }
         self.announce()?;
+        if self.signal.is_some() && Instant::now() < deadline {
+            return Ok(());
+        }
         if let Some(poll) = self.kick_poll.take() {
             self.ring.cancel_poll(poll)?;
         }
         // Before the queue's descriptors are closed.
-        self.ring.submit_all()?;
+        self.end_signal()?;
         let next_avail = self.queue.take().map_or(0, |queue| queue.next_avail());
         if let WorkerState::Stopping(stop) = self.state.transition(WorkerState::Idle) {
             // Fails if the connection that asked has ended.
