@@ -171,6 +171,11 @@ impl Ledger {
         self.set_header(NO_HEAD, used);
     }
 
+    /// Whether no chain is in flight.
+    pub(crate) fn is_empty(&self) -> bool {
+        !(0..self.size).any(|head| self.is_in_flight(head))
+    }
+
     /// Whether a process has used the ledger, for a ring of any state.
     pub(crate) fn is_initialised(&self) -> bool {
         let [version, ..] = self.header();
@@ -278,7 +283,7 @@ impl LedgerFile {
     pub(crate) fn is_in_use(&self) -> bool {
         (0..self.region.queues).any(|queue| {
             let ledger = self.region.ledger(queue, self.region.entries);
-            ledger.is_some_and(|ledger| (0..ledger.size).any(|head| ledger.is_in_flight(head)))
+            ledger.is_some_and(|ledger| !ledger.is_empty())
         })
     }
 }

@@ -121,6 +121,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
         };
         // A ring that waited only for its addresses starts with the next kick descriptor.
         match self.rings[index].state {
+            // QEMU repeats the addresses when a guest begins to migrate.
+            RingState::Running if self.rings[index].addresses == Some(addresses) => Ok(()),
             RingState::Running => self.around_stop(index, change),
             RingState::Suspended | RingState::Stopped => change(self),
         }

@@ -81,6 +81,9 @@ pub(crate) enum Command {
     /// Finish every request that was submitted, and release the queue. The answer is the next
     /// available index.
     Stop(ParkedRequests, Sender<u16>),
+    /// Drive this queue only to finish the requests that were popped before, and release it. The
+    /// answer is the next available index.
+    Drain(Box<QueueSetup>, Sender<u16>),
     /// The flush that was requested from the flusher has ended.
     Flushed(io::Result<()>),
     /// End the thread.
@@ -233,10 +236,7 @@ impl Worker {
     fn read_inbox(&mut self) -> io::Result<()> {
         while let Ok(command) = self.inbox.receiver.try_recv() {
             match command {
-                Command::Start(setup) => {
-                    self.state.transition(WorkerState::Running);
-                    self.queue = Some(ActiveQueue::new(*setup));
-                }
+                Command::Start(setup) => self.start(*setup),
                 Command::SetCall(call) => {
                     self.end_signal()?;
                     if let Some(queue) = &mut self.queue {
@@ -251,17 +251,27 @@ impl Worker {
                         self.plan_parked()?;
                     }
                 }
-                Command::Stop(parked, reply) => {
-                    let deadline = Instant::now() + STOP_TIMEOUT;
-                    let is_mapped = self.state.takes_requests();
-                    let stop = Stop { parked, deadline, reply, is_mapped };
-                    self.state.transition(WorkerState::Stopping(stop));
+                Command::Stop(parked, reply) => self.stop(parked, reply),
+                Command::Drain(setup, reply) => {
+                    self.start(*setup);
+                    self.stop(ParkedRequests::Finish, reply);
                 }
                 Command::Flushed(result) => self.finish_flush(&result)?,
                 Command::Exit => drop(self.state.transition(WorkerState::Exited)),
             }
         }
         Ok(())
+    }
+
+    fn start(&mut self, setup: QueueSetup) {
+        self.state.transition(WorkerState::Running);
+        self.queue = Some(ActiveQueue::new(setup));
+    }
+
+    fn stop(&mut self, parked: ParkedRequests, reply: Sender<u16>) {
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        let is_mapped = self.state.takes_requests();
+        self.state.transition(WorkerState::Stopping(Stop { parked, deadline, reply, is_mapped }));
     }
 
     /// The counters of this queue.
