@@ -19,6 +19,9 @@ use crate::mirror::cow::buffer_pool::PooledBuffer;
 use crate::mirror::files::disk_file::DiskFile;
 use crate::mirror::layout::Span;
 
+/// The most pieces of memory that the kernel takes for one operation.
+pub(crate) const MAX_IOVECS: usize = libc::UIO_MAXIOV as usize;
+
 /// Memory that stays in place while the kernel uses it.
 pub(crate) enum Memory {
     /// The guest's memory, through a map that keeps it mapped.

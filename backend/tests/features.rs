@@ -273,7 +273,7 @@ fn a_driver_that_cannot_flush_gets_write_through() {
 fn a_driver_without_any_feature_gets_write_through() {
     let site = site();
     let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
+    let guest = Guest::connect(&backend.options.socket);
     guest.frontend.get_vring_base(0).unwrap();
     guest.frontend.set_features(0).unwrap();
     // The last message enables the queue, and needs a feature. Without the feature it is enabled.
@@ -285,11 +285,32 @@ fn a_driver_without_any_feature_gets_write_through() {
 fn nothing_else_of_the_configuration_can_be_written() {
     let site = site();
     let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
     for (offset, bytes) in [(0, &[1][..]), (WRITEBACK, &[2]), (WRITEBACK, &[1, 1]), (33, &[0])] {
-        let mut guest = Guest::connect(&backend.options.socket);
         assert!(!set_config(&mut guest, offset, bytes), "{offset}: {bytes:?}");
+        assert!(guest.works(0, 1), "{offset}: {bytes:?}: the guest has a disk no more");
     }
-    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    guest.frontend.set_features(features & !CONFIG_WCE).unwrap();
+    assert!(!set_config(&mut guest, WRITEBACK, &[0]), "the driver has not negotiated it");
+    assert!(guest.works(0, 1));
+}
+
+/// A hypervisor tells the features of a driver when the driver is ready, and a driver may set the
+/// mode before that.
+#[test]
+fn the_caching_mode_can_be_written_before_the_first_ring_starts() {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    guest.frontend.get_vring_base(0).unwrap();
+    // The firmware's features.
+    guest.frontend.set_features(features & !CONFIG_WCE).unwrap();
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    guest.frontend.set_features(features).unwrap();
+    guest.restart();
+    assert!(is_write_through(&site, guest, backend));
 }
 
 #[test]

@@ -4,12 +4,13 @@ mod frontend;
 mod support;
 
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use cairn_store::{Consistency, MirrorId, MirrorOwner, Mode, NewSnapshot};
 use frontend::{
-    AVAILABLE, DATA, DISCARD, Entry, Guest, HEADER, IN, INDIRECT, Part, Raw, STATUS, Setup, TABLE,
-    TABLE_FOLLOWS, USED, WRITABLE,
+    AVAILABLE, DATA, DISCARD, Entry, Guest, HEADER, IN, INDIRECT, OK, OUT, Part, Raw, STATUS,
+    Setup, TABLE, TABLE_FOLLOWS, USED, WRITABLE,
 };
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::{Device, Shape};
@@ -134,6 +135,55 @@ fn memory_for_unaligned_requests_is_bounded() {
         peak = peak.max(kib >> 10);
     }
     assert!(peak < 256, "{peak} MiB");
+}
+
+/// Adds `count` pages of memory that follow each other, each as a region of its own. Returns the
+/// number of those that were accepted.
+fn add_pages(guest: &mut Guest, start: u64, count: u64) -> u64 {
+    let features = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+    guest.frontend.set_protocol_features(features).unwrap();
+    let file = support::sys::memfd(count * 4096);
+    let region = |page: u64| VhostUserMemoryRegionInfo {
+        guest_phys_addr: start + page * 4096,
+        memory_size: 4096,
+        userspace_addr: page * 4096,
+        mmap_offset: page * 4096,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let mut is_added = |page| guest.frontend.add_mem_region(&region(page)).is_ok();
+    (0..count).take_while(|page| is_added(*page)).count() as u64
+}
+
+#[test]
+fn more_memory_regions_than_announced_are_refused() {
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    assert_eq!(add_pages(&mut guest, 1 << 32, 600), 508, "and the one that it began with");
+    drop(guest);
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+/// The kernel takes 1024 parts at most.
+#[test]
+fn a_request_whose_every_segment_is_in_two_regions_is_served() {
+    const START: u64 = 1 << 32;
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    assert_eq!(add_pages(&mut guest, START, 8), 8);
+    for (kind, flags) in [(OUT, 0), (IN, WRITABLE)] {
+        let mut parts: Vec<Part> = vec![(HEADER, 16, 0)];
+        parts.extend((0..1024).map(|part| (START + 4096 * (part % 6 + 1) - 512, 1024, flags)));
+        parts.push((STATUS, 1, WRITABLE));
+        guest.header(kind, 0);
+        guest.chain_at(DATA, &parts);
+        let len = 16 * parts.len() as u32;
+        guest.entry(TABLE, 0, Entry { address: DATA, len, flags: TABLE_FOLLOWS, next: 0 });
+        assert_eq!(guest.try_request(Duration::from_secs(20)), Some(OK), "kind {kind}");
+    }
 }
 
 /// A pipe that nobody reads takes the place of the guest's interrupt.

@@ -32,7 +32,7 @@ use crate::memory::{DirtyLog, GuestMap, Region};
 use crate::worker::{Command, Mailbox};
 
 /// The number of memory slots, which is as many as KVM guests use.
-const MAX_MEMORY_SLOTS: u64 = 509;
+const MAX_MEMORY_SLOTS: usize = 509;
 
 /// What a connection knows of the guest's write cache.
 ///
@@ -88,6 +88,16 @@ pub(crate) struct Handler {
 
 fn failed(error: impl std::fmt::Display) -> Error {
     Error::ReqHandlerError(io::Error::other(error.to_string()))
+}
+
+/// A message that is refused, and after which the connection goes on.
+fn refused(reason: &str) -> Error {
+    Error::ReqHandlerError(io::Error::new(io::ErrorKind::InvalidInput, reason))
+}
+
+/// Whether `error` is one of [`refused`].
+fn is_refusal(error: &Error) -> bool {
+    matches!(error, Error::ReqHandlerError(error) if error.kind() == io::ErrorKind::InvalidInput)
 }
 
 impl Handler {
@@ -199,6 +209,9 @@ impl Handler {
     /// Replaces the guest's memory while nothing is in flight. No ring sees a map without the dirty
     /// log that is wanted: a page that changes unlogged is lost in the migration.
     fn replace_map(&mut self, regions: Vec<Region>) -> Result<()> {
+        if regions.len() > MAX_MEMORY_SLOTS {
+            return Err(failed("there are more memory regions than slots"));
+        }
         let map = GuestMap::new(regions, self.wanted_log()).map_err(failed)?;
         // Other workers may serve another hypervisor.
         let own = self
