@@ -214,8 +214,8 @@ fn write_through_mode_outlives_a_reboot_under_the_same_hypervisor() {
     assert!(is_write_through(&site, guest, backend));
 }
 
-/// QEMU reads the configuration when the device is made, and not when it connects again. So it shows
-/// the next driver the mode that the one before has written.
+/// QEMU reads the configuration when the device is made, and not when it connects again. So it
+/// shows the next driver the mode that the one before has written.
 #[test]
 fn write_through_mode_outlives_a_backend_that_ends_while_the_guest_reboots() {
     for written_again in [None, Some(1)] {

@@ -45,14 +45,14 @@ const MAX_MEMORY_SLOTS: usize = 509;
 /// - A hypervisor that connects again does not repeat the mode. If the guest goes on, the cache
 ///   stays off. A guest goes on if any of its rings was used, or if the hypervisor has a ledger of
 ///   it. Hypervisors drop the ledger when the guest resets.
-/// - The next driver after a reboot finds the mode that its hypervisor shows. Hypervisors read it when
-///   they make the device, and not when they connect again. So on a connection on which the mode was
-///   neither read nor written, the cache stays off, too.
+/// - The next driver after a reboot finds the mode that its hypervisor shows. Hypervisors read it
+///   when they make the device, and not when they connect again. So on a connection on which the
+///   mode was neither read nor written, the cache stays off, too.
 /// - QEMU and Cloud Hypervisor describe all rings before they enable the first one, so all rings
 ///   are asked when the first one starts. For others, a ring that starts later and was used turns
 ///   the cache off again.
-/// - A guest of another hypervisor process begins with unused rings, and with a write cache, which its
-///   hypervisor has read from the configuration.
+/// - A guest of another hypervisor process begins with unused rings, and with a write cache, which
+///   its hypervisor has read from the configuration.
 ///
 /// A guest without a ledger that turned off the cache and has never sent a request looks like a
 /// new one.
@@ -138,8 +138,8 @@ impl Handler {
         self.features & 1 << VIRTIO_BLK_F_FLUSH != 0
     }
 
-    /// The mode in the configuration: whether writes are cached until the guest flushes them. Before
-    /// the driver has negotiated features this is what it will find if it can flush.
+    /// The mode in the configuration: whether writes are cached until the guest flushes them.
+    /// Before the driver has negotiated features this is what it will find if it can flush.
     fn shows_cache(&self) -> bool {
         !self.caching.turned_off && (self.can_flush() || self.features == 0)
     }

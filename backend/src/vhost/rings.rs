@@ -3,8 +3,8 @@
 //! A hypervisor that keeps the record of requests in flight can negotiate that requests that wait
 //! stay in this record when a ring stops. Then only requests that were submitted are completed.
 //! QEMU disables a ring before it says how the ring stops, so a disabled ring is *suspended*: its
-//! requests stay in the record, and a stop that has to complete them drains the ring. A change of the
-//! ring's addresses or kick suspends it for a moment, too.
+//! requests stay in the record, and a stop that has to complete them drains the ring. A change of
+//! the ring's addresses or kick suspends it for a moment, too.
 //!
 //! ```text
 //!            start                          disable, if requests may stay in flight

@@ -191,8 +191,8 @@ struct Worker {
     queue: Option<ActiveQueue>,
     /// The poll of the present queue's kick, while it is armed.
     kick_poll: Option<u32>,
-    /// The signal to the present queue's guest that is in flight. There is one at most: a descriptor
-    /// that blocks must not fill the kernel's memory.
+    /// The signal to the present queue's guest that is in flight. There is one at most: a
+    /// descriptor that blocks must not fill the kernel's memory.
     signal: Option<u32>,
     last_id: u32,
     wake_armed: bool,
