@@ -60,9 +60,7 @@ pub(crate) struct DirtyLog {
 impl DirtyLog {
     /// Maps the log.
     pub(crate) fn new(file: File, offset: u64, len: u64) -> io::Result<DirtyLog> {
-        let len = usize::try_from(len).map_err(io::Error::other)?;
-        let file = vm_memory::FileOffset::new(file, offset);
-        Ok(DirtyLog { mapping: MmapRegion::from_file(file, len).map_err(io::Error::other)? })
+        Ok(DirtyLog { mapping: map_file(file, offset, len)? })
     }
 
     /// Marks a part of memory that was written. Call this after the write: the hypervisor may read
@@ -261,9 +259,20 @@ pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Resul
     if range.user.checked_add(range.len).is_none() {
         return Err(io::Error::other("a memory region wraps around"));
     }
-    let file = vm_memory::FileOffset::new(file, offset);
-    let mapping = MmapRegion::from_file(file, range.len as usize).map_err(io::Error::other)?;
+    let mapping = map_file(file, offset, range.len)?;
     Ok(Region { range, mapping: Arc::new(mapping) })
+}
+
+/// Maps memory that the hypervisor shares. Memory behind the end of its file is refused: the kernel
+/// ends a process that touches it. Devices, such as persistent memory, do not tell their length.
+fn map_file(file: File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
+    let metadata = file.metadata()?;
+    let has_all = offset.checked_add(len).is_some_and(|end| end <= metadata.len());
+    if metadata.is_file() && !has_all {
+        return Err(io::Error::other("shared memory is longer than its file"));
+    }
+    let len = usize::try_from(len).map_err(io::Error::other)?;
+    MmapRegion::from_file(vm_memory::FileOffset::new(file, offset), len).map_err(io::Error::other)
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
 /// A unix socket that a hypervisor uses.
 pub(crate) enum UnixSocket {
     /// Each connection is one hypervisor.
@@ -42,6 +44,16 @@ pub(crate) fn shared_memory(len: u64) -> io::Result<File> {
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len)?;
     Ok(file)
+}
+
+/// Whether a descriptor tells when it is ready. Files and some devices do not: they always are.
+pub(crate) fn can_wait_for(file: &File) -> io::Result<bool> {
+    let event = EpollEvent::new(EventSet::IN, 0);
+    match Epoll::new()?.ctl(ControlOperation::Add, file.as_raw_fd(), event) {
+        Ok(()) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Whether the files of a directory are only in memory.

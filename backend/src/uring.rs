@@ -19,6 +19,9 @@ use crate::mirror::cow::buffer_pool::PooledBuffer;
 use crate::mirror::files::disk_file::DiskFile;
 use crate::mirror::layout::Span;
 
+/// The most pieces of memory that the kernel takes for one operation.
+pub(crate) const MAX_IOVECS: usize = libc::UIO_MAXIOV as usize;
+
 /// Memory that stays in place while the kernel uses it.
 pub(crate) enum Memory {
     /// The guest's memory, through a map that keeps it mapped.
@@ -75,10 +78,14 @@ pub(crate) enum Reaped<T> {
     /// A polled descriptor is ready. `id` is the id of the poll. The poll goes on, unless it has
     /// `ended`.
     Ready { id: u32, ended: bool },
+    /// The signal with this id was sent, or has failed.
+    Signalled { id: u32 },
 }
 
 /// Marks the user data of polls. The low bits are the id of the poll.
 const POLL_FLAG: u64 = 1 << 63;
+/// Marks the user data of signals. The low bits are the id of the signal.
+const SIGNAL_FLAG: u64 = 1 << 61;
 /// The user data of operations whose completions are ignored.
 const SILENT_DATA: u64 = 1 << 62;
 
@@ -178,15 +185,25 @@ impl<T> Ring<T> {
 
     /// Ends a poll.
     pub(crate) fn cancel_poll(&mut self, id: u32) -> io::Result<()> {
-        let sqe = opcode::AsyncCancel::new(POLL_FLAG | u64::from(id)).build();
-        self.push(sqe.user_data(SILENT_DATA))
+        self.cancel(POLL_FLAG | u64::from(id))
     }
 
     /// Signals an event descriptor. It must stay open until the next [`Ring::submit_all`], or until
-    /// the kernel has received what was queued in another way.
-    pub(crate) fn signal(&mut self, fd: RawFd) -> io::Result<()> {
+    /// the kernel has received what was queued in another way. A descriptor that blocks keeps the
+    /// signal in flight.
+    pub(crate) fn signal(&mut self, fd: RawFd, id: u32) -> io::Result<()> {
         let one = (&raw const EVENT_VALUE).cast();
         let sqe = opcode::Write::new(types::Fd(fd), one, size_of_val(&EVENT_VALUE) as u32).build();
+        self.push(sqe.user_data(SIGNAL_FLAG | u64::from(id)))
+    }
+
+    /// Gives up a signal that is in flight.
+    pub(crate) fn cancel_signal(&mut self, id: u32) -> io::Result<()> {
+        self.cancel(SIGNAL_FLAG | u64::from(id))
+    }
+
+    fn cancel(&mut self, user_data: u64) -> io::Result<()> {
+        let sqe = opcode::AsyncCancel::new(user_data).build();
         self.push(sqe.user_data(SILENT_DATA))
     }
 
@@ -244,6 +261,9 @@ impl<T> Ring<T> {
             if data & POLL_FLAG != 0 {
                 let ended = !cqueue::more(cqe.flags());
                 return Ok(Some(Reaped::Ready { id: data as u32, ended }));
+            }
+            if data & SIGNAL_FLAG != 0 {
+                return Ok(Some(Reaped::Signalled { id: data as u32 }));
             }
             let key = data as usize;
             match self.advance(key, cqe.result()) {

@@ -524,6 +524,19 @@ fn a_ring_that_never_runs_empty_does_not_hide_the_hypervisors_messages() {
     }
 }
 
+/// A descriptor that is always ready would keep the worker busy for ever.
+#[test]
+fn a_kick_that_cannot_be_waited_for_is_refused() {
+    let mut target = Target::new();
+    let zero = fs::File::options().read(true).write(true).open("/dev/zero").expect("open");
+    for file in [support::sys::memfd(4096), zero] {
+        let mut guest = target.guest();
+        let kick = support::sys::as_event(file);
+        assert!(guest.ask(|frontend| frontend.set_vring_kick(0, &kick)).is_err());
+        target.still_serves(guest, "a kick that is always ready");
+    }
+}
+
 /// The guest replaces its chains in flight by one table with as many entries as a table can have.
 #[test]
 fn chains_in_flight_that_become_long_cost_the_next_process_no_memory() {

@@ -3,13 +3,14 @@
 mod frontend;
 mod support;
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use cairn_store::{Consistency, MirrorId, MirrorOwner, Mode, NewSnapshot};
 use frontend::{
-    AVAILABLE, DATA, DISCARD, Entry, Guest, HEADER, IN, INDIRECT, Part, Raw, STATUS, Setup, TABLE,
-    TABLE_FOLLOWS, USED, WRITABLE,
+    AVAILABLE, DATA, DISCARD, Entry, Guest, HEADER, IN, INDIRECT, OK, OUT, Part, Raw, STATUS,
+    Setup, TABLE, TABLE_FOLLOWS, USED, WRITABLE,
 };
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::{Device, Shape};
@@ -134,6 +135,98 @@ fn memory_for_unaligned_requests_is_bounded() {
         peak = peak.max(kib >> 10);
     }
     assert!(peak < 256, "{peak} MiB");
+}
+
+/// Adds `count` pages of memory that follow each other, each as a region of its own. Returns the
+/// number of those that were accepted.
+fn add_pages(guest: &mut Guest, start: u64, count: u64) -> u64 {
+    let features = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+    guest.frontend.set_protocol_features(features).unwrap();
+    let file = support::sys::memfd(count * 4096);
+    let region = |page: u64| VhostUserMemoryRegionInfo {
+        guest_phys_addr: start + page * 4096,
+        memory_size: 4096,
+        userspace_addr: page * 4096,
+        mmap_offset: page * 4096,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let mut is_added = |page| guest.frontend.add_mem_region(&region(page)).is_ok();
+    (0..count).take_while(|page| is_added(*page)).count() as u64
+}
+
+#[test]
+fn more_memory_regions_than_announced_are_refused() {
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    assert_eq!(add_pages(&mut guest, 1 << 32, 600), 508, "and the one that it began with");
+    drop(guest);
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+/// The kernel takes 1024 parts at most.
+#[test]
+fn a_request_whose_every_segment_is_in_two_regions_is_served() {
+    const START: u64 = 1 << 32;
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    assert_eq!(add_pages(&mut guest, START, 8), 8);
+    for (kind, flags) in [(OUT, 0), (IN, WRITABLE)] {
+        let mut parts: Vec<Part> = vec![(HEADER, 16, 0)];
+        parts.extend((0..1024).map(|part| (START + 4096 * (part % 6 + 1) - 512, 1024, flags)));
+        parts.push((STATUS, 1, WRITABLE));
+        guest.header(kind, 0);
+        guest.chain_at(DATA, &parts);
+        let len = 16 * parts.len() as u32;
+        guest.entry(TABLE, 0, Entry { address: DATA, len, flags: TABLE_FOLLOWS, next: 0 });
+        assert_eq!(guest.try_request(Duration::from_secs(20)), Some(OK), "kind {kind}");
+    }
+}
+
+/// A pipe that nobody reads takes the place of the guest's interrupt.
+#[test]
+fn an_interrupt_that_blocks_holds_up_nobody_and_does_not_pile_up() {
+    const CAPACITY: usize = 64 << 10;
+    let site = site(4 << 20);
+    let backend = Backend::start(&Options::new(&site));
+    let mut guest = Guest::connect(&backend.options.socket);
+    let (mut reader, mut writer) = std::io::pipe().expect("a pipe");
+    // The first interrupt fits, the next ones do not.
+    writer.write_all(&[0; CAPACITY - 8]).expect("fill the pipe");
+    let call = support::sys::as_event(writer);
+    guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
+    for sector in 0..50 {
+        assert!(guest.works(sector * 8, 5), "sector {sector}");
+    }
+    reader.read_exact(&mut [0; CAPACITY]).expect("read the pipe");
+    std::thread::sleep(Duration::from_millis(300));
+    let stop = |guest: &mut Guest| {
+        let begin = Instant::now();
+        guest.ask(|frontend| frontend.get_vring_base(0)).expect("stop");
+        assert!(begin.elapsed() < Duration::from_secs(8), "it took {:?}", begin.elapsed());
+    };
+    stop(&mut guest);
+    drop(call);
+    let mut late = Vec::new();
+    reader.read_to_end(&mut late).expect("the backend has closed it");
+    assert!((8..=24).contains(&late.len()), "{} bytes for 100 requests", late.len());
+
+    // Full from the start.
+    let (_reader, mut writer) = std::io::pipe().expect("a pipe");
+    writer.write_all(&[0; CAPACITY]).expect("fill the pipe");
+    let call = support::sys::as_event(writer);
+    guest.restart();
+    guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
+    assert!(guest.works(8, 6), "requests are served");
+    stop(&mut guest);
+    guest.restart();
+    guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
+    drop(guest);
+    assert!(Guest::connect(&backend.options.socket).works(8, 7), "the next hypervisor is served");
+    backend.terminate();
 }
 
 #[test]

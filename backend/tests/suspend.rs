@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use frontend::{
-    DATA, GET_VRING_BASE_INFLIGHT, GET_VRING_BASE_SKIP_DRAIN, Guest, HEADER, IN, IOERR, OK, OUT,
-    Raw, STATUS, UNTOUCHED, WRITABLE,
+    DATA, Entry, FLUSH, GET_VRING_BASE_INFLIGHT, GET_VRING_BASE_SKIP_DRAIN, Guest, HEADER, IN,
+    IOERR, NEXT, OK, OUT, Raw, STATUS, TABLE, UNTOUCHED, WRITABLE,
 };
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
@@ -21,6 +21,7 @@ use support::rng::{Repeat, number_from_env};
 use survivor::{BLOCK, Manner, Survivor};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
+use vmm_sys_util::eventfd::EventFd;
 
 const CHUNK: u32 = 64 << 10;
 const SIZE: u64 = 8 << 20;
@@ -220,6 +221,63 @@ fn with_skip_drain_the_other_message_still_completes_a_read_that_waits() {
             assert_eq!(guest.get(DATA, 4096), [CONTENT; 4096]);
         }
         assert_eq!(heads(&guest), [0; 0], "nothing is in flight");
+    }
+}
+
+/// QEMU tells the addresses of each ring again when a guest begins to migrate.
+#[test]
+fn a_ring_that_is_told_its_addresses_again_goes_on_with_the_read_that_waits() {
+    let target = Target::new(&[]);
+    let mut guest = target.waiting_guest(0);
+    let rings = guest.rings(guest.setup);
+    let begin = Instant::now();
+    guest.ask(|frontend| frontend.set_vring_addr(0, &rings)).expect("the same addresses");
+    assert!(begin.elapsed() < AT_ONCE, "it took {:?}", begin.elapsed());
+    target.give_back();
+    assert_eq!(guest.wait_used(LIMIT).map(|(head, _)| head), Some(0));
+    assert_eq!((guest.status(), guest.get(DATA, 4096)), (OK, vec![CONTENT; 4096]));
+}
+
+#[test]
+fn a_ring_that_is_moved_or_gets_another_kick_goes_on_with_the_read_that_waits() {
+    let target = Target::new(&[]);
+    let mut guest = target.waiting_guest(GET_VRING_BASE_INFLIGHT);
+    let begin = Instant::now();
+    let used = DATA + 0x4_0000;
+    guest.put(used, &guest.get(guest.setup.used, 1024));
+    guest.setup.used = used;
+    let rings = guest.rings(guest.setup);
+    guest.ask(|frontend| frontend.set_vring_addr(0, &rings)).expect("other addresses");
+    guest.kick = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
+    let kick = guest.kick.try_clone().expect("an event");
+    guest.ask(|frontend| frontend.set_vring_kick(0, &kick)).expect("another kick");
+    assert!(begin.elapsed() < AT_ONCE, "it took {:?}", begin.elapsed());
+    assert_eq!(heads(&guest), [0], "the read is in flight");
+    target.give_back();
+    assert_eq!(guest.wait_used(LIMIT).map(|(head, _)| head), Some(0));
+    assert_eq!((guest.status(), guest.get(DATA, 4096)), (OK, vec![CONTENT; 4096]));
+    assert!(guest.works(64, 9), "the ring serves");
+}
+
+#[test]
+fn a_stop_of_a_suspended_ring_takes_no_request_that_came_later() {
+    // A worker that takes it needs some luck.
+    for _ in 0..4 {
+        let target = Target::new(&[]);
+        let mut guest = target.waiting_guest(LEAVING[1].0);
+        guest.ask(|frontend| frontend.set_vring_enable(0, false)).expect("disable the ring");
+        target.give_back();
+        let (header, status) = (HEADER + 0x100, STATUS + 8);
+        guest.put(header, &[FLUSH as u8, 0, 0, 0]);
+        guest.entry(TABLE, 8, Entry { address: header, len: 16, flags: NEXT, next: 9 });
+        guest.entry(TABLE, 9, Entry { address: status, len: 1, flags: WRITABLE, next: 0 });
+        guest.offer(8);
+        let (base, _) = stop(&mut guest, Message::GetVringBase, false);
+        assert_eq!(base, 2);
+        assert_eq!(guest.wait_used(Duration::ZERO).map(|(head, _)| head), Some(0), "the read");
+        assert_eq!(guest.wait_used(Duration::ZERO), None, "nothing else is answered");
+        guest.start_at(base as u16);
+        assert_eq!(guest.wait_used(LIMIT).map(|(head, _)| head), Some(8));
     }
 }
 

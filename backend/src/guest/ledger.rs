@@ -146,16 +146,18 @@ impl Ledger {
             self.set(Ledger::entry(last), 0);
         }
         self.set_header(last, ring.used);
-        let mut heads: Vec<u16> = (0..self.size).filter(|head| self.is_in_flight(*head)).collect();
+        // Each age is read once: a hypervisor may change them at any time.
+        let with_age = |head: u16| (self.get(Ledger::entry(head) + 1), head);
+        let in_flight = (0..self.size).filter(|head| self.is_in_flight(*head));
+        let mut heads: Vec<(u64, u16)> = in_flight.map(with_age).collect();
         if heads.len() > usize::from(ring.available.wrapping_sub(ring.used)) {
             // The guest has made fewer chains available than are in flight, so it was reset.
             self.reset(ring.used);
             return None;
         }
-        let age = |head: &u16| self.get(Ledger::entry(*head) + 1);
-        heads.sort_by_key(age);
-        self.counter = heads.last().map_or(0, age).wrapping_add(1);
-        Some(heads)
+        heads.sort_unstable();
+        self.counter = heads.last().map_or(0, |(age, _)| age.wrapping_add(1));
+        Some(heads.into_iter().map(|(_, head)| head).collect())
     }
 
     /// Removes all entries.
@@ -167,6 +169,11 @@ impl Ledger {
         }
         self.counter = 0;
         self.set_header(NO_HEAD, used);
+    }
+
+    /// Whether no chain is in flight.
+    pub(crate) fn is_empty(&self) -> bool {
+        !(0..self.size).any(|head| self.is_in_flight(head))
     }
 
     /// Whether a process has used the ledger, for a ring of any state.
@@ -276,13 +283,15 @@ impl LedgerFile {
     pub(crate) fn is_in_use(&self) -> bool {
         (0..self.region.queues).any(|queue| {
             let ledger = self.region.ledger(queue, self.region.entries);
-            ledger.is_some_and(|ledger| (0..ledger.size).any(|head| ledger.is_in_flight(head)))
+            ledger.is_some_and(|ledger| !ledger.is_empty())
         })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::{GuestRingAddresses, Ledger, LedgerFile, LedgerRegion, RingIndices};
 
     fn region() -> LedgerRegion {
@@ -338,6 +347,43 @@ mod tests {
             let expected = if used == 1 { vec![4] } else { vec![3, 4] };
             assert_eq!(again(&region, ring(2, used)).1, Some(expected), "ended after step {step}");
         }
+    }
+
+    /// The hypervisor keeps the memory, and may write to it at any time.
+    #[test]
+    fn ages_that_change_while_they_are_read_do_no_harm() {
+        const ENTRIES: u16 = 1024;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LedgerRegion::len(1, ENTRIES)).unwrap();
+        let region = LedgerRegion::map(&file, 0, 1, ENTRIES).unwrap();
+        let indices = ring(ENTRIES, 0);
+        let mut ledger = region.ledger(0, ENTRIES).unwrap();
+        ledger.reset(0);
+        (0..ENTRIES).for_each(|head| ledger.popped(head));
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let hypervisor = region.ledger(0, ENTRIES).unwrap();
+            let is_over = &is_over;
+            scope.spawn(move || {
+                let mut age: u64 = 1;
+                while !is_over.load(Ordering::Relaxed) {
+                    for head in 0..ENTRIES {
+                        age = age.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        hypervisor.set(Ledger::entry(head) + 1, age);
+                    }
+                }
+            });
+            let resumed = std::panic::catch_unwind(|| {
+                (0..300).all(|_| {
+                    let mut ledger = region.ledger(0, ENTRIES).unwrap();
+                    let mut heads = ledger.resume(indices).unwrap_or_default();
+                    heads.sort_unstable();
+                    heads.into_iter().eq(0..ENTRIES)
+                })
+            });
+            is_over.store(true, Ordering::Relaxed);
+            assert!(resumed.is_ok_and(|each_head_came_once| each_head_came_once));
+        });
     }
 
     #[test]

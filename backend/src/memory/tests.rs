@@ -78,3 +78,17 @@ fn a_region_can_be_added_and_removed_once() {
     assert_eq!(one.guest_address(SECOND + (1 << 40)), None);
     assert!(one.regions_without(SECOND, REGION).is_err());
 }
+
+/// The kernel ends a process that touches mapped memory behind the end of a file.
+#[test]
+fn memory_that_is_longer_than_its_file_is_refused() {
+    let range = UserRange { user: 1 << 40, guest: 0, len: REGION };
+    let file = || sys::shared_memory(REGION).unwrap();
+    let is_mapped = |len, offset| map_region(UserRange { len, ..range }, file(), offset).is_ok();
+    assert!(is_mapped(REGION, 0) && is_mapped(REGION / 2, REGION / 2));
+    assert!(!is_mapped(2 * REGION, 0) && !is_mapped(REGION, 4096));
+    assert!(!is_mapped(REGION, u64::MAX - 4095) && !is_mapped(REGION + 4096, 0));
+    assert!(DirtyLog::new(file(), 0, REGION).is_ok());
+    assert!(DirtyLog::new(file(), 4096, REGION).is_err());
+    assert!(DirtyLog::new(file(), 0, REGION + 1).is_err());
+}

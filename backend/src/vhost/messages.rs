@@ -14,7 +14,7 @@ use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 
 use super::rings::{Ring, RingState, UserRingAddresses};
-use super::{Caching, Handler, MAX_MEMORY_SLOTS, config, failed, skip_drain};
+use super::{Caching, Handler, MAX_MEMORY_SLOTS, config, failed, refused, skip_drain};
 use crate::guest::ledger::LedgerRegion;
 use crate::memory::{DirtyLog, UserRange, map_region};
 use crate::sys;
@@ -121,6 +121,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
         };
         // A ring that waited only for its addresses starts with the next kick descriptor.
         match self.rings[index].state {
+            // QEMU repeats the addresses when a guest begins to migrate.
+            RingState::Running if self.rings[index].addresses == Some(addresses) => Ok(()),
             RingState::Running => self.around_stop(index, change),
             RingState::Suspended | RingState::Stopped => change(self),
         }
@@ -149,6 +151,11 @@ impl VhostUserBackendReqHandlerMut for Handler {
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
         self.ring(u32::from(index))?;
         let index = usize::from(index);
+        if let Some(file) = &file
+            && !sys::can_wait_for(file).map_err(failed)?
+        {
+            return Err(failed("nobody can wait for this kick descriptor"));
+        }
         self.around_stop(index, |handler| {
             handler.rings[index].kick = file;
             Ok(())
@@ -203,31 +210,35 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        self.caching.is_known = true;
         let queues = self.rings.len() as u16;
         let layout = self.disk.mirror.layout();
-        let config = config::space(&layout, queues, self.queue_size, self.cached());
+        let config = config::space(&layout, queues, self.queue_size, self.shows_cache());
         let end = offset.checked_add(size).ok_or(Error::InvalidParam)? as usize;
         config.get(offset as usize..end).map(<[u8]>::to_vec).ok_or(Error::InvalidParam)
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        // While no ring runs, the features may be those of an earlier driver.
+        let features = if self.runs() { self.features } else { self.offered() };
         match (offset, bytes) {
             (config::WRITEBACK_OFFSET, [cached @ (0 | 1)])
-                if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
+                if features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 =>
             {
                 let turned_off = *cached == 0;
-                self.caching = Caching { turned_off, ..Caching::default() };
+                self.caching = Caching { turned_off, was_turned_off: false, is_known: true };
                 if self.runs() {
                     self.apply_caching();
                 }
                 Ok(())
             }
-            _ => unsupported("only the caching mode can be written, as 0 or 1"),
+            // The guest chooses the bytes, and must not lose its disk.
+            _ => Err(refused("only the caching mode can be written, as 0 or 1")),
         }
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(MAX_MEMORY_SLOTS)
+        Ok(MAX_MEMORY_SLOTS as u64)
     }
 
     fn add_mem_region(

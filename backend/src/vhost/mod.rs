@@ -32,7 +32,7 @@ use crate::memory::{DirtyLog, GuestMap, Region};
 use crate::worker::{Command, Mailbox};
 
 /// The number of memory slots, which is as many as KVM guests use.
-const MAX_MEMORY_SLOTS: u64 = 509;
+const MAX_MEMORY_SLOTS: usize = 509;
 
 /// What a connection knows of the guest's write cache.
 ///
@@ -45,10 +45,14 @@ const MAX_MEMORY_SLOTS: u64 = 509;
 /// - A hypervisor that connects again does not repeat the mode. If the guest goes on, the cache
 ///   stays off. A guest goes on if any of its rings was used, or if the hypervisor has a ledger of
 ///   it. Hypervisors drop the ledger when the guest resets.
+/// - The next driver after a reboot finds the mode that its hypervisor shows. Hypervisors read it
+///   when they make the device, and not when they connect again. So on a connection on which the
+///   mode was neither read nor written, the cache stays off, too.
 /// - QEMU and Cloud Hypervisor describe all rings before they enable the first one, so all rings
 ///   are asked when the first one starts. For others, a ring that starts later and was used turns
 ///   the cache off again.
-/// - A guest of another hypervisor process begins with unused rings, and with a write cache.
+/// - A guest of another hypervisor process begins with unused rings, and with a write cache, which
+///   its hypervisor has read from the configuration.
 ///
 /// A guest without a ledger that turned off the cache and has never sent a request looks like a
 /// new one.
@@ -58,6 +62,8 @@ struct Caching {
     turned_off: bool,
     /// Whether the cache was off before the first ring of this connection started.
     was_turned_off: bool,
+    /// Whether the hypervisor has read or written the mode on this connection.
+    is_known: bool,
 }
 
 /// The state of one connection.
@@ -82,6 +88,16 @@ pub(crate) struct Handler {
 
 fn failed(error: impl std::fmt::Display) -> Error {
     Error::ReqHandlerError(io::Error::other(error.to_string()))
+}
+
+/// A message that is refused, and after which the connection goes on.
+fn refused(reason: &str) -> Error {
+    Error::ReqHandlerError(io::Error::new(io::ErrorKind::InvalidInput, reason))
+}
+
+/// Whether `error` is one of [`refused`].
+fn is_refusal(error: &Error) -> bool {
+    matches!(error, Error::ReqHandlerError(error) if error.kind() == io::ErrorKind::InvalidInput)
 }
 
 impl Handler {
@@ -118,18 +134,21 @@ impl Handler {
         self.rings.iter().any(|ring| ring.state == RingState::Running)
     }
 
-    /// Whether writes are cached until the guest flushes them. Before the driver has negotiated
-    /// features this is what it will find if it can flush.
-    fn cached(&self) -> bool {
-        let can_flush = self.features & 1 << VIRTIO_BLK_F_FLUSH != 0;
-        !self.caching.turned_off && (can_flush || self.features == 0)
+    fn can_flush(&self) -> bool {
+        self.features & 1 << VIRTIO_BLK_F_FLUSH != 0
+    }
+
+    /// The mode in the configuration: whether writes are cached until the guest flushes them.
+    /// Before the driver has negotiated features this is what it will find if it can flush.
+    fn shows_cache(&self) -> bool {
+        !self.caching.turned_off && (self.can_flush() || self.features == 0)
     }
 
     /// Tells the workers whether writes are cached. The hypervisor whose rings run decides that.
     fn apply_caching(&self) {
-        self.guest.set_caching(match (self.cached(), self.caching.turned_off) {
-            (true, _) => CachingMode::WriteBack,
-            (false, true) => CachingMode::TurnedOff,
+        self.guest.set_caching(match (self.caching.turned_off, self.can_flush()) {
+            (true, _) => CachingMode::TurnedOff,
+            (false, true) => CachingMode::WriteBack,
             (false, false) => CachingMode::CannotFlush,
         });
     }
@@ -139,7 +158,9 @@ impl Handler {
         if !self.runs() {
             self.caching.was_turned_off = self.guest.caching() == CachingMode::TurnedOff;
         }
-        if self.caching.was_turned_off && (0..self.rings.len()).any(|index| self.goes_on(index)) {
+        let Caching { was_turned_off, is_known, .. } = self.caching;
+        let goes_on = || (0..self.rings.len()).any(|index| self.goes_on(index));
+        if was_turned_off && (!is_known || goes_on()) {
             self.caching.turned_off = true;
         }
     }
@@ -188,6 +209,9 @@ impl Handler {
     /// Replaces the guest's memory while nothing is in flight. No ring sees a map without the dirty
     /// log that is wanted: a page that changes unlogged is lost in the migration.
     fn replace_map(&mut self, regions: Vec<Region>) -> Result<()> {
+        if regions.len() > MAX_MEMORY_SLOTS {
+            return Err(failed("there are more memory regions than slots"));
+        }
         let map = GuestMap::new(regions, self.wanted_log()).map_err(failed)?;
         // Other workers may serve another hypervisor.
         let own = self

@@ -3,14 +3,15 @@
 //! A hypervisor that keeps the record of requests in flight can negotiate that requests that wait
 //! stay in this record when a ring stops. Then only requests that were submitted are completed.
 //! QEMU disables a ring before it says how the ring stops, so a disabled ring is *suspended*: its
-//! requests stay in the record, and a stop that has to complete them starts the ring once more.
+//! requests stay in the record, and a stop that has to complete them drains the ring. A change of
+//! the ring's addresses or kick suspends it for a moment, too.
 //!
 //! ```text
 //!            start                          disable, if requests may stay in flight
 //!  Stopped ─────────► Running ──────────────────────────────────────────────────► Suspended
 //!     ▲                │   ▲                                                       │   │
-//!     │ stop, disable  │   └────────────── enable, or a stop that completes ───────┘   │
-//!     └────────────────┴─────────────────────── stop, reset, end of the connection ────┘
+//!     │ stop, disable  │   └──────────────────────── enable ───────────────────────┘   │
+//!     └────────────────┴──────────────── drain, stop, reset, end of the connection ────┘
 //! ```
 
 use std::collections::VecDeque;
@@ -30,7 +31,7 @@ use crate::worker::queue::QueueSetup;
 use crate::worker::{Command, ParkedRequests};
 
 /// The addresses of a ring in the hypervisor's address space.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct UserRingAddresses {
     pub(super) descriptors: u64,
     pub(super) available: u64,
@@ -74,8 +75,35 @@ impl Handler {
 
     /// Starts the ring if it has everything it needs.
     fn start(&mut self, index: usize) -> Result<()> {
+        let Some(setup) = self.queue_setup(index)? else { return Ok(()) };
+        // A hypervisor that connects again may know an old size. QEMU reads the configuration again
+        // only if a ring has started.
+        if !self.runs() {
+            self.guest.config_channels.notify(self.id);
+        }
+        self.workers[index].send(Command::Start(setup));
+        self.rings[index].state = RingState::Running;
+        self.guest.queue_started();
+        Ok(())
+    }
+
+    /// Completes the requests of a suspended ring, and takes no new ones.
+    fn drain(&mut self, index: usize) -> Result<()> {
+        let lacks_kick = Error::InvalidOperation("a ring with requests in flight lacks a kick");
+        let setup = self.queue_setup(index)?.ok_or(lacks_kick)?;
+        let (reply, answer) = mpsc::channel();
+        self.workers[index].send(Command::Drain(setup, reply));
+        // As in `halt`.
+        if let Ok(next_avail) = answer.recv() {
+            self.rings[index].next_avail = next_avail;
+        }
+        Ok(())
+    }
+
+    /// What a worker needs to drive the ring, if it is complete.
+    fn queue_setup(&mut self, index: usize) -> Result<Option<Box<QueueSetup>>> {
         let ring = &self.rings[index];
-        let (Some(addresses), Some(kick)) = (ring.addresses, &ring.kick) else { return Ok(()) };
+        let (Some(addresses), Some(kick)) = (ring.addresses, &ring.kick) else { return Ok(None) };
         if !self.guest.acquire_rings(self.id) {
             let reason = "another hypervisor runs this disk; stop its guest, or migrate it";
             tracing::error!("{reason}");
@@ -94,16 +122,8 @@ impl Handler {
         }
         self.apply_caching();
         self.guest.add_known_ring(index);
-        let setup = QueueSetup { queue, map: self.map.clone(), kick, call, ledger, resubmit };
-        // A hypervisor that connects again may know an old size. QEMU reads the configuration again
-        // only if a ring has started.
-        if !self.runs() {
-            self.guest.config_channels.notify(self.id);
-        }
-        self.workers[index].send(Command::Start(Box::new(setup)));
-        self.rings[index].state = RingState::Running;
-        self.guest.queue_started();
-        Ok(())
+        let map = self.map.clone();
+        Ok(Some(Box::new(QueueSetup { queue, map, kick, call, ledger, resubmit })))
     }
 
     /// Builds the queue of a ring, and checks everything that the hypervisor says about it.
@@ -139,8 +159,7 @@ impl Handler {
             available: queue.avail_ring(),
             used: queue.used_ring(),
         };
-        let kept = self.ledgers.as_ref().and_then(|region| region.ledger(index, size));
-        let (ledger, heads) = match kept {
+        let (ledger, heads) = match self.kept_ledger(index) {
             Some(mut ledger) => {
                 let heads = ledger.resume(indices);
                 (ledger, heads)
@@ -173,22 +192,28 @@ impl Handler {
     /// What becomes of parked requests when the ring is disabled or stops. They may stay in flight
     /// if that was negotiated, and if the hypervisor keeps the record of them.
     pub(super) fn parked_requests(&self, index: u32) -> ParkedRequests {
-        let index = index as usize;
         let negotiated =
             self.protocol_features.contains(VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT);
-        let ring = self.rings.get(index).filter(|_| negotiated);
-        let ledger = ring.zip(self.ledgers.as_ref()).and_then(|(ring, ledgers)| {
-            // The ring's ledger is in it: it is not replaced while a ring runs.
-            ledgers.ledger(index, ring.size)
-        });
-        match ledger {
-            Some(_) => ParkedRequests::Leave,
-            None => ParkedRequests::Finish,
+        // The ledger is not replaced while a ring runs.
+        match self.kept_ledger(index as usize) {
+            Some(_) if negotiated => ParkedRequests::Leave,
+            _ => ParkedRequests::Finish,
         }
+    }
+
+    /// The ledger that the hypervisor keeps of a ring.
+    fn kept_ledger(&self, index: usize) -> Option<Ledger> {
+        self.ledgers.as_ref()?.ledger(index, self.rings.get(index)?.size)
     }
 
     /// Disables a ring.
     pub(super) fn disable(&mut self, index: usize, parked: ParkedRequests) {
+        self.suspend(index, parked);
+        self.release_if_idle();
+    }
+
+    /// Takes a ring from its worker, if one drives it.
+    fn suspend(&mut self, index: usize, parked: ParkedRequests) {
         if self.rings[index].state != RingState::Running {
             return;
         }
@@ -196,7 +221,6 @@ impl Handler {
         if parked == ParkedRequests::Leave {
             self.rings[index].state = RingState::Suspended;
         }
-        self.release_if_idle();
     }
 
     /// Stops a ring, and returns its next available index. A stopped ring starts again with the next
@@ -204,12 +228,9 @@ impl Handler {
     pub(super) fn stop(&mut self, index: u32, parked: ParkedRequests) -> Result<u32> {
         let state = self.ring(index)?.state;
         let at = index as usize;
-        if state == RingState::Suspended && parked == ParkedRequests::Finish {
-            // The worker takes them from the ledger, and nothing from the ring once it has to stop.
-            self.start(at)?;
-            if self.rings[at].state != RingState::Running {
-                return Err(Error::InvalidOperation("a ring with requests in flight lacks a kick"));
-            }
+        let is_empty = || self.kept_ledger(at).is_none_or(|ledger| ledger.is_empty());
+        if state == RingState::Suspended && parked == ParkedRequests::Finish && !is_empty() {
+            self.drain(at)?;
         }
         self.halt(at..at + 1, parked);
         let ring = &mut self.rings[at];
@@ -248,13 +269,13 @@ impl Handler {
         }
     }
 
-    /// Stops a ring, applies `change`, and starts the ring again if it ran and still can.
+    /// Applies `change` while no worker drives the ring. Then the ring goes on if it still can.
     pub(super) fn around_stop(
         &mut self,
         index: usize,
         change: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
-        self.halt(index..index + 1, ParkedRequests::Finish);
+        self.suspend(index, self.parked_requests(index as u32));
         let result = change(self).and_then(|()| self.update(index));
         self.release_if_idle();
         result

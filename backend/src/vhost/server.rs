@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-use super::{Handler, skip_drain};
+use super::{Handler, is_refusal, skip_drain};
 use crate::guest::GuestState;
 use crate::guest::ring_ownership::ConnectionId;
 use crate::local_disk::LocalDisk;
@@ -155,6 +155,7 @@ fn connection(
         };
         match handled {
             Ok(()) => {}
+            Err(error) if is_refusal(&error) => tracing::debug!(%error, "a message is refused"),
             Err(Error::ReqHandlerError(error)) => break Err(error),
             Err(Error::Disconnected | Error::PartialMessage) => break Ok(()),
             Err(Error::SocketBroken(error) | Error::SocketConnect(error)) => {

@@ -14,7 +14,7 @@ use crate::mirror::files::disk_file::is_medium_error;
 use crate::mirror::layout::{BLOCK_BYTES, SECTOR_BYTES, Span};
 use crate::mirror::{BlockCopy, Permit, Plan};
 use crate::request::{RequestKind, Segment};
-use crate::uring::{Completion, Io, Memory};
+use crate::uring::{Completion, Io, MAX_IOVECS, Memory};
 
 /// A request that is not submitted. It holds nothing but its chain.
 pub(super) enum Job {
@@ -336,6 +336,7 @@ impl Worker {
         let alignment = self.context.disk.data.alignment();
         let io_span = self.context.disk.mirror.io_span(*span);
         let direct = io_span == *span
+            && iovecs.len() <= MAX_IOVECS
             && iovecs.iter().all(|iovec| {
                 (iovec.iov_base as usize).is_multiple_of(alignment.memory)
                     && (iovec.iov_len as u64).is_multiple_of(alignment.offset)

@@ -63,7 +63,8 @@ pub(crate) enum ParkedRequests {
     Leave,
 }
 
-/// The id of the poll of the wake-up descriptor. The ids of kick polls count up from here.
+/// The id of the poll of the wake-up descriptor. The ids of kick polls and signals count up from
+/// here.
 const WAKE_POLL_ID: u32 = 0;
 
 /// A command for a worker.
@@ -80,6 +81,9 @@ pub(crate) enum Command {
     /// Finish every request that was submitted, and release the queue. The answer is the next
     /// available index.
     Stop(ParkedRequests, Sender<u16>),
+    /// Drive this queue only to finish the requests that were popped before, and release it. The
+    /// answer is the next available index.
+    Drain(Box<QueueSetup>, Sender<u16>),
     /// The flush that was requested from the flusher has ended.
     Flushed(io::Result<()>),
     /// End the thread.
@@ -157,7 +161,8 @@ pub(crate) fn spawn(
             state: WorkerState::Idle,
             queue: None,
             kick_poll: None,
-            next_poll: WAKE_POLL_ID,
+            signal: None,
+            last_id: WAKE_POLL_ID,
             wake_armed: false,
             parked: Vec::new(),
             copying: Slab::new(),
@@ -186,7 +191,10 @@ struct Worker {
     queue: Option<ActiveQueue>,
     /// The poll of the present queue's kick, while it is armed.
     kick_poll: Option<u32>,
-    next_poll: u32,
+    /// The signal to the present queue's guest that is in flight. There is one at most: a
+    /// descriptor that blocks must not fill the kernel's memory.
+    signal: Option<u32>,
+    last_id: u32,
     wake_armed: bool,
     parked: Vec<Job>,
     copying: Slab<CopyingWrite>,
@@ -228,18 +236,11 @@ impl Worker {
     fn read_inbox(&mut self) -> io::Result<()> {
         while let Ok(command) = self.inbox.receiver.try_recv() {
             match command {
-                Command::Start(setup) => {
-                    self.state.transition(WorkerState::Running);
-                    let queue = ActiveQueue::new(*setup);
-                    // An earlier process may have ended between a completion and its interrupt.
-                    queue.interrupt();
-                    self.queue = Some(queue);
-                }
+                Command::Start(setup) => self.start(*setup),
                 Command::SetCall(call) => {
-                    self.ring.submit_all()?;
+                    self.end_signal()?;
                     if let Some(queue) = &mut self.queue {
                         queue.set_call(call);
-                        queue.interrupt();
                     }
                 }
                 Command::Pause(reply) => drop(self.state.transition(WorkerState::Pausing(reply))),
@@ -250,17 +251,27 @@ impl Worker {
                         self.plan_parked()?;
                     }
                 }
-                Command::Stop(parked, reply) => {
-                    let deadline = Instant::now() + STOP_TIMEOUT;
-                    let is_mapped = self.state.takes_requests();
-                    let stop = Stop { parked, deadline, reply, is_mapped };
-                    self.state.transition(WorkerState::Stopping(stop));
+                Command::Stop(parked, reply) => self.stop(parked, reply),
+                Command::Drain(setup, reply) => {
+                    self.start(*setup);
+                    self.stop(ParkedRequests::Finish, reply);
                 }
                 Command::Flushed(result) => self.finish_flush(&result)?,
                 Command::Exit => drop(self.state.transition(WorkerState::Exited)),
             }
         }
         Ok(())
+    }
+
+    fn start(&mut self, setup: QueueSetup) {
+        self.state.transition(WorkerState::Running);
+        self.queue = Some(ActiveQueue::new(setup));
+    }
+
+    fn stop(&mut self, parked: ParkedRequests, reply: Sender<u16>) {
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        let is_mapped = self.state.takes_requests();
+        self.state.transition(WorkerState::Stopping(Stop { parked, deadline, reply, is_mapped }));
     }
 
     /// The counters of this queue.
@@ -293,12 +304,30 @@ impl Worker {
         Ok(())
     }
 
-    /// Notifies the guest of all completions since the last call, once.
+    /// Notifies the guest of all completions since the last call, once. While a signal is in flight
+    /// the next one waits.
     fn announce(&mut self) -> io::Result<()> {
-        match self.queue.as_mut().and_then(ActiveQueue::announce) {
-            Some(call) => self.ring.signal(call),
-            None => Ok(()),
+        if self.signal.is_none()
+            && let Some(call) = self.queue.as_mut().and_then(ActiveQueue::announce)
+        {
+            let id = self.next_id();
+            self.ring.signal(call, id)?;
+            self.signal = Some(id);
         }
+        Ok(())
+    }
+
+    /// Gives up a signal that is in flight. After that its descriptor may be closed.
+    fn end_signal(&mut self) -> io::Result<()> {
+        if let Some(signal) = self.signal.take() {
+            self.ring.cancel_signal(signal)?;
+        }
+        self.ring.submit_all()
+    }
+
+    fn next_id(&mut self) -> u32 {
+        self.last_id = self.last_id.wrapping_add(1).max(WAKE_POLL_ID + 1);
+        self.last_id
     }
 
     fn plan_parked(&mut self) -> io::Result<()> {
@@ -314,10 +343,11 @@ impl Worker {
             self.ring.poll(self.inbox.wake.as_raw_fd(), WAKE_POLL_ID)?;
             self.wake_armed = true;
         }
-        if let (Some(queue), None) = (&self.queue, self.kick_poll) {
-            self.next_poll = self.next_poll.wrapping_add(1).max(WAKE_POLL_ID + 1);
-            self.ring.poll(queue.kick_fd(), self.next_poll)?;
-            self.kick_poll = Some(self.next_poll);
+        if let (Some(kick), None) = (self.queue.as_ref().map(ActiveQueue::kick_fd), self.kick_poll)
+        {
+            let id = self.next_id();
+            self.ring.poll(kick, id)?;
+            self.kick_poll = Some(id);
         }
         if self.busy_poll()? {
             return Ok(());
@@ -371,8 +401,9 @@ impl Worker {
                         self.kick_poll = None;
                     }
                 }
-                // The poll of an earlier queue.
-                Reaped::Ready { .. } => {}
+                Reaped::Signalled { id } if self.signal == Some(id) => self.signal = None,
+                // Of an earlier queue or descriptor.
+                Reaped::Ready { .. } | Reaped::Signalled { .. } => {}
             }
         }
         Ok(())
@@ -390,8 +421,8 @@ impl Worker {
         }
     }
 
-    /// Stopping → Idle, when every request is answered or left. Requests that are still parked at
-    /// the deadline fail.
+    /// Stopping → Idle, when every request is answered or left, and the guest is notified. Requests
+    /// that are still parked at the deadline fail, and an interrupt that blocks is given up.
     fn finish_stop(&mut self) -> io::Result<()> {
         let leaves = self.leaves_parked();
         let Some(Stop { deadline, is_mapped, .. }) = self.state.stop() else { return Ok(()) };
@@ -416,11 +447,14 @@ impl Worker {
             return Ok(());
         }
         self.announce()?;
+        if self.signal.is_some() && Instant::now() < deadline {
+            return Ok(());
+        }
         if let Some(poll) = self.kick_poll.take() {
             self.ring.cancel_poll(poll)?;
         }
         // Before the queue's descriptors are closed.
-        self.ring.submit_all()?;
+        self.end_signal()?;
         let next_avail = self.queue.take().map_or(0, |queue| queue.next_avail());
         if let WorkerState::Stopping(stop) = self.state.transition(WorkerState::Idle) {
             // Fails if the connection that asked has ended.

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -78,6 +77,8 @@ pub(crate) struct ActiveQueue {
     in_flight: HeadSet,
     /// Whether there are completions of which the guest was not notified.
     unannounced: bool,
+    /// Whether the guest has to be interrupted, even if it does not want to be notified.
+    interrupts: bool,
     /// Whether the guest has broken its rings. Then nothing more is popped.
     broken: bool,
 }
@@ -95,6 +96,8 @@ impl ActiveQueue {
             resubmit,
             in_flight,
             unannounced: false,
+            // An earlier process may have ended between a completion and its interrupt.
+            interrupts: true,
             broken: false,
         }
     }
@@ -117,7 +120,7 @@ impl ActiveQueue {
     pub(crate) fn set_call(&mut self, call: Option<File>) {
         self.call = call;
         // The old descriptor may have been signalled, and nobody reads it any more.
-        self.unannounced = true;
+        self.interrupts = true;
     }
 
     pub(crate) fn kick_fd(&self) -> RawFd {
@@ -224,21 +227,13 @@ impl ActiveQueue {
         self.unannounced = true;
     }
 
-    /// The descriptor to signal, if there are completions and the guest wants to be notified.
+    /// The descriptor to signal, if there are completions and the guest wants to be notified, or if
+    /// it has to be interrupted anyway.
     pub(crate) fn announce(&mut self) -> Option<RawFd> {
-        if !std::mem::take(&mut self.unannounced) {
-            return None;
-        }
-        let wanted = self.queue.needs_notification(self.map.memory()).unwrap_or(true);
-        self.call.as_ref().filter(|_| wanted).map(AsRawFd::as_raw_fd)
-    }
-
-    /// Interrupts the guest at once, whether it wants to be notified or not.
-    pub(crate) fn interrupt(&self) {
-        if let Some(call) = &self.call {
-            // If the counter is full, an interrupt is pending already.
-            let _ = (&mut &*call).write(&1u64.to_ne_bytes());
-        }
+        let is_wanted = std::mem::take(&mut self.unannounced)
+            && self.queue.needs_notification(self.map.memory()).unwrap_or(true);
+        let interrupts = std::mem::take(&mut self.interrupts) || is_wanted;
+        self.call.as_ref().filter(|_| interrupts).map(AsRawFd::as_raw_fd)
     }
 
     /// Whether the guest has made requests available. This reads one number of its memory.

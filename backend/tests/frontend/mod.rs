@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
@@ -240,7 +240,9 @@ impl Guest {
         let range = (GuestAddress(BASE), MEMORY as usize, Some(FileOffset::new(file, 0)));
         let memory = GuestMemoryMmap::from_ranges_with_files([range]).expect("map the memory");
         let kept = stream.try_clone().expect("duplicate a socket");
-        let frontend = introduce(stream, &memory, protocol_features)?;
+        let mut frontend = introduce(stream, &memory, protocol_features)?;
+        // Hypervisors read the configuration when the device is made, and only then.
+        frontend.get_config(0, 60, VhostUserConfigFlags::WRITABLE, &[0; 60])?;
         let kick = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let call = EventFd::new(libc::EFD_NONBLOCK).expect("an event");
         let (available, used) = (setup.base, 0);

@@ -3,10 +3,12 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::os::fd::FromRawFd;
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Command};
+
+use vmm_sys_util::eventfd::EventFd;
 
 /// Memory that can be shared with another process by its descriptor.
 pub(crate) fn memfd(len: u64) -> File {
@@ -17,6 +19,12 @@ pub(crate) fn memfd(len: u64) -> File {
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(len).expect("size the guest's memory");
     file
+}
+
+/// Any descriptor where the protocol has an event.
+pub(crate) fn as_event(fd: impl Into<OwnedFd>) -> EventFd {
+    // SAFETY: nothing else owns the descriptor any more.
+    unsafe { EventFd::from_raw_fd(fd.into().into_raw_fd()) }
 }
 
 /// Sends `signal` to a child that was not waited for yet.
