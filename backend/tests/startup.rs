@@ -8,7 +8,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::time::Duration;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use seeded_rng::Rng;
 use support::backend::{Backend, Ended, IMAGE, Options, Site, run, run_with};
@@ -156,6 +157,22 @@ fn a_mirror_has_one_process() {
     refused(&run(&second.arguments()), &["disk"]);
     let mut device = backend.device(Shape::default());
     device.queues[0].write(0, &[1; 4096]).expect("the first one serves");
+}
+
+/// The kernel keeps the lock of a dead process until its last write has landed.
+#[test]
+fn a_mirror_whose_process_is_dead_is_served_as_soon_as_its_writes_have_landed() {
+    let site = site_with_an_image();
+    let options = Options::new(&site);
+    Backend::start(&options).terminate();
+    // `flock` takes the lock and ends. A process that has inherited the open file keeps it.
+    let script = "exec 9<>\"$0\" && flock -w 20 9 && { sleep 4 & }";
+    let disk = options.mirror.join("disk");
+    let shell = Command::new("sh").args(["-c", script]).arg(&disk).status().expect("start sh");
+    assert!(shell.success(), "the lock was not free");
+    let start = Instant::now();
+    Backend::start(&options).terminate();
+    assert!(start.elapsed() > Duration::from_secs(3), "somebody else had the lock");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use super::sys;
 /// The image that most tests use.
 pub(crate) const IMAGE: &str = "vm1";
 
-const START: Duration = Duration::from_secs(20);
+const START: Duration = Duration::from_secs(60);
 const END: Duration = Duration::from_secs(60);
 
 /// The directories and sockets of one test. They are removed with it.

@@ -11,16 +11,12 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use cairn_store::LockedFile;
 
+use super::lock::lock;
 use crate::mapping::Buffer;
 use crate::mirror::layout::Span;
-
-/// How long the lock of a dead process may last.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// File systems whose inodes only this kernel changes.
 const LOCAL_FILE_SYSTEMS: [libc::__fsword_t; 4] =
@@ -55,7 +51,7 @@ pub(crate) struct DiskFile {
 impl DiskFile {
     /// Opens or creates the file, and locks it. Returns `WouldBlock` if another process holds the
     /// lock. A process that was killed holds it until the kernel has finished its last writes, so
-    /// this waits for a moment.
+    /// this waits for that.
     pub(crate) fn open(path: &Path) -> io::Result<DiskFile> {
         let data = DiskFile::open_unlocked(path)?;
         lock(&data.file)?;
@@ -197,20 +193,6 @@ impl DiskFile {
     pub(crate) fn raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
     }
-}
-
-/// Locks a file. Returns `WouldBlock` if another process holds the lock for longer than a process
-/// that was killed would.
-pub(crate) fn lock(file: &File) -> io::Result<()> {
-    let deadline = Instant::now() + LOCK_TIMEOUT;
-    while let Err(error) = file.try_lock() {
-        let error = io::Error::from(error);
-        if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
-            return Err(error);
-        }
-        thread::sleep(Duration::from_millis(10));
-    }
-    Ok(())
 }
 
 /// Gives a file this length, and allocates all its space.

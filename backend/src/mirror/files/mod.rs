@@ -4,4 +4,5 @@ pub(crate) mod data_sync;
 pub(crate) mod disk_file;
 pub(crate) mod layer_table;
 pub(crate) mod live_dir;
+mod lock;
 pub(crate) mod map;
