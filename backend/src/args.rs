@@ -159,8 +159,8 @@ pub struct Args {
     pub fetch_retry: u32,
 
     /// How long, in microseconds, a worker polls for the guest's next request before it sleeps; 0
-    /// disables polling [default: 50 while the host has at least two processors for each running
-    /// queue and two more, else 0].
+    /// disables polling [default: 50 while the guest polls too, or while the host has at least two
+    /// processors for each running queue and two more; else 0].
     #[arg(
         long,
         value_name = "US",
@@ -208,8 +208,8 @@ impl Args {
     pub(crate) fn poll(&self) -> (Duration, usize) {
         const DEFAULT_POLL_US: u32 = 50;
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // The guest and its hypervisor need processors too. With two processors polling costs more
-        // than it gains.
+        // The guest and its hypervisor need processors too. With two processors, polling for a guest
+        // that sleeps costs more than it gains.
         let spare = (processors / 2).saturating_sub(1);
         let max_queues = if self.poll_us.is_some() { usize::MAX } else { spare };
         (Duration::from_micros(self.poll_us.unwrap_or(DEFAULT_POLL_US).into()), max_queues)

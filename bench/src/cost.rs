@@ -76,7 +76,8 @@ fn measure(site: &Site, size: u64) -> Result<Figure> {
     let start_s = begin.elapsed().as_secs_f64();
     let resident_before = proc::memory(cairn.pid())?.resident;
     let mut control = cairn.control()?;
-    let mut connection = cairn.connect(Shape { queues: 1, depth: 8, longest: 256 << 10 })?;
+    let mut connection =
+        cairn.connect(Shape { queues: 1, depth: 8, longest: 256 << 10, polls: false })?;
     let (mut pause_us, mut stable_s) = (Vec::new(), Vec::new());
     for _ in 0..CHECKPOINTS {
         for place in 0..PLACES {

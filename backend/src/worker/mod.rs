@@ -205,7 +205,8 @@ struct Worker {
     /// The time when the worker last came back from its wait. The clock is read once for each loop.
     now: Instant,
     poll: BusyPoll,
-    /// The worker polls only while at most this many queues run: others need the processors too.
+    /// The worker polls while at most this many queues run, because others need the processors too.
+    /// It also polls while the guest does: then the guest needs no processor to wake up.
     poll_max_queues: usize,
 }
 
@@ -376,7 +377,8 @@ impl Worker {
         let idle = self.ring.in_flight() == 0 && self.parked.is_empty() && self.flushes.is_empty();
         let Some(queue) = &self.queue else { return Ok(false) };
         let has_processors = self.context.guest.running_queues() <= self.poll_max_queues;
-        if !idle || !has_processors || !self.state.takes_requests() || !self.poll.is_wanted() {
+        let may_poll = has_processors || queue.guest_polls();
+        if !idle || !may_poll || !self.state.takes_requests() || !self.poll.is_wanted() {
             return Ok(false);
         }
         // The interrupt that makes the guest act must go out first.

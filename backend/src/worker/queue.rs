@@ -79,6 +79,8 @@ pub(crate) struct ActiveQueue {
     unannounced: bool,
     /// Whether the guest has to be interrupted, even if it does not want to be notified.
     interrupts: bool,
+    /// Whether the guest wanted no notification of the last completions.
+    guest_polls: bool,
     /// Whether the guest has broken its rings. Then nothing more is popped.
     broken: bool,
 }
@@ -98,6 +100,7 @@ impl ActiveQueue {
             unannounced: false,
             // An earlier process may have ended between a completion and its interrupt.
             interrupts: true,
+            guest_polls: false,
             broken: false,
         }
     }
@@ -230,10 +233,18 @@ impl ActiveQueue {
     /// The descriptor to signal, if there are completions and the guest wants to be notified, or if
     /// it has to be interrupted anyway.
     pub(crate) fn announce(&mut self) -> Option<RawFd> {
-        let is_wanted = std::mem::take(&mut self.unannounced)
-            && self.queue.needs_notification(self.map.memory()).unwrap_or(true);
-        let interrupts = std::mem::take(&mut self.interrupts) || is_wanted;
+        let mut interrupts = std::mem::take(&mut self.interrupts);
+        if std::mem::take(&mut self.unannounced) {
+            let is_wanted = self.queue.needs_notification(self.map.memory()).unwrap_or(true);
+            self.guest_polls = !is_wanted;
+            interrupts |= is_wanted;
+        }
         self.call.as_ref().filter(|_| interrupts).map(AsRawFd::as_raw_fd)
+    }
+
+    /// Whether the guest seems to poll its used ring, and so may act at any moment.
+    pub(crate) fn guest_polls(&self) -> bool {
+        self.guest_polls
     }
 
     /// Whether the guest has made requests available. This reads one number of its memory.

@@ -74,7 +74,8 @@ impl Outcome {
 pub(super) fn run(subject: &mut dyn Subject, plan: &Plan) -> Result<Outcome> {
     let idle_stable_s = idle(subject, plan)?;
     dirty(subject, plan)?;
-    let mut connection = subject.connect(Shape { queues: 1, depth: DEPTH, longest: BLOCK })?;
+    let mut connection =
+        subject.connect(Shape { queues: 1, depth: DEPTH, longest: BLOCK, polls: false })?;
     let queue = connection.first();
     let watch = Watch::default();
     thread::scope(|scope| {
@@ -166,7 +167,7 @@ fn take(
 
 /// Writes the whole disk once. The guest stays connected until the caller drops the connection.
 fn dirty(subject: &mut dyn Subject, plan: &Plan) -> Result<Box<dyn Connection>> {
-    let shape = Shape { queues: 1, depth: DEPTH, longest: 256 << 10 };
+    let shape = Shape { queues: 1, depth: DEPTH, longest: 256 << 10, polls: false };
     let mut connection = subject.connect(shape)?;
     write_once(connection.first(), DEPTH, Span::new(0, plan.dirty))?;
     Ok(connection)

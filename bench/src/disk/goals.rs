@@ -2,7 +2,7 @@
 
 use super::Row;
 use super::testbed::Contender;
-use super::workload::{RANDOM_READ_1, RANDOM_READ_32};
+use super::workload::{POLLED_READ_1, RANDOM_READ_1, RANDOM_READ_32};
 use crate::report::goals::Goal;
 use crate::stats::geometric_mean;
 
@@ -19,7 +19,7 @@ pub(super) fn goals(rows: &[Row]) -> Vec<Goal> {
             [Contender::Raw, Contender::Qemu, Contender::Cairn].map(|c| row.of(c).iops);
         let wanted = if row.spec.flushes() { FLUSH } else { EQUAL };
         goals.push(Goal::at_least(format!("{name}: of qemu"), cairn / qemu, wanted));
-        if [RANDOM_READ_1, RANDOM_READ_32].contains(&row.workload) {
+        if [RANDOM_READ_1, RANDOM_READ_32, POLLED_READ_1].contains(&row.workload) {
             // The smaller one of 1.25 times qemu-storage-daemon and 0.95 times the raw file.
             let wanted = f64::min(1.25, 0.95 * raw / qemu);
             goals.push(Goal::at_least(format!("{name}: ahead of qemu"), cairn / qemu, wanted));

@@ -55,7 +55,8 @@ pub(super) fn measure(
     slice: u64,
     window: &Window,
 ) -> Result<Figure> {
-    let shape = Shape { queues, depth: workload.depth, longest: workload.len };
+    let shape =
+        Shape { queues, depth: workload.depth, longest: workload.len, polls: workload.polls };
     let mut connection = testbed.connect(contender, shape)?;
     let (areas, pid) = (testbed.areas, testbed.pid(contender));
     let watch = Watch::default();

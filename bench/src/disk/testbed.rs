@@ -74,7 +74,7 @@ impl Testbed {
         let mut testbed = Testbed { areas, raw, qemu, cairn, quiet_cairn, _areas: [area, other] };
         for contender in [Contender::Raw, Contender::Qemu, Contender::Cairn, Contender::CairnQuiet]
         {
-            let shape = Shape { queues: 1, depth: 8, longest: 256 << 10 };
+            let shape = Shape { queues: 1, depth: 8, longest: 256 << 10, polls: false };
             write_once(testbed.connect(contender, shape)?.first(), shape.depth, areas.prefilled())?;
         }
         sys::settle();

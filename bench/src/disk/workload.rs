@@ -21,25 +21,58 @@ pub(super) struct Workload {
     sequential: bool,
     pub(super) len: usize,
     pub(super) depth: usize,
+    /// Whether the guest polls for completions.
+    pub(super) polls: bool,
 }
 
 const fn random(name: &'static str, kind: Kind, depth: usize) -> Workload {
-    Workload { name, kind, place: Place::Prefilled, sequential: false, len: 4 << 10, depth }
+    Workload {
+        name,
+        kind,
+        place: Place::Prefilled,
+        sequential: false,
+        len: 4 << 10,
+        depth,
+        polls: false,
+    }
 }
 
 const fn sequential(name: &'static str, kind: Kind) -> Workload {
-    Workload { name, kind, place: Place::Prefilled, sequential: true, len: 256 << 10, depth: 8 }
+    Workload {
+        name,
+        kind,
+        place: Place::Prefilled,
+        sequential: true,
+        len: 256 << 10,
+        depth: 8,
+        polls: false,
+    }
 }
 
 const fn fresh(name: &'static str, depth: usize) -> Workload {
     let kind = Kind::WriteFlush;
-    Workload { name, kind, place: Place::Fresh, sequential: false, len: 4 << 10, depth }
+    Workload {
+        name,
+        kind,
+        place: Place::Fresh,
+        sequential: false,
+        len: 4 << 10,
+        depth,
+        polls: false,
+    }
+}
+
+/// The same workload with a guest that polls.
+const fn polled(name: &'static str, workload: Workload) -> Workload {
+    Workload { name, polls: true, ..workload }
 }
 
 pub(super) const RANDOM_READ_1: &str = "4k random read, depth 1";
 pub(super) const RANDOM_READ_32: &str = "4k random read, depth 32";
 
-pub(super) const WORKLOADS: [Workload; 11] = [
+pub(super) const POLLED_READ_1: &str = "4k random read, depth 1, polled";
+
+pub(super) const WORKLOADS: [Workload; 13] = [
     random(RANDOM_READ_1, Kind::Read, 1),
     random(RANDOM_READ_32, Kind::Read, 32),
     random("4k random write, depth 1", Kind::Write, 1),
@@ -51,6 +84,8 @@ pub(super) const WORKLOADS: [Workload; 11] = [
     random("4k write + flush, depth 8", Kind::WriteFlush, 8),
     fresh("4k write + flush, fresh, depth 1", 1),
     fresh("4k write + flush, fresh, depth 8", 8),
+    polled(POLLED_READ_1, random("", Kind::Read, 1)),
+    polled("256k sequential read, depth 8, polled", sequential("", Kind::Read)),
 ];
 
 impl Workload {

@@ -23,6 +23,9 @@ pub(crate) struct Shape {
     pub(crate) depth: usize,
     /// The longest request in bytes.
     pub(crate) longest: usize,
+    /// Whether a vhost-user client polls for completions. Otherwise it sleeps until it is
+    /// interrupted.
+    pub(crate) polls: bool,
 }
 
 /// A queue that one thread uses. The number of a slot identifies a request. The request owns the

@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blkio::{Blkio, Blkioq, Completion, ReqFlags};
@@ -33,10 +33,11 @@ impl VhostDisk {
         driver.connect()?;
         driver.set_i32("num-queues", shape.queues as i32)?;
         let mut queues = Vec::new();
-        for queue in driver.start()?.queues {
+        for mut queue in driver.start()?.queues {
+            queue.set_completion_fd_enabled(!shape.polls);
             let memory = Memory::new(shape.depth, shape.longest)?;
             driver.map_mem_region(&memory.region())?;
-            queues.push(VhostQueue { queue, memory, in_flight: 0 });
+            queues.push(VhostQueue { queue, memory, in_flight: 0, polls: shape.polls });
         }
         Ok(VhostDisk { queues, _driver: driver })
     }
@@ -52,6 +53,7 @@ struct VhostQueue {
     queue: Blkioq,
     memory: Memory,
     in_flight: usize,
+    polls: bool,
 }
 
 impl Queue for VhostQueue {
@@ -76,10 +78,21 @@ impl Queue for VhostQueue {
         let mut ended = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
         let mut timeout = TIMEOUT;
         let min = min.min(self.in_flight);
-        let count = self
-            .queue
-            .do_io(&mut ended, min, Some(&mut timeout), None)
-            .with_context(|| format!("waiting for {} requests", self.in_flight))?;
+        let begin = Instant::now();
+        let count = loop {
+            // A call that waits for completions asks for an interrupt.
+            let wanted = if self.polls { 0 } else { min };
+            let count = self
+                .queue
+                .do_io(&mut ended, wanted, Some(&mut timeout), None)
+                .with_context(|| format!("waiting for {} requests", self.in_flight))?;
+            if count >= min {
+                break count;
+            }
+            if begin.elapsed() > TIMEOUT {
+                bail!("{} requests were not completed in time", self.in_flight);
+            }
+        };
         for completion in ended.into_iter().take(count) {
             // SAFETY: do_io has initialised the first `count` completions.
             let completion = unsafe { completion.assume_init() };
