@@ -49,7 +49,7 @@ use crate::error::ErrorKind;
 use crate::id::{BlobId, PeerId};
 
 /// The blobs that are planned at a time.
-const SCAN_BATCH: usize = if cfg!(test) { 4 } else { 1024 };
+pub(super) const SCAN_BATCH: usize = if cfg!(test) { 4 } else { 1024 };
 
 /// The most blobs that wait for work, some 50 MiB.
 const MAX_WAITING: usize = if cfg!(test) { 8 } else { 1 << 20 };
