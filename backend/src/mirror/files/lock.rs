@@ -42,16 +42,22 @@ pub(super) fn lock(file: &File) -> io::Result<()> {
 fn holder(file: &File) -> io::Result<Option<u32>> {
     let metadata = file.metadata()?;
     let (major, minor) = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
-    let name = format!("{major:02x}:{minor:02x}:{}", metadata.ino());
-    Ok(fs::read_to_string("/proc/locks")?.lines().find_map(|line| parse_lock(line, &name)))
+    let mut name = format!(":{}", metadata.ino());
+    // On btrfs, a file has another device number than its file system, with the major number 0.
+    if major > 0 {
+        name = format!("{major:02x}:{minor:02x}{name}");
+    }
+    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    Ok(locks.lines().find_map(|line| parse_lock(line, &name)))
 }
 
-/// The process of a line of `/proc/locks`, if the line is about a lock (`flock`) of the file `name`.
+/// The process of a line of `/proc/locks`, if the line is about a lock (`flock`) of a file whose name
+/// ends with `name`.
 fn parse_lock(line: &str, name: &str) -> Option<u32> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let is_lock = fields.next()? == "FLOCK";
     let pid = fields.nth(2)?.parse().ok()?;
-    (is_lock && fields.next()? == name).then_some(pid)
+    (is_lock && fields.next()?.ends_with(name)).then_some(pid)
 }
 
 /// Whether a process runs. A process that has ended and was not waited for does not.
@@ -86,7 +92,9 @@ mod tests {
     fn only_locks_of_the_file_count() {
         let line = "3: FLOCK  ADVISORY  WRITE 717 fd:00:99 0 EOF";
         assert_eq!(parse_lock(line, "fd:00:99"), Some(717));
+        assert_eq!(parse_lock(line, ":99"), Some(717));
         assert_eq!(parse_lock(line, "fd:00:9"), None);
+        assert_eq!(parse_lock(line, ":9"), None);
         assert_eq!(parse_lock("3: POSIX  ADVISORY  WRITE 717 fd:00:99 0 EOF", "fd:00:99"), None);
         // Somebody who waits for the lock does not have it.
         assert_eq!(parse_lock("3: -> FLOCK  ADVISORY  WRITE 9 fd:00:99 0 EOF", "fd:00:99"), None);
