@@ -28,6 +28,10 @@ use crate::mirror::layout::{BLOCK_BYTES, Blocks};
 /// The number of chunks that are fetched at the same time.
 const FETCH_THREADS: usize = 4;
 
+/// The most chunks that wait to be fetched. Requests can ask for any number of chunks. Those beyond
+/// this number are asked for again after each event.
+const MAX_WAITING: usize = 4096;
+
 /// How long a failure is remembered.
 const FAILURE_TTL: Duration = Duration::from_millis(500);
 
@@ -83,6 +87,9 @@ impl FetchQueue {
             Some(FetchState::Requested { .. }) => return true,
             Some(FetchState::Failed(when)) if when.elapsed() < FAILURE_TTL => return false,
             _ => {}
+        }
+        if tasks.queue.len() + tasks.retries.len() >= MAX_WAITING {
+            return true;
         }
         let state = FetchState::Requested { since: Instant::now(), delay: FIRST_RETRY_DELAY };
         tasks.states.insert(chunk, state);
@@ -208,8 +215,8 @@ impl Fetcher {
         }
     }
 
-    /// Requests a chunk. Returns `false` if the chunk failed a moment ago. An event tells when the
-    /// request should be planned again.
+    /// Requests a chunk, if not too many wait already. Returns `false` if the chunk failed a moment
+    /// ago. An event tells when the request should be planned again.
     pub(crate) fn request(&self, chunk: ChunkIndex) -> bool {
         self.queue.request(chunk)
     }
@@ -321,9 +328,33 @@ mod tests {
 
     use cairn_store::ChunkIndex;
 
-    use super::{FetchQueue, Task};
+    use super::{FetchQueue, MAX_WAITING, Task};
 
     const CHUNK: ChunkIndex = ChunkIndex(7);
+
+    /// A guest can ask for its whole disk, and forget that it did.
+    #[test]
+    fn a_bounded_number_of_chunks_waits_to_be_fetched() {
+        let queue = FetchQueue::new(Duration::from_secs(60));
+        let all = 2 * MAX_WAITING as u64;
+        let request_all = || assert!((0..all).all(|chunk| queue.request(ChunkIndex(chunk))));
+        request_all();
+        assert_eq!(queue.tasks().states.len(), MAX_WAITING);
+        // Those that are retried count too.
+        for _ in 0..MAX_WAITING {
+            let Task::Fetch(chunk) = queue.next() else { panic!("nothing is scrubbed") };
+            assert!(!queue.failed(chunk));
+        }
+        request_all();
+        assert_eq!(queue.tasks().states.len(), MAX_WAITING);
+        // Each one that is fetched makes room for another.
+        let Task::Fetch(chunk) = queue.next() else { panic!("nothing is scrubbed") };
+        queue.fetched(chunk);
+        assert!(queue.request(ChunkIndex(all)) && queue.request(ChunkIndex(all + 1)));
+        let tasks = queue.tasks();
+        assert!(tasks.states.contains_key(&ChunkIndex(all)));
+        assert!(!tasks.states.contains_key(&ChunkIndex(all + 1)));
+    }
 
     #[test]
     fn a_fetch_is_retried_until_the_retry_timeout() {
