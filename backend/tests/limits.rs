@@ -295,6 +295,40 @@ fn a_write_waits_for_space_for_a_bounded_time_only() {
     assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next one is complete");
 }
 
+/// The first checkpoint of an outage has no copies. The second one has all of them.
+#[test]
+fn a_lack_of_space_costs_no_checkpoint_that_could_be_stored() {
+    const SIZE: u64 = 8 << 20;
+    let site = site(SIZE);
+    let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];
+    let backend = Backend::start(&Options::new(&site).with(&room));
+    let mut device = backend.device(Shape::default());
+    let mut control = backend.control();
+    let mut fill = |fill: u8, half: u64| {
+        for at in (half * SIZE / 2..(half + 1) * SIZE / 2).step_by(64 << 10) {
+            device.queues[0].write(at, &[fill; 64 << 10]).expect("write");
+        }
+    };
+    fill(1, 0);
+    let catalog = rusqlite::Connection::open(site.repository().join("catalog.db")).unwrap();
+    catalog.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let kept = control.checkpoint().expect("it is accepted").number;
+    fill(2, 1);
+    let lost = control.checkpoint().expect("it is accepted").number;
+    assert_eq!(control.stats().stalls, 0, "nothing was copied");
+    fill(3, 1);
+    assert_eq!(control.stats().stalls, 1, "one checkpoint has all the copies");
+    catalog.execute_batch("ROLLBACK").unwrap();
+    let last = control.stable_checkpoint();
+    let snapshot = |number| repository::snapshot(&site.store(), IMAGE, number).state;
+    use cairn_store::SnapshotState::{Failed, Stable};
+    assert_eq!([kept, lost, last].map(snapshot), [Stable, Failed, Stable]);
+    let half = |fill: u8| vec![fill; SIZE as usize / 2];
+    for (number, disk) in [(kept, [half(1), half(0)]), (last, [half(1), half(3)])] {
+        assert!(repository::export(&site.store(), IMAGE, number) == disk.concat(), "{number}");
+    }
+}
+
 #[test]
 fn storing_keeps_to_its_rate() {
     const SIZE: u64 = 12 << 20;

@@ -91,7 +91,10 @@ pub(super) fn store_layer(
         .iter()
         .find(|chunk| needed(*chunk) && !source.is_stored(ChunkIndex(*chunk)))
     {
-        Some(chunk) => Err(PersistError::Incomplete(chunk)),
+        // A layer that has failed meanwhile marks nothing as stored.
+        Some(chunk) => {
+            Err(source.failure().map_or(PersistError::Incomplete(chunk), PersistError::Layer))
+        }
         None => Ok(()),
     }
 }

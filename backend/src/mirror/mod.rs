@@ -273,9 +273,10 @@ impl Mirror {
         self.notify();
     }
 
-    /// Fails the oldest layer that holds copies, so that writes can go on.
-    pub(crate) fn fail_oldest(&self, reason: &str) {
-        self.epochs.fail_oldest(reason);
+    /// Fails a layer, so that writes which wait for space can go on: see
+    /// [`EpochManager::fail_newest`].
+    pub(crate) fn fail_newest(&self, reason: &str) {
+        self.epochs.fail_newest(reason);
         self.notify();
     }
 

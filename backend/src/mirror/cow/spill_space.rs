@@ -42,6 +42,10 @@ pub(crate) struct SpillReservation {
 }
 
 impl SpillReservation {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// Adds the space of another reservation to this one.
     pub(crate) fn merge(&mut self, mut other: SpillReservation) {
         self.len += std::mem::take(&mut other.len);

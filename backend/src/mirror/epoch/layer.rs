@@ -370,6 +370,15 @@ impl Layer {
         self.done.load(Ordering::Relaxed)
     }
 
+    /// Whether there are copies for the layer.
+    pub(crate) fn has_copies(&self) -> bool {
+        let in_memory = self.tracked.iter().any(|shard| {
+            let shard = shard.lock().expect("no code panics with a layer locked");
+            shard.values().any(|one| !one.runs.is_empty())
+        });
+        in_memory || self.spill().used.as_ref().is_some_and(|used| !used.is_empty())
+    }
+
     /// At most `limit` Scheduled chunks that have copies. Storing these first frees space soonest.
     pub(crate) fn chunks_with_copies(&self, limit: usize) -> Vec<ChunkIndex> {
         let mut chunks = Vec::new();

@@ -97,7 +97,9 @@ impl EpochHandle {
 /// How far the layers have been stored. Equal values mean that there was no progress in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StoreProgress {
-    pub(crate) layers: usize,
+    /// The number of layers that have ended in this process.
+    pub(crate) ended: u64,
+    /// The number of chunks of the other layers that are stored.
     pub(crate) done: u64,
 }
 
@@ -109,6 +111,8 @@ pub(crate) struct EpochManager {
     epoch: AtomicU64,
     /// The size of the disk.
     size: AtomicU64,
+    /// The number of layers that have ended.
+    ended: AtomicU64,
     current: Mutex<Arc<EpochView>>,
     tickets: Vec<Tickets>,
 }
@@ -131,6 +135,7 @@ impl EpochManager {
             generation: AtomicU64::new(0),
             epoch: AtomicU64::new(epoch.0),
             size: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
             current: Mutex::new(Arc::new(view)),
             tickets: (0..workers)
                 .map(|_| Tickets(std::array::from_fn(|_| AtomicU64::new(0))))
@@ -284,7 +289,7 @@ impl EpochManager {
     pub(crate) fn progress(&self) -> StoreProgress {
         let view = self.view();
         let done = view.layers.iter().map(|layer| layer.done_count()).sum();
-        StoreProgress { layers: view.layers.len(), done }
+        StoreProgress { ended: self.ended.load(Ordering::Relaxed), done }
     }
 
     /// Fails a layer: no snapshot can be made of it, and no write waits for it any more. Its
@@ -304,13 +309,17 @@ impl EpochManager {
         layer.fail(reason);
     }
 
-    /// Does [`EpochManager::fail`] for the oldest layer that has not failed. A layer that is not
-    /// settled has no copies yet, so no write waits for space because of it.
-    pub(crate) fn fail_oldest(&self, reason: &str) {
+    /// Does [`EpochManager::fail`] for the newest layer that has copies, or for the newest layer if
+    /// none has any. A layer needs those before it, because its snapshot has their changes too. So
+    /// the newest one is needed by the fewest others. A layer that is not settled has no copies yet,
+    /// so no write waits for space because of it.
+    pub(crate) fn fail_newest(&self, reason: &str) {
         let view = self.view();
-        let can_fail =
+        let guards =
             |layer: &&Arc<Layer>| layer.state().is_settled() && !layer.state().has_failed();
-        if let Some(layer) = view.layers.iter().find(can_fail) {
+        let mut guarding = view.layers.iter().rev().filter(guards);
+        let newest = guarding.clone().next();
+        if let Some(layer) = guarding.find(|layer| layer.has_copies()).or(newest) {
             self.fail(layer, reason);
         }
     }
@@ -321,6 +330,7 @@ impl EpochManager {
         done: Vec<Arc<Layer>>,
         layers: Vec<Arc<Layer>>,
     ) {
+        self.ended.fetch_add(done.len() as u64, Ordering::Relaxed);
         for layer in done {
             layer.close();
         }

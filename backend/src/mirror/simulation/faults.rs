@@ -29,7 +29,7 @@ pub(super) enum Fault {
     Repository,
     /// A checkpoint is given up for any other reason.
     Commit,
-    /// Writes wait too long for space, and the oldest checkpoint fails.
+    /// Writes wait too long for space, and the newest checkpoint with copies fails.
     Stall,
     /// There is no space for the record of the next epoch.
     NoEpoch,
@@ -129,7 +129,7 @@ impl World {
     /// Space that writes wait for may never become free.
     pub(super) fn stall_step(&mut self) {
         if self.mirror.take_cow_exhausted() && self.strikes(Fault::Stall, 1) {
-            self.mirror.fail_oldest("the simulated guest waits too long");
+            self.mirror.fail_newest("the simulated guest waits too long");
         }
     }
 

@@ -1,10 +1,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use cairn_store::Geometry;
+use cairn_store::{ChunkIndex, Geometry};
 
 use super::{ChunkCounts, Epoch, EpochFiles, EpochManager, LayerDir, LayerState, MAX_LAYERS};
-use crate::mirror::layout::Layout;
+use crate::mirror::block_set::BlockSet;
+use crate::mirror::cow::memory::CowMemory;
+use crate::mirror::epoch::layer::{CopyData, CowAction, Layer};
+use crate::mirror::layout::{BLOCK_BYTES, Blocks, Layout};
 
 fn manager() -> EpochManager {
     let files = EpochFiles::private(100);
@@ -88,6 +91,37 @@ fn a_failed_layer_joins_the_current_epoch_unless_a_later_one_waits() {
     assert_eq!(epochs.view().dirty().iter().collect::<Vec<_>>(), [1, 2, 3]);
 }
 
+/// Later checkpoints need the earlier ones, so the newest one is needed by the fewest others.
+#[test]
+fn a_lack_of_space_fails_the_newest_layer_that_uses_some() {
+    let epochs = manager();
+    let [first, second, third] = std::array::from_fn(|chunk| {
+        epochs.view().mark_dirty(chunk as u64);
+        let layer = epochs.freeze().unwrap().unwrap();
+        assert!(epochs.settle(&layer));
+        layer
+    });
+    let memory = CowMemory::private(1 << 20);
+    let copy = |layer: &Layer, chunk: u64| {
+        let (chunk, run) = (ChunkIndex(chunk), Blocks { first: 0, count: 1 });
+        let present = BlockSet::run(run);
+        assert_eq!(layer.cow_action(chunk, run, present).unwrap(), CowAction::Copy(vec![run]));
+        let data = memory.take(BLOCK_BYTES).unwrap();
+        layer.record_copy(chunk, run, 64 * chunk.0, CopyData::Memory(data)).unwrap();
+        assert!(layer.has_copies());
+    };
+    copy(&first, 0);
+    copy(&second, 1);
+    let failed = || [&first, &second, &third].map(|layer| layer.failure().is_some());
+    epochs.fail_newest("no space");
+    assert_eq!(failed(), [false, true, false]);
+    epochs.fail_newest("no space");
+    assert_eq!(failed(), [true, true, false]);
+    epochs.fail_newest("no space");
+    assert_eq!(failed(), [true, true, true], "writes wait although nothing has copies");
+    epochs.fail_newest("no space");
+}
+
 #[test]
 fn a_published_layer_takes_the_ones_it_absorbed_along() {
     let epochs = manager();
@@ -110,7 +144,7 @@ fn a_layer_that_fails_joins_the_current_epoch_at_once_and_stays_until_its_checkp
     assert_eq!(layer.state(), LayerState::Frozen);
     assert!(epochs.settle(&layer));
     assert_eq!(layer.state(), LayerState::Settled);
-    epochs.fail_oldest("no space");
+    epochs.fail_newest("no space");
     assert_eq!(layer.state(), LayerState::Failed);
     assert!(epochs.view().dirty().contains(1));
     epochs.fail(&layer, "again");
