@@ -133,7 +133,7 @@ pub struct Args {
     pub cow_disk: Option<u64>,
 
     /// How long, in seconds, a guest's write may wait for space for an old block while no
-    /// checkpoint makes progress. Then the oldest checkpoint fails, and its changes go into the
+    /// checkpoint makes progress. Then the newest checkpoint fails, and its changes go into the
     /// next one.
     #[arg(
         long,
@@ -159,8 +159,8 @@ pub struct Args {
     pub fetch_retry: u32,
 
     /// How long, in microseconds, a worker polls for the guest's next request before it sleeps; 0
-    /// disables polling [default: 50 while the guest polls too, or while the host has at least two
-    /// processors for each running queue and two more; else 0].
+    /// disables polling [default: 50 while the host has at least two processors for each running
+    /// queue, and two more unless the guest polls too; else 0].
     #[arg(
         long,
         value_name = "US",

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use cairn_store::Root;
 
 use crate::local_disk::LocalDisk;
+use crate::log_limit::LogLimit;
 use crate::mirror::Mirror;
 use crate::mirror::files::data_sync::DataSync;
 use crate::mirror::files::disk_file::DiskFile;
@@ -180,6 +181,7 @@ pub(crate) struct Flusher {
     added: Condvar,
     intent_timeout: Duration,
     is_spawned: AtomicBool,
+    failures: Mutex<LogLimit>,
 }
 
 impl Flusher {
@@ -194,7 +196,8 @@ impl Flusher {
         };
         let (requests, added) = (Mutex::new(requests), Condvar::new());
         let is_spawned = AtomicBool::new(false);
-        Flusher { disk, writer, requests, added, intent_timeout, is_spawned }
+        let failures = Mutex::new(LogLimit::new(Instant::now()));
+        Flusher { disk, writer, requests, added, intent_timeout, is_spawned, failures }
     }
 
     fn requests(&self) -> MutexGuard<'_, FlushRequests> {
@@ -301,7 +304,10 @@ impl Flusher {
     fn flush(&self, waiting: Vec<FlushDone>) {
         let result = self.writer.flush(&self.disk.mirror, &self.disk.data);
         if let Err(error) = &result {
-            tracing::error!(%error, "a flush failed");
+            let mut failures = self.failures.lock().expect("no code panics with this lock held");
+            if let Some(times) = failures.count(Instant::now()) {
+                tracing::error!(%error, times, "a flush failed");
+            }
         }
         for done in waiting {
             done(match &result {

@@ -28,6 +28,7 @@
 //! | `uring`, `memory`, `request` | the ring, guest memory, and parsing of descriptor chains |
 //! | `counters` | the numbers for `cairn stats` and `cairn status` |
 //! | `mirror` | the decisions: presence, epochs, copy-on-write, claims; and the mirror's files |
+//! | `rate_limit`, `log_limit` | limits of what a guest causes: requests, log lines |
 //! | `mapping`, `sys` | memory from the kernel, and system calls |
 
 pub mod args;
@@ -43,9 +44,11 @@ mod guest;
 mod image;
 mod lease;
 mod local_disk;
+mod log_limit;
 mod mapping;
 mod memory;
 mod mirror;
+mod rate_limit;
 mod request;
 pub mod start;
 mod sys;

@@ -1,27 +1,27 @@
-//! Limits the log lines of events that a guest causes as often as it wants.
+//! Limits the log lines of events that happen as often as a guest wants.
 
 use std::time::{Duration, Instant};
 
-use super::rate_limit::RateLimit;
+use crate::rate_limit::RateLimit;
 
 /// The interval in which one line is written.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Decides which events of one kind are logged.
-pub(super) struct LogLimit {
+pub(crate) struct LogLimit {
     limit: RateLimit,
     /// The events since the last line.
     count: u64,
 }
 
 impl LogLimit {
-    pub(super) fn new(now: Instant) -> LogLimit {
+    pub(crate) fn new(now: Instant) -> LogLimit {
         LogLimit { limit: RateLimit::new(1, INTERVAL, now), count: 0 }
     }
 
     /// Counts an event. If a line is due, returns the number of events that it stands for: this one,
     /// and those since the last line.
-    pub(super) fn count(&mut self, now: Instant) -> Option<u64> {
+    pub(crate) fn count(&mut self, now: Instant) -> Option<u64> {
         self.count += 1;
         self.limit.take(now).ok().map(|()| std::mem::take(&mut self.count))
     }

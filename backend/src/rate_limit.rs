@@ -6,12 +6,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::mirror::epoch::manager::MAX_LAYERS;
-
-/// The number of checkpoints that a guest may take at once, after a time without any. As many can wait
-/// to become stable, but the last of them only if the operator takes it.
-pub(crate) const CHECKPOINT_BURST: u32 = MAX_LAYERS as u32;
-
 /// A token bucket: it holds `burst` tokens, and gains one in each interval.
 pub(crate) struct RateLimit {
     burst: u32,

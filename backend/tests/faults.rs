@@ -380,6 +380,24 @@ fn failing_mirror(site: &Site) -> (Mounted, Options, Vec<u8>) {
 /// A failed sync is like a power cut: the kernel reports it once, and drops what was not durable. So
 /// no later sync counts, in this process or in the next.
 #[test]
+fn flushes_that_fail_for_ever_write_few_log_lines() {
+    let site = Site::new();
+    let (mounted, options, _) = failing_mirror(&site);
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    let queue = &mut device.queues[0];
+    queue.write(0, &[1; 4096]).expect("write");
+    mounted.fail_syncs("vm1/disk", 1);
+    for _ in 0..500 {
+        queue.flush().expect_err("the first sync failed");
+    }
+    drop(device);
+    let log = backend.end_with_error();
+    let errors = log.lines().filter(|line| line.contains("ERROR")).count();
+    assert!((1..20).contains(&errors), "{errors} lines: {log}");
+}
+
+#[test]
 fn after_a_failed_sync_nothing_counts_but_what_was_durable_before() {
     // The sync of a flush that writes the map, and the sync of a flush that need not.
     for is_map_current in [false, true] {

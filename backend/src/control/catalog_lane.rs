@@ -9,8 +9,8 @@ use std::{io, thread};
 
 use tokio::sync::oneshot;
 
-use super::rate_limit::RateLimit;
 use super::{MAX_CONNECTIONS, Origin};
+use crate::rate_limit::RateLimit;
 
 /// The most queries of guests that wait. Further ones are refused.
 pub(crate) const MAX_WAITING_OF_GUEST: usize = 8;
@@ -112,7 +112,7 @@ mod tests {
 
     use super::{CatalogLane, CatalogLanes, MAX_WAITING_OF_GUEST, NotAsked};
     use crate::control::Origin;
-    use crate::control::rate_limit::RateLimit;
+    use crate::rate_limit::RateLimit;
 
     /// A lane without a limit of the rate.
     fn lane(max_waiting: usize) -> CatalogLane {

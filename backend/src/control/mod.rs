@@ -7,8 +7,6 @@
 //! bounded, and no connection can delay the operator's or the disk.
 
 pub(crate) mod catalog_lane;
-mod log_limit;
-pub(crate) mod rate_limit;
 pub(crate) mod session;
 
 use std::os::unix::net::UnixListener as StdListener;
@@ -22,14 +20,15 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
 use self::catalog_lane::CatalogLanes;
-use self::log_limit::LogLimit;
-use self::rate_limit::RateLimit;
 use crate::commit::Commits;
 use crate::counters::Counters;
 use crate::grow::Grower;
 use crate::guest::GuestState;
 use crate::image::Image;
 use crate::local_disk::LocalDisk;
+use crate::log_limit::LogLimit;
+use crate::mirror::epoch::manager::MAX_LAYERS;
+use crate::rate_limit::RateLimit;
 use crate::sys::VsockListener;
 use crate::vhost::server::StopHandle;
 
@@ -54,6 +53,10 @@ pub(crate) struct Listeners {
     /// The kernel's vsock, and the context id of the guest that may use it.
     pub(crate) vsock: Option<(VsockListener, u32)>,
 }
+
+/// The number of checkpoints that a guest may take at once, after a time without any. As many can wait
+/// to become stable, but the last of them only if the operator takes it.
+pub(crate) const CHECKPOINT_BURST: u32 = MAX_LAYERS as u32;
 
 /// What is needed to answer requests.
 pub(crate) struct ControlContext {

@@ -13,8 +13,8 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufR
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
+use super::CHECKPOINT_BURST;
 use super::catalog_lane::NotAsked;
-use super::rate_limit::CHECKPOINT_BURST;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
 use crate::grow::GrowError;

@@ -23,8 +23,7 @@ use crate::commit::persist::{Abort, Persister};
 use crate::commit::throttle::CommitThrottle;
 use crate::commit::{Commits, stall};
 use crate::control::catalog_lane::CatalogLanes;
-use crate::control::rate_limit::{CHECKPOINT_BURST, RateLimit};
-use crate::control::{self, ControlContext};
+use crate::control::{self, CHECKPOINT_BURST, ControlContext};
 use crate::counters::Counters;
 use crate::fetch::Fetcher;
 use crate::flush::{Flusher, INTENT_TIMEOUT};
@@ -45,6 +44,7 @@ use crate::mirror::events::Events;
 use crate::mirror::files::data_sync::DataSync;
 use crate::mirror::files::live_dir::{self, UnusedNumbers};
 use crate::mirror::layout::SECTOR_BYTES;
+use crate::rate_limit::RateLimit;
 use crate::vhost::server::{self, StopHandle};
 use crate::worker::{self, Command, RequestContext};
 

@@ -556,7 +556,9 @@ impl Worker {
         match result {
             Ok(()) => self.end(chain, Outcome::Ok(written)),
             Err(error) => {
-                tracing::error!(%error, "I/O on the mirror failed");
+                if let Some(requests) = self.io_errors.count(self.now) {
+                    tracing::error!(%error, requests, "I/O on the mirror failed");
+                }
                 self.end(chain, Outcome::Failed);
             }
         }

@@ -46,6 +46,7 @@ use crate::flush::Flusher;
 use crate::guest::GuestState;
 use crate::image::Serial;
 use crate::local_disk::LocalDisk;
+use crate::log_limit::LogLimit;
 use crate::memory::GuestMap;
 use crate::mirror::cow::buffer_pool::BufferPool;
 use crate::mirror::epoch::manager::EpochHandle;
@@ -53,6 +54,13 @@ use crate::uring::{Reaped, Ring};
 
 /// How long a stop waits for parked requests before it fails them.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The time after which a worker that plans requests looks at its inbox again. A single request can
+/// cover so many chunks, of so many checkpoints, that planning it takes milliseconds.
+const PASS_TIME: Duration = Duration::from_millis(50);
+
+/// The number of requests that are planned between two readings of the clock.
+const PLANS_PER_CLOCK_READ: usize = 8;
 
 /// What becomes of parked requests when their queue stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,6 +177,8 @@ pub(crate) fn spawn(
             parts: Slab::new(),
             flushes: FlushQueue::default(),
             seen_events: 0,
+            io_errors: LogLimit::new(Instant::now()),
+            has_unplanned: false,
             now: Instant::now(),
             poll: BusyPoll::new(poll),
             poll_max_queues,
@@ -202,11 +212,15 @@ struct Worker {
     flushes: FlushQueue,
     /// The event count before the parked requests were last planned.
     seen_events: u64,
+    /// The log lines for requests that failed.
+    io_errors: LogLimit,
+    /// Whether the last pass over the parked requests ended before the last one.
+    has_unplanned: bool,
     /// The time when the worker last came back from its wait. The clock is read once for each loop.
     now: Instant,
     poll: BusyPoll,
-    /// The worker polls while at most this many queues run, because others need the processors too.
-    /// It also polls while the guest does: then the guest needs no processor to wake up.
+    /// The worker polls only while at most this many queues run, because others need the processors
+    /// too. If the guest polls, it may be one more.
     poll_max_queues: usize,
 }
 
@@ -220,7 +234,7 @@ impl Worker {
             let events = self.context.disk.mirror.events().count();
             let has_events = std::mem::replace(&mut self.seen_events, events) != events;
             if self.state.may_plan() {
-                if has_events {
+                if has_events || self.has_unplanned {
                     self.plan_parked()?;
                 }
                 self.pop_all()?;
@@ -286,8 +300,8 @@ impl Worker {
     }
 
     /// Pops and starts what the guest has made available, but at most as many chains as the queue
-    /// has entries: a guest that refills its ring for ever must not keep the worker from its inbox.
-    /// What is left is seen by [`Worker::wait`], which then does not sleep.
+    /// has entries, and only for some time: a guest that refills its ring for ever must not keep the
+    /// worker from its inbox. What is left is seen by [`Worker::wait`], which then does not sleep.
     fn pop_all(&mut self) -> io::Result<()> {
         let (only_resubmit, leaves) = (!self.state.takes_requests(), self.leaves_parked());
         let Some(queue) = &mut self.queue else { return Ok(()) };
@@ -296,9 +310,11 @@ impl Worker {
         }
         queue.disable_kicks();
         let (now, mut budget) = (self.now, queue.size());
+        let mut clock = PassClock::start();
         // A queue that stops takes no new requests, but finishes those that any process has begun.
-        while let Some((chain, kind)) =
-            self.queue.as_mut().and_then(|queue| queue.pop(now, only_resubmit, &mut budget))
+        while !clock.is_over()
+            && let Some((chain, kind)) =
+                self.queue.as_mut().and_then(|queue| queue.pop(now, only_resubmit, &mut budget))
         {
             self.accept(chain, kind)?;
         }
@@ -331,9 +347,20 @@ impl Worker {
         self.last_id
     }
 
+    /// Plans the parked requests again, but only for some time. Those that are left are the first ones
+    /// of the next pass.
     fn plan_parked(&mut self) -> io::Result<()> {
-        for job in std::mem::take(&mut self.parked) {
+        let mut jobs = std::mem::take(&mut self.parked).into_iter();
+        let mut clock = PassClock::start();
+        while !clock.is_over()
+            && let Some(job) = jobs.next()
+        {
             self.plan(job)?;
+        }
+        self.has_unplanned = jobs.len() > 0;
+        if self.has_unplanned {
+            let again = std::mem::take(&mut self.parked);
+            self.parked = jobs.chain(again).collect();
         }
         Ok(())
     }
@@ -353,8 +380,7 @@ impl Worker {
         if self.busy_poll()? {
             return Ok(());
         }
-        let more = self.state.takes_requests()
-            && self.queue.as_mut().is_some_and(ActiveQueue::enable_kicks);
+        let more = self.has_more();
         let events = self.context.disk.mirror.events();
         let may_sleep =
             !more && (self.parked.is_empty() || events.may_sleep(self.index, self.seen_events));
@@ -371,14 +397,24 @@ impl Worker {
         self.ring.enter(limit)
     }
 
+    /// Enables kicks. Returns whether there are requests to plan that no event or kick announces.
+    fn has_more(&mut self) -> bool {
+        let (may_plan, takes_requests) = (self.state.may_plan(), self.state.takes_requests());
+        let is_left = may_plan && !self.leaves_parked();
+        let Some(queue) = &mut self.queue else { return false };
+        let has_new = takes_requests && queue.enable_kicks();
+        has_new || is_left && (self.has_unplanned || queue.has_resubmissions())
+    }
+
     /// Polls the queue for a short time instead of sleeping, while the guest has to act next.
     /// Returns whether there is something to do.
     fn busy_poll(&mut self) -> io::Result<bool> {
         let idle = self.ring.in_flight() == 0 && self.parked.is_empty() && self.flushes.is_empty();
         let Some(queue) = &self.queue else { return Ok(false) };
-        let has_processors = self.context.guest.running_queues() <= self.poll_max_queues;
-        let may_poll = has_processors || queue.guest_polls();
-        if !idle || !may_poll || !self.state.takes_requests() || !self.poll.is_wanted() {
+        // A guest that polls is awake: it needs no other processor to be woken on.
+        let max_queues = self.poll_max_queues.saturating_add(usize::from(queue.guest_polls()));
+        let has_processors = self.context.guest.running_queues() <= max_queues;
+        if !idle || !has_processors || !self.state.takes_requests() || !self.poll.is_wanted() {
             return Ok(false);
         }
         // The interrupt that makes the guest act must go out first.
@@ -463,5 +499,27 @@ impl Worker {
             let _ = stop.reply.send(next_avail);
         }
         Ok(())
+    }
+}
+
+/// Ends a pass over requests that takes too long.
+struct PassClock {
+    start: Option<Instant>,
+    count: usize,
+}
+
+impl PassClock {
+    fn start() -> PassClock {
+        PassClock { start: None, count: 0 }
+    }
+
+    /// Call this before each request. Returns whether the pass is over.
+    fn is_over(&mut self) -> bool {
+        self.count += 1;
+        if !self.count.is_multiple_of(PLANS_PER_CLOCK_READ) {
+            return false;
+        }
+        // Short passes do not read the clock at all.
+        self.start.get_or_insert_with(Instant::now).elapsed() >= PASS_TIME
     }
 }

@@ -11,9 +11,11 @@ use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use super::buffer_pool::PooledBuffer;
 use super::range_allocator::{AllocatedRange, RangeAllocator};
+use crate::log_limit::LogLimit;
 use crate::mapping::{SharedBytes, Words};
 use crate::mirror::epoch::Epoch;
 use crate::mirror::files::disk_file::{allocate, allocate_more};
@@ -67,6 +69,7 @@ pub(crate) struct CowMemory {
     ranges: Arc<RangeAllocator>,
     /// The number of bytes for which the file has space. Memory beyond that must not be touched.
     allocated: Mutex<u64>,
+    failures: Mutex<LogLimit>,
 }
 
 /// The file grows in steps of this many bytes, because most disks never need much. In tests it
@@ -88,7 +91,8 @@ impl CowMemory {
         let owners = Words::shared(owners, 0, slots as usize)?;
         let slots = Arc::new(SharedSlots { bytes, owners });
         let ranges = RangeAllocator::new(limit, found);
-        Ok(CowMemory { file, slots, ranges, allocated: Mutex::new(found) })
+        let failures = Mutex::new(LogLimit::new(Instant::now()));
+        Ok(CowMemory { file, slots, ranges, allocated: Mutex::new(found), failures })
     }
 
     /// An empty memory of this process alone.
@@ -135,15 +139,24 @@ impl CowMemory {
             match allocate_more(&self.file, *allocated, more) {
                 Ok(()) => *allocated += more,
                 Err(error) => {
-                    tracing::warn!(
-                        %error,
-                        "cannot get more copy-on-write memory; old blocks go to the spill file"
-                    );
+                    drop(allocated);
+                    self.report(&error);
                     return None;
                 }
             }
         }
         Some(self.buffer(range))
+    }
+
+    fn report(&self, error: &io::Error) {
+        let mut failures = self.failures.lock().expect("no code panics with this lock held");
+        if let Some(times) = failures.count(Instant::now()) {
+            tracing::warn!(
+                %error,
+                times,
+                "cannot get more copy-on-write memory; old blocks go to the spill file"
+            );
+        }
     }
 
     /// Returns the buffer at this offset, which an earlier process had allocated.
