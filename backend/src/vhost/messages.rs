@@ -210,7 +210,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        self.caching.is_known = true;
+        // QEMU answers a message of the device with a read, and takes over only the capacity.
+        self.caching.is_known |= !self.guest.config_channels.was_notified(self.id);
         let queues = self.rings.len() as u16;
         let layout = self.disk.mirror.layout();
         let config = config::space(&layout, queues, self.queue_size, self.shows_cache());

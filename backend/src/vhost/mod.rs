@@ -47,7 +47,9 @@ const MAX_MEMORY_SLOTS: usize = 509;
 ///   it. Hypervisors drop the ledger when the guest resets.
 /// - The next driver after a reboot finds the mode that its hypervisor shows. Hypervisors read it
 ///   when they make the device, and not when they connect again. So on a connection on which the
-///   mode was neither read nor written, the cache stays off, too.
+///   mode was neither read nor written, the cache stays off, too. A read after the device has sent
+///   the message that its configuration has changed does not count: the hypervisor reads the whole
+///   configuration then, and shows the guest only the new capacity.
 /// - QEMU and Cloud Hypervisor describe all rings before they enable the first one, so all rings
 ///   are asked when the first one starts. For others, a ring that starts later and was used turns
 ///   the cache off again.
@@ -62,7 +64,8 @@ struct Caching {
     turned_off: bool,
     /// Whether the cache was off before the first ring of this connection started.
     was_turned_off: bool,
-    /// Whether the hypervisor has read or written the mode on this connection.
+    /// Whether the hypervisor has read or written the mode on this connection. A read that the device
+    /// has asked for does not count.
     is_known: bool,
 }
 
