@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
-    MmapRegion,
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MmapRegion,
 };
 
 use crate::request::Segment;
@@ -59,7 +59,7 @@ pub(crate) struct DirtyLog {
 
 impl DirtyLog {
     /// Maps the log.
-    pub(crate) fn new(file: File, offset: u64, len: u64) -> io::Result<DirtyLog> {
+    pub(crate) fn new(file: &File, offset: u64, len: u64) -> io::Result<DirtyLog> {
         Ok(DirtyLog { mapping: map_file(file, offset, len)? })
     }
 
@@ -255,7 +255,7 @@ impl GuestMap {
 }
 
 /// Maps the region that a message describes.
-pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Result<Region> {
+pub(crate) fn map_region(range: UserRange, file: &File, offset: u64) -> io::Result<Region> {
     if range.user.checked_add(range.len).is_none() {
         return Err(io::Error::other("a memory region wraps around"));
     }
@@ -264,15 +264,17 @@ pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Resul
 }
 
 /// Maps memory that the hypervisor shares. Memory behind the end of its file is refused: the kernel
-/// ends a process that touches it. Devices, such as persistent memory, do not tell their length.
-fn map_file(file: File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
+/// ends a process that touches it. Devices, such as persistent memory, do not tell their length. The
+/// mapping has a duplicate of the descriptor.
+fn map_file(file: &File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
     let metadata = file.metadata()?;
     let has_all = offset.checked_add(len).is_some_and(|end| end <= metadata.len());
     if metadata.is_file() && !has_all {
         return Err(io::Error::other("shared memory is longer than its file"));
     }
     let len = usize::try_from(len).map_err(io::Error::other)?;
-    MmapRegion::from_file(vm_memory::FileOffset::new(file, offset), len).map_err(io::Error::other)
+    let file = FileOffset::new(file.try_clone()?, offset);
+    MmapRegion::from_file(file, len).map_err(io::Error::other)
 }
 
 #[cfg(test)]

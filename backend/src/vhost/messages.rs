@@ -24,6 +24,28 @@ fn unsupported<T>(what: &'static str) -> Result<T> {
     Err(Error::InvalidOperation(what))
 }
 
+impl Handler {
+    /// Returns a descriptor for a kick or an interrupt. It must be an event descriptor: others are
+    /// always ready, take as long to close as the hypervisor likes, or keep the connection open.
+    fn event(&self, file: Option<File>) -> Result<Option<File>> {
+        let Some(file) = file else { return Ok(None) };
+        let refusal = match sys::is_event(&file) {
+            Ok(true) => return Ok(Some(file)),
+            Ok(false) => failed("kicks and interrupts need event descriptors"),
+            Err(error) => failed(error),
+        };
+        self.closer.close(file);
+        Err(refusal)
+    }
+
+    /// Calls `use_it` with a file of the hypervisor, and closes the file.
+    fn with_file<T>(&mut self, file: File, use_it: impl FnOnce(&mut Self, &File) -> T) -> T {
+        let result = use_it(self, &file);
+        self.closer.close(file);
+        result
+    }
+}
+
 impl VhostUserBackendReqHandlerMut for Handler {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
@@ -76,9 +98,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
-        let regions = regions
+        let mapped = regions
             .iter()
-            .zip(files)
+            .zip(&files)
             .map(|(region, file)| {
                 let range = UserRange {
                     user: region.user_addr,
@@ -87,9 +109,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
                 };
                 map_region(range, file, region.mmap_offset)
             })
-            .collect::<io::Result<_>>()
-            .map_err(failed)?;
-        self.replace_map(regions).map(|()| None)
+            .collect::<io::Result<_>>();
+        files.into_iter().for_each(|file| self.closer.close(file));
+        self.replace_map(mapped.map_err(failed)?).map(|()| None)
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
@@ -149,13 +171,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = self.event(file)?;
         self.ring(u32::from(index))?;
         let index = usize::from(index);
-        if let Some(file) = &file
-            && !sys::can_wait_for(file).map_err(failed)?
-        {
-            return Err(failed("nobody can wait for this kick descriptor"));
-        }
         self.around_stop(index, |handler| {
             handler.rings[index].kick = file;
             Ok(())
@@ -163,6 +181,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = self.event(file)?;
         if self.ring(u32::from(index))?.state == RingState::Running {
             let copy = file.as_ref().map(File::try_clone).transpose().map_err(failed)?;
             self.workers[usize::from(index)].send(Command::SetCall(copy));
@@ -171,7 +190,11 @@ impl VhostUserBackendReqHandlerMut for Handler {
         Ok(())
     }
 
-    fn set_vring_err(&mut self, index: u8, _file: Option<File>) -> Result<()> {
+    fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        // Errors are not reported in this way.
+        if let Some(file) = file {
+            self.closer.close(file);
+        }
         self.ring(u32::from(index)).map(drop)
     }
 
@@ -253,8 +276,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
             guest: region.guest_phys_addr,
             len: region.memory_size,
         };
-        let region = map_region(range, file, region.mmap_offset).map_err(failed)?;
-        self.replace_map(self.map.regions_with(region)).map(|()| None)
+        let region = self.with_file(file, |_, file| map_region(range, file, region.mmap_offset));
+        self.replace_map(self.map.regions_with(region.map_err(failed)?)).map(|()| None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
@@ -273,17 +296,21 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
-        if self.runs() {
-            return Err(Error::InvalidOperation("a ring is running"));
-        }
-        let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
-        let region = LedgerRegion::map(&file, kept.mmap_offset, queues, entries).map_err(failed)?;
-        self.ledgers = Some(region);
-        Ok(())
+        self.with_file(file, |handler, file| {
+            if handler.runs() {
+                return Err(Error::InvalidOperation("a ring is running"));
+            }
+            let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
+            let region = LedgerRegion::map(file, kept.mmap_offset, queues, entries);
+            handler.ledgers = Some(region.map_err(failed)?);
+            Ok(())
+        })
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let log = DirtyLog::new(file, log.mmap_offset, log.mmap_size).map_err(failed)?;
+        let log = self
+            .with_file(file, |_, file| DirtyLog::new(file, log.mmap_offset, log.mmap_size))
+            .map_err(failed)?;
         self.log = Some(Arc::new(log));
         self.apply_log()
     }
@@ -300,8 +327,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
         &mut self,
         _: VhostTransferStateDirection,
         _: VhostTransferStatePhase,
-        _: File,
+        file: File,
     ) -> Result<Option<File>> {
+        self.closer.close(file);
         unsupported("device state was not offered")
     }
 

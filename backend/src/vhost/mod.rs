@@ -10,6 +10,7 @@
 //! there. See [`ledger`](crate::guest::ledger).
 
 mod config;
+mod file_closer;
 mod messages;
 mod rings;
 pub(crate) mod server;
@@ -23,6 +24,7 @@ use vhost::vhost_user::{Error, Result};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
 use vm_memory::{Address, Bytes};
 
+use self::file_closer::FileCloser;
 use self::rings::{Ring, RingState, UserRingAddresses};
 use crate::guest::ledger::LedgerRegion;
 use crate::guest::ring_ownership::ConnectionId;
@@ -87,6 +89,7 @@ pub(crate) struct Handler {
     ledgers: Option<LedgerRegion>,
     map: Arc<GuestMap>,
     rings: Vec<Ring>,
+    closer: FileCloser,
 }
 
 fn failed(error: impl std::fmt::Display) -> Error {
@@ -104,12 +107,13 @@ fn is_refusal(error: &Error) -> bool {
 }
 
 impl Handler {
-    pub(crate) fn new(
+    fn new(
         id: ConnectionId,
         migratable: bool,
         (disk, guest): (Arc<LocalDisk>, Arc<GuestState>),
         workers: Vec<Mailbox>,
         queue_size: u16,
+        closer: FileCloser,
     ) -> Handler {
         let rings = workers.iter().map(|_| Ring { size: queue_size, ..Ring::default() }).collect();
         Handler {
@@ -126,6 +130,7 @@ impl Handler {
             ledgers: None,
             map: Arc::default(),
             rings,
+            closer,
         }
     }
 

@@ -260,6 +260,11 @@ impl Guest {
         })
     }
 
+    /// A duplicate of the connection to the backend.
+    pub(crate) fn connection(&self) -> UnixStream {
+        self.stream.try_clone().expect("duplicate a socket")
+    }
+
     /// Opens a channel on which the hypervisor gets messages of the device.
     pub(crate) fn open_channel(&mut self) -> UnixStream {
         let protocol = VhostUserProtocolFeatures::MQ

@@ -3,7 +3,9 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -25,6 +27,29 @@ pub(crate) fn memfd(len: u64) -> File {
 pub(crate) fn as_event(fd: impl Into<OwnedFd>) -> EventFd {
     // SAFETY: nothing else owns the descriptor any more.
     unsafe { EventFd::from_raw_fd(fd.into().into_raw_fd()) }
+}
+
+/// A socket whose end takes a minute: its peer, which comes with it, does not read what was sent.
+pub(crate) fn lingering_socket() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = listener.local_addr().expect("an address");
+    let mut socket = TcpStream::connect(address).expect("connect");
+    let (peer, _) = listener.accept().expect("accept");
+    socket.set_nonblocking(true).expect("a socket that does not block");
+    while socket.write(&[0; 64 << 10]).is_ok() {}
+    let linger = libc::linger { l_onoff: 1, l_linger: 60 };
+    // SAFETY: the option is a live variable of the size that is passed.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            size_of_val(&linger) as libc::socklen_t,
+        )
+    };
+    assert_eq!(result, 0, "setsockopt: {}", std::io::Error::last_os_error());
+    (socket, peer)
 }
 
 /// Sends `signal` to a child that was not waited for yet.
