@@ -13,6 +13,7 @@ use vm_memory::{
     GuestRegionMmap, MmapRegion,
 };
 
+use crate::mapping::check_part;
 use crate::request::Segment;
 
 /// A region's range in the hypervisor's own address space. Ring addresses arrive as addresses of
@@ -263,15 +264,9 @@ pub(crate) fn map_region(range: UserRange, file: &File, offset: u64) -> io::Resu
     Ok(Region { range, mapping: Arc::new(mapping) })
 }
 
-/// Maps memory that the hypervisor shares. Memory behind the end of its file is refused: the kernel
-/// ends a process that touches it. Devices, such as persistent memory, do not tell their length. The
-/// mapping has a duplicate of the descriptor.
+/// Maps memory that the hypervisor shares. The mapping has a duplicate of the descriptor.
 fn map_file(file: &File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
-    let metadata = file.metadata()?;
-    let has_all = offset.checked_add(len).is_some_and(|end| end <= metadata.len());
-    if metadata.is_file() && !has_all {
-        return Err(io::Error::other("shared memory is longer than its file"));
-    }
+    check_part(file, offset, len)?;
     let len = usize::try_from(len).map_err(io::Error::other)?;
     let file = FileOffset::new(file.try_clone()?, offset);
     MmapRegion::from_file(file, len).map_err(io::Error::other)

@@ -50,6 +50,15 @@ pub(crate) fn is_event(file: &File) -> io::Result<bool> {
     Ok(name.as_os_str() == "anon_inode:[eventfd]")
 }
 
+/// The size of the pages of a file of huge pages. Returns `None` for other files.
+pub(crate) fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
+    // SAFETY: an all-zero statfs is a valid value of that plain struct.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `stat` is writable and large enough, and the descriptor is open.
+    check(unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) })?;
+    Ok((stat.f_type == libc::HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
+}
+
 /// Whether the files of a directory are only in memory.
 pub(crate) fn is_in_memory(path: &Path) -> io::Result<bool> {
     const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;

@@ -3,6 +3,7 @@
 mod frontend;
 mod support;
 
+use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -15,8 +16,9 @@ use frontend::{
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::{Device, Shape};
 use support::repository;
+use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
 use vm_memory::GuestMemoryBackend;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -165,6 +167,75 @@ fn more_memory_regions_than_announced_are_refused() {
     assert_eq!(add_pages(&mut guest, 1 << 32, 600), 508, "and the one that it began with");
     drop(guest);
     assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+/// Protocol features with which a hypervisor can share memory of every kind.
+fn share_features() -> VhostUserProtocolFeatures {
+    VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        | VhostUserProtocolFeatures::LOG_SHMFD
+        | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+}
+
+/// A message that shares a part of a file: memory, the dirty log, or the record of requests in flight.
+#[derive(Clone, Copy, Debug)]
+enum Share {
+    Region,
+    Table,
+    Log,
+    Record,
+}
+
+const SHARES: [Share; 4] = [Share::Region, Share::Table, Share::Log, Share::Record];
+
+/// Shares `len` bytes of a file with a new connection whose queue does not run, as all the memory
+/// beside that of the guest, or as all of it.
+fn share(backend: &Backend, kind: Share, file: &File, len: u64) -> vhost::Result<Guest> {
+    let mut guest = Guest::connect(&backend.options.socket);
+    guest.frontend.set_protocol_features(share_features()).expect("they are offered");
+    guest.frontend.get_vring_base(0).expect("the queue stops");
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: 1 << 32,
+        memory_size: len,
+        userspace_addr: 1 << 32,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let log =
+        VhostUserDirtyLogRegion { mmap_size: len, mmap_offset: 0, mmap_handle: file.as_raw_fd() };
+    guest.ask(|frontend| match kind {
+        Share::Region => frontend.add_mem_region(&region).map(drop),
+        Share::Table => frontend.set_mem_table(&[region]).map(drop),
+        Share::Log => frontend.set_log_base(0, Some(log)),
+        Share::Record => {
+            let record = VhostUserInflight::new(len, 0, 1, 64);
+            frontend.set_inflight_fd(&record, file.as_raw_fd())
+        }
+    })?;
+    Ok(guest)
+}
+
+/// The kernel maps whole huge pages, and does not unmap a part of one.
+#[test]
+fn a_part_of_a_huge_page_is_refused_and_does_not_stay_mapped() {
+    let file = match support::sys::memfd_of_huge_pages(4 << 20) {
+        Ok(file) => file,
+        Err(error) => {
+            eprintln!("skipped: there are no huge pages here: {error}");
+            return;
+        }
+    };
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    for kind in SHARES {
+        assert!(share(&backend, kind, &file, 4096).is_err(), "{kind:?}");
+        backend.assert_alive();
+    }
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", backend.pid())).expect("read");
+    assert!(!maps.contains("huge-pages"), "{maps}");
 }
 
 /// The kernel takes 1024 parts at most.

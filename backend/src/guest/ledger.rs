@@ -27,7 +27,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::mapping::{PAGE_BYTES, Words};
+use crate::mapping::{PAGE_BYTES, Words, check_part};
 use crate::mirror::files::disk_file::allocate;
 
 const VERSION: u64 = 1;
@@ -69,9 +69,7 @@ impl LedgerRegion {
             return Err(wrong("ledgers need entries and begin with a page"));
         }
         let len = LedgerRegion::len(queues, entries);
-        if offset.checked_add(len).is_none_or(|end| file.metadata().map_or(0, |m| m.len()) < end) {
-            return Err(wrong("the file of the ledgers is too short"));
-        }
+        check_part(file, offset, len)?;
         let words = Arc::new(Words::shared(file, offset, (len / 8) as usize)?);
         Ok(LedgerRegion { words, queues, entries })
     }

@@ -23,6 +23,20 @@ pub(crate) fn memfd(len: u64) -> File {
     file
 }
 
+/// Memory like [`memfd`], in huge pages, or why that is not possible here. No pages are allocated.
+pub(crate) fn memfd_of_huge_pages(len: u64) -> std::io::Result<File> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB;
+    // SAFETY: as in `memfd`.
+    let fd = unsafe { libc::memfd_create(c"huge-pages".as_ptr(), flags) };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: as in `memfd`.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
 /// Any descriptor where the protocol has an event.
 pub(crate) fn as_event(fd: impl Into<OwnedFd>) -> EventFd {
     // SAFETY: nothing else owns the descriptor any more.
