@@ -52,6 +52,13 @@ impl Region {
 /// The size of a page of a [`DirtyLog`].
 const LOG_PAGE_BYTES: u64 = 4096;
 
+/// The most memory that a guest can have. Address space is scarce: processors have 128 TiB of it, two
+/// hypervisors can be connected, and while the memory changes, each has its old and its new one.
+const MAX_MEMORY_BYTES: u64 = 8 << 40;
+
+/// The longest dirty log. Guest addresses have gaps, so it covers twice the most memory.
+const MAX_LOG_BYTES: u64 = 2 * MAX_MEMORY_BYTES / LOG_PAGE_BYTES / 8;
+
 /// The hypervisor's log of guest pages that changed while the guest migrates, one bit per page.
 #[derive(Debug)]
 pub(crate) struct DirtyLog {
@@ -61,6 +68,9 @@ pub(crate) struct DirtyLog {
 impl DirtyLog {
     /// Maps the log.
     pub(crate) fn new(file: &File, offset: u64, len: u64) -> io::Result<DirtyLog> {
+        if len > MAX_LOG_BYTES {
+            return Err(io::Error::other("the dirty log is longer than any guest needs"));
+        }
         Ok(DirtyLog { mapping: map_file(file, offset, len)? })
     }
 
@@ -252,6 +262,15 @@ impl GuestMap {
     /// The size of the guest's memory in bytes.
     pub(crate) fn len(&self) -> u64 {
         self.memory.iter().map(|region| region.len()).sum()
+    }
+}
+
+/// Checks the lengths of all regions of a guest, before they are mapped.
+pub(crate) fn check_total(lens: impl IntoIterator<Item = u64>) -> io::Result<()> {
+    let total = lens.into_iter().try_fold(0, u64::checked_add);
+    match total.is_some_and(|total| total <= MAX_MEMORY_BYTES) {
+        true => Ok(()),
+        false => Err(io::Error::other("the guest has more memory than 8 TiB")),
     }
 }
 

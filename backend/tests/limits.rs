@@ -210,7 +210,8 @@ fn share(backend: &Backend, kind: Share, file: &File, len: u64) -> vhost::Result
         Share::Table => frontend.set_mem_table(&[region]).map(drop),
         Share::Log => frontend.set_log_base(0, Some(log)),
         Share::Record => {
-            let record = VhostUserInflight::new(len, 0, 1, 64);
+            let queues = if len > 4096 { u16::MAX } else { 1 };
+            let record = VhostUserInflight::new(len, 0, queues, 64);
             frontend.set_inflight_fd(&record, file.as_raw_fd())
         }
     })?;
@@ -236,6 +237,35 @@ fn a_part_of_a_huge_page_is_refused_and_does_not_stay_mapped() {
     assert!(Guest::connect(&backend.options.socket).works(0, 1));
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", backend.pid())).expect("read");
     assert!(!maps.contains("huge-pages"), "{maps}");
+}
+
+/// The file is sparse, so the hypervisor pays nothing for its length.
+#[test]
+fn more_shared_memory_than_a_guest_can_need_is_refused() {
+    const TIB: u64 = 1 << 40;
+    let file = support::sys::memfd(16 * TIB);
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    for kind in SHARES {
+        assert!(share(&backend, kind, &file, 16 * TIB).is_err(), "{kind:?}");
+        backend.assert_alive();
+    }
+    // Each is short enough by itself.
+    let mut guest = share(&backend, Share::Region, &file, 5 * TIB).expect("5 TiB");
+    let region = |at: u64| VhostUserMemoryRegionInfo {
+        guest_phys_addr: at * TIB,
+        memory_size: 5 * TIB,
+        userspace_addr: at * TIB,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    assert!(guest.ask(|frontend| frontend.add_mem_region(&region(16))).is_err());
+    let mut guest = Guest::connect(&backend.options.socket);
+    let table = [region(16), region(32)];
+    assert!(guest.ask(|frontend| frontend.set_mem_table(&table)).is_err());
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+    let mapped = backend.memory("VmSize:");
+    assert!(mapped < 4 * TIB, "{mapped} bytes");
 }
 
 /// The kernel takes 1024 parts at most.

@@ -16,7 +16,7 @@ use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 use super::rings::{Ring, RingState, UserRingAddresses};
 use super::{Caching, Handler, MAX_MEMORY_SLOTS, config, failed, refused, skip_drain};
 use crate::guest::ledger::LedgerRegion;
-use crate::memory::{DirtyLog, UserRange, map_region};
+use crate::memory::{DirtyLog, UserRange, check_total, map_region};
 use crate::sys;
 use crate::worker::{Command, ParkedRequests};
 
@@ -36,6 +36,15 @@ impl Handler {
         };
         self.closer.close(file);
         Err(refusal)
+    }
+
+    /// Checks that ledgers are for queues that this device can have.
+    fn check_ledgers(&self, ledgers: &VhostUserInflight) -> Result<()> {
+        let has_queues = usize::from(ledgers.num_queues) <= self.rings.len();
+        match has_queues && ledgers.queue_size <= self.queue_size {
+            true => Ok(()),
+            false => Err(Error::InvalidParam),
+        }
     }
 
     /// Calls `use_it` with a file of the hypervisor, and closes the file.
@@ -98,18 +107,16 @@ impl VhostUserBackendReqHandlerMut for Handler {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
-        let mapped = regions
-            .iter()
-            .zip(&files)
-            .map(|(region, file)| {
-                let range = UserRange {
-                    user: region.user_addr,
-                    guest: region.guest_phys_addr,
-                    len: region.memory_size,
-                };
-                map_region(range, file, region.mmap_offset)
-            })
-            .collect::<io::Result<_>>();
+        let map = |(region, file): (&VhostUserMemoryRegion, &File)| {
+            let range = UserRange {
+                user: region.user_addr,
+                guest: region.guest_phys_addr,
+                len: region.memory_size,
+            };
+            map_region(range, file, region.mmap_offset)
+        };
+        let mapped = check_total(regions.iter().map(|region| region.memory_size))
+            .and_then(|()| regions.iter().zip(&files).map(map).collect::<io::Result<_>>());
         files.into_iter().for_each(|file| self.closer.close(file));
         self.replace_map(mapped.map_err(failed)?).map(|()| None)
     }
@@ -276,7 +283,10 @@ impl VhostUserBackendReqHandlerMut for Handler {
             guest: region.guest_phys_addr,
             len: region.memory_size,
         };
-        let region = self.with_file(file, |_, file| map_region(range, file, region.mmap_offset));
+        let region = self.with_file(file, |handler, file| {
+            check_total([handler.map.len(), range.len])?;
+            map_region(range, file, region.mmap_offset)
+        });
         self.replace_map(self.map.regions_with(region.map_err(failed)?)).map(|()| None)
     }
 
@@ -286,10 +296,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        self.check_ledgers(wanted)?;
         let (queues, entries) = (wanted.num_queues, wanted.queue_size);
-        if usize::from(queues) > self.rings.len() || entries > self.queue_size {
-            return Err(Error::InvalidParam);
-        }
         let len = LedgerRegion::len(usize::from(queues), entries);
         let file = sys::shared_memory(len).map_err(failed)?;
         Ok((VhostUserInflight::new(len, 0, queues, entries), file))
@@ -300,6 +308,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
             if handler.runs() {
                 return Err(Error::InvalidOperation("a ring is running"));
             }
+            handler.check_ledgers(kept)?;
             let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
             let region = LedgerRegion::map(file, kept.mmap_offset, queues, entries);
             handler.ledgers = Some(region.map_err(failed)?);
