@@ -288,7 +288,12 @@ fn map_file(file: &File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
     check_part(file, offset, len)?;
     let len = usize::try_from(len).map_err(io::Error::other)?;
     let file = FileOffset::new(file.try_clone()?, offset);
-    MmapRegion::from_file(file, len).map_err(io::Error::other)
+    let mapping = MmapRegionBuilder::new(len)
+        .with_file_offset(file)
+        .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+        // Without MAP_NORESERVE, so that a lack of huge pages is an error here.
+        .with_mmap_flags(libc::MAP_SHARED);
+    mapping.build().map_err(io::Error::other)
 }
 
 #[cfg(test)]

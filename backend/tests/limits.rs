@@ -4,7 +4,7 @@ mod frontend;
 mod support;
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
@@ -237,6 +237,69 @@ fn a_part_of_a_huge_page_is_refused_and_does_not_stay_mapped() {
     assert!(Guest::connect(&backend.options.socket).works(0, 1));
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", backend.pid())).expect("read");
     assert!(!maps.contains("huge-pages"), "{maps}");
+}
+
+/// The kernel ends a process that touches memory for which there is no page.
+#[test]
+fn memory_for_which_there_are_no_huge_pages_is_refused() {
+    let info = std::fs::read_to_string("/proc/meminfo").expect("read");
+    let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:")).expect("a total");
+    let kib: u64 = total.split_whitespace().next().unwrap().parse().unwrap();
+    let len = (kib << 10).next_multiple_of(2 << 20);
+    let file = match support::sys::memfd_of_huge_pages(len) {
+        Ok(file) => file,
+        Err(error) => {
+            eprintln!("skipped: there are no huge pages here: {error}");
+            return;
+        }
+    };
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    for kind in [Share::Region, Share::Table] {
+        assert!(share(&backend, kind, &file, len).is_err(), "{kind:?}");
+        backend.assert_alive();
+    }
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+#[test]
+fn a_record_of_requests_in_flight_for_which_there_is_no_space_is_refused() {
+    let site = site(4 << 20);
+    let full = site.path("full");
+    std::fs::create_dir(&full).expect("a place to mount");
+    let _mounted = match support::sys::mount_tmpfs(&full, 1 << 20) {
+        Ok(mounted) => mounted,
+        Err(error) => {
+            eprintln!("skipped: a small file system cannot be mounted here: {error}");
+            return;
+        }
+    };
+    let record = File::options().read(true).write(true).create_new(true).open(full.join("record"));
+    let record = record.expect("create a file");
+    record.set_len(4096).expect("a sparse file");
+    let mut filler = File::create(full.join("filler")).expect("create a file");
+    while filler.write_all(&[0; 4096]).is_ok() {}
+    let mut backend = Backend::start(&Options::new(&site));
+    assert!(share(&backend, Share::Record, &record, 4096).is_err());
+    backend.assert_alive();
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+#[test]
+fn a_record_of_requests_in_flight_needs_a_file_that_can_be_written_and_need_not_grow() {
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    let file = support::sys::memfd(4096);
+    support::sys::seal_length(&file);
+    let mut guest = share(&backend, Share::Record, &file, 4096).expect("it need not grow");
+    guest.restart();
+    assert!(guest.works(0, 1));
+    drop(guest);
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let read_only = File::open(path).expect("open for reading");
+    assert!(share(&backend, Share::Record, &read_only, 4096).is_err());
+    backend.assert_alive();
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
 }
 
 /// The file is sparse, so the hypervisor pays nothing for its length.

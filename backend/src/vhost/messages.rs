@@ -310,7 +310,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
             }
             handler.check_ledgers(kept)?;
             let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
-            let region = LedgerRegion::map(file, kept.mmap_offset, queues, entries);
+            let region = LedgerRegion::map_shared(file, kept.mmap_offset, queues, entries);
             handler.ledgers = Some(region.map_err(failed)?);
             Ok(())
         })

@@ -15,12 +15,23 @@ use vmm_sys_util::eventfd::EventFd;
 /// Memory that can be shared with another process by its descriptor.
 pub(crate) fn memfd(len: u64) -> File {
     // SAFETY: the name is a C string that outlives the call.
-    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        libc::memfd_create(c"guest-memory".as_ptr(), flags)
+    };
     assert!(fd >= 0, "memfd_create: {}", std::io::Error::last_os_error());
     // SAFETY: the call above returned this descriptor, and nothing else owns it.
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(len).expect("size the guest's memory");
     file
+}
+
+/// Lets a [`memfd`] keep its length for ever.
+pub(crate) fn seal_length(file: &File) {
+    let seals = libc::F_SEAL_SEAL | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
+    // SAFETY: fcntl with F_ADD_SEALS takes no pointers.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+    assert_eq!(result, 0, "fcntl: {}", std::io::Error::last_os_error());
 }
 
 /// Memory like [`memfd`], in huge pages, or why that is not possible here. No pages are allocated.
