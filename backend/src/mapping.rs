@@ -13,6 +13,26 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// The size of a page, and the alignment of buffers for direct I/O.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
+/// Checks a part of a file that somebody else shares, before it is mapped.
+///
+/// The kernel ends a process that touches memory behind the end of a file. Devices, such as
+/// persistent memory, do not tell their length. Of huge pages, the kernel always maps whole ones, and
+/// it refuses to unmap a part of one. So a mapping of such a part would stay for ever.
+pub(crate) fn check_part(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let wrong = |what| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    let metadata = file.metadata()?;
+    let has_all = offset.checked_add(len).is_some_and(|end| end <= metadata.len());
+    if metadata.is_file() && !has_all {
+        return wrong("shared memory is longer than its file");
+    }
+    match crate::sys::huge_page_bytes(file)? {
+        Some(page) if !offset.is_multiple_of(page) || !len.is_multiple_of(page) => {
+            wrong("shared memory in huge pages consists of whole ones")
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Maps `bytes` bytes of a file.
 fn map(bytes: usize, file: &File, offset: u64) -> io::Result<NonNull<u8>> {
     let (flags, fd) = (libc::MAP_SHARED, file.as_raw_fd());

@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
-    MmapRegion,
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MmapRegion,
 };
 
+use crate::mapping::check_part;
 use crate::request::Segment;
 
 /// A region's range in the hypervisor's own address space. Ring addresses arrive as addresses of
@@ -51,6 +52,13 @@ impl Region {
 /// The size of a page of a [`DirtyLog`].
 const LOG_PAGE_BYTES: u64 = 4096;
 
+/// The most memory that a guest can have. Address space is scarce: processors have 128 TiB of it, two
+/// hypervisors can be connected, and while the memory changes, each has its old and its new one.
+const MAX_MEMORY_BYTES: u64 = 8 << 40;
+
+/// The longest dirty log. Guest addresses have gaps, so it covers twice the most memory.
+const MAX_LOG_BYTES: u64 = 2 * MAX_MEMORY_BYTES / LOG_PAGE_BYTES / 8;
+
 /// The hypervisor's log of guest pages that changed while the guest migrates, one bit per page.
 #[derive(Debug)]
 pub(crate) struct DirtyLog {
@@ -59,7 +67,10 @@ pub(crate) struct DirtyLog {
 
 impl DirtyLog {
     /// Maps the log.
-    pub(crate) fn new(file: File, offset: u64, len: u64) -> io::Result<DirtyLog> {
+    pub(crate) fn new(file: &File, offset: u64, len: u64) -> io::Result<DirtyLog> {
+        if len > MAX_LOG_BYTES {
+            return Err(io::Error::other("the dirty log is longer than any guest needs"));
+        }
         Ok(DirtyLog { mapping: map_file(file, offset, len)? })
     }
 
@@ -254,8 +265,17 @@ impl GuestMap {
     }
 }
 
+/// Checks the lengths of all regions of a guest, before they are mapped.
+pub(crate) fn check_total(lens: impl IntoIterator<Item = u64>) -> io::Result<()> {
+    let total = lens.into_iter().try_fold(0, u64::checked_add);
+    match total.is_some_and(|total| total <= MAX_MEMORY_BYTES) {
+        true => Ok(()),
+        false => Err(io::Error::other("the guest has more memory than 8 TiB")),
+    }
+}
+
 /// Maps the region that a message describes.
-pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Result<Region> {
+pub(crate) fn map_region(range: UserRange, file: &File, offset: u64) -> io::Result<Region> {
     if range.user.checked_add(range.len).is_none() {
         return Err(io::Error::other("a memory region wraps around"));
     }
@@ -263,16 +283,17 @@ pub(crate) fn map_region(range: UserRange, file: File, offset: u64) -> io::Resul
     Ok(Region { range, mapping: Arc::new(mapping) })
 }
 
-/// Maps memory that the hypervisor shares. Memory behind the end of its file is refused: the kernel
-/// ends a process that touches it. Devices, such as persistent memory, do not tell their length.
-fn map_file(file: File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
-    let metadata = file.metadata()?;
-    let has_all = offset.checked_add(len).is_some_and(|end| end <= metadata.len());
-    if metadata.is_file() && !has_all {
-        return Err(io::Error::other("shared memory is longer than its file"));
-    }
+/// Maps memory that the hypervisor shares. The mapping has a duplicate of the descriptor.
+fn map_file(file: &File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
+    check_part(file, offset, len)?;
     let len = usize::try_from(len).map_err(io::Error::other)?;
-    MmapRegion::from_file(vm_memory::FileOffset::new(file, offset), len).map_err(io::Error::other)
+    let file = FileOffset::new(file.try_clone()?, offset);
+    let mapping = MmapRegionBuilder::new(len)
+        .with_file_offset(file)
+        .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+        // Without MAP_NORESERVE, so that a lack of huge pages is an error here.
+        .with_mmap_flags(libc::MAP_SHARED);
+    mapping.build().map_err(io::Error::other)
 }
 
 #[cfg(test)]

@@ -7,8 +7,6 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
-
 /// A unix socket that a hypervisor uses.
 pub(crate) enum UnixSocket {
     /// Each connection is one hypervisor.
@@ -46,14 +44,19 @@ pub(crate) fn shared_memory(len: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Whether a descriptor tells when it is ready. Files and some devices do not: they always are.
-pub(crate) fn can_wait_for(file: &File) -> io::Result<bool> {
-    let event = EpollEvent::new(EventSet::IN, 0);
-    match Epoll::new()?.ctl(ControlOperation::Add, file.as_raw_fd(), event) {
-        Ok(()) => Ok(true),
-        Err(error) if error.raw_os_error() == Some(libc::EPERM) => Ok(false),
-        Err(error) => Err(error),
-    }
+/// Whether this is an event descriptor. The kernel gives this name to nothing else.
+pub(crate) fn is_event(file: &File) -> io::Result<bool> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    Ok(name.as_os_str() == "anon_inode:[eventfd]")
+}
+
+/// The size of the pages of a file of huge pages. Returns `None` for other files.
+pub(crate) fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
+    // SAFETY: an all-zero statfs is a valid value of that plain struct.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `stat` is writable and large enough, and the descriptor is open.
+    check(unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) })?;
+    Ok((stat.f_type == libc::HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
 }
 
 /// Whether the files of a directory are only in memory.

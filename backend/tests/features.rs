@@ -11,7 +11,10 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use frontend::{BASE, DATA, GET_ID, Guest, HEADER, IN, OK, OUT, STATUS, Setup, USED, WRITABLE};
+use cairn_agent::Request;
+use frontend::{
+    BASE, DATA, GET_ID, Guest, HEADER, IN, OK, OUT, STATUS, Setup, USED, WRITABLE, await_change,
+};
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::Shape;
 use support::repository;
@@ -235,6 +238,30 @@ fn write_through_mode_outlives_a_backend_that_ends_while_the_guest_reboots() {
         guest.restart();
         assert_eq!(is_write_through(&site, guest, backend), written_again.is_none());
     }
+}
+
+/// When a disk has grown, QEMU reads the whole configuration and takes over only the capacity.
+#[test]
+fn write_through_mode_outlives_a_read_of_the_configuration_that_the_device_has_asked_for() {
+    let site = site();
+    let options = Options::new(&site);
+    let backend = Backend::start(&options);
+    let mut guest = Guest::connect(&options.socket);
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 7);
+    guest.frontend.get_vring_base(0).unwrap();
+    backend.kill();
+    let backend = Backend::start(&options);
+    guest.introduce_again(&options.socket).expect("connect again");
+    let mut channel = guest.open_channel();
+    let store = repository::open(&site.store());
+    store.catalog().resize(&repository::image(IMAGE), 2 * SIZE).expect("the image grows");
+    backend.control().ask(&Request::Resize).expect("ask the disk to grow");
+    await_change(&mut channel);
+    assert_eq!(config(&mut guest, 0, 8), (2 * SIZE / 512).to_le_bytes());
+    config(&mut guest, 0, 60);
+    guest.restart();
+    assert!(is_write_through(&site, guest, backend));
 }
 
 #[test]

@@ -6,15 +6,13 @@ mod frontend;
 mod support;
 
 use std::fs;
-use std::io::Read;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
 use cairn_agent::{Event, RefusalKind, Request};
-use frontend::{DATA, Guest, OK, OUT};
+use frontend::{DATA, Guest, OK, OUT, await_change};
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
@@ -22,8 +20,8 @@ use support::device::Shape;
 use support::repository;
 use support::rng::{Repeat, number_from_env};
 use support::sys;
+use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
-use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
 
 const CHUNK: u32 = 64 << 10;
 const BLOCK: u64 = 4096;
@@ -41,28 +39,6 @@ fn grow_disk(control: &mut Control) -> u64 {
         Event::Resized(resized) => resized.size,
         other => panic!("the growth was answered with {other:?}"),
     }
-}
-
-/// Opens a channel on which the hypervisor gets messages of the device.
-fn open_channel(guest: &mut Guest) -> UnixStream {
-    let protocol = VhostUserProtocolFeatures::MQ
-        | VhostUserProtocolFeatures::CONFIG
-        | VhostUserProtocolFeatures::REPLY_ACK
-        | VhostUserProtocolFeatures::BACKEND_REQ;
-    let offered = guest.frontend.get_protocol_features().unwrap();
-    assert!(offered.contains(VhostUserProtocolFeatures::BACKEND_REQ));
-    guest.frontend.set_protocol_features(protocol).unwrap();
-    let (channel, theirs) = UnixStream::pair().unwrap();
-    channel.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-    guest.frontend.set_backend_request_fd(&theirs).unwrap();
-    channel
-}
-
-/// Waits for the message that the configuration has changed.
-fn await_change(channel: &mut UnixStream) {
-    let mut message = [0; 12];
-    channel.read_exact(&mut message).expect("a message of the device");
-    assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
 }
 
 /// The size that the hypervisor reads.
@@ -92,7 +68,7 @@ fn a_disk_grows_under_a_running_guest_and_its_snapshots_keep_their_sizes() {
     let backend = Backend::start(&Options::new(&site));
     let mut control = backend.control();
     let mut guest = Guest::connect(&backend.options.socket);
-    let mut channel = open_channel(&mut guest);
+    let mut channel = guest.open_channel();
     assert_eq!(grow_disk(&mut control), SMALL, "it has that size already");
     assert_eq!(configured_size(&mut guest), SMALL);
     assert_ne!(write(&mut guest, SMALL, 1), OK, "behind the end");
@@ -224,7 +200,7 @@ fn a_hypervisor_that_connects_after_a_growth_is_told_of_it() {
     // The next process grows before it serves.
     let backend = Backend::start(&Options::new(&site));
     guest.introduce_again(&backend.options.socket).unwrap();
-    let mut channel = open_channel(&mut guest);
+    let mut channel = guest.open_channel();
     let base = guest.used;
     guest.set_up_queue(frontend::Setup { base, ..guest.setup }).unwrap();
     await_change(&mut channel);

@@ -8,6 +8,7 @@ mod frontend;
 mod support;
 
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,8 @@ use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::Shape;
 use support::repository;
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
+use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::GuestMemoryBackend;
 
@@ -535,6 +538,60 @@ fn a_kick_that_cannot_be_waited_for_is_refused() {
         assert!(guest.ask(|frontend| frontend.set_vring_kick(0, &kick)).is_err());
         target.still_serves(guest, "a kick that is always ready");
     }
+}
+
+/// The end of such a socket waits until its peer has read everything.
+#[test]
+fn a_descriptor_that_takes_long_to_close_holds_up_nobody() {
+    let target = Target::new();
+    for (round, message) in (1..).zip(["interrupt", "kick", "error", "memory", "record"]) {
+        let mut guest = target.guest();
+        let (socket, _peer) = support::sys::lingering_socket();
+        let socket = support::sys::as_event(socket);
+        let fd = socket.as_raw_fd();
+        let protocol = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        guest.frontend.set_protocol_features(protocol).expect("they are offered");
+        let region = guest.memory.iter().next().expect("there is one region");
+        let region = VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file");
+        let region = VhostUserMemoryRegionInfo { mmap_handle: fd, ..region };
+        let record = VhostUserInflight::new(4096, 0, 1, 64);
+        // The backend has the last descriptor.
+        target.backend.while_stopped(|| {
+            let frontend = &mut guest.frontend;
+            frontend.set_hdr_flags(VhostUserHeaderFlag::empty());
+            let sent = match message {
+                "interrupt" => frontend.set_vring_call(0, &socket),
+                "kick" => frontend.set_vring_kick(0, &socket),
+                "error" => frontend.set_vring_err(0, &socket),
+                "memory" => frontend.set_mem_table(&[region]).map(drop),
+                _ => frontend.set_inflight_fd(&record, fd),
+            };
+            sent.expect("send a message");
+            drop(socket);
+        });
+        let begin = Instant::now();
+        let stopped = guest.ask(|frontend| frontend.get_vring_base(0));
+        assert_eq!(stopped.is_ok(), message == "error", "{message}: {stopped:?}");
+        drop(guest);
+        assert!(target.guest().works(8, round), "after: {message}");
+        assert!(begin.elapsed() < Duration::from_secs(6), "{message}: {:?}", begin.elapsed());
+    }
+}
+
+/// The backend would keep the connection open by itself.
+#[test]
+fn a_kick_that_is_the_hypervisors_end_of_the_connection_is_refused() {
+    let target = Target::new();
+    let mut guest = target.guest();
+    let kick = support::sys::as_event(guest.connection());
+    let begin = Instant::now();
+    assert!(guest.ask(|frontend| frontend.set_vring_kick(0, &kick)).is_err());
+    drop(kick);
+    drop(guest);
+    assert!(target.guest().works(8, 1));
+    assert!(begin.elapsed() < Duration::from_secs(6), "it took {:?}", begin.elapsed());
 }
 
 /// The guest replaces its chains in flight by one table with as many entries as a table can have.

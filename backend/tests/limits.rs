@@ -3,6 +3,7 @@
 mod frontend;
 mod support;
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -15,9 +16,11 @@ use frontend::{
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::{Device, Shape};
 use support::repository;
+use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
 use vm_memory::GuestMemoryBackend;
+use vmm_sys_util::eventfd::EventFd;
 
 const CHUNK: u32 = 64 << 10;
 
@@ -166,6 +169,168 @@ fn more_memory_regions_than_announced_are_refused() {
     assert!(Guest::connect(&backend.options.socket).works(0, 1));
 }
 
+/// Protocol features with which a hypervisor can share memory of every kind.
+fn share_features() -> VhostUserProtocolFeatures {
+    VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        | VhostUserProtocolFeatures::LOG_SHMFD
+        | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+}
+
+/// A message that shares a part of a file: memory, the dirty log, or the record of requests in flight.
+#[derive(Clone, Copy, Debug)]
+enum Share {
+    Region,
+    Table,
+    Log,
+    Record,
+}
+
+const SHARES: [Share; 4] = [Share::Region, Share::Table, Share::Log, Share::Record];
+
+/// Shares `len` bytes of a file with a new connection whose queue does not run, as all the memory
+/// beside that of the guest, or as all of it.
+fn share(backend: &Backend, kind: Share, file: &File, len: u64) -> vhost::Result<Guest> {
+    let mut guest = Guest::connect(&backend.options.socket);
+    guest.frontend.set_protocol_features(share_features()).expect("they are offered");
+    guest.frontend.get_vring_base(0).expect("the queue stops");
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: 1 << 32,
+        memory_size: len,
+        userspace_addr: 1 << 32,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let log =
+        VhostUserDirtyLogRegion { mmap_size: len, mmap_offset: 0, mmap_handle: file.as_raw_fd() };
+    guest.ask(|frontend| match kind {
+        Share::Region => frontend.add_mem_region(&region).map(drop),
+        Share::Table => frontend.set_mem_table(&[region]).map(drop),
+        Share::Log => frontend.set_log_base(0, Some(log)),
+        Share::Record => {
+            let queues = if len > 4096 { u16::MAX } else { 1 };
+            let record = VhostUserInflight::new(len, 0, queues, 64);
+            frontend.set_inflight_fd(&record, file.as_raw_fd())
+        }
+    })?;
+    Ok(guest)
+}
+
+/// The kernel maps whole huge pages, and does not unmap a part of one.
+#[test]
+fn a_part_of_a_huge_page_is_refused_and_does_not_stay_mapped() {
+    let file = match support::sys::memfd_of_huge_pages(4 << 20) {
+        Ok(file) => file,
+        Err(error) => {
+            eprintln!("skipped: there are no huge pages here: {error}");
+            return;
+        }
+    };
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    for kind in SHARES {
+        assert!(share(&backend, kind, &file, 4096).is_err(), "{kind:?}");
+        backend.assert_alive();
+    }
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", backend.pid())).expect("read");
+    assert!(!maps.contains("huge-pages"), "{maps}");
+}
+
+/// The kernel ends a process that touches memory for which there is no page.
+#[test]
+fn memory_for_which_there_are_no_huge_pages_is_refused() {
+    let info = std::fs::read_to_string("/proc/meminfo").expect("read");
+    let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:")).expect("a total");
+    let kib: u64 = total.split_whitespace().next().unwrap().parse().unwrap();
+    let len = (kib << 10).next_multiple_of(2 << 20);
+    let file = match support::sys::memfd_of_huge_pages(len) {
+        Ok(file) => file,
+        Err(error) => {
+            eprintln!("skipped: there are no huge pages here: {error}");
+            return;
+        }
+    };
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    for kind in [Share::Region, Share::Table] {
+        assert!(share(&backend, kind, &file, len).is_err(), "{kind:?}");
+        backend.assert_alive();
+    }
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+#[test]
+fn a_record_of_requests_in_flight_for_which_there_is_no_space_is_refused() {
+    let site = site(4 << 20);
+    let full = site.path("full");
+    std::fs::create_dir(&full).expect("a place to mount");
+    let _mounted = match support::sys::mount_tmpfs(&full, 1 << 20) {
+        Ok(mounted) => mounted,
+        Err(error) => {
+            eprintln!("skipped: a small file system cannot be mounted here: {error}");
+            return;
+        }
+    };
+    let record = File::options().read(true).write(true).create_new(true).open(full.join("record"));
+    let record = record.expect("create a file");
+    record.set_len(4096).expect("a sparse file");
+    let mut filler = File::create(full.join("filler")).expect("create a file");
+    while filler.write_all(&[0; 4096]).is_ok() {}
+    let mut backend = Backend::start(&Options::new(&site));
+    assert!(share(&backend, Share::Record, &record, 4096).is_err());
+    backend.assert_alive();
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+#[test]
+fn a_record_of_requests_in_flight_needs_a_file_that_can_be_written_and_need_not_grow() {
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    let file = support::sys::memfd(4096);
+    support::sys::seal_length(&file);
+    let mut guest = share(&backend, Share::Record, &file, 4096).expect("it need not grow");
+    guest.restart();
+    assert!(guest.works(0, 1));
+    drop(guest);
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let read_only = File::open(path).expect("open for reading");
+    assert!(share(&backend, Share::Record, &read_only, 4096).is_err());
+    backend.assert_alive();
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+}
+
+/// The file is sparse, so the hypervisor pays nothing for its length.
+#[test]
+fn more_shared_memory_than_a_guest_can_need_is_refused() {
+    const TIB: u64 = 1 << 40;
+    let file = support::sys::memfd(16 * TIB);
+    let site = site(4 << 20);
+    let mut backend = Backend::start(&Options::new(&site));
+    for kind in SHARES {
+        assert!(share(&backend, kind, &file, 16 * TIB).is_err(), "{kind:?}");
+        backend.assert_alive();
+    }
+    // Each is short enough by itself.
+    let mut guest = share(&backend, Share::Region, &file, 5 * TIB).expect("5 TiB");
+    let region = |at: u64| VhostUserMemoryRegionInfo {
+        guest_phys_addr: at * TIB,
+        memory_size: 5 * TIB,
+        userspace_addr: at * TIB,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    assert!(guest.ask(|frontend| frontend.add_mem_region(&region(16))).is_err());
+    let mut guest = Guest::connect(&backend.options.socket);
+    let table = [region(16), region(32)];
+    assert!(guest.ask(|frontend| frontend.set_mem_table(&table)).is_err());
+    assert!(Guest::connect(&backend.options.socket).works(0, 1));
+    let mapped = backend.memory("VmSize:");
+    assert!(mapped < 4 * TIB, "{mapped} bytes");
+}
+
 /// The kernel takes 1024 parts at most.
 #[test]
 fn a_request_whose_every_segment_is_in_two_regions_is_served() {
@@ -186,22 +351,22 @@ fn a_request_whose_every_segment_is_in_two_regions_is_served() {
     }
 }
 
-/// A pipe that nobody reads takes the place of the guest's interrupt.
+/// An event descriptor that nobody reads, and whose count is at its end.
 #[test]
 fn an_interrupt_that_blocks_holds_up_nobody_and_does_not_pile_up() {
-    const CAPACITY: usize = 64 << 10;
+    const FULL: u64 = u64::MAX - 1;
     let site = site(4 << 20);
     let backend = Backend::start(&Options::new(&site));
     let mut guest = Guest::connect(&backend.options.socket);
-    let (mut reader, mut writer) = std::io::pipe().expect("a pipe");
+    // Writing to it blocks while it is full.
+    let call = EventFd::new(0).expect("an event");
     // The first interrupt fits, the next ones do not.
-    writer.write_all(&[0; CAPACITY - 8]).expect("fill the pipe");
-    let call = support::sys::as_event(writer);
+    call.write(FULL - 1).expect("fill the event");
     guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
     for sector in 0..50 {
         assert!(guest.works(sector * 8, 5), "sector {sector}");
     }
-    reader.read_exact(&mut [0; CAPACITY]).expect("read the pipe");
+    assert_eq!(call.read().expect("read the event"), FULL);
     std::thread::sleep(Duration::from_millis(300));
     let stop = |guest: &mut Guest| {
         let begin = Instant::now();
@@ -209,15 +374,14 @@ fn an_interrupt_that_blocks_holds_up_nobody_and_does_not_pile_up() {
         assert!(begin.elapsed() < Duration::from_secs(8), "it took {:?}", begin.elapsed());
     };
     stop(&mut guest);
-    drop(call);
-    let mut late = Vec::new();
-    reader.read_to_end(&mut late).expect("the backend has closed it");
-    assert!((8..=24).contains(&late.len()), "{} bytes for 100 requests", late.len());
+    // One more, so that reading does not block.
+    call.write(1).expect("write the event");
+    let late = call.read().expect("read the event") - 1;
+    assert!((1..=3).contains(&late), "{late} interrupts after the first of 100 requests");
 
     // Full from the start.
-    let (_reader, mut writer) = std::io::pipe().expect("a pipe");
-    writer.write_all(&[0; CAPACITY]).expect("fill the pipe");
-    let call = support::sys::as_event(writer);
+    let call = EventFd::new(0).expect("an event");
+    call.write(FULL).expect("fill the event");
     guest.restart();
     guest.ask(|frontend| frontend.set_vring_call(0, &call)).expect("another interrupt");
     assert!(guest.works(8, 6), "requests are served");

@@ -8,7 +8,7 @@
 //! The `vhost` crate (0.18) keeps the channel to itself and has no function for this message. So the
 //! descriptor is taken from the hypervisor's message before the crate reads it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -30,10 +30,26 @@ const HEADER_BYTES: usize = 12;
 
 /// The channels of the hypervisors that are connected.
 #[derive(Default)]
-pub(crate) struct ConfigChannels(Mutex<HashMap<ConnectionId, UnixStream>>);
+pub(crate) struct ConfigChannels(Mutex<Channels>);
+
+#[derive(Default)]
+struct Channels {
+    streams: HashMap<ConnectionId, UnixStream>,
+    /// The connections to which a message was sent.
+    notified: HashSet<ConnectionId>,
+}
+
+impl Channels {
+    fn notify(&mut self, id: ConnectionId) {
+        if let Some(stream) = self.streams.get(&id) {
+            self.notified.insert(id);
+            send(stream);
+        }
+    }
+}
 
 impl ConfigChannels {
-    fn channels(&self) -> MutexGuard<'_, HashMap<ConnectionId, UnixStream>> {
+    fn channels(&self) -> MutexGuard<'_, Channels> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -46,7 +62,11 @@ impl ConfigChannels {
             return;
         }
         match sys::peek_descriptor(connection) {
-            Ok(Some(channel)) => drop(self.channels().insert(id, channel.into())),
+            Ok(Some(channel)) => {
+                let before = self.channels().streams.insert(id, channel.into());
+                // Not while the channels are locked.
+                drop(before);
+            }
             Ok(None) => {}
             Err(error) => tracing::warn!(%error, "cannot use the hypervisor's channel"),
         }
@@ -54,19 +74,29 @@ impl ConfigChannels {
 
     /// Forgets the channel of a connection that has ended.
     pub(crate) fn remove(&self, id: ConnectionId) {
-        self.channels().remove(&id);
+        let mut channels = self.channels();
+        channels.notified.remove(&id);
+        let stream = channels.streams.remove(&id);
+        drop(channels);
+        drop(stream);
     }
 
     /// Tells a hypervisor that the space may have changed since it last read it.
     pub(crate) fn notify(&self, id: ConnectionId) {
-        if let Some(channel) = self.channels().get(&id) {
-            send(channel);
-        }
+        self.channels().notify(id);
     }
 
     /// Tells all hypervisors that the space has changed.
     pub(crate) fn notify_all(&self) {
-        self.channels().values().for_each(send);
+        let mut channels = self.channels();
+        let ids: Vec<_> = channels.streams.keys().copied().collect();
+        ids.into_iter().for_each(|id| channels.notify(id));
+    }
+
+    /// Whether a message was sent on a connection. Then the hypervisor may read the space only to
+    /// answer the message, and take over only what a device can change.
+    pub(crate) fn was_notified(&self, id: ConnectionId) -> bool {
+        self.channels().notified.contains(&id)
     }
 }
 
@@ -93,7 +123,7 @@ mod tests {
     fn a_hypervisor_that_reads_nothing_or_has_gone_holds_up_nobody() {
         let (channels, id) = (ConfigChannels::default(), ConnectionId(3));
         let (mut channel, own) = UnixStream::pair().unwrap();
-        channels.channels().insert(id, own);
+        channels.channels().streams.insert(id, own);
         for _ in 0..10_000 {
             channels.notify(id);
         }
@@ -115,7 +145,7 @@ mod tests {
             message[..4].copy_from_slice(&request.to_ne_bytes());
             hypervisor.write_all(&message).unwrap();
             channels.watch(id, &connection);
-            assert!(channels.channels().is_empty(), "no descriptor came with it");
+            assert!(channels.channels().streams.is_empty(), "no descriptor came with it");
             connection.read_exact(&mut message).unwrap();
         }
         let (mut channel, theirs) = UnixStream::pair().unwrap();

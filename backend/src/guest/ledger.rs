@@ -27,8 +27,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::mapping::{PAGE_BYTES, Words};
-use crate::mirror::files::disk_file::allocate;
+use crate::mapping::{PAGE_BYTES, Words, check_part};
+use crate::mirror::files::disk_file::{allocate, allocate_more};
 
 const VERSION: u64 = 1;
 
@@ -69,11 +69,22 @@ impl LedgerRegion {
             return Err(wrong("ledgers need entries and begin with a page"));
         }
         let len = LedgerRegion::len(queues, entries);
-        if offset.checked_add(len).is_none_or(|end| file.metadata().map_or(0, |m| m.len()) < end) {
-            return Err(wrong("the file of the ledgers is too short"));
-        }
+        check_part(file, offset, len)?;
         let words = Arc::new(Words::shared(file, offset, (len / 8) as usize)?);
         Ok(LedgerRegion { words, queues, entries })
+    }
+
+    /// Maps the ledgers that a hypervisor keeps. All their space is allocated first: the kernel ends a
+    /// process that touches shared memory for which there is no space.
+    pub(crate) fn map_shared(
+        file: &File,
+        offset: u64,
+        queues: usize,
+        entries: u16,
+    ) -> io::Result<LedgerRegion> {
+        let region = LedgerRegion::map(file, offset, queues, entries)?;
+        allocate_more(file, offset, LedgerRegion::len(queues, entries))?;
+        Ok(region)
     }
 
     /// The ledger of a queue with `size` entries, if there is one.

@@ -14,12 +14,12 @@ const SECOND: u64 = 4 << 20;
 
 fn region(guest: u64) -> Region {
     let range = UserRange { user: guest + (1 << 40), guest, len: REGION };
-    map_region(range, sys::shared_memory(REGION).unwrap(), 0).unwrap()
+    map_region(range, &sys::shared_memory(REGION).unwrap(), 0).unwrap()
 }
 
 fn log() -> (File, Arc<DirtyLog>) {
     let file = sys::shared_memory(4096).unwrap();
-    let log = DirtyLog::new(file.try_clone().unwrap(), 0, 4096).unwrap();
+    let log = DirtyLog::new(&file, 0, 4096).unwrap();
     (file, Arc::new(log))
 }
 
@@ -84,11 +84,11 @@ fn a_region_can_be_added_and_removed_once() {
 fn memory_that_is_longer_than_its_file_is_refused() {
     let range = UserRange { user: 1 << 40, guest: 0, len: REGION };
     let file = || sys::shared_memory(REGION).unwrap();
-    let is_mapped = |len, offset| map_region(UserRange { len, ..range }, file(), offset).is_ok();
+    let is_mapped = |len, offset| map_region(UserRange { len, ..range }, &file(), offset).is_ok();
     assert!(is_mapped(REGION, 0) && is_mapped(REGION / 2, REGION / 2));
     assert!(!is_mapped(2 * REGION, 0) && !is_mapped(REGION, 4096));
     assert!(!is_mapped(REGION, u64::MAX - 4095) && !is_mapped(REGION + 4096, 0));
-    assert!(DirtyLog::new(file(), 0, REGION).is_ok());
-    assert!(DirtyLog::new(file(), 4096, REGION).is_err());
-    assert!(DirtyLog::new(file(), 0, REGION + 1).is_err());
+    assert!(DirtyLog::new(&file(), 0, REGION).is_ok());
+    assert!(DirtyLog::new(&file(), 4096, REGION).is_err());
+    assert!(DirtyLog::new(&file(), 0, REGION + 1).is_err());
 }

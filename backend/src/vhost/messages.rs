@@ -16,12 +16,43 @@ use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 use super::rings::{Ring, RingState, UserRingAddresses};
 use super::{Caching, Handler, MAX_MEMORY_SLOTS, config, failed, refused, skip_drain};
 use crate::guest::ledger::LedgerRegion;
-use crate::memory::{DirtyLog, UserRange, map_region};
+use crate::memory::{DirtyLog, UserRange, check_total, map_region};
 use crate::sys;
 use crate::worker::{Command, ParkedRequests};
 
 fn unsupported<T>(what: &'static str) -> Result<T> {
     Err(Error::InvalidOperation(what))
+}
+
+impl Handler {
+    /// Returns a descriptor for a kick or an interrupt. It must be an event descriptor: others are
+    /// always ready, take as long to close as the hypervisor likes, or keep the connection open.
+    fn event(&self, file: Option<File>) -> Result<Option<File>> {
+        let Some(file) = file else { return Ok(None) };
+        let refusal = match sys::is_event(&file) {
+            Ok(true) => return Ok(Some(file)),
+            Ok(false) => failed("kicks and interrupts need event descriptors"),
+            Err(error) => failed(error),
+        };
+        self.closer.close(file);
+        Err(refusal)
+    }
+
+    /// Checks that ledgers are for queues that this device can have.
+    fn check_ledgers(&self, ledgers: &VhostUserInflight) -> Result<()> {
+        let has_queues = usize::from(ledgers.num_queues) <= self.rings.len();
+        match has_queues && ledgers.queue_size <= self.queue_size {
+            true => Ok(()),
+            false => Err(Error::InvalidParam),
+        }
+    }
+
+    /// Calls `use_it` with a file of the hypervisor, and closes the file.
+    fn with_file<T>(&mut self, file: File, use_it: impl FnOnce(&mut Self, &File) -> T) -> T {
+        let result = use_it(self, &file);
+        self.closer.close(file);
+        result
+    }
 }
 
 impl VhostUserBackendReqHandlerMut for Handler {
@@ -76,20 +107,18 @@ impl VhostUserBackendReqHandlerMut for Handler {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
-        let regions = regions
-            .iter()
-            .zip(files)
-            .map(|(region, file)| {
-                let range = UserRange {
-                    user: region.user_addr,
-                    guest: region.guest_phys_addr,
-                    len: region.memory_size,
-                };
-                map_region(range, file, region.mmap_offset)
-            })
-            .collect::<io::Result<_>>()
-            .map_err(failed)?;
-        self.replace_map(regions).map(|()| None)
+        let map = |(region, file): (&VhostUserMemoryRegion, &File)| {
+            let range = UserRange {
+                user: region.user_addr,
+                guest: region.guest_phys_addr,
+                len: region.memory_size,
+            };
+            map_region(range, file, region.mmap_offset)
+        };
+        let mapped = check_total(regions.iter().map(|region| region.memory_size))
+            .and_then(|()| regions.iter().zip(&files).map(map).collect::<io::Result<_>>());
+        files.into_iter().for_each(|file| self.closer.close(file));
+        self.replace_map(mapped.map_err(failed)?).map(|()| None)
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
@@ -149,13 +178,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = self.event(file)?;
         self.ring(u32::from(index))?;
         let index = usize::from(index);
-        if let Some(file) = &file
-            && !sys::can_wait_for(file).map_err(failed)?
-        {
-            return Err(failed("nobody can wait for this kick descriptor"));
-        }
         self.around_stop(index, |handler| {
             handler.rings[index].kick = file;
             Ok(())
@@ -163,6 +188,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = self.event(file)?;
         if self.ring(u32::from(index))?.state == RingState::Running {
             let copy = file.as_ref().map(File::try_clone).transpose().map_err(failed)?;
             self.workers[usize::from(index)].send(Command::SetCall(copy));
@@ -171,7 +197,11 @@ impl VhostUserBackendReqHandlerMut for Handler {
         Ok(())
     }
 
-    fn set_vring_err(&mut self, index: u8, _file: Option<File>) -> Result<()> {
+    fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        // Errors are not reported in this way.
+        if let Some(file) = file {
+            self.closer.close(file);
+        }
         self.ring(u32::from(index)).map(drop)
     }
 
@@ -210,7 +240,8 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        self.caching.is_known = true;
+        // QEMU answers a message of the device with a read, and takes over only the capacity.
+        self.caching.is_known |= !self.guest.config_channels.was_notified(self.id);
         let queues = self.rings.len() as u16;
         let layout = self.disk.mirror.layout();
         let config = config::space(&layout, queues, self.queue_size, self.shows_cache());
@@ -252,8 +283,11 @@ impl VhostUserBackendReqHandlerMut for Handler {
             guest: region.guest_phys_addr,
             len: region.memory_size,
         };
-        let region = map_region(range, file, region.mmap_offset).map_err(failed)?;
-        self.replace_map(self.map.regions_with(region)).map(|()| None)
+        let region = self.with_file(file, |handler, file| {
+            check_total([handler.map.len(), range.len])?;
+            map_region(range, file, region.mmap_offset)
+        });
+        self.replace_map(self.map.regions_with(region.map_err(failed)?)).map(|()| None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
@@ -262,27 +296,30 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        self.check_ledgers(wanted)?;
         let (queues, entries) = (wanted.num_queues, wanted.queue_size);
-        if usize::from(queues) > self.rings.len() || entries > self.queue_size {
-            return Err(Error::InvalidParam);
-        }
         let len = LedgerRegion::len(usize::from(queues), entries);
         let file = sys::shared_memory(len).map_err(failed)?;
         Ok((VhostUserInflight::new(len, 0, queues, entries), file))
     }
 
     fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
-        if self.runs() {
-            return Err(Error::InvalidOperation("a ring is running"));
-        }
-        let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
-        let region = LedgerRegion::map(&file, kept.mmap_offset, queues, entries).map_err(failed)?;
-        self.ledgers = Some(region);
-        Ok(())
+        self.with_file(file, |handler, file| {
+            if handler.runs() {
+                return Err(Error::InvalidOperation("a ring is running"));
+            }
+            handler.check_ledgers(kept)?;
+            let (queues, entries) = (usize::from(kept.num_queues), kept.queue_size);
+            let region = LedgerRegion::map_shared(file, kept.mmap_offset, queues, entries);
+            handler.ledgers = Some(region.map_err(failed)?);
+            Ok(())
+        })
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let log = DirtyLog::new(file, log.mmap_offset, log.mmap_size).map_err(failed)?;
+        let log = self
+            .with_file(file, |_, file| DirtyLog::new(file, log.mmap_offset, log.mmap_size))
+            .map_err(failed)?;
         self.log = Some(Arc::new(log));
         self.apply_log()
     }
@@ -299,8 +336,9 @@ impl VhostUserBackendReqHandlerMut for Handler {
         &mut self,
         _: VhostTransferStateDirection,
         _: VhostTransferStatePhase,
-        _: File,
+        file: File,
     ) -> Result<Option<File>> {
+        self.closer.close(file);
         unsupported("device state was not offered")
     }
 

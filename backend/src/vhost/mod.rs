@@ -10,6 +10,7 @@
 //! there. See [`ledger`](crate::guest::ledger).
 
 mod config;
+mod file_closer;
 mod messages;
 mod rings;
 pub(crate) mod server;
@@ -23,6 +24,7 @@ use vhost::vhost_user::{Error, Result};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
 use vm_memory::{Address, Bytes};
 
+use self::file_closer::FileCloser;
 use self::rings::{Ring, RingState, UserRingAddresses};
 use crate::guest::ledger::LedgerRegion;
 use crate::guest::ring_ownership::ConnectionId;
@@ -47,7 +49,9 @@ const MAX_MEMORY_SLOTS: usize = 509;
 ///   it. Hypervisors drop the ledger when the guest resets.
 /// - The next driver after a reboot finds the mode that its hypervisor shows. Hypervisors read it
 ///   when they make the device, and not when they connect again. So on a connection on which the
-///   mode was neither read nor written, the cache stays off, too.
+///   mode was neither read nor written, the cache stays off, too. A read after the device has sent
+///   the message that its configuration has changed does not count: the hypervisor reads the whole
+///   configuration then, and shows the guest only the new capacity.
 /// - QEMU and Cloud Hypervisor describe all rings before they enable the first one, so all rings
 ///   are asked when the first one starts. For others, a ring that starts later and was used turns
 ///   the cache off again.
@@ -62,7 +66,8 @@ struct Caching {
     turned_off: bool,
     /// Whether the cache was off before the first ring of this connection started.
     was_turned_off: bool,
-    /// Whether the hypervisor has read or written the mode on this connection.
+    /// Whether the hypervisor has read or written the mode on this connection. A read that the device
+    /// has asked for does not count.
     is_known: bool,
 }
 
@@ -84,6 +89,7 @@ pub(crate) struct Handler {
     ledgers: Option<LedgerRegion>,
     map: Arc<GuestMap>,
     rings: Vec<Ring>,
+    closer: FileCloser,
 }
 
 fn failed(error: impl std::fmt::Display) -> Error {
@@ -101,12 +107,13 @@ fn is_refusal(error: &Error) -> bool {
 }
 
 impl Handler {
-    pub(crate) fn new(
+    fn new(
         id: ConnectionId,
         migratable: bool,
         (disk, guest): (Arc<LocalDisk>, Arc<GuestState>),
         workers: Vec<Mailbox>,
         queue_size: u16,
+        closer: FileCloser,
     ) -> Handler {
         let rings = workers.iter().map(|_| Ring { size: queue_size, ..Ring::default() }).collect();
         Handler {
@@ -123,6 +130,7 @@ impl Handler {
             ledgers: None,
             map: Arc::default(),
             rings,
+            closer,
         }
     }
 

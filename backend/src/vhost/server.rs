@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error};
 
+use super::file_closer::FileCloser;
 use super::{Handler, is_refusal, skip_drain};
 use crate::guest::GuestState;
 use crate::guest::ring_ownership::ConnectionId;
@@ -89,9 +90,10 @@ pub(crate) fn serve(
     queue_size: u16,
     stop: &StopHandle,
 ) -> io::Result<()> {
+    let closer = FileCloser::start()?;
     let handler = |id, migratable| {
         let shared = (disk.clone(), guest.clone());
-        Handler::new(id, migratable, shared, workers.to_vec(), queue_size)
+        Handler::new(id, migratable, shared, workers.to_vec(), queue_size, closer.clone())
     };
     let listener = match socket {
         UnixSocket::Stream(stream) => {

@@ -260,6 +260,26 @@ impl Guest {
         })
     }
 
+    /// A duplicate of the connection to the backend.
+    pub(crate) fn connection(&self) -> UnixStream {
+        self.stream.try_clone().expect("duplicate a socket")
+    }
+
+    /// Opens a channel on which the hypervisor gets messages of the device.
+    pub(crate) fn open_channel(&mut self) -> UnixStream {
+        let protocol = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::BACKEND_REQ;
+        let offered = self.frontend.get_protocol_features().expect("the features");
+        assert!(offered.contains(VhostUserProtocolFeatures::BACKEND_REQ));
+        self.frontend.set_protocol_features(protocol).expect("they were offered");
+        let (channel, theirs) = UnixStream::pair().expect("a channel");
+        channel.set_read_timeout(Some(TIME_LIMIT)).expect("set a timeout");
+        self.frontend.set_backend_request_fd(&theirs).expect("the backend takes the channel");
+        channel
+    }
+
     /// Sends a message whose answer may never come. Breaks the connection then.
     pub(crate) fn ask<T>(
         &mut self,
@@ -415,6 +435,13 @@ impl Guest {
         let status = self.try_request(timeout);
         status == Some(OK) && self.get(DATA, 4096) == [fill; 4096]
     }
+}
+
+/// Waits for the message that the configuration has changed.
+pub(crate) fn await_change(channel: &mut UnixStream) {
+    let mut message = [0; 12];
+    channel.read_exact(&mut message).expect("a message of the device");
+    assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
 }
 
 /// Negotiates features, and shares the guest's memory with the backend. The backend must offer

@@ -3,7 +3,9 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -13,7 +15,10 @@ use vmm_sys_util::eventfd::EventFd;
 /// Memory that can be shared with another process by its descriptor.
 pub(crate) fn memfd(len: u64) -> File {
     // SAFETY: the name is a C string that outlives the call.
-    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        libc::memfd_create(c"guest-memory".as_ptr(), flags)
+    };
     assert!(fd >= 0, "memfd_create: {}", std::io::Error::last_os_error());
     // SAFETY: the call above returned this descriptor, and nothing else owns it.
     let file = unsafe { File::from_raw_fd(fd) };
@@ -21,10 +26,55 @@ pub(crate) fn memfd(len: u64) -> File {
     file
 }
 
+/// Lets a [`memfd`] keep its length for ever.
+pub(crate) fn seal_length(file: &File) {
+    let seals = libc::F_SEAL_SEAL | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
+    // SAFETY: fcntl with F_ADD_SEALS takes no pointers.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+    assert_eq!(result, 0, "fcntl: {}", std::io::Error::last_os_error());
+}
+
+/// Memory like [`memfd`], in huge pages, or why that is not possible here. No pages are allocated.
+pub(crate) fn memfd_of_huge_pages(len: u64) -> std::io::Result<File> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB;
+    // SAFETY: as in `memfd`.
+    let fd = unsafe { libc::memfd_create(c"huge-pages".as_ptr(), flags) };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: as in `memfd`.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
 /// Any descriptor where the protocol has an event.
 pub(crate) fn as_event(fd: impl Into<OwnedFd>) -> EventFd {
     // SAFETY: nothing else owns the descriptor any more.
     unsafe { EventFd::from_raw_fd(fd.into().into_raw_fd()) }
+}
+
+/// A socket whose end takes a minute: its peer, which comes with it, does not read what was sent.
+pub(crate) fn lingering_socket() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = listener.local_addr().expect("an address");
+    let mut socket = TcpStream::connect(address).expect("connect");
+    let (peer, _) = listener.accept().expect("accept");
+    socket.set_nonblocking(true).expect("a socket that does not block");
+    while socket.write(&[0; 64 << 10]).is_ok() {}
+    let linger = libc::linger { l_onoff: 1, l_linger: 60 };
+    // SAFETY: the option is a live variable of the size that is passed.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            size_of_val(&linger) as libc::socklen_t,
+        )
+    };
+    assert_eq!(result, 0, "setsockopt: {}", std::io::Error::last_os_error());
+    (socket, peer)
 }
 
 /// Sends `signal` to a child that was not waited for yet.
