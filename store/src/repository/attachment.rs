@@ -80,7 +80,7 @@ impl Attachment {
     /// was rebuilt, proves with it which snapshot the mirror continues.
     pub fn standing(&self) -> MirrorParent {
         let (number, root) = self.parent();
-        MirrorParent { image: self.holder.image_id(), number, root }
+        MirrorParent { image: self.holder.image_id(), number, root, announced: number }
     }
 
     /// Returns the number and the root of the snapshot that holds the mirror's unchanged chunks.

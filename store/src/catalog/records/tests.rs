@@ -222,7 +222,8 @@ fn a_mirror_that_is_ahead_of_the_catalog_continues_from_its_own_parent_or_not_at
         bench.catalog.attach(&owner, &snapshot, Mode::ReadOnly, parent)
     };
     attach(None).unwrap();
-    let ahead = MirrorParent { image: snapshot.image_id, number: 2, root: Root(None) };
+    let image = snapshot.image_id;
+    let ahead = MirrorParent { image, number: 2, root: Root(None), announced: 2 };
     let refused = attach(Some(&ahead)).map(drop).unwrap_err();
     assert!(matches!(refused, Error::UnknownParent { .. }), "{refused}");
     bench.rebuild(&[first, bench.record(2, 2, false)]);
@@ -232,6 +233,8 @@ fn a_mirror_that_is_ahead_of_the_catalog_continues_from_its_own_parent_or_not_at
     assert_eq!(attach(Some(&ahead)).unwrap().1, 2);
     let behind = MirrorParent { number: 1, ..ahead };
     assert_eq!(attach(Some(&behind)).unwrap().1, 2, "the catalog counts");
+    let refused = attach(Some(&MirrorParent { announced: 0, ..behind })).map(drop).unwrap_err();
+    assert!(matches!(refused, Error::OlderMirror { .. }), "{refused}");
 }
 
 /// A writer continues after each rebuild, with its numbers, until another one takes the image.
