@@ -55,6 +55,17 @@ impl Bench {
         (rebuilt.images, rebuilt.snapshots, rebuilt.left)
     }
 
+    /// Loses the catalog and rebuilds it from the records, the last of which knows the image, but no
+    /// reserved number.
+    fn lose_and_rebuild(&self, records: &mut [(BlobId, Record)]) {
+        let key = image_key(&self.name);
+        let image: ImageDocument =
+            self.catalog.read(&[Query::key(&key)]).unwrap().get(&key).unwrap().unwrap();
+        records.last_mut().unwrap().1.image = ImageDocument { next_number: 2, ..image };
+        assert!(self.documents.commit(&Change::default().remove(Query::prefix(""))).unwrap());
+        assert_eq!(self.rebuild(records).0, 1);
+    }
+
     fn numbers(&self) -> Vec<u64> {
         let all = self.catalog.snapshots(&self.name).unwrap();
         all.into_iter().map(|one| one.number).collect()
@@ -276,6 +287,23 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
     bench.catalog.release(&other, None).unwrap();
     let fenced = bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap_err();
     assert!(matches!(fenced, Error::Fenced { .. }), "{fenced}");
+}
+
+/// Nobody can announce a checkpoint that has failed, so its failure must not wait for that.
+#[test]
+fn a_failure_of_a_snapshot_that_a_rebuilt_catalog_does_not_have_is_not_found() {
+    let bench = Bench::new();
+    let mut records = [bench.record(1, 1, false)];
+    bench.rebuild(&records);
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let holder = bench.catalog.attach(&owner, &snapshot, Mode::ReadWrite, None).unwrap().0;
+    bench.lose_and_rebuild(&mut records);
+    let fail = |number| bench.catalog.fail(&holder, number, "x").map(drop).unwrap_err();
+    assert!(matches!(fail(2), Error::CatalogRebuilt { .. }));
+    bench.catalog.renew(&holder, (1, Root(None)), 2, 1 << 20).unwrap();
+    let number = bench.catalog.reserve(&holder, 1).unwrap().0.start;
+    assert!(matches!(fail(number), Error::NoSnapshot { .. }));
 }
 
 /// The record that was stored last may be that of a checkpoint from before the growth: it is
