@@ -116,6 +116,8 @@ impl Attachment {
         self.reserved_end.fetch_max(left.end, Ordering::SeqCst);
         let catalog = self.repository.catalog();
         let (numbers, reservation) = catalog.resume(&self.holder, left, reservation)?;
+        // They may end beyond `left`.
+        self.reserved_end.fetch_max(numbers.end, Ordering::SeqCst);
         self.reservation.store(reservation, Ordering::SeqCst);
         Ok(numbers)
     }

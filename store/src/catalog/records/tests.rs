@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
 use crate::name::{ImageName, SnapshotRef};
+use crate::repository::Repository;
 use crate::snapshot::{Consistency, MirrorOwner, MirrorParent, Mode};
 use crate::tree::Root;
 
@@ -304,6 +305,29 @@ fn a_failure_of_a_snapshot_that_a_rebuilt_catalog_does_not_have_is_not_found() {
     bench.catalog.renew(&holder, (1, Root(None)), 2, 1 << 20).unwrap();
     let number = bench.catalog.reserve(&holder, 1).unwrap().0.start;
     assert!(matches!(fail(number), Error::NoSnapshot { .. }));
+}
+
+/// A process was killed after it had reserved numbers and before it had recorded them.
+#[test]
+fn numbers_that_were_resumed_are_not_given_out_again_after_a_rebuild() {
+    let bench = Bench::new();
+    let mut records = [bench.record(1, 1, false)];
+    bench.rebuild(&records);
+    let blobs = TempDir::new().unwrap();
+    let url = format!("dir:{}", blobs.path().join("repository").display());
+    Repository::open_or_create(&url).unwrap();
+    let repository = Repository::with_documents(&url, bench.documents.clone()).unwrap();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let attach = || repository.attach(&owner, &snapshot, Mode::ReadWrite).unwrap();
+    let killed = attach();
+    assert_eq!(killed.reserve(4).unwrap(), 2..6);
+    assert_eq!(killed.reserve(2).unwrap(), 6..8);
+    let next = attach();
+    assert_eq!(next.resume(&(2..6), None).unwrap(), 2..8);
+    bench.lose_and_rebuild(&mut records);
+    next.renew().unwrap();
+    assert!(next.reserve(1).unwrap().start >= 8);
 }
 
 /// The record that was stored last may be that of a checkpoint from before the growth: it is
