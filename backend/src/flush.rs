@@ -238,16 +238,23 @@ impl Flusher {
         self.writer.map()?.set_parent(number, root)
     }
 
+    /// Records durably that this mirror may publish the snapshot with this number.
+    pub(crate) fn announce(&self, number: u64) -> io::Result<()> {
+        self.writer.map()?.announce(number)
+    }
+
     /// Makes room for a disk that is going to grow, and records its size durably.
     pub(crate) fn record_growth(&self, layout: &Layout) -> io::Result<()> {
         self.writer.record_growth(&self.disk.data, layout)
     }
 
     /// Makes everything durable, and marks the map as cleanly closed. `knows_guests` tells whether
-    /// guests that ran may go on.
-    pub(crate) fn close_map(&self, knows_guests: bool) -> io::Result<()> {
+    /// guests that ran may go on, and `parent` is the snapshot that the mirror's unchanged parts come
+    /// from.
+    pub(crate) fn close_map(&self, knows_guests: bool, parent: (u64, Root)) -> io::Result<()> {
         let mirror = &self.disk.mirror;
         self.writer.flush(mirror, &self.disk.data)?;
+        self.record_parent(parent.0, parent.1)?;
         let view = mirror.epoch_view();
         // If the live directory is lost, the checkpoints that are not stable are lost with it. Then
         // these are the changes.

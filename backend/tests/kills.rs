@@ -8,11 +8,13 @@ mod support;
 mod survivor;
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Event, Request};
+use cairn_store::SnapshotRef;
 use seeded_rng::Rng;
-use support::backend::{Backend, IMAGE, Options, Site};
+use support::backend::{Backend, IMAGE, Options, Site, run as run_to_its_end};
 use support::control::Control;
 use support::device::{Io, Layout, Shape};
 use support::repository;
@@ -232,30 +234,123 @@ fn a_lost_live_directory_skips_the_reserved_numbers_and_no_more() {
     }
 }
 
+/// A copy of the mirror that no process uses, and a live directory of its own for the copy.
+fn copy_mirror(site: &Site, from: &Options, name: &str) -> Options {
+    let live = site.path(&format!("live-of-{name}"));
+    let to = Options { mirror: site.path(name), live, ..from.clone() };
+    std::fs::create_dir(&to.mirror).expect("make the copy's directory");
+    for name in ["disk", "map"] {
+        std::fs::copy(from.mirror.join(name), to.mirror.join(name)).expect("copy the mirror");
+    }
+    to
+}
+
 /// The mirror is used on another host for a while, from a copy that was made when its process was
-/// dead. Then the first host goes on with what it has.
+/// dead. The copy publishes nothing. Then the first host goes on with what it has.
 #[test]
 fn a_mirror_that_goes_back_to_an_older_copy_uses_no_number_again() {
     let site = Site::new();
     repository::create(&site.store(), IMAGE, CHUNK, SIZE);
     let here = Options::new(&site);
-    let there =
-        Options { mirror: site.path("copy"), live: site.path("live-there"), ..here.clone() };
     let backend = Backend::start(&here);
     let first = take(&backend, 1, 2, true);
     backend.kill();
-    std::fs::create_dir(&there.mirror).expect("make the copy's directory");
-    for name in ["disk", "map"] {
-        let (from, to) = (here.mirror.join(name), there.mirror.join(name));
-        std::fs::copy(from, to).expect("copy the mirror");
-    }
+    // Two minutes for the whole disk.
+    let there = copy_mirror(&site, &here, "copy").with(&["--commit-rate", "65536"]);
     let backend = Backend::start(&there);
+    write(&backend, 0..SIZE, 1);
     let second = backend.control().checkpoint().expect("a checkpoint").number;
     assert!((first + 1..=first + 1 + RESERVED).contains(&second), "{second} after {first}");
     backend.kill();
     let backend = Backend::start(&Options { image: format!("{IMAGE}@{first}"), ..here });
     let third = backend.control().checkpoint().expect("a checkpoint").number;
     assert!((second + 1..=second + 1 + RESERVED).contains(&third), "{third} after {second}");
+}
+
+/// Writes bytes of this value to a part of the disk.
+fn write(backend: &Backend, part: Range<u64>, value: u8) {
+    let mut device = backend.device(Shape::default());
+    for at in part.step_by(1 << 20) {
+        device.queues[0].write(at, &[value; 1 << 20]).expect("write");
+    }
+    device.queues[0].flush().expect("flush");
+}
+
+/// Checks that the start is refused because the mirror is an older copy.
+fn refused_as_older(options: &Options) {
+    let ended = run_to_its_end(&options.arguments());
+    assert_eq!(ended.status.code(), Some(4), "{}", ended.message);
+    assert!(ended.message.contains("is an older copy"), "{}", ended.message);
+}
+
+/// Local data that is older than the parent would hide the parent's content.
+#[test]
+fn a_mirror_is_refused_after_a_copy_of_it_has_published_a_snapshot() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    let here = Options::new(&site);
+    let backend = Backend::start(&here);
+    write(&backend, 0..2 << 20, 1);
+    backend.control().stable_checkpoint();
+    backend.kill();
+    let there = copy_mirror(&site, &here, "copy");
+    let backend = Backend::start(&there);
+    write(&backend, 0..1 << 20, 2);
+    backend.control().stable_checkpoint();
+    backend.terminate();
+    refused_as_older(&here);
+    std::fs::remove_dir_all(&here.live).expect("remove the live directory");
+    refused_as_older(&here);
+
+    // The map of a stopped mirror is exact. So is that of an older copy, for its time.
+    let before = copy_mirror(&site, &there, "before");
+    let backend = Backend::start(&there);
+    write(&backend, 0..1 << 20, 3);
+    let last = backend.control().stable_checkpoint();
+    backend.terminate();
+    refused_as_older(&before);
+    let backend = Backend::start(&there);
+    let disk = backend.device(Shape::default()).read_all();
+    assert!(disk[..1 << 20].iter().all(|byte| *byte == 3), "the refused copies changed nothing");
+    assert!(disk == repository::export(&site.store(), IMAGE, last));
+    let next = backend.control().stable_checkpoint();
+    assert!(disk == repository::export(&site.store(), IMAGE, next));
+}
+
+/// The map of a moment between a publication and its record. The process may be killed then, or the
+/// host may die.
+#[test]
+fn a_mirror_goes_on_after_a_kill_between_a_publication_and_its_record() {
+    for host_dies in [false, true] {
+        let site = Site::new();
+        repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+        let options = Options::new(&site);
+        // Some seconds for the part that is written.
+        let backend = Backend::start(&options.clone().with(&["--commit-rate", "2000000"]));
+        write(&backend, 0..SIZE, 1);
+        let mut control = backend.control();
+        let number = control.checkpoint().expect("it is accepted").number;
+        let store = repository::open(&site.store());
+        let name = SnapshotRef::number(&repository::image(IMAGE), number);
+        while store.catalog().resolve(&name).is_err() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let map = std::fs::read(options.mirror.join("map")).expect("read the map");
+        assert_eq!(control.status().pending.len(), 1, "it is not published yet");
+        write(&backend, 0..1 << 20, 2);
+        control.wait_until_quiet();
+        match host_dies {
+            true => backend.kill_with_host(),
+            false => backend.kill(),
+        }
+        std::fs::write(options.mirror.join("map"), map).expect("write the map");
+        let backend = Backend::start(&options);
+        let disk = backend.device(Shape::default()).read_all();
+        let (new, old) = disk.split_at(1 << 20);
+        assert!(new.iter().all(|byte| *byte == 2) && old.iter().all(|byte| *byte == 1));
+        let next = backend.control().stable_checkpoint();
+        assert!(disk == repository::export(&site.store(), IMAGE, next));
+    }
 }
 
 /// A guest that has run for a while, and its backend.

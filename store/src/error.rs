@@ -325,6 +325,19 @@ pub enum Error {
         /// The snapshot.
         name: String,
     },
+    /// The mirror has published a snapshot that its own files do not know.
+    #[error(
+        "{path} is an older copy of a mirror: it continues {continued}, and the mirror has \
+         published {published} since; choose an empty directory to start from {published}"
+    )]
+    OlderMirror {
+        /// The directory of the copy.
+        path: String,
+        /// The snapshot that the copy continues.
+        continued: String,
+        /// The mirror's last snapshot.
+        published: String,
+    },
     /// The creation of an image took so long that a repair has given it up.
     #[error("the creation of image '{name}' took too long and was given up; try again")]
     DraftGivenUp {
@@ -587,6 +600,7 @@ impl Error {
             | Error::SnapshotExists { .. }
             | Error::BeingRemoved { .. }
             | Error::DraftGivenUp { .. }
+            | Error::OlderMirror { .. }
             | Error::Leased { .. }
             | Error::Fenced { .. }
             | Error::Referenced { .. }

@@ -229,7 +229,7 @@ impl MirrorOwner {
 }
 
 /// The parent of a mirror, as the mirror's own files name it. With it a mirror can continue after
-/// the catalog was rebuilt.
+/// the catalog was rebuilt, and an older copy of the mirror is recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MirrorParent {
     /// The mirror's image.
@@ -238,6 +238,8 @@ pub struct MirrorParent {
     pub number: u64,
     /// The content of that snapshot.
     pub root: Root,
+    /// The highest number of a snapshot that these files may have published.
+    pub announced: u64,
 }
 
 /// A mirror that the catalog knows, in use or not. Its parent's content is not removed.

@@ -146,10 +146,7 @@ impl Persister {
         let (state, ending) = match self.persist_with_retries(commit) {
             Ok(published) => {
                 // Before the layer is gone: with the layer, a newer parent does no harm.
-                let (number, root) = self.image.attachment.parent();
-                if let Err(error) = self.flusher.record_parent(number, root) {
-                    tracing::warn!(%error, "cannot record the parent in the map");
-                }
+                self.record_parent();
                 mirror.publish(&commit.layer);
                 // Writes do not wait for the snapshot's redundancy.
                 mirror.notify();
@@ -284,8 +281,20 @@ impl Persister {
         }
     }
 
+    /// Records the mirror's parent in the map. A failure is tried again later: see `refill`.
+    fn record_parent(&self) {
+        let (number, root) = self.image.attachment.parent();
+        if let Err(error) = self.flusher.record_parent(number, root) {
+            tracing::warn!(%error, "cannot record the parent in the map");
+        }
+    }
+
     /// Prepares what later checkpoints need.
     fn refill(&self) {
+        if self.check_sync().is_ok() {
+            // The last time may have failed.
+            self.record_parent();
+        }
         if let Err(error) = self.disk.mirror.prepare_freeze() {
             tracing::warn!(%error, "cannot prepare the next checkpoint");
         }
@@ -308,6 +317,11 @@ impl Persister {
         let mut sources: Vec<_> =
             layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
         if announced.is_none() {
+            // Before the catalog may have the snapshot: without this record, the next process would
+            // be refused as an older copy of the mirror.
+            if let Err(error) = self.flusher.announce(commit.new.number) {
+                tracing::warn!(%error, "cannot record in the map that a snapshot is announced");
+            }
             let begun = attachment.begin(&commit.new)?;
             // A previous process, or a commit that failed, may have stored chunks. Peers may have
             // been lost since.

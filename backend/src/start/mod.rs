@@ -331,7 +331,8 @@ fn serve(
         );
     }
     grower.close();
-    let closed = flusher.close_map(guest.knows_any_ring()).map_err(serving("closing the mirror"));
+    let closed = flusher.close_map(guest.knows_any_ring(), image.attachment.parent());
+    let closed = closed.map_err(serving("closing the mirror"));
     if closed.is_ok() {
         let unused = commits.take_unused_numbers();
         let unused = (!unused.is_empty()).then_some(unused);

@@ -308,6 +308,9 @@ fn mirrors_continue_after_the_catalog_was_rebuilt() {
     let early = writer.begin().map(drop).unwrap_err();
     assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
     writer.attachment.renew().unwrap();
+    let number = writer.attachment.reserve(1).unwrap().start;
+    let unknown = writer.attachment.fail(number, "x").unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::NotFound, "it was never announced: {unknown}");
     let snapshot = writer.commit(&chunks(3, 2)).unwrap();
     assert_eq!((snapshot.state, snapshot.parent), (SnapshotState::Stable, Some(2)));
     let mut disk = chunks(1, 4);

@@ -264,10 +264,14 @@ impl Catalog {
 
     /// Marks an announced snapshot as failed. Returns its tombstone. The snapshot may be of another
     /// mirror, which may be lost: the holder of the lease is the image's only writer.
+    ///
+    /// Fails with [`Error::NoSnapshot`] if the catalog does not have the snapshot.
     pub(crate) fn fail(&self, holder: &Holder, number: u64, reason: &str) -> Result<Record> {
         self.change(&holder.queries(number), |view| {
             let image = holder.check(view)?;
-            let mut snapshot = holder.existing(view, &image, number)?;
+            // A snapshot that was never announced, or only to a catalog that was lost, is not there.
+            let found = holder.find(view, number)?;
+            let mut snapshot = found.ok_or_else(|| holder.no_snapshot(number))?;
             if snapshot.state.has_content() {
                 return Err(holder.wrong_state(number, snapshot));
             }

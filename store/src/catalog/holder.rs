@@ -121,7 +121,8 @@ impl Holder {
         view.get(&self.snapshot_key(number))
     }
 
-    /// The snapshot with this number, of any mirror. Fails if it does not exist.
+    /// The snapshot with this number, of any mirror. Fails if it does not exist. After a rebuild of
+    /// the catalog the error says that the mirror has to announce the snapshot again.
     pub(super) fn existing(
         &self,
         view: &View,
@@ -131,10 +132,12 @@ impl Holder {
         self.find(view, number)?.ok_or_else(|| match image.restored > self.restored {
             // Snapshots that were only announced are in no record.
             true => self.rebuilt(),
-            false => Error::NoSnapshot {
-                name: SnapshotRef::number(&self.image_name, number).to_string(),
-            },
+            false => self.no_snapshot(number),
         })
+    }
+
+    pub(super) fn no_snapshot(&self, number: u64) -> Error {
+        Error::NoSnapshot { name: SnapshotRef::number(&self.image_name, number).to_string() }
     }
 
     /// The error while the mirror has not announced its state to a rebuilt catalog.

@@ -175,6 +175,11 @@ pub(super) fn attach_queries(
 
 /// The mirror's document after it is attached. A mirror that was attached before keeps its parent,
 /// whatever snapshot is requested: its local data is derived from that parent.
+///
+/// The catalog may have a later parent than the mirror's own files: the process may have died
+/// between a publication and its record in these files. Such a snapshot is one that the files have
+/// announced before, and each number is given out only once. So a later parent that the files have
+/// not announced was published by another copy of the mirror.
 pub(super) fn attached_mirror(
     view: &View,
     owner: &MirrorOwner,
@@ -192,10 +197,9 @@ pub(super) fn attached_mirror(
         }
         let (host, path) = (owner.host.clone(), owner.path.clone());
         let known = MirrorDocument { host, path, mode, attached: now(), ..known };
-        return match parent.filter(|parent| parent.number > known.parent) {
-            None => Ok(known),
+        return match parent {
             // The catalog was rebuilt without the records of the mirror's last snapshots.
-            Some(parent) => {
+            Some(parent) if parent.number > known.parent => {
                 let found = own_parent(view, snapshot, parent)?;
                 Ok(MirrorDocument {
                     parent: parent.number,
@@ -204,6 +208,17 @@ pub(super) fn attached_mirror(
                     ..known
                 })
             }
+            // Another copy of the mirror has published this snapshot. Local data that is older than
+            // the snapshot would hide the snapshot's content.
+            Some(parent) if parent.number.max(parent.announced) < known.parent => {
+                let name = |number| SnapshotRef::number(&snapshot.image, number).to_string();
+                Err(Error::OlderMirror {
+                    path: owner.path.clone(),
+                    continued: name(parent.number),
+                    published: name(known.parent),
+                })
+            }
+            _ => Ok(known),
         };
     }
     // The snapshot may have been removed since it was looked up. Only content that the catalog

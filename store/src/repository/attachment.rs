@@ -80,7 +80,7 @@ impl Attachment {
     /// was rebuilt, proves with it which snapshot the mirror continues.
     pub fn standing(&self) -> MirrorParent {
         let (number, root) = self.parent();
-        MirrorParent { image: self.holder.image_id(), number, root }
+        MirrorParent { image: self.holder.image_id(), number, root, announced: number }
     }
 
     /// Returns the number and the root of the snapshot that holds the mirror's unchanged chunks.
@@ -116,6 +116,8 @@ impl Attachment {
         self.reserved_end.fetch_max(left.end, Ordering::SeqCst);
         let catalog = self.repository.catalog();
         let (numbers, reservation) = catalog.resume(&self.holder, left, reservation)?;
+        // They may end beyond `left`.
+        self.reserved_end.fetch_max(numbers.end, Ordering::SeqCst);
         self.reservation.store(reservation, Ordering::SeqCst);
         Ok(numbers)
     }

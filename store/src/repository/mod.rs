@@ -416,9 +416,11 @@ impl Repository {
         self.attach_at(owner, snapshot, mode, None)
     }
 
-    /// As [`attach`](Self::attach), for a mirror that has data. If the catalog does not know the
-    /// mirror, because it was rebuilt, the mirror continues from `parent`, its own record of its
-    /// parent. Fails if the catalog does not have that snapshot.
+    /// As [`attach`](Self::attach), for a mirror that has data. `parent` is the mirror's own record
+    /// of its parent. If the catalog does not know the mirror, because it was rebuilt, the mirror
+    /// continues from `parent`. Fails if the catalog does not have that snapshot. Also fails if the
+    /// mirror has published a snapshot that its own record does not know: the directory is an older
+    /// copy of the mirror.
     pub fn attach_again(
         &self,
         owner: &MirrorOwner,

@@ -5,8 +5,8 @@ use std::process::{Command, Stdio};
 use crate::documents::for_each_document_store;
 use crate::support::{TestRepository, name, new_snapshot, owner, write};
 use cairn_store::{
-    Attachment, Error, ErrorKind, LockedFile, MAX_RESERVED, MirrorId, MirrorOwner, Mode,
-    NewSnapshot, Result, Root, SnapshotRef, SnapshotState, boot_id,
+    Attachment, Error, ErrorKind, LockedFile, MAX_RESERVED, MirrorId, MirrorOwner, MirrorParent,
+    Mode, NewSnapshot, Result, Root, SnapshotRef, SnapshotState, boot_id,
 };
 
 for_each_document_store!(
@@ -20,6 +20,7 @@ for_each_document_store!(
     the_lease_of_another_host_holds_until_it_expires,
     the_lock_of_a_mirror_passes_its_lease_within_one_boot_and_no_copy_does,
     a_mirror_that_is_attached_again_keeps_its_parent,
+    an_older_copy_of_a_mirror_is_refused,
     a_clean_stop_leaves_no_gap_in_the_numbers,
     numbers_that_were_used_or_skipped_are_not_returned,
     a_restarted_mirror_continues_with_its_unused_numbers,
@@ -197,6 +198,30 @@ fn a_mirror_that_is_attached_again_keeps_its_parent(test: &TestRepository) {
     test.image("b");
     let other = test.repository.catalog().resolve(&"b".parse().unwrap()).unwrap();
     assert_eq!(kind(test.attach(1, &other)), ErrorKind::Invalid, "a mirror has one image");
+}
+
+/// The files of a mirror name snapshot 1 as its parent. Meanwhile the mirror has published snapshot 2.
+fn an_older_copy_of_a_mirror_is_refused(test: &TestRepository) {
+    let first = test.image("a");
+    let attachment = test.attach(1, &first).unwrap();
+    let copy = attachment.standing();
+    publish(&attachment, &Root::default());
+    let current = attachment.standing();
+    attachment.release(None).unwrap();
+    let attach = |parent: MirrorParent| {
+        test.repository.attach_again(&owner(1), &first, Mode::ReadWrite, &parent)
+    };
+    let refused = attach(copy).err().expect("it is refused");
+    assert!(matches!(refused, Error::OlderMirror { .. }), "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Conflict);
+    let message = refused.to_string();
+    assert!(message.contains("a@1") && message.contains("a@2"), "{message}");
+    // The process died between the publication and its record in the files.
+    for parent in [MirrorParent { announced: 2, ..copy }, current] {
+        let attachment = attach(parent).unwrap();
+        assert_eq!(attachment.parent().0, 2);
+        attachment.release(None).unwrap();
+    }
 }
 
 fn a_clean_stop_leaves_no_gap_in_the_numbers(test: &TestRepository) {

@@ -35,6 +35,7 @@ const IMAGE_ID_RANGE: std::ops::Range<usize> = 192..208;
 const PARENT_OFFSET: usize = 208;
 const ROOT_RANGE: std::ops::Range<usize> = 216..248;
 const CAPACITY_OFFSET: usize = 248;
+const ANNOUNCED_OFFSET: usize = 256;
 /// Up to this many pages are cheaper to write directly than with a sync.
 const DIRECT_WRITE_MAX_PAGES: usize = 2;
 
@@ -117,6 +118,8 @@ struct Header {
     /// The number and the root of the snapshot that the mirror's unchanged parts come from. After a
     /// kill it may be an older one: both name the same content for every block that is not local.
     parent: (u64, Root),
+    /// The highest number of a snapshot that this mirror may have published, or 0.
+    announced: u64,
 }
 
 impl MapFile {
@@ -137,6 +140,7 @@ impl MapFile {
             use_id: [0; 16],
             bitmaps: [0; 32],
             parent: (identity.origin, root),
+            announced: 0,
         };
         file.write_all(&encode(&identity, header))?;
         // Allocates all space, so that a later flush does not fail for lack of it.
@@ -207,7 +211,8 @@ impl MapFile {
     /// The snapshot that the mirror's unchanged parts come from.
     pub(crate) fn parent(&self) -> MirrorParent {
         let (number, root) = self.header.parent;
-        MirrorParent { image: self.identity.image_id, number, root }
+        let announced = self.header.announced.max(number);
+        MirrorParent { image: self.identity.image_id, number, root, announced }
     }
 
     /// Records durably that the mirror has another parent.
@@ -216,6 +221,15 @@ impl MapFile {
             return Ok(());
         }
         self.write_header(Header { parent: (number, root), ..self.header })
+    }
+
+    /// Records durably that the mirror may publish the snapshot with this number. The next process
+    /// accepts that snapshot as the mirror's parent, even if it is not recorded as the parent.
+    pub(crate) fn announce(&mut self, number: u64) -> io::Result<()> {
+        if self.header.announced >= number {
+            return Ok(());
+        }
+        self.write_header(Header { announced: number, ..self.header })
     }
 
     /// The id of the current use, or of the last one.
@@ -428,6 +442,7 @@ fn encode(identity: &Identity, header: Header) -> [u8; HEADER_BYTES] {
     // No node has this name: an empty disk has no root.
     bytes[ROOT_RANGE].copy_from_slice(&root.map_or([0; 32], |root| *root.as_bytes()));
     bytes[CAPACITY_OFFSET..CAPACITY_OFFSET + 8].copy_from_slice(&identity.capacity.to_le_bytes());
+    bytes[ANNOUNCED_OFFSET..ANNOUNCED_OFFSET + 8].copy_from_slice(&header.announced.to_le_bytes());
     let hash = blake3::hash(&bytes[..HASHED_BYTES]);
     bytes[HASHED_BYTES..].copy_from_slice(hash.as_bytes());
     bytes
@@ -492,7 +507,8 @@ fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(Identity, Header), MapError> {
     let root: [u8; 32] = bytes[ROOT_RANGE].try_into().expect("32 bytes");
     let root = Root((root != [0; 32]).then(|| NodeId::from_bytes(root)));
     let parent = (u64_at(PARENT_OFFSET), root);
-    Ok((identity, Header { sequence, state, use_id, bitmaps, parent }))
+    let announced = u64_at(ANNOUNCED_OFFSET);
+    Ok((identity, Header { sequence, state, use_id, bitmaps, parent, announced }))
 }
 
 #[cfg(test)]

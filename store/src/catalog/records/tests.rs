@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
 use crate::name::{ImageName, SnapshotRef};
+use crate::repository::Repository;
 use crate::snapshot::{Consistency, MirrorOwner, MirrorParent, Mode};
 use crate::tree::Root;
 
@@ -53,6 +54,17 @@ impl Bench {
         let inventory = self.catalog.inventory().unwrap();
         let rebuilt = self.catalog.rebuild(&inventory, of(records)).unwrap();
         (rebuilt.images, rebuilt.snapshots, rebuilt.left)
+    }
+
+    /// Loses the catalog and rebuilds it from the records, the last of which knows the image, but no
+    /// reserved number.
+    fn lose_and_rebuild(&self, records: &mut [(BlobId, Record)]) {
+        let key = image_key(&self.name);
+        let image: ImageDocument =
+            self.catalog.read(&[Query::key(&key)]).unwrap().get(&key).unwrap().unwrap();
+        records.last_mut().unwrap().1.image = ImageDocument { next_number: 2, ..image };
+        assert!(self.documents.commit(&Change::default().remove(Query::prefix(""))).unwrap());
+        assert_eq!(self.rebuild(records).0, 1);
     }
 
     fn numbers(&self) -> Vec<u64> {
@@ -222,7 +234,8 @@ fn a_mirror_that_is_ahead_of_the_catalog_continues_from_its_own_parent_or_not_at
         bench.catalog.attach(&owner, &snapshot, Mode::ReadOnly, parent)
     };
     attach(None).unwrap();
-    let ahead = MirrorParent { image: snapshot.image_id, number: 2, root: Root(None) };
+    let image = snapshot.image_id;
+    let ahead = MirrorParent { image, number: 2, root: Root(None), announced: 2 };
     let refused = attach(Some(&ahead)).map(drop).unwrap_err();
     assert!(matches!(refused, Error::UnknownParent { .. }), "{refused}");
     bench.rebuild(&[first, bench.record(2, 2, false)]);
@@ -232,6 +245,8 @@ fn a_mirror_that_is_ahead_of_the_catalog_continues_from_its_own_parent_or_not_at
     assert_eq!(attach(Some(&ahead)).unwrap().1, 2);
     let behind = MirrorParent { number: 1, ..ahead };
     assert_eq!(attach(Some(&behind)).unwrap().1, 2, "the catalog counts");
+    let refused = attach(Some(&MirrorParent { announced: 0, ..behind })).map(drop).unwrap_err();
+    assert!(matches!(refused, Error::OlderMirror { .. }), "{refused}");
 }
 
 /// A writer continues after each rebuild, with its numbers, until another one takes the image.
@@ -273,6 +288,46 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
     bench.catalog.release(&other, None).unwrap();
     let fenced = bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap_err();
     assert!(matches!(fenced, Error::Fenced { .. }), "{fenced}");
+}
+
+/// Nobody can announce a checkpoint that has failed, so its failure must not wait for that.
+#[test]
+fn a_failure_of_a_snapshot_that_a_rebuilt_catalog_does_not_have_is_not_found() {
+    let bench = Bench::new();
+    let mut records = [bench.record(1, 1, false)];
+    bench.rebuild(&records);
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let holder = bench.catalog.attach(&owner, &snapshot, Mode::ReadWrite, None).unwrap().0;
+    bench.lose_and_rebuild(&mut records);
+    let fail = |number| bench.catalog.fail(&holder, number, "x").map(drop).unwrap_err();
+    assert!(matches!(fail(2), Error::CatalogRebuilt { .. }));
+    bench.catalog.renew(&holder, (1, Root(None)), 2, 1 << 20).unwrap();
+    let number = bench.catalog.reserve(&holder, 1).unwrap().0.start;
+    assert!(matches!(fail(number), Error::NoSnapshot { .. }));
+}
+
+/// A process was killed after it had reserved numbers and before it had recorded them.
+#[test]
+fn numbers_that_were_resumed_are_not_given_out_again_after_a_rebuild() {
+    let bench = Bench::new();
+    let mut records = [bench.record(1, 1, false)];
+    bench.rebuild(&records);
+    let blobs = TempDir::new().unwrap();
+    let url = format!("dir:{}", blobs.path().join("repository").display());
+    Repository::open_or_create(&url).unwrap();
+    let repository = Repository::with_documents(&url, bench.documents.clone()).unwrap();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let snapshot = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
+    let attach = || repository.attach(&owner, &snapshot, Mode::ReadWrite).unwrap();
+    let killed = attach();
+    assert_eq!(killed.reserve(4).unwrap(), 2..6);
+    assert_eq!(killed.reserve(2).unwrap(), 6..8);
+    let next = attach();
+    assert_eq!(next.resume(&(2..6), None).unwrap(), 2..8);
+    bench.lose_and_rebuild(&mut records);
+    next.renew().unwrap();
+    assert!(next.reserve(1).unwrap().start >= 8);
 }
 
 /// The record that was stored last may be that of a checkpoint from before the growth: it is

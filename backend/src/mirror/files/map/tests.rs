@@ -133,6 +133,7 @@ fn a_sequence_number_that_has_none_behind_it_is_refused() {
         use_id: [0; 16],
         bitmaps: [0; 32],
         parent: (1, Root::default()),
+        announced: 0,
     };
     assert!(decode(&encode(&identity(), header(u64::MAX / 2))).is_ok());
     let last = decode(&encode(&identity(), header(u64::MAX)));
@@ -156,7 +157,7 @@ fn the_parent_survives_a_clean_stop_and_a_kill() {
     let root = Root(Some(NodeId::from_bytes([5; 32])));
     map.set_parent(4, root).unwrap();
     drop(map);
-    let parent = MirrorParent { image: identity().image_id, number: 4, root };
+    let parent = MirrorParent { image: identity().image_id, number: 4, root, announced: 4 };
     let mut map = MapFile::open(&path).unwrap();
     assert_eq!((map.parent(), map.is_clean(), map.use_id()), (parent, false, &[1; 16]));
     let (presence, _) = load(&map, &layout).unwrap();
@@ -165,6 +166,25 @@ fn the_parent_survives_a_clean_stop_and_a_kill() {
     map.set_parent(5, Root::default()).unwrap();
     let map = MapFile::open(&path).unwrap();
     assert_eq!((map.parent().number, map.is_clean()), (5, true));
+    load(&map, &layout).unwrap();
+}
+
+#[test]
+fn the_highest_number_that_was_announced_survives_a_clean_stop_and_a_kill() {
+    let (_dir, path, layout, mut map) = in_use();
+    assert_eq!(map.parent().announced, 3, "the snapshot that the mirror started from");
+    for number in [7, 5] {
+        map.announce(number).unwrap();
+    }
+    drop(map);
+    let mut map = MapFile::open(&path).unwrap();
+    assert_eq!((map.parent().number, map.parent().announced), (3, 7));
+    map.set_parent(7, Root::default()).unwrap();
+    map.begin([2; 16]).unwrap();
+    let (presence, _) = load(&map, &layout).unwrap();
+    map.end(&presence, std::iter::empty(), true).unwrap();
+    let map = MapFile::open(&path).unwrap();
+    assert_eq!((map.parent().number, map.parent().announced), (7, 7));
     load(&map, &layout).unwrap();
 }
 
@@ -216,7 +236,8 @@ fn maps_of_this_version_are_read() {
         let map = MapFile::open(&path).unwrap();
         assert_eq!(map.identity(), &fixture_identity());
         let root = Root(Some(NodeId::from_bytes([3; 32])));
-        assert_eq!(map.parent(), MirrorParent { image: identity().image_id, number: 5, root });
+        let (image, announced) = (identity().image_id, 5);
+        assert_eq!(map.parent(), MirrorParent { image, number: 5, root, announced });
         assert_eq!((map.is_clean(), map.use_id()), (name == "map-clean", &[1; 16]));
         let (presence, record) = load(&map, &layout).unwrap();
         assert_eq!(presence.local_bytes(), 3 * 4096);
