@@ -291,8 +291,8 @@ fn map_file(file: &File, offset: u64, len: u64) -> io::Result<MmapRegion<()>> {
     let mapping = MmapRegionBuilder::new(len)
         .with_file_offset(file)
         .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
-        // Without MAP_NORESERVE, so that a lack of huge pages is an error here.
-        .with_mmap_flags(libc::MAP_SHARED);
+        // The hypervisor reserves huge pages, or has a reason not to: it may plug them in later.
+        .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE);
     mapping.build().map_err(io::Error::other)
 }
 

@@ -241,28 +241,6 @@ fn a_part_of_a_huge_page_is_refused_and_does_not_stay_mapped() {
 
 /// The kernel ends a process that touches memory for which there is no page.
 #[test]
-fn memory_for_which_there_are_no_huge_pages_is_refused() {
-    let info = std::fs::read_to_string("/proc/meminfo").expect("read");
-    let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:")).expect("a total");
-    let kib: u64 = total.split_whitespace().next().unwrap().parse().unwrap();
-    let len = (kib << 10).next_multiple_of(2 << 20);
-    let file = match support::sys::memfd_of_huge_pages(len) {
-        Ok(file) => file,
-        Err(error) => {
-            eprintln!("skipped: there are no huge pages here: {error}");
-            return;
-        }
-    };
-    let site = site(4 << 20);
-    let mut backend = Backend::start(&Options::new(&site));
-    for kind in [Share::Region, Share::Table] {
-        assert!(share(&backend, kind, &file, len).is_err(), "{kind:?}");
-        backend.assert_alive();
-    }
-    assert!(Guest::connect(&backend.options.socket).works(0, 1));
-}
-
-#[test]
 fn a_record_of_requests_in_flight_for_which_there_is_no_space_is_refused() {
     let site = site(4 << 20);
     let full = site.path("full");

@@ -55,6 +55,8 @@ pub(super) enum PersistError {
     SyncFailed,
     #[error("recording what is stored: {0}")]
     Table(io::Error),
+    #[error("recording in the map that a snapshot may be published: {0}")]
+    Map(io::Error),
     #[error("{0}")]
     Layer(String),
     #[error(
@@ -75,7 +77,7 @@ impl PersistError {
             // The guest has changed these chunks since.
             PersistError::Repository(cairn_store::Error::ContentLost { .. }) => false,
             PersistError::Repository(error) => error.kind() == ErrorKind::Unavailable,
-            PersistError::Table(_) => true,
+            PersistError::Table(_) | PersistError::Map(_) => true,
             _ => false,
         }
     }
@@ -318,9 +320,11 @@ impl Persister {
             layers.into_iter().filter(|layer| layer.epoch <= commit.layer.epoch).collect();
         if announced.is_none() {
             // Before the catalog may have the snapshot: without this record, the next process would
-            // be refused as an older copy of the mirror.
-            if let Err(error) = self.flusher.announce(commit.new.number) {
-                tracing::warn!(%error, "cannot record in the map that a snapshot is announced");
+            // be refused as an older copy of the mirror. After a failed sync the map is not written,
+            // and nothing is published.
+            let recorded = self.flusher.announce(commit.new.number);
+            if self.check_sync().is_ok() {
+                recorded.map_err(PersistError::Map)?;
             }
             let begun = attachment.begin(&commit.new)?;
             // A previous process, or a commit that failed, may have stored chunks. Peers may have
