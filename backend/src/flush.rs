@@ -254,7 +254,11 @@ impl Flusher {
     pub(crate) fn close_map(&self, knows_guests: bool, parent: (u64, Root)) -> io::Result<()> {
         let mirror = &self.disk.mirror;
         self.writer.flush(mirror, &self.disk.data)?;
-        self.record_parent(parent.0, parent.1)?;
+        // Not an older one: the thread that stores may record one at the same time.
+        let (number, root) = parent;
+        if number > self.writer.map()?.parent().number {
+            self.record_parent(number, root)?;
+        }
         let view = mirror.epoch_view();
         // If the live directory is lost, the checkpoints that are not stable are lost with it. Then
         // these are the changes.

@@ -9,6 +9,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Event, Follow, RefusalKind, Request, Wait};
+use cairn_store::SnapshotRef;
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
 use support::control::Control;
@@ -104,6 +105,50 @@ fn a_guest_goes_on_after_a_reboot_that_came_before_its_checkpoint_was_stable() {
     let number = control.stable_checkpoint();
     let disk = fs::read(disk).expect("read the mirror");
     assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next checkpoint");
+}
+
+/// A request that changes the catalog fails after ten seconds.
+#[test]
+fn a_catalog_that_does_not_answer_delays_no_stop_and_costs_no_checkpoint() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, SIZE);
+    // A second or two for the whole disk.
+    let extra = ["--commit-retry", "0", "--commit-rate", "4000000"];
+    let options = Options::new(&site).with(&extra);
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    for at in (0..SIZE).step_by(1 << 20) {
+        device.queues[0].write(at, &[1; 1 << 20]).expect("write");
+    }
+    let number = backend.control().checkpoint().expect("it is accepted").number;
+    let store = repository::open(&site.store());
+    let name = SnapshotRef::number(&repository::image(IMAGE), number);
+    while store.catalog().resolve(&name).is_err() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let catalog = rusqlite::Connection::open(site.repository().join("catalog.db")).expect("open");
+    catalog.execute_batch("BEGIN IMMEDIATE").expect("keep the catalog from answering");
+    device.queues[0].write(0, &[2; 1 << 20]).expect("write after the cut");
+    drop(device);
+    // Everything is stored, and the publication waits.
+    std::thread::sleep(Duration::from_secs(5));
+    let start = Instant::now();
+    backend.terminate();
+    assert!(start.elapsed() < Duration::from_secs(20), "the stop took {:?}", start.elapsed());
+    catalog.execute_batch("ROLLBACK").expect("let the catalog answer");
+
+    let backend = Backend::start(&options);
+    assert!(!backend.log().contains("taking over the mirror"), "{}", backend.log());
+    match follow(&mut backend.control(), number) {
+        Event::Stable(stable) => assert_eq!(stable.number, number),
+        other => panic!("{other:?}"),
+    }
+    assert!(repository::export(&site.store(), IMAGE, number) == vec![1; SIZE as usize]);
+    let next = backend.control().stable_checkpoint();
+    let disk = backend.device(Shape::default()).read_all();
+    assert!(disk[..1 << 20].iter().all(|byte| *byte == 2));
+    assert!(repository::export(&site.store(), IMAGE, next) == disk);
+    backend.terminate();
 }
 
 #[test]

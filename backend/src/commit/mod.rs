@@ -11,6 +11,8 @@
 //! knows which of the reserved numbers were used, so the next process skips all of them.
 
 #[cfg(test)]
+mod failure_tests;
+#[cfg(test)]
 mod label_tests;
 mod layer_changes;
 pub(crate) mod persist;
@@ -185,6 +187,27 @@ fn free_label(
     };
     // Another checkpoint may get the label during the query, and may even end.
     !is_in_catalog() && lock().remove_label(label, holder)
+}
+
+/// Does [`Commits::record_failures`].
+fn record_failures(
+    queue: &Mutex<CommitQueue>,
+    record: impl Fn(&NewSnapshot, &str) -> Ending,
+    is_stopping: impl Fn() -> bool,
+) {
+    let lock = || queue.lock().expect("no code panics with the commits locked");
+    let failures = lock().unrecorded.clone();
+    for (new, reason) in failures {
+        if is_stopping() {
+            return;
+        }
+        let ending = record(&new, &reason);
+        // A failure that stays unrecorded goes to the end of the list.
+        lock().failed(&new, &reason, ending);
+        if ending == Ending::Unrecorded {
+            return;
+        }
+    }
 }
 
 /// The checkpoints of a disk.
@@ -381,13 +404,14 @@ impl Commits {
         self.changed.notify_all();
     }
 
-    /// Tries again to record failures in the catalog.
-    fn record_failures(&self, record: impl Fn(&NewSnapshot, &str) -> Ending) {
-        let failures = self.queue().unrecorded.clone();
-        for (new, reason) in failures {
-            let ending = record(&new, &reason);
-            self.queue().failed(&new, &reason, ending);
-        }
+    /// Tries again to record failures in the catalog. Ends at the first one that the catalog cannot
+    /// record, and when `is_stopping`.
+    fn record_failures(
+        &self,
+        record: impl Fn(&NewSnapshot, &str) -> Ending,
+        is_stopping: impl Fn() -> bool,
+    ) {
+        record_failures(&self.queue, record, is_stopping);
     }
 
     /// Reserves snapshot numbers if too few are left.
@@ -415,8 +439,8 @@ impl Commits {
         self.unused_numbers.record_reservation(self.image.attachment.reservation());
     }
 
-    /// Stops accepting checkpoints. Returns whether all accepted checkpoints ended within `limit`.
-    pub(crate) fn close(&self, limit: Duration) -> bool {
+    /// Stops accepting checkpoints, and waits at most `limit` for the end of those that were accepted.
+    pub(crate) fn close(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         let mut queue = self.queue();
         queue.closed = true;
@@ -424,11 +448,10 @@ impl Commits {
         while !queue.commits.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return false;
+                return;
             }
             queue = self.changed.wait_timeout(queue, left).expect("as in `queue`").0;
         }
-        true
     }
 
     /// Takes all unused numbers, which the caller gives back to the catalog. First the live directory

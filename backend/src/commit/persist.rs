@@ -83,7 +83,7 @@ impl PersistError {
     }
 }
 
-/// A flag that ends persisting between two batches.
+/// A flag that ends persisting between two batches, and between two requests of the catalog.
 #[derive(Clone, Default)]
 pub(crate) struct Abort(Arc<AtomicBool>);
 
@@ -92,8 +92,12 @@ impl Abort {
         self.0.store(true, Ordering::SeqCst);
     }
 
+    pub(super) fn is_set(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
     pub(super) fn check(&self) -> Result<(), PersistError> {
-        if self.0.load(Ordering::SeqCst) { Err(PersistError::Stopped) } else { Ok(()) }
+        if self.is_set() { Err(PersistError::Stopped) } else { Ok(()) }
     }
 }
 
@@ -174,6 +178,9 @@ impl Persister {
                 (state, Ending::Published)
             }
             Err(PersistError::Stopped) => return false,
+            // The next process tries again. The error may even come from the stop, which gives the
+            // lease back.
+            Err(_) if self.abort.is_set() => return false,
             Err(error) => {
                 let reason = error.to_string();
                 if let PersistError::Repository(cairn_store::Error::Poisoned { .. }) = &error {
@@ -300,7 +307,12 @@ impl Persister {
         if let Err(error) = self.disk.mirror.prepare_freeze() {
             tracing::warn!(%error, "cannot prepare the next checkpoint");
         }
-        self.commits.record_failures(|new, reason| self.record_failure(new, reason));
+        // Each request of a catalog that does not answer takes seconds, and a stop waits for it.
+        let record = |new: &_, reason: &_| self.record_failure(new, reason);
+        self.commits.record_failures(record, || self.abort.is_set());
+        if self.abort.is_set() {
+            return;
+        }
         if let Err(error) = self.commits.reserve_numbers() {
             tracing::error!(%error, "cannot reserve snapshot numbers");
         }

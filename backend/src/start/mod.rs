@@ -6,7 +6,9 @@ mod sockets;
 
 use std::collections::HashMap;
 use std::fs;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use cairn_store::net::identity::Access;
@@ -52,6 +54,15 @@ pub use self::error::StartError;
 
 /// How long a stop waits for checkpoints that are almost stable.
 const COMMIT_GRACE_PERIOD: Duration = Duration::from_secs(2);
+
+/// How long a stop then waits for the requests to the repository that storing them has sent.
+const PERSIST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a stop waits until the catalog has the lease back.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often a stop looks whether a thread has ended.
+const THREAD_POLL: Duration = Duration::from_millis(5);
 
 /// The memory for copies on their way from the data file to the spill file.
 const SPILL_BUFFER_BYTES: usize = 8 << 20;
@@ -319,10 +330,16 @@ fn serve(
     for worker in workers {
         let _ = worker.join();
     }
-    if !commits.close(COMMIT_GRACE_PERIOD) {
-        abort.set();
+    commits.close(COMMIT_GRACE_PERIOD);
+    abort.set();
+    // A request that the repository does not answer must not keep the map from being closed. If the
+    // thread goes on, it leaves what a process leaves that is killed later. It publishes only until
+    // the lease is given back. The map has announced the snapshot, and the live directory keeps the
+    // layer until the map has the new parent.
+    let is_idle = ends_within(&persist, PERSIST_TIMEOUT);
+    if !is_idle {
+        tracing::warn!("the repository does not answer: stopping without its answer");
     }
-    let _ = persist.join();
     let left = commits.accepted().len();
     if left > 0 {
         tracing::info!(
@@ -336,14 +353,39 @@ fn serve(
     if closed.is_ok() {
         let unused = commits.take_unused_numbers();
         let unused = (!unused.is_empty()).then_some(unused);
-        if let Err(error) = image.attachment.release(unused) {
-            tracing::warn!(%error, "cannot release the image's lease; it expires by itself");
-        }
-        if left == 0 && !guest.needs_live_dir() {
+        release(image, unused);
+        if is_idle && left == 0 && !guest.needs_live_dir() {
             live_dir::remove(&live_path);
         }
     }
     sockets.paths.remove();
     served.map_err(serving("serving the hypervisor"))?;
     closed
+}
+
+/// Waits for the end of a thread. Returns whether it ended in time.
+fn ends_within(thread: &JoinHandle<()>, limit: Duration) -> bool {
+    let deadline = Instant::now() + limit;
+    while !thread.is_finished() {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        thread::sleep(THREAD_POLL);
+    }
+    true
+}
+
+/// Gives the lease and the unused numbers back. Does not wait long for a catalog that does not answer:
+/// the lease expires by itself.
+fn release(image: Arc<Image>, unused: Option<Range<u64>>) {
+    let work = move || {
+        if let Err(error) = image.attachment.release(unused) {
+            tracing::warn!(%error, "cannot release the image's lease; it expires by itself");
+        }
+    };
+    match thread::Builder::new().name("release".into()).spawn(work) {
+        Ok(thread) if ends_within(&thread, RELEASE_TIMEOUT) => {}
+        Ok(_) => tracing::warn!("the catalog does not answer; the image's lease expires by itself"),
+        Err(error) => tracing::warn!(%error, "cannot release the image's lease"),
+    }
 }
