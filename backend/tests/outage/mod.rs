@@ -61,11 +61,12 @@ struct Taken {
 /// A guest, its backend, and what they leave.
 struct Scene {
     mounted: Arc<Mounted>,
-    site: Site,
     options: Options,
     rng: Rng,
     guest: Survivor,
     backend: Backend,
+    /// Has the log of the backend, so it is dropped later.
+    site: Site,
     looks: Vec<Look>,
     /// The directory of its copies.
     copies: TempDir,
@@ -107,11 +108,11 @@ pub(crate) fn run(seed: u64, rounds: usize) -> Run {
     guest.connect(&options.socket).expect("connect");
     let mut scene = Scene {
         mounted,
-        site,
         options,
         rng,
         guest,
         backend,
+        site,
         looks: Vec::new(),
         copies: TempDir::new_in("/dev/shm").expect("a directory on a tmpfs"),
         taken: Vec::new(),
