@@ -238,14 +238,28 @@ fn common_moment(
                 }
             }
         }
-        left.sort_by_key(|range| *range.start());
-        left.dedup();
         if left.is_empty() {
             return Err(Violation::NoCommonMoment { unit: *unit });
         }
-        possible = left;
+        possible = united(left);
     }
     Ok(*possible[0].start())
+}
+
+/// The same moments in as few ranges as possible, in order. Without this, ranges that overlap would
+/// double in number with each unit.
+fn united(mut ranges: Vec<RangeInclusive<Moment>>) -> Vec<RangeInclusive<Moment>> {
+    ranges.sort_by_key(|range| *range.start());
+    let mut united: Vec<RangeInclusive<Moment>> = Vec::new();
+    for range in ranges {
+        match united.last_mut() {
+            Some(last) if range.start() <= last.end() => {
+                *last = *last.start()..=*last.end().max(range.end());
+            }
+            _ => united.push(range),
+        }
+    }
+    united
 }
 
 fn count(
