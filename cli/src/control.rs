@@ -10,6 +10,7 @@ use cairn_agent::{
     Accepted, Checkpoint, Consistency, Event, Follow, MAX_LINE, QueueStatus, RefusalKind, Request,
     Stats, Status, Wait,
 };
+use cairn_store::ImageName;
 use serde_json::json;
 
 use crate::args::Style;
@@ -67,6 +68,23 @@ pub(crate) fn stats(socket: &Path, style: Style) -> Outcome {
         Event::Stats(stats) => print_stats(&stats, style),
         _ => Err(client.unexpected()),
     }
+}
+
+/// Fails unless the disk behind a control socket is one of this image that can grow.
+pub(crate) fn check_growth(socket: &Path, image: &ImageName) -> Outcome {
+    let doing = || format!("looking for the disk of image '{image}' at {}", socket.display());
+    let mut client = Client::connect(socket, TIMEOUT, doing)?;
+    let Event::Status(status) = client.ask(&Request::Status, Wait::Accepted)? else {
+        return Err(client.unexpected());
+    };
+    let why = if status.image != image.to_string() {
+        format!("this is the disk of image '{}'; the image keeps its size", status.image)
+    } else if status.read_only {
+        "the disk is read-only and keeps the size of its snapshot; the image keeps its size".into()
+    } else {
+        return Ok(());
+    };
+    Err(Failure::new(Exit::Usage, doing(), why))
 }
 
 /// Lets a running disk grow to the size of its image. Returns the size that it has then.

@@ -52,6 +52,11 @@ impl Failure {
         Self { exit, doing: doing.into(), why: why.to_string() }
     }
 
+    /// The failure with one more sentence.
+    pub(crate) fn and(self, more: impl fmt::Display) -> Self {
+        Self { why: format!("{}; {more}", self.why), ..self }
+    }
+
     /// Prints the failure on standard error.
     pub(crate) fn report(&self, json: bool) {
         if json {

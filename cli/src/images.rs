@@ -200,6 +200,8 @@ pub(crate) fn resize(
     control: Option<&Path>,
     style: Style,
 ) -> Outcome {
+    // An image never shrinks, so a wrong socket is refused first.
+    control.map(|socket| control::check_growth(socket, image)).transpose()?;
     let before = repository
         .catalog()
         .resize(image, size)
@@ -207,7 +209,12 @@ pub(crate) fn resize(
         .geometry
         .size();
     // From here on the image is larger. A disk that cannot follow now does so later.
-    let disk = control.map(control::resize).transpose()?;
+    let disk = control.map(control::resize).transpose().map_err(|failure| {
+        failure.and(format!(
+            "image '{image}' has {} from here on, and its disk follows when it can",
+            style.size(size)
+        ))
+    })?;
     if style.json {
         let image = image.to_string();
         return print_json(

@@ -67,8 +67,9 @@ pub enum Error {
     BadArgument(String),
     /// A disk was to become smaller.
     #[error(
-        "image '{name}' has {before} bytes and cannot shrink to {size}; to get a smaller disk, \
-         create another image and copy the content in a guest"
+        "image '{name}' has {before} bytes and cannot shrink to {size} bytes; a snapshot from before \
+         the disk has grown has the old size: clone it, or create another image and copy the \
+         content in a guest"
     )]
     CannotShrink {
         /// The image.
@@ -327,8 +328,8 @@ pub enum Error {
     },
     /// The mirror has published a snapshot that its own files do not know.
     #[error(
-        "{path} is an older copy of a mirror: it continues {continued}, and the mirror has \
-         published {published} since; choose an empty directory to start from {published}"
+        "{path} is an older copy of a mirror: it continues {continued}, and the mirror has published \
+         {published} since; use its newer directory, or an empty one to start from a snapshot"
     )]
     OlderMirror {
         /// The directory of the copy.

@@ -5,7 +5,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::{Place, Run};
 
@@ -45,6 +45,28 @@ fn a_checkpoint_prints_the_name_of_its_snapshot() {
     assert_eq!((run.code, run.stdout.as_slice()), (0, b"vm1@3\n".as_slice()), "{}", run.stderr);
     assert_eq!(request["op"], "checkpoint");
     assert_eq!((&request["label"], &request["wait"]), (&"x".into(), &"accepted".into()));
+}
+
+/// An image never shrinks.
+#[test]
+fn an_image_does_not_grow_for_the_disk_of_another_image_or_a_disk_that_cannot_grow() {
+    let status = |image: &str, read_only: bool| {
+        json!({
+            "event": "status", "protocol": 1, "image": image, "parent": format!("{image}@1"),
+            "size": 1 << 20, "chunk_size": 1 << 18, "read_only": read_only, "connected": false,
+            "dirty_bytes": 0, "present_bytes": 0, "pending": [],
+        })
+    };
+    for (image, read_only, word) in [("vm2", false, "'vm2'"), ("vm1", true, "read-only")] {
+        let place = Place::new();
+        place.ok(&["create", "vm1", "1M"]);
+        let text = format!("{}\n", status(image, read_only));
+        let server = serve(&place, move |stream| stream.write_all(text.as_bytes()).unwrap());
+        let run = place.run(&["resize", "vm1", "2M", "--control", "ctl"]);
+        assert!(run.code == 2 && run.stderr.contains(word), "{}", run.stderr);
+        assert!(server.join().unwrap().contains("status"));
+        assert_eq!(place.json(&["ls"])[0]["size"], 1 << 20);
+    }
 }
 
 #[test]

@@ -30,7 +30,9 @@ pub(super) fn lock(file: &File) -> io::Result<()> {
             return Err(error);
         }
         if waited >= LOG_AFTER && !std::mem::replace(&mut is_logged, true) {
-            tracing::info!("waiting for the last writes of the process that had the mirror");
+            tracing::info!(
+                "another process has the mirror, or its last writes are under way: waiting"
+            );
         }
         thread::sleep(Duration::from_millis(10));
     }
