@@ -26,7 +26,7 @@
 //! | [`epoch`] | epochs, layers and their recovery |
 //! | [`cow`] | space for the old content of blocks |
 //! | [`events`] | how waiting threads learn of changes |
-//! | [`files`] | the files: data, map, journal, live directory |
+//! | [`files`] | the files: data, map, files of layers, live directory |
 
 pub(crate) mod bits;
 pub(crate) mod block_set;
