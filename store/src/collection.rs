@@ -5,8 +5,13 @@
 //! A collection deletes only blobs that nothing refers to *and* whose stamp is below its bound. So
 //! it never deletes a blob that a process has stored, or found present, since.
 
+use serde::{Deserialize, Serialize};
+
 /// The number of a collection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
 pub struct CollectionNumber(pub u64);
 
 impl CollectionNumber {
@@ -16,4 +21,9 @@ impl CollectionNumber {
     /// The stamp of a blob whose stamp is lost, and the bound of a deletion that ignores stamps. No
     /// collection has this number.
     pub const MAX: CollectionNumber = CollectionNumber(i64::MAX as u64);
+
+    /// The number of the collection after this one.
+    pub(crate) fn next(self) -> CollectionNumber {
+        CollectionNumber(self.0 + 1)
+    }
 }

@@ -532,9 +532,43 @@ pub enum Error {
         /// The peer's id.
         peer: String,
     },
-    /// Another repair of the cluster runs.
-    #[error("another repair is running; `cairn peers` shows its result when it has ended")]
+    /// Another repair or collection of the repository runs.
+    #[error("another repair or collection is running; try again when it has ended")]
     RepairRuns,
+    /// The catalog is older than the blobs.
+    #[error(
+        "the catalog has seen {catalog} collections and the blobs have seen {blobs}: the catalog was \
+         restored from an older copy. Snapshots that were taken since are not in it, and a collection \
+         deletes their data. If that is what you want, run `cairn gc --accept-older-catalog`"
+    )]
+    OlderCatalog {
+        /// The catalog's number.
+        catalog: u64,
+        /// The highest number that the place of the blobs has seen.
+        blobs: u64,
+    },
+    /// A collection cannot read what it must keep.
+    #[error(
+        "{nodes} tree nodes cannot be read, so nothing is deleted. Affected: {}. Repair them \
+         (`cairn verify` says what is missing), or give the data up that only they refer to: \
+         `cairn gc --give-up {}`", names.join(", "), names.join(" --give-up ")
+    )]
+    CannotMark {
+        /// The number of tree nodes.
+        nodes: u64,
+        /// The snapshots that need them.
+        names: Vec<String>,
+    },
+    /// The peers have records of snapshots that the catalog does not have.
+    #[error(
+        "the peers have records of {snapshots} snapshots that the catalog does not have, so nothing is \
+         deleted; run `cairn catalog rebuild`, or try again later if an import or a clone was \
+         interrupted within the last hour"
+    )]
+    Unlisted {
+        /// The number of snapshots.
+        snapshots: u64,
+    },
     /// A task of this process panicked or was cancelled.
     #[error("{doing} failed inside this process: {reason}; try again, and report this as a defect")]
     Internal {
@@ -607,15 +641,18 @@ impl Error {
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
             | Error::RepairRuns
+            | Error::OlderCatalog { .. }
+            | Error::Unlisted { .. }
             | Error::DataElsewhere { .. }
             | Error::LateDeletion
             | Error::LeaseLost
             | Error::InUse { .. }
             | Error::WrongState { .. } => ErrorKind::Conflict,
             Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
-            Error::MissingBlob { .. } | Error::NoMarker { .. } | Error::Corrupt { .. } => {
-                ErrorKind::Corrupt
-            }
+            Error::MissingBlob { .. }
+            | Error::NoMarker { .. }
+            | Error::CannotMark { .. }
+            | Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Full { .. }
             | Error::TooFewPeers { .. }
             | Error::NoPeerYet

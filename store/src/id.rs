@@ -91,6 +91,11 @@ byte_id!(
     /// The id of a mirror: random bytes, chosen when the mirror is created.
     MirrorId, 16, "a mirror's id", "it has 32 hexadecimal digits"
 );
+byte_id!(
+    /// The id of a commit or a reader that the catalog knows for as long as it is renewed: random
+    /// bytes.
+    LeaseId, 16, "a lease's id", "it has 32 hexadecimal digits"
+);
 
 impl BlobId {
     /// The name of this content.

@@ -67,7 +67,7 @@ mod tree;
 mod zero;
 
 pub use blobs::{Blobs, NewBlob};
-pub use catalog::{Catalog, LEASE_SECONDS, Rebuilt};
+pub use catalog::{Catalog, CompletedCollection, LEASE_SECONDS, Rebuilt, SpaceHolder};
 pub use clock::now;
 pub use cluster::Counters;
 pub use error::{Error, ErrorKind, Result};
@@ -75,13 +75,14 @@ pub use geometry::{
     ChunkIndex, DEFAULT_CHUNK_SIZE, Geometry, MAX_CHUNK_SIZE, MAX_SIZE, MIN_CHUNK_SIZE, SECTOR_SIZE,
 };
 pub use id::{
-    BlobId, CatalogId, CertificateSerial, ChunkId, ImageId, InvalidId, MirrorId, NodeId, PeerId,
+    BlobId, CatalogId, CertificateSerial, ChunkId, ImageId, InvalidId, LeaseId, MirrorId, NodeId,
+    PeerId,
 };
 pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
 pub use process::{LockedFile, boot_id, host_name};
 pub use repository::attachment::{Attachment, MAX_RESERVED};
 pub use repository::commit::{ChangedChunks, Commit, LocalCopy, SnapshotCommit};
-pub use repository::{Durability, PutChunk, Repository, ReservedSpace};
+pub use repository::{Durability, PutChunk, ReaderLease, Repository, ReservedSpace};
 pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorParent, MirrorRecord, Mode, NewSnapshot, Snapshot,
     SnapshotState,

@@ -5,6 +5,7 @@
 
 pub(crate) mod directory;
 
+use crate::collection::CollectionNumber;
 use crate::encoding::{ContentHash, StoragePolicy};
 use crate::error::Result;
 use crate::id::{BlobId, ChunkId};
@@ -52,4 +53,12 @@ pub trait Blobs: Send + Sync {
 
     /// Returns when every blob that was put before this call is durable with its full redundancy.
     fn flush(&self) -> Result<()>;
+
+    /// Makes every later [`Blobs::put`] and [`Blobs::known`] stamp blobs with at least this number:
+    /// see [`collection`](crate::collection).
+    fn raise_stamp(&self, number: CollectionNumber);
+
+    /// Returns, for each blob, whether it is durable with the redundancy of the policy. Stamps the
+    /// blobs that are. `false` may be wrong.
+    fn known(&self, ids: &[BlobId], policy: &StoragePolicy) -> Result<Vec<bool>>;
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Catalog;
+use super::collection::{CommitBasis, mirror_basis};
 use super::documents::{
     AvailableDocument, ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument,
     available_key, image, label_key, lease_key, mirror_key,
@@ -11,7 +12,6 @@ use super::holder::{Holder, Published};
 use super::index::LabelDocument;
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
-use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
@@ -129,16 +129,16 @@ impl Catalog {
         })
     }
 
-    /// Announces a snapshot. Returns the cluster's epoch.
+    /// Announces a snapshot. Returns what protects its blobs until the publication.
     ///
     /// A snapshot may be announced again, even if it is published: a writer that was restarted, or
     /// whose catalog was unreachable, cannot know how far it had come. A failed snapshot cannot be
     /// announced again.
-    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<ClusterEpoch> {
+    pub(crate) fn begin(&self, holder: &Holder, new: &NewSnapshot) -> Result<CommitBasis> {
         let number = new.number;
         let label = new.label.as_ref().map(|label| label_key(&holder.image, label));
         let mut queries = holder.queries(number);
-        queries.push(Query::key(LOSSES));
+        queries.extend(CommitBasis::queries());
         queries.extend(label.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
             let mut image = holder.check(view)?;
@@ -151,7 +151,16 @@ impl Catalog {
                 let known = holder.own(known, number)?;
                 return match known.state {
                     SnapshotState::Failed => Err(holder.wrong_state(number, known)),
-                    _ => Ok((Change::default(), ClusterEpoch::of(view)?)),
+                    SnapshotState::Pending => {
+                        let mut mirror = holder.mirror(view)?;
+                        let (basis, is_new) = mirror_basis(view, &mut mirror)?;
+                        let change = Change::default();
+                        Ok(match is_new {
+                            true => (change.put(mirror_key(&holder.owner.id), &mirror), basis),
+                            false => (change, basis),
+                        })
+                    }
+                    _ => Ok((Change::default(), CommitBasis::of(view)?)),
                 };
             }
             let mirror = holder.mirror(view)?;
@@ -187,7 +196,8 @@ impl Catalog {
                 is_parent_available: false,
                 record: None,
             };
-            let mirror = MirrorDocument { announced: number, ..mirror };
+            let mut mirror = MirrorDocument { announced: number, ..mirror };
+            let (basis, _) = mirror_basis(view, &mut mirror)?;
             image.index.add(number, snapshot.state);
             let change = Change::default()
                 .put(holder.image_key(), &image)
@@ -197,7 +207,7 @@ impl Catalog {
                 Some(label) => change.put(label, &LabelDocument { number, failed: false }),
                 None => change,
             };
-            Ok((change, ClusterEpoch::of(view)?))
+            Ok((change, basis))
         })
     }
 
@@ -213,13 +223,14 @@ impl Catalog {
         let image = holder.check(&view)?;
         let before = holder.own(holder.existing(&view, &image, number)?, number)?;
         let snapshot = holder.published(&view, number, before, published)?;
-        let record = |one| Record::new(&holder.image_name, &image, number, one, published.epoch);
+        let record =
+            |one| Record::new(&holder.image_name, &image, number, one, published.basis.epoch);
         Ok(snapshot.map(record))
     }
 
     /// Publishes an announced snapshot and makes it the mirror's parent. The same content may be
     /// published again, for the reason given in [`Catalog::begin`]. That may also make an available
-    /// snapshot stable. Returns `None`, and changes nothing, if the cluster is in another epoch.
+    /// snapshot stable. Returns `None`, and changes nothing, if its basis is gone.
     pub(crate) fn publish(
         &self,
         holder: &Holder,
@@ -248,14 +259,18 @@ impl Catalog {
                 };
             }
             let known = holder.mirror(view)?;
+            let mut mirror = known.clone();
             // After a rebuild the mirror may refer to an older snapshot than this published one.
             if before.state == SnapshotState::Pending || known.parent < number {
-                let mirror = MirrorDocument {
-                    parent: number,
-                    root: snapshot.root,
-                    is_parent_available: snapshot.state == SnapshotState::Available,
-                    ..known
-                };
+                mirror.parent = number;
+                mirror.root = snapshot.root;
+                mirror.is_parent_available = snapshot.state == SnapshotState::Available;
+            }
+            // Unless it has announced a later snapshot, the mirror has published all that it stored.
+            if known.announced <= number {
+                mirror.storing_since = None;
+            }
+            if mirror != known {
                 change = change.put(mirror_key(&holder.owner.id), &mirror);
             }
             Ok((change, Some(snapshot.snapshot(&holder.image_name, &image, number)?)))

@@ -5,6 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::index::SnapshotIndex;
+use crate::collection::CollectionNumber;
 use crate::documents::View;
 use crate::encoding::{Compression, Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
@@ -21,7 +22,7 @@ use crate::tree::Root;
 pub(super) const SCHEMA: &str = "schema";
 
 /// The version of the documents that this program reads and writes.
-pub(super) const SCHEMA_VERSION: u64 = 3;
+pub(super) const SCHEMA_VERSION: u64 = 4;
 
 pub(super) const IMAGES: &str = "images/";
 pub(super) const SNAPSHOTS: &str = "snapshots/";
@@ -267,7 +268,7 @@ pub(super) struct AvailableDocument {
 }
 
 /// A mirror, which refers to an image.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct MirrorDocument {
     #[serde(with = "text")]
     pub(super) image: ImageName,
@@ -291,6 +292,10 @@ pub(super) struct MirrorDocument {
     /// Identifies the reservation: the fence of the writer that began it.
     #[serde(default)]
     pub(super) reservation: u64,
+    /// The number of the collection that was current when the mirror began to store what it has not
+    /// published; `None` if it has published everything.
+    #[serde(default)]
+    pub(super) storing_since: Option<CollectionNumber>,
 }
 
 impl MirrorDocument {

@@ -1,5 +1,6 @@
 //! An attached mirror, and what its operations check before they change anything.
 
+use super::collection::CommitBasis;
 use super::documents::{
     ImageDocument, MirrorDocument, SnapshotDocument, image_key, mirror_key, snapshot_key,
 };
@@ -37,8 +38,8 @@ pub(crate) struct Published {
     pub(crate) saved_bytes: u64,
     /// The number of the snapshot that it was derived from.
     pub(crate) parent: u64,
-    /// The epoch in which all of its blobs are known to be stored.
-    pub(crate) epoch: ClusterEpoch,
+    /// What protects its blobs.
+    pub(crate) basis: CommitBasis,
     /// The name of the snapshot's record, if it has one.
     pub(crate) record: Option<BlobId>,
 }
@@ -156,8 +157,9 @@ impl Holder {
     }
 
     /// The document of a snapshot of this mirror after it is published. A snapshot that was
-    /// published before does not change, except that it may become stable. Returns `None` if the
-    /// cluster is in another epoch than the one in which the content was stored.
+    /// published before does not change, except that it may become stable. Returns `None` if its basis
+    /// is gone: if the cluster is in another epoch than the one in which the content was stored, or
+    /// if the mirror's document does not protect the content any more.
     ///
     /// A snapshot whose parent is only *available* is at most *available*: unchanged blobs are the
     /// parent's. If the parent's document was removed, the state that the parent had when it became
@@ -169,10 +171,14 @@ impl Holder {
         before: SnapshotDocument,
         published: &Published,
     ) -> Result<Option<SnapshotDocument>> {
-        if ClusterEpoch::of(view)? != published.epoch {
+        let mirror = self.mirror(view)?;
+        let CommitBasis { epoch, collection } = published.basis;
+        let is_protected = mirror.storing_since == Some(collection);
+        // What is published protects itself.
+        let is_protected = is_protected || before.state != SnapshotState::Pending;
+        if ClusterEpoch::of(view)? != epoch || !is_protected {
             return Ok(None);
         }
-        let mirror = self.mirror(view)?;
         let parent = self.find(view, published.parent)?;
         let is_parent_available = match parent.filter(|one| one.state.has_content()) {
             Some(parent) => parent.state == SnapshotState::Available,
@@ -232,6 +238,7 @@ impl Holder {
             announced: 0,
             reserved: 0..0,
             reservation: 0,
+            storing_since: None,
         })
     }
 

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::Catalog;
+use super::collection::{CommitBasis, commit_key, protects};
 use super::documents::{
     AvailableDocument, DRAFTS, DraftDocument, IMAGES, ImageDocument, MIRRORS, MirrorDocument,
     SNAPSHOTS, SnapshotDocument, available_key, draft_key, image, image_key, number_of,
@@ -16,7 +17,7 @@ use crate::documents::{Change, Query, View};
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, MAX_SIZE};
-use crate::id::{BlobId, ImageId};
+use crate::id::{BlobId, ImageId, LeaseId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
 use crate::sys;
@@ -363,18 +364,22 @@ impl Catalog {
         Ok(old)
     }
 
-    /// Creates the image of a draft. `record` is the name of its first snapshot's record. Returns
-    /// `None` if the cluster is in another epoch than the one in which the content was stored.
+    /// Creates the image of a draft, and ends the `commit` that stored its content, if there is one.
+    /// `record` is the name of its first snapshot's record. Returns `None` if the basis is gone: if the
+    /// cluster is in another epoch than the one in which the content was stored, or if the document of
+    /// the commit does not protect the content any more.
     /// Fails if the image is a clone and its source was removed, or if it has a record and a repair has
     /// given up its draft.
     pub(crate) fn insert(
         &self,
         draft: &Draft,
-        epoch: ClusterEpoch,
+        basis: &CommitBasis,
+        commit: Option<&LeaseId>,
         record: Option<BlobId>,
     ) -> Result<Option<Snapshot>> {
         let Draft { name, image, snapshot, source } = draft;
         let mut queries = vec![Query::Key(image_key(name)), Query::key(LOSSES)];
+        queries.extend(commit.map(|commit| Query::Key(commit_key(commit))));
         let source_key = source.as_ref().map(|one| snapshot_key(&one.image_id, one.number));
         queries.extend(source_key.iter().cloned().map(Query::Key));
         let draft_key = record.map(|_| draft_key(&image.id));
@@ -400,7 +405,8 @@ impl Catalog {
                     return Err(Error::NoSnapshot { name: source.name().to_string() });
                 }
             }
-            if ClusterEpoch::of(view)? != epoch {
+            let is_protected = commit.map_or(Ok(true), |commit| protects(view, commit, basis))?;
+            if ClusterEpoch::of(view)? != basis.epoch || !is_protected {
                 return Ok((Change::default(), None));
             }
             let snapshot = SnapshotDocument { record, ..snapshot.clone() };
@@ -414,13 +420,16 @@ impl Catalog {
             if let Some(key) = &draft_key {
                 change = change.remove(Query::key(key));
             }
+            if let Some(commit) = commit {
+                change = change.remove(Query::Key(commit_key(commit)));
+            }
             Ok((change, Some(snapshot.snapshot(name, image, FIRST)?)))
         })
     }
 
-    /// The current epoch of the cluster.
-    pub(crate) fn cluster_epoch(&self) -> Result<ClusterEpoch> {
-        ClusterEpoch::of(&self.read(&[Query::key(LOSSES)])?)
+    /// The basis of what is published now.
+    pub(crate) fn commit_basis(&self) -> Result<CommitBasis> {
+        CommitBasis::of(&self.read(&CommitBasis::queries())?)
     }
 }
 

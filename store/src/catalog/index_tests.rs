@@ -68,9 +68,9 @@ impl World {
         };
         let geometry = Geometry::new(1 << 20, 65536).unwrap();
         let draft = Draft::new(&self.name, geometry, StoragePolicy::default(), &first).unwrap();
-        let epoch = self.catalog.cluster_epoch().unwrap();
-        self.keep(draft.record(epoch));
-        self.catalog.insert(&draft, epoch, None).unwrap();
+        let basis = self.catalog.commit_basis().unwrap();
+        self.keep(draft.record(basis.epoch));
+        self.catalog.insert(&draft, &basis, None, None).unwrap();
     }
 
     fn attach(&self, mirror: u8) -> Result<Holder, Error> {
@@ -103,7 +103,7 @@ impl World {
         let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
         let new =
             NewSnapshot { number, label, size: 1 << 20, consistency, time, dirty_bytes, pause_us };
-        let epoch = self.catalog.begin(holder, &new)?;
+        let basis = self.catalog.begin(holder, &new)?;
         let state = rng.pick(&[SnapshotState::Stable, SnapshotState::Available]);
         let published = Published {
             root: Root(Some(NodeId::from_bytes([9; 32]))),
@@ -113,7 +113,7 @@ impl World {
             sent_bytes: 0,
             saved_bytes: 0,
             parent: 1,
-            epoch,
+            basis,
             record: None,
         };
         match rng.below(10) {

@@ -13,6 +13,7 @@ use super::Catalog;
 use super::documents::{ImageDocument, MirrorDocument, image_key, mirror_key, text};
 use super::records::Record;
 use crate::clock::now;
+use crate::collection::CollectionNumber;
 use crate::documents::{Change, Query};
 use crate::encoding::Redundancy;
 use crate::error::Result;
@@ -106,6 +107,8 @@ impl Catalog {
                 (mirror.parent, mirror.root, mirror.is_parent_available) = (*number, root.0, true);
             }
             (mirror.announced, mirror.reserved) = (0, 0..0);
+            // A later process of the mirror may adopt what it has stored, whenever that was.
+            mirror.storing_since = Some(CollectionNumber::FIRST);
             restored += u64::from(self.restore_mirror(&id, &mirror)?);
         }
         Ok(restored)

@@ -246,6 +246,7 @@ pub(super) fn attached_mirror(
         announced: 0,
         reserved: 0..0,
         reservation: 0,
+        storing_since: None,
     })
 }
 

@@ -13,6 +13,7 @@
 //! | `documents` | the documents, their fields and their keys |
 //! | `index` | the counts of an image's snapshots; finding a snapshot by its name |
 //! | `images` | creating and listing images and snapshots |
+//! | `collection` | the numbers of collections; commits and readers; what a collection must keep |
 //! | `available` | the index of *available* snapshots |
 //! | `removal` | removing images and snapshots |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
@@ -23,6 +24,7 @@
 
 mod attachments;
 mod available;
+mod collection;
 mod documents;
 mod holder;
 mod images;
@@ -41,6 +43,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 pub(crate) use self::available::Available;
+pub(crate) use self::collection::{
+    CollectionRoots, CommitBasis, LEASED_SECONDS, commit_key, reader_key,
+};
+pub use self::collection::{CompletedCollection, SpaceHolder};
 pub(crate) use self::holder::{Holder, Published};
 pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;

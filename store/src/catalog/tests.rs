@@ -7,7 +7,8 @@ use tempfile::TempDir;
 
 use super::documents::{SCHEMA, SCHEMA_VERSION, image_key, lease_key};
 use super::{Catalog, Draft, FirstSnapshot, Holder, Published};
-use crate::cluster::membership::{ClusterEpoch, LOSSES};
+use crate::catalog::CommitBasis;
+use crate::cluster::membership::LOSSES;
 use crate::documents::{Change, Documents, Query, SqliteDocuments, View};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
@@ -75,8 +76,8 @@ impl TestCatalog {
         let draft =
             Draft::new(&self.image, geometry, crate::encoding::StoragePolicy::default(), &first)
                 .unwrap();
-        let epoch = self.catalog.cluster_epoch().unwrap();
-        self.catalog.insert(&draft, epoch, None).unwrap().unwrap();
+        let basis = self.catalog.commit_basis().unwrap();
+        self.catalog.insert(&draft, &basis, None, None).unwrap().unwrap();
     }
 
     /// Removes a snapshot.
@@ -124,7 +125,7 @@ fn published(state: SnapshotState) -> Published {
         sent_bytes: 0,
         saved_bytes: 0,
         parent: 1,
-        epoch: ClusterEpoch::of(&View::default()).unwrap(),
+        basis: CommitBasis::of(&View::default()).unwrap(),
         record: None,
     }
 }
@@ -213,8 +214,8 @@ fn a_publication_in_another_epoch_of_the_cluster_changes_nothing() {
     assert!(test.catalog.record(&holder, number, &stable).unwrap().is_none());
     assert!(test.catalog.publish(&holder, number, &stable).unwrap().is_none());
     assert_eq!(test.state(number), Some(SnapshotState::Pending));
-    let epoch = test.catalog.cluster_epoch().unwrap();
-    let again = Published { epoch, ..stable };
+    let basis = test.catalog.commit_basis().unwrap();
+    let again = Published { basis, ..stable };
     let snapshot = test.catalog.publish(&holder, number, &again).unwrap().unwrap();
     assert_eq!(snapshot.state, SnapshotState::Stable);
 }

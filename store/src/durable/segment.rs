@@ -12,6 +12,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -81,6 +82,18 @@ impl Segment {
         self.known.store(end, Ordering::Relaxed);
         *self.tail() = Tail { end, allocated: metadata.len().max(end) };
         Ok(())
+    }
+
+    /// Removes the file of a segment that has no content.
+    pub(crate) fn remove_file(&self) -> Result<()> {
+        fs::remove_file(&self.path).map_err(|e| Error::io("removing", &self.path, e))
+    }
+
+    /// Frees the space of a part that nothing refers to. Fails with
+    /// [`io::ErrorKind::Unsupported`] if the file system has no holes.
+    pub(crate) fn punch(directory: &Path, number: u64, part: Range<u64>) -> io::Result<()> {
+        let file = File::options().write(true).open(path_of(directory, number))?;
+        sys::punch(&file, part)
     }
 
     /// Whether the next blobs should go to another segment.

@@ -8,6 +8,7 @@
 //!                    ├─► wanted: both, sorted
 //!                    ├─► cluster::repair: plan and execute
 //!                    └─► whole_snapshots: which snapshots become stable
+//! collection: catalog ─► mark ─► sweep of the directory or of the peers
 //! rebuild: records on the peers ─► catalog
 //! verify: all blobs of snapshots ─► which of them cannot be read
 //! ```
@@ -23,9 +24,11 @@
 //! | `unlisted` | snapshots that only records on the peers know |
 //! | `wanted` | the wanted blobs in the order of their names, in temporary files |
 //! | `whole_snapshots` | the *available* snapshots of which nothing is short |
+//! | [`collection`] | deletes the blobs that nothing refers to |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
 //! | [`verify`] | reads every blob of snapshots, in a directory too |
 
+pub mod collection;
 mod rebuild;
 mod records;
 mod references;

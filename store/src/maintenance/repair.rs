@@ -110,7 +110,8 @@ impl<'a> RepairJob<'a> {
     ) -> Result<RepairJob<'a>> {
         let (peers, _) = membership::peers(documents)?;
         let members = peers.iter().filter_map(Peer::member);
-        let connected = ConnectedPeers::new(members, security.clone(), lease.permit());
+        let stamp = repository.catalog().collection_number()?;
+        let connected = ConnectedPeers::new(members, security.clone(), lease.permit(), stamp);
         let failed = |error| Error::io("starting", "a thread".as_ref(), error);
         let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let connected = Arc::new(connected);

@@ -89,7 +89,7 @@ fn records(address: &str) -> BTreeSet<BlobId> {
 fn has(address: &str, blob: BlobId) -> bool {
     runtime().block_on(async {
         let connection = Connection::open(address, &Security::INSECURE).await.unwrap();
-        !connection.have(&[blob], false).await.unwrap()[0].is_empty()
+        !connection.have(&[blob], None).await.unwrap()[0].is_empty()
     })
 }
 
@@ -402,15 +402,15 @@ fn an_interrupted_creation_does_not_return_after_the_image_was_removed() {
     let name: ImageName = "vm".parse().unwrap();
     let draft = old_draft(geometry);
     let catalog = repository.catalog();
-    let epoch = catalog.cluster_epoch().unwrap();
-    assert!(catalog.begin_draft(&draft, epoch).unwrap());
-    let record = repository.put_record(draft.record(epoch), SnapshotState::Stable).unwrap();
+    let basis = catalog.commit_basis().unwrap();
+    assert!(catalog.begin_draft(&draft, basis.epoch).unwrap());
+    let record = repository.put_record(draft.record(basis.epoch), SnapshotState::Stable).unwrap();
 
     repository.create_image(&name, geometry).unwrap();
     repository.remove_image(&name, true).unwrap();
     repair_all(&repository, None, &|_| ()).unwrap();
     // A process that was only slow cannot complete the creation any more.
-    let late = catalog.insert(&draft, epoch, record);
+    let late = catalog.insert(&draft, &basis, None, record);
     assert!(matches!(late, Err(Error::DraftGivenUp { .. })), "{:?}", late.err());
     let second = documents(&dir, "again.db");
     let _also_beating = Heartbeats::of(&site, &second);
@@ -428,20 +428,20 @@ fn no_image_is_created_whose_tombstone_may_be_stored() {
     let repository = Repository::of_cluster(documents, &Security::INSECURE).unwrap();
     let geometry = Geometry::new(4 * CHUNK as u64, CHUNK as u32).unwrap();
     let (draft, catalog) = (old_draft(geometry), repository.catalog());
-    let epoch = catalog.cluster_epoch().unwrap();
-    assert!(catalog.begin_draft(&draft, epoch).unwrap());
-    let record = repository.put_record(draft.record(epoch), SnapshotState::Stable).unwrap();
+    let basis = catalog.commit_basis().unwrap();
+    assert!(catalog.begin_draft(&draft, basis.epoch).unwrap());
+    let record = repository.put_record(draft.record(basis.epoch), SnapshotState::Stable).unwrap();
 
     // A rebuild does not create it either, because the creation may still be given up. After the
     // rebuild began, no creation begins or ends that it does not know.
     assert_eq!(rebuild_catalog(&repository, true).unwrap().images, 0);
-    assert!(catalog.insert(&draft, epoch, record).unwrap().is_none());
-    assert!(!catalog.begin_draft(&old_draft(geometry), epoch).unwrap());
+    assert!(catalog.insert(&draft, &basis, None, record).unwrap().is_none());
+    assert!(!catalog.begin_draft(&old_draft(geometry), basis.epoch).unwrap());
 
     // A repair gives it up between any two steps.
-    let epoch = catalog.cluster_epoch().unwrap();
+    let basis = catalog.commit_basis().unwrap();
     assert!(catalog.give_up_draft(&draft.id()).unwrap().is_some());
-    let late = catalog.insert(&draft, epoch, record);
+    let late = catalog.insert(&draft, &basis, None, record);
     assert!(matches!(late, Err(Error::DraftGivenUp { .. })), "{:?}", late.err());
     assert!(catalog.give_up_draft(&draft.id()).unwrap().is_some(), "the repair was interrupted");
     catalog.end_draft(&draft.id()).unwrap();
@@ -449,7 +449,7 @@ fn no_image_is_created_whose_tombstone_may_be_stored() {
 
     // What was created is not given up.
     let second = old_draft(geometry);
-    assert!(catalog.begin_draft(&second, epoch).unwrap());
-    assert!(catalog.insert(&second, epoch, record).unwrap().is_some());
+    assert!(catalog.begin_draft(&second, basis.epoch).unwrap());
+    assert!(catalog.insert(&second, &basis, None, record).unwrap().is_some());
     assert!(catalog.give_up_draft(&second.id()).unwrap().is_none());
 }

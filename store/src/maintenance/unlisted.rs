@@ -33,7 +33,11 @@ pub(super) async fn count_unlisted_snapshots(
     peers: &[Peer],
 ) -> Result<u64> {
     let mut all = RunSorter::new(&temporary_directory(), ENTRY, MAX_ENTRIES);
-    catalog.each_snapshot_id(|image, number| all.push(entry(image, number, LISTED)))?;
+    let list = |all: &mut RunSorter<ENTRY>| {
+        catalog.each_snapshot_id(|image, number| all.push(entry(image, number, LISTED)))
+    };
+    // Before and after the records are read: snapshots are announced and removed meanwhile.
+    list(&mut all)?;
     each_record(connected, peers, |record| {
         match RecordSubject::of(record)? {
             RecordSubject::Snapshot(image, number) => all.push(entry(&image, number, RECORDED)),
@@ -43,6 +47,7 @@ pub(super) async fn count_unlisted_snapshots(
         Ok(())
     })
     .await?;
+    list(&mut all)?;
     count(&all.finish()?)
 }
 

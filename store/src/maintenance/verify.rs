@@ -254,6 +254,7 @@ mod tests {
     use super::{BlobUse, Verification, Verifier};
     use crate::blobs::directory::DirectoryBlobs;
     use crate::blobs::{Blobs, NewBlob};
+    use crate::collection::CollectionNumber;
     use crate::encoding::StoragePolicy;
     use crate::error::Result;
     use crate::geometry::{ChunkIndex, Geometry};
@@ -298,6 +299,14 @@ mod tests {
 
         fn flush(&self) -> Result<()> {
             self.0.flush()
+        }
+
+        fn raise_stamp(&self, number: CollectionNumber) {
+            self.0.raise_stamp(number);
+        }
+
+        fn known(&self, ids: &[BlobId], policy: &StoragePolicy) -> Result<Vec<bool>> {
+            self.0.known(ids, policy)
         }
     }
 

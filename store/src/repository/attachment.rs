@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use super::Repository;
 use super::commit::{Commit, SnapshotCommit};
-use crate::catalog::{Holder, Published};
+use crate::catalog::{CommitBasis, Holder, Published};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::name::{ImageName, check_label};
@@ -153,9 +153,9 @@ impl Attachment {
     /// too, the caller must say so: see [`SnapshotCommit::mark_unverified`].
     pub fn begin(&self, new: &NewSnapshot) -> Result<SnapshotCommit<'_>> {
         new.label.as_deref().map_or(Ok(()), check_label)?;
-        let epoch = self.repository.catalog().begin(&self.holder, new)?;
+        let basis = self.repository.catalog().begin(&self.holder, new)?;
         let geometry = Geometry::new(new.size, self.chunk_size)?;
-        let commit = Commit::new(&self.repository, epoch)?;
+        let commit = Commit::of_mirror(&self.repository, basis)?;
         Ok(SnapshotCommit::new(self, new.number, geometry, commit))
     }
 
@@ -166,8 +166,12 @@ impl Attachment {
         SnapshotCommit::new(self, number, self.geometry(), commit)
     }
 
-    /// Publishes a snapshot whose content is stored. Returns `None` if the cluster is in another
-    /// epoch.
+    /// Establishes a basis for a commit that has none: see [`Commit`].
+    pub(super) fn begin_again(&self) -> Result<CommitBasis> {
+        self.repository.catalog().begin_mirror_commit(&self.holder)
+    }
+
+    /// Publishes a snapshot whose content is stored. Returns `None` if its basis is gone.
     pub(super) fn publish(&self, number: u64, published: Published) -> Result<Option<Snapshot>> {
         let snapshot = self.publish_with_record(number, published)?;
         if let Some(snapshot) = &snapshot {
@@ -180,8 +184,8 @@ impl Attachment {
         Ok(snapshot)
     }
 
-    /// Makes a published snapshot stable, if its parent is stable. Returns `None` if the cluster is
-    /// in another epoch.
+    /// Makes a published snapshot stable, if its parent is stable. Returns `None` if its basis is
+    /// gone.
     pub(super) fn complete(
         &self,
         snapshot: &Snapshot,

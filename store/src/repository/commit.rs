@@ -20,27 +20,34 @@
 //! - A commit that continues the work of a previous process, or of a commit that failed, is
 //!   *unverified*: it does not know in which epoch the older blobs were stored. It asks for all
 //!   blobs before it publishes.
+//! - The same holds for collections. The document of the commit protects what was stored since it was
+//!   created: for an image a document of its own, for a snapshot that of its mirror. The publication
+//!   relies on it. If it has expired, or the catalog was restored from a copy, the commit becomes
+//!   unverified.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Mutex, PoisonError};
 
 use super::Repository;
 use super::attachment::Attachment;
+use super::leases::Lease;
 use crate::blobs::{Blobs, NewBlob};
-use crate::catalog::{Draft, FirstSnapshot, Published};
-use crate::cluster::membership::ClusterEpoch;
-use crate::cluster::{ClusterBlobs, Counters};
+use crate::catalog::{Catalog, CommitBasis, Draft, FirstSnapshot, Published, commit_key};
+use crate::cluster::Counters;
 use crate::encoding::StoragePolicy;
 use crate::encoding::fragment::MAX_CONTENT;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId};
+use crate::id::{BlobId, ChunkId, LeaseId};
 use crate::name::ImageName;
 use crate::snapshot::{Consistency, Snapshot, SnapshotState};
 use crate::tree::{Changes, Referred, Root, TreeUpdate};
 
-/// The most blobs in one question to the peers.
+/// The most blobs in one question.
 const QUERY_BATCH: usize = 4096;
+
+/// What the catalog says of a commit of an image.
+const COMMIT_OF_IMAGE: &str = "stores the content of a new image";
 
 /// The chunks that a snapshot changes, in memory; `None` is a hole.
 pub type ChangedChunks = BTreeMap<ChunkIndex, Option<ChunkId>>;
@@ -52,26 +59,37 @@ pub type LocalCopy<'a> = &'a dyn Fn(ChunkIndex, &mut [u8]) -> bool;
 /// Content on its way into the catalog.
 pub struct Commit {
     repository: Repository,
-    /// The epoch in which all blobs of the commit are known to be stored; `None` if it is unknown.
-    epoch: Mutex<Option<ClusterEpoch>>,
+    /// The document of the commit; `None` if that of a mirror protects the content.
+    lease: Option<Lease>,
+    /// What all blobs of the commit are known to be protected by; `None` if it is unknown.
+    basis: Mutex<Option<CommitBasis>>,
     /// The bytes that had gone to the peers when the commit began. If several commits run at the
     /// same time, each of them counts the bytes of all.
     counters: Counters,
 }
 
 impl Commit {
-    /// A commit whose blobs are all stored later, through this process.
-    pub(super) fn new(repository: &Repository, epoch: ClusterEpoch) -> Result<Commit> {
-        // Before any blob is put: blobs that are known from an older epoch may be lost.
-        repository.enter_epoch(epoch)?;
-        let (epoch, counters) = (Mutex::new(Some(epoch)), repository.counters());
-        Ok(Commit { repository: repository.clone(), epoch, counters })
+    /// A commit of a mirror's snapshot, whose blobs are all stored later, through this process.
+    pub(super) fn of_mirror(repository: &Repository, basis: CommitBasis) -> Result<Commit> {
+        // Before any blob is put: blobs that are known from an older basis may be lost.
+        repository.enter(basis)?;
+        let (basis, counters) = (Mutex::new(Some(basis)), repository.counters());
+        Ok(Commit { repository: repository.clone(), lease: None, basis, counters })
     }
 
-    /// A commit whose blobs were stored in an unknown epoch.
+    /// A commit of a mirror's snapshot, whose blobs were stored on an unknown basis.
     pub(super) fn unverified(repository: &Repository) -> Commit {
-        let (epoch, counters) = (Mutex::new(None), Counters::default());
-        Commit { repository: repository.clone(), epoch, counters }
+        let (basis, counters) = (Mutex::new(None), Counters::default());
+        Commit { repository: repository.clone(), lease: None, basis, counters }
+    }
+
+    /// A commit of an image, whose blobs are all stored later, through this process.
+    pub(super) fn of_image(repository: &Repository) -> Result<Commit> {
+        let begin = |catalog: &Catalog, id: &LeaseId| catalog.begin_commit(id, COMMIT_OF_IMAGE);
+        let (lease, basis) = repository.leases().hold(commit_key, begin)?;
+        repository.enter(basis)?;
+        let (basis, counters) = (Mutex::new(Some(basis)), repository.counters());
+        Ok(Commit { repository: repository.clone(), lease: Some(lease), basis, counters })
     }
 
     /// Notes that a part of the content was stored before the commit began.
@@ -79,12 +97,12 @@ impl Commit {
         self.pin(None);
     }
 
-    fn pin(&self, epoch: Option<ClusterEpoch>) {
-        *self.epoch.lock().unwrap_or_else(PoisonError::into_inner) = epoch;
+    fn pin(&self, basis: Option<CommitBasis>) {
+        *self.basis.lock().unwrap_or_else(PoisonError::into_inner) = basis;
     }
 
-    fn epoch(&self) -> Option<ClusterEpoch> {
-        *self.epoch.lock().unwrap_or_else(PoisonError::into_inner)
+    fn basis(&self) -> Option<CommitBasis> {
+        *self.basis.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Creates an image whose first snapshot has this content, which the caller has put.
@@ -100,8 +118,13 @@ impl Commit {
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
         let repository = &self.repository;
+        let lease = self
+            .lease
+            .as_ref()
+            .ok_or_else(|| Error::BadArgument("the commit is that of a snapshot".into()))?;
+        let begin = || repository.catalog().begin_commit(lease.id(), COMMIT_OF_IMAGE);
         let verify = || self.verify_tree(root, geometry);
-        self.in_epoch(verify, |epoch| {
+        let published = self.with_basis(begin, verify, |basis| {
             repository.flush()?;
             let (sent_bytes, saved_bytes) =
                 repository.traffic_since(&self.counters, stored_bytes, dirty_bytes);
@@ -114,35 +137,39 @@ impl Commit {
                 sent_bytes,
                 saved_bytes,
             };
-            repository.insert(&Draft::new(name, geometry, repository.policy, &first)?, epoch)
-        })
+            let draft = Draft::new(name, geometry, repository.policy, &first)?;
+            repository.insert(&draft, &basis, Some(lease.id()))
+        })?;
+        lease.note_removed();
+        Ok(published)
     }
 
-    /// Calls `publish` with the epoch in which all blobs are stored, until that is still the
-    /// cluster's epoch when the catalog is changed. Before each call in a further epoch, `verify`
+    /// Calls `publish` with the basis on which all blobs are stored, until that still holds when the
+    /// catalog is changed. Before each call with a further basis, `begin` establishes it, and `verify`
     /// ensures that all blobs are stored.
-    fn in_epoch<T>(
+    fn with_basis<T>(
         &self,
+        begin: impl Fn() -> Result<CommitBasis>,
         verify: impl Fn() -> Result<()>,
-        publish: impl Fn(ClusterEpoch) -> Result<Option<T>>,
+        publish: impl Fn(CommitBasis) -> Result<Option<T>>,
     ) -> Result<T> {
         loop {
-            let epoch = match self.epoch() {
-                Some(epoch) => epoch,
+            let basis = match self.basis() {
+                Some(basis) => basis,
                 None => {
-                    let epoch = self.repository.catalog().cluster_epoch()?;
-                    if self.repository.blobs_on_peers().is_some() {
-                        self.repository.enter_epoch(epoch)?;
-                        verify()?;
-                    }
-                    self.pin(Some(epoch));
-                    epoch
+                    let basis = begin()?;
+                    self.repository.enter(basis)?;
+                    verify()?;
+                    self.pin(Some(basis));
+                    basis
                 }
             };
-            if let Some(published) = publish(epoch)? {
+            if let Some(published) = publish(basis)? {
                 return Ok(published);
             }
-            tracing::warn!("a peer was lost during a commit; asking the peers for its blobs");
+            tracing::warn!(
+                "a peer was lost during a commit, or its document has expired; asking for its blobs"
+            );
             self.pin(None);
         }
     }
@@ -151,8 +178,8 @@ impl Commit {
     fn verify_tree(&self, root: &Root, geometry: Geometry) -> Result<()> {
         let none: LocalCopy<'_> = &|_, _| false;
         let policy = self.repository.policy;
-        let mut chunks = Verification::new(&self.repository, policy, none, 0)?;
-        let mut nodes = Verification::new(&self.repository, policy.of_small_blobs(), none, 0)?;
+        let mut chunks = Verification::new(&self.repository, policy, none, 0);
+        let mut nodes = Verification::new(&self.repository, policy.of_small_blobs(), none, 0);
         let mut failed = None;
         let trees = self.repository.trees();
         let unreadable = trees.references(root, geometry, &mut HashSet::new(), &mut |referred| {
@@ -176,7 +203,7 @@ impl Commit {
         geometry: Geometry,
     ) -> Result<()> {
         let (policy, chunk_size) = (self.repository.policy, geometry.chunk_size() as usize);
-        let mut chunks = Verification::new(&self.repository, policy, local, chunk_size)?;
+        let mut chunks = Verification::new(&self.repository, policy, local, chunk_size);
         let mut from = ChunkIndex(0);
         while let Some((index, id)) = changes.next(from)? {
             if let Some(id) = id {
@@ -192,9 +219,9 @@ fn none_lost(lost: usize) -> Result<()> {
     if lost == 0 { Ok(()) } else { Err(Error::ContentLost { blobs: lost }) }
 }
 
-/// Asks the peers for blobs, and stores again those that lack redundancy.
+/// Asks for blobs, and stores again those that are missing or lack redundancy.
 struct Verification<'a> {
-    peers: &'a ClusterBlobs,
+    blobs: &'a dyn Blobs,
     policy: StoragePolicy,
     local: LocalCopy<'a>,
     /// The length of a local copy.
@@ -212,10 +239,9 @@ impl<'a> Verification<'a> {
         policy: StoragePolicy,
         local: LocalCopy<'a>,
         chunk_size: usize,
-    ) -> Result<Verification<'a>> {
-        let peers = repository.blobs_on_peers().ok_or(Error::NoCluster)?;
-        let (batch, buf) = (Vec::new(), vec![0; MAX_CONTENT]);
-        Ok(Verification { peers, policy, local, chunk_size, batch, buf, lost: 0 })
+    ) -> Verification<'a> {
+        let (blobs, batch, buf) = (repository.blobs(), Vec::new(), vec![0; MAX_CONTENT]);
+        Verification { blobs, policy, local, chunk_size, batch, buf, lost: 0 }
     }
 
     fn add(&mut self, blob: BlobId, index: Option<ChunkIndex>) -> Result<()> {
@@ -233,7 +259,7 @@ impl<'a> Verification<'a> {
     fn ask(&mut self) -> Result<()> {
         let batch = std::mem::take(&mut self.batch);
         let blobs: Vec<_> = batch.iter().map(|(blob, _)| *blob).collect();
-        let known = self.peers.known(&blobs, &self.policy);
+        let known = self.blobs.known(&blobs, &self.policy)?;
         for ((blob, index), _) in batch.into_iter().zip(known).filter(|(_, is_known)| !is_known) {
             self.store_again(blob, index)?;
         }
@@ -241,13 +267,13 @@ impl<'a> Verification<'a> {
     }
 
     fn store_again(&mut self, blob: BlobId, index: Option<ChunkIndex>) -> Result<()> {
-        let len = match self.peers.get(&blob, &mut self.buf) {
+        let len = match self.blobs.get(&blob, &mut self.buf) {
             Ok(len) => len,
             Err(error) => {
                 let len = index.and_then(|index| self.read_local(&blob, index));
                 match len {
                     Some(len) => len,
-                    // The peers may answer later.
+                    // It may be readable later.
                     None if error.kind() == ErrorKind::Unavailable => return Err(error),
                     None => {
                         tracing::error!(%blob, %error, "a blob of a commit is lost");
@@ -257,7 +283,7 @@ impl<'a> Verification<'a> {
                 }
             }
         };
-        self.peers.put(&[NewBlob::new(&self.buf[..len])], &self.policy).map(drop)
+        self.blobs.put(&[NewBlob::new(&self.buf[..len])], &self.policy).map(drop)
     }
 
     /// Reads the local copy of a chunk, if it has the right content.
@@ -315,15 +341,19 @@ impl<'a> SnapshotCommit<'a> {
         *self.base.lock().unwrap_or_else(PoisonError::into_inner) = (parent, base);
         let state = self.commit.repository.published_state();
         let verify = || self.commit.verify_chunks(changes, local, self.geometry);
-        self.commit.in_epoch(verify, |epoch| {
-            let update = self.store_tree(&base, changes)?;
-            self.commit.repository.flush()?;
-            let stored_bytes = stored_bytes + update.new_bytes;
-            let dirty_bytes = self.attachment.chunk_bytes(changes.count());
-            let published =
-                self.published(state, parent, &update.root, stored_bytes, dirty_bytes, epoch);
-            self.attachment.publish(self.number, published)
-        })
+        self.commit.with_basis(
+            || self.begin_again(),
+            verify,
+            |basis| {
+                let update = self.store_tree(&base, changes)?;
+                self.commit.repository.flush()?;
+                let stored_bytes = stored_bytes + update.new_bytes;
+                let dirty_bytes = self.attachment.chunk_bytes(changes.count());
+                let published =
+                    self.published(state, parent, &update.root, stored_bytes, dirty_bytes, basis);
+                self.attachment.publish(self.number, published)
+            },
+        )
     }
 
     /// As [`publish`](Self::publish), for a whole tree that the caller has put.
@@ -336,11 +366,16 @@ impl<'a> SnapshotCommit<'a> {
         let (parent, _) = self.attachment.parent();
         let state = self.commit.repository.published_state();
         let verify = || self.commit.verify_tree(root, self.geometry);
-        self.commit.in_epoch(verify, |epoch| {
-            self.commit.repository.flush()?;
-            let published = self.published(state, parent, root, stored_bytes, dirty_bytes, epoch);
-            self.attachment.publish(self.number, published)
-        })
+        self.commit.with_basis(
+            || self.begin_again(),
+            verify,
+            |basis| {
+                self.commit.repository.flush()?;
+                let published =
+                    self.published(state, parent, root, stored_bytes, dirty_bytes, basis);
+                self.attachment.publish(self.number, published)
+            },
+        )
     }
 
     /// Waits until a snapshot that [`publish`](Self::publish) has published with these chunks has
@@ -357,16 +392,23 @@ impl<'a> SnapshotCommit<'a> {
             self.commit.verify_chunks(changes, local, self.geometry)?;
             self.store_tree(&base, changes).map(drop)
         };
-        let completed = self.commit.in_epoch(verify, |epoch| {
+        // The published snapshot protects its blobs.
+        let begin = || self.commit.repository.catalog().commit_basis();
+        let completed = self.commit.with_basis(begin, verify, |basis| {
             self.commit.repository.flush_all()?;
             let state = SnapshotState::Stable;
-            let published = self.published(state, parent, &root, stored_bytes, dirty_bytes, epoch);
+            let published = self.published(state, parent, &root, stored_bytes, dirty_bytes, basis);
             self.attachment.complete(snapshot, published)
         })?;
         match completed.state {
             SnapshotState::Stable => Ok(completed),
             _ => Err(Error::LostMeanwhile { name: snapshot.name().to_string() }),
         }
+    }
+
+    /// Establishes a basis again: the mirror's document protects what is stored from here on.
+    fn begin_again(&self) -> Result<CommitBasis> {
+        self.attachment.begin_again()
     }
 
     fn store_tree(&self, base: &Root, changes: &dyn Changes) -> Result<TreeUpdate> {
@@ -380,7 +422,7 @@ impl<'a> SnapshotCommit<'a> {
         root: &Root,
         stored_bytes: u64,
         dirty_bytes: u64,
-        epoch: ClusterEpoch,
+        basis: CommitBasis,
     ) -> Published {
         let Commit { repository, counters, .. } = &self.commit;
         let (sent_bytes, saved_bytes) =
@@ -394,7 +436,7 @@ impl<'a> SnapshotCommit<'a> {
             sent_bytes,
             saved_bytes,
             parent,
-            epoch,
+            basis,
             record,
         }
     }

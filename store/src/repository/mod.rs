@@ -5,30 +5,34 @@
 //! | `open` | the constructors: in a directory, or on peers |
 //! | `layout` | the layout of a repository in a directory |
 //! | `attachment` | the attachment of a mirror to its image: reserve, begin, fail, release |
+//! | `leases` | the documents of commits and readers, which this process renews |
 //! | `commit` | content on its way into the catalog: publish, complete |
 
 pub(crate) mod attachment;
 pub(crate) mod commit;
 mod layout;
+mod leases;
 mod open;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use self::attachment::Attachment;
 use self::commit::Commit;
+use self::leases::{Lease, Leases};
+use crate::blobs::directory::DirectoryBlobs;
 use crate::blobs::{Blobs, NewBlob};
-use crate::catalog::{Catalog, Draft, MirrorReference, Record};
+use crate::catalog::{Catalog, CommitBasis, Draft, MirrorReference, Record, reader_key};
 use crate::cluster::client::Cluster;
 use crate::cluster::client::records::FoundRecords;
 use crate::cluster::client::reservation::Reservation;
 use crate::cluster::client::watcher::MembershipWatcher;
-use crate::cluster::membership::{self, ClusterEpoch, Health};
+use crate::cluster::membership::{self, Health};
 use crate::cluster::{ClusterBlobs, Counters};
 use crate::documents::Documents;
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, ChunkId, ImageId, MirrorId};
+use crate::id::{BlobId, ChunkId, ImageId, LeaseId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
@@ -52,6 +56,17 @@ impl Drop for ReservedSpace {
         if let Some((blobs, reserved)) = &self.0 {
             blobs.release(reserved);
         }
+    }
+}
+
+/// Keeps the content of a snapshot readable until it is dropped.
+pub struct ReaderLease(Lease);
+
+impl ReaderLease {
+    /// Whether the content was protected all the time, as far as this process knows. It was not if
+    /// this process, or its way to the catalog, was stopped for many minutes.
+    pub fn is_held(&self) -> bool {
+        self.0.is_held()
     }
 }
 
@@ -79,10 +94,13 @@ struct Inner {
     trees: Arc<Trees>,
     catalog: Catalog,
     documents: Arc<dyn Documents>,
+    /// `None` if the blobs are on peers.
+    directory: Option<Arc<DirectoryBlobs>>,
     /// `None` if the blobs are in a directory.
     cluster: Option<ClusterPart>,
-    /// The epoch in which the cached names of stored blobs were learned.
-    known_since: Mutex<Option<ClusterEpoch>>,
+    /// The basis on which the cached names of stored blobs were learned.
+    known_since: Mutex<Option<CommitBasis>>,
+    leases: Leases,
 }
 
 /// The parts that only the repository of a cluster has.
@@ -137,7 +155,15 @@ impl Repository {
 
     /// Begins a commit of content that is put after this call.
     pub fn begin_commit(&self) -> Result<Commit> {
-        Commit::new(self, self.inner.catalog.cluster_epoch()?)
+        Commit::of_image(self)
+    }
+
+    /// Begins to read a snapshot. Its content stays readable until the result is dropped, even if
+    /// the snapshot is removed and a collection runs.
+    pub fn begin_reading(&self, snapshot: &Snapshot, what: &str) -> Result<ReaderLease> {
+        let begin = |catalog: &Catalog, id: &LeaseId| catalog.begin_reading(id, snapshot, what);
+        let (lease, ()) = self.inner.leases.hold(reader_key, begin)?;
+        Ok(ReaderLease(lease))
     }
 
     /// Creates an image whose first snapshot has this content, which may have been put at any time:
@@ -150,13 +176,20 @@ impl Repository {
         stored_bytes: u64,
         dirty_bytes: u64,
     ) -> Result<Snapshot> {
-        let commit = Commit::unverified(self);
+        let commit = self.begin_commit()?;
+        commit.mark_unverified();
         commit.publish_image(name, geometry, root, stored_bytes, dirty_bytes)
     }
 
-    /// Stores the record of a draft and adds the image to the catalog. Returns `None` if the
-    /// cluster is in another epoch than `epoch`.
-    pub(crate) fn insert(&self, draft: &Draft, epoch: ClusterEpoch) -> Result<Option<Snapshot>> {
+    /// Stores the record of a draft and adds the image to the catalog. Returns `None` if the basis is
+    /// gone: see [`Catalog::insert`].
+    pub(crate) fn insert(
+        &self,
+        draft: &Draft,
+        basis: &CommitBasis,
+        commit: Option<&LeaseId>,
+    ) -> Result<Option<Snapshot>> {
+        let epoch = basis.epoch;
         // Before the record is stored: a rebuilt catalog must not mistake this draft for the image
         // that has the name, or restore it if this process is killed.
         match &self.inner.cluster {
@@ -165,7 +198,7 @@ impl Repository {
             None => self.inner.catalog.check_free(draft)?,
         }
         let record = self.put_record(draft.record(epoch), self.published_state())?;
-        let inserted = self.inner.catalog.insert(draft, epoch, record);
+        let inserted = self.inner.catalog.insert(draft, basis, commit, record);
         let is_refused = match &inserted {
             Ok(inserted) => inserted.is_none(),
             // Another process took the name, or the source is gone. After other errors, such as an
@@ -216,20 +249,21 @@ impl Repository {
         (now.sent.saturating_sub(before.sent), now.saved.saturating_sub(before.saved))
     }
 
-    /// Prepares for a commit in this epoch, which was just read from the catalog. If the last commit
-    /// was in another epoch:
+    /// Prepares for a commit on this basis, which was just read from the catalog. From here on blobs
+    /// get at least its stamp. If the last commit was on another basis:
     ///
     /// - Updates the members. A peer that was declared lost may still answer.
     /// - Forgets which blobs are stored. A lost peer may have held blobs that no snapshot refers to,
-    ///   which repair does not restore.
-    pub(crate) fn enter_epoch(&self, epoch: ClusterEpoch) -> Result<()> {
+    ///   which repair does not restore; and a collection may delete those with older stamps.
+    pub(crate) fn enter(&self, basis: CommitBasis) -> Result<()> {
+        self.inner.blobs.raise_stamp(basis.collection);
         let Some(cluster) = &self.inner.cluster else { return Ok(()) };
         let known_since = &self.inner.known_since;
         let mut known_since = known_since.lock().unwrap_or_else(PoisonError::into_inner);
-        if *known_since != Some(epoch) {
+        if *known_since != Some(basis) {
             cluster.watcher.update()?;
             cluster.blobs.forget_known();
-            *known_since = Some(epoch);
+            *known_since = Some(basis);
         }
         Ok(())
     }
@@ -292,8 +326,8 @@ impl Repository {
         let source = self.inner.catalog.resolve(source)?;
         loop {
             // The blobs are the source's, so another epoch is no reason to ask for them.
-            let epoch = self.inner.catalog.cluster_epoch()?;
-            if let Some(clone) = self.insert(&Draft::clone_of(&source, name)?, epoch)? {
+            let basis = self.inner.catalog.commit_basis()?;
+            if let Some(clone) = self.insert(&Draft::clone_of(&source, name)?, &basis, None)? {
                 return Ok(clone);
             }
         }
@@ -456,6 +490,23 @@ impl Repository {
     /// Reads the records on the peers; `None` in a directory.
     pub(crate) fn records(&self) -> Option<FoundRecords> {
         self.blobs_on_peers().map(ClusterBlobs::records)
+    }
+
+    pub(crate) fn leases(&self) -> &Leases {
+        &self.inner.leases
+    }
+
+    /// Returns the blobs in a directory; `None` if they are on peers.
+    pub(crate) fn blobs_in_directory(&self) -> Option<&DirectoryBlobs> {
+        self.inner.directory.as_deref()
+    }
+
+    pub(crate) fn documents(&self) -> &dyn Documents {
+        &*self.inner.documents
+    }
+
+    pub(crate) fn blobs(&self) -> &dyn Blobs {
+        &*self.inner.blobs
     }
 
     pub(crate) fn trees(&self) -> &Trees {

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use super::leases::Leases;
 use super::{ClusterPart, Durability, Inner, Repository, layout};
 use crate::blobs::Blobs;
 use crate::blobs::directory::DirectoryBlobs;
@@ -15,6 +16,12 @@ use crate::tree::Trees;
 
 /// The most memory for decoded tree nodes, over all clones of a handle.
 const NODE_CACHE_BYTES: usize = 16 << 20;
+
+/// Where the blobs are.
+enum Place {
+    Directory(Arc<DirectoryBlobs>),
+    Cluster(ClusterPart),
+}
 
 impl Repository {
     /// Opens an existing repository in a directory of this host.
@@ -36,9 +43,10 @@ impl Repository {
     ) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
-        let blobs = wrap(Arc::new(DirectoryBlobs::open(&path)?));
+        let directory = Arc::new(DirectoryBlobs::open(&path)?);
+        let blobs = wrap(Arc::clone(&directory) as Arc<dyn Blobs>);
         let documents = Arc::new(SqliteDocuments::open(&layout::catalog(&path))?);
-        Ok(Self::new(blobs, documents, None))
+        Ok(Self::new(blobs, documents, Place::Directory(directory)))
     }
 
     /// Opens a repository whose blobs are in a directory and whose catalog is elsewhere, for tests: the
@@ -47,7 +55,9 @@ impl Repository {
     pub fn with_documents(url: &str, documents: Arc<dyn Documents>) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
-        Ok(Self::new(Arc::new(DirectoryBlobs::open(&path)?), documents, None))
+        let directory = Arc::new(DirectoryBlobs::open(&path)?);
+        let blobs = Arc::clone(&directory) as Arc<dyn Blobs>;
+        Ok(Self::new(blobs, documents, Place::Directory(directory)))
     }
 
     /// Opens the repository of a cluster. `cairn://HOST:PORT` names its catalog, `etcd://HOST:PORT` an
@@ -61,7 +71,7 @@ impl Repository {
     pub fn of_cluster(documents: Arc<dyn Documents>, security: &Security) -> Result<Self> {
         let (blobs, watcher) = watch_members(&documents, security)?;
         let cluster = ClusterPart { blobs: Arc::clone(&blobs), watcher };
-        Ok(Self::new(blobs, documents, Some(cluster)))
+        Ok(Self::new(blobs, documents, Place::Cluster(cluster)))
     }
 
     /// Opens an existing repository, in a directory or of a cluster.
@@ -81,15 +91,17 @@ impl Repository {
         }
     }
 
-    fn new(
-        blobs: Arc<dyn Blobs>,
-        documents: Arc<dyn Documents>,
-        cluster: Option<ClusterPart>,
-    ) -> Self {
+    fn new(blobs: Arc<dyn Blobs>, documents: Arc<dyn Documents>, place: Place) -> Self {
+        let (directory, cluster) = match place {
+            Place::Directory(directory) => (Some(directory), None),
+            Place::Cluster(cluster) => (None, Some(cluster)),
+        };
         let trees = Arc::new(Trees::new(Arc::clone(&blobs), NODE_CACHE_BYTES));
         let catalog = Catalog::new(Arc::clone(&documents));
-        let known_since = Mutex::default();
-        let inner = Arc::new(Inner { blobs, trees, catalog, documents, cluster, known_since });
+        let (known_since, leases) = (Mutex::default(), Leases::new(Arc::clone(&documents)));
+        let inner =
+            Inner { blobs, trees, catalog, documents, directory, cluster, known_since, leases };
+        let inner = Arc::new(inner);
         Self { inner, policy: StoragePolicy::default(), durability: Durability::default() }
     }
 }

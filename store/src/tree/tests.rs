@@ -11,6 +11,7 @@ use proptest::prelude::{
 
 use super::{MAX_NODE, Node, Referred, Root, Trees};
 use crate::blobs::{Blobs, NewBlob};
+use crate::collection::CollectionNumber;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
@@ -46,6 +47,13 @@ impl Blobs for MemoryBlobs {
 
     fn flush(&self) -> Result<()> {
         Ok(())
+    }
+
+    fn raise_stamp(&self, _: CollectionNumber) {}
+
+    fn known(&self, ids: &[BlobId], _: &StoragePolicy) -> Result<Vec<bool>> {
+        let all = self.0.lock().unwrap();
+        Ok(ids.iter().map(|id| all.contains_key(id)).collect())
     }
 }
 
@@ -350,6 +358,12 @@ impl Blobs for Meeting {
 
     fn flush(&self) -> Result<()> {
         Ok(())
+    }
+
+    fn raise_stamp(&self, _: CollectionNumber) {}
+
+    fn known(&self, ids: &[BlobId], _: &StoragePolicy) -> Result<Vec<bool>> {
+        unreachable!("nobody asks for {} blobs", ids.len())
     }
 }
 

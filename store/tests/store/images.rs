@@ -10,6 +10,7 @@ use crate::documents::for_each_document_store;
 use crate::support::{
     CHUNK, TestRepository, assert_holds, content, disk, name, new_snapshot, write,
 };
+use cairn_store::collection::CollectionNumber;
 use cairn_store::encoding::StoragePolicy;
 use cairn_store::{
     BlobId, Blobs, ChunkIndex, Error, ErrorKind, NewBlob, NewSnapshot, Repository, Result, Root,
@@ -322,6 +323,14 @@ impl Blobs for FaultyBlobs {
             return Err(Error::Poisoned { path: "faulty".into() });
         }
         self.inner.flush()
+    }
+
+    fn raise_stamp(&self, number: CollectionNumber) {
+        self.inner.raise_stamp(number);
+    }
+
+    fn known(&self, ids: &[BlobId], policy: &StoragePolicy) -> Result<Vec<bool>> {
+        self.inner.known(ids, policy)
     }
 }
 

@@ -10,6 +10,7 @@ use cairn_store::cluster::membership::{Announcement, PeerStats, send_heartbeat};
 use cairn_store::cluster::peer::{self, PeerStore};
 use cairn_store::cluster::protocol::PeerTime;
 use cairn_store::cluster::{Cluster, Connection, Member, MemberState};
+use cairn_store::collection::CollectionNumber;
 use cairn_store::documents::{CatalogStore, Change, Documents, Query, RemoteDocuments, remote};
 use cairn_store::encoding::Redundancy;
 use cairn_store::encoding::fragment::{Fragment, encode};
@@ -193,11 +194,13 @@ impl Site {
                 let blob = BlobId::from_bytes([0; 32]);
                 peer.list(&blob, 4096).await?;
                 peer.records(&blob).await?;
-                peer.have(&[blob], true).await.map(drop)
+                peer.have(&[blob], Some(CollectionNumber::FIRST)).await.map(drop)
             }),
-            Action::StoreFragments => self.ask(security, async |peer| peer.put(fragment()).await),
+            Action::StoreFragments => {
+                self.ask(security, async |peer| peer.put(fragment(), CollectionNumber::FIRST).await)
+            }
             Action::DeleteFragments => self.ask(security, async |peer| {
-                peer.delete(&[], 0, PeerTime(u64::MAX)).await.map(drop)
+                peer.delete(&[], 0, CollectionNumber::MAX, PeerTime(u64::MAX)).await.map(drop)
             }),
             Action::ForgeContent => self.is_known(security),
             Action::ServeAsOwn => self.reads_from(self.own, security),

@@ -50,7 +50,7 @@ pub(crate) fn segment(data: &[u8], file: &File) {
                 assert_eq!((number, end), (SEGMENT, bytes.len() as u64));
                 segments += 1;
             }
-            Found::Blob { id, slot } => found.push((id, slot)),
+            Found::Blob { id, slot, .. } => found.push((id, slot)),
         }
         Ok(())
     };

@@ -37,11 +37,29 @@ pub(super) const fn record_len(blobs: usize) -> usize {
     (HEADER_LEN + blobs * ENTRY_LEN + CHECKSUM_LEN).next_multiple_of(ALIGNMENT)
 }
 
+/// The record of a group in its segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Group {
+    /// The offset of the record.
+    pub(super) record: u64,
+    /// The length of the record, in bytes.
+    pub(super) record_len: u32,
+}
+
+impl Group {
+    /// The group of this many blobs whose record is at this offset.
+    pub(super) fn new(record: u64, blobs: usize) -> Group {
+        let record_len = u32::try_from(record_len(blobs)).expect("a record is short");
+        Group { record, record_len }
+    }
+}
+
 /// A blob that is written but not yet durable.
 #[derive(Clone)]
 pub(super) struct Entry {
     pub(super) id: BlobId,
     pub(super) slot: Slot,
+    pub(super) group: Group,
     pub(super) segment: Arc<Segment>,
 }
 

@@ -4,12 +4,16 @@
 //! itself. So a process that finds a blob in the index can rely on it. If the file is missing, the
 //! index is rebuilt from the segments.
 
+mod collecting;
+
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
 use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior};
 
-use super::group::Entry;
+pub(super) use self::collecting::FreedSpace;
+pub(crate) use self::collecting::Listed;
+use super::group::{Entry, Group};
 use crate::collection::CollectionNumber;
 use crate::durable::database;
 use crate::durable::segment::{ALIGNMENT, SEGMENT_SIZE};
@@ -19,9 +23,8 @@ use crate::id::BlobId;
 /// The name of the database's file.
 const FILE_NAME: &str = "index.db";
 
-/// The version of the tables, stored in the database's `user_version`. Version 1 was never
-/// released.
-const VERSION: u64 = 2;
+/// The version of the tables, stored in the database's `user_version`.
+const VERSION: u64 = 3;
 
 /// The tables. `docs/formats.md` describes every column.
 const TABLES: &str = "
@@ -37,16 +40,31 @@ CREATE TABLE blobs (
     offset  INTEGER NOT NULL,
     length  INTEGER NOT NULL,
     form    INTEGER NOT NULL,
-    stamp   INTEGER NOT NULL
+    stamp   INTEGER NOT NULL,
+    record  INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
-";
 
-/// The table of blobs that were found damaged. It is created when the index is opened, because the
-/// first repositories of this version do not have it.
-const DAMAGED_TABLE: &str = "
-CREATE TABLE IF NOT EXISTS damaged (
+CREATE TABLE groups (
+    segment INTEGER NOT NULL,
+    record  INTEGER NOT NULL,
+    length  INTEGER NOT NULL,
+    blobs   INTEGER NOT NULL,
+    PRIMARY KEY (segment, record)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE freed (
+    segment INTEGER NOT NULL,
+    offset  INTEGER NOT NULL,
+    length  INTEGER NOT NULL,
+    PRIMARY KEY (segment, offset)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE damaged (
     id BLOB NOT NULL PRIMARY KEY CHECK (length(id) = 32)
 ) STRICT, WITHOUT ROWID;
+
+CREATE TABLE collection (number INTEGER NOT NULL) STRICT;
+INSERT INTO collection VALUES (0);
 ";
 
 /// The form of a blob that is stored as its content. There is no other form.
@@ -61,6 +79,15 @@ pub(super) struct Slot {
     pub(super) segment: u64,
     pub(super) offset: u64,
     pub(super) len: u32,
+}
+
+/// A blob as the index has it.
+#[derive(Clone, Copy)]
+pub(super) struct Stored {
+    pub(super) slot: Slot,
+    pub(super) stamp: CollectionNumber,
+    /// Whether a process has found the blob damaged.
+    pub(super) is_damaged: bool,
 }
 
 impl Slot {
@@ -89,36 +116,35 @@ impl Index {
             recover(&mut |found| add_found(transaction, found))
         })?;
         let (writer, reader) = database::open(&path, VERSION)?;
-        writer.execute_batch(DAMAGED_TABLE)?;
         Ok(Self { reader: Mutex::new(reader), writer: Mutex::new(writer) })
     }
 
     /// Returns the slot of a blob, or `None` if the blob is not in the index.
     pub(super) fn find(&self, id: &BlobId) -> Result<Option<Slot>> {
-        find(&lock(&self.reader), id)
+        Ok(find(&lock(&self.reader), id)?.map(|(slot, _)| slot))
     }
 
-    /// Returns the slot of each blob and whether the blob was found damaged, or `None` for a blob that
-    /// is not in the index.
+    /// Returns what the index has of each blob, or `None` for a blob that is not in the index.
     pub(super) fn find_all<'a>(
         &self,
         ids: impl IntoIterator<Item = &'a BlobId>,
-    ) -> Result<Vec<Option<(Slot, bool)>>> {
+    ) -> Result<Vec<Option<Stored>>> {
         let mut reader = lock(&self.reader);
         // All lookups see the same state.
         let transaction = reader.transaction()?;
         let damaged = Damaged::new(&transaction)?;
         let find = |id| match find(&transaction, id)? {
-            Some(slot) => Ok(Some((slot, damaged.has(id)?))),
+            Some((slot, stamp)) => Ok(Some(Stored { slot, stamp, is_damaged: damaged.has(id)? })),
             None => Ok(None),
         };
         ids.into_iter().map(find).collect()
     }
 
-    /// Records that a blob is damaged, for all processes. A put of such a blob replaces it.
+    /// Records that a blob is damaged, for all processes. A put of such a blob replaces it. Does
+    /// nothing if the blob was deleted since it was read.
     pub(super) fn mark_damaged(&self, id: &BlobId) -> Result<()> {
         let writer = lock(&self.writer);
-        let insert = "INSERT OR IGNORE INTO damaged VALUES (?)";
+        let insert = "INSERT OR IGNORE INTO damaged SELECT id FROM blobs WHERE id = ?";
         writer.prepare_cached(insert)?.execute([id.as_bytes()])?;
         Ok(())
     }
@@ -140,14 +166,17 @@ impl Index {
     /// commit that no process has seen, but that the database would accept at its next recovery.
     /// The index would then list blobs whose bytes this process has overwritten. A commit by this
     /// process rules that out.
-    pub(super) fn acquire(&self, segment: u64) -> Result<u64> {
+    ///
+    /// Returns `None` if a collection has removed the segment.
+    pub(super) fn acquire(&self, segment: u64) -> Result<Option<u64>> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let end = transaction
             .prepare_cached(
                 "UPDATE segments SET taken = taken + 1 WHERE number = ? RETURNING length",
             )?
-            .query_row([segment], |row| row.get(0))?;
+            .query_row([segment], |row| row.get(0))
+            .optional()?;
         transaction.commit()?;
         Ok(end)
     }
@@ -160,43 +189,58 @@ impl Index {
     }
 
     /// Adds blobs that are durable, and updates the ends of their segments. If another process has
-    /// already added a blob, its row stays, except for damaged blobs, whose rows are replaced.
+    /// already added a blob, its row stays, except for damaged blobs, whose rows are replaced. The
+    /// stamps become at least `stamp`.
+    ///
+    /// `unused` are slots that this process has written and that nothing refers to. Their space and
+    /// that of other blobs that are not used any more is [reclaimed](Self::freed) later.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
+        unused: &[Slot],
         ends: impl Iterator<Item = (u64, u64)>,
+        stamp: CollectionNumber,
     ) -> Result<()> {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let stamp = stamp.max(highest_collection(&transaction)?);
         let damaged = Damaged::new(&transaction)?;
         for entry in entries {
-            let Slot { segment, offset, len } = entry.slot;
-            let is_damaged = damaged.has(&entry.id)?;
-            let insert = match is_damaged {
-                // The stamp stays: a process may rely on it.
-                true => {
-                    "INSERT INTO blobs VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
-                     segment = excluded.segment, offset = excluded.offset,
-                     length = excluded.length, form = excluded.form,
-                     stamp = max(stamp, excluded.stamp)"
-                }
-                false => "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?, ?, ?)",
+            let replaced = match damaged.has(&entry.id)? {
+                true => collecting::remove(&transaction, &entry.id, None)?,
+                false => None,
             };
-            // No collection has run.
-            let CollectionNumber(stamp) = CollectionNumber::FIRST;
-            let row = (entry.id.as_bytes(), segment, offset, len, PLAIN, stamp);
-            transaction.prepare_cached(insert)?.execute(row)?;
-            if is_damaged {
-                let delete = "DELETE FROM damaged WHERE id = ?";
-                transaction.prepare_cached(delete)?.execute([entry.id.as_bytes()])?;
+            // The stamp stays: a process may rely on it.
+            let stamp = stamp.max(replaced.map_or(stamp, |replaced| replaced.stamp));
+            if !add(&transaction, &entry.id, entry.slot, entry.group, stamp)? {
+                // Another process has stored the blob.
+                raise(&transaction, &entry.id, stamp)?;
+                free(&transaction, entry.slot)?;
             }
         }
+        unused.iter().try_for_each(|slot| free(&transaction, *slot))?;
         for (segment, end) in ends {
             transaction
                 .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?
                 .execute((end, segment))?;
         }
         Ok(transaction.commit()?)
+    }
+
+    /// Raises the stamps of blobs to `stamp`, durably. Returns which of the blobs are still there:
+    /// no collection below `stamp` deletes those.
+    pub(super) fn raise_stamps<'a>(
+        &self,
+        ids: impl IntoIterator<Item = &'a BlobId>,
+        stamp: CollectionNumber,
+    ) -> Result<Vec<bool>> {
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let stamp = stamp.max(highest_collection(&transaction)?);
+        let raised = ids.into_iter().map(|id| raise(&transaction, id, stamp));
+        let raised = raised.collect::<Result<_>>()?;
+        transaction.commit()?;
+        Ok(raised)
     }
 }
 
@@ -219,7 +263,7 @@ impl<'a> Damaged<'a> {
 /// An item that the scan of a segment reports.
 pub(super) enum Found {
     Segment { number: u64, end: u64 },
-    Blob { id: BlobId, slot: Slot },
+    Blob { id: BlobId, slot: Slot, group: Group },
 }
 
 /// Adds one item to the index that is being rebuilt.
@@ -228,29 +272,65 @@ fn add_found(transaction: &Transaction<'_>, found: Found) -> Result<()> {
         Found::Segment { number, end } => transaction
             .prepare_cached("INSERT INTO segments (number, length) VALUES (?, ?)")?
             .execute((number, end))?,
-        Found::Blob { id, slot } => transaction
-            .prepare_cached("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?, ?, ?)")?
-            .execute((
-                id.as_bytes(),
-                slot.segment,
-                slot.offset,
-                slot.len,
-                PLAIN,
-                // The stamp was lost with the index.
-                CollectionNumber::MAX.0,
-            ))?,
+        // The stamp was lost with the index.
+        Found::Blob { id, slot, group } => {
+            add(transaction, &id, slot, group, CollectionNumber::MAX)?;
+            0
+        }
     };
     Ok(())
 }
 
-fn find(reader: &Connection, id: &BlobId) -> Result<Option<Slot>> {
-    let mut query =
-        reader.prepare_cached("SELECT segment, offset, length, form FROM blobs WHERE id = ?")?;
-    let row = |row: &rusqlite::Row<'_>| Ok((slot_of(row)?, row.get::<_, u8>(3)?));
+/// Adds a blob and counts it in its group. Returns `false`, and adds nothing, if it is there.
+fn add(
+    transaction: &Transaction<'_>,
+    id: &BlobId,
+    slot: Slot,
+    group: Group,
+    stamp: CollectionNumber,
+) -> Result<bool> {
+    let Slot { segment, offset, len } = slot;
+    let insert = "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?, ?, ?, ?)";
+    let row = (id.as_bytes(), segment, offset, len, PLAIN, stamp.0, group.record);
+    if transaction.prepare_cached(insert)?.execute(row)? == 0 {
+        return Ok(false);
+    }
+    let count = "INSERT INTO groups VALUES (?, ?, ?, 1)
+                 ON CONFLICT (segment, record) DO UPDATE SET blobs = blobs + 1";
+    transaction.prepare_cached(count)?.execute((segment, group.record, group.record_len))?;
+    Ok(true)
+}
+
+/// Raises the stamp of a blob. Returns whether the blob is there.
+fn raise(transaction: &Transaction<'_>, id: &BlobId, stamp: CollectionNumber) -> Result<bool> {
+    let update = "UPDATE blobs SET stamp = max(stamp, ?) WHERE id = ?";
+    Ok(transaction.prepare_cached(update)?.execute((stamp.0, id.as_bytes()))? > 0)
+}
+
+/// Notes that nothing refers to the content of a slot any more.
+fn free(transaction: &Transaction<'_>, slot: Slot) -> Result<()> {
+    let insert = "INSERT OR IGNORE INTO freed VALUES (?, ?, ?)";
+    let row = (slot.segment, slot.offset, slot.end() - slot.offset);
+    transaction.prepare_cached(insert)?.execute(row)?;
+    Ok(())
+}
+
+/// The highest collection that has begun to delete here.
+fn highest_collection(connection: &Connection) -> Result<CollectionNumber> {
+    let mut query = connection.prepare_cached("SELECT number FROM collection")?;
+    Ok(CollectionNumber(query.query_row([], |row| row.get(0))?))
+}
+
+fn find(reader: &Connection, id: &BlobId) -> Result<Option<(Slot, CollectionNumber)>> {
+    let mut query = reader
+        .prepare_cached("SELECT segment, offset, length, form, stamp FROM blobs WHERE id = ?")?;
+    let row = |row: &rusqlite::Row<'_>| {
+        Ok((slot_of(row)?, row.get::<_, u8>(3)?, CollectionNumber(row.get(4)?)))
+    };
     match query.query_row([id.as_bytes()], row).optional()? {
         None => Ok(None),
-        Some((slot, PLAIN)) => Ok(Some(slot)),
-        Some((_, form)) => {
+        Some((slot, PLAIN, stamp)) => Ok(Some((slot, stamp))),
+        Some((_, form, _)) => {
             let reason = format!("it is stored in form {form}, which this version cannot read");
             Err(Error::corrupt(format!("blob {id}"), reason))
         }

@@ -13,9 +13,15 @@
 //! - **Failed sync.** A failed sync may have lost blobs whose put has already returned, and the
 //!   kernel reports the failure only once. The handle is poisoned: it fails every later put and
 //!   flush, so no snapshot that relies on a lost blob is published.
+//! - **Stamps.** Every blob that is put, or found present, gets the [stamp](crate::collection) of
+//!   the handle before the call returns. A blob that a collection has deleted meanwhile counts as
+//!   missing, and is stored again.
 //! - **Crash.** A crash leaves bytes at the end of a segment that nothing refers to. The next
 //!   process that appends to the segment overwrites them.
 
+mod collecting;
+#[cfg(test)]
+mod collecting_tests;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod group;
@@ -29,12 +35,15 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use self::group::{Entry, MAX_BLOBS, encode, place, record_len};
-use self::index::{Index, Slot};
+pub(crate) use self::collecting::ListedBlob;
+use self::group::{Entry, Group, MAX_BLOBS, encode, place, record_len};
+use self::index::{Index, Slot, Stored};
 use self::scan::scan;
 use super::{Blobs, NewBlob};
+use crate::collection::CollectionNumber;
 use crate::durable::segment::{Segment, path_of, segments_in};
 use crate::durable::sync::SegmentSync;
 use crate::encoding::StoragePolicy;
@@ -63,12 +72,16 @@ pub(crate) struct DirectoryBlobs {
     flushing: Mutex<()>,
     /// Segments that are open for reading, by number.
     files: Mutex<HashMap<u64, Arc<File>>>,
+    /// The least stamp of what is put, or found present.
+    stamp: AtomicU64,
 }
 
 #[derive(Default)]
 struct WriterState {
-    /// Blobs that are written and not in the index.
-    staged: HashMap<BlobId, Slot>,
+    /// Blobs that are written and not in the index, with the least stamp that they will have.
+    staged: HashMap<BlobId, (Slot, CollectionNumber)>,
+    /// Slots that were written and are not used.
+    unused: Vec<Slot>,
     /// The staged blobs that no thread is flushing.
     waiting: Vec<Entry>,
     waiting_bytes: u64,
@@ -112,9 +125,13 @@ impl DirectoryBlobs {
                 scan(&directory, number, report)
             })
         })?;
-        let (state, current, flushing, files) = Default::default();
+        let (state, current, flushing, files, stamp) = Default::default();
         let sync = SegmentSync::new(directory.clone());
-        Ok(Self { directory, index, state, sync, current, flushing, files })
+        Ok(Self { directory, index, state, sync, current, flushing, files, stamp })
+    }
+
+    fn stamp(&self) -> CollectionNumber {
+        CollectionNumber(self.stamp.load(Ordering::SeqCst))
     }
 
     /// Returns the segment to append to.
@@ -151,7 +168,12 @@ impl DirectoryBlobs {
     fn lock_segment(&self, number: u64) -> Result<Option<Segment>> {
         let Some(segment) = Segment::lock(&self.directory, number)? else { return Ok(None) };
         // The end is stable only while the lock is held.
-        let end = self.index.acquire(number)?;
+        let Some(end) = self.index.acquire(number)? else {
+            // A collection has removed the segment since it was listed, and the lock has just
+            // created an empty file. No other process uses the number.
+            segment.remove_file()?;
+            return Ok(None);
+        };
         if end == 0 {
             // The file may have just been created.
             sys::sync_dir(&self.directory)?;
@@ -160,34 +182,67 @@ impl DirectoryBlobs {
         Ok(Some(segment))
     }
 
-    /// Returns the blobs that are not stored or are damaged, without duplicates.
+    /// Returns the blobs that are not stored or are damaged, without duplicates. All others have at
+    /// least the stamp of this handle.
     fn missing<'a>(&self, blobs: &[NewBlob<'a>]) -> Result<Vec<NewBlob<'a>>> {
-        let mut unstaged = Vec::with_capacity(blobs.len());
-        {
-            let state = self.state();
-            self.sync.check()?;
-            let mut seen = HashSet::new();
-            for blob in blobs {
-                if !state.staged.contains_key(&blob.id()) && seen.insert(blob.id()) {
-                    unstaged.push(blob.clone());
-                }
-            }
+        let stamp = self.stamp();
+        let (mut unstaged, is_staged_below) = self.unstaged(blobs, stamp)?;
+        if is_staged_below {
+            // Another thread may be adding them to the index with the older stamp at this moment.
+            self.flush()?;
+            (unstaged, _) = self.unstaged(blobs, stamp)?;
         }
-        let slots = self.index.find_all(unstaged.iter().map(|blob| &blob.hash.name))?;
-        let is_stored = |blob: &NewBlob<'_>, (slot, is_damaged): (Slot, bool)| {
-            let (id, len) = (blob.id(), blob.content.len());
-            !is_damaged || self.read(&id, slot, &mut vec![0; len]).is_ok()
+        let stored = self.stored(unstaged.iter().map(NewBlob::id).collect(), stamp)?;
+        let is_stored = |blob: &NewBlob<'_>, stored: &Stored| {
+            let len = blob.content.len();
+            !stored.is_damaged || self.read(&blob.id(), stored.slot, &mut vec![0; len]).is_ok()
         };
-        let all = unstaged.into_iter().zip(slots);
+        let all = unstaged.into_iter().zip(stored);
         let missing =
-            all.filter(|(blob, found)| !found.is_some_and(|found| is_stored(blob, found)));
+            all.filter(|(blob, stored)| !stored.is_some_and(|stored| is_stored(blob, &stored)));
         Ok(missing.map(|(blob, _)| blob).collect())
     }
 
+    /// Returns the blobs that are not staged, without duplicates, and whether others are staged with
+    /// a stamp below this one.
+    fn unstaged<'a>(
+        &self,
+        blobs: &[NewBlob<'a>],
+        stamp: CollectionNumber,
+    ) -> Result<(Vec<NewBlob<'a>>, bool)> {
+        let (mut unstaged, mut seen) = (Vec::with_capacity(blobs.len()), HashSet::new());
+        let mut is_below = false;
+        let state = self.state();
+        self.sync.check()?;
+        for blob in blobs {
+            match state.staged.get(&blob.id()) {
+                Some((_, staged)) => is_below |= *staged < stamp,
+                None if seen.insert(blob.id()) => unstaged.push(blob.clone()),
+                None => {}
+            }
+        }
+        Ok((unstaged, is_below))
+    }
+
+    /// Returns what the index has of each blob, after its stamp was raised.
+    fn stored(&self, ids: Vec<BlobId>, stamp: CollectionNumber) -> Result<Vec<Option<Stored>>> {
+        let mut stored = self.index.find_all(&ids)?;
+        let is_below = |one: &Option<Stored>| one.is_some_and(|one| one.stamp < stamp);
+        let below: Vec<usize> = (0..ids.len()).filter(|at| is_below(&stored[*at])).collect();
+        if !below.is_empty() {
+            let raised = self.index.raise_stamps(below.iter().map(|at| &ids[*at]), stamp)?;
+            for (at, is_there) in below.into_iter().zip(raised) {
+                // A collection has deleted it since it was looked up.
+                stored[at] = stored[at].filter(|_| is_there);
+            }
+        }
+        Ok(stored)
+    }
+
     /// Makes blobs durable, then visible to other handles.
-    fn commit(&self, entries: &[Entry]) -> Result<()> {
+    fn commit(&self, entries: &[Entry], unused: &[Slot]) -> Result<()> {
         let ends = self.sync.sync(entries.iter().map(|one| (&one.segment, one.slot.end())))?;
-        self.index.insert(entries, ends.into_iter())
+        self.index.insert(entries, unused, ends.into_iter(), self.stamp())
     }
 
     /// Reads a blob from its slot and verifies its content.
@@ -251,13 +306,16 @@ impl Blobs for DirectoryBlobs {
         // First the staged blobs: a blob that leaves them is already in the index.
         let staged = self.state().staged.get(id).copied();
         let slot = match staged {
-            Some(slot) => Some(slot),
+            Some((slot, _)) => Some(slot),
             None => self.index.find(id)?,
         };
         let Some(slot) = slot else { return Err(Error::MissingBlob { id: *id }) };
         self.read(id, slot, buf).or_else(|error| match self.index.find(id)? {
-            // Another process has replaced the damaged blob in the meantime.
+            // Another process has replaced the damaged blob in the meantime, or has stored the same
+            // blob before this one.
             Some(other) if other != slot => self.read(id, other, buf),
+            // A collection has deleted it in the meantime.
+            None if staged.is_none() => Err(Error::MissingBlob { id: *id }),
             _ => Err(error),
         })
     }
@@ -270,16 +328,18 @@ impl Blobs for DirectoryBlobs {
         }
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             let segment = self.current()?;
-            let slots = append(&segment, missing)?;
+            let (group, slots) = append(&segment, missing)?;
             let mut state = self.state();
             self.sync.check()?;
+            let stamp = self.stamp();
             for (id, slot) in missing.iter().map(NewBlob::id).zip(slots) {
                 if state.staged.contains_key(&id) {
-                    // Another thread staged the blob first. Nothing refers to these bytes.
+                    // Another thread staged the blob first.
+                    state.unused.push(slot);
                     continue;
                 }
-                state.staged.insert(id, slot);
-                state.waiting.push(Entry { id, slot, segment: Arc::clone(&segment) });
+                state.staged.insert(id, (slot, stamp));
+                state.waiting.push(Entry { id, slot, group, segment: Arc::clone(&segment) });
                 state.waiting_bytes += u64::from(slot.len);
                 added += u64::from(slot.len);
             }
@@ -295,16 +355,16 @@ impl Blobs for DirectoryBlobs {
     fn flush(&self) -> Result<()> {
         // A thread that waited for the lock finds its blobs durable, or waiting again.
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
-        let entries = {
+        let (entries, unused) = {
             let mut state = self.state();
             self.sync.check()?;
             state.waiting_bytes = 0;
-            std::mem::take(&mut state.waiting)
+            (std::mem::take(&mut state.waiting), std::mem::take(&mut state.unused))
         };
         if entries.is_empty() {
             return Ok(());
         }
-        let result = self.commit(&entries);
+        let result = self.commit(&entries, &unused);
         let mut state = self.state();
         match &result {
             Ok(()) => entries.iter().for_each(|entry| {
@@ -314,9 +374,21 @@ impl Blobs for DirectoryBlobs {
                 state.waiting_bytes +=
                     entries.iter().map(|entry| u64::from(entry.slot.len)).sum::<u64>();
                 state.waiting.extend(entries);
+                state.unused.extend(unused);
             }
         }
         result
+    }
+
+    fn raise_stamp(&self, number: CollectionNumber) {
+        self.stamp.fetch_max(number.0, Ordering::SeqCst);
+    }
+
+    fn known(&self, ids: &[BlobId], _: &StoragePolicy) -> Result<Vec<bool>> {
+        // What this process has staged may have an older stamp.
+        self.flush()?;
+        let stored = self.stored(ids.to_vec(), self.stamp())?;
+        Ok(stored.into_iter().map(|one| one.is_some_and(|one| !one.is_damaged)).collect())
     }
 }
 
@@ -325,15 +397,15 @@ fn directory_in(repository: &Path) -> PathBuf {
     repository.join("segments")
 }
 
-/// Appends a group and returns the slots of its blobs. Syncs nothing.
-fn append(segment: &Segment, blobs: &[NewBlob<'_>]) -> Result<Vec<Slot>> {
+/// Appends a group. Returns it, and the slots of its blobs. Syncs nothing.
+fn append(segment: &Segment, blobs: &[NewBlob<'_>]) -> Result<(Group, Vec<Slot>)> {
     let contents: Vec<_> = blobs.iter().map(|blob| blob.content).collect();
     let lens: Vec<_> = contents.iter().map(|content| content.len()).collect();
     let mut slots = Vec::new();
-    segment.append(record_len(blobs.len()), &contents, |start| {
+    let start = segment.append(record_len(blobs.len()), &contents, |start| {
         (slots, _) = place(segment.number, start, &lens);
         let ids = blobs.iter().map(NewBlob::id);
         encode(segment.number, ids.zip(slots.iter().copied()))
     })?;
-    Ok(slots)
+    Ok((Group::new(start, blobs.len()), slots))
 }

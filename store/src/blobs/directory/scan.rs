@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::group;
-use super::group::MAX_RECORD_LEN;
+use super::group::{Group, MAX_RECORD_LEN};
 use super::index::Found;
 use crate::durable::segment::{ALIGNMENT, fill, path_of};
 use crate::error::{Error, Result};
@@ -48,11 +48,13 @@ pub(super) fn scan_file(
                 continue;
             }
         };
-        for (id, slot) in group::decode(number, start, &record[..filled]).into_iter().flatten() {
+        let blobs = group::decode(number, start, &record[..filled]).unwrap_or_default();
+        let group = Group::new(start, blobs.len());
+        for (id, slot) in blobs {
             content.resize(slot.len as usize, 0);
             let is_read = file.read_exact_at(&mut content, slot.offset).is_ok();
             if is_read && BlobId::of(&content) == id {
-                report(Found::Blob { id, slot })?;
+                report(Found::Blob { id, slot, group })?;
                 // Inside a valid blob there are no records of this repository.
                 at = at.max(slot.end());
             }

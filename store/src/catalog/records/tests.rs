@@ -137,8 +137,8 @@ fn a_killed_rebuild_leaves_nothing_that_an_image_of_the_same_name_shows() {
     assert!(bench.documents.commit(&left).unwrap());
     assert!(bench.catalog.images().unwrap().is_empty());
     let imported = draft(&bench.name);
-    let epoch = bench.catalog.cluster_epoch().unwrap();
-    bench.catalog.insert(&imported, epoch, None).unwrap().unwrap();
+    let basis = bench.catalog.commit_basis().unwrap();
+    bench.catalog.insert(&imported, &basis, None, None).unwrap().unwrap();
     assert_eq!(bench.numbers(), [1], "only its own snapshot");
     let shown = bench.catalog.resolve(&SnapshotRef::number(&bench.name, 1)).unwrap();
     assert_eq!(shown.image_id, imported.record(OLD).image.id);
@@ -381,7 +381,7 @@ fn a_rebuild_ignores_what_is_published_while_it_runs() {
     assert_eq!(bench.rebuild(&records).0, 1);
     let inventory = bench.catalog.inventory().unwrap();
     let mut record = bench.record(2, 2, false);
-    record.1.epoch = bench.catalog.cluster_epoch().unwrap().number();
+    record.1.epoch = bench.catalog.commit_basis().unwrap().epoch.number();
     let found = of(&[records[0].clone(), record.clone()]);
     assert_eq!(bench.catalog.rebuild(&inventory, found).unwrap().snapshots, 0);
     assert_eq!(bench.rebuild(&[record]).1, 1, "a later rebuild restores it");

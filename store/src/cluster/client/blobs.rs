@@ -43,6 +43,7 @@ use super::records::FoundRecords;
 use super::reservation::Reservation;
 use super::window::{Content, Entry, Status, Window};
 use crate::blobs::{Blobs, NewBlob};
+use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Kind, MAX_CONTENT, Plain, cut};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::{Error, ErrorKind, Result};
@@ -88,6 +89,8 @@ pub struct ClusterBlobs {
     queue: Option<mpsc::UnboundedSender<Vec<u64>>>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
+    /// Locked by the thread that raises the stamp.
+    raising: Mutex<()>,
 }
 
 struct Shared {
@@ -153,7 +156,8 @@ impl ClusterBlobs {
         };
         let thread = thread::Builder::new().name("cluster".into()).spawn(run).map_err(failed)?;
         let (queue, stop, thread) = (Some(queue), Some(stop), Some(thread));
-        Ok(ClusterBlobs { shared, runtime: handle, queue, stop, thread })
+        let raising = Mutex::default();
+        Ok(ClusterBlobs { shared, runtime: handle, queue, stop, thread, raising })
     }
 
     /// Returns the client of the cluster.
@@ -410,6 +414,21 @@ impl Blobs for ClusterBlobs {
         self.flush_while(|_| true)?;
         self.complete_degraded()
     }
+
+    fn raise_stamp(&self, number: CollectionNumber) {
+        let _raising = self.raising.lock().unwrap_or_else(PoisonError::into_inner);
+        // What is under way may be stored with the older stamp. What fails is sent again later, with
+        // the new one.
+        if self.shared.cluster.raise_stamp(number)
+            && let Err(error) = self.flush_while(|_| true)
+        {
+            tracing::debug!(%error, "some blobs are stored later, with the new stamp");
+        }
+    }
+
+    fn known(&self, ids: &[BlobId], policy: &StoragePolicy) -> Result<Vec<bool>> {
+        Ok(self.runtime.block_on(self.shared.cluster.known(ids, policy)))
+    }
 }
 
 impl ClusterBlobs {
@@ -432,12 +451,6 @@ impl ClusterBlobs {
     ) -> Result<BlobId> {
         // The record bypasses the window, because the publication waits for this one blob.
         self.runtime.block_on(self.shared.cluster.put_record(record, policy, lenient))
-    }
-
-    /// Returns, for each blob, whether it is stored with the policy's redundancy: see
-    /// [`Cluster::known`].
-    pub(crate) fn known(&self, blobs: &[BlobId], policy: &StoragePolicy) -> Vec<bool> {
-        self.runtime.block_on(self.shared.cluster.known(blobs, policy))
     }
 
     /// Reads all records that the peers have.

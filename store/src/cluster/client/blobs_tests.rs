@@ -16,6 +16,7 @@ use crate::cluster::Counters;
 use crate::cluster::placement::MemberState;
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::tests::{Peer, content, members, policy, start};
+use crate::collection::CollectionNumber;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
@@ -79,7 +80,7 @@ impl Site {
             };
             let all: Vec<_> = all.into_iter().map(id).collect();
             let deadline = connection.clock().await.unwrap().after(Duration::from_secs(10));
-            connection.delete(&all, 0, deadline).await.unwrap();
+            connection.delete(&all, 0, CollectionNumber::MAX, deadline).await.unwrap();
         });
     }
 }

@@ -26,6 +26,7 @@ use super::pool::ConnectionPool;
 use super::reservation::Reserved;
 use crate::cluster::placement::members::{FragmentTargets, Member, MemberState, RankedMembers};
 use crate::cluster::protocol::MAX_PUT;
+use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Blocks, Description, Fragment, MAX_CONTENT, encode};
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::encoding::seal::SealKeys;
@@ -169,6 +170,8 @@ pub(crate) struct Inner {
     replacing: Arc<Semaphore>,
     /// How often a peer that was up or draining went away.
     losses: AtomicU64,
+    /// The least stamp of what is put, or found present.
+    stamp: AtomicU64,
     pub(super) reserved: Reserved,
     /// The keys for seals.
     pub(super) seals: SealKeys,
@@ -193,6 +196,7 @@ impl Cluster {
             suspects: Mutex::default(),
             replacing: Arc::new(Semaphore::new(MAX_REPLACEMENTS)),
             losses: AtomicU64::new(0),
+            stamp: AtomicU64::new(0),
             reserved: Reserved::default(),
             seals,
         };
@@ -217,6 +221,12 @@ impl Cluster {
     /// less than their redundancy.
     pub(crate) fn losses(&self) -> u64 {
         self.inner.losses.load(Ordering::SeqCst)
+    }
+
+    /// Makes later puts and questions stamp blobs with at least this number. Returns whether the stamp
+    /// was lower before.
+    pub(super) fn raise_stamp(&self, number: CollectionNumber) -> bool {
+        self.inner.stamp.fetch_max(number.0, Ordering::SeqCst) < number.0
     }
 
     /// The current members.
@@ -417,15 +427,21 @@ impl Cluster {
 }
 
 impl Inner {
+    /// The least stamp of what is put, or found present.
+    pub(super) fn stamp(&self) -> CollectionNumber {
+        CollectionNumber(self.stamp.load(Ordering::SeqCst))
+    }
+
     pub(crate) fn members(&self) -> Arc<RankedMembers> {
         self.members.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Sends fragments to a member, and returns the result of each.
     async fn send(&self, member: &Member, group: Vec<Outbound>) -> Vec<(Outbound, Result<()>)> {
+        let stamp = self.stamp();
         let put = |connection: Arc<Connection>| {
             let fragments = group.iter().map(|one| one.fragment.clone()).collect();
-            async move { connection.put_all(fragments).await }
+            async move { connection.put_all(fragments, stamp).await }
         };
         match self.pool.ask(member, put).await {
             Ok(results) => group.into_iter().zip(results).collect(),
@@ -491,11 +507,12 @@ impl Inner {
             }
             let Ok(permit) = self.replacing.clone().try_acquire_owned() else { return };
             let (pool, member, whole) = (self.pool.clone(), members.all[at].clone(), whole.clone());
+            let stamp = self.stamp();
             tokio::spawn(async move {
                 let _permit = permit;
                 let put = |connection: Arc<Connection>| {
                     let fragment = whole.rebuild(index);
-                    async move { connection.put(fragment?).await }
+                    async move { connection.put(fragment?, stamp).await }
                 };
                 if let Err(error) = pool.ask(&member, put).await {
                     tracing::warn!(peer = %member.id, %error, "failed to replace a wrong block");

@@ -80,18 +80,20 @@ impl Connection {
         unavailable(&self.address, "the answer does not match the request")
     }
 
-    /// Stores a fragment on the peer. It is durable when this returns.
-    pub async fn put(&self, fragment: Fragment) -> Result<()> {
-        self.put_all(vec![fragment]).await?.pop().unwrap_or_else(|| Err(self.unexpected()))
+    /// Stores a fragment on the peer, with at least this stamp. It is durable when this returns.
+    pub async fn put(&self, fragment: Fragment, stamp: CollectionNumber) -> Result<()> {
+        self.put_all(vec![fragment], stamp).await?.pop().unwrap_or_else(|| Err(self.unexpected()))
     }
 
-    /// Stores 1 to [`MAX_PUT`] fragments on the peer. Their blocks together have at most
+    /// Stores 1 to [`MAX_PUT`] fragments on the peer, with at least this stamp. Their blocks together have at most
     /// [`MAX_STORED`](crate::encoding::MAX_STORED) bytes. Returns for each whether it is durable.
-    pub async fn put_all(&self, fragments: Vec<Fragment>) -> Result<Vec<Result<()>>> {
+    pub async fn put_all(
+        &self,
+        fragments: Vec<Fragment>,
+        stamp: CollectionNumber,
+    ) -> Result<Vec<Result<()>>> {
         let count = fragments.len();
         debug_assert!((1..=MAX_PUT).contains(&count));
-        // No collection has run.
-        let stamp = CollectionNumber::FIRST;
         match self.ask(Request::Put { stamp, fragments }).await? {
             Answer::Stored => Ok((0..count).map(|_| Ok(())).collect()),
             Answer::Refused { which, reason } if which.len() == count => {
@@ -151,10 +153,13 @@ impl Connection {
     }
 
     /// The peer's fragments of each of these blobs, at most [`MAX_ASKED`]. With `renew` the peer
-    /// resets their idle timers.
-    pub async fn have(&self, blobs: &[BlobId], renew: bool) -> Result<Vec<Vec<Held>>> {
+    /// resets their idle timers, and raises their stamps to this number.
+    pub async fn have(
+        &self,
+        blobs: &[BlobId],
+        renew: Option<CollectionNumber>,
+    ) -> Result<Vec<Vec<Held>>> {
         debug_assert!(blobs.len() <= MAX_ASKED);
-        let renew = renew.then_some(CollectionNumber::FIRST);
         match self.ask(Request::Have { renew, blobs: blobs.to_vec() }).await? {
             Answer::Held(held) if held.len() == blobs.len() => Ok(held),
             _ => Err(self.unexpected()),
@@ -170,18 +175,18 @@ impl Connection {
     }
 
     /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed for `idle`
-    /// seconds. Returns the bytes that are free again on the peer's disk.
+    /// seconds and whose stamp is below a bound, or [`CollectionNumber::MAX`] for any. Returns the bytes that are free again on the peer's disk.
     ///
     /// The peer does not begin the deletion after `deadline`, however long the request is on its way.
     pub async fn delete(
         &self,
         fragments: &[FragmentId],
         idle: u32,
+        below: CollectionNumber,
         deadline: PeerTime,
     ) -> Result<u64> {
         debug_assert!(fragments.len() <= MAX_DELETED);
         let fragments = fragments.to_vec();
-        let below = CollectionNumber::MAX;
         match self.ask(Request::Delete { deadline, idle, below, fragments }).await? {
             Answer::Deleted(bytes) => Ok(bytes),
             _ => Err(self.unexpected()),

@@ -9,6 +9,7 @@ use super::{Cluster, Connection};
 use crate::cluster::placement::{Member, MemberState};
 use crate::cluster::protocol::{Answer, Held, MAX_BODY, MAX_FETCHED, Request};
 use crate::cluster::tests::{Peer, content, policy};
+use crate::collection::CollectionNumber;
 use crate::encoding::Seal;
 use crate::encoding::compression::Compression;
 use crate::encoding::fragment::{Fragment, Kind, encode};
@@ -163,9 +164,12 @@ async fn an_honest_peer_with_many_encodings_of_a_blob_is_not_a_suspect() {
         let (description, blocks) =
             encode(&blob, &bytes, Redundancy::ReedSolomon { data, parity: 2 });
         let block = blocks.share(0);
-        connection.put(Fragment { description, index: 0, block }).await.unwrap();
+        connection
+            .put(Fragment { description, index: 0, block }, CollectionNumber::FIRST)
+            .await
+            .unwrap();
     }
-    assert_eq!(connection.have(&[blob], false).await.unwrap()[0].len(), 11);
+    assert_eq!(connection.have(&[blob], None).await.unwrap()[0].len(), 11);
     assert_eq!(connection.fetch(&blob).await.unwrap().len(), MAX_FETCHED);
     // Which encodings are in the answer does not matter here: the peer may leave out the copy.
     let _ = cluster.get(&blob, &mut vec![0; CHUNK]).await;

@@ -10,6 +10,7 @@ use super::connection::Connection;
 use crate::cluster::placement::matching;
 use crate::cluster::placement::members::RankedMembers;
 use crate::cluster::protocol::Held;
+use crate::collection::CollectionNumber;
 use crate::encoding::redundancy::{Redundancy, StoragePolicy};
 use crate::error::ErrorKind;
 use crate::id::BlobId;
@@ -22,8 +23,8 @@ type Queries = BTreeMap<usize, Vec<usize>>;
 
 impl Cluster {
     /// Returns, for each blob, whether it is already stored with the policy's redundancy. Asks the
-    /// peers that would get the fragments, and resets the idle timers of the fragments that they
-    /// have.
+    /// peers that would get the fragments, resets the idle timers of the fragments that they have, and
+    /// raises their stamps.
     ///
     /// `true` means that all fragments of one encoding are durable, each on a different peer that
     /// has just answered, and that a client or a supervisor has sealed the encoding. A peer cannot
@@ -50,12 +51,12 @@ impl Cluster {
         for (number, places) in places.iter().enumerate() {
             places.iter().take(1).for_each(|at| queries.entry(*at).or_default().push(number));
         }
-        let first = self.held(&members, blobs, queries, false).await;
+        let first = self.held(&members, blobs, queries, None).await;
         let mut queries = Queries::new();
         for (number, places) in places.iter().enumerate().filter(|(n, _)| !first[*n].is_empty()) {
             places.iter().for_each(|at| queries.entry(*at).or_default().push(number));
         }
-        let held = self.held(&members, blobs, queries, true).await;
+        let held = self.held(&members, blobs, queries, Some(self.inner.stamp())).await;
         let seals = &self.inner.seals;
         let is_known = |(blob, mut held): (&BlobId, Vec<(usize, Held)>)| {
             held.retain(|(_, one)| one.is_sealed(blob, seals));
@@ -65,14 +66,14 @@ impl Cluster {
     }
 
     /// Returns, for each blob, the fragments that the queried members hold, with the index of the
-    /// member. With `renew`, the members reset the idle timers of these fragments. A member that
+    /// member. With `renew`, the members reset the idle timers of these fragments, and raise their stamps. A member that
     /// fails counts as one that holds nothing.
     async fn held(
         &self,
         members: &Arc<RankedMembers>,
         blobs: &[BlobId],
         queries: Queries,
-        renew: bool,
+        renew: Option<CollectionNumber>,
     ) -> Vec<Vec<(usize, Held)>> {
         let mut tasks = JoinSet::new();
         for (at, numbers) in queries {

@@ -67,7 +67,7 @@ async fn stored_fragments_can_be_read_after_a_restart() {
         .cloned()
         .map(|one| {
             let connection = connection.clone();
-            tokio::spawn(async move { connection.put(one).await })
+            tokio::spawn(async move { connection.put(one, CollectionNumber::FIRST).await })
         })
         .collect();
     for put in puts {
@@ -88,7 +88,7 @@ async fn stored_fragments_can_be_read_after_a_restart() {
         );
     }
     let asked = [all[5].description.blob, BlobId::of(b"another")];
-    let held = connection.have(&asked, true).await.unwrap();
+    let held = connection.have(&asked, Some(CollectionNumber::FIRST)).await.unwrap();
     assert_eq!((held[0].len(), held[1].len()), (1, 0));
     assert_eq!(connection.usage().await.unwrap().fragments, 200);
     peer.stop().await;
@@ -101,10 +101,13 @@ async fn a_failure_is_reported_with_its_kind_and_affects_no_other_request() {
     let connection = peer.connect().await;
     let mut wrong = fragment(1, CODE, 0);
     wrong.block = flip(&wrong.block, 0);
-    assert_eq!(connection.put(wrong).await.unwrap_err().kind(), ErrorKind::Corrupt);
-    connection.put(fragment(1, CODE, 0)).await.unwrap();
-    connection.put(fragment(2, CODE, 0)).await.unwrap();
-    let refused = connection.put(fragment(3, CODE, 0)).await.unwrap_err();
+    assert_eq!(
+        connection.put(wrong, CollectionNumber::FIRST).await.unwrap_err().kind(),
+        ErrorKind::Corrupt
+    );
+    connection.put(fragment(1, CODE, 0), CollectionNumber::FIRST).await.unwrap();
+    connection.put(fragment(2, CODE, 0), CollectionNumber::FIRST).await.unwrap();
+    let refused = connection.put(fragment(3, CODE, 0), CollectionNumber::FIRST).await.unwrap_err();
     assert!(matches!(refused, Error::PeerRefusedFull { .. }), "{refused}");
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert_eq!(connection.usage().await.unwrap().fragments, 2);
@@ -121,13 +124,19 @@ async fn a_put_of_many_fragments_reports_the_result_of_each() {
     let kinds = |results: Vec<Result<(), Error>>| -> Vec<_> {
         results.into_iter().map(|result| result.err().map(|error| error.kind())).collect()
     };
-    let outcome = kinds(connection.put_all(all.clone()).await.unwrap());
+    let outcome = kinds(connection.put_all(all.clone(), CollectionNumber::FIRST).await.unwrap());
     let [corrupt, full] = [Some(ErrorKind::Corrupt), Some(ErrorKind::Unavailable)];
     assert_eq!(outcome, [None, corrupt, None, None]);
-    let outcome =
-        kinds(connection.put_all(vec![all[0].clone(), fragment(9, CODE, 0)]).await.unwrap());
+    let outcome = kinds(
+        connection
+            .put_all(vec![all[0].clone(), fragment(9, CODE, 0)], CollectionNumber::FIRST)
+            .await
+            .unwrap(),
+    );
     assert_eq!(outcome, [None, full]);
-    let outcome = kinds(connection.put_all(vec![fragment(9, CODE, 0); 2]).await.unwrap());
+    let outcome = kinds(
+        connection.put_all(vec![fragment(9, CODE, 0); 2], CollectionNumber::FIRST).await.unwrap(),
+    );
     assert_eq!(outcome, [full, full]);
     for (at, one) in all.iter().enumerate() {
         let found = get(&connection, &one.description.blob).await.unwrap();
@@ -282,7 +291,7 @@ async fn clients_that_take_no_answers_do_not_stop_the_others() {
     let peer = Peer::start(&dir, None).await;
     let good = peer.connect().await;
     let one = large(1);
-    good.put(one.clone()).await.unwrap();
+    good.put(one.clone(), CollectionNumber::FIRST).await.unwrap();
     let gets = vec![frame(&Request::Get(one.description.blob)); 20];
     let mut clients = Vec::new();
     for _ in 0..50 {
@@ -308,7 +317,7 @@ async fn clients_that_do_not_complete_their_requests_do_not_stop_the_others() {
     let peer = Peer::start(&dir, None).await;
     let good = peer.connect().await;
     let one = large(1);
-    good.put(one.clone()).await.unwrap();
+    good.put(one.clone(), CollectionNumber::FIRST).await.unwrap();
     // The start of a put of 4 MiB.
     let (header, mut body) = frame(&put_of(vec![large(2)]));
     body.truncate(1000);
@@ -318,7 +327,10 @@ async fn clients_that_do_not_complete_their_requests_do_not_stop_the_others() {
     }
     assert_served(&peer, &good, &one).await;
     let start = Instant::now();
-    timeout(Duration::from_secs(20), good.put(large(3))).await.expect("in time").unwrap();
+    timeout(Duration::from_secs(20), good.put(large(3), CollectionNumber::FIRST))
+        .await
+        .expect("in time")
+        .unwrap();
     println!("a put: {:?}", start.elapsed());
     drop(clients);
     peer.stop().await;
@@ -351,9 +363,9 @@ async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
     one.reserve(48 << 10).await.unwrap();
     let refused = other.reserve(32 << 10).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
-    other.put(fragment(1, CODE, 0)).await.unwrap();
-    other.put(fragment(2, CODE, 0)).await.unwrap_err();
-    one.put(fragment(2, CODE, 0)).await.unwrap();
+    other.put(fragment(1, CODE, 0), CollectionNumber::FIRST).await.unwrap();
+    other.put(fragment(2, CODE, 0), CollectionNumber::FIRST).await.unwrap_err();
+    one.put(fragment(2, CODE, 0), CollectionNumber::FIRST).await.unwrap();
     let usage = one.usage().await.unwrap();
     assert_eq!((usage.used, usage.reserved), (32 << 10, 32 << 10));
     drop(one);
@@ -375,12 +387,16 @@ async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
     let all: Vec<_> = page.iter().map(id).collect();
     let now = other.clock().await.unwrap();
     let until = now.after(Duration::from_secs(60));
-    assert_eq!(other.delete(&all, 60, until).await.unwrap(), 0, "the fragments are new");
+    assert_eq!(
+        other.delete(&all, 60, CollectionNumber::MAX, until).await.unwrap(),
+        0,
+        "the fragments are new"
+    );
     // A request that is late is refused.
-    let late = other.delete(&all, 0, now).await.unwrap_err();
+    let late = other.delete(&all, 0, CollectionNumber::MAX, now).await.unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Conflict, "{late}");
     assert_eq!(other.usage().await.unwrap().fragments, 2);
-    assert_eq!(other.delete(&all, 0, until).await.unwrap(), 32 << 10);
+    assert_eq!(other.delete(&all, 0, CollectionNumber::MAX, until).await.unwrap(), 32 << 10);
     assert_eq!(other.usage().await.unwrap().fragments, 0);
     peer.stop().await;
 }
@@ -402,7 +418,7 @@ async fn a_part_of_a_chunk_is_read_without_the_rest() {
             let connection = peer.connect().await;
             let block = blocks.share(index);
             let fragment = Fragment { description: description.clone(), index: index as u8, block };
-            connection.put(fragment).await.unwrap();
+            connection.put(fragment, CollectionNumber::FIRST).await.unwrap();
             peers.push((dir, peer, connection));
         }
         for offset in [0, 70_000, 200_000, (256 << 10) - 4096] {

@@ -11,6 +11,7 @@ use crate::cluster::protocol::FragmentId;
 use crate::cluster::repair::permit_all;
 use crate::cluster::stalling_proxy::{Stall, StallingProxy};
 use crate::cluster::tests::{Peer, content};
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Fragment, encode};
 use crate::error::{Error, ErrorKind};
@@ -26,7 +27,7 @@ async fn peer_with_fragment() -> (Peer, FragmentId) {
     let (description, blocks) = encode(&blob, &content, Redundancy::NONE);
     let id = FragmentId { blob, encoding: description.id(), index: 0 };
     let fragment = Fragment { description, index: 0, block: blocks.share(0) };
-    connect(&peer).await.put(fragment).await.unwrap();
+    connect(&peer).await.put(fragment, CollectionNumber::FIRST).await.unwrap();
     (peer, id)
 }
 
@@ -40,7 +41,7 @@ async fn has(peer: &Peer, id: &FragmentId) -> bool {
 
 fn through(proxy: &StallingProxy, peer: &Peer, permit: DeletionPermit) -> ConnectedPeers {
     let member = Member { address: proxy.address.clone(), ..peer.member() };
-    ConnectedPeers::new([member], Security::INSECURE, permit)
+    ConnectedPeers::new([member], Security::INSECURE, permit, CollectionNumber::FIRST)
 }
 
 #[tokio::test]

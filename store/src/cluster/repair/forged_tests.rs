@@ -14,6 +14,7 @@ use crate::cluster::client::{Cluster, Connection};
 use crate::cluster::placement::Member;
 use crate::cluster::repair::permit_all;
 use crate::cluster::tests::{Peer, content, members, start};
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Fragment;
 use crate::id::{BlobId, PeerId};
@@ -57,7 +58,7 @@ impl Site {
     async fn store(&self, fragments: &[Fragment], first: usize, spread: usize) {
         for (at, fragment) in fragments.iter().enumerate() {
             let peer = &self.peers[(first + at % spread) % self.peers.len()];
-            connect(peer).await.put(fragment.clone()).await.unwrap();
+            connect(peer).await.put(fragment.clone(), CollectionNumber::FIRST).await.unwrap();
         }
     }
 
@@ -73,7 +74,8 @@ impl Site {
         sender.try_send(Wanted::content(self.blob, self.wanted)).unwrap();
         drop(sender);
         let peers = members(&self.peers);
-        let peers = ConnectedPeers::new(peers, Security::INSECURE, permit_all());
+        let peers =
+            ConnectedPeers::new(peers, Security::INSECURE, permit_all(), CollectionNumber::FIRST);
         let (members, limits) = (RepairMembers::new(nodes), RepairLimits::default());
         repair(Arc::new(peers), members, receiver, limits, &|| true, &|_| ()).await
     }
@@ -243,7 +245,8 @@ async fn a_peer_with_too_many_fragments_of_a_blob_is_passed_over_until_they_are_
     for number in 1..=16 {
         site.store(&site.forged(number), 0, 1).await;
     }
-    let refused = connect(&site.peers[0]).await.put(site.good()[3].clone()).await;
+    let refused =
+        connect(&site.peers[0]).await.put(site.good()[3].clone(), CollectionNumber::FIRST).await;
     assert!(refused.is_err(), "it has 64 fragments of the blob");
     for _ in 0..2 {
         let report = site.repair(&[]).await;

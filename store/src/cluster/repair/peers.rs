@@ -11,6 +11,7 @@ use crate::cluster::client::connection::Connection;
 use crate::cluster::client::pool::ConnectionPool;
 use crate::cluster::placement::members::Member;
 use crate::cluster::protocol::{FragmentId, Held};
+use crate::collection::CollectionNumber;
 use crate::encoding::SealKeys;
 use crate::encoding::fragment::Fragment;
 use crate::error::{Error, ErrorKind, Result};
@@ -82,24 +83,54 @@ pub struct ConnectedPeers {
     members: BTreeMap<PeerId, Member>,
     permit: DeletionPermit,
     seals: SealKeys,
+    /// The stamp of what is stored.
+    stamp: CollectionNumber,
 }
 
 impl ConnectedPeers {
     /// Peers with these addresses. No peer is contacted yet. `permit` is asked before each deletion.
+    /// `stamp` is the current collection number.
     pub fn new(
         members: impl IntoIterator<Item = Member>,
         security: Security,
         permit: DeletionPermit,
+        stamp: CollectionNumber,
     ) -> ConnectedPeers {
         let members = members.into_iter().map(|member| (member.id, member)).collect();
         let seals = security.seals().clone();
-        ConnectedPeers { pool: ConnectionPool::new(security), members, permit, seals }
+        ConnectedPeers { pool: ConnectionPool::new(security), members, permit, seals, stamp }
     }
 
     /// A page of a peer's records, starting after this blob: see [`Connection::records`].
     pub(crate) async fn records(&self, peer: &PeerId, after: BlobId) -> Result<Vec<Fragment>> {
         let records = |connection: Arc<Connection>| async move { connection.records(&after).await };
         self.pool.ask(self.member(peer)?, records).await
+    }
+
+    /// Deletes fragments as [`Peers::delete`] does, if their stamp is below a bound. There is no other
+    /// way to delete from here.
+    ///
+    /// It is done under the lease. The peer's clock is read before the permit is asked for. The peer
+    /// begins no deletion later than [`DELETION_TIMEOUT`] after that, so the lease that is renewed in
+    /// between is still held then. It does not matter how long this process, or its machine, is stopped
+    /// at any point.
+    pub(crate) async fn delete_below(
+        &self,
+        peer: PeerId,
+        fragments: &[FragmentId],
+        idle: u32,
+        below: CollectionNumber,
+    ) -> Result<u64> {
+        let delete = |connection: Arc<Connection>| async move {
+            let end = connection.clock().await?.after(DELETION_TIMEOUT);
+            match (self.permit)().await {
+                true => connection.delete(fragments, idle, below, end).await,
+                false => Err(Error::LeaseLost),
+            }
+        };
+        let asked = self.pool.ask(self.member(&peer)?, delete);
+        let late = |_| unavailable(&peer, "a deletion takes too long");
+        timeout(DELETION_TIMEOUT, asked).await.map_err(late)?
     }
 
     fn member(&self, peer: &PeerId) -> Result<&Member> {
@@ -114,7 +145,7 @@ impl Peers for ConnectedPeers {
 
     async fn have(&self, peer: PeerId, blobs: &[BlobId]) -> Result<Vec<Vec<Held>>> {
         let member = self.member(&peer)?;
-        self.pool.ask(member, |connection| async move { connection.have(blobs, false).await }).await
+        self.pool.ask(member, |connection| async move { connection.have(blobs, None).await }).await
     }
 
     async fn list(&self, peer: PeerId, after: BlobId, most: usize) -> Result<Vec<(BlobId, Held)>> {
@@ -129,30 +160,16 @@ impl Peers for ConnectedPeers {
     }
 
     async fn put(&self, peer: PeerId, fragment: Fragment) -> Result<()> {
-        let member = self.member(&peer)?;
+        let (member, stamp) = (self.member(&peer)?, self.stamp);
         let put = |connection: Arc<Connection>| {
             let fragment = fragment.clone();
-            async move { connection.put(fragment).await }
+            async move { connection.put(fragment, stamp).await }
         };
         self.pool.ask(member, put).await
     }
 
-    /// Deletes under the lease. There is no other way to delete from here.
-    ///
-    /// The peer's clock is read before the permit is asked for. The peer begins no deletion later than
-    /// [`DELETION_TIMEOUT`] after that, so the lease that is renewed in between is still held then. It
-    /// does not matter how long this process, or its machine, is stopped at any point.
     async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        let delete = |connection: Arc<Connection>| async move {
-            let clock = connection.clock().await?;
-            match (self.permit)().await {
-                true => connection.delete(fragments, idle, clock.after(DELETION_TIMEOUT)).await,
-                false => Err(Error::LeaseLost),
-            }
-        };
-        let asked = self.pool.ask(self.member(&peer)?, delete);
-        let late = |_| unavailable(&peer, "a deletion takes too long");
-        timeout(DELETION_TIMEOUT, asked).await.map_err(late)?
+        self.delete_below(peer, fragments, idle, CollectionNumber::MAX).await
     }
 }
 

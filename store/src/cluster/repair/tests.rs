@@ -16,6 +16,7 @@ use crate::cluster::placement::{Member, MemberState};
 use crate::cluster::protocol::{FragmentId, Held};
 use crate::cluster::repair::permit_all;
 use crate::cluster::tests::{Peer, content, members, policy, start};
+use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::SealKeys;
 use crate::encoding::fragment::Fragment;
@@ -81,7 +82,7 @@ impl Stored {
 
 /// Peers that may be deleted from.
 fn connected(members: Vec<Member>) -> ConnectedPeers {
-    ConnectedPeers::new(members, Security::INSECURE, permit_all())
+    ConnectedPeers::new(members, Security::INSECURE, permit_all(), CollectionNumber::FIRST)
 }
 
 async fn fragments(peer: &Peer) -> u64 {

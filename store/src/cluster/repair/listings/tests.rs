@@ -18,6 +18,7 @@ use crate::cluster::repair::{
     ConnectedPeers, Peers, RepairLimits, RepairMembers, RepairPeer, Report, Wanted, repair,
 };
 use crate::cluster::tests::{Peer, content, members, policy, start};
+use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Fragment, Kind};
 use crate::encoding::{Seal, SealKeys};
 use crate::error::{ErrorKind, Result};
@@ -273,7 +274,7 @@ async fn fragments(peer: &Peer) -> u64 {
 }
 
 fn connected(all: &[Peer]) -> ConnectedPeers {
-    ConnectedPeers::new(members(all), Security::INSECURE, permit_all())
+    ConnectedPeers::new(members(all), Security::INSECURE, permit_all(), CollectionNumber::FIRST)
 }
 
 #[tokio::test]

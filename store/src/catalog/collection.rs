@@ -1,0 +1,438 @@
+//! Collections in the catalog: their numbers, the roots that they mark from, and the documents of
+//! everybody who relies on blobs that no snapshot refers to.
+//!
+//! | key | is | lifetime |
+//! |---|---|---|
+//! | `collection` | the number of the collection that began last | stays |
+//! | `collections` | when the last collections began, and what the last complete one did | stays |
+//! | `commits/ID` | an import or another commit without a mirror: the number at which it began | expires |
+//! | `readers/ID` | an export or another reader, and the content that it reads | expires |
+//!
+//! A mirror has the number at which it began to store in its own document. It stays there as long as
+//! the mirror may have layers that are not published, because a later process may adopt them.
+//!
+//! - The change that notes a commit relies on the document `collection`. So it precedes the change
+//!   that raises the number, or it has the higher number.
+//! - The change that publishes relies on the commit's document and removes it.
+//! - A collection raises the number, and then reads all documents as of one moment. So each commit
+//!   is published by then, or its document is among them, or its number is that of the collection.
+
+use std::collections::{HashMap, HashSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::Catalog;
+use super::documents::{
+    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, optional_text,
+    snapshot_key, text,
+};
+use super::holder::Holder;
+use super::images::snapshot_of;
+use crate::clock::now;
+use crate::cluster::membership::{ClusterEpoch, LOSSES};
+use crate::collection::CollectionNumber;
+use crate::documents::{Change, Query, View};
+use crate::error::{Error, Result};
+use crate::geometry::{Geometry, MAX_SIZE};
+use crate::id::{ImageId, LeaseId, NodeId};
+use crate::name::{ImageName, SnapshotRef};
+use crate::process::{Process, host_name};
+use crate::snapshot::Snapshot;
+use crate::tree::Root;
+
+const COLLECTION: &str = "collection";
+const COLLECTIONS: &str = "collections";
+const COMMITS: &str = "commits/";
+const READERS: &str = "readers/";
+
+/// How long the document of a commit or a reader lasts without a renewal, in seconds.
+pub(crate) const LEASED_SECONDS: u32 = 600;
+
+/// The most collections whose beginnings are remembered.
+const MAX_REMEMBERED: usize = 1000;
+
+/// What protects the blobs of a commit until it is published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CommitBasis {
+    /// The epoch of the cluster in which all blobs of the commit are known to be stored.
+    pub(crate) epoch: ClusterEpoch,
+    /// The number in the commit's document. All blobs of the commit have at least this stamp.
+    pub(crate) collection: CollectionNumber,
+}
+
+impl CommitBasis {
+    /// The basis of a commit that begins now.
+    pub(super) fn of(view: &View) -> Result<CommitBasis> {
+        Ok(CommitBasis { epoch: ClusterEpoch::of(view)?, collection: current(view)? })
+    }
+
+    /// The documents that [`CommitBasis::of`] needs.
+    pub(super) fn queries() -> [Query; 2] {
+        [Query::key(LOSSES), Query::key(COLLECTION)]
+    }
+}
+
+/// The process that holds a document of a commit or a reader, for people.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct HolderDocument {
+    /// What it does.
+    what: String,
+    host: String,
+    process: Process,
+    /// When it began: seconds since 1970.
+    begun: u64,
+}
+
+impl HolderDocument {
+    fn new(what: &str) -> Result<HolderDocument> {
+        let (host, process) = (host_name()?, Process::current()?);
+        Ok(HolderDocument { what: what.into(), host, process, begun: now() })
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct CommitDocument {
+    collection: CollectionNumber,
+    #[serde(flatten)]
+    holder: HolderDocument,
+}
+
+#[derive(Serialize, Deserialize)]
+struct ReaderDocument {
+    #[serde(with = "text")]
+    image: ImageName,
+    #[serde(with = "text")]
+    image_id: ImageId,
+    number: u64,
+    size: u64,
+    chunk_size: u32,
+    #[serde(with = "optional_text")]
+    root: Option<NodeId>,
+    #[serde(flatten)]
+    holder: HolderDocument,
+}
+
+/// A collection that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct BegunCollection {
+    number: CollectionNumber,
+    /// Seconds since 1970.
+    time: u64,
+}
+
+#[derive(Clone, Default, Serialize, Deserialize)]
+struct CollectionsDocument {
+    /// The last collections that have begun, the oldest first.
+    begun: Vec<BegunCollection>,
+    completed: Option<CompletedCollection>,
+}
+
+/// The last collection that was completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompletedCollection {
+    /// Its number.
+    pub number: CollectionNumber,
+    /// When it ended: seconds since 1970.
+    pub time: u64,
+    /// The bytes that it freed.
+    pub freed_bytes: u64,
+}
+
+/// Content that a collection marks.
+#[derive(Clone, Debug)]
+pub(crate) struct MarkedRoot {
+    pub(crate) geometry: Geometry,
+    pub(crate) root: Root,
+    /// The index of the image in [`CollectionRoots::images`].
+    pub(crate) image: u32,
+    pub(crate) number: u64,
+}
+
+/// Something that keeps a collection from freeing space.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpaceHolder {
+    /// `commit`, `reader` or `mirror`.
+    pub kind: &'static str,
+    /// What it does or keeps.
+    pub what: String,
+    /// The host.
+    pub host: String,
+    /// When it began, or when the mirror was last attached: seconds since 1970.
+    pub since: u64,
+    /// Blobs that were stored or found since this collection are kept; `None` if it keeps content.
+    pub collection: Option<CollectionNumber>,
+}
+
+/// What a collection must keep.
+#[derive(Default)]
+pub(crate) struct CollectionRoots {
+    pub(crate) roots: Vec<MarkedRoot>,
+    pub(crate) images: Vec<ImageName>,
+    pub(crate) holders: Vec<SpaceHolder>,
+    /// The number of the oldest commit.
+    pub(crate) oldest: Option<CollectionNumber>,
+}
+
+impl CollectionRoots {
+    /// The name of the snapshot that the content is that of.
+    pub(crate) fn name(&self, root: &MarkedRoot) -> SnapshotRef {
+        SnapshotRef::number(&self.images[root.image as usize], root.number)
+    }
+
+    fn hold_since(
+        &mut self,
+        holder: &HolderDocument,
+        kind: &'static str,
+        n: Option<CollectionNumber>,
+    ) {
+        let HolderDocument { what, host, begun, .. } = holder.clone();
+        self.holders.push(SpaceHolder { kind, what, host, since: begun, collection: n });
+        self.oldest = self.oldest.into_iter().chain(n).min();
+    }
+}
+
+/// The current collection number.
+pub(super) fn current(view: &View) -> Result<CollectionNumber> {
+    Ok(view.get(COLLECTION)?.unwrap_or(CollectionNumber::FIRST))
+}
+
+impl Catalog {
+    /// The number of the collection that began last.
+    pub(crate) fn collection_number(&self) -> Result<CollectionNumber> {
+        current(&self.read(&[Query::key(COLLECTION)])?)
+    }
+
+    /// The last collection that was completed.
+    pub fn last_collection(&self) -> Result<Option<CompletedCollection>> {
+        let view = self.read(&[Query::key(COLLECTIONS)])?;
+        Ok(view.get::<CollectionsDocument>(COLLECTIONS)?.and_then(|one| one.completed))
+    }
+
+    /// Begins a commit without a mirror, or begins it again: creates its document. The document
+    /// expires unless it is [renewed](Self::renew_leased).
+    pub(crate) fn begin_commit(&self, id: &LeaseId, what: &str) -> Result<CommitBasis> {
+        let holder = HolderDocument::new(what)?;
+        self.change(&CommitBasis::queries(), |view| {
+            let basis = CommitBasis::of(view)?;
+            let (collection, holder) = (basis.collection, holder.clone());
+            let document = CommitDocument { collection, holder };
+            let change = Change::default().put_for(LEASED_SECONDS, commit_key(id), &document);
+            Ok((change, basis))
+        })
+    }
+
+    /// The basis of a commit of a mirror that stores something: notes the current number in the
+    /// mirror's document, unless an older one is there.
+    pub(crate) fn begin_mirror_commit(&self, holder: &Holder) -> Result<CommitBasis> {
+        let mut queries = holder.queries(0);
+        queries.extend(CommitBasis::queries());
+        self.change(&queries, |view| {
+            holder.check(view)?;
+            let mut mirror = holder.mirror(view)?;
+            let (basis, is_new) = mirror_basis(view, &mut mirror)?;
+            let change = match is_new {
+                true => Change::default()
+                    .put(super::documents::mirror_key(&holder.mirror_id()), &mirror),
+                false => Change::default(),
+            };
+            Ok((change, basis))
+        })
+    }
+
+    /// Begins to read a snapshot: its content stays, even if the snapshot is removed, as long as
+    /// the reader's document is [renewed](Self::renew_leased).
+    pub(crate) fn begin_reading(
+        &self,
+        id: &LeaseId,
+        snapshot: &Snapshot,
+        what: &str,
+    ) -> Result<()> {
+        let holder = HolderDocument::new(what)?;
+        let key = snapshot_key(&snapshot.image_id, snapshot.number);
+        self.change(&[Query::key(&key)], |view| {
+            let found = view.get::<SnapshotDocument>(&key)?;
+            if found.is_none_or(|one| !one.state.has_content() || Root(one.root) != snapshot.root) {
+                return Err(Error::NoSnapshot { name: snapshot.name().to_string() });
+            }
+            let document = ReaderDocument {
+                image: snapshot.image.clone(),
+                image_id: snapshot.image_id,
+                number: snapshot.number,
+                size: snapshot.geometry.size(),
+                chunk_size: snapshot.geometry.chunk_size(),
+                root: snapshot.root.0,
+                holder: holder.clone(),
+            };
+            Ok((Change::default().put_for(LEASED_SECONDS, reader_key(id), &document), ()))
+        })
+    }
+
+    /// Renews the document of a commit or a reader. Returns `false` if it has expired: what it
+    /// protected may be gone.
+    pub(crate) fn renew_leased(&self, key: &str) -> Result<bool> {
+        self.retry(|| {
+            let view = self.read(&[Query::key(key)])?;
+            let Some(document) = view.get::<serde_json::Value>(key)? else {
+                return Ok(Some(false));
+            };
+            let mut change = Change::default().put_for(LEASED_SECONDS, key, &document);
+            change.relies_on.push((key.to_owned(), view.version(key)));
+            Ok(self.documents.commit(&change)?.then_some(true))
+        })
+    }
+
+    /// Removes the document of a commit or a reader.
+    pub(crate) fn end_leased(&self, key: &str) -> Result<()> {
+        self.change(&[], |_| Ok((Change::default().remove(Query::key(key)), ())))
+    }
+
+    /// Raises the number. Fails if a place for blobs has seen a higher number than this catalog,
+    /// unless `accept_older` is set: the catalog was restored from a copy, or was rebuilt.
+    pub(crate) fn begin_collection(
+        &self,
+        highest_seen: CollectionNumber,
+        accept_older: bool,
+    ) -> Result<CollectionNumber> {
+        self.change(&[Query::key(COLLECTION), Query::key(COLLECTIONS)], |view| {
+            let current = current(view)?;
+            if highest_seen > current && !accept_older {
+                return Err(Error::OlderCatalog { catalog: current.0, blobs: highest_seen.0 });
+            }
+            let number = current.max(highest_seen).next();
+            let mut all = view.get::<CollectionsDocument>(COLLECTIONS)?.unwrap_or_default();
+            all.begun.push(BegunCollection { number, time: now() });
+            let surplus = all.begun.len().saturating_sub(MAX_REMEMBERED);
+            all.begun.drain(..surplus);
+            Ok((Change::default().put(COLLECTION, &number).put(COLLECTIONS, &all), number))
+        })
+    }
+
+    /// The highest number of a collection that began at least `seconds` ago. What has a lower stamp
+    /// was stored, or found present, before that.
+    pub(crate) fn collection_before(&self, seconds: u64) -> Result<CollectionNumber> {
+        let view = self.read(&[Query::key(COLLECTIONS)])?;
+        let all = view.get::<CollectionsDocument>(COLLECTIONS)?.unwrap_or_default();
+        let end = now().saturating_sub(seconds);
+        let old = all.begun.iter().filter(|one| one.time <= end).map(|one| one.number).max();
+        Ok(old.unwrap_or(CollectionNumber::FIRST))
+    }
+
+    /// Notes that a collection is complete.
+    pub(crate) fn end_collection(&self, number: CollectionNumber, freed_bytes: u64) -> Result<()> {
+        self.change(&[Query::key(COLLECTIONS)], |view| {
+            let mut all = view.get::<CollectionsDocument>(COLLECTIONS)?.unwrap_or_default();
+            all.completed = Some(CompletedCollection { number, time: now(), freed_bytes });
+            Ok((Change::default().put(COLLECTIONS, &all), ()))
+        })
+    }
+
+    /// Everything that a collection must keep, as of one moment.
+    pub(crate) fn collection_roots(&self) -> Result<CollectionRoots> {
+        // Checks the version of the documents.
+        self.read(&[])?;
+        let observer = Process::current()?;
+        let mut all = CollectionRoots::default();
+        let mut images: HashMap<ImageId, (u32, u32)> = HashMap::new();
+        let mut mirrors = Vec::new();
+        let mut kept = HashSet::new();
+        // In the order of the keys: images precede mirrors, and both precede snapshots.
+        let prefixes = [COMMITS, IMAGES, MIRRORS, READERS, SNAPSHOTS];
+        self.documents.scan(&prefixes, &mut |key, document| {
+            if key.starts_with(COMMITS) {
+                let one: CommitDocument = document.decode(key)?;
+                // What a dead process has stored is never published.
+                if !one.holder.process.is_dead(&observer) {
+                    all.hold_since(&one.holder, "commit", Some(one.collection));
+                }
+            } else if key.starts_with(IMAGES) {
+                let image: ImageDocument = document.decode(key)?;
+                let at = u32::try_from(all.images.len()).expect("a catalog has fewer images");
+                all.images.push(key[IMAGES.len()..].parse()?);
+                images.insert(image.id, (at, image.chunk_size));
+            } else if key.starts_with(MIRRORS) {
+                let mirror: MirrorDocument = document.decode(key)?;
+                if let Some(&(image, chunk_size)) = images.get(&mirror.image_id) {
+                    // The tree itself tells the size that the parent had.
+                    let geometry = Geometry::new(MAX_SIZE, chunk_size)?;
+                    let (root, number) = (Root(mirror.root), mirror.parent);
+                    all.roots.push(MarkedRoot { geometry, root, image, number });
+                    mirrors.push((image, mirror));
+                }
+            } else if key.starts_with(READERS) {
+                let one: ReaderDocument = document.decode(key)?;
+                if !one.holder.process.is_dead(&observer) {
+                    let geometry = Geometry::new(one.size, one.chunk_size)?;
+                    let image = all.images.len() as u32;
+                    all.images.push(one.image);
+                    let (root, number) = (Root(one.root), one.number);
+                    all.roots.push(MarkedRoot { geometry, root, image, number });
+                    all.hold_since(&one.holder, "reader", None);
+                }
+            } else {
+                let snapshot: SnapshotDocument = document.decode(key)?;
+                let (id, number) = snapshot_of(key)?;
+                // A snapshot without an image is left from a rebuild that was killed.
+                if let Some(&(image, chunk_size)) = images.get(&id)
+                    && snapshot.state.has_content()
+                {
+                    let geometry = Geometry::new(snapshot.size, chunk_size)?;
+                    let root = Root(snapshot.root);
+                    all.roots.push(MarkedRoot { geometry, root, image, number });
+                    kept.insert((image, number));
+                }
+            }
+            Ok(())
+        })?;
+        for (image, mirror) in mirrors {
+            let name = SnapshotRef::number(&all.images[image as usize], mirror.parent);
+            let mut hold = |what, collection| {
+                let (host, since) = (mirror.host.clone(), mirror.attached);
+                all.holders.push(SpaceHolder { kind: "mirror", what, host, since, collection });
+            };
+            if let Some(collection) = mirror.storing_since {
+                hold(format!("{} stores a checkpoint of {name}", mirror.path), Some(collection));
+                all.oldest = all.oldest.into_iter().chain([collection]).min();
+            }
+            if mirror.root.is_some() && !kept.contains(&(image, mirror.parent)) {
+                let name = SnapshotRef::number(&all.images[image as usize], mirror.parent);
+                let what = format!("{} continues {name}, which was removed", mirror.path);
+                let (host, since) = (mirror.host.clone(), mirror.attached);
+                all.holders.push(SpaceHolder {
+                    kind: "mirror",
+                    what,
+                    host,
+                    since,
+                    collection: None,
+                });
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// The basis of a commit of this mirror, and whether the mirror's document must be written for it.
+pub(super) fn mirror_basis(
+    view: &View,
+    mirror: &mut MirrorDocument,
+) -> Result<(CommitBasis, bool)> {
+    let mut basis = CommitBasis::of(view)?;
+    let is_new = mirror.storing_since.is_none();
+    basis.collection = *mirror.storing_since.get_or_insert(basis.collection);
+    Ok((basis, is_new))
+}
+
+/// Whether the document of a commit protects its blobs.
+pub(super) fn protects(view: &View, id: &LeaseId, basis: &CommitBasis) -> Result<bool> {
+    let document = view.get::<CommitDocument>(&commit_key(id))?;
+    Ok(document.is_some_and(|document| document.collection == basis.collection))
+}
+
+/// The key of a commit without a mirror.
+pub(crate) fn commit_key(id: &LeaseId) -> String {
+    format!("{COMMITS}{id}")
+}
+
+/// The key of a reader.
+pub(crate) fn reader_key(id: &LeaseId) -> String {
+    format!("{READERS}{id}")
+}

@@ -1,0 +1,133 @@
+//! Documents that expire, and that this process renews: those of commits and readers.
+//!
+//! One thread renews all of them. It ends when there is none, and starts again with the next one.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use crate::catalog::{Catalog, LEASED_SECONDS};
+use crate::documents::Documents;
+use crate::error::{Error, Result};
+use crate::id::LeaseId;
+use crate::sys;
+
+/// The interval between two renewals.
+const RENEW_INTERVAL: Duration = Duration::from_secs(LEASED_SECONDS as u64 / 10);
+
+/// The leases of a repository's handles.
+pub(crate) struct Leases(Arc<Shared>);
+
+struct Shared {
+    catalog: Catalog,
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// The keys of the documents, and whether each of them has never expired.
+    held: HashMap<String, bool>,
+    is_running: bool,
+}
+
+/// A document that is renewed until this is dropped, which removes it.
+pub(crate) struct Lease {
+    shared: Arc<Shared>,
+    id: LeaseId,
+    key: String,
+}
+
+impl Leases {
+    pub(crate) fn new(documents: Arc<dyn Documents>) -> Leases {
+        let (catalog, state, wake) = (Catalog::new(documents), Mutex::default(), Condvar::new());
+        Leases(Arc::new(Shared { catalog, state, wake }))
+    }
+
+    /// Renews the document that `create` has just created. `key` is the key for its id.
+    pub(crate) fn hold<T>(
+        &self,
+        key: fn(&LeaseId) -> String,
+        create: impl FnOnce(&Catalog, &LeaseId) -> Result<T>,
+    ) -> Result<(Lease, T)> {
+        let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
+        let id = LeaseId::from_bytes(random);
+        let lease = Lease { shared: Arc::clone(&self.0), key: key(&id), id };
+        let created = create(&self.0.catalog, &id)?;
+        let mut state = self.0.state();
+        state.held.insert(lease.key.clone(), true);
+        if !state.is_running {
+            let shared = Arc::clone(&self.0);
+            let started =
+                thread::Builder::new().name("leases".into()).spawn(move || shared.renew());
+            started.map_err(|e| Error::io("starting", "a thread".as_ref(), e))?;
+            state.is_running = true;
+        }
+        drop(state);
+        Ok((lease, created))
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Renews all documents until there are none.
+    fn renew(&self) {
+        let mut state = self.state();
+        loop {
+            let has_some = |state: &mut State| !state.held.is_empty();
+            let waited = self.wake.wait_timeout_while(state, RENEW_INTERVAL, has_some);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if state.held.is_empty() {
+                state.is_running = false;
+                return;
+            }
+            let held = state.held.iter().filter(|(_, is_held)| **is_held);
+            let keys: Vec<_> = held.map(|(key, _)| key.clone()).collect();
+            drop(state);
+            for key in keys {
+                match self.catalog.renew_leased(&key) {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        if let Some(is_held) = self.state().held.get_mut(&key) {
+                            *is_held = false;
+                        }
+                    }
+                    // The next renewal is early enough.
+                    Err(error) => tracing::debug!(%key, %error, "failed to renew a lease"),
+                }
+            }
+            state = self.state();
+        }
+    }
+}
+
+impl Lease {
+    pub(crate) fn id(&self) -> &LeaseId {
+        &self.id
+    }
+
+    /// Whether the document has not expired, as far as this process knows.
+    pub(crate) fn is_held(&self) -> bool {
+        self.shared.state().held.get(&self.key).copied().unwrap_or(false)
+    }
+
+    /// Notes that the document was removed, together with another change.
+    pub(crate) fn note_removed(&self) {
+        self.shared.state().held.remove(&self.key);
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let is_there = self.shared.state().held.remove(&self.key).is_some();
+        self.shared.wake.notify_all();
+        // If this fails, the document expires.
+        if is_there && let Err(error) = self.shared.catalog.end_leased(&self.key) {
+            tracing::debug!(key = %self.key, %error, "failed to end a lease");
+        }
+    }
+}
