@@ -8,6 +8,7 @@
 //! ```
 
 mod args;
+mod collect;
 mod control;
 mod drain;
 mod export;
@@ -30,6 +31,7 @@ mod verify;
 use std::process::ExitCode;
 
 use cairn_store::Repository;
+use cairn_store::maintenance::collection::CollectionOptions;
 use cairn_store::net::identity::Access;
 
 use crate::args::{Catalog, Cli, Command};
@@ -99,6 +101,11 @@ fn run(cli: Cli) -> Outcome {
         Command::Peers { action: None } => peers::list(&open()?, style),
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),
+        Command::Gc { dry_run, grace, give_up, accept_older_catalog } => {
+            let grace = grace.0.unwrap_or_default();
+            let options = CollectionOptions { dry_run, grace, give_up, accept_older_catalog };
+            collect::gc(&open()?, &options, style)
+        }
         Command::Verify { names } => verify::verify(&open()?, &names, style),
         Command::Catalog(Catalog::Rebuild { force }) => peers::rebuild(&open()?, force, style),
         Command::Supervise { options } => supervise::supervise(url()?, &access, &options, style),

@@ -45,6 +45,44 @@ impl Drop for Progress {
     }
 }
 
+/// What an operation of unknown length is doing. It appears only on a terminal, and only after a
+/// delay.
+pub(crate) struct Activity {
+    start: Instant,
+    bar: Option<Mutex<ProgressBar>>,
+}
+
+impl Activity {
+    pub(crate) fn new() -> Activity {
+        let bar = io::stderr().is_terminal().then(|| Mutex::new(ProgressBar::hidden()));
+        Activity { start: Instant::now(), bar }
+    }
+
+    /// Shows what the operation is doing.
+    pub(crate) fn set(&self, text: impl FnOnce() -> String) {
+        let Some(bar) = &self.bar else { return };
+        if self.start.elapsed() < DELAY {
+            return;
+        }
+        let mut bar = bar.lock().expect("no thread panics while it draws the bar");
+        if bar.is_hidden() {
+            let style = ProgressStyle::with_template("{spinner} {msg}, {elapsed}");
+            let style = style.expect("the template is fixed");
+            *bar = ProgressBar::new_spinner().with_style(style).with_elapsed(self.start.elapsed());
+        }
+        bar.set_message(text());
+        bar.tick();
+    }
+}
+
+impl Drop for Activity {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.lock().expect("no thread panics while it draws the bar").finish_and_clear();
+        }
+    }
+}
+
 fn visible(total: u64) -> ProgressBar {
     let (bar, template) = match total {
         0 => (ProgressBar::new_spinner(), "{spinner} {bytes} {binary_bytes_per_sec}"),

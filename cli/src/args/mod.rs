@@ -13,6 +13,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand,
 
 pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
 use crate::size::parse_size;
+use crate::time::{Interval, parse_interval};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -197,7 +198,7 @@ pub(crate) enum Command {
         force: bool,
     },
     /// Remove a snapshot, or an image with all its snapshots
-    #[command(after_help = "The names are removed. The data stays until garbage collection.\n\n\
+    #[command(after_help = "The names are removed. The data stays until `cairn gc`.\n\n\
                             Examples:\n  cairn rm vm1@3\n  cairn rm vm1")]
     Rm {
         /// IMAGE@NUMBER or IMAGE@LABEL for a snapshot, IMAGE for the image with all its snapshots
@@ -286,6 +287,32 @@ pub(crate) enum Command {
         /// Transfer at most this many bytes a second
         #[arg(long, value_name = "BYTES", value_parser = parse_size)]
         rate: Option<u64>,
+    },
+    /// Delete the data that no snapshot, mirror or running command needs
+    #[command(
+        after_help = "Removing a snapshot removes its name. This command deletes the data that only removed \
+                      snapshots had. It may run beside everything else: what a running import or checkpoint \
+                      needs stays.\n\n\
+                      With --grace, data stays that was stored, or used by a commit, within that time. Ages are \
+                      measured from one collection to the next, so the first collection frees nothing unless \
+                      the period is 0.\n\n\
+                      Nothing is deleted if a part of a snapshot's tree cannot be read.\n\n\
+                      Examples:\n  cairn gc --dry-run --grace 0\n  cairn gc\n  cairn gc --grace 0 --json"
+    )]
+    Gc {
+        /// Print what would be deleted, and delete nothing
+        #[arg(long)]
+        dry_run: bool,
+        /// Keep what was stored or used within this time, such as 24h; 0 for no grace period
+        #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse_interval)]
+        grace: Interval,
+        /// Give up a snapshot whose tree cannot be read: what only the unreadable part refers to is
+        /// deleted; repeatable
+        #[arg(long, value_name = "IMAGE@N")]
+        give_up: Vec<SnapshotRef>,
+        /// Collect although the catalog was restored from a copy that is older than the data
+        #[arg(long)]
+        accept_older_catalog: bool,
     },
     /// Read all data of snapshots and verify it
     #[command(

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cairn_store::cluster::Connection;
+use cairn_store::collection::CollectionNumber;
 use cairn_store::encoding::Redundancy;
 use cairn_store::encoding::fragment::{Fragment, encode};
 use cairn_store::net::identity::Security;
@@ -29,7 +30,7 @@ fn fill(lab: &Lab, at: usize) {
                 let (description, blocks) =
                     encode(&BlobId::of(&content), &content, Redundancy::NONE);
                 let fragment = Fragment { description, index: 0, block: blocks.share(0) };
-                if peer.put(fragment).await.is_err() {
+                if peer.put(fragment, CollectionNumber::FIRST).await.is_err() {
                     break;
                 }
                 assert!(seed < 10_000, "the peer does not become full");

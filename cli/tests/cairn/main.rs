@@ -10,6 +10,7 @@ mod cluster_partition;
 mod control;
 mod exit_codes;
 mod files;
+mod gc;
 mod help;
 mod images;
 mod lab;

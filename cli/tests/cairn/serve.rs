@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use cairn_store::BlobId;
 use cairn_store::cluster::{Cluster, Connection, Member, MemberState};
+use cairn_store::collection::CollectionNumber;
 use cairn_store::encoding::Redundancy;
 use cairn_store::encoding::fragment::{Fragment, encode};
 use cairn_store::net::identity::{Role, Security};
@@ -85,7 +86,9 @@ async fn an_acknowledged_fragment_survives_a_kill_of_the_peer_at_any_moment() {
         let mut puts = JoinSet::new();
         for number in round * 1000..round * 1000 + 150 {
             let connection = connection.clone();
-            puts.spawn(async move { connection.put(fragment(number)).await.map(|()| number) });
+            puts.spawn(async move {
+                connection.put(fragment(number), CollectionNumber::FIRST).await.map(|()| number)
+            });
         }
         // The peer is killed after a number of acknowledgements.
         let mut left = 1 + round * 20;
@@ -221,7 +224,7 @@ async fn a_peer_with_keys_serves_only_clients_of_its_cluster() {
     let load = |name: &str, role| Security::load(&place.path(name), role).unwrap();
     let connection = Connection::open(&peer.address, &load("keys", Role::Client)).await.unwrap();
     let one = fragment(1);
-    connection.put(one.clone()).await.unwrap();
+    connection.put(one.clone(), CollectionNumber::FIRST).await.unwrap();
     assert_eq!(connection.fetch(&one.description.blob).await.unwrap(), [one]);
     let other_peer = load("peer-keys", Role::Peer);
     for stranger in [Security::INSECURE, load("others", Role::Client), other_peer] {

@@ -144,12 +144,13 @@ struct Collection<'a> {
 impl Collection<'_> {
     fn run(&self) -> Result<CollectionReport> {
         let catalog = self.repository.catalog();
+        let name = |name| catalog.resolve(name).map(|snapshot| snapshot.name());
+        let give_up: Vec<_> = self.options.give_up.iter().map(name).collect::<Result<_>>()?;
         let number = self.begin()?;
         // After the number was raised: see `catalog::collection`.
         let mut roots = catalog.collection_roots()?;
         let bound = self.bound(number, &roots)?;
-        let Marked { names, count } =
-            mark(self.repository, &roots, &self.options.give_up, self.progress)?;
+        let Marked { names, count } = mark(self.repository, &roots, &give_up, self.progress)?;
         let mut report = CollectionReport {
             number,
             bound,
