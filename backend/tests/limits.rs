@@ -96,10 +96,7 @@ fn a_discard_longer_than_announced_is_refused() {
     let site = site(size);
     let backend = Backend::start(&Options::new(&site));
     let mut guest = Guest::connect(&backend.options.socket);
-    let mut range = 0u64.to_le_bytes().to_vec();
-    range.extend(((size / 512) as u32).to_le_bytes());
-    range.extend(0u32.to_le_bytes());
-    guest.put(DATA, &range);
+    guest.range(0, (size / 512) as u32, 0);
     guest.header(DISCARD, 0);
     guest.chain(&[(HEADER, 16, 0), (DATA, 16, 0), (STATUS, 1, WRITABLE)]);
     let begin = Instant::now();
