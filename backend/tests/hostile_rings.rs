@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use frontend::target::{SIZE, Target};
 use frontend::{
     AVAILABLE, BASE, DATA, END, Entry, GET_ID, Guest, HEADER, IN, INDIRECT, MEMORY, NEXT, OK, Part,
-    Setup, TABLE, TABLE_FOLLOWS, USED, WRITABLE,
+    Setup, TABLE, TABLE_FOLLOWS, USED, WRITABLE, WRITE_ZEROES,
 };
 use support::backend::{Backend, IMAGE, Options, Site};
+use support::device::{BLOCK, Shape};
 use support::repository;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::GuestMemoryBackend;
@@ -218,6 +219,53 @@ fn a_ring_that_never_runs_empty_does_not_hide_the_hypervisors_messages() {
         target.still_serves(guest, attack);
     }
 }
+/// Each request covers every chunk of every checkpoint, so planning a full queue takes a long time.
+#[test]
+fn a_queue_full_of_long_requests_does_not_hide_the_hypervisors_messages() {
+    const CHUNK: u64 = 64 << 10;
+    const SIZE: u64 = 32 << 20;
+    const CHECKPOINTS: u8 = 15;
+    const ENTRIES: u16 = 1024;
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK as u32, SIZE);
+    let entries = ENTRIES.to_string();
+    // Storing makes no progress, so all checkpoints wait.
+    let options = ["--queue-size", &entries, "--commit-rate", "1"];
+    let backend = Backend::start(&Options::new(&site).with(&options));
+    let shape = Shape { depth: 64, longest: BLOCK, ..Shape::default() };
+    let mut device = backend.device(shape);
+    assert!(device.max_write_zeroes() >= SIZE);
+    for round in 1..=CHECKPOINTS {
+        device.write_blocks(CHUNK, round);
+        backend.control().checkpoint().expect("a checkpoint");
+    }
+    drop(device);
+
+    let (table, used) = (DATA + 0x4_0000, DATA + 0x5_0000);
+    let setup = Setup { size: ENTRIES, table, used, ..Setup::default() };
+    let mut guest = Guest::connect_with(&backend.options.socket, setup).expect("a long ring");
+    guest.header(WRITE_ZEROES, 0);
+    guest.range(0, (SIZE / 512) as u32, 0);
+    guest.chain_at(INDIRECT, &[(HEADER, 16, 0), (DATA, 16, 0), END]);
+    for head in 0..ENTRIES {
+        let entry = Entry { address: INDIRECT, len: 48, flags: TABLE_FOLLOWS, next: 0 };
+        guest.entry(table, head, entry);
+        guest.put(AVAILABLE + 4 + 2 * u64::from(head), &head.to_le_bytes());
+    }
+    guest.publish(ENTRIES);
+    let mut target = Target::with(site, backend);
+    let mut control = target.backend.control();
+    let begin = Instant::now();
+    while control.status().queues[0].in_flight == 0 {
+        assert!(begin.elapsed() < Duration::from_secs(5), "no request is served");
+    }
+    assert_eq!(control.status().pending.len(), usize::from(CHECKPOINTS));
+    let took = share_memory_again(&mut guest);
+    assert!(took < Duration::from_secs(6), "the memory changed after {took:?}");
+    assert!(control.status().queues[0].in_flight > 0, "the queue was not full for long enough");
+    target.backend.assert_alive();
+}
+
 /// The guest replaces its chains in flight by one table with as many entries as a table can have.
 #[test]
 fn chains_in_flight_that_become_long_cost_the_next_process_no_memory() {
