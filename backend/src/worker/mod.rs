@@ -16,15 +16,21 @@
 //! |---|---|
 //! | [`state`] | the states of a worker |
 //! | [`queue`] | the virtqueue: pop, complete, notify |
-//! | [`jobs`] | what becomes of one request |
+//! | [`jobs`] | requests before they are submitted: accepted, planned, parked |
+//! | [`submit`] | the operations that a request starts on the ring |
+//! | [`completion`] | what follows the end of an operation, up to the answer |
+//! | [`guest_data`] | copies between guest memory and buffers |
 //! | [`flush_queue`] | the flushes |
 //! | [`busy_poll`] | polling instead of sleeping |
 
 mod busy_poll;
+mod completion;
 mod flush_queue;
+mod guest_data;
 mod jobs;
 pub(crate) mod queue;
 mod state;
+mod submit;
 
 use std::os::fd::AsRawFd;
 use std::sync::mpsc::{Receiver, Sender};
@@ -37,9 +43,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use self::busy_poll::BusyPoll;
 use self::flush_queue::FlushQueue;
-use self::jobs::{CopyingWrite, Job, SplitRequest, Tag};
+use self::jobs::{CopyingWrite, Job};
 use self::queue::{ActiveQueue, Outcome, QueueSetup};
 use self::state::{Stop, WorkerState};
+use self::submit::{SplitRequest, Tag};
 use crate::counters::{Counters, QueueCounters};
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
