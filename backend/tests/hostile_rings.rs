@@ -38,6 +38,22 @@ fn no_available_index_harms_the_process() {
 }
 
 #[test]
+fn a_guest_that_breaks_its_ring_again_and_again_writes_few_log_lines() {
+    let mut target = Target::new();
+    let mut guest = target.guest();
+    for _ in 0..100 {
+        guest.offer(9999);
+        std::thread::sleep(Duration::from_millis(2));
+        stop_queue(&mut guest);
+        guest.restart();
+    }
+    let log = target.backend.log();
+    let lines = log.lines().filter(|line| line.contains("broke a virtqueue")).count();
+    assert!((1..10).contains(&lines), "{lines} lines: {log}");
+    target.still_serves(guest, "a ring that was broken 100 times");
+}
+
+#[test]
 fn no_place_of_the_rings_harms_the_process() {
     let mut target = Target::new();
     let good = Setup::default();

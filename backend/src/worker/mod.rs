@@ -185,6 +185,7 @@ pub(crate) fn spawn(
             flushes: FlushQueue::default(),
             seen_events: 0,
             io_errors: LogLimit::new(Instant::now()),
+            broken_rings: LogLimit::new(Instant::now()),
             has_unplanned: false,
             now: Instant::now(),
             poll: BusyPoll::new(poll),
@@ -221,6 +222,8 @@ struct Worker {
     seen_events: u64,
     /// The log lines for requests that failed.
     io_errors: LogLimit,
+    /// The log lines for rings that the guest broke.
+    broken_rings: LogLimit,
     /// Whether the last pass over the parked requests ended before the last one.
     has_unplanned: bool,
     /// The time when the worker last came back from its wait. The clock is read once for each loop.
@@ -247,6 +250,7 @@ impl Worker {
                 self.pop_all()?;
             }
             self.announce()?;
+            self.report_breakage();
             self.finish_pause();
             self.finish_stop()?;
             self.wait()?;
@@ -339,6 +343,14 @@ impl Worker {
             self.signal = Some(id);
         }
         Ok(())
+    }
+
+    /// Logs that the guest has broken its rings, if it has done so since the last call.
+    fn report_breakage(&mut self) {
+        let Some(error) = self.queue.as_mut().and_then(ActiveQueue::take_breakage) else { return };
+        if let Some(count) = self.broken_rings.count(self.now) {
+            tracing::error!(error, count, "the guest broke a virtqueue: it stops until a reset");
+        }
     }
 
     /// Gives up a signal that is in flight. After that its descriptor may be closed.
