@@ -457,6 +457,8 @@ fn a_write_waits_for_space_for_a_bounded_time_only() {
     assert_eq!(left.state, cairn_store::SnapshotState::Failed);
     let reason = left.reason.expect("a reason");
     assert!(reason.contains("--cow-memory"), "{reason}");
+    let last_failed = disk.control.status().last_failed.expect("a checkpoint failed");
+    assert_eq!((last_failed.number, last_failed.reason), (lost, reason));
     assert!(disk.export(number) == content, "the next one is complete");
 }
 
