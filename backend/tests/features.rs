@@ -42,6 +42,34 @@ fn site() -> Site {
     site
 }
 
+/// A backend and a guest that is connected to it.
+fn connected() -> (Site, Backend, Guest) {
+    let site = site();
+    let backend = Backend::start(&Options::new(&site));
+    let guest = Guest::connect(&backend.options.socket);
+    (site, backend, guest)
+}
+
+/// A backend and a guest that has turned the write cache off and has written.
+fn write_through() -> (Site, Backend, Guest) {
+    let (site, backend, mut guest) = connected();
+    assert!(set_config(&mut guest, WRITEBACK, &[0]));
+    write(&mut guest, 8, 7);
+    (site, backend, guest)
+}
+
+/// Kills the backend, and starts the next one.
+fn killed_and_started(backend: Backend) -> Backend {
+    let options = backend.options.clone();
+    backend.kill();
+    Backend::start(&options)
+}
+
+/// The features that a driver usually accepts.
+fn driver_features(guest: &Guest) -> u64 {
+    guest.frontend.get_features().unwrap() & !EVENT_IDX
+}
+
 fn config(guest: &mut Guest, offset: u32, len: u32) -> Vec<u8> {
     let flags = VhostUserConfigFlags::WRITABLE;
     let answer = guest.frontend.get_config(offset, len, flags, &vec![0; len as usize]);
@@ -82,9 +110,7 @@ fn the_limits_of_requests_are_announced() {
 #[test]
 fn a_write_is_durable_when_it_is_answered_in_write_through_mode_only() {
     for cached in [true, false] {
-        let site = site();
-        let backend = Backend::start(&Options::new(&site));
-        let mut guest = Guest::connect(&backend.options.socket);
+        let (site, backend, mut guest) = connected();
         assert_ne!(guest.frontend.get_features().unwrap() & CONFIG_WCE, 0);
         assert_eq!(config(&mut guest, WRITEBACK, 1), [1], "cached unless the guest says otherwise");
         assert!(set_config(&mut guest, WRITEBACK, &[u8::from(cached)]));
@@ -112,17 +138,10 @@ fn write_through_mode_outlives_the_backend() {
         Alone,
     }
     for end in [End::Kill, End::Stop, End::Alone] {
-        let site = site();
-        let options = Options::new(&site);
-        let backend = Backend::start(&options);
-        let mut guest = Guest::connect(&options.socket);
-        assert!(set_config(&mut guest, WRITEBACK, &[0]));
-        write(&mut guest, 8, 7);
+        let (_site, backend, mut guest) = write_through();
+        let options = backend.options.clone();
         let backend = match end {
-            End::Kill => {
-                backend.kill();
-                Backend::start(&options)
-            }
+            End::Kill => killed_and_started(backend),
             End::Stop => {
                 backend.terminate();
                 Backend::start(&options)
@@ -151,10 +170,7 @@ fn is_write_through(site: &Site, mut guest: Guest, backend: Backend) -> bool {
 
 #[test]
 fn write_through_mode_outlives_the_backend_when_the_used_index_has_wrapped_to_0() {
-    let site = site();
-    let options = Options::new(&site);
-    let backend = Backend::start(&options);
-    let mut guest = Guest::connect(&options.socket);
+    let (site, backend, mut guest) = connected();
     guest.frontend.get_vring_base(0).unwrap();
     let last = 65535u16;
     for ring in [guest.setup.available, guest.setup.used] {
@@ -165,17 +181,15 @@ fn write_through_mode_outlives_the_backend_when_the_used_index_has_wrapped_to_0(
     assert!(set_config(&mut guest, WRITEBACK, &[0]));
     write(&mut guest, 8, 7);
     assert_eq!(guest.used, 0);
-    backend.kill();
-    let backend = Backend::start(&options);
-    guest.connect_again(&options.socket).expect("connect again");
+    let backend = killed_and_started(backend);
+    guest.connect_again(&backend.options.socket).expect("connect again");
     assert!(is_write_through(&site, guest, backend));
 }
 
 #[test]
 fn write_through_mode_outlives_the_backend_whichever_queue_starts_first() {
     let site = site();
-    let options = Options::new(&site);
-    let backend = Backend::start(&options);
+    let backend = Backend::start(&Options::new(&site));
     let unused = Setup {
         table: DATA + 0x4_0000,
         available: DATA + 0x4_1000,
@@ -183,13 +197,12 @@ fn write_through_mode_outlives_the_backend_whichever_queue_starts_first() {
         ..Setup::default()
     };
     let second = Setup { queue: 1, ..Setup::default() };
-    let mut guest = Guest::connect_with(&options.socket, second).unwrap();
+    let mut guest = Guest::connect_with(&backend.options.socket, second).unwrap();
     guest.set_up_queue(unused).unwrap();
     assert!(set_config(&mut guest, WRITEBACK, &[0]));
     write(&mut guest, 8, 7);
-    backend.kill();
-    let backend = Backend::start(&options);
-    guest.introduce_again(&options.socket).expect("connect again");
+    let backend = killed_and_started(backend);
+    guest.introduce_again(&backend.options.socket).expect("connect again");
     guest.set_up_queue(unused).unwrap();
     guest.set_up_queue(Setup { base: guest.used, ..second }).unwrap();
     assert!(is_write_through(&site, guest, backend));
@@ -199,13 +212,9 @@ fn write_through_mode_outlives_the_backend_whichever_queue_starts_first() {
 /// reads it again.
 #[test]
 fn write_through_mode_outlives_a_reboot_under_the_same_hypervisor() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
-    assert!(set_config(&mut guest, WRITEBACK, &[0]));
-    write(&mut guest, 8, 7);
+    let (site, backend, mut guest) = write_through();
     guest.frontend.get_vring_base(0).unwrap();
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let features = driver_features(&guest);
     // The firmware cannot flush. The operating system can, and believes that it need not.
     guest.frontend.set_features(features & !FLUSH & !CONFIG_WCE).unwrap();
     guest.restart();
@@ -222,16 +231,10 @@ fn write_through_mode_outlives_a_reboot_under_the_same_hypervisor() {
 #[test]
 fn write_through_mode_outlives_a_backend_that_ends_while_the_guest_reboots() {
     for written_again in [None, Some(1)] {
-        let site = site();
-        let options = Options::new(&site);
-        let backend = Backend::start(&options);
-        let mut guest = Guest::connect(&options.socket);
-        assert!(set_config(&mut guest, WRITEBACK, &[0]));
-        write(&mut guest, 8, 7);
+        let (site, backend, mut guest) = write_through();
         guest.frontend.get_vring_base(0).unwrap();
-        backend.kill();
-        let backend = Backend::start(&options);
-        guest.introduce_again(&options.socket).expect("connect again");
+        let backend = killed_and_started(backend);
+        guest.introduce_again(&backend.options.socket).expect("connect again");
         if let Some(mode) = written_again {
             assert!(set_config(&mut guest, WRITEBACK, &[mode]));
         }
@@ -243,16 +246,10 @@ fn write_through_mode_outlives_a_backend_that_ends_while_the_guest_reboots() {
 /// When a disk has grown, QEMU reads the whole configuration and takes over only the capacity.
 #[test]
 fn write_through_mode_outlives_a_read_of_the_configuration_that_the_device_has_asked_for() {
-    let site = site();
-    let options = Options::new(&site);
-    let backend = Backend::start(&options);
-    let mut guest = Guest::connect(&options.socket);
-    assert!(set_config(&mut guest, WRITEBACK, &[0]));
-    write(&mut guest, 8, 7);
+    let (site, backend, mut guest) = write_through();
     guest.frontend.get_vring_base(0).unwrap();
-    backend.kill();
-    let backend = Backend::start(&options);
-    guest.introduce_again(&options.socket).expect("connect again");
+    let backend = killed_and_started(backend);
+    guest.introduce_again(&backend.options.socket).expect("connect again");
     let mut channel = guest.open_channel();
     let store = repository::open(&site.store());
     store.catalog().resize(&repository::image(IMAGE), 2 * SIZE).expect("the image grows");
@@ -266,16 +263,11 @@ fn write_through_mode_outlives_a_read_of_the_configuration_that_the_device_has_a
 
 #[test]
 fn a_new_guest_begins_with_a_write_cache_unless_it_cannot_flush() {
-    let site = site();
-    let options = Options::new(&site);
-    let backend = Backend::start(&options);
-    let mut guest = Guest::connect(&options.socket);
-    assert!(set_config(&mut guest, WRITEBACK, &[0]));
-    write(&mut guest, 8, 7);
+    let (site, backend, guest) = write_through();
     drop(guest);
-    let mut guest = Guest::connect(&options.socket);
+    let mut guest = Guest::connect(&backend.options.socket);
     assert_eq!(config(&mut guest, WRITEBACK, 1), [1], "the next guest");
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let features = driver_features(&guest);
     guest.frontend.set_features(features & !FLUSH).unwrap();
     assert_eq!(config(&mut guest, WRITEBACK, 1), [0], "it can set the mode, but cannot flush");
     guest.frontend.set_features(features).unwrap();
@@ -285,10 +277,8 @@ fn a_new_guest_begins_with_a_write_cache_unless_it_cannot_flush() {
 
 #[test]
 fn a_driver_that_cannot_flush_gets_write_through() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let (site, backend, mut guest) = connected();
+    let features = driver_features(&guest);
     guest.frontend.get_vring_base(0).unwrap();
     guest.frontend.set_features(features & !FLUSH & !CONFIG_WCE).unwrap();
     guest.restart();
@@ -298,9 +288,7 @@ fn a_driver_that_cannot_flush_gets_write_through() {
 /// The oldest drivers accept no feature at all.
 #[test]
 fn a_driver_without_any_feature_gets_write_through() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let guest = Guest::connect(&backend.options.socket);
+    let (site, backend, guest) = connected();
     guest.frontend.get_vring_base(0).unwrap();
     guest.frontend.set_features(0).unwrap();
     // The last message enables the queue, and needs a feature. Without the feature it is enabled.
@@ -310,14 +298,12 @@ fn a_driver_without_any_feature_gets_write_through() {
 
 #[test]
 fn nothing_else_of_the_configuration_can_be_written() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
+    let (_site, _backend, mut guest) = connected();
     for (offset, bytes) in [(0, &[1][..]), (WRITEBACK, &[2]), (WRITEBACK, &[1, 1]), (33, &[0])] {
         assert!(!set_config(&mut guest, offset, bytes), "{offset}: {bytes:?}");
         assert!(guest.works(0, 1), "{offset}: {bytes:?}: the guest has a disk no more");
     }
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let features = driver_features(&guest);
     guest.frontend.set_features(features & !CONFIG_WCE).unwrap();
     assert!(!set_config(&mut guest, WRITEBACK, &[0]), "the driver has not negotiated it");
     assert!(guest.works(0, 1));
@@ -327,10 +313,8 @@ fn nothing_else_of_the_configuration_can_be_written() {
 /// mode before that.
 #[test]
 fn the_caching_mode_can_be_written_before_the_first_ring_starts() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let (site, backend, mut guest) = connected();
+    let features = driver_features(&guest);
     guest.frontend.get_vring_base(0).unwrap();
     // The firmware's features.
     guest.frontend.set_features(features & !CONFIG_WCE).unwrap();
@@ -370,9 +354,7 @@ fn sixty_four_queues_of_a_thousand_entries_serve() {
 
 #[test]
 fn a_device_that_is_reset_starts_from_nothing() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
+    let (_site, _backend, mut guest) = connected();
     let protocol = VhostUserProtocolFeatures::MQ
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::REPLY_ACK
@@ -384,7 +366,7 @@ fn a_device_that_is_reset_starts_from_nothing() {
     assert_eq!(config(&mut guest, WRITEBACK, 1), [0], "the hypervisor still shows this mode");
     guest.offer(0);
     assert!(guest.wait_used(Duration::from_millis(200)).is_none(), "its rings are gone");
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let features = driver_features(&guest);
     guest.frontend.set_features(features).unwrap();
     guest.restart();
     assert_eq!(read(&mut guest, 8), 4);
@@ -417,10 +399,8 @@ impl Log {
 
 #[test]
 fn what_the_device_writes_is_logged_while_a_guest_migrates() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let (_site, _backend, mut guest) = connected();
+    let features = driver_features(&guest);
     assert_ne!(features & LOG_ALL, 0);
     let protocol = VhostUserProtocolFeatures::MQ
         | VhostUserProtocolFeatures::CONFIG
@@ -471,10 +451,8 @@ fn what_the_device_writes_is_logged_while_a_guest_migrates() {
 /// are logged, too.
 #[test]
 fn nothing_is_written_without_a_log_while_the_memory_changes() {
-    let site = site();
-    let backend = Backend::start(&Options::new(&site));
-    let mut guest = Guest::connect(&backend.options.socket);
-    let features = guest.frontend.get_features().unwrap() & !EVENT_IDX;
+    let (_site, _backend, mut guest) = connected();
+    let features = driver_features(&guest);
     let protocol = VhostUserProtocolFeatures::MQ
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::REPLY_ACK

@@ -126,8 +126,7 @@ fn a_catalog_that_does_not_answer_delays_no_stop_and_costs_no_checkpoint() {
     while store.catalog().resolve(&name).is_err() {
         std::thread::sleep(Duration::from_millis(5));
     }
-    let catalog = rusqlite::Connection::open(site.repository().join("catalog.db")).expect("open");
-    catalog.execute_batch("BEGIN IMMEDIATE").expect("keep the catalog from answering");
+    let silent = repository::silence_catalog(&site);
     device.queues[0].write(0, &[2; 1 << 20]).expect("write after the cut");
     drop(device);
     // Everything is stored, and the publication waits.
@@ -135,7 +134,7 @@ fn a_catalog_that_does_not_answer_delays_no_stop_and_costs_no_checkpoint() {
     let start = Instant::now();
     backend.terminate();
     assert!(start.elapsed() < Duration::from_secs(20), "the stop took {:?}", start.elapsed());
-    catalog.execute_batch("ROLLBACK").expect("let the catalog answer");
+    drop(silent);
 
     let backend = Backend::start(&options);
     assert!(!backend.log().contains("taking over the mirror"), "{}", backend.log());

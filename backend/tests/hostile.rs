@@ -9,63 +9,22 @@ mod support;
 
 use std::fs;
 use std::os::fd::AsRawFd;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use frontend::target::{SIZE, Target};
 use frontend::{
-    AVAILABLE, BASE, DATA, DISCARD, Entry, FLUSH, GET_ID, Guest, HEADER, IN, INDIRECT, IOERR,
-    MEMORY, NEXT, OK, OUT, Part, Raw, STATUS, Setup, TABLE, TABLE_FOLLOWS, UNSUPP, UNTOUCHED, USED,
+    AVAILABLE, BASE, DATA, DISCARD, END, Entry, FLUSH, GET_ID, Guest, HEADER, IN, INDIRECT, IOERR,
+    MEMORY, NEXT, OK, OUT, Part, Raw, STATUS, TABLE, TABLE_FOLLOWS, UNSUPP, UNTOUCHED, USED,
     WRITABLE, WRITE_ZEROES,
 };
 use seeded_rng::Rng;
-use support::backend::{Backend, IMAGE, Options, Site};
 use support::device::Shape;
-use support::repository;
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::GuestMemoryBackend;
 
-const SIZE: u64 = 4 << 20;
 const SECTORS: u64 = SIZE / 512;
-const END: Part = (STATUS, 1, WRITABLE);
-
-/// A backend under attack.
-struct Target {
-    backend: Backend,
-    round: u8,
-    // Dropped after the process that uses it.
-    _site: Site,
-}
-
-impl Target {
-    fn new() -> Target {
-        let site = Site::new();
-        repository::create(&site.store(), IMAGE, 64 << 10, SIZE);
-        let backend = Backend::start(&Options::new(&site));
-        Target { backend, round: 0, _site: site }
-    }
-
-    fn guest(&self) -> Guest {
-        Guest::connect(&self.backend.options.socket)
-    }
-
-    /// Checks that the disk serves: through `guest` itself, or through a new guest if its
-    /// connection or queue was given up.
-    fn still_serves(&mut self, guest: Guest, attack: &str) -> Guest {
-        let mut guest = guest;
-        self.backend.assert_alive();
-        self.round = self.round.wrapping_add(1).max(1);
-        if guest.works_within(Duration::from_secs(2), 8, self.round) {
-            return guest;
-        }
-        drop(guest);
-        let mut guest = self.guest();
-        assert!(guest.works(16, self.round), "after: {attack}");
-        self.backend.assert_alive();
-        guest
-    }
-}
 
 /// Chains for which any answer is acceptable, even none, as long as the disk goes on serving.
 #[test]
@@ -215,10 +174,7 @@ fn wrong_requests_are_answered_with_an_error() {
 }
 
 fn range_request(guest: &mut Guest, kind: u32, sector: u64, count: u32, flags: u32) -> u8 {
-    let mut range = sector.to_le_bytes().to_vec();
-    range.extend(count.to_le_bytes());
-    range.extend(flags.to_le_bytes());
-    guest.put(DATA, &range);
+    guest.range(sector, count, flags);
     guest.request(kind, 0, &[(DATA, 16, 0)])
 }
 
@@ -246,64 +202,6 @@ fn a_write_that_leaves_the_disk_writes_nothing_and_an_id_stays_in_its_buffer() {
     guest.chain(&parts);
     assert_eq!(guest.try_request(Duration::from_secs(5)), Some(OK));
     target.still_serves(guest, "odd requests");
-}
-
-#[test]
-fn no_available_index_harms_the_process() {
-    let mut target = Target::new();
-    for jump in [65, 1000, 32767, 40000, 65535] {
-        let mut guest = target.guest();
-        assert!(guest.works(8, 1));
-        guest.publish(guest.available.wrapping_add(jump));
-        std::thread::sleep(Duration::from_millis(20));
-        target.still_serves(guest, &format!("a jump by {jump}"));
-    }
-    for head in [64, 255, 9999, 65535] {
-        let mut guest = target.guest();
-        guest.offer(head);
-        guest.wait_used(Duration::from_millis(20));
-        target.still_serves(guest, &format!("head {head}"));
-    }
-}
-
-#[test]
-fn no_place_of_the_rings_harms_the_process() {
-    let mut target = Target::new();
-    let good = Setup::default();
-    let outside = BASE + MEMORY;
-    let setups = [
-        Setup { used: outside, ..good },
-        Setup { used: outside - 8, ..good },
-        Setup { used: 0, ..good },
-        Setup { used: USED + 1, ..good },
-        Setup { table: outside, ..good },
-        Setup { table: outside - 16, ..good },
-        Setup { table: TABLE + 3, ..good },
-        Setup { available: u64::MAX - 3, ..good },
-        Setup { available: outside - 2, ..good },
-        Setup { available: TABLE, used: TABLE, ..good },
-        Setup { size: 0, ..good },
-        Setup { size: 3, ..good },
-        Setup { size: 65535, ..good },
-        Setup { size: 32768, ..good },
-        Setup { base: 5000, ..good },
-    ];
-    let socket = target.backend.options.socket.clone();
-    for setup in setups {
-        if let Ok(guest) = Guest::connect_with(&socket, setup) {
-            for _ in 0..3 {
-                guest.kick.write(1).expect("kick");
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        }
-        let guest = target.guest();
-        target.still_serves(guest, &format!("{setup:x?}"));
-    }
-    // The rings of a running queue are moved away.
-    let mut guest = target.guest();
-    assert!(guest.works(8, 3));
-    let _ = guest.frontend.set_vring_addr(0, &guest.rings(Setup { used: outside, ..good }));
-    target.still_serves(guest, "rings moved while running");
 }
 
 #[test]
@@ -389,144 +287,6 @@ fn a_second_hypervisor_does_not_disturb_the_first() {
     assert_eq!(device.queues[0].read(4096, 512).expect("read"), [1; 512]);
 }
 
-/// A backend whose disk has content that is in the repository only, and the repository's data is
-/// out of reach until [`Unfetchable::give_back`]. So reads wait.
-struct Unfetchable {
-    target: Target,
-    data: PathBuf,
-    away: PathBuf,
-}
-
-impl Unfetchable {
-    fn new() -> Unfetchable {
-        let site = Site::new();
-        repository::import(&site.store(), IMAGE, 64 << 10, &[7; SIZE as usize]);
-        let backend = Backend::start(&Options::new(&site));
-        let (data, away) = (site.repository().join("segments"), site.path("away"));
-        fs::rename(&data, &away).expect("take the data away");
-        Unfetchable { target: Target { backend, round: 0, _site: site }, data, away }
-    }
-
-    fn give_back(&self) {
-        fs::rename(&self.away, &self.data).expect("bring the data back");
-    }
-
-    /// The requests in flight on queue 0.
-    fn in_flight(&self) -> u64 {
-        self.target.backend.control().status().queues[0].in_flight
-    }
-
-    fn wait_for_in_flight(&self, count: u64) {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while self.in_flight() != count {
-            assert!(Instant::now() < deadline, "{} in flight, not {count}", self.in_flight());
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-/// Ends the queue as a hypervisor does, and returns how long that took.
-fn stop_queue(guest: &mut Guest) -> Duration {
-    let begin = Instant::now();
-    guest.ask(|frontend| frontend.get_vring_base(0)).expect("the queue stops");
-    begin.elapsed()
-}
-
-#[test]
-fn a_chain_that_is_offered_again_while_it_is_in_flight_breaks_the_ring() {
-    let mut slow = Unfetchable::new();
-    let mut guest = slow.target.guest();
-    guest.header(IN, 0);
-    guest.chain(&[(HEADER, 16, 0), (DATA, 4096, WRITABLE), END]);
-    guest.offer(0);
-    slow.wait_for_in_flight(1);
-    for _ in 0..1000 {
-        guest.offer(0);
-        std::thread::sleep(Duration::from_micros(50));
-    }
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(slow.in_flight(), 1, "each head is in flight at most once");
-    assert!(slow.target.backend.log().contains("broke a virtqueue"));
-    // What is in flight is answered, once, and nothing more.
-    slow.give_back();
-    assert_eq!(guest.wait_used(Duration::from_secs(20)).map(|(head, _)| head), Some(0));
-    assert_eq!(guest.status(), OK);
-    assert!(guest.wait_used(Duration::from_millis(200)).is_none(), "the ring is broken");
-    assert!(stop_queue(&mut guest) < Duration::from_secs(6));
-    guest.restart();
-    slow.target.still_serves(guest, "a head that was offered twice");
-}
-
-#[test]
-fn no_more_chains_are_in_flight_than_the_queue_has_entries() {
-    let mut slow = Unfetchable::new();
-    let mut guest = slow.target.guest();
-    guest.header(IN, 0);
-    // Chains that share everything but their heads.
-    for head in 0..64 {
-        let table = Entry { address: INDIRECT, len: 48, flags: TABLE_FOLLOWS, next: 0 };
-        guest.entry(TABLE, head, table);
-    }
-    guest.chain_at(INDIRECT, &[(HEADER, 16, 0), (DATA, 4096, WRITABLE), END]);
-    for round in 0..20 {
-        for head in 0..64 {
-            guest.offer(head);
-        }
-        let expected = Duration::from_millis(if round == 0 { 200 } else { 10 });
-        std::thread::sleep(expected);
-    }
-    slow.wait_for_in_flight(64);
-    // The requests get five seconds, and then they fail.
-    assert!(stop_queue(&mut guest) < Duration::from_secs(7));
-    slow.give_back();
-    guest.restart();
-    slow.target.still_serves(guest, "more chains than entries");
-}
-
-/// The used ring and the available ring are one. So each answer of the device offers another chain.
-#[test]
-fn a_ring_that_never_runs_empty_does_not_hide_the_hypervisors_messages() {
-    let valid: &[Part] = &[(HEADER, 16, 0), (DATA, 20, WRITABLE), END];
-    let invalid: &[Part] = &[(HEADER, 16, 0)];
-    for (attack, chain) in [("requests", valid), ("chains that are no requests", invalid)] {
-        let mut target = Target::new();
-        let mut guest = target.guest();
-        assert!(guest.works(8, 1));
-        stop_queue(&mut guest);
-        guest.header(GET_ID, 0);
-        guest.chain_at(INDIRECT, chain);
-        // An entry of the used ring is a number of heads to the available ring.
-        for head in 0..64 {
-            let len = chain.len() as u32 * 16;
-            guest.entry(
-                TABLE,
-                head,
-                Entry { address: INDIRECT, len, flags: TABLE_FOLLOWS, next: 0 },
-            );
-        }
-        guest.put(AVAILABLE, &[0; 1024]);
-        guest.put(AVAILABLE + 2, &32u16.to_le_bytes());
-        guest.set_up_queue(Setup { used: AVAILABLE, ..Setup::default() }).expect("a valid queue");
-        guest.kick.write(1).expect("kick");
-        let index = |guest: &Guest| guest.get(AVAILABLE + 2, 2);
-        std::thread::sleep(Duration::from_millis(100));
-        let (before, begin) = (index(&guest), Instant::now());
-        while index(&guest) == before {
-            assert!(begin.elapsed() < Duration::from_secs(5), "the worker has nothing to do");
-        }
-
-        let begin = Instant::now();
-        let region = guest.memory.iter().next().expect("there is one region");
-        let region = VhostUserMemoryRegionInfo::from_guest_region(region).expect("a file");
-        let paused = guest.ask(|frontend| frontend.set_mem_table(&[region]));
-        assert!(paused.is_ok() && begin.elapsed() < Duration::from_secs(6), "{attack}: {paused:?}");
-        assert!(stop_queue(&mut guest) < Duration::from_secs(6), "{attack}");
-        guest.put(AVAILABLE, &[0; 1024]);
-        guest.restart();
-        target.still_serves(guest, attack);
-    }
-}
-
 /// A descriptor that is always ready would keep the worker busy for ever.
 #[test]
 fn a_kick_that_cannot_be_waited_for_is_refused() {
@@ -592,40 +352,4 @@ fn a_kick_that_is_the_hypervisors_end_of_the_connection_is_refused() {
     drop(guest);
     assert!(target.guest().works(8, 1));
     assert!(begin.elapsed() < Duration::from_secs(6), "it took {:?}", begin.elapsed());
-}
-
-/// The guest replaces its chains in flight by one table with as many entries as a table can have.
-#[test]
-fn chains_in_flight_that_become_long_cost_the_next_process_no_memory() {
-    let mut slow = Unfetchable::new();
-    let mut guest = slow.target.guest();
-    // From the first answer on, the ledger has the chains in flight.
-    assert_eq!(guest.request(GET_ID, 0, &[(DATA, 20, WRITABLE)]), OK);
-    guest.header(IN, 0);
-    guest.chain_at(INDIRECT, &[(HEADER, 16, 0), (DATA, 4096, WRITABLE), END]);
-    let table = |address, len| Entry { address, len, flags: TABLE_FOLLOWS, next: 0 };
-    for head in 0..64 {
-        guest.entry(TABLE, head, table(INDIRECT, 48));
-        guest.offer(head);
-    }
-    slow.wait_for_in_flight(64);
-    // Entry 0 is the header, entry 1 follows itself.
-    guest.entry(DATA, 0, Entry { address: HEADER, len: 16, flags: NEXT, next: 1 });
-    guest.entry(DATA, 1, Entry { address: DATA, len: 1, flags: WRITABLE | NEXT, next: 1 });
-    for head in 0..64 {
-        guest.entry(TABLE, head, table(DATA, 65535 * 16));
-    }
-    let options = slow.target.backend.options.clone();
-    slow.target.backend.terminate();
-    slow.target.backend = Backend::start(&options);
-    let before = slow.target.backend.peak_memory();
-    guest.connect_again(&options.socket).expect("connect again");
-    for head in 0..64 {
-        let answer = guest.wait_used(Duration::from_secs(20));
-        assert_eq!(answer.map(|(head, _)| head), Some(head), "each is answered in its turn");
-    }
-    let peak = slow.target.backend.peak_memory();
-    assert!(peak < before + (16 << 20), "{peak} bytes, and {before} without a guest");
-    slow.give_back();
-    slow.target.still_serves(guest, "long chains");
 }

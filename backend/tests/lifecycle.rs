@@ -128,6 +128,44 @@ fn a_snapshot_can_be_served_again_elsewhere() {
 }
 
 #[test]
+fn a_disk_says_which_other_mirror_may_have_writes_that_it_lacks() {
+    let site = Site::new();
+    repository::create(&site.store(), IMAGE, CHUNK, 4 << 20);
+    let start = |name: &str, extra: &[&str]| {
+        let backend = Backend::start(&Options::named(&site, name).with(extra));
+        let log = backend.log();
+        let mut warnings =
+            log.lines().filter(|line| line.contains("written before through another mirror"));
+        let warning = warnings.next().map(str::to_owned);
+        assert!(warnings.next().is_none(), "more than one line: {log}");
+        (backend, warning)
+    };
+    let (first, warning) = start("first", &[]);
+    assert_eq!(warning, None, "there is no other mirror");
+    let mut device = first.device(Shape::default());
+    let number = first.control().stable_checkpoint();
+    device.queues[0].write(0, &[7; 4096]).expect("write after the checkpoint");
+    drop(device);
+    first.terminate();
+    let (first, warning) = start("first", &[]);
+    assert_eq!(warning, None, "the same mirror goes on");
+    first.terminate();
+    let (reader, warning) = start("reader", &["--read-only"]);
+    assert_eq!(warning, None, "a reader has a snapshot, and wants no more");
+    reader.terminate();
+
+    let (second, warning) = start("second", &[]);
+    let warning = warning.expect("the first mirror has a write that is in no snapshot");
+    let path = fs::canonicalize(site.path("first")).expect("a path");
+    let parts = [format!("path=\"{}\"", path.display()), format!("after {IMAGE}@{number} ")];
+    assert!(parts.iter().all(|part| warning.contains(part)), "{parts:?}: {warning}");
+    second.terminate();
+    let (second, warning) = start("second", &[]);
+    assert_eq!(warning, None, "it was said when the mirror was new");
+    second.terminate();
+}
+
+#[test]
 fn checkpoints_of_an_unchanged_disk_cost_nothing() {
     let site = Site::new();
     repository::import(&site.store(), IMAGE, CHUNK, &random_disk(6, 1 << 20));

@@ -5,6 +5,7 @@ mod support;
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use frontend::{
     Setup, TABLE, TABLE_FOLLOWS, USED, WRITABLE,
 };
 use support::backend::{Backend, IMAGE, Options, Site};
+use support::control::Control;
 use support::device::{Device, Shape};
 use support::repository;
 use vhost::vhost_user::message::VhostUserInflight;
@@ -96,10 +98,7 @@ fn a_discard_longer_than_announced_is_refused() {
     let site = site(size);
     let backend = Backend::start(&Options::new(&site));
     let mut guest = Guest::connect(&backend.options.socket);
-    let mut range = 0u64.to_le_bytes().to_vec();
-    range.extend(((size / 512) as u32).to_le_bytes());
-    range.extend(0u32.to_le_bytes());
-    guest.put(DATA, &range);
+    guest.range(0, (size / 512) as u32, 0);
     guest.header(DISCARD, 0);
     guest.chain(&[(HEADER, 16, 0), (DATA, 16, 0), (STATUS, 1, WRITABLE)]);
     let begin = Instant::now();
@@ -398,76 +397,92 @@ fn a_running_guest_is_refused_when_the_live_state_is_gone_whichever_queue_it_use
     assert!(result.is_err(), "{}", backend.log());
 }
 
-#[test]
-fn a_write_waits_for_space_for_a_bounded_time_only() {
+/// A disk with room for 1 MiB of old blocks, whose writes wait two seconds for more room.
+struct LittleRoom {
+    device: Device,
+    control: Control,
+    _backend: Backend,
+    // Dropped after the process that uses it.
+    site: Site,
+}
+
+impl LittleRoom {
     const SIZE: u64 = 8 << 20;
-    let site = site(SIZE);
-    let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];
-    let backend = Backend::start(&Options::new(&site).with(&room));
-    let mut device = backend.device(Shape::default());
-    let mut control = backend.control();
-    let mut disk = vec![1; SIZE as usize];
-    let fill = |device: &mut Device, fill: u8, bytes: u64| {
+
+    fn new() -> LittleRoom {
+        let site = site(LittleRoom::SIZE);
+        let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];
+        let backend = Backend::start(&Options::new(&site).with(&room));
+        let (device, control) = (backend.device(Shape::default()), backend.control());
+        LittleRoom { device, control, _backend: backend, site }
+    }
+
+    /// Overwrites a part of the disk, and returns how long that took.
+    fn fill(&mut self, fill: u8, part: Range<u64>) -> Duration {
         let start = Instant::now();
-        for at in (0..bytes).step_by(64 << 10) {
-            device.queues[0].write(at, &[fill; 64 << 10]).expect("write");
+        for at in part.step_by(64 << 10) {
+            self.device.queues[0].write(at, &[fill; 64 << 10]).expect("write");
         }
         start.elapsed()
-    };
-    fill(&mut device, 1, SIZE);
-    // A repository that does not answer.
-    let catalog = rusqlite::Connection::open(site.repository().join("catalog.db")).unwrap();
-    catalog.execute_batch("BEGIN IMMEDIATE").unwrap();
-    let lost = control.checkpoint().expect("it is accepted").number;
-    let took = fill(&mut device, 2, 2 << 20);
-    disk[..2 << 20].fill(2);
+    }
+
+    /// Takes a checkpoint that waits, and returns its number.
+    fn checkpoint(&mut self) -> u64 {
+        self.control.checkpoint().expect("it is accepted").number
+    }
+
+    fn export(&self, number: u64) -> Vec<u8> {
+        repository::export(&self.site.store(), IMAGE, number)
+    }
+}
+
+#[test]
+fn a_write_waits_for_space_for_a_bounded_time_only() {
+    let mut disk = LittleRoom::new();
+    let mut content = vec![1; LittleRoom::SIZE as usize];
+    disk.fill(1, 0..LittleRoom::SIZE);
+    let silent = repository::silence_catalog(&disk.site);
+    let lost = disk.checkpoint();
+    let took = disk.fill(2, 0..2 << 20);
     assert!(took > Duration::from_secs(1), "{took:?}: there was room for all of it");
     assert!(took < Duration::from_secs(30), "{took:?}: it waited for the repository");
-    assert_eq!(control.stats().stalls, 1);
-    fill(&mut device, 3, 2 << 20);
-    assert_eq!(control.stats().stalls, 1, "nothing is copied any more");
-    disk[..2 << 20].fill(3);
+    assert_eq!(disk.control.stats().stalls, 1);
+    disk.fill(3, 0..2 << 20);
+    assert_eq!(disk.control.stats().stalls, 1, "nothing is copied any more");
+    content[..2 << 20].fill(3);
 
-    catalog.execute_batch("ROLLBACK").unwrap();
-    let number = control.stable_checkpoint();
-    let left = repository::snapshot(&site.store(), IMAGE, lost);
+    drop(silent);
+    let number = disk.control.stable_checkpoint();
+    let left = repository::snapshot(&disk.site.store(), IMAGE, lost);
     assert_eq!(left.state, cairn_store::SnapshotState::Failed);
     let reason = left.reason.expect("a reason");
     assert!(reason.contains("--cow-memory"), "{reason}");
-    assert!(repository::export(&site.store(), IMAGE, number) == disk, "the next one is complete");
+    let last_failed = disk.control.status().last_failed.expect("a checkpoint failed");
+    assert_eq!((last_failed.number, last_failed.reason), (lost, reason));
+    assert!(disk.export(number) == content, "the next one is complete");
 }
 
 /// The first checkpoint of an outage has no copies. The second one has all of them.
 #[test]
 fn a_lack_of_space_costs_no_checkpoint_that_could_be_stored() {
-    const SIZE: u64 = 8 << 20;
-    let site = site(SIZE);
-    let room = ["--cow-memory", "1", "--cow-disk", "0", "--cow-stall", "2"];
-    let backend = Backend::start(&Options::new(&site).with(&room));
-    let mut device = backend.device(Shape::default());
-    let mut control = backend.control();
-    let mut fill = |fill: u8, half: u64| {
-        for at in (half * SIZE / 2..(half + 1) * SIZE / 2).step_by(64 << 10) {
-            device.queues[0].write(at, &[fill; 64 << 10]).expect("write");
-        }
-    };
-    fill(1, 0);
-    let catalog = rusqlite::Connection::open(site.repository().join("catalog.db")).unwrap();
-    catalog.execute_batch("BEGIN IMMEDIATE").unwrap();
-    let kept = control.checkpoint().expect("it is accepted").number;
-    fill(2, 1);
-    let lost = control.checkpoint().expect("it is accepted").number;
-    assert_eq!(control.stats().stalls, 0, "nothing was copied");
-    fill(3, 1);
-    assert_eq!(control.stats().stalls, 1, "one checkpoint has all the copies");
-    catalog.execute_batch("ROLLBACK").unwrap();
-    let last = control.stable_checkpoint();
-    let snapshot = |number| repository::snapshot(&site.store(), IMAGE, number).state;
+    const HALF: u64 = LittleRoom::SIZE / 2;
+    let mut disk = LittleRoom::new();
+    disk.fill(1, 0..HALF);
+    let silent = repository::silence_catalog(&disk.site);
+    let kept = disk.checkpoint();
+    disk.fill(2, HALF..2 * HALF);
+    let lost = disk.checkpoint();
+    assert_eq!(disk.control.stats().stalls, 0, "nothing was copied");
+    disk.fill(3, HALF..2 * HALF);
+    assert_eq!(disk.control.stats().stalls, 1, "one checkpoint has all the copies");
+    drop(silent);
+    let last = disk.control.stable_checkpoint();
+    let snapshot = |number| repository::snapshot(&disk.site.store(), IMAGE, number).state;
     use cairn_store::SnapshotState::{Failed, Stable};
     assert_eq!([kept, lost, last].map(snapshot), [Stable, Failed, Stable]);
-    let half = |fill: u8| vec![fill; SIZE as usize / 2];
-    for (number, disk) in [(kept, [half(1), half(0)]), (last, [half(1), half(3)])] {
-        assert!(repository::export(&site.store(), IMAGE, number) == disk.concat(), "{number}");
+    let half = |fill: u8| vec![fill; HALF as usize];
+    for (number, content) in [(kept, [half(1), half(0)]), (last, [half(1), half(3)])] {
+        assert!(disk.export(number) == content.concat(), "{number}");
     }
 }
 

@@ -10,13 +10,11 @@ use std::path::Path;
 use std::time::Instant;
 
 use support::backend::{Backend, IMAGE, Options, Site};
-use support::device::{Device, Io, Layout, Shape};
-
+use support::device::{BLOCK, Device, Io, Shape};
 use support::repository;
 use support::rng::number_from_env;
 
 const CHUNK: u64 = 256 << 10;
-const BLOCK: usize = 4096;
 
 /// The checkpoints that may wait at the same time.
 const LAYERS: u64 = 16;
@@ -26,26 +24,6 @@ const PER_TIB: u64 = 64 << 20;
 
 /// Buffers, stacks and caches of fixed size that a disk with pending checkpoints uses.
 const POOLS: u64 = 32 << 20;
-
-/// Writes one block of each chunk.
-fn write_each_chunk(device: &mut Device, chunks: u64, fill: u8) {
-    let queue = &mut device.queues[0];
-    let data = [fill; BLOCK];
-    let mut next = 0;
-    while next < chunks || queue.in_flight() > 0 {
-        while next < chunks
-            && let Some(slot) = queue.take_slot()
-        {
-            queue.fill(slot, Layout::PLAIN, &data);
-            let io = Io::Write { offset: next * CHUNK, len: BLOCK };
-            queue.submit(slot, io, Layout::PLAIN);
-            next += 1;
-        }
-        for done in queue.reap(1) {
-            done.result.expect("a write");
-        }
-    }
-}
 
 /// The memory of files in a directory, which may be on a tmpfs.
 fn allocated(dir: &Path) -> u64 {
@@ -73,7 +51,7 @@ fn sixteen_waiting_checkpoints_of_a_fully_changed_disk_need_bounded_memory() {
     let mut control = backend.control();
     for round in 1..=LAYERS {
         control.checkpoint().expect("a checkpoint");
-        write_each_chunk(&mut device, chunks, round as u8);
+        device.write_blocks(CHUNK, round as u8);
     }
     let stats = control.stats();
     assert!(stats.spilled > chunks * LAYERS / 2, "old blocks are preserved: {stats:?}");

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Accepted, Checkpoint, Consistency, Event, Follow, MAX_LINE, QueueStatus, RefusalKind, Request,
-    Stats, Status, Wait,
+    Accepted, Checkpoint, Consistency, Event, Failed, Follow, MAX_LINE, QueueStatus, RefusalKind,
+    Request, Stats, Status, Wait,
 };
 use cairn_store::ImageName;
 use serde_json::json;
@@ -105,6 +105,7 @@ fn print_status(status: &Status, style: Style) -> Outcome {
             None => progress + ")",
         }
     };
+    let failed = |failed: &Failed| format!("{}: {}", failed.snapshot, failed.reason);
     let pending = status.pending.iter().map(pending).collect::<Vec<_>>().join(", ");
     print_fields(&[
         ("image", status.image.clone()),
@@ -116,6 +117,7 @@ fn print_status(status: &Status, style: Style) -> Outcome {
         ("changed", style.size(status.dirty_bytes)),
         ("local", style.size(status.present_bytes)),
         ("pending", or_dash(Some(pending).filter(|list| !list.is_empty()))),
+        ("failed", or_dash(status.last_failed.as_ref().map(failed))),
         ("error", or_dash(status.checkpoint_error.as_ref())),
     ])?;
     print_queues(&status.queues)

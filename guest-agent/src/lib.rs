@@ -230,6 +230,9 @@ pub struct Status {
     /// Why no checkpoint can be taken, if that is so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint_error: Option<String>,
+    /// The last checkpoint that failed since the start of the process, if one did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_failed: Option<Failed>,
     /// The virtqueues, with counters since the start of the process.
     #[serde(default)]
     pub queues: Vec<QueueStatus>,

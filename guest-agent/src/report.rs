@@ -41,6 +41,9 @@ pub(crate) fn status(status: &Status, json: bool) -> io::Result<()> {
             commit.snapshot, commit.done, commit.chunks
         ));
     }
+    if let Some(failed) = &status.last_failed {
+        lines.push(format!("failed    {}: {}", failed.snapshot, failed.reason));
+    }
     if let Some(error) = &status.checkpoint_error {
         lines.push(format!("error     {error}"));
     }

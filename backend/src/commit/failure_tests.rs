@@ -28,6 +28,7 @@ fn queue() -> Mutex<CommitQueue> {
         numbers: 0..0,
         labels: HashMap::new(),
         unrecorded: [2, 3, 4].map(failure).into(),
+        last_failed: None,
         closed: false,
     })
 }

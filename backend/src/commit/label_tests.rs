@@ -33,6 +33,7 @@ fn queue() -> CommitQueue {
         numbers: 0..0,
         labels: HashMap::from([("mine".to_owned(), 2)]),
         unrecorded: Vec::new(),
+        last_failed: None,
         closed: false,
     }
 }

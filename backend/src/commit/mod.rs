@@ -25,7 +25,7 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Checkpoint, PendingCommit, Refusal, RefusalKind, is_valid_label};
+use cairn_agent::{Checkpoint, Failed, PendingCommit, Refusal, RefusalKind, is_valid_label};
 use cairn_store::{Consistency, ErrorKind, NewSnapshot, now};
 use tokio::sync::watch;
 
@@ -129,6 +129,8 @@ struct CommitQueue {
     labels: HashMap<String, u64>,
     /// Failed checkpoints whose failure is not recorded in the catalog yet, with the reason.
     unrecorded: Vec<(NewSnapshot, String)>,
+    /// The number of the last checkpoint that failed in this process, and the reason.
+    last_failed: Option<(u64, String)>,
     /// Set when the process stops. Then nothing more is accepted.
     closed: bool,
 }
@@ -235,9 +237,15 @@ impl Commits {
             Some(Commit::new(new, layer, Instant::now()))
         };
         let commits: VecDeque<_> = layers.into_iter().filter_map(commit).collect();
-        let unrecorded = Vec::new();
         let accepted: Vec<_> = commits.iter().map(|commit| commit.new.clone()).collect();
-        let mut queue = CommitQueue { commits, numbers, labels, unrecorded, closed: false };
+        let mut queue = CommitQueue {
+            commits,
+            numbers,
+            labels,
+            unrecorded: Vec::new(),
+            last_failed: None,
+            closed: false,
+        };
         accepted.iter().for_each(|new| queue.add_label(new));
         let (queue, changed) = (Mutex::new(queue), Condvar::new());
         Commits { disk, image, counters, unused_numbers, queue, changed }
@@ -378,6 +386,12 @@ impl Commits {
             .collect()
     }
 
+    /// The last checkpoint that failed since the process started, if one did.
+    pub(crate) fn last_failed(&self) -> Option<Failed> {
+        let (number, reason) = self.queue().last_failed.clone()?;
+        Some(Failed { snapshot: self.image.snapshot_name(number), number, reason })
+    }
+
     /// Waits at most `limit` for a checkpoint to persist.
     fn next(&self, limit: Duration) -> NextCommit {
         let queue = self.queue();
@@ -395,7 +409,10 @@ impl Commits {
     fn ended(&self, commit: &Commit, state: CommitState, ending: Ending) {
         let mut queue = self.queue();
         match &state {
-            CommitState::Failed(reason) => queue.failed(&commit.new, reason, ending),
+            CommitState::Failed(reason) => {
+                queue.failed(&commit.new, reason, ending);
+                queue.last_failed = Some((commit.new.number, reason.clone()));
+            }
             CommitState::Stable { .. } | CommitState::Pending => {}
         }
         queue.commits.pop_front();

@@ -325,6 +325,7 @@ fn status(context: &ControlContext) -> Status {
         present_bytes: mirror.presence().local_bytes(),
         pending: context.commits.pending(),
         checkpoint_error,
+        last_failed: context.commits.last_failed(),
         queues: queues.map(|(number, queue)| queue.read(number)).collect(),
     }
 }

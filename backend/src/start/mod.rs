@@ -1,6 +1,7 @@
 //! Assembles a disk from its mirror's directory and the repository, serves it, and closes it again.
 
 mod error;
+mod former_writer;
 mod local_state;
 mod sockets;
 
@@ -102,6 +103,9 @@ pub fn run(args: &Args) -> Result<(), StartError> {
         false => store.attach(&owner, &snapshot, mode),
     };
     let attachment = attachment.map_err(repository)?;
+    if mode == Mode::ReadWrite && record.is_none() {
+        former_writer::warn(&store, &owner, &snapshot.image);
+    }
     attachment.grow(local.layout.size()).map_err(repository)?;
     serve(args, sockets, local, store, attachment, geometry.size())
 }

@@ -16,15 +16,21 @@
 //! |---|---|
 //! | [`state`] | the states of a worker |
 //! | [`queue`] | the virtqueue: pop, complete, notify |
-//! | [`jobs`] | what becomes of one request |
+//! | [`jobs`] | requests before they are submitted: accepted, planned, parked |
+//! | [`submit`] | the operations that a request starts on the ring |
+//! | [`completion`] | what follows the end of an operation, up to the answer |
+//! | [`guest_data`] | copies between guest memory and buffers |
 //! | [`flush_queue`] | the flushes |
 //! | [`busy_poll`] | polling instead of sleeping |
 
 mod busy_poll;
+mod completion;
 mod flush_queue;
+mod guest_data;
 mod jobs;
 pub(crate) mod queue;
 mod state;
+mod submit;
 
 use std::os::fd::AsRawFd;
 use std::sync::mpsc::{Receiver, Sender};
@@ -37,9 +43,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use self::busy_poll::BusyPoll;
 use self::flush_queue::FlushQueue;
-use self::jobs::{CopyingWrite, Job, SplitRequest, Tag};
+use self::jobs::{CopyingWrite, Job};
 use self::queue::{ActiveQueue, Outcome, QueueSetup};
 use self::state::{Stop, WorkerState};
+use self::submit::{SplitRequest, Tag};
 use crate::counters::{Counters, QueueCounters};
 use crate::fetch::Fetcher;
 use crate::flush::Flusher;
@@ -178,6 +185,7 @@ pub(crate) fn spawn(
             flushes: FlushQueue::default(),
             seen_events: 0,
             io_errors: LogLimit::new(Instant::now()),
+            broken_rings: LogLimit::new(Instant::now()),
             has_unplanned: false,
             now: Instant::now(),
             poll: BusyPoll::new(poll),
@@ -214,6 +222,8 @@ struct Worker {
     seen_events: u64,
     /// The log lines for requests that failed.
     io_errors: LogLimit,
+    /// The log lines for rings that the guest broke.
+    broken_rings: LogLimit,
     /// Whether the last pass over the parked requests ended before the last one.
     has_unplanned: bool,
     /// The time when the worker last came back from its wait. The clock is read once for each loop.
@@ -240,6 +250,7 @@ impl Worker {
                 self.pop_all()?;
             }
             self.announce()?;
+            self.report_breakage();
             self.finish_pause();
             self.finish_stop()?;
             self.wait()?;
@@ -332,6 +343,14 @@ impl Worker {
             self.signal = Some(id);
         }
         Ok(())
+    }
+
+    /// Logs that the guest has broken its rings, if it has done so since the last call.
+    fn report_breakage(&mut self) {
+        let Some(error) = self.queue.as_mut().and_then(ActiveQueue::take_breakage) else { return };
+        if let Some(count) = self.broken_rings.count(self.now) {
+            tracing::error!(error, count, "the guest broke a virtqueue: it stops until a reset");
+        }
     }
 
     /// Gives up a signal that is in flight. After that its descriptor may be closed.

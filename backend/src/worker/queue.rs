@@ -83,6 +83,8 @@ pub(crate) struct ActiveQueue {
     guest_polls: bool,
     /// Whether the guest has broken its rings. Then nothing more is popped.
     broken: bool,
+    /// How the guest has broken its rings, until that is reported.
+    breakage: Option<String>,
 }
 
 impl ActiveQueue {
@@ -102,6 +104,7 @@ impl ActiveQueue {
             interrupts: true,
             guest_polls: false,
             broken: false,
+            breakage: None,
         }
     }
 
@@ -200,9 +203,22 @@ impl ActiveQueue {
             }
             Err(error) => error.to_string(),
         };
-        tracing::error!(error, "the guest broke a virtqueue: it stops until a reset");
-        self.broken = true;
+        self.break_rings(error);
         None
+    }
+
+    /// Stops the queue until its guest resets it.
+    fn break_rings(&mut self, error: String) {
+        if !self.broken {
+            self.broken = true;
+            self.breakage = Some(error);
+        }
+    }
+
+    /// How the guest has broken its rings, once. The caller reports it: a guest can do that as often
+    /// as it resets the device.
+    pub(super) fn take_breakage(&mut self) -> Option<String> {
+        self.breakage.take()
     }
 
     /// Returns a chain to the guest.
@@ -222,10 +238,7 @@ impl ActiveQueue {
         self.ledger.returning(chain.head, self.queue.next_used());
         match self.queue.add_used(memory, chain.head, written) {
             Ok(()) => self.ledger.returned(chain.head, self.queue.next_used()),
-            Err(error) => {
-                tracing::error!(%error, head = chain.head, "cannot write the guest's used ring");
-                self.broken = true;
-            }
+            Err(error) => self.break_rings(format!("cannot write the used ring: {error}")),
         }
         self.unannounced = true;
     }
@@ -265,8 +278,10 @@ impl ActiveQueue {
 
     /// Disables kicks, while the worker checks the ring by itself.
     pub(crate) fn disable_kicks(&mut self) {
-        if !self.broken && self.queue.disable_notification(self.map.memory()).is_err() {
-            self.broken = true;
+        if !self.broken
+            && let Err(error) = self.queue.disable_notification(self.map.memory())
+        {
+            self.break_rings(error.to_string());
         }
     }
 }

@@ -13,6 +13,8 @@
 //! ```
 #![allow(dead_code, reason = "each test program uses its own part")]
 
+pub(crate) mod target;
+
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -48,6 +50,9 @@ pub(crate) type Part = (u64, u32, u16);
 pub(crate) const NEXT: u16 = 1;
 pub(crate) const WRITABLE: u16 = 2;
 pub(crate) const TABLE_FOLLOWS: u16 = 4;
+
+/// The last part of a request: its status.
+pub(crate) const END: Part = (STATUS, 1, WRITABLE);
 
 /// Kinds of requests.
 pub(crate) const IN: u32 = 0;
@@ -340,6 +345,16 @@ impl Guest {
         header[8..16].copy_from_slice(&sector.to_le_bytes());
         self.put(HEADER, &header);
         self.put(STATUS, &[UNTOUCHED]);
+    }
+
+    /// Writes the range of a discard or of a write of zeros: its data, which has 16 bytes at
+    /// [`DATA`].
+    pub(crate) fn range(&self, sector: u64, count: u32, flags: u32) {
+        let mut range = [0; 16];
+        range[0..8].copy_from_slice(&sector.to_le_bytes());
+        range[8..12].copy_from_slice(&count.to_le_bytes());
+        range[12..16].copy_from_slice(&flags.to_le_bytes());
+        self.put(DATA, &range);
     }
 
     /// Writes the entry `index` of the table at `table`.

@@ -19,6 +19,9 @@ use super::sys;
 /// The smallest unit of the protocol.
 pub(crate) const SECTOR: u64 = 512;
 
+/// The unit in which the backend keeps old content.
+pub(crate) const BLOCK: usize = 4096;
+
 /// Room before a slot's data, so that it can start at an address with any alignment.
 const SKEW: usize = 4096;
 
@@ -137,6 +140,25 @@ impl Device {
 
     pub(crate) fn max_write_zeroes(&self) -> u64 {
         self.driver.get_u64("max-write-zeroes-len").expect("a property of every device")
+    }
+
+    /// Writes a block at each multiple of `step`, with as many requests in flight as the first queue
+    /// has slots.
+    pub(crate) fn write_blocks(&mut self, step: u64, fill: u8) {
+        let queue = &mut self.queues[0];
+        let mut offsets = (0..self.capacity).step_by(step as usize).peekable();
+        while offsets.peek().is_some() || queue.in_flight() > 0 {
+            while offsets.peek().is_some()
+                && let Some(slot) = queue.take_slot()
+            {
+                let offset = offsets.next().expect("it was there a moment ago");
+                queue.fill(slot, Layout::PLAIN, &[fill; BLOCK]);
+                queue.submit(slot, Io::Write { offset, len: BLOCK }, Layout::PLAIN);
+            }
+            for done in queue.reap(1) {
+                done.result.expect("a write");
+            }
+        }
     }
 
     /// The whole disk through the first queue.

@@ -74,6 +74,14 @@ fn content(store: &str, snapshot: &Snapshot) -> Vec<u8> {
     disk
 }
 
+/// Keeps the catalog from answering until the result is dropped.
+pub(crate) fn silence_catalog(site: &Site) -> rusqlite::Connection {
+    let path = site.repository().join("catalog.db");
+    let catalog = rusqlite::Connection::open(path).expect("open the catalog");
+    catalog.execute_batch("BEGIN IMMEDIATE").expect("lock the catalog");
+    catalog
+}
+
 /// Changes the process that holds the lease of an image, as the catalog records it.
 pub(crate) fn edit_lease_process(site: &Site, image: &Snapshot, field: &str, value: Value) {
     let path = site.repository().join("catalog.db");

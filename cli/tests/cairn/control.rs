@@ -166,7 +166,7 @@ fn a_socket_without_a_server_and_a_missing_socket_have_different_exit_codes() {
 
 #[test]
 fn status_and_stats_are_printed_for_people_and_for_scripts() {
-    let status = r#"{"event":"status","protocol":1,"image":"vm1","parent":"vm1@2","size":1073741824,"chunk_size":262144,"read_only":false,"connected":true,"dirty_bytes":524288,"present_bytes":0,"pending":[{"snapshot":"vm1@3","chunks":9,"done":4}],"queues":[{"queue":0,"in_flight":3,"reads":20,"writes":0,"flushes":0,"discards":0,"errors":0,"read_latency":{"count":20,"p50_us":95,"p99_us":320,"max_us":4100},"write_latency":{"count":0,"p50_us":0,"p99_us":0,"max_us":0},"flush_latency":{"count":0,"p50_us":0,"p99_us":0,"max_us":0}}]}"#;
+    let status = r#"{"event":"status","protocol":1,"image":"vm1","parent":"vm1@2","size":1073741824,"chunk_size":262144,"read_only":false,"connected":true,"dirty_bytes":524288,"present_bytes":0,"pending":[{"snapshot":"vm1@3","chunks":9,"done":4}],"last_failed":{"snapshot":"vm1@1","number":1,"reason":"no space"},"queues":[{"queue":0,"in_flight":3,"reads":20,"writes":0,"flushes":0,"discards":0,"errors":0,"read_latency":{"count":20,"p50_us":95,"p99_us":320,"max_us":4100},"write_latency":{"count":0,"p50_us":0,"p99_us":0,"max_us":0},"flush_latency":{"count":0,"p50_us":0,"p99_us":0,"max_us":0}}]}"#;
     let (request, run) = exchange(&[status], &["status"]);
     assert_eq!(request, serde_json::json!({ "op": "status" }));
     let text = String::from_utf8(run.stdout).unwrap();
@@ -175,6 +175,7 @@ fn status_and_stats_are_printed_for_people_and_for_scripts() {
         "size:        1 GiB",
         "changed:     512 KiB",
         "vm1@3 (4 of 9 chunks)",
+        "failed:      vm1@1: no space",
         "queue  in flight  reads  p50 us  p99   max  writes",
         "    0          3     20      95  320  4100       0",
     ] {
