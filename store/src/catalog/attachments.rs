@@ -81,7 +81,8 @@ impl Catalog {
         })
     }
 
-    /// Renews the lease. After a rebuild of the catalog, acquires it again and refers to the
+    /// Renews the lease. If the catalog refers to an older parent of the mirror, because it was restored
+    /// from a copy, it refers to `parent` again. After a rebuild of the catalog, acquires it again and refers to the
     /// mirror's `parent` again, unless another writer has acquired the image. No number below
     /// `reserved_end` is then given out again. Returns the size of the image, which becomes `size`,
     /// the size of the mirror, if that is larger.
@@ -103,11 +104,19 @@ impl Catalog {
             let key = lease_key(&holder.image);
             let change = Change::default().put_for(LEASE_SECONDS as u32, key, &lease);
             match holder.check(view) {
-                Ok(image) if image.size >= size => Ok((change, image.size)),
-                // The catalog is older than the mirror: it was restored from a copy.
                 Ok(image) => {
-                    let image = ImageDocument { size, ..image };
-                    Ok((change.put(holder.image_key(), &image), size))
+                    let (mut change, known) = (change, image.size);
+                    // If the catalog was restored from a copy, it is older than the mirror.
+                    if known < size {
+                        let image = ImageDocument { size, ..image };
+                        change = change.put(holder.image_key(), &image);
+                    }
+                    if let Some(mut mirror) = view.get::<MirrorDocument>(&mirror_key)?
+                        && mirror.move_to(parent)
+                    {
+                        change = change.put(&mirror_key, &mirror);
+                    }
+                    Ok((change, known.max(size)))
                 }
                 Err(Error::CatalogRebuilt { .. }) => {
                     let image = image(view, &holder.image_name)?;

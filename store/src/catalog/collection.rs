@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Catalog;
 use super::documents::{
-    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, optional_text,
-    snapshot_key, text,
+    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, mirror_key,
+    optional_text, snapshot_key, text,
 };
 use super::holder::Holder;
 use super::images::snapshot_of;
@@ -222,20 +222,26 @@ impl Catalog {
     }
 
     /// The basis of a commit of a mirror that stores something: notes the current number in the
-    /// mirror's document, unless an older one is there.
-    pub(crate) fn begin_mirror_commit(&self, holder: &Holder) -> Result<CommitBasis> {
+    /// mirror's document, unless an older one is there. Also returns whether the document refers to
+    /// the mirror's `parent` only from now on: then nothing protected the parent's content until now.
+    pub(crate) fn begin_mirror_commit(
+        &self,
+        holder: &Holder,
+        parent: (u64, Root),
+    ) -> Result<(CommitBasis, bool)> {
         let mut queries = holder.queries(0);
         queries.extend(CommitBasis::queries());
         self.change(&queries, |view| {
             holder.check(view)?;
-            let mut mirror = holder.mirror(view)?;
-            let (basis, is_new) = mirror_basis(view, &mut mirror)?;
-            let change = match is_new {
-                true => Change::default()
-                    .put(super::documents::mirror_key(&holder.mirror_id()), &mirror),
-                false => Change::default(),
+            let before = holder.mirror(view)?;
+            let mut mirror = before.clone();
+            let (basis, _) = mirror_basis(view, &mut mirror)?;
+            let is_moved = mirror.move_to(parent);
+            let change = match mirror == before {
+                true => Change::default(),
+                false => Change::default().put(mirror_key(&holder.mirror_id()), &mirror),
             };
-            Ok((change, basis))
+            Ok((change, (basis, is_moved)))
         })
     }
 

@@ -299,6 +299,16 @@ pub(super) struct MirrorDocument {
 }
 
 impl MirrorDocument {
+    /// Makes the mirror refer to a later parent that it has itself. Returns whether it did not. A
+    /// catalog that was restored from an older copy does not know the parent.
+    pub(super) fn move_to(&mut self, (number, root): (u64, Root)) -> bool {
+        let is_later = self.parent < number;
+        if is_later {
+            (self.parent, self.root, self.is_parent_available) = (number, root.0, true);
+        }
+        is_later
+    }
+
     /// The mirror, with its writer if `observer` does not see that the writer is dead.
     pub(super) fn record(
         self,

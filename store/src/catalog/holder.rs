@@ -40,6 +40,9 @@ pub(crate) struct Published {
     pub(crate) parent: u64,
     /// What protects its blobs.
     pub(crate) basis: CommitBasis,
+    /// The content of the mirror's parent, from which unchanged parts come; `None` if all content was
+    /// put.
+    pub(crate) base: Option<Root>,
     /// The name of the snapshot's record, if it has one.
     pub(crate) record: Option<BlobId>,
 }
@@ -173,7 +176,8 @@ impl Holder {
     ) -> Result<Option<SnapshotDocument>> {
         let mirror = self.mirror(view)?;
         let CommitBasis { epoch, collection } = published.basis;
-        let is_protected = mirror.storing_since == Some(collection);
+        let has_base = published.base.is_none_or(|base| mirror.root == base.0);
+        let is_protected = mirror.storing_since == Some(collection) && has_base;
         // What is published protects itself.
         let is_protected = is_protected || before.state != SnapshotState::Pending;
         if ClusterEpoch::of(view)? != epoch || !is_protected {

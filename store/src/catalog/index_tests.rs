@@ -114,6 +114,7 @@ impl World {
             saved_bytes: 0,
             parent: 1,
             basis,
+            base: None,
             record: None,
         };
         match rng.below(10) {

@@ -126,6 +126,7 @@ fn published(state: SnapshotState) -> Published {
         saved_bytes: 0,
         parent: 1,
         basis: CommitBasis::of(&View::default()).unwrap(),
+        base: None,
         record: None,
     }
 }

@@ -166,9 +166,10 @@ impl Attachment {
         SnapshotCommit::new(self, number, self.geometry(), commit)
     }
 
-    /// Establishes a basis for a commit that has none: see [`Commit`].
-    pub(super) fn begin_again(&self) -> Result<CommitBasis> {
-        self.repository.catalog().begin_mirror_commit(&self.holder)
+    /// Establishes a basis for a commit that has none: see [`Commit`]. Also returns whether the parent's
+    /// content was not protected until now.
+    pub(super) fn begin_again(&self) -> Result<(CommitBasis, bool)> {
+        self.repository.catalog().begin_mirror_commit(&self.holder, self.parent())
     }
 
     /// Publishes a snapshot whose content is stored. Returns `None` if its basis is gone.

@@ -406,9 +406,16 @@ impl<'a> SnapshotCommit<'a> {
         }
     }
 
-    /// Establishes a basis again: the mirror's document protects what is stored from here on.
+    /// Establishes a basis again: the mirror's document protects what is stored from here on, and the
+    /// content of the parent.
     fn begin_again(&self) -> Result<CommitBasis> {
-        self.attachment.begin_again()
+        let (basis, is_parent_unverified) = self.attachment.begin_again()?;
+        if is_parent_unverified {
+            self.commit.repository.enter(basis)?;
+            let (_, base) = self.attachment.parent();
+            self.commit.verify_tree(&base, self.geometry)?;
+        }
+        Ok(basis)
     }
 
     fn store_tree(&self, base: &Root, changes: &dyn Changes) -> Result<TreeUpdate> {
@@ -437,6 +444,7 @@ impl<'a> SnapshotCommit<'a> {
             saved_bytes,
             parent,
             basis,
+            base: None,
             record,
         }
     }

@@ -21,6 +21,8 @@
 //!   need it.
 //! - A collection that is killed leaves blobs without names, which the next one deletes.
 
+#[cfg(test)]
+mod life_tests;
 mod mark;
 mod sweep_directory;
 mod sweep_peers;

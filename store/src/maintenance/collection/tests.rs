@@ -1,9 +1,10 @@
 //! Collections of a repository in a directory, and what runs beside them.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use tempfile::TempDir;
@@ -14,7 +15,7 @@ use crate::collection::CollectionNumber;
 use crate::documents::{Change, Query};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry};
-use crate::id::{BlobId, MirrorId};
+use crate::id::{BlobId, ChunkId, MirrorId};
 use crate::name::SnapshotRef;
 use crate::repository::Repository;
 use crate::repository::attachment::Attachment;
@@ -24,7 +25,7 @@ use crate::tree::{Referred, Root};
 const CHUNK: usize = 65536;
 
 /// The chunks of a disk: the number of the content at each index.
-type Disk = BTreeMap<u64, u64>;
+pub(super) type Disk = BTreeMap<u64, u64>;
 
 fn content(number: u64) -> Vec<u8> {
     let mut content = vec![0; CHUNK];
@@ -32,15 +33,15 @@ fn content(number: u64) -> Vec<u8> {
     content
 }
 
-fn geometry() -> Geometry {
+pub(super) fn geometry() -> Geometry {
     Geometry::new(64 * CHUNK as u64, CHUNK as u32).unwrap()
 }
 
 /// A repository in a directory, as the processes of a host use it.
-struct Site(TempDir);
+pub(super) struct Site(TempDir);
 
 impl Site {
-    fn new() -> Site {
+    pub(super) fn new() -> Site {
         let site = Site(TempDir::new().unwrap());
         Repository::open_or_create(&site.url()).unwrap();
         site
@@ -50,7 +51,7 @@ impl Site {
         format!("dir:{}", self.0.path().display())
     }
 
-    fn open(&self) -> Repository {
+    pub(super) fn open(&self) -> Repository {
         Repository::open(&self.url()).unwrap()
     }
 
@@ -59,7 +60,7 @@ impl Site {
     }
 
     /// Collects without a grace period, as a process of its own.
-    fn collect(&self) -> CollectionReport {
+    pub(super) fn collect(&self) -> CollectionReport {
         self.try_collect(&[]).unwrap()
     }
 
@@ -70,14 +71,14 @@ impl Site {
     }
 
     /// The names of all stored blobs.
-    fn stored(&self) -> BTreeSet<BlobId> {
+    pub(super) fn stored(&self) -> BTreeSet<BlobId> {
         let repository = self.open();
         let blobs = repository.blobs_in_directory().unwrap();
         blobs.list(None, usize::MAX >> 1).unwrap().into_iter().map(|one| one.id).collect()
     }
 
     /// The names of all blobs that snapshots and mirrors refer to.
-    fn referred(&self) -> BTreeSet<BlobId> {
+    pub(super) fn referred(&self) -> BTreeSet<BlobId> {
         let (repository, mut all) = (self.open(), BTreeSet::new());
         for root in repository.catalog().collection_roots().unwrap().roots {
             let mut visit = |referred: Referred| {
@@ -96,14 +97,14 @@ impl Site {
 }
 
 /// Stores chunks and the tree that differs from `base` by them.
-fn store(repository: &Repository, base: &Root, disk: &Disk) -> Root {
+pub(super) fn store(repository: &Repository, base: &Root, disk: &Disk) -> Root {
     let contents: Vec<_> = disk.values().map(|number| content(*number)).collect();
     let chunks: Vec<_> = contents.iter().map(|one| NewBlob::new(one)).collect();
     repository.put_chunks(&chunks).unwrap();
     repository.commit_tree(base, geometry(), &changes(disk)).unwrap().root
 }
 
-fn changes(disk: &Disk) -> crate::ChangedChunks {
+pub(super) fn changes(disk: &Disk) -> crate::ChangedChunks {
     let id = |number: &u64| NewBlob::new(&content(*number)).chunk_id();
     disk.iter().map(|(at, number)| (ChunkIndex(*at), Some(id(number)))).collect()
 }
@@ -112,24 +113,26 @@ fn disk(chunks: impl IntoIterator<Item = (u64, u64)>) -> Disk {
     chunks.into_iter().collect()
 }
 
-fn import(repository: &Repository, name: &str, disk: &Disk) -> Snapshot {
+pub(super) fn import(repository: &Repository, name: &str, disk: &Disk) -> Snapshot {
     let commit = repository.begin_commit().unwrap();
     let root = store(repository, &Root::default(), disk);
     commit.publish_image(&name.parse().unwrap(), geometry(), &root, 0, 0).unwrap()
 }
 
-fn read(repository: &Repository, snapshot: &Snapshot) -> Result<Disk> {
+pub(super) fn read(repository: &Repository, snapshot: &Snapshot) -> Result<Disk> {
+    static NUMBERS: LazyLock<HashMap<ChunkId, u64>> = LazyLock::new(|| {
+        (0..100).map(|one| (NewBlob::new(&content(one)).chunk_id(), one)).collect()
+    });
     let (mut found, mut buf) = (Disk::new(), vec![0; CHUNK]);
     for chunk in repository.chunks(&snapshot.root, snapshot.geometry) {
         let (at, id) = chunk?;
         repository.read_chunk(&id, &mut buf)?;
-        let number = (0..1000).find(|number| content(*number) == buf).expect("a known content");
-        found.insert(at.0, number);
+        found.insert(at.0, NUMBERS[&id]);
     }
     Ok(found)
 }
 
-fn resolve(repository: &Repository, name: &str) -> Result<Snapshot> {
+pub(super) fn resolve(repository: &Repository, name: &str) -> Result<Snapshot> {
     repository.catalog().resolve(&name.parse::<SnapshotRef>().unwrap())
 }
 
@@ -137,13 +140,13 @@ fn remove(repository: &Repository, name: &str) {
     repository.remove_snapshot(&name.parse().unwrap()).unwrap();
 }
 
-fn attach(repository: &Repository, mirror: u8, snapshot: &Snapshot) -> Attachment {
+pub(super) fn attach(repository: &Repository, mirror: u8, snapshot: &Snapshot) -> Attachment {
     let id = MirrorId::from_bytes([mirror; 16]);
     let owner = MirrorOwner::this_process(id, format!("/mirror{mirror}")).unwrap();
     repository.attach(&owner, snapshot, Mode::ReadWrite).unwrap()
 }
 
-fn new(number: u64) -> NewSnapshot {
+pub(super) fn new(number: u64) -> NewSnapshot {
     let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
     let size = geometry().size();
     NewSnapshot { number, label: None, size, consistency, time, dirty_bytes, pause_us }
@@ -158,7 +161,7 @@ fn checkpoint(repository: &Repository, attachment: &Attachment, disk: &Disk) -> 
 }
 
 /// Puts chunks, durably.
-fn put(repository: &Repository, disk: &Disk) {
+pub(super) fn put(repository: &Repository, disk: &Disk) {
     let contents: Vec<_> = disk.values().map(|number| content(*number)).collect();
     let chunks: Vec<_> = contents.iter().map(|one| NewBlob::new(one)).collect();
     repository.put_chunks(&chunks).unwrap();
@@ -220,7 +223,7 @@ fn nothing_within_the_grace_period_is_deleted() {
 }
 
 /// Calls `hook` once, after everything is marked and before anything is deleted.
-fn collect_with(repository: &Repository, hook: impl Fn()) -> CollectionReport {
+pub(super) fn collect_with(repository: &Repository, hook: impl Fn()) -> CollectionReport {
     let is_called = Cell::new(false);
     let report = collect(repository, &CollectionOptions::default(), &|progress| {
         if matches!(progress, CollectionProgress::Sweeping { seen: 0, .. })
