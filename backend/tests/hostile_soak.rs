@@ -45,7 +45,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(6);
 const MEMORY_LIMIT: u64 = 256 << 20;
 
 /// The most time that a request of the other disk may take.
-const NEIGHBOUR_LIMIT: Duration = Duration::from_secs(3);
+const NEIGHBOUR_LIMIT: Duration = Duration::from_secs(10);
 
 /// One attack on one connection.
 struct Attacker<'a> {

@@ -263,7 +263,7 @@ impl Life {
         collect_with(&collector, || {
             let mut me = me.borrow_mut();
             if is_busy {
-                match me.rng.below(4) {
+                match me.rng.below(6) {
                     0 => me.clone_one(),
                     1 => me.remove_snapshot(),
                     2 => me.read(),
