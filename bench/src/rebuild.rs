@@ -11,6 +11,7 @@ use cairn_store::cluster::repair::{
     ConnectedPeers, DeletionPermit, PeerState, RepairLimits, RepairMembers, RepairPeer,
     Report as Repaired, Wanted, repair,
 };
+use cairn_store::collection::CollectionNumber;
 use cairn_store::encoding::{Redundancy, StoragePolicy};
 use serde::Serialize;
 use serde_json::json;
@@ -99,7 +100,7 @@ fn measure(site: &Site, name: &str, data: &Data, link: &Link) -> Result<Figure> 
     let members = RepairMembers::new(peers.chain([lost]));
     let security = testbed.security().clone();
     let permit: DeletionPermit = Arc::new(|| Box::pin(async { true }));
-    let connected = Arc::new(ConnectedPeers::new(left, security, permit));
+    let connected = Arc::new(ConnectedPeers::new(left, security, permit, CollectionNumber::FIRST));
     let blobs: BTreeSet<BlobId> = data.bytes().chunks(CHUNK).map(BlobId::of).collect();
     let (before, begin) = (link.traffic()?, Instant::now());
     let repaired: Repaired = client.runtime().block_on(async {
